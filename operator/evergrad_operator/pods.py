@@ -76,6 +76,8 @@ _OVER_LIMIT: Final = re.compile(
 """The kubelet's words for a pod that it evicts since it wrote more on its host's disk than it may."""
 _INITIALIZING: Final = "PodInitializing"
 """Reason for which a container waits that comes after others."""
+_BY_SIGNAL: Final = (137, 143)
+"""Exit codes of a process that was killed or terminated."""
 _STOPPED: Final = frozenset({ExitCode.STOPPED_SAVED, ExitCode.STOPPED_UNSAVED})
 _BY_ITSELF: Final = frozenset({ExitCode.USER_ERROR, ExitCode.INTERNAL})
 """Exit codes of a node that ended by itself, which names the kind of trouble itself."""
@@ -202,12 +204,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
         end = replace(end, message=keep_end(end.message, MAX_MESSAGE))
     # Init containers come first: while one of them waits, ours only says that it does.
     before = NOTHING if end else _find_waiting(status)
-    waiting_reason, waiting_message = (
-        ("", "") if end else _why_waiting(status, container, before)
-    )
-    waiting_image = image
-    if before:
-        waiting_image = _find_image(raw, "initContainers", get_text(before, "name"))
+    wait = ("", "") if end else _why_waiting(status, container, before)
     return PodState(
         name=str(metadata.get("name") or ""),
         uid=str(metadata.get("uid") or ""),
@@ -224,9 +221,9 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
         end=end,
         has_sidecar=any("running" in get_map(one, "state") for one in others),
         disruption=disruption,
-        waiting_reason=waiting_reason,
-        waiting_message=waiting_message,
-        waiting_image=waiting_image,
+        waiting_reason=wait[0],
+        waiting_message=wait[1],
+        waiting_image=_find_image(raw, "initContainers", get_text(before, "name")) or image,
         node_name=str(get_map(raw, "spec").get("nodeName") or ""),
         ip=str(status.get("podIP") or ""),
         image=image,
@@ -285,16 +282,13 @@ def _find_waiting(status: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _find_failed(status: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the status of the init container whose failure ended the pod; empty where there is none."""
-    failed = [
-        one
-        for one in get_maps(status, "initContainerStatuses")
-        if get_map(one, "state", "terminated").get("exitCode")
-    ]
-    # The first of them: sidecars that a mesh has injected are killed after it.
-    ends = [get_text(get_map(one, "state", "terminated"), "finishedAt") for one in failed]
-    return (
-        min(zip(ends, failed, strict=True), key=lambda pair: pair[0])[1] if failed else NOTHING
-    )
+    failed = []
+    for one in get_maps(status, "initContainerStatuses"):
+        end = get_map(one, "state", "terminated")
+        if code := end.get("exitCode"):
+            failed.append((get_text(end, "finishedAt"), code in _BY_SIGNAL, one))
+    # The first of them: sidecars that a mesh has injected are killed after it, perhaps in the same second.
+    return min(failed, key=lambda found: found[:2])[2] if failed else NOTHING
 
 
 def _find_end(
