@@ -174,8 +174,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
     labels, annotations = get_map(metadata, "labels"), get_map(metadata, "annotations")
     role, attempt = get_text(labels, names.LABEL_ROLE), _number(labels.get(names.LABEL_ATTEMPT))
     index = _number(labels.get(names.LABEL_INDEX)) if role == names.ROLE_NODE else 0
-    is_of_run = role in names.CONTAINERS
-    if not is_of_run or attempt is None or index is None:
+    if role not in names.CONTAINERS or attempt is None or index is None:
         return None
 
     # Kubernetes notes what ends a pod before it does so.
@@ -199,8 +198,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
     deleting = metadata.get("deletionTimestamp")
     end = _find_end(status, container, disruption, is_deleting=deleting is not None)
     # An error's text is cut, a report is read whole.
-    is_report = role == names.ROLE_EVALUATION and end is not None and end.cause == PodCause.DONE
-    if end is not None and not is_report:
+    if end and not (role == names.ROLE_EVALUATION and end.cause == PodCause.DONE):
         end = replace(end, message=keep_end(end.message, MAX_MESSAGE))
     # Init containers come first: while one of them waits, ours only says that it does.
     before = NOTHING if end else _find_waiting(status)
