@@ -77,6 +77,8 @@ class PodCause(StrEnum):
     """Killed at its memory limit. Counts."""
     VOLUME_FULL = "VolumeFull"
     """Nothing more could be written. Counts."""
+    OUT_OF_EPHEMERAL_STORAGE = "OutOfEphemeralStorage"
+    """Evicted, since it wrote more on its host's disk than its limits allow. Counts."""
     START_ERROR = "StartError"
     """The container could not be started. Counts."""
     STOPPED = "Stopped"
@@ -104,6 +106,7 @@ COUNTED: Final = frozenset(
         PodCause.WORKER_CRASH,
         PodCause.OUT_OF_MEMORY,
         PodCause.VOLUME_FULL,
+        PodCause.OUT_OF_EPHEMERAL_STORAGE,
         PodCause.START_ERROR,
     }
 )

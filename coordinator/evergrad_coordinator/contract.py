@@ -23,8 +23,17 @@ VOLUME_KINDS: Final = (
     "ephemeral",
 )
 """Kinds that Pod Security's restricted level admits, less ``csi``, whose drivers can do anything."""
-PROJECTED_KINDS: Final = ("configMap", "secret", "downwardAPI", "clusterTrustBundle")
-"""Sources of a ``projected`` volume. Pods of a run talk to no API server: they get no token of one."""
+PROJECTED_KINDS: Final = (
+    "configMap",
+    "secret",
+    "downwardAPI",
+    "clusterTrustBundle",
+    "serviceAccountToken",
+)
+"""Sources of a ``projected`` volume; the last one only beside a service account that the installation
+allows."""
+TRAINER_CONTAINER: Final = "trainer"
+"""Name of the container that trains, prepares or evaluates, in the pods of a run."""
 VOLUME_PATH: Final = "/volume"
 """Where the pods of a run have the volume that holds its run directory."""
 CONFIG_PATH: Final = "/etc/evergrad/run"

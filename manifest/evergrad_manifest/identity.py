@@ -46,7 +46,7 @@ RECIPE_OF_RUNTIME: Final = ("precision", "matmulPrecision", "attention")
 OPERATIONAL_DATA: Final = ("preparedDirectory",)
 RECIPE_OF_SCRIPT: Final = ("command", "env", "workingDirectory")
 """Fields of ``spec.script`` that decide the result, as far as can be known."""
-OPERATIONAL_OF_SCRIPT: Final = ("gracePeriodSeconds", "metrics")
+OPERATIONAL_OF_SCRIPT: Final = ("valueFrom", "gracePeriodSeconds", "metrics")
 """Fields of ``spec.script`` that may change from one start to the next."""
 
 _HASHED_AT_DEFAULT: Final = frozenset(

@@ -5,12 +5,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from pydantic import Field
 
-from evergrad_coordinator.contract import OUR_VARIABLE_PREFIXES, OUR_VARIABLES
 from evergrad_manifest.base import LocalPath, Section, check_local_path
+from evergrad_manifest.environment import check_source, is_reserved
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import format_path
 from evergrad_manifest.training.common import Metrics, check_endpoint
@@ -52,6 +52,9 @@ class Script(Section):
     working_directory: LocalPath = Field(default=".", min_length=1)
     """Where the workers start; relative to the manifest for ``evergrad run``, absolute inside the pod on a
     cluster."""
+    value_from: dict[str, Any] = Field(default_factory=dict)
+    """Further variables, each taken from one of ``secretKeyRef``, ``configMapKeyRef``, ``fieldRef`` and
+    ``resourceFieldRef``; for ``evergrad run`` they are set in the shell."""
     grace_period_seconds: Whole = Field(default=30, ge=0, le=86400)
     """Seconds a worker has to save and leave after it was asked to stop; then it is killed."""
     metrics: Metrics = Metrics()
@@ -177,12 +180,17 @@ def check_environment(view: View) -> Iterator[Problem]:
     """Variables have names that every shell can use, and the run itself sets none of them."""
     # Read from the file itself: a variable whose value is wrong hides nothing of its neighbours.
     values = view.raw("spec", "script", "env")
-    for key, value in values.items() if isinstance(values, Mapping) else ():
-        name, path = str(key), format_path(("spec", "script", "env", str(key)))
+    texts = values if isinstance(values, Mapping) else {}
+    sources = view.raw("spec", "script", "valueFrom")
+    references = sources if isinstance(sources, Mapping) else {}
+    found = [("env", *one) for one in texts.items()]
+    found += [("valueFrom", *one) for one in references.items()]
+    for kind, key, value in found:
+        name, path = str(key), format_path(("spec", "script", kind, str(key)))
         if _VARIABLE_NAME.fullmatch(name) is None:
             why = "letters, digits, '_', '-' and '.' are allowed, no digit first"
             yield Problem(path, f"{show(name)} is not a variable's name", why, "Rename it")
-        elif name in OUR_VARIABLES or name.startswith(OUR_VARIABLE_PREFIXES):
+        elif is_reserved(name):
             yield Problem(
                 path,
                 f"{show(name)} is reserved",
@@ -191,6 +199,21 @@ def check_environment(view: View) -> Iterator[Problem]:
             )
         if isinstance(value, str) and "\0" in value:
             yield Problem(path, "has a NUL character", "no variable can hold one", "Remove it")
+
+    # The pod has one variable of a name: a second one would win or lose unseen.
+    given = view.raw("spec", "template", "env")
+    in_pod = {
+        item.get("name")
+        for item in (given if isinstance(given, list | tuple) else ())
+        if isinstance(item, Mapping)
+    }
+    for name, source in references.items():
+        place = ("spec", "script", "valueFrom", str(name))
+        yield from check_source(place, source)
+        twin = "spec.script.env" if name in texts else "spec.template.env"
+        if name in texts or name in in_pod:
+            what, remedy = f"{show(name)} is in {twin} already", "Remove one of them"
+            yield Problem(format_path(place), what, "a variable has one value", remedy)
 
 
 def check_metrics(view: View) -> Iterator[Problem]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from evergrad_manifest.errors import Problem
+from evergrad_manifest.fields import format_path
 from evergrad_manifest.reading.loader import path_label
 from evergrad_manifest.script import Script, program_path, working_directory_of
 
@@ -52,7 +53,26 @@ def script_problems(script: Script, *, base_directory: Path) -> list[Problem]:
     elif not os.access(folder, os.X_OK):
         remedy = "Change its permissions"
         problems.append(Problem(path_label(folder), "cannot be entered", named, remedy))
+    problems += _missing_variables(script)
     return problems
+
+
+def _missing_variables(script: Script) -> list[Problem]:
+    """Find the variables that a cluster takes from its objects, and that are not set here."""
+    missing = [
+        name
+        for name, source in script.value_from.items()
+        if name not in os.environ and not any(one.get("optional") for one in source.values())
+    ]
+    return [
+        Problem(
+            format_path(("spec", "script", "valueFrom", name)),
+            f"{name} is not set on this machine",
+            "its value is an object's of the cluster, where this run does not start",
+            f"Set it in the shell: {name}=… evergrad run",
+        )
+        for name in missing
+    ]
 
 
 def portable_problems(script: Script, *, base_directory: Path) -> list[Problem]:

@@ -1,4 +1,5 @@
-"""The validating webhook's answer to one request: the problems that ``evergrad validate`` finds. Pure.
+"""The validating webhook's answer to one request: the problems that ``evergrad validate`` finds, and those
+that only this installation has. Pure.
 
 A denial's causes carry one problem each, so that kubectl prints path, reason and remedy a line, as for the
 schema's own errors.
@@ -10,6 +11,7 @@ from typing import Any, Final
 from evergrad_coordinator.contract import API_GROUP, KIND
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.validation import is_open, problems_of
+from evergrad_operator.installation import NOTHING_ALLOWED, Installation, find_refusals
 from evergrad_operator.problems import list_problems
 from evergrad_operator.raw import get_map, get_text
 
@@ -22,7 +24,11 @@ _CHANGES_AT_ANY_TIME: Final = ("suspend",)
 stopped."""
 
 
-def find_problems(new: Mapping[str, Any], old: Mapping[str, Any] | None) -> tuple[Problem, ...]:
+def find_problems(
+    new: Mapping[str, Any],
+    old: Mapping[str, Any] | None,
+    installation: Installation = NOTHING_ALLOWED,
+) -> tuple[Problem, ...]:
     """Find the reasons why ``new`` may not be stored in place of ``old``; empty if it may.
 
     A problem that an older version accepted is no reason to refuse a change of something else.
@@ -36,7 +42,7 @@ def find_problems(new: Mapping[str, Any], old: Mapping[str, Any] | None) -> tupl
         start = get_text(metadata, "generateName")
         if start and not metadata.get("name"):
             new = {**new, "metadata": {**metadata, "name": f"{start}xxxxx"}}
-        return problems_of(new)
+        return (*problems_of(new), *find_refusals(new, installation))
     # Labels, annotations and owners are the API server's concern, and so are unchanged fields of the spec.
     before, after = (
         {
@@ -48,20 +54,24 @@ def find_problems(new: Mapping[str, Any], old: Mapping[str, Any] | None) -> tupl
     )
     if before == after:
         return ()
-    problems = problems_of(new, old=old)
+    problems = (*problems_of(new, old=old), *find_refusals(new, installation))
     if not problems or is_open(old):
         return problems
     # Only problems that the change brings are held against it.
-    known = frozenset(problems_of(old))
+    known = frozenset((*problems_of(old), *find_refusals(old, installation)))
     return tuple(problem for problem in problems if problem not in known)
 
 
-def review(raw: Mapping[str, Any]) -> dict[str, Any]:
+def review(
+    raw: Mapping[str, Any], installation: Installation = NOTHING_ALLOWED
+) -> dict[str, Any]:
     """Return the AdmissionReview that answers ``raw``."""
     request = get_map(raw, "request")
     old = request.get("oldObject")
     problems = find_problems(
-        get_map(request, "object"), old if isinstance(old, Mapping) else None
+        get_map(request, "object"),
+        old if isinstance(old, Mapping) else None,
+        installation,
     )
     return _answer(
         get_text(request, "uid"),

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from evergrad_coordinator.contract import UNDISTURBED_SECONDS
+from evergrad_operator.installation import Installation
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,27 @@ class Config:
     storage_access_mode: str = ""
     """Access mode of new volumes whose run names none; empty: ReadWriteOnce for a run of one node, else
     ReadWriteMany."""
+    allowed_service_accounts: tuple[str, ...] = ()
+    """Name of a service account that runs may have; none: no run has one."""
+    node_ephemeral_storage: str = ""
+    """Ephemeral storage that a node of a run requests, where neither its requests nor its limits name it;
+    empty: none."""
+    node_ephemeral_storage_limit: str = ""
+    """Limit of the same; empty: none."""
+    preparation_ephemeral_storage: str = ""
+    """Ephemeral storage that a pod which prepares data requests; empty: none."""
+    preparation_ephemeral_storage_limit: str = ""
+    """Limit of the same; empty: none."""
+    evaluation_ephemeral_storage: str = ""
+    """Ephemeral storage that a pod which evaluates requests; empty: none."""
+    evaluation_ephemeral_storage_limit: str = ""
+    """Limit of the same; empty: none."""
+    coordinator_ephemeral_storage: str = ""
+    """Ephemeral storage that a coordinator requests; empty: none."""
+    coordinator_ephemeral_storage_limit: str = ""
+    """Limit of the same; empty: none."""
+    scratch_size: str = "50Gi"
+    """Largest size of /tmp in a training pod without a limit of ephemeral storage; empty: no bound."""
     node_loss_toleration_seconds: int = 5
     """Seconds that a pod stays on a node that is not ready."""
     coordinator_cpu: str = "20m"
@@ -78,3 +100,8 @@ class Config:
     """Seconds for the pods of a complete run to write their report and end."""
     fail_grace_seconds: float = 10.0
     """Seconds for the pods of a failed run to end by themselves."""
+
+    @property
+    def installation(self) -> Installation:
+        """The part that runs are checked against."""
+        return Installation(self.allowed_service_accounts, self.storage_access_mode)

@@ -29,10 +29,10 @@ ROLE_EVALUATION: Final = "evaluation"
 ROLE_OPERATOR: Final = "operator"
 """Role of the operator's own pod, as the chart labels it."""
 CONTAINERS: Final = {
-    ROLE_NODE: "trainer",
+    ROLE_NODE: contract.TRAINER_CONTAINER,
     ROLE_COORDINATOR: "coordinator",
-    ROLE_PREPARATION: "trainer",
-    ROLE_EVALUATION: "trainer",
+    ROLE_PREPARATION: contract.TRAINER_CONTAINER,
+    ROLE_EVALUATION: contract.TRAINER_CONTAINER,
 }
 """Our container in a pod, by the pod's role. Others in it are not ours."""
 
@@ -271,6 +271,8 @@ class Reason(StrEnum):
     """Workers ran out of memory too often without progress."""
     VOLUME_FULL = "VolumeFull"
     """The volume was full too often without progress."""
+    OUT_OF_EPHEMERAL_STORAGE = "OutOfEphemeralStorage"
+    """Pods wrote more on their hosts' disks than they may, too often without progress."""
     DEADLINE_EXCEEDED = "DeadlineExceeded"
     """``activeDeadlineSeconds`` is over."""
     OUTPUT_CONFLICT = "OutputConflict"

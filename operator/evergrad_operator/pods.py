@@ -70,6 +70,14 @@ _NO_SPACE: Final = re.compile(
     r"no space left on device|disk quota exceeded|\bENOSPC\b|\bEDQUOT\b|\d [KMGTP]?i?B are free and",
     re.IGNORECASE,
 )
+_OVER_LIMIT: Final = re.compile(
+    r"Usage of EmptyDir volume|ephemeral local storage usage exceeds|exceeded its local ephemeral storage"
+)
+"""The kubelet's words for a pod that it evicts since it wrote more on its host's disk than it may."""
+_INITIALIZING: Final = "PodInitializing"
+"""Reason for which a container waits that comes after others."""
+_BY_SIGNAL: Final = (137, 143)
+"""Exit codes of a process that was killed or terminated."""
 _STOPPED: Final = frozenset({ExitCode.STOPPED_SAVED, ExitCode.STOPPED_UNSAVED})
 _BY_ITSELF: Final = frozenset({ExitCode.USER_ERROR, ExitCode.INTERNAL})
 """Exit codes of a node that ended by itself, which names the kind of trouble itself."""
@@ -90,12 +98,16 @@ class PodEnd:
 
 @dataclass(frozen=True)
 class _LastWords:
-    """A container's own account of its end. ``kind``: as the trainer reported it; None for no report."""
+    """A container's own account of its end. ``kind``: as the trainer reported it; None for no report.
+
+    ``is_init``: of an init container, which is no program of ours.
+    """
 
     exit_code: int | None
     kind: ErrorKind | None
     text: str
     reason: str
+    is_init: bool
 
 
 @dataclass(frozen=True)
@@ -106,9 +118,10 @@ class PodState:
     grace, for a pod that is being deleted. ``end`` is set once its own container has ended for good, whatever
     the pod's phase. ``has_sidecar``: a container still runs in a pod that is over: one that somebody
     has injected, or one of a wrong image. ``waiting_reason`` and ``waiting_message``: why its container does
-    not run, as the kubelet or the scheduler says. ``image``: what was asked for; ``image_id``: what its
-    container runs, as the kubelet names it. ``place``: its place in a queue of Kueue. ``gang``: the kind of
-    gang that it was made for, empty for none.
+    not run, as the kubelet or the scheduler says; ``waiting_image``: the image of the container that waits,
+    which may be an init container. ``image``: what was asked for; ``image_id``: what its
+    container runs, as the kubelet names it. ``place``: its place in a queue of Kueue. ``gang``: the kind
+    of gang that it was made for, empty for none.
     """
 
     name: str
@@ -128,6 +141,7 @@ class PodState:
     disruption: PodCause | None
     waiting_reason: str
     waiting_message: str
+    waiting_image: str
     node_name: str
     ip: str
     image: str
@@ -162,8 +176,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
     labels, annotations = get_map(metadata, "labels"), get_map(metadata, "annotations")
     role, attempt = get_text(labels, names.LABEL_ROLE), _number(labels.get(names.LABEL_ATTEMPT))
     index = _number(labels.get(names.LABEL_INDEX)) if role == names.ROLE_NODE else 0
-    is_of_run = role in names.CONTAINERS
-    if not is_of_run or attempt is None or index is None:
+    if role not in names.CONTAINERS or attempt is None or index is None:
         return None
 
     # Kubernetes notes what ends a pod before it does so.
@@ -182,16 +195,16 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
     statuses = get_maps(status, "containerStatuses")
     container = next((one for one in statuses if one.get("name") == ours), NOTHING)
     others = [one for one in statuses if one.get("name") != ours]
-    asked = get_maps(get_map(raw, "spec"), "containers")
-    image = next((get_text(one, "image") for one in asked if one.get("name") == ours), "")
+    image = _find_image(raw, "containers", ours)
 
     deleting = metadata.get("deletionTimestamp")
     end = _find_end(status, container, disruption, is_deleting=deleting is not None)
     # An error's text is cut, a report is read whole.
-    is_report = role == names.ROLE_EVALUATION and end is not None and end.cause == PodCause.DONE
-    if end is not None and not is_report:
+    if end and not (role == names.ROLE_EVALUATION and end.cause == PodCause.DONE):
         end = replace(end, message=keep_end(end.message, MAX_MESSAGE))
-    waiting_reason, waiting_message = ("", "") if end else _why_waiting(status, container)
+    # Init containers come first: while one of them waits, ours only says that it does.
+    before = NOTHING if end else _find_waiting(status)
+    wait = ("", "") if end else _why_waiting(status, container, before)
     return PodState(
         name=str(metadata.get("name") or ""),
         uid=str(metadata.get("uid") or ""),
@@ -208,8 +221,9 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
         end=end,
         has_sidecar=any("running" in get_map(one, "state") for one in others),
         disruption=disruption,
-        waiting_reason=waiting_reason,
-        waiting_message=waiting_message,
+        waiting_reason=wait[0],
+        waiting_message=wait[1],
+        waiting_image=_find_image(raw, "initContainers", get_text(before, "name")) or image,
         node_name=str(get_map(raw, "spec").get("nodeName") or ""),
         ip=str(status.get("podIP") or ""),
         image=image,
@@ -252,6 +266,32 @@ def describe_cause(pod: PodState) -> PodCause:
     return pod.disruption or PodCause.DELETED
 
 
+def _find_image(raw: Mapping[str, Any], kind: str, name: str) -> str:
+    """Return the image that was asked for a container of this ``kind``; empty where there is none."""
+    asked = get_maps(get_map(raw, "spec"), kind)
+    return next((get_text(one, "image") for one in asked if one.get("name") == name), "")
+
+
+def _find_waiting(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the status of the init container that the others wait for; empty where there is none."""
+    for one in get_maps(status, "initContainerStatuses"):
+        reason = get_map(one, "state", "waiting").get("reason")
+        if reason and reason != _INITIALIZING:
+            return one
+    return NOTHING
+
+
+def _find_failed(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the status of the init container whose failure ended the pod; empty where there is none."""
+    failed = []
+    for one in get_maps(status, "initContainerStatuses"):
+        end = get_map(one, "state", "terminated")
+        if code := end.get("exitCode"):
+            failed.append((get_text(end, "finishedAt"), code in _BY_SIGNAL, one))
+    # The first of them: sidecars that a mesh has injected are killed after it, perhaps in the same second.
+    return min(failed, key=lambda found: found[:2])[2] if failed else NOTHING
+
+
 def _find_end(
     status: Mapping[str, Any],
     container: Mapping[str, Any],
@@ -271,15 +311,25 @@ def _find_end(
     if phase not in ("Succeeded", "Failed") and not is_for_good:
         return None
 
-    # The trainer's last words, or the end of the log that the kubelet took in their place.
+    # Where ours has not begun, an init container may have failed: the pod ends with it, never to start again.
+    failed = NOTHING if terminated or phase == "Succeeded" else _find_failed(status)
+    if failed:
+        terminated = get_map(failed, "state", "terminated")
+        code = terminated.get("exitCode")
+
+    # The process's last words, or the end of the log that the kubelet took in their place.
     message = str(terminated.get("message") or status.get("message") or "")
     kind, text = decode_termination(message)
+    if failed:
+        said = text.strip() or "it left no message; see kubectl logs -c"
+        text = f"init container {get_text(failed, 'name')}: {said}"
     exit_code = code if isinstance(code, int) and not isinstance(code, bool) else None
     words = _LastWords(
         exit_code,
         kind,
         text.strip(),
         str(terminated.get("reason") or ""),
+        is_init=bool(failed),
     )
     if phase == "Succeeded" and exit_code is None:
         cause = PodCause.DONE
@@ -290,10 +340,14 @@ def _find_end(
             disruption,
             is_deleting=is_deleting,
         )
+    # An evicted pod is explained by the kubelet, and not by the log that it had until then.
+    text = words.text
+    if cause in (PodCause.EVICTED, PodCause.OUT_OF_EPHEMERAL_STORAGE):
+        text = str(status.get("message") or text).strip()
     return PodEnd(
         cause,
         exit_code,
-        keep_end(words.text, MAX_TERMINATION_BYTES),
+        keep_end(text, MAX_TERMINATION_BYTES),
         parse_time(terminated.get("finishedAt")),
     )
 
@@ -317,6 +371,8 @@ def _find_cause(
     # From here on the most certain sign comes first: the kernel's, Kubernetes' mark, the kubelet's reason.
     if words.reason == "OOMKilled":
         return PodCause.OUT_OF_MEMORY
+    if pod_reason == "Evicted" and _OVER_LIMIT.search(str(status.get("message") or "")):
+        return PodCause.OUT_OF_EPHEMERAL_STORAGE
     if disruption is not None:
         return disruption
     if pod_reason.startswith("OutOf"):
@@ -325,7 +381,8 @@ def _find_cause(
         return _BY_POD_REASON.get(pod_reason, PodCause.EVICTED)
     if is_deleting:
         return PodCause.DELETED
-    if exit_code in _STOPPED:
+    # Only our own program has such an exit code when it was asked to stop.
+    if exit_code in _STOPPED and not words.is_init:
         return PodCause.STOPPED
     if words.reason in _NOT_STARTED:
         return PodCause.START_ERROR
@@ -338,9 +395,25 @@ def _find_cause(
     return PodCause.HOST_FAULT if is_environment else PodCause.WORKER_CRASH
 
 
-def _why_waiting(status: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[str, str]:
-    """Return reason and message: the kubelet's for the container, else the scheduler's for the pod."""
+def _why_waiting(
+    status: Mapping[str, Any], container: Mapping[str, Any], before: Mapping[str, Any]
+) -> tuple[str, str]:
+    """Return reason and message: the kubelet's for the container, else the scheduler's for the pod.
+
+    ``before``: the init container that the others wait for, empty for none.
+    """
+    waiting = get_map(before, "state", "waiting")
+    if waiting:
+        message = f"init container {get_text(before, 'name')}: {waiting.get('message') or ''}"
+        return str(waiting["reason"]), keep_start(message.rstrip(": "), MAX_MESSAGE)
     waiting = get_map(container, "state", "waiting")
+    running = [
+        get_text(one, "name")
+        for one in get_maps(status, "initContainerStatuses")
+        if "running" in get_map(one, "state")
+    ]
+    if waiting.get("reason") == _INITIALIZING and running:
+        return _INITIALIZING, f"init container {running[-1]} runs"
     if waiting.get("reason"):
         message = str(waiting.get("message") or "")
         return str(waiting["reason"]), keep_start(message, MAX_MESSAGE)

@@ -86,7 +86,7 @@ class Reconciler:
         self._config = config
         self._metrics = metrics
         self._hints: dict[Key, Hints] = {}
-        self._specs = SpecCache()
+        self._specs = SpecCache(config.installation)
         self.clock: Callable[[], float] = time.time
         self.token_of: Callable[[str], str] = _refuse_token
         self.on_forget: Callable[[Key], None] = lambda key: None

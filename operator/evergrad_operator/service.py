@@ -316,7 +316,12 @@ def _build_webhook(
     def count_review(is_allowed: bool) -> None:
         metrics.reviews.labels("allowed" if is_allowed else "denied").inc()
 
-    webhook = Webhook(called, kube, leads=lambda: gate.remaining() > 0)
+    webhook = Webhook(
+        called,
+        kube,
+        leads=lambda: gate.remaining() > 0,
+        installation=settings.config.installation,
+    )
     webhook.on_review = count_review
     return webhook
 

@@ -43,10 +43,12 @@ def slim_pod(raw: Raw) -> Raw:
     spec = raw.get("spec") or {}
     status = raw.get("status") or {}
     kept = {key: spec[key] for key in _POD_SPEC if key in spec}
-    kept["containers"] = [
-        {key: item[key] for key in ("name", "image") if key in item}
-        for item in spec.get("containers") or ()
-    ]
+    for kind in ("containers", "initContainers"):
+        if kind == "containers" or spec.get(kind):
+            kept[kind] = [
+                {key: item[key] for key in ("name", "image") if key in item}
+                for item in spec.get(kind) or ()
+            ]
     # The pods of one run have nearly everything alike, of which one copy is kept.
     seen = {key: value for key, value in status.items() if key not in _POD_STATUS_LEFT_OUT}
     return {

@@ -26,6 +26,7 @@ from evergrad_manifest.reading.validation import check_run
 from evergrad_manifest.validation import FIXED, manifest_of, with_plain_numbers
 from evergrad_manifest.view import without_nulls
 from evergrad_operator.errors import SpecError
+from evergrad_operator.installation import NOTHING_ALLOWED, Installation, find_refusals
 from evergrad_operator.names import Key, Reason
 from evergrad_operator.raw import get_int, get_map, get_text
 from evergrad_operator.recipe import hash_spelling
@@ -54,7 +55,8 @@ class ParsedSpec:
     If not, something in the recipe is unreadable.
     """
     problems: tuple[Problem, ...]
-    """All problems that ``evergrad validate`` would find, except outdated spellings."""
+    """All problems that ``evergrad validate`` would find, except outdated spellings, and those that only this
+    installation has."""
     outdated: tuple[Problem, ...]
     """Spellings that an earlier version accepted and this one reads once more, each with its remedy."""
     recovery: Recovery
@@ -165,8 +167,10 @@ def parse_run(raw: Mapping[str, Any], parsed: ParsedSpec | None = None) -> Train
     )
 
 
-def parse_spec(raw: Mapping[str, Any]) -> ParsedSpec:
-    """Read and validate the whole of a run.
+def parse_spec(
+    raw: Mapping[str, Any], installation: Installation = NOTHING_ALLOWED
+) -> ParsedSpec:
+    """Read and validate the whole of a run, also by the rules of this installation.
 
     Raises SpecError, with all problems, where its envelope is unreadable.
     """
@@ -182,7 +186,7 @@ def parse_spec(raw: Mapping[str, Any]) -> ParsedSpec:
             run = again
             found = left
             outdated = named
-    problems = at_most(found)
+    problems = at_most([*found, *find_refusals(raw, installation)])
     raw_spec = get_map(manifest, "spec")
 
     training = None if run is None else run.spec.training
@@ -228,7 +232,8 @@ class SpecCache:
     At most one a run is kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, installation: Installation = NOTHING_ALLOWED) -> None:
+        self._installation = installation
         self._parsed: dict[Key, tuple[str, int, ParsedSpec]] = {}
 
     def parse(self, raw: Mapping[str, Any]) -> TrainingRun:
@@ -240,7 +245,7 @@ class SpecCache:
         known = self._parsed.get(key)
         # A run that was deleted and made again has another uid and may have the same generation.
         if known is None or known[:2] != (uid, generation) or not uid:
-            known = uid, generation, parse_spec(raw)
+            known = uid, generation, parse_spec(raw, self._installation)
             self._parsed[key] = known
         return parse_run(raw, known[2])
 

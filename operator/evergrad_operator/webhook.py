@@ -28,6 +28,7 @@ from evergrad_coordinator.addresses import open_listener
 from evergrad_manifest.nesting import cut_deep
 from evergrad_operator.admission import deny_depth, review
 from evergrad_operator.errors import ApiError, LeaseLostError
+from evergrad_operator.installation import NOTHING_ALLOWED, Installation
 from evergrad_operator.kinds import EARLY_WEBHOOK, SECRET, WEBHOOK, Kind, Raw
 from evergrad_operator.names import LABEL_MANAGED_BY, MANAGED_BY
 
@@ -108,7 +109,8 @@ class Store(Protocol):
 
 
 class Webhook:
-    """Serves until closed. ``leads``: returns whether this process may write now."""
+    """Serves until closed. ``leads``: returns whether this process may write now. ``installation``: its rules
+    for runs."""
 
     def __init__(
         self,
@@ -116,8 +118,10 @@ class Webhook:
         store: Store,
         *,
         leads: Callable[[], bool],
+        installation: Installation = NOTHING_ALLOWED,
     ) -> None:
         self._settings = settings
+        self._installation = installation
         self._store = store
         self._leads = leads
         self._context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -306,7 +310,7 @@ class Webhook:
         # Validation takes milliseconds of processor. It runs in threads, a few at a time, or the event loop
         # would wait for it.
         async with self._slots:
-            answer = await asyncio.to_thread(review, raw)
+            answer = await asyncio.to_thread(review, raw, self._installation)
         self.on_review(answer["response"]["allowed"])
         return web.json_response(answer)
 

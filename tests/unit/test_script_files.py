@@ -56,6 +56,26 @@ def test_what_is_not_there_is_named_with_the_field_and_a_remedy(folder: Path) ->
     ]
 
 
+def test_a_variable_of_an_object_of_the_cluster_is_set_in_the_shell_here(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = {"name": "hub", "key": "token"}
+    sources = {
+        "HF_TOKEN": {"secretKeyRef": key},
+        "OTHER": {"secretKeyRef": {**key, "optional": True}},
+    }
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    script = a_script("train.py", valueFrom=sources)
+    assert problems(folder, script) == [
+        (
+            "spec.script.valueFrom.HF_TOKEN: HF_TOKEN is not set on this machine; its value is an object's of "
+            "the cluster, where this run does not start. Set it in the shell: HF_TOKEN=… evergrad run."
+        )
+    ]
+    monkeypatch.setenv("HF_TOKEN", "x")
+    assert problems(folder, script) == []
+
+
 def test_a_place_of_the_wrong_kind_is_named(folder: Path) -> None:
     (folder / "folder.py").mkdir()
     assert (

@@ -27,6 +27,7 @@
   "GANG" $runs.gang
   "DEFAULT_STORAGE_SIZE" $runs.storage.size
   "STORAGE_ACCESS_MODE" $runs.storage.accessMode
+  "SCRATCH_SIZE" ($runs.scratchSize | default "")
   "NODE_LOSS_TOLERATION_SECONDS" $runs.nodeLossTolerationSeconds
   "USER_ID" (int64 $runs.userId)
   "GROUP_ID" (int64 $runs.groupId)
@@ -56,6 +57,17 @@
 {{- end }}
 {{- if $runs.metricsFrom }}
 {{- $_ := set $settings "METRICS_FROM" (join "," $runs.metricsFrom) }}
+{{- end }}
+{{- with ($runs.allowed | default dict).serviceAccountNames }}
+{{- $_ := set $settings "ALLOWED_SERVICE_ACCOUNTS" (join "," .) }}
+{{- end }}
+{{- range $kind, $bounds := $runs.ephemeralStorage }}
+{{- with $bounds.request }}
+{{- $_ := set $settings (printf "%s_EPHEMERAL_STORAGE" (upper $kind)) . }}
+{{- end }}
+{{- with $bounds.limit }}
+{{- $_ := set $settings (printf "%s_EPHEMERAL_STORAGE_LIMIT" (upper $kind)) . }}
+{{- end }}
 {{- end }}
 {{- if $runs.storage.storageClassName }}
 {{- $_ := set $settings "DEFAULT_STORAGE_CLASS" $runs.storage.storageClassName }}

@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any, Final
 
 from evergrad_manifest.crd.nodes import (
+    PRESERVE,
     Schema,
     choice,
     int_or_text,
@@ -15,6 +16,7 @@ from evergrad_manifest.crd.nodes import (
     text,
     texts_by_name,
 )
+from evergrad_manifest.envelope.init_containers import MOST_INIT_CONTAINERS
 
 # Every list inside of these structures has a bound, or the API server reckons with one of its own, which
 # makes the whole CRD too expensive to accept.
@@ -28,8 +30,8 @@ _QUANTITY: Final = (
 def _requirements(description: str, operators: Sequence[str]) -> Schema:
     properties = {
         "key": text("Key of a label.", longest=317),
-        "operator": choice("How key and values are compared.", operators),
-        "values": items("What the label is compared with.", text("A value."), most=64),
+        "operator": choice("The comparison.", operators),
+        "values": items("Compared values.", text("A value."), most=64),
     }
     return items(
         description,
@@ -40,9 +42,7 @@ def _requirements(description: str, operators: Sequence[str]) -> Schema:
 
 def _label_selector(description: str) -> Schema:
     properties = {
-        "matchLabels": texts_by_name(
-            "Labels that must have these values.", most=_MOST_ITEMS, longest=63
-        ),
+        "matchLabels": texts_by_name("Labels with their values.", most=_MOST_ITEMS, longest=63),
         "matchExpressions": _requirements(
             "Comparisons that must all hold.", ("In", "NotIn", "Exists", "DoesNotExist")
         ),
@@ -114,10 +114,8 @@ def _pod_term(description: str) -> Schema:
             text("Name of a namespace.", longest=63),
             most=_MOST_ITEMS,
         ),
-        "matchLabelKeys": _label_keys("Labels in which the pods must equal the new one."),
-        "mismatchLabelKeys": _label_keys(
-            "Labels in which the pods must differ from the new one."
-        ),
+        "matchLabelKeys": _label_keys("Labels that must equal the new pod's."),
+        "mismatchLabelKeys": _label_keys("Labels that must differ from the new pod's."),
     }
     return mapping(description, properties, required=("topologyKey",))
 
@@ -279,10 +277,11 @@ _VARIABLE: Final[Schema] = mapping(
 
 
 # In decimal: JSON has no octal numbers, and what YAML reads as one arrives here as its value.
-def _mode(description: str) -> Schema:
-    return integer(
-        f"{description} Permissions as a decimal number, 420 for 0644.", least=0, most=511
-    )
+_MODE: Final[Schema] = integer("Permissions, in decimal: 420 is 0644.", least=0, most=511)
+_DEFAULT_MODE: Final[Schema] = {
+    **_MODE,
+    "description": "Permissions, in decimal; default: 420, which is 0644.",
+}
 
 
 _KEY_ITEMS: Final[Schema] = items(
@@ -292,7 +291,7 @@ _KEY_ITEMS: Final[Schema] = items(
         {
             "key": text("The key."),
             "path": text("File it becomes, relative.", longest=1024),
-            "mode": _mode("Of the file."),
+            "mode": _MODE,
         },
         required=("key", "path"),
     ),
@@ -306,7 +305,7 @@ _DOWNWARD_ITEMS: Final[Schema] = items(
         "A field as a file.",
         {
             "path": text("File it becomes, relative.", longest=1024),
-            "mode": _mode("Of the file."),
+            "mode": _MODE,
             "fieldRef": _FIELD_REF,
             "resourceFieldRef": _RESOURCE_FIELD_REF,
         },
@@ -324,17 +323,26 @@ def _object_volume(kind: str, name: str, *, has_mode: bool) -> Schema:
         "optional": switch("Whether it may be missing."),
     }
     if has_mode:
-        properties["defaultMode"] = _mode("Of the files. Default: 420.")
+        properties["defaultMode"] = _DEFAULT_MODE
     return mapping(f"The keys of a {kind} as files.", properties)
 
 
-# Without serviceAccountToken: the pods of a run have no account at the API server, and get none this way
-# either.
+# Without properties: the whole validation checks them, in fewer bytes than a schema takes. Unknown keys reach
+# it as they are.
+def _open(description: str, *, most: int) -> Schema:
+    return {
+        "type": "object",
+        "description": description,
+        PRESERVE: True,
+        "maxProperties": most,
+    }
+
+
 _PROJECTED: Final[Schema] = mapping(
     "Several sources in one folder.",
     {
         "sources": items(
-            "What is projected. No service account's token.",
+            "What is projected.",
             mapping(
                 "One source: exactly one of these.",
                 {
@@ -356,11 +364,15 @@ _PROJECTED: Final[Schema] = mapping(
                         },
                         required=("path",),
                     ),
+                    "serviceAccountToken": _open(
+                        "A token of serviceAccountName: path, audience, expirationSeconds.",
+                        most=3,
+                    ),
                 },
             ),
             most=16,
         ),
-        "defaultMode": _mode("Of the files. Default: 420."),
+        "defaultMode": _DEFAULT_MODE,
     },
 )
 
@@ -449,7 +461,10 @@ _VOLUME: Final[Schema] = mapping(
         "projected": _PROJECTED,
         "downwardAPI": mapping(
             "Fields of the pod as files.",
-            {"items": _DOWNWARD_ITEMS, "defaultMode": _mode("Of the files. Default: 420.")},
+            {
+                "items": _DOWNWARD_ITEMS,
+                "defaultMode": _DEFAULT_MODE,
+            },
         ),
         "ephemeral": _EPHEMERAL,
     },
@@ -485,6 +500,10 @@ def build_fragments() -> Mapping[str, Schema]:
         f"{where}volumes": _listed(_VOLUME, keys=("name",)),
         f"{where}volumeMounts": _listed(_MOUNT, keys=("mountPath",)),
         f"{where}env": _listed(_VARIABLE, most=256, keys=("name",)),
+        f"{where}envFrom": _listed(_open("One object.", most=3)),
+        f"{where}initContainers": _listed(
+            _open("One container.", most=16), most=MOST_INIT_CONTAINERS
+        ),
         f"{where}imagePullSecrets": _listed(
             mapping(
                 "A Secret of the run's namespace.",

@@ -2,7 +2,6 @@
 its rules. Each section's rules are in the file of the section."""
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from typing import Final, Literal
 
@@ -24,6 +23,7 @@ from evergrad_manifest.script import RULES as RULES_OF_SCRIPT
 from evergrad_manifest.script import Script
 from evergrad_manifest.training import Training
 from evergrad_manifest.training.steps import divisors_of, slots_of
+from evergrad_manifest.values.images import IMAGE_REMEDY, IMAGE_RULE, is_image
 from evergrad_manifest.values.numbers import Whole, show
 from evergrad_manifest.values.quantities import (
     DNS_LABEL,
@@ -43,12 +43,6 @@ MAX_SPEC_BYTES: Final = 700_000
 """Size of a run's ``spec`` as JSON that leaves room in the ConfigMap for the other texts in it."""
 
 _MIN, _MAX = "spec.nodes.min", "spec.nodes.max"
-# As container runtimes read it: a registry may have upper-case letters and a port, a name has neither.
-_NAME_OF_IMAGE: Final = r"[a-z0-9]+((\.|_{1,2}|-+)[a-z0-9]+)*"
-_IMAGE: Final = re.compile(
-    rf"([A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?(:[0-9]+)?/)?{_NAME_OF_IMAGE}(/{_NAME_OF_IMAGE})*"
-    r"(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(@[a-z0-9]+([+._-][a-z0-9]+)*:[0-9a-f]{32,})?"
-)
 
 
 _DOMAIN_PATH: Final = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/.+$"
@@ -232,10 +226,8 @@ def check_kind(view: View) -> Iterator[Problem]:
 def check_image(view: View) -> Iterator[Problem]:
     """A reference that a container runtime can pull."""
     image = view.get("spec.image")
-    if isinstance(image, str) and _IMAGE.fullmatch(image) is None:
-        why = "it is [registry/]name[:tag][@digest], the name in lower case"
-        remedy = "Write a reference such as registry.example.org/team/trainer:1.2"
-        yield Problem("spec.image", f"{show(image)} is not an image", why, remedy)
+    if isinstance(image, str) and not is_image(image):
+        yield Problem("spec.image", f"{show(image)} is not an image", IMAGE_RULE, IMAGE_REMEDY)
 
 
 def check_size(view: View) -> Iterator[Problem]:

@@ -37,7 +37,7 @@ def check_resources(view: View) -> Iterator[Problem]:
     yield from check_resources_at(view, "spec", "resources")
 
 
-def check_resources_at(view: View, *where: str) -> Iterator[Problem]:
+def check_resources_at(view: View, *where: str | int) -> Iterator[Problem]:
     """The same of the resources at the path ``where``."""
     requests, limits = (
         _quantities(view, *where, "requests"),
@@ -55,7 +55,7 @@ def check_resources_at(view: View, *where: str) -> Iterator[Problem]:
 
         # Asked of the file: a limit that is there but wrong has its own problem, and must not count as
         # missing.
-        if _is_extended(name) and view.raw(*where, "limits", name) is None:
+        if is_extended(name) and view.raw(*where, "limits", name) is None:
             why = "a device is requested by its limit"
             yield Problem(
                 path,
@@ -68,7 +68,7 @@ def check_resources_at(view: View, *where: str) -> Iterator[Problem]:
         if quantity_value(request) > quantity_value(limit):
             remedy = f"Raise limits.{name} to at least {request}, or lower the request"
             yield Problem(path, f"{request} is more than the limit {limit}", "", remedy)
-        elif _is_extended(name) and quantity_value(request) != quantity_value(limit):
+        elif is_extended(name) and quantity_value(request) != quantity_value(limit):
             why = "a device is not shared, so both are equal"
             yield Problem(
                 path,
@@ -78,7 +78,7 @@ def check_resources_at(view: View, *where: str) -> Iterator[Problem]:
             )
 
 
-def _quantities(view: View, *path: str) -> dict[str, str]:
+def _quantities(view: View, *path: str | int) -> dict[str, str]:
     """The quantities that could be parsed, by the resource's name."""
     # One by one from the file: a wrong quantity hides nothing of its neighbours.
     values = view.raw(*path)
@@ -101,7 +101,7 @@ def _check_resource(path: str, name: str, quantity: str) -> Iterator[Problem]:
             why,
             f"Write a unit, such as {guess}",
         )
-    elif _is_extended(name) and amount.denominator != 1:
+    elif is_extended(name) and amount.denominator != 1:
         yield Problem(
             path,
             f"{show(quantity)} is not a whole number",
@@ -128,7 +128,7 @@ def _check_resource(path: str, name: str, quantity: str) -> Iterator[Problem]:
         yield Problem(path, "not a resource's name", why, "")
 
 
-def _is_extended(name: str) -> bool:
+def is_extended(name: str) -> bool:
     """Whether Kubernetes counts the resource in whole units and shares none of them, as it does devices."""
     prefix, slash, _ = name.partition("/")
     return bool(slash) and not (prefix == "kubernetes.io" or prefix.endswith(".kubernetes.io"))

@@ -22,7 +22,12 @@ OPERATIONAL_STORAGE: Final = ("whenDeleted",)
 """Fields that may change while the run trains: they say nothing of where its state is."""
 PLACE_OF_STORAGE: Final = ("claimName", "path")
 """Fields that say where the run's state is."""
+_MAX_NODES: Final = "spec.nodes.max"
 _FOLDER: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*")
+
+
+AccessMode = Literal["ReadWriteOnce", "ReadWriteMany", "ReadWriteOncePod"]
+FOR_ONE_POD: Final = "ReadWriteOncePod"
 
 
 class Storage(Section):
@@ -35,11 +40,12 @@ class Storage(Section):
     """Size of the new volume, a Kubernetes quantity such as ``20Gi``."""
     storage_class_name: str | None = Field(default=None, min_length=1)
     """Storage class of the new volume. Default: the cluster's."""
-    access_modes: tuple[Literal["ReadWriteOnce", "ReadWriteMany"], ...] | None = Field(
+    access_modes: tuple[AccessMode, ...] | None = Field(
         default=None, min_length=1, max_length=2
     )
     """Access modes of the new volume. Default: ReadWriteOnce where ``nodes.max`` is 1, else ReadWriteMany.
-    All pods of a run whose volume is ReadWriteOnce are placed on one node of the cluster."""
+    The pods of a run whose volume is ReadWriteOnce are placed on one host; ReadWriteOncePod is for
+    one node."""
     claim_name: str | None = Field(default=None, min_length=1)
     """An existing PVC instead of a new one."""
     path: str | None = Field(default=None, min_length=1, max_length=255)
@@ -114,4 +120,36 @@ def check_storage(view: View) -> Iterator[Problem]:
         )
 
 
-RULES: Final = (check_storage,)
+def check_access_modes(view: View) -> Iterator[Problem]:
+    """A volume that one pod alone may mount is asked for by itself, and by a run of one node."""
+    modes = view.get(f"{_STORAGE}.accessModes")
+    if modes in (None, UNKNOWN) or FOR_ONE_POD not in modes:
+        return
+    if len(modes) > 1:
+        why = "Kubernetes takes it only alone"
+        yield Problem(
+            f"{_STORAGE}.accessModes",
+            f"{FOR_ONE_POD} stands beside others",
+            why,
+            "Remove the others, or it",
+        )
+    found = view.known("spec.nodes.min", "spec.nodes.max")
+    if found is not None:
+        yield from check_shared(*found, f"{_STORAGE}.accessModes has {FOR_ONE_POD}")
+
+
+def check_shared(smallest: int, largest: int | None, why: str) -> Iterator[Problem]:
+    """Refuse a run of several nodes on a volume that one pod alone may mount, for the reason ``why``."""
+    # The bounds are blamed: unlike the volume they can still be changed once the run has begun.
+    nodes, where = (smallest, "spec.nodes.min") if largest is None else (largest, _MAX_NODES)
+    if nodes > 1:
+        remedy = (
+            "Set nodes.max to 1, or accessModes to [ReadWriteMany], or to [ReadWriteOnce], which keeps all "
+            "pods on one host"
+        )
+        yield Problem(
+            where, f"{nodes} nodes need a volume that several pods can mount", why, remedy
+        )
+
+
+RULES: Final = (check_storage, check_access_modes)

@@ -72,11 +72,15 @@ _FORMS: Final = {
 """Patterns of values that are no names."""
 _POSITIONS: Final = ("spec", "training", "model", "config", "max_position_embeddings")
 _REFUSED_IN_TEMPLATE: Final = {
-    "serviceAccountName": "the pods of a run talk to no API server and have no account",
-    "serviceAccount": "the pods of a run talk to no API server and have no account",
+    "serviceAccount": "its name today is serviceAccountName, for an account that the installation allows",
+    "automountServiceAccountToken": (
+        "no token is mounted by itself; a projected volume has one, beside serviceAccountName"
+    ),
     "restartPolicy": "the supervisor restarts workers and the operator replaces pods",
     "resources": "a pod's requests and limits belong in spec.resources",
-    "containers": "a pod of a run has one container, which the operator builds",
+    "containers": (
+        "a pod of a run has one container, which the operator builds; initContainers end before it"
+    ),
     "spec": (
         "a run's template is flat: fields of a pod's spec such as nodeSelector stand directly below "
         "spec.template"

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from evergrad_coordinator.contract import build_soft_limit
+from evergrad_manifest.envelope.resources import Resources
 from evergrad_operator import names
 from evergrad_operator.config import Config
 from evergrad_operator.memory import Memory
@@ -17,6 +18,7 @@ from evergrad_operator.plan.common import (
     without_none,
 )
 from evergrad_operator.plan.node_pod import grace_seconds
+from evergrad_operator.plan.resources import bound_disk, build_resources
 from evergrad_operator.plan.template import (
     build_coordinator_metadata,
     build_coordinator_placement,
@@ -28,6 +30,8 @@ from evergrad_operator.plan.token import (
 )
 from evergrad_operator.spec import TrainingRun
 
+_STATE_SIZE = "16Mi"
+"""Bound of the coordinator's only volume, which holds one small file."""
 _MARGIN_SECONDS = 20
 """Time from the moment when a node leaves by itself until the coordinator waits for it no longer."""
 _LINGER_SECONDS = 10**8
@@ -89,7 +93,7 @@ def build_coordinator_pod(
         "imagePullSecrets": build_pull_secrets(run, config),
         "containers": [_build_container(run, memory, config, epoch)],
         "volumes": [
-            {"name": "evergrad-state", "emptyDir": {}},
+            {"name": "evergrad-state", "emptyDir": {"sizeLimit": _STATE_SIZE}},
             build_token_volume(run, token),
         ],
     }
@@ -99,6 +103,17 @@ def build_coordinator_pod(
         "metadata": metadata,
         "spec": without_none(spec),
     }
+
+
+def _choose_resources(config: Config) -> Resources:
+    """Return the resources of a coordinator."""
+    requests = {"cpu": config.coordinator_cpu, "memory": config.coordinator_memory}
+    limits = {"cpu": config.coordinator_cpu_limit, "memory": config.coordinator_memory_limit}
+    return bound_disk(
+        Resources.model_construct(requests=requests, limits=limits),
+        config.coordinator_ephemeral_storage,
+        config.coordinator_ephemeral_storage_limit,
+    )
 
 
 def _build_container(
@@ -141,13 +156,7 @@ def _build_container(
             "timeoutSeconds": 5,
             "failureThreshold": 6,
         },
-        "resources": {
-            "requests": {"cpu": config.coordinator_cpu, "memory": config.coordinator_memory},
-            "limits": {
-                "cpu": config.coordinator_cpu_limit,
-                "memory": config.coordinator_memory_limit,
-            },
-        },
+        "resources": build_resources(_choose_resources(config)),
         "securityContext": build_container_security(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [

@@ -9,8 +9,10 @@ from evergrad_operator.config import Config
 from evergrad_operator.decision import EvaluationPod
 from evergrad_operator.memory import Memory
 from evergrad_operator.plan.common import JsonObject, escape
+from evergrad_operator.plan.init_containers import build_init_containers
 from evergrad_operator.plan.node_pod import build_trainer_container, build_trainer_volumes
 from evergrad_operator.plan.pod_beside import PodBeside, build_pod_beside
+from evergrad_operator.plan.resources import bound_disk
 from evergrad_operator.plan.template import build_placement_beside, require_host
 from evergrad_operator.spec import TrainingRun
 
@@ -23,11 +25,16 @@ def build_evaluation_pod(
 ) -> JsonObject:
     """Build the pod that evaluates the checkpoint of a step."""
     given = run.spec.evaluation or CheckpointEvaluation()
+    resources = bound_disk(
+        given.resources,
+        config.evaluation_ephemeral_storage,
+        config.evaluation_ephemeral_storage_limit,
+    )
     container = build_trainer_container(
         run,
         memory,
         config,
-        given.resources,
+        resources,
         arguments=[
             "evaluate",
             escape(f"{contract.VOLUME_PATH}/{run.volume_path}"),
@@ -36,7 +43,8 @@ def build_evaluation_pod(
         ],
         ports=[],
     )
-    mounts, volumes = container["volumeMounts"], build_trainer_volumes(run, config, token="")
+    mounts = container["volumeMounts"]
+    volumes = build_trainer_volumes(run, config, resources, token="")
     container["volumeMounts"] = [one for one in mounts if one["name"] not in _NOT_NEEDED]
 
     hosts = tuple(host for host, _ in memory.evaluation.tries.hosts)
@@ -48,6 +56,7 @@ def build_evaluation_pod(
         role=names.ROLE_EVALUATION,
         attempt=wanted.attempt,
         container=container,
+        init_containers=build_init_containers(run, memory, config, resources),
         volumes=[one for one in volumes if one["name"] not in _NOT_NEEDED],
         placement=placement,
     )

@@ -21,7 +21,9 @@ from evergrad_operator.plan.common import (
     escape,
     without_none,
 )
+from evergrad_operator.plan.init_containers import CACHES, build_init_containers
 from evergrad_operator.plan.pod_group import COSCHEDULING
+from evergrad_operator.plan.resources import EPHEMERAL_STORAGE, bound_disk, build_resources
 from evergrad_operator.plan.template import build_scheduling, build_user_labels, merge_env
 from evergrad_operator.plan.token import (
     build_token_arguments,
@@ -34,16 +36,6 @@ GRACE_SECONDS: Final = 30
 """Time from SIGTERM to the end of a pod, where neither the run nor its script sets one."""
 _MARGIN_SECONDS: Final = 5
 """Time for the supervisor to end after its workers, before the kubelet kills it."""
-_CACHES: Final = {
-    "HOME": "/tmp",
-    "USER": "evergrad",
-    "XDG_CACHE_HOME": "/tmp/.cache",
-    "HF_HOME": "/tmp/.cache/huggingface",
-    "MPLCONFIGDIR": "/tmp/.cache/matplotlib",
-    "TORCHINDUCTOR_CACHE_DIR": "/tmp/.cache/torchinductor",
-    "TRITON_CACHE_DIR": "/tmp/.cache/triton",
-}
-"""Environment of a user without a name or home, on a root file system that cannot be written."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +61,17 @@ def build_node_pod(
     arguments = _build_arguments(run, config, index=node.index, grace=grace)
     port = metrics_port(run)
     ports = [{"name": "metrics", "containerPort": port, "protocol": "TCP"}] if port else []
+    resources = bound_disk(
+        run.spec.resources, config.node_ephemeral_storage, config.node_ephemeral_storage_limit
+    )
     pod: JsonObject = {
         # A node that ends is replaced by a new pod, perhaps on another host: a restart in place would keep
         # it on a broken one.
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": grace + _MARGIN_SECONDS,
+        # Also beside an account: a token comes by a projected volume, for those who asked for it.
         "automountServiceAccountToken": False,
+        "serviceAccountName": template.service_account_name,
         # A namespace with many Services would give each pod as many variables.
         "enableServiceLinks": False,
         "securityContext": build_pod_security(config),
@@ -86,12 +83,13 @@ def build_node_pod(
             template.tolerations, config.node_loss_toleration_seconds
         ),
         "imagePullSecrets": build_pull_secrets(run, config),
+        "initContainers": build_init_containers(run, memory, config, resources),
         "containers": [
             build_trainer_container(
-                run, memory, config, run.spec.resources, arguments=arguments, ports=ports
+                run, memory, config, resources, arguments=arguments, ports=ports
             )
         ],
-        "volumes": build_trainer_volumes(run, config, token=token),
+        "volumes": build_trainer_volumes(run, config, resources, token=token),
     }
 
     # scheduler-plugins find a pod's group by a label, Kubernetes itself by a field.
@@ -121,14 +119,17 @@ def build_node_pod(
 
 
 def build_trainer_volumes(
-    run: TrainingRun, config: Config, *, token: str
+    run: TrainingRun, config: Config, resources: Resources, *, token: str
 ) -> list[Mapping[str, Any]]:
-    """Build the volumes that ``build_trainer_container`` mounts."""
+    """Build the volumes that ``build_trainer_container`` mounts. ``resources``: the container's."""
+    # One bound on the host's disk is enough: a limit of the container covers /tmp, too.
+    is_bounded = EPHEMERAL_STORAGE in resources.limits
+    scratch = without_none({"sizeLimit": None if is_bounded else config.scratch_size})
     shared_memory = without_none({"medium": "Memory", "sizeLimit": config.shared_memory_size})
     return [
         {"name": "evergrad-volume", "persistentVolumeClaim": {"claimName": run.claim_name}},
         {"name": "evergrad-config", "configMap": {"name": names.config_name(run.name)}},
-        {"name": "evergrad-tmp", "emptyDir": {}},
+        {"name": "evergrad-tmp", "emptyDir": scratch},
         {"name": "evergrad-shm", "emptyDir": shared_memory},
         build_token_volume(run, token),
         *run.spec.template.volumes,
@@ -147,7 +148,10 @@ def build_trainer_container(
     """Build a container of the trainer's image, which runs ``evergrad`` with these arguments."""
     spec = run.spec
     # The root file system cannot be written: everything that libraries cache goes to /tmp.
-    env = merge_env(_CACHES, spec.template.env)
+    env = merge_env(CACHES, spec.template.env)
+    if spec.script is not None:
+        sources = spec.script.value_from.items()
+        env += [{"name": name, "valueFrom": source} for name, source in sources]
     return without_none(
         {
             "name": names.CONTAINERS[names.ROLE_NODE],
@@ -162,10 +166,10 @@ def build_trainer_container(
                 },
                 *env,
             ],
+            # Keys of these lose against the variables above: Kubernetes lets named ones win.
+            "envFrom": list(spec.template.env_from),
             "ports": ports,
-            "resources": without_none(
-                {"requests": dict(resources.requests), "limits": dict(resources.limits)}
-            ),
+            "resources": build_resources(resources),
             "securityContext": build_container_security(),
             "terminationMessagePath": names.TERMINATION_LOG,
             # A process that was killed leaves no message: the end of its log stands in for it.

@@ -32,6 +32,7 @@ class PodBeside:
     role: str
     attempt: int
     container: JsonObject
+    init_containers: Sequence[JsonObject]
     volumes: Sequence[Mapping[str, Any]]
     placement: Mapping[str, Any]
 
@@ -45,6 +46,7 @@ def build_pod_beside(
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": _GRACE_SECONDS,
         "automountServiceAccountToken": False,
+        "serviceAccountName": run.spec.template.service_account_name,
         "enableServiceLinks": False,
         "securityContext": build_pod_security(config),
         **beside.placement,
@@ -52,6 +54,7 @@ def build_pod_beside(
             run.spec.template.tolerations, config.node_loss_toleration_seconds
         ),
         "imagePullSecrets": build_pull_secrets(run, config),
+        "initContainers": list(beside.init_containers),
         "containers": [beside.container],
         "volumes": beside.volumes,
     }

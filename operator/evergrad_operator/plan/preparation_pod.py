@@ -10,8 +10,10 @@ from evergrad_operator import names
 from evergrad_operator.config import Config
 from evergrad_operator.memory import Memory
 from evergrad_operator.plan.common import JsonObject, escape
+from evergrad_operator.plan.init_containers import build_init_containers
 from evergrad_operator.plan.node_pod import build_trainer_container, build_trainer_volumes
 from evergrad_operator.plan.pod_beside import PodBeside, build_pod_beside
+from evergrad_operator.plan.resources import bound_disk
 from evergrad_operator.plan.template import build_placement_beside
 from evergrad_operator.plan.token import build_token_arguments
 from evergrad_operator.spec import TrainingRun
@@ -27,12 +29,17 @@ def build_preparation_pod(
 ) -> JsonObject:
     """Build the pod that prepares the data. ``token``: the run's."""
     given = run.spec.preparation or Preparation()
+    resources = bound_disk(
+        given.resources,
+        config.preparation_ephemeral_storage,
+        config.preparation_ephemeral_storage_limit,
+    )
     port = {"name": "status", "containerPort": names.STATUS_PORT, "protocol": "TCP"}
     container = build_trainer_container(
         run,
         memory,
         config,
-        given.resources,
+        resources,
         arguments=_build_arguments(run, given),
         ports=[port],
     )
@@ -41,7 +48,8 @@ def build_preparation_pod(
         role=names.ROLE_PREPARATION,
         attempt=attempt,
         container=container,
-        volumes=build_trainer_volumes(run, config, token=token),
+        init_containers=build_init_containers(run, memory, config, resources),
+        volumes=build_trainer_volumes(run, config, resources, token=token),
         placement=build_placement_beside(
             run, given.node_selector, avoided=memory.faults.avoided
         ),

@@ -24,13 +24,16 @@ from evergrad_operator.observe import Observation
 from evergrad_operator.pods import PodState, describe_cause
 from evergrad_operator.policies.budget import count_failures
 from evergrad_operator.policies.host_faults import note_host_faults
-from evergrad_operator.policies.wording import describe_end, quote, stop
+from evergrad_operator.policies.wording import describe_disk_remedy, describe_end, quote, stop
 
 NONE_AFTER: Final = (Reason.DEADLINE_EXCEEDED, Reason.OUTPUT_CONFLICT)
 """Ends of a run after which nothing of it may go on."""
 _OF_HOST: Final = (PodCause.HOST_FAULT, PodCause.REFUSED_BY_NODE)
 _REMEDIES: Final = {
     PodCause.OUT_OF_MEMORY: "Raise spec.evaluation.resources.limits.memory",
+    PodCause.OUT_OF_EPHEMERAL_STORAGE: describe_disk_remedy(
+        "spec.evaluation.resources", then="edit spec.evaluation"
+    ),
     PodCause.VOLUME_FULL: "Enlarge the PersistentVolumeClaim, then edit spec.evaluation",
 }
 _REMEDY: Final = "Read that pod's log (kubectl logs); to try again, edit spec.evaluation"

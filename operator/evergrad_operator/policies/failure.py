@@ -8,13 +8,14 @@ from evergrad_operator.names import Phase, Reason
 from evergrad_operator.packing import pack_ranges
 from evergrad_operator.policies.context import ReconcileContext
 from evergrad_operator.policies.host_faults import is_input_error_confirmed
-from evergrad_operator.policies.wording import describe_end, quote, stop
+from evergrad_operator.policies.wording import describe_disk_remedy, describe_end, quote, stop
 from evergrad_operator.times import format_time
 
 _REASONS: Final = {
     PodCause.USER_ERROR: Reason.USER_ERROR,
     PodCause.OUT_OF_MEMORY: Reason.OUT_OF_MEMORY,
     PodCause.VOLUME_FULL: Reason.VOLUME_FULL,
+    PodCause.OUT_OF_EPHEMERAL_STORAGE: Reason.OUT_OF_EPHEMERAL_STORAGE,
     PodCause.START_ERROR: Reason.START_ERROR,
 }
 _NO_ROOM: Final = ("B are free", "no space is left", "No space left")
@@ -30,6 +31,7 @@ _REMEDIES: Final = {
     Reason.VOLUME_FULL: (
         f"Enlarge the PersistentVolumeClaim or delete what is not needed there; then {_THEN}."
     ),
+    Reason.OUT_OF_EPHEMERAL_STORAGE: stop(describe_disk_remedy("spec.resources", then=_THEN)),
     Reason.START_ERROR: f"Check spec.image, spec.template and the node's runtime; then {_THEN}.",
     Reason.WORKER_CRASH: (
         f"Read that node's logs (kubectl logs, or logs/ in the run directory); to try again, {_THEN}."

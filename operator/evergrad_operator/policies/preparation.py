@@ -23,7 +23,7 @@ from evergrad_operator.policies.lifecycle import earliest, remove
 from evergrad_operator.policies.record import is_recorded, plan_record
 from evergrad_operator.policies.scale import find_epoch, is_digest_missing
 from evergrad_operator.policies.waiting import Obstacle, find_obstacle
-from evergrad_operator.policies.wording import describe_end, quote, stop
+from evergrad_operator.policies.wording import describe_disk_remedy, describe_end, quote, stop
 from evergrad_operator.times import format_time
 
 _THEN: Final = "set spec.restartNonce to a new text"
@@ -34,6 +34,9 @@ _REMEDIES: Final = {
     Reason.OUT_OF_MEMORY: f"Raise spec.preparation.resources.limits.memory and {_THEN}.",
     Reason.VOLUME_FULL: (
         f"Enlarge the PersistentVolumeClaim or delete what is not needed there; then {_THEN}."
+    ),
+    Reason.OUT_OF_EPHEMERAL_STORAGE: stop(
+        describe_disk_remedy("spec.preparation.resources", then=_THEN)
     ),
     Reason.START_ERROR: f"Check spec.image, spec.template and the node's runtime; then {_THEN}.",
     Reason.WORKER_CRASH: f"Read that pod's log (kubectl logs); to try again, {_THEN}.",

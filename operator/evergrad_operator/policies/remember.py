@@ -186,7 +186,7 @@ def _note_image(memory: Memory, observation: Observation, config: Config) -> Mem
     # A host that has the image only by its tag, as where images are brought by hand, cannot get the digest.
     preparing = [pod for pod in observation.preparations if pod.restart == memory.restart]
     is_unknown = any(
-        pod.is_live and pod.is_image_missing and pod.image == memory.image_pin
+        pod.is_live and pod.is_image_missing and pod.waiting_image == memory.image_pin
         for pod in (*pods, *preparing)
     )
     return replace(memory, image_pin="") if is_unknown else memory

@@ -21,6 +21,7 @@ from evergrad_operator.raw import keep_end
 
 CAUSES: Mapping[str, PodCause] = {name: one.pod for name, one in CHANGES.items() if one.pod}
 """The coordinator's word for a cause → ours; any other is a crash."""
+_EPHEMERAL_STORAGE = "ephemeral-storage"
 _NODE_DIGITS = 7
 _REPEAT_SECONDS = 60.0
 """Time within which a node ends after its coordinator has named the rank that failed."""
@@ -36,12 +37,15 @@ def note_pods(memory: Memory, ended: Sequence[PodState], now: float) -> Memory:
     # Host faults are reported only where nothing that counts has ended in the same look.
     if not failed:
         failed = [pod for pod in ended if describe_cause(pod) == PodCause.HOST_FAULT]
+    # An eviction is free, and for once a person can do something about it.
+    if not failed:
+        failed = [pod for pod in ended if is_short_of_disk(pod)]
     for pod in failed:
         end = pod.end
         described = LastFailure(
             cause=describe_cause(pod),
             node=pod.index,
-            message=end.message if end else "",
+            message=_describe(pod),
             at=(end and end.at) or now,
             step=memory.training.step,
             exit_code=end.exit_code if end else None,
@@ -56,6 +60,27 @@ def note_pods(memory: Memory, ended: Sequence[PodState], now: float) -> Memory:
         if not is_repeated:
             failure = described
     return replace(memory, last_failure=failure)
+
+
+def is_short_of_disk(pod: PodState) -> bool:
+    """Whether a pod was evicted since its host had too little disk left, and not for what it wrote itself."""
+    end = pod.end
+    return (
+        end is not None
+        and end.cause == PodCause.EVICTED
+        and f"low on resource: {_EPHEMERAL_STORAGE}" in end.message
+    )
+
+
+def _describe(pod: PodState) -> str:
+    """Return the last words of a pod that has ended, with a remedy where they have none."""
+    said = pod.end.message if pod.end else ""
+    if not is_short_of_disk(pod):
+        return said
+    remedy = (
+        f"Set spec.resources.requests.{_EPHEMERAL_STORAGE}: a host with room is chosen then"
+    )
+    return f"{keep_end(said, MAX_MESSAGE - len(remedy) - 1)} {remedy}"
 
 
 def note_outcome(memory: Memory, failure: Failure | None, now: float) -> Memory:

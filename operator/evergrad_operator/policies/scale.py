@@ -142,7 +142,7 @@ def is_digest_missing(pod: PodState, memory: Memory) -> bool:
     """Whether its host cannot get the image by the digest, as where images are brought by hand: the next pod
     asks for the tag."""
     digest = "" if memory.image_pin else pin_image(memory.image, memory.image_id)
-    return bool(digest) and pod.is_image_missing and pod.image == digest
+    return bool(digest) and pod.is_image_missing and pod.waiting_image == digest
 
 
 def _find_coordinators(

@@ -291,6 +291,9 @@ def explain_pod(pod: PodState, context: ReconcileContext) -> Obstacle | None:
             Reason.UNSCHEDULABLE,
             f"{where}: no node fits: {said or 'no details'}. {smaller}; the pod waits for them",
         )
+    if reason == "PodInitializing" and said and context.now - pod.created_at > _SLOW_SECONDS:
+        remedy = f"See kubectl logs {pod.name} -c, with its name; the pod waits for it"
+        return Obstacle(Reason.STARTING, f"{where}: {said}. {remedy}")
     if reason == "ContainerCreating" and context.now - pod.created_at > _SLOW_SECONDS:
         remedy = (
             f"See kubectl describe pod {pod.name}: a volume, a Secret or a ConfigMap may be "

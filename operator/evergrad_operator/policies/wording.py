@@ -32,6 +32,14 @@ def describe_end(failure: LastFailure, *, where: str = "") -> str:
     return f"{text}: {said}" if said else text
 
 
+def describe_disk_remedy(resources: str, *, then: str) -> str:
+    """Return what to do about a pod that wrote too much on its host's disk. ``resources``: their path."""
+    return (
+        f"Set or raise {resources}.limits.ephemeral-storage, or the sizeLimit of the emptyDir that is named, "
+        f"or write to the run's volume; then {then}"
+    )
+
+
 def stop(text: str) -> str:
     """Return the text with a full stop, if it has none."""
     return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -80,7 +80,7 @@ class Simulation:
     ) -> None:
         self.raw: dict[str, Any] = copy.deepcopy(dict(run or make_run()))
         self.config, self.now = config, now
-        self.specs = SpecCache()
+        self.specs = SpecCache(config.installation)
         self.pods: dict[str, dict[str, Any]] = {}
         self.children: dict[tuple[str, str], dict[str, Any]] = {}
         self.others: list[dict[str, Any]] = []

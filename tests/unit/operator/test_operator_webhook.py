@@ -20,6 +20,7 @@ from evergrad_manifest.validation import problems_of
 from evergrad_operator import certificates
 from evergrad_operator.admission import find_problems, review
 from evergrad_operator.errors import ApiError
+from evergrad_operator.installation import Installation
 from evergrad_operator.kinds import EARLY_WEBHOOK, SECRET, WEBHOOK, Kind
 from evergrad_operator.webhook import WEBHOOK_NAME, Webhook, WebhookSettings
 
@@ -71,6 +72,20 @@ def test_a_denial_has_every_problem_that_validate_finds_with_path_reason_and_rem
     assert told == [str(problem) for problem in expected]
     assert status["message"] == " ".join(told)
     assert (status["details"]["kind"], status["details"]["name"]) == ("TrainingRun", "docs-lm")
+
+
+def test_an_account_is_denied_that_this_installation_does_not_allow() -> None:
+    template = {"serviceAccountName": "fetcher"}
+    (cause,) = ask(make_object(template=template))["status"]["details"]["causes"]
+    assert cause["field"] == "spec.template.serviceAccountName"
+    assert cause["message"].startswith("'fetcher' is not a service account that this")
+    allowed = Installation(service_accounts=("fetcher",))
+    assert find_problems(make_object(template=template), None, allowed) == ()
+    # Nobody is kept from changing something else once the list is shorter; the operator makes no pod.
+    old = make_object(template=template, status={"recipeHash": "a" * 64})
+    assert find_problems(make_object(template=template, restartNonce="x"), old) == ()
+    other = make_object(template={"serviceAccountName": "admin"})
+    assert [one.path for one in find_problems(other, old)] == [cause["field"]]
 
 
 def test_a_name_that_the_api_server_has_yet_to_make_is_no_problem() -> None:

@@ -349,6 +349,26 @@ def test_whom_runs_run_as_and_their_shared_memory_reach_the_operator_as_they_are
     )
 
 
+def test_allowed_accounts_and_bounds_of_the_disk_reach_the_operator_by_kind_of_pod() -> None:
+    given = environment(chart.render({}))
+    assert not any("ACCOUNTS" in name or "EPHEMERAL" in name for name in given)
+    assert parse_settings([], given).config.scratch_size == "50Gi"
+    disk = {"node": {"request": "1Gi", "limit": "9Gi"}, "coordinator": {"limit": "64Mi"}}
+    runs = {
+        "allowed": {"serviceAccountNames": ["fetcher", "reader"]},
+        "ephemeralStorage": disk,
+        "scratchSize": "",
+    }
+    config = parse_settings([], environment(chart.render({"runs": runs}))).config
+    assert config.allowed_service_accounts == ("fetcher", "reader")
+    assert (config.node_ephemeral_storage, config.node_ephemeral_storage_limit) == (
+        "1Gi",
+        "9Gi",
+    )
+    assert config.coordinator_ephemeral_storage_limit == "64Mi"
+    assert (config.preparation_ephemeral_storage, config.scratch_size) == ("", "")
+
+
 def test_the_operators_pods_carry_the_label_by_which_runs_let_them_in_under_any_name() -> None:
     (deployment,) = of_kind(
         chart.render({"nameOverride": "trainings", "podLabels": {"a": "b"}}), "Deployment"
