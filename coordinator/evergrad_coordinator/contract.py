@@ -8,6 +8,8 @@ API_GROUP = "evergrad.dev"
 API_VERSION = f"{API_GROUP}/v1alpha1"
 KIND = "TrainingRun"
 LABEL_PREFIX = f"{API_GROUP}/"
+LABEL_QUEUE: Final = "kueue.x-k8s.io/queue-name"
+"""Kueue's label with the name of a queue."""
 
 # Bounds of a run's pod template: the trainer's loader, the CRD made from it and the operator refuse the
 # same.

@@ -31,6 +31,8 @@ class Config:
     cluster_domain: str = ""
     """Appended to the coordinator's name (``svc.cluster.local``); empty: ``svc``, which the pod's search list
     completes."""
+    profiles: str = ""
+    """Profiles of the installation: a JSON object of profiles by their names."""
     default_storage_size: str = "10Gi"
     """Size of a new volume whose run names none."""
     default_storage_class: str | None = None

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from evergrad_operator.kinds import POD, Raw
 from evergrad_operator.names import Key
 from evergrad_operator.observe import AppliedSettings
+from evergrad_operator.profiles import NO_PROFILE, RunProfile
 from evergrad_operator.refusals import Refusals, Step
 
 
@@ -52,6 +53,7 @@ class Pass:
     hints: Hints
     applied: AppliedSettings | None = None
     """The settings of the pods, once they were fetched."""
+    profile: RunProfile = NO_PROFILE
 
     @property
     def refusals(self) -> Refusals:

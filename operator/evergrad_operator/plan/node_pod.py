@@ -154,7 +154,10 @@ def build_trainer_container(
             "resources": without_none(
                 {"requests": dict(resources.requests), "limits": dict(resources.limits)}
             ),
-            "securityContext": build_container_security(),
+            # Devices are asked for by their limits; requests of them alone are refused.
+            "securityContext": build_container_security(
+                locks_memory=any(name in run.profile.rdma for name in resources.limits)
+            ),
             "terminationMessagePath": names.TERMINATION_LOG,
             # A process that was killed leaves no message: the end of its log stands in for it.
             "terminationMessagePolicy": "FallbackToLogsOnError",
