@@ -23,7 +23,6 @@ from evergrad_manifest.nesting import check_depth
 from evergrad_manifest.reading.problems import at_most, problems_of
 from evergrad_manifest.values.numbers import Whole
 from evergrad_manifest.values.quantities import (
-    DNS_LABEL,
     LONGEST_LABEL,
     Quantity,
     fault_of_key,
@@ -181,7 +180,7 @@ def apply_defaults(document: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
     given = dict(defaults)
     queue = given.pop("queueName", None)
 
-    # A section of the pods beside the nodes asks for such a pod, and an existing volume has its class already.
+    # A section of a pod beside the nodes would ask for one, and an existing volume has its class already.
     for key in _BESIDE:
         if spec.get(key) is None:
             given.pop(key, None)
@@ -237,7 +236,9 @@ def _merge_lists(key: str, below: Sequence[Any], above: Sequence[Any]) -> list[A
     if name is None:
         return [*below, *(item for item in above if item not in below)]
     own = [item.get(name) for item in above if isinstance(item, Mapping)]
-    kept = [item for item in below if not isinstance(item, Mapping) or item.get(name) not in own]
+    kept = [
+        item for item in below if not isinstance(item, Mapping) or item.get(name) not in own
+    ]
     return [*kept, *above]
 
 

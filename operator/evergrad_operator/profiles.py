@@ -137,10 +137,13 @@ def resolve(
 
 @lru_cache(maxsize=4)
 def parse_profiles(text: str) -> Mapping[str, Any]:
-    """Return the profiles of the installation by name. Raises ValueError for a text that is no JSON mapping."""
+    """Return the profiles of the installation by name.
+
+    Raises ValueError for a text that is no JSON object.
+    """
     profiles = json.loads(text or "{}")
     if not isinstance(profiles, dict):
-        raise ValueError("it is no mapping of names to profiles")  # noqa: TRY004
+        raise ValueError("it is no mapping of names to profiles")
     # A chart removes an inherited value by null.
     return {str(name): value for name, value in profiles.items() if value is not None}
 

@@ -237,9 +237,7 @@ class SpecCache:
     def __init__(self) -> None:
         self._parsed: dict[Key, tuple[str, int, str, ParsedSpec]] = {}
 
-    def parse(
-        self, raw: Mapping[str, Any], profile: RunProfile = NO_PROFILE
-    ) -> TrainingRun:
+    def parse(self, raw: Mapping[str, Any], profile: RunProfile = NO_PROFILE) -> TrainingRun:
         """Return the run in ``raw`` with the defaults of its profile.
 
         Raises SpecError, which is not kept: the next generation may mend it.
