@@ -25,7 +25,7 @@ from evergrad_operator.profiles import (
     parse_profiles,
     resolve,
 )
-from evergrad_operator.spec import SpecCache, TrainingRun
+from evergrad_operator.spec import SpecCache
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests/golden/plan_profile.yaml"
@@ -143,17 +143,6 @@ def test_a_note_that_says_nothing_is_resolved_anew(note: str) -> None:
 # ---- pods --------------------------------------------------------------------------------------------------
 
 
-class _Specs(SpecCache):
-    """Specs of a run that has this profile."""
-
-    def __init__(self, profile: RunProfile) -> None:
-        super().__init__()
-        self._profile = profile
-
-    def parse(self, raw: Any, profile: RunProfile = NO_PROFILE) -> TrainingRun:
-        return super().parse(raw, self._profile)
-
-
 def page_blocks() -> list[Any]:
     text = (ROOT / "docs/profiles.md").read_text("utf-8")
     return [yaml.safe_load(one) for one in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
@@ -168,7 +157,7 @@ def test_the_ten_lines_of_the_page_with_its_profiles_make_these_pods() -> None:
     profile = resolve(run, json.dumps(values["runs"]["profiles"]), own)
     assert profile.problems == ()
     world = simulated_run.Simulation(run)
-    world.specs = _Specs(profile)
+    world.profile = profile
     world.reconcile()
     pods = [one for one in world.plan.create if "-coordinator-" not in one["metadata"]["name"]]
     built = json.loads(json.dumps({"claim": world.plan.claim, "node": pods[0]}))
@@ -185,7 +174,7 @@ def test_the_ten_lines_of_the_page_with_its_profiles_make_these_pods() -> None:
 def test_memory_is_locked_only_with_a_device_that_is_allowed() -> None:
     for limits in ({}, {"nvidia.com/gpu": 1}):
         world = simulated_run.Simulation(make_run(resources={"limits": limits}))
-        world.specs = _Specs(RunProfile(rdma=("rdma/x",)))
+        world.profile = RunProfile(rdma=("rdma/x",))
         world.reconcile()
         assert world.plan.create
         assert [violations(pod) for pod in world.plan.create] == [[]] * len(world.plan.create)
