@@ -103,18 +103,9 @@ def resolve(
     """Resolve the profile of a run. ``installation``: the profiles of the installation, as JSON by name;
     ``own``: that of the namespace."""
     namespace = get_text(get_map(run, "metadata"), "namespace") or "default"
-    name = get_text(get_map(run, "spec"), "profile") or DEFAULT_PROFILE
-    profiles = parse_profiles(installation)
-    chosen, problems = profiles.get(name), list[Problem]()
-    if name in profiles:
-        where = f"profile {name} of the installation (runs.profiles.{name} of the chart)"
-        problems += _place(where, check_profile(chosen))
-    if name not in profiles and name != DEFAULT_PROFILE:
-        problems.append(_not_there(name, profiles, namespace))
-    chosen = chosen if isinstance(chosen, Mapping) and not problems else {}
-    if not _is_for(chosen, namespace):
-        problems.append(_not_there(name, profiles, namespace))
-    sources = [name] if name in profiles else []
+    named = get_text(get_map(run, "spec"), "profile")
+    name, chosen, problems = _choose(named, namespace, parse_profiles(installation))
+    sources = [name] if name else []
 
     defaults: Mapping[str, Any] = chosen.get("defaults") or {}
     if own is not None:
@@ -148,20 +139,32 @@ def parse_profiles(text: str) -> Mapping[str, Any]:
     return {str(name): value for name, value in profiles.items() if value is not None}
 
 
-def _is_for(profile: Mapping[str, Any], namespace: str) -> bool:
-    namespaces = profile.get("namespaces") or ()
-    return not namespaces or namespace in namespaces
+def _choose(
+    named: str, namespace: str, profiles: Mapping[str, Any]
+) -> tuple[str, Mapping[str, Any], list[Problem]]:
+    """Return name and content of the profile of the installation that a run has, and what is wrong with it.
+
+    The name is empty for a run that has none: it names none, and there is no default for its namespace.
+    """
+    name = named or DEFAULT_PROFILE
+    known = {
+        one: profiles[one] for one in sorted(profiles) if _is_for(profiles[one], namespace)
+    }
+    if name not in known and named:
+        what = f"there is no profile {named!r} for namespace {namespace}"
+        remedy = f"Use one of: {', '.join(known)}" if known else "Leave it out"
+        return "", {}, [Problem("spec.profile", what, "", remedy)]
+    if name not in known:
+        return "", {}, []
+    where = f"profile {name} of the installation (runs.profiles.{name} of the chart)"
+    problems = _place(where, check_profile(known[name]))
+    return name, {} if problems else known[name], problems
 
 
-def _not_there(name: str, profiles: Mapping[str, Any], namespace: str) -> Problem:
-    known = [
-        one
-        for one, profile in sorted(profiles.items())
-        if isinstance(profile, Mapping) and _is_for(profile, namespace)
-    ]
-    what = f"there is no profile {name!r} for namespace {namespace}"
-    remedy = f"Use one of: {', '.join(known)}" if known else "Leave it out"
-    return Problem("spec.profile", what, "the installation has the profiles", remedy)
+def _is_for(profile: Any, namespace: str) -> bool:
+    """Whether runs of the namespace may have the profile; one that cannot be read is refused to all."""
+    namespaces = get_map({"profile": profile}, "profile").get("namespaces")
+    return not namespaces or not isinstance(namespaces, list) or namespace in namespaces
 
 
 def _place(where: str, problems: tuple[Problem, ...]) -> list[Problem]:

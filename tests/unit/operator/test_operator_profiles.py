@@ -68,13 +68,17 @@ def test_a_profile_that_does_not_exist_or_is_anothers_is_refused_with_those_ther
         default=of({}), big=of({}, namespaces=["other"]), small=of({}, namespaces=["team"])
     )
     said = (
-        "spec.profile: there is no profile '{}' for namespace team; the installation has the profiles. "
-        "Use one of: default, small."
+        "spec.profile: there is no profile '{}' for namespace team. Use one of: default, small."
     )
     for name in ("huge", "big"):
         found = resolve(make_run(profile=name), installation, None)
         assert texts(found) == [said.format(name)] and found.note == "unsettled"
     assert resolve(make_run(profile="small"), installation, None).problems == ()
+
+
+def test_a_default_that_is_for_other_namespaces_is_none_of_a_run_that_names_none() -> None:
+    installation = profiles(default=of({"image": "a/a:1"}, namespaces=["other"]))
+    assert resolve(make_run(), installation, None) == RunProfile()
 
 
 def test_the_message_says_whose_file_is_wrong() -> None:
@@ -88,6 +92,14 @@ def test_the_message_says_whose_file_is_wrong() -> None:
         "ConfigMap team/evergrad-profile: defaults.template.tolerations[0].effect: "
         '"NoSchedul" is not one of NoSchedule'
     )
+
+
+@pytest.mark.parametrize(
+    "wrong", [7, "x", [], {"namespaces": 7}, {"defaults": [1]}, {"allows": 1}]
+)
+def test_a_profile_of_any_shape_is_a_message_and_no_crash(wrong: Any) -> None:
+    found = resolve(make_run(), profiles(default=wrong), NamespaceProfile(wrong))
+    assert len(found.problems) >= 2 and found.note == "unsettled"
 
 
 def test_a_namespace_cannot_allow_what_the_installation_does_not() -> None:
