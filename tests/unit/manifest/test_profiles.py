@@ -214,11 +214,11 @@ def test_a_profile_never_changes_the_identity_of_a_run() -> None:
         ({"defaults": {"storage": {"claimName": "x"}}}, "defaults.storage.claimName: "),
         (
             {"defaults": {"template": {"tolerations": [{"effect": "NoSchedul"}]}}},
-            'defaults.template.tolerations[0].effect: "NoSchedul" is not one of',
+            "defaults.template.tolerations[0].effect: 'NoSchedul' is not one of",
         ),
         (
             {"defaults": {"resources": {"requests": {"memory": "4"}}}},
-            'defaults.resources.requests.memory: "4" is too little memory',
+            "defaults.resources.requests.memory: '4' is too little memory",
         ),
         (
             {"defaults": {"evaluation": {"resources": {"requests": {"gpu": 1}}}}},
@@ -232,7 +232,7 @@ def test_a_profile_never_changes_the_identity_of_a_run() -> None:
         ({"defaults": {"queueName": "a b"}}, "defaults.queueName: "),
         (
             {"defaults": {"template": {"env": [{"name": "RANK", "value": "0"}]}}},
-            'defaults.template.env[0].name: "RANK" is reserved',
+            "defaults.template.env[0].name: 'RANK' is reserved",
         ),
         ({"allows": {"privileged": True}}, "allows.privileged: unknown key"),
         ({"allows": {"rdma": ["hca"]}}, "allows.rdma[0]: 'hca' is no device"),

@@ -90,7 +90,7 @@ def test_the_message_says_whose_file_is_wrong() -> None:
     )
     assert two.startswith(
         "ConfigMap team/evergrad-profile: defaults.template.tolerations[0].effect: "
-        '"NoSchedul" is not one of NoSchedule'
+        "'NoSchedul' is not one of NoSchedule"
     )
 
 
@@ -286,6 +286,7 @@ def test_a_wrong_profile_holds_the_run_until_it_is_corrected() -> None:
         ("7", "ConfigMap ns/evergrad-profile: is no mapping"),
     ):
         put_profile(simulation, text)
+        simulation.now += 30
         assert simulation.reconcile() == 30.0
         assert simulation.status["reason"] == "InvalidSpec"
         assert said in simulation.status["message"]
