@@ -9,21 +9,40 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import metadata
-from typing import TextIO
+from pathlib import Path
+from typing import Any, TextIO
 
 import yaml
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_manifest.derive import slots_per_step
+from evergrad_manifest.differences import changed_fields, show_value
 from evergrad_manifest.errors import (
     ConfigurationError,
     InputError,
     Problem,
     describe_problem,
+    raise_if,
 )
 from evergrad_manifest.identity import config_hash, to_wire
-from evergrad_manifest.reading.loader import LoadedManifest, add_manifest_arguments, load_from
+from evergrad_manifest.profile import (
+    NAMESPACE_PROFILE_KEY,
+    apply_defaults,
+    check_allowed,
+    check_profile,
+    merge_defaults,
+)
+from evergrad_manifest.reading.document import parse_document
+from evergrad_manifest.reading.loader import (
+    LoadedManifest,
+    add_manifest_arguments,
+    load_from,
+    path_label,
+    read_document,
+)
+from evergrad_manifest.reading.validation import parse_run
 from evergrad_manifest.script_files import portable_problems
 from evergrad_manifest.task_files import task_problems
 
@@ -32,6 +51,7 @@ EXAMPLES = """\
   evergrad validate trainingrun.yaml
   evergrad validate trainingrun.yaml --overlay small.yaml --set spec.training.horizon.tokens=1M
   evergrad validate trainingrun.yaml --print-resolved > resolved.yaml
+  evergrad validate trainingrun.yaml --profile default.yaml --profile configmap.yaml
   evergrad validate trainingrun.yaml --json | jq '.problems[].path'"""
 
 
@@ -46,12 +66,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print the manifest with every default filled in, as YAML",
     )
+    parser.add_argument(
+        "--profile",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help=(
+            "fill in what this profile says where the file names nothing: a profile, or the ConfigMap of a "
+            "namespace, which wins over those before it (repeatable)"
+        ),
+    )
 
 
 def execute(args: argparse.Namespace) -> int:
     """Returns 0 for a valid manifest; 64 after printing every problem."""
     try:
-        loaded = load_from(args)
+        given = load_from(args)
+        loaded = with_profiles(given, args.profile) if args.profile else given
     except ConfigurationError as error:
         _print_problems(error.problems, as_json=args.json)
         return int(error.exit_code)
@@ -77,7 +109,67 @@ def execute(args: argparse.Namespace) -> int:
         _print(yaml.safe_dump(to_wire(loaded.run), sort_keys=False, width=130).rstrip())
     else:
         _print(f"valid: {loaded.run.metadata.name} ({loaded.path}); {_summarize(loaded)}")
+        for path, _, value in _describe_additions(given.raw, loaded.raw):
+            _print(f"  {path}: {show_value(value)}")
     return int(ExitCode.DONE)
+
+
+def with_profiles(loaded: LoadedManifest, files: Sequence[Path]) -> LoadedManifest:
+    """Return the run with the defaults of the profiles in these files, a later one over those before it.
+
+    Raises ConfigurationError with every problem of the profiles, or of the run with them.
+    """
+    defaults: dict[str, Any] = {}
+    rdma: list[str] = []
+    problems: list[Problem] = []
+    for file in files:
+        raw, found = _read_profile(file)
+        problems += found
+        if not found:
+            defaults = merge_defaults(defaults, raw.get("defaults") or {})
+            rdma += (raw.get("allows") or {}).get("rdma") or ()
+    raise_if(problems, ConfigurationError)
+    merged = apply_defaults(loaded.raw, defaults)
+    run = parse_run(merged)
+    raise_if(check_allowed(merged, rdma), ConfigurationError)
+    return replace(loaded, run=run, raw=merged)
+
+
+def _read_profile(file: Path) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the profile in a file, and everything that is wrong with it."""
+    document, label = read_document(file, source=str(file)), path_label(file)
+    if document.value is None or document.problems:
+        return {}, document.problems
+    value = document.value
+
+    # A namespace's profile is kept, and shown by kubectl, as the ConfigMap that holds it.
+    is_of_namespace = value.get("kind") == "ConfigMap"
+    if is_of_namespace:
+        data = value.get("data")
+        text = data.get(NAMESPACE_PROFILE_KEY) if isinstance(data, dict) else None
+        if not isinstance(text, str):
+            what = f"the ConfigMap has no text {NAMESPACE_PROFILE_KEY}"
+            return {}, [Problem(label, what, "it is the profile", "Add that key")]
+        inner = parse_document(text, label=f"{label}: {NAMESPACE_PROFILE_KEY}")
+        if inner.problems:
+            return {}, inner.problems
+        value = inner.value
+    found = check_profile(value, of_namespace=is_of_namespace)
+    return value, [
+        replace(one, path=f"{label}: {one.path}" if one.path else label) for one in found
+    ]
+
+
+def _describe_additions(
+    before: dict[str, Any], after: dict[str, Any]
+) -> list[tuple[str, Any, Any]]:
+    """Return what profiles have filled in: path, the file's value, the new one."""
+    kept = ("metadata", "spec")
+    pairs = (({key: one[key] for key in kept if key in one}) for one in (before, after))
+    return [
+        (path.removeprefix("."), old, new)
+        for path, old, new in changed_fields(*pairs, where="")
+    ]
 
 
 def _print_problems(problems: Sequence[Problem], *, as_json: bool) -> None:

@@ -10,6 +10,8 @@ KIND = "TrainingRun"
 LABEL_PREFIX = f"{API_GROUP}/"
 MANAGER = f"{API_GROUP}/operator"
 """Value of a run's ``spec.managedBy`` that means the operator, as its absence does."""
+LABEL_QUEUE: Final = "kueue.x-k8s.io/queue-name"
+"""Kueue's label with the name of a queue."""
 
 # Bounds of a run's pod template: the trainer's loader, the CRD made from it and the operator refuse the
 # same.

@@ -37,6 +37,8 @@ class Config:
     PodGroup of scheduler-plugins) or podGroup (Kubernetes' own)."""
     scheduler_name: str = ""
     """Scheduler of nodes whose run names none; empty: the cluster's default."""
+    profiles: str = ""
+    """Profiles of the installation: a JSON object of profiles by their names."""
     default_storage_size: str = "10Gi"
     """Size of a new volume whose run names none."""
     default_storage_class: str | None = None

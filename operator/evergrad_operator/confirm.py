@@ -5,6 +5,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Final
 
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.profile import NAMESPACE_PROFILE, NAMESPACE_PROFILE_KEY
+from evergrad_manifest.reading.document import parse_document
 from evergrad_operator import names
 from evergrad_operator.apply import Cluster, build_failure
 from evergrad_operator.cache import InformerCache, find_vanished
@@ -17,6 +20,7 @@ from evergrad_operator.observe import owns
 from evergrad_operator.pass_metrics import note_failure
 from evergrad_operator.passes import Pass, step_of_list
 from evergrad_operator.plan import Plan
+from evergrad_operator.profiles import NamespaceProfile
 from evergrad_operator.raw import get_map, get_text
 from evergrad_operator.refusals import Step
 from evergrad_operator.store import CHILDREN, CLAIMS, PODS
@@ -88,6 +92,27 @@ class Confirmer:
             )
         data = (get_map(raw, "data") for raw in found if owns(uid, raw))
         return next((get_text(one, names.CONFIG_FILE) for one in data), None)
+
+    async def fetch_profile(self, namespace: str) -> NamespaceProfile | None:
+        """Return the profile of a namespace; None if it has none.
+
+        Raises ApiError and TimeoutError: without it no run begins.
+        """
+        async with asyncio.timeout(READ_SECONDS):
+            found, _ = await self._cluster.list_all(
+                CONFIG_MAP, namespace, name=NAMESPACE_PROFILE
+            )
+        if not found:
+            return None
+        text = get_map(found[0], "data").get(NAMESPACE_PROFILE_KEY)
+        if not isinstance(text, str):
+            remedy = f"Add the key {NAMESPACE_PROFILE_KEY}, or delete the ConfigMap"
+            what = f"has no text {NAMESPACE_PROFILE_KEY}"
+            return NamespaceProfile(problems=(Problem("", what, "it is the profile", remedy),))
+        if not text.strip():
+            return NamespaceProfile({})
+        document = parse_document(text, label=NAMESPACE_PROFILE_KEY)
+        return NamespaceProfile(document.value, tuple(document.problems))
 
     async def look_at_claim(self, work: Pass, *, oldest: float) -> bool:
         """Fetch the existing claim that the run names, unless it was seen less than ``oldest`` seconds ago.

@@ -171,13 +171,16 @@ class Memory:
     ``message``: as last shown.
     ``image``: as the run asks for it; ``image_id``: as the kubelet names it in the first pod of this restart;
     ``image_pin``: the same by digest, where later pods ask for that. ``told_changes``: hash of the edited
-    fields that an event named last.
+    fields that an event named last. ``profile``: names of the profiles that the run began with;
+    ``profile_note``: their content.
     """
 
     is_known: bool = False
     image: str = ""
     image_id: str = ""
     image_pin: str = ""
+    profile: str = ""
+    profile_note: str = ""
     recipe_hash: str = ""
     restart: int = 0
     restart_nonce: str | None = None
@@ -259,6 +262,8 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         image=get_text(status, "image"),
         image_id=get_text(notes, "imageID"),
         image_pin=get_text(notes, "imagePin"),
+        profile=get_text(status, "profile"),
+        profile_note=get_text(notes, "profile"),
         recipe_hash=get_text(status, "recipeHash"),
         restart=get_int(status, "attempt") or 0,
         restart_nonce=get_text(status, "restartNonce") or None,
@@ -451,6 +456,7 @@ def build_memory(memory: Memory) -> dict[str, Any]:
     ]
     found: dict[str, Any] = {
         "image": memory.image,
+        "profile": memory.profile,
         "recipeHash": memory.recipe_hash,
         "attempt": memory.restart,
         "restartNonce": memory.restart_nonce,
@@ -495,6 +501,7 @@ def _build_notes(memory: Memory) -> dict[str, str | None]:
         "toldChanges": memory.told_changes,
         "imageID": memory.image_id,
         "imagePin": memory.image_pin,
+        "profile": memory.profile_note,
         "attempts": pack_counts(memory.attempts),
         "ended": pack_ranges(memory.recorded),
         "budget": _pack(rest),

@@ -8,9 +8,15 @@ from enum import StrEnum
 from typing import Final
 
 from evergrad_coordinator import contract
-from evergrad_coordinator.contract import API_VERSION, KIND, LABEL_PREFIX, TOKEN_PATH
+from evergrad_coordinator.contract import (
+    API_VERSION,
+    KIND,
+    LABEL_PREFIX,
+    LABEL_QUEUE,
+    TOKEN_PATH,
+)
 
-__all__ = ["API_VERSION", "KIND", "TOKEN_PATH"]
+__all__ = ["API_VERSION", "KIND", "LABEL_QUEUE", "TOKEN_PATH"]
 Key = tuple[str, str]
 """Namespace and name of a run (or of a claim)."""
 
@@ -45,7 +51,6 @@ ANNOTATION_DELETED_WITH: Final = f"{LABEL_PREFIX}deleted-with"
 CLAIM_ANNOTATION_PREFIX: Final = f"run.{LABEL_PREFIX}"
 """Prefix of an annotation of a PVC, followed by a run's name: the record of that run."""
 
-LABEL_QUEUE: Final = "kueue.x-k8s.io/queue-name"
 LABEL_QUEUE_PRIORITY: Final = "kueue.x-k8s.io/priority-class"
 LABEL_QUEUE_GROUP: Final = "kueue.x-k8s.io/pod-group-name"
 ANNOTATION_QUEUE_GROUP_SIZE: Final = "kueue.x-k8s.io/pod-group-total-count"

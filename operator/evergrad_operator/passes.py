@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from evergrad_operator.kinds import POD, Kind, Raw
 from evergrad_operator.names import Key
 from evergrad_operator.observe import AppliedSettings
+from evergrad_operator.profiles import NO_PROFILE, RunProfile
 from evergrad_operator.refusals import Refusals, Step
 
 
@@ -54,6 +55,7 @@ class Pass:
     """The settings of the pods, once they were fetched."""
     group_kind: Kind | None = None
     """The PodGroup that the API server has for this installation's gangs."""
+    profile: RunProfile = NO_PROFILE
 
     @property
     def refusals(self) -> Refusals:

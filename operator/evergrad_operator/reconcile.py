@@ -40,6 +40,7 @@ from evergrad_operator.passes import Hints, Pass, step_of_list
 from evergrad_operator.plan import Plan, plan_children
 from evergrad_operator.policies import Decision, decide
 from evergrad_operator.preparation import Report, find_report
+from evergrad_operator.profiles import RunProfile, find_kept, resolve
 from evergrad_operator.progress import Coordinators
 from evergrad_operator.recorder import Recorder
 from evergrad_operator.spec import SpecCache, is_managed_here
@@ -144,6 +145,7 @@ class Reconciler:
         hints = self._hints.setdefault(key, Hints(uid_of(raw)))
         work = Pass(key, raw, hints, group_kind=await self.gang_api.find())
         await self._confirmer.look_at_claim(work, oldest=CLAIM_SECONDS)
+        work = replace(work, profile=await self._find_profile(raw))
         try:
             found = self._assess(work)
         except SpecError as error:
@@ -200,12 +202,23 @@ class Reconciler:
         delays = (decision.requeue_after, retry_after, token_after, write_after)
         return min((delay for delay in delays if delay is not None), default=None)
 
+    async def _find_profile(self, raw: Raw) -> RunProfile:
+        """Return the profile that the run began with, or else the one that it begins with now.
+
+        Raises ApiError and TimeoutError.
+        """
+        kept = find_kept(raw)
+        if kept is not None:
+            return kept
+        own = await self._confirmer.fetch_profile(raw["metadata"]["namespace"])
+        return resolve(raw, self._config.profiles, own)
+
     # ---- observe, decide, plan: values in, values out ------------------------------------------------------
 
     def _assess(self, work: Pass) -> Assessment:
         """Return what is seen of the run now, and what follows from it. Raises SpecError."""
         key = work.key
-        parsed = self._specs.parse(work.raw)
+        parsed = self._specs.parse(work.raw, work.profile)
 
         # An unreadable answer of its coordinator must not keep a run from being looked after.
         answer = self._coordinators.answer(key)

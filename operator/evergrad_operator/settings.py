@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from evergrad_operator.config import Config
 from evergrad_operator.kinds import POD_GROUPS
+from evergrad_operator.profiles import parse_profiles
 
 PREFIX: Final = "EVERGRAD_"
 _OPTIONS: Final[tuple[tuple[str, Any, str], ...]] = (
@@ -148,6 +149,12 @@ def parse_settings(arguments: Sequence[str], environ: Mapping[str, str]) -> Sett
     # Without a lease, as in a trial outside a cluster, the key is in a namespace where there are rights.
     first_namespace = namespaces[0] if namespaces else "default"
     key_namespace = parsed.key_namespace or lease_namespace or first_namespace
+
+    # The content of a profile is checked with each run, whose status names what is wrong with it.
+    try:
+        parse_profiles(parsed.profiles)
+    except ValueError as error:
+        parser.error(f"--profiles: not a JSON object of profiles by name: {error}")
 
     config: dict[str, Any] = {}
     for field in dataclasses.fields(Config):

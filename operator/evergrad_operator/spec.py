@@ -5,7 +5,7 @@ that Kubernetes adds to a run.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -21,6 +21,7 @@ from evergrad_manifest.identity import (
     preparation_hash,
     settings_hash,
 )
+from evergrad_manifest.profile import apply_defaults, check_allowed
 from evergrad_manifest.reading.problems import at_most
 from evergrad_manifest.reading.validation import check_run
 from evergrad_manifest.validation import FIXED, manifest_of, with_plain_numbers
@@ -28,6 +29,7 @@ from evergrad_manifest.view import without_nulls
 from evergrad_operator.errors import SpecError
 from evergrad_operator.installation import NOTHING_ALLOWED, Installation, find_refusals
 from evergrad_operator.names import Key, Reason
+from evergrad_operator.profiles import NO_PROFILE, RunProfile
 from evergrad_operator.raw import get_int, get_map, get_text
 from evergrad_operator.recipe import hash_spelling
 from evergrad_operator.times import parse_time
@@ -95,7 +97,8 @@ class TrainingRun:
     created_at: float = 0.0
     is_deleting: bool = False
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """The object itself."""
+    """The object itself, with the defaults of its profile."""
+    profile: RunProfile = NO_PROFILE
 
     @property
     def spec(self) -> Spec:
@@ -124,18 +127,20 @@ class TrainingRun:
         return "/".join(parts)
 
     def find_obstacles(self, *, has_begun: bool) -> tuple[Problem, ...]:
-        """Return the problems for which no pod is made. ``has_begun``: an earlier generation was found valid.
+        """Return the problems for which no pod is made, those of its profile last. ``has_begun``: an earlier
+        generation was found valid.
 
         Fields that are fixed once a run has begun cannot be corrected any more. A rule that came with a later
         version of the operator is therefore not held against them.
         """
         if not has_begun or not self.parsed.is_whole:
-            return self.parsed.problems
-        return tuple(
+            return self.parsed.problems + self.profile.problems
+        open_ones = (
             problem
             for problem in self.parsed.problems
             if not problem.path.startswith(_FIXED) or problem.path == _OUT_OF_THE_VOLUME
         )
+        return (*open_ones, *self.profile.problems)
 
 
 def is_managed_here(raw: Mapping[str, Any]) -> bool:
@@ -143,8 +148,14 @@ def is_managed_here(raw: Mapping[str, Any]) -> bool:
     return get_text(get_map(raw, "spec"), "managedBy") in ("", MANAGER)
 
 
-def parse_run(raw: Mapping[str, Any], parsed: ParsedSpec | None = None) -> TrainingRun:
-    """Return the run in ``raw``. ``parsed``: its spec, where that is known already.
+def parse_run(
+    raw: Mapping[str, Any],
+    parsed: ParsedSpec | None = None,
+    *,
+    profile: RunProfile = NO_PROFILE,
+) -> TrainingRun:
+    """Return the run in ``raw``, which has the defaults of ``profile``. ``parsed``: its spec, where that is
+    known already.
 
     Raises SpecError where the envelope cannot be read.
     """
@@ -164,6 +175,7 @@ def parse_run(raw: Mapping[str, Any], parsed: ParsedSpec | None = None) -> Train
         created_at=parse_time(metadata.get("creationTimestamp")) or 0.0,
         is_deleting=metadata.get("deletionTimestamp") is not None,
         raw=raw,
+        profile=profile,
     )
 
 
@@ -227,27 +239,36 @@ def parse_spec(
 
 
 class SpecCache:
-    """Parsed specs by run: one is parsed anew only when its uid or generation is another.
+    """Parsed specs by run: one is parsed anew only when its uid, its generation or its profile is another.
 
     At most one a run is kept.
     """
 
     def __init__(self, installation: Installation = NOTHING_ALLOWED) -> None:
         self._installation = installation
-        self._parsed: dict[Key, tuple[str, int, ParsedSpec]] = {}
+        self._parsed: dict[Key, tuple[str, int, str, ParsedSpec]] = {}
 
-    def parse(self, raw: Mapping[str, Any]) -> TrainingRun:
-        """Return the run in ``raw``. Raises SpecError, which is not kept: the next generation may mend it."""
+    def parse(self, raw: Mapping[str, Any], profile: RunProfile = NO_PROFILE) -> TrainingRun:
+        """Return the run in ``raw`` with the defaults of its profile.
+
+        Raises SpecError, which is not kept: the next generation may mend it.
+        """
+        raw = apply_defaults(raw, profile.defaults)
         metadata = get_map(raw, "metadata")
         key = get_text(metadata, "namespace"), get_text(metadata, "name")
         uid = get_text(metadata, "uid")
         generation = get_int(metadata, "generation") or 0
         known = self._parsed.get(key)
         # A run that was deleted and made again has another uid and may have the same generation.
-        if known is None or known[:2] != (uid, generation) or not uid:
-            known = uid, generation, parse_spec(raw, self._installation)
+        if known is None or known[:3] != (uid, generation, profile.note) or not uid:
+            parsed = parse_spec(raw, self._installation)
+            # A run from before there were profiles goes on with whatever it has asked for.
+            if profile.is_known:
+                refused = check_allowed(manifest_of(raw), profile.rdma)
+                parsed = replace(parsed, problems=at_most((*parsed.problems, *refused)))
+            known = uid, generation, profile.note, parsed
             self._parsed[key] = known
-        return parse_run(raw, known[2])
+        return parse_run(raw, known[3], profile=profile)
 
     def forget(self, key: Key) -> None:
         """Drop the spec of a run that is gone."""

@@ -52,6 +52,9 @@
 {{- else }}
 {{- $_ := set $settings "NAMESPACE" (include "evergrad.namespaces" . | fromJsonArray | join ",") }}
 {{- end }}
+{{- if $runs.profiles }}{{/* doubled, because the kubelet would replace $(NAME) in a value */}}
+{{- $_ := set $settings "PROFILES" (toJson $runs.profiles | replace "$" "$$") }}
+{{- end }}
 {{- if $runs.imagePullSecrets }}
 {{- $_ := set $settings "IMAGE_PULL_SECRETS" (join "," $runs.imagePullSecrets) }}
 {{- end }}

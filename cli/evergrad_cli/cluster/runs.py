@@ -127,6 +127,7 @@ class Run:
     failures_without_progress: int | None
     restart_nonce: str
     image: str
+    profile: str
     started: float | None
     completed: float | None
     last_failure: Failure | None
@@ -227,6 +228,7 @@ def parse_run(raw: Mapping[str, Any]) -> Run:
         failures_without_progress=_integer(_mapping(status, "failures").get("withoutProgress")),
         restart_nonce=_text(status, "restartNonce"),
         image=_text(status, "image"),
+        profile=_text(status, "profile"),
         started=parse_time(status.get("startTime")),
         completed=parse_time(status.get("completionTime")),
         last_failure=Failure.from_raw(failure) if failure else None,

@@ -126,6 +126,7 @@ def document(facts: Facts, *, now: float, num_events: int = _NUM_EVENTS) -> dict
     run = facts.run
     details = {
         "image": run.image or None,
+        "profile": run.profile or None,
         "started": run.started,
         "completed": run.completed,
         "preparation": dict(run.preparation) or None,
@@ -262,6 +263,7 @@ def _head(run: Run, now: float, *, is_unicode: bool) -> list[str]:
     facts += [
         ("Storage", f"claim {run.claim}, folder {run.folder}"),
         ("Image", run.image),
+        ("Profile", run.profile),
         ("Age", ages),
     ]
     # A line without a value would look like an error: the operator fills them in as the run goes on.

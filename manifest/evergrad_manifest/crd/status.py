@@ -162,6 +162,7 @@ STATUS: Final[Schema] = mapping(
         "image": text(
             "Image of the training pods, kept until restartNonce changes.", longest=1024
         ),
+        "profile": text("Profiles the run began with, kept until restartNonce changes."),
         # Its absence means that no pod was ever made, so that a refused recipe may still be corrected.
         "recipeHash": text(
             "SHA-256 of the recipe, in hex: two runs of the same hash train the same.",

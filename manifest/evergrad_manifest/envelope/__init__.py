@@ -165,6 +165,11 @@ class Spec(Section):
         }
     )
 
+    profile: str | None = Field(
+        default=None, min_length=1, max_length=LONGEST_LABEL, pattern=DNS_LABEL
+    )
+    """Profile of the installation, for what the file leaves out; default: ``default``. No meaning for
+    ``evergrad run``."""
     nodes: Nodes = Nodes()
     """How many machines share the run."""
     workers_per_node: Whole | None = Field(default=None, ge=1, le=64)

@@ -66,12 +66,16 @@ def build_pod_security(config: Config) -> JsonObject:
     }
 
 
-def build_container_security() -> JsonObject:
+def build_container_security(*, locks_memory: bool = False) -> JsonObject:
     """Build a container's security context, as level *restricted* asks for, with nothing to write on but its
-    volumes."""
+    volumes.
+
+    ``locks_memory``: with the capability that RDMA devices need, which only level *privileged* admits.
+    """
+    added = {"add": ["IPC_LOCK"]} if locks_memory else {}
     return {
         "allowPrivilegeEscalation": False,
-        "capabilities": {"drop": ["ALL"]},
+        "capabilities": {"drop": ["ALL"], **added},
         "readOnlyRootFilesystem": True,
     }
 

@@ -170,7 +170,10 @@ def build_trainer_container(
             "envFrom": list(spec.template.env_from),
             "ports": ports,
             "resources": build_resources(resources),
-            "securityContext": build_container_security(),
+            # Devices are asked for by their limits; requests of them alone are refused.
+            "securityContext": build_container_security(
+                locks_memory=any(name in run.profile.rdma for name in resources.limits)
+            ),
             "terminationMessagePath": names.TERMINATION_LOG,
             # A process that was killed leaves no message: the end of its log stands in for it.
             "terminationMessagePolicy": "FallbackToLogsOnError",

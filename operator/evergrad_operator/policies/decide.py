@@ -46,6 +46,7 @@ from evergrad_operator.problems import list_problems
 from evergrad_operator.times import format_time
 
 _CLAIM_RETRY_SECONDS = 10.0
+_PROFILE_RETRY_SECONDS = 30.0
 _WARM_UP_SECONDS = 180.0
 """For a node's pod to start, import its libraries and join."""
 _GROUP_PHASES = {
@@ -192,7 +193,13 @@ def _hold_if_wrong(context: ReconcileContext) -> Decision | None:
             coordinator=known.coordinator,
         )
         held = replace(held, memory=memory)
-    return replace(held, is_blocked=True)
+    # No watch shows that somebody corrects a profile.
+    is_of_profile = bool(context.run.profile.problems)
+    return replace(
+        held,
+        is_blocked=True,
+        requeue_after=_PROFILE_RETRY_SECONDS if is_of_profile else None,
+    )
 
 
 def _run(context: ReconcileContext) -> Decision:

@@ -29,6 +29,7 @@ from evergrad_operator.policies.ends import is_letting_go, note_nodes
 from evergrad_operator.policies.evaluation_ends import note_evaluation
 from evergrad_operator.policies.preparation_ends import note_preparation
 from evergrad_operator.policies.root_cause import CAUSES, note_outcome
+from evergrad_operator.profiles import UNSETTLED
 
 Value = TypeVar("Value")
 IN_POD_CAUSES: Final = ("worker_crash", "out_of_memory", "stuck", "setup_failed", "environment")
@@ -107,11 +108,15 @@ def _begin(observation: Observation, config: Config) -> Memory:
     is_readable, applied = not run.parsed.problems, observation.applied
     keeps_recipe = bool(memory.recipe_hash) and (not is_readable or memory.finish is not None)
     coordinator_image = memory.coordinator.image or config.operator_image
+    # The image may be the profile's: while that is wrong, or was at the last look, none is settled.
+    image = "" if UNSETTLED in (memory.profile_note, run.profile.note) else memory.image
     return replace(
         memory,
+        profile=run.profile.text,
+        profile_note=run.profile.note,
         settings_hash=run.parsed.settings_hash if is_readable else memory.settings_hash,
         told_changes=memory.told_changes if applied is None else applied.changes_hash,
-        image=memory.image or run.spec.image or config.trainer_image,
+        image=image or run.spec.image or config.trainer_image,
         recipe_hash=memory.recipe_hash if keeps_recipe else run.parsed.recipe_hash,
         coordinator=replace(memory.coordinator, image=coordinator_image),
     )

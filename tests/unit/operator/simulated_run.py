@@ -24,6 +24,7 @@ from evergrad_operator.observe import (
 )
 from evergrad_operator.plan import Plan, plan_children
 from evergrad_operator.policies import decide
+from evergrad_operator.profiles import NO_PROFILE
 from evergrad_operator.spec import SpecCache
 from evergrad_operator.status import Outcome, build_status
 from evergrad_operator.times import format_time, parse_time
@@ -81,6 +82,7 @@ class Simulation:
         self.raw: dict[str, Any] = copy.deepcopy(dict(run or make_run()))
         self.config, self.now = config, now
         self.specs = SpecCache(config.installation)
+        self.profile = NO_PROFILE
         self.pods: dict[str, dict[str, Any]] = {}
         self.children: dict[tuple[str, str], dict[str, Any]] = {}
         self.others: list[dict[str, Any]] = []
@@ -116,7 +118,7 @@ class Simulation:
                 self.progress, connected=min(self.progress.connected, there)
             )
         seen = observe(
-            self.specs.parse(self.raw),
+            self.specs.parse(self.raw, self.profile),
             pods=copy.deepcopy(list(self.pods.values())),
             others=self.others,
             children=self.children,

@@ -27,6 +27,7 @@ from evergrad_operator.packing import (
     unpack_counts,
     unpack_ranges,
 )
+from evergrad_operator.profiles import LONGEST_NOTE, RunProfile
 from evergrad_operator.status import should_write
 from evergrad_operator.times import format_duration, format_time, parse_time
 
@@ -168,6 +169,10 @@ def test_a_full_volume_is_an_unhealthy_checkpoint() -> None:
 def test_a_status_of_a_thousand_nodes_in_the_worst_disorder_is_below_16_kib() -> None:
     rng = random.Random(5)
     world = Simulation(make_run("x" * 45, nodes={"min": 1, "max": 1024}, restartNonce="n" * 64))
+    world.profile = RunProfile(
+        {"template": {"annotations": {"note": "x" * (LONGEST_NOTE - 200)}}},
+        sources=("p" * 63, f"ConfigMap {'n' * 63}/evergrad-profile"),
+    )
     world.reconcile()
     world.start()
     causes = {f"cause_{number}": number for number in range(40)}

@@ -1,0 +1,174 @@
+"""The profile of a run: which one it has, resolved once when it begins, and how its status keeps it. Pure.
+
+A run has a profile of the installation (``spec.profile``, or ``default``), the one of its namespace over it,
+and its own words over both. The result is noted in the status. An edit of a profile therefore never reaches
+a run that has begun, until a new ``restartNonce`` starts it again.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, Final
+
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.profile import (
+    DEFAULT_PROFILE,
+    NAMESPACE_PROFILE,
+    check_profile,
+    merge_defaults,
+)
+from evergrad_operator.names import Phase
+from evergrad_operator.raw import get_map, get_text
+
+LONGEST_NOTE: Final = 4096
+"""Most bytes of a resolved profile in a status, which has 16 KiB altogether."""
+UNSETTLED: Final = "unsettled"
+"""Note of a run whose profile is wrong: it is looked at again in each pass."""
+
+
+@dataclass(frozen=True)
+class RunProfile:
+    """The profile of one run.
+
+    ``defaults``: of all profiles together. ``rdma``: resources of RDMA devices that are allowed. ``sources``:
+    what it was made of, for people. ``is_known``: False for a run that began before there were profiles, to
+    which nothing of them applies.
+    """
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    rdma: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    is_known: bool = True
+
+    @property
+    def note(self) -> str:
+        """The text by which the status keeps it; empty for a run without profiles."""
+        if self.problems:
+            return UNSETTLED
+        if not self.is_known:
+            return ""
+        content = {"defaults": self.defaults, "rdma": self.rdma, "from": self.sources}
+        kept = {key: value for key, value in content.items() if value}
+        return json.dumps(kept, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+    @property
+    def text(self) -> str:
+        """The profiles that were used, for people."""
+        return ", ".join(self.sources)
+
+
+NO_PROFILE: Final = RunProfile(is_known=False)
+
+
+@dataclass(frozen=True)
+class NamespaceProfile:
+    """The profile that a namespace's ConfigMap holds. ``raw``: its content. ``problems``: why there is
+    none."""
+
+    raw: Any = None
+    problems: tuple[Problem, ...] = ()
+
+
+def find_kept(run: Mapping[str, Any]) -> RunProfile | None:
+    """Return the profile that the run's status has; None where it is to be resolved now.
+
+    It is resolved before the run begins, and again when a new ``restartNonce`` starts it anew.
+    """
+    status, spec = get_map(run, "status"), get_map(run, "spec")
+    note = get_text(get_map(status, "memory"), "profile")
+    if not get_text(status, "recipeHash") or note == UNSETTLED:
+        return None
+    nonce = get_text(spec, "restartNonce"), get_text(status, "restartNonce")
+    if nonce[0] != nonce[1] and get_text(status, "phase") != Phase.COMPLETE:
+        return None
+    if not note:
+        return NO_PROFILE
+    try:
+        kept = json.loads(note)
+        return RunProfile(
+            defaults=dict(kept.get("defaults", {})),
+            rdma=tuple(map(str, kept.get("rdma", ()))),
+            sources=tuple(map(str, kept.get("from", ()))),
+        )
+    except (ValueError, TypeError, AttributeError):
+        # Another writer has changed the status: what it said is unknown.
+        return None
+
+
+def resolve(
+    run: Mapping[str, Any], installation: str, own: NamespaceProfile | None
+) -> RunProfile:
+    """Resolve the profile of a run. ``installation``: the profiles of the installation, as JSON by name;
+    ``own``: that of the namespace."""
+    namespace = get_text(get_map(run, "metadata"), "namespace") or "default"
+    named = get_text(get_map(run, "spec"), "profile")
+    name, chosen, problems = _choose(named, namespace, parse_profiles(installation))
+    sources = [name] if name else []
+
+    defaults: Mapping[str, Any] = chosen.get("defaults") or {}
+    if own is not None:
+        where = f"ConfigMap {namespace}/{NAMESPACE_PROFILE}"
+        found = own.problems or check_profile(own.raw, of_namespace=True)
+        problems += _place(where, found)
+        sources.append(where)
+        if not found:
+            defaults = merge_defaults(defaults, own.raw.get("defaults") or {})
+    rdma = tuple((chosen.get("allows") or {}).get("rdma") or ())
+    result = RunProfile(dict(defaults), rdma, tuple(sources), tuple(problems))
+    size = len(result.note.encode(errors="replace"))
+    if size > LONGEST_NOTE:
+        what = f"{size} bytes are too many for the profiles of a run"
+        why = f"its status keeps them, and has room for {LONGEST_NOTE}"
+        remedy = "Remove some defaults, or move long texts into a ConfigMap that a run mounts"
+        result = replace(result, problems=(Problem(result.text, what, why, remedy),))
+    return result
+
+
+@lru_cache(maxsize=4)
+def parse_profiles(text: str) -> Mapping[str, Any]:
+    """Return the profiles of the installation by name.
+
+    Raises ValueError for a text that is no JSON object.
+    """
+    profiles = json.loads(text or "{}")
+    if not isinstance(profiles, dict):
+        raise ValueError("it is no mapping of names to profiles")
+    # A chart removes an inherited value by null.
+    return {str(name): value for name, value in profiles.items() if value is not None}
+
+
+def _choose(
+    named: str, namespace: str, profiles: Mapping[str, Any]
+) -> tuple[str, Mapping[str, Any], list[Problem]]:
+    """Return name and content of the profile of the installation that a run has, and what is wrong with it.
+
+    The name is empty for a run that has none: it names none, and there is no default for its namespace.
+    """
+    name = named or DEFAULT_PROFILE
+    known = {
+        one: profiles[one] for one in sorted(profiles) if _is_for(profiles[one], namespace)
+    }
+    if name not in known and named:
+        what = f"there is no profile {named!r} for namespace {namespace}"
+        remedy = f"Use one of: {', '.join(known)}" if known else "Leave it out"
+        return "", {}, [Problem("spec.profile", what, "", remedy)]
+    if name not in known:
+        return "", {}, []
+    where = f"profile {name} of the installation (runs.profiles.{name} of the chart)"
+    problems = _place(where, check_profile(known[name]))
+    return name, {} if problems else known[name], problems
+
+
+def _is_for(profile: Any, namespace: str) -> bool:
+    """Whether runs of the namespace may have the profile; one that cannot be read is refused to all."""
+    namespaces = get_map({"profile": profile}, "profile").get("namespaces")
+    return not namespaces or not isinstance(namespaces, list) or namespace in namespaces
+
+
+def _place(where: str, problems: tuple[Problem, ...]) -> list[Problem]:
+    """Return the problems with the name of whose file is wrong."""
+    return [
+        replace(one, path=f"{where}: {one.path}" if one.path else where) for one in problems
+    ]

@@ -1,0 +1,73 @@
+"""A namespace's profile on a real API server: read with the operator's own rights, kept by a run, and named
+where it is wrong."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from cluster_runs import ENDLESS, Runs, wait_for
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(1200)]
+
+
+def put_profile(runs: Runs, text: str) -> None:
+    body = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": "evergrad-profile"},
+        "data": {"profile.yaml": text},
+    }
+    runs.kubectl("apply", "-f", "-", text=json.dumps(body))
+
+
+@contextmanager
+def profile(runs: Runs, text: str) -> Iterator[None]:
+    put_profile(runs, text)
+    try:
+        yield
+    finally:
+        runs.kubectl("delete", "configmap", "evergrad-profile")
+
+
+def test_a_run_keeps_its_namespaces_profile_and_a_restart_takes_the_new_one(runs: Runs) -> None:
+    with profile(runs, "defaults: {template: {labels: {cost-center: '1'}}}"):
+        run = runs.start("profiled", steps=ENDLESS)
+        run.wait_for_step(5)
+        assert run.status()["profile"] == (
+            f"default, ConfigMap {run.get()['metadata']['namespace']}/evergrad-profile"
+        )
+        first = run.live_pods()[0]
+        assert first["metadata"]["labels"]["cost-center"] == "1"
+
+        # A pod that is replaced has what the run began with, whatever the profile says by now.
+        put_profile(runs, "defaults: {template: {labels: {cost-center: '2'}}}")
+        runs.kubectl("delete", "pod", first["metadata"]["name"])
+        run.wait_for_attempt(0, 1)
+        assert run.live_pods()[0]["metadata"]["labels"]["cost-center"] == "1"
+
+        run.patch({"restartNonce": "again"})
+        wait_for(
+            lambda: (
+                {
+                    pod["metadata"]["labels"].get("cost-center")
+                    for pod in run.live_pods().values()
+                }
+                == {"2"}
+            ),
+            "pods with the new profile",
+        )
+        run.patch({"suspend": True})
+        run.wait_for_phase("Suspended")
+
+
+def test_a_wrong_profile_is_named_and_the_run_begins_when_it_is_corrected(runs: Runs) -> None:
+    with profile(runs, "defaults: {imge: x}"):
+        run = runs.start("misprofiled", steps=20)
+        run.wait_for_phase("Waiting")
+        status = run.status()
+        assert status["reason"] == "InvalidSpec"
+        assert "evergrad-profile: defaults.imge: unknown key" in status["message"]
+        assert run.pods() == []
+        put_profile(runs, "defaults: {ttlSecondsAfterFinished: 86400}")
+        run.wait_for_phase("Complete", seconds=600)

@@ -1,0 +1,347 @@
+"""The profile of a run: which one it has, that it keeps it, and what a wrong one does."""
+
+import asyncio
+import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import simulated_run
+import yaml
+from fake_kubernetes.simulation import CONFIG, KEY, Simulation
+from pod_security import violations
+from simulated_run import make_run
+
+from evergrad_operator.errors import ApiError
+from evergrad_operator.profiles import (
+    LONGEST_NOTE,
+    NO_PROFILE,
+    NamespaceProfile,
+    RunProfile,
+    find_kept,
+    parse_profiles,
+    resolve,
+)
+from evergrad_operator.spec import SpecCache
+
+ROOT = Path(__file__).parents[3]
+GOLDEN = ROOT / "tests/golden/plan_profile.yaml"
+GPU = {"key": "gpu", "operator": "Exists"}
+
+
+def profiles(**named: Any) -> str:
+    return json.dumps(named)
+
+
+def of(defaults: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"defaults": defaults, **more}
+
+
+def texts(found: RunProfile) -> list[str]:
+    return [str(one) for one in found.problems]
+
+
+# ---- resolving ---------------------------------------------------------------------------------------------
+
+
+def test_a_run_without_any_profile_has_none_and_remembers_that() -> None:
+    found = resolve(make_run(), "", None)
+    assert found == RunProfile() and found.note == "{}"
+    status = {"recipeHash": "r", "memory": {"profile": found.note}}
+    assert find_kept({**make_run(), "status": status}) == found
+
+
+def test_a_run_has_the_profile_it_names_else_default_and_the_namespaces_over_it() -> None:
+    installation = profiles(default=of({"image": "a/a:1"}), big=of({"image": "b/b:1"}))
+    assert resolve(make_run(), installation, None).defaults == {"image": "a/a:1"}
+    own = NamespaceProfile({"defaults": {"ttlSecondsAfterFinished": 5}})
+    found = resolve(make_run(profile="big"), installation, own)
+    assert found.defaults == {"image": "b/b:1", "ttlSecondsAfterFinished": 5}
+    assert found.text == "big, ConfigMap team/evergrad-profile" and found.problems == ()
+
+
+def test_a_profile_that_does_not_exist_or_is_anothers_is_refused_with_those_there_are() -> None:
+    installation = profiles(
+        default=of({}), big=of({}, namespaces=["other"]), small=of({}, namespaces=["team"])
+    )
+    said = (
+        "spec.profile: there is no profile '{}' for namespace team. Use one of: default, small."
+    )
+    for name in ("huge", "big"):
+        found = resolve(make_run(profile=name), installation, None)
+        assert texts(found) == [said.format(name)] and found.note == "unsettled"
+    assert resolve(make_run(profile="small"), installation, None).problems == ()
+
+
+def test_a_default_that_is_for_other_namespaces_is_none_of_a_run_that_names_none() -> None:
+    installation = profiles(default=of({"image": "a/a:1"}, namespaces=["other"]))
+    assert resolve(make_run(), installation, None) == RunProfile()
+
+
+def test_the_message_says_whose_file_is_wrong() -> None:
+    wrong = {"defaults": {"template": {"tolerations": [{"effect": "NoSchedul"}]}}}
+    found = resolve(make_run(), profiles(default={"alows": {}}), NamespaceProfile(wrong))
+    one, two = texts(found)
+    assert one.startswith(
+        "profile default of the installation (runs.profiles.default of the chart): alows: unknown key"
+    )
+    assert two.startswith(
+        "ConfigMap team/evergrad-profile: defaults.template.tolerations[0].effect: "
+        "'NoSchedul' is not one of NoSchedule"
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong", [7, "x", [], {"namespaces": 7}, {"defaults": [1]}, {"allows": 1}]
+)
+def test_a_profile_of_any_shape_is_a_message_and_no_crash(wrong: Any) -> None:
+    found = resolve(make_run(), profiles(default=wrong), NamespaceProfile(wrong))
+    assert len(found.problems) >= 2 and found.note == "unsettled"
+
+
+def test_a_namespace_cannot_allow_what_the_installation_does_not() -> None:
+    own = NamespaceProfile({"allows": {"rdma": ["rdma/x"]}})
+    found = resolve(make_run(), profiles(default=of({})), own)
+    assert found.rdma == ()
+    assert (
+        "ConfigMap team/evergrad-profile: allows: has no meaning in a namespace"
+        in texts(found)[0]
+    )
+
+
+def test_profiles_that_a_status_has_no_room_for_are_refused() -> None:
+    labels = {f"l{number}": "x" * 60 for number in range(100)}
+    found = resolve(make_run(), profiles(default=of({"template": {"labels": labels}})), None)
+    assert f"has room for {LONGEST_NOTE}" in texts(found)[0] and found.note == "unsettled"
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "7"])
+def test_a_text_that_is_no_object_of_profiles_is_no_setting(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        parse_profiles(text)
+
+
+# ---- keeping -----------------------------------------------------------------------------------------------
+
+
+def test_a_profile_is_kept_from_the_beginning_of_a_run_until_a_restart() -> None:
+    found = RunProfile({"image": "a/a:1"}, ("rdma/x",), ("default",))
+    status = {"recipeHash": "r", "memory": {"profile": found.note}}
+    assert find_kept(make_run()) is None
+    assert find_kept({**make_run(), "status": status}) == found
+    assert find_kept({**make_run(), "status": {"memory": status["memory"]}}) is None
+    again = {**make_run(restartNonce="2"), "status": status}
+    assert find_kept(again) is None
+    assert find_kept({**again, "status": {**status, "phase": "Complete"}}) == found
+
+
+def test_a_run_from_before_profiles_has_none_and_keeps_its_devices() -> None:
+    raw = {**make_run(resources={"limits": {"rdma/x": 1}}), "status": {"recipeHash": "r"}}
+    kept = find_kept(raw)
+    assert kept is NO_PROFILE
+    assert SpecCache().parse(raw, kept).parsed.problems == ()
+    assert len(SpecCache().parse(raw, RunProfile()).parsed.problems) == 1
+
+
+@pytest.mark.parametrize("note", ["unsettled", "[]", "{", '{"rdma":7}'])
+def test_a_note_that_says_nothing_is_resolved_anew(note: str) -> None:
+    status = {"recipeHash": "r", "memory": {"profile": note}}
+    assert find_kept({**make_run(), "status": status}) is None
+
+
+# ---- pods --------------------------------------------------------------------------------------------------
+
+
+def page_blocks() -> list[Any]:
+    text = (ROOT / "docs/profiles.md").read_text("utf-8")
+    return [yaml.safe_load(one) for one in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
+
+
+def test_the_ten_lines_of_the_page_with_its_profiles_make_these_pods() -> None:
+    # To accept a change: GOLDEN=write make test PYTEST=tests/unit/operator/test_operator_profiles.py
+    run, values, config_map = page_blocks()
+    own = NamespaceProfile(yaml.safe_load(config_map["data"]["profile.yaml"]))
+    metadata = make_run()["metadata"]
+    run["metadata"] = {**metadata, **run["metadata"], "namespace": "team-a"}
+    profile = resolve(run, json.dumps(values["runs"]["profiles"]), own)
+    assert profile.problems == ()
+    world = simulated_run.Simulation(run)
+    world.profile = profile
+    world.reconcile()
+    pods = [one for one in world.plan.create if "-coordinator-" not in one["metadata"]["name"]]
+    built = json.loads(json.dumps({"claim": world.plan.claim, "node": pods[0]}))
+    if os.environ.get("GOLDEN") == "write":
+        GOLDEN.write_text(
+            "# A run of ten lines with the profiles of docs/profiles.md; written by "
+            "test_operator_profiles.py.\n" + yaml.safe_dump(built, sort_keys=False)
+        )
+    assert built == yaml.safe_load(GOLDEN.read_text())
+    capabilities = built["node"]["spec"]["containers"][0]["securityContext"]["capabilities"]
+    assert capabilities == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+
+
+def test_memory_is_locked_only_with_a_device_that_is_allowed() -> None:
+    for limits in ({}, {"nvidia.com/gpu": 1}):
+        world = simulated_run.Simulation(make_run(resources={"limits": limits}))
+        world.profile = RunProfile(rdma=("rdma/x",))
+        world.reconcile()
+        assert world.plan.create
+        assert [violations(pod) for pod in world.plan.create] == [[]] * len(world.plan.create)
+
+
+# ---- the operator ------------------------------------------------------------------------------------------
+
+
+def begun(installation: str = "", **spec: Any) -> Simulation:
+    simulation = Simulation(config=replace(CONFIG, profiles=installation))
+    simulation.create_run(**spec)
+    return simulation
+
+
+def put_profile(simulation: Simulation, text: str) -> None:
+    body = {
+        "metadata": {"name": "evergrad-profile", "namespace": "ns"},
+        "data": {"profile.yaml": text},
+    }
+    with simulation.by_others():
+        if ("configmaps", "ns", "evergrad-profile") in simulation.store.objects:
+            simulation.store.remove("configmaps", "ns", "evergrad-profile")
+        simulation.store.create("configmaps", body)
+
+
+def tolerations(simulation: Simulation, pod: str) -> list[Any]:
+    found = simulation.store.get("pods", "ns", pod)["spec"]["tolerations"]
+    return [one for one in found if not one.get("key", "").startswith("node.kubernetes.io/")]
+
+
+def train(simulation: Simulation) -> None:
+    simulation.settle()
+    simulation.start_pods()
+    simulation.settle()
+    simulation.train()
+    simulation.settle()
+
+
+def test_a_run_keeps_the_profile_it_began_with_and_a_restart_takes_the_new_one() -> None:
+    simulation = begun(profiles(default=of({"resources": {"requests": {"cpu": "100m"}}})))
+    put_profile(
+        simulation, "defaults: {template: {tolerations: [{key: gpu, operator: Exists}]}}"
+    )
+    train(simulation)
+    assert tolerations(simulation, "run-0-0") == [GPU]
+    container = simulation.store.get("pods", "ns", "run-0-0")["spec"]["containers"][0]
+    assert container["resources"] == {"requests": {"cpu": "100m"}}
+    assert simulation.status["profile"] == "default, ConfigMap ns/evergrad-profile"
+
+    # Another profile, and another operator: nothing is written, and a pod that is replaced is as it was.
+    put_profile(
+        simulation, "defaults: {template: {tolerations: [{key: other, operator: Exists}]}}"
+    )
+    simulation.config = replace(CONFIG, profiles=profiles(default=of({"image": "x/y:1"})))
+    simulation.start_operator()
+    before = len(simulation.store.writes)
+    simulation.reconcile()
+    assert simulation.store.writes[before:] == []
+    simulation.end_pod("run-1-0", 1)
+    simulation.now += 120
+    simulation.settle()
+    assert tolerations(simulation, "run-1-1") == [GPU]
+    assert simulation.store.get("pods", "ns", "run-1-1")["spec"]["containers"][0]["image"] == (
+        "trainer:1"
+    )
+
+    # Started anew, all pods have the profiles of now.
+    simulation.store.change("trainingruns", *KEY, {"spec": {"restartNonce": "2"}})
+    for _ in range(4):
+        simulation.settle()
+        simulation.reap()
+    simulation.settle()
+    newest = simulation.pods()[0]
+    assert [one["key"] for one in tolerations(simulation, newest)] == ["other"]
+    assert (
+        simulation.store.get("pods", "ns", newest)["spec"]["containers"][0]["image"] == "x/y:1"
+    )
+
+
+def test_the_profile_of_a_namespace_is_read_once_by_its_name() -> None:
+    simulation = begun()
+    simulation.reconcile()
+    first = simulation.cluster.reads.count(("list", "configmaps"))
+    simulation.start_pods()
+    simulation.cluster.reads.clear()
+    for _ in range(3):
+        simulation.reconcile()
+    assert first == 1
+    assert simulation.status["memory"]["profile"] == "{}"
+
+
+def test_a_wrong_profile_holds_the_run_until_it_is_corrected() -> None:
+    simulation = begun()
+    for text, said in (
+        ("defaults: {imge: x}", "ConfigMap ns/evergrad-profile: defaults.imge: unknown key"),
+        ("defaults: [", "ConfigMap ns/evergrad-profile: profile.yaml:1"),
+        ("7", "ConfigMap ns/evergrad-profile: is no mapping"),
+    ):
+        put_profile(simulation, text)
+        simulation.now += 30
+        assert simulation.reconcile() == 30.0
+        assert simulation.status["reason"] == "InvalidSpec"
+        assert said in simulation.status["message"]
+        assert simulation.pods() == [] and "recipeHash" not in simulation.status
+    put_profile(simulation, "defaults: {image: x/y:1}")
+    simulation.settle()
+    assert simulation.pods() == ["run-0-0", "run-1-0"]
+    assert simulation.status["image"] == "x/y:1"
+
+
+def test_a_wrong_profile_of_a_suspended_run_is_not_taken_for_settled() -> None:
+    simulation = begun(suspend=True)
+    put_profile(simulation, "defaults: {imge: x}")
+    simulation.settle()
+    assert simulation.status["phase"] == "Suspended"
+    simulation.store.change("trainingruns", *KEY, {"spec": {"suspend": False}})
+    simulation.settle()
+    assert simulation.status["reason"] == "InvalidSpec" and simulation.pods() == []
+    put_profile(simulation, "defaults: {image: x/y:1}")
+    simulation.settle()
+    assert simulation.pods() == ["run-0-0", "run-1-0"]
+    assert simulation.status["image"] == "x/y:1"
+
+
+def test_without_an_answer_about_the_profile_no_run_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulation = begun()
+
+    async def refuse(*_: Any, **__: Any) -> Any:
+        raise ApiError(500, "InternalError", "etcd is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(simulation.cluster, "list_all", refuse)
+        with pytest.raises(ApiError):
+            asyncio.run(simulation.reconciler.reconcile(KEY))
+    assert simulation.pods() == [] and simulation.status.get("phase") is None
+    simulation.settle()
+    assert simulation.pods() == ["run-0-0", "run-1-0"]
+
+
+def test_devices_that_no_profile_allows_are_refused_before_a_pod_exists() -> None:
+    simulation = begun(resources={"limits": {"rdma/hca": 1}})
+    simulation.settle()
+    assert simulation.status["reason"] == "InvalidSpec" and simulation.pods() == []
+    assert "spec.resources.limits['rdma/hca']: is not allowed" in simulation.status["message"]
+
+
+def test_a_queue_of_a_profile_is_the_queue_of_its_pods() -> None:
+    simulation = begun(profiles(default=of({"queueName": "gpus"})))
+    simulation.reconcile()
+    pods = [
+        raw
+        for raw in simulation.store.list("pods")
+        if "-coordinator-" not in raw["metadata"]["name"]
+    ]
+    assert pods
+    assert {raw["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] for raw in pods} == {"gpus"}
