@@ -18,6 +18,10 @@ from evergrad_operator.store import CLAIMS, PODS, RUNS, Store, place_of, uid_of
 
 NEW_POD_STATUS: Final = {"phase": "Pending"}
 """Status of a pod that was made a moment ago, as far as the answer to its creation says."""
+GONE_SECONDS: Final = 60.0
+"""Time for which the last state of a pod that is gone is kept: passes that count its time come at once."""
+MAX_GONE: Final = 4096
+"""Pods of one run that are kept so: as many as it may have nodes."""
 _TOMBSTONE_SECONDS = 600.0
 """Time for which an older answer cannot bring a deleted object back."""
 
@@ -29,6 +33,8 @@ class InformerCache:
         self._clock = clock
         self._tombstones: dict[str, tuple[float, int]] = {}
         """Time and version of the end of each object that is gone, by uid."""
+        self._gone: dict[Key, dict[str, tuple[float, Raw]]] = {}
+        """Time of the end and last state of pods that are gone, by run and uid."""
         self.store = Store()
         self.claim_index = ClaimIndex()
         self.expectations = Expectations((RUNS, PODS), clock=clock)
@@ -46,6 +52,12 @@ class InformerCache:
     def pods(self, key: Key) -> Sequence[Raw]:
         """Return the run's pods, slimmed."""
         return self.store.pods(key)
+
+    def gone(self, key: Key) -> Sequence[tuple[Raw, float]]:
+        """Return the last state of the run's pods that were deleted a moment ago, and seconds since then."""
+        now = self._clock()
+        found = self._gone.get(key, {}).values()
+        return [(raw, now - at) for at, raw in found if now - at < GONE_SECONDS]
 
     def claim(self, namespace: str, name: str) -> Raw | None:
         """Return the claim, or None if it does not exist or was never looked at."""
@@ -198,7 +210,26 @@ class InformerCache:
         if resource == RUNS:
             place = place_of(raw)
             self.claim_index.update(place, self.run(place), None)
+        if resource == PODS:
+            self._note_gone(raw)
         self.store.remove(resource, raw)
+
+    def _note_gone(self, raw: Raw) -> None:
+        """Keep the last state of a pod: the time of its end is often seen only in the event of its going."""
+        now = self._clock()
+        namespace, _ = place_of(raw)
+        owner = str((raw["metadata"].get("labels") or {}).get(names.LABEL_RUN, ""))
+        kept = self._gone.setdefault((namespace, owner), {})
+        kept.setdefault(uid_of(raw), (now, slim_pod(raw)))
+        while len(kept) > MAX_GONE:
+            del kept[next(iter(kept))]
+        for key in list(self._gone):
+            # The oldest come first, and an empty group is dropped.
+            group = self._gone[key]
+            while group and now - next(iter(group.values()))[0] >= GONE_SECONDS:
+                del group[next(iter(group))]
+            if not group:
+                del self._gone[key]
 
     def _concerned(self, resource: str, raw: Raw) -> tuple[Key, ...]:
         """Return the runs that have to look again when this object changes."""

@@ -3,10 +3,11 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
 
+from evergrad_coordinator.causes import Use
 from evergrad_operator import names
 from evergrad_operator.errors import ProgressError
 from evergrad_operator.memory import LONGEST_CAUSE, MAX_CAUSES, Memory, parse_memory
@@ -15,6 +16,7 @@ from evergrad_operator.preparation import Report
 from evergrad_operator.raw import get_float, get_int, get_map, get_maps, get_natural, get_text
 from evergrad_operator.spec import TrainingRun
 from evergrad_operator.times import parse_time
+from evergrad_operator.usage import parse_counts
 
 PreviousStatus = Memory
 """The typed view of ``status``: what the operator wrote there is what it remembers."""
@@ -27,6 +29,7 @@ NAME_LEAVING: Final = "NameLeaving"
 BOUNDS_NOT_TAKEN: Final = "BoundsNotTaken"
 """Reason of an ApplyFailure: the coordinator did not take new bounds."""
 _MAX_COUNT: Final = 10**6
+_MAX_NODES: Final = 4096
 _MAX_SECONDS: Final = 10**9
 _MAX_VALUE: Final = 1e15
 """Larger values of a coordinator are not believed: a status with them would be refused."""
@@ -93,6 +96,10 @@ class Progress:
     last_failure: Failure | None
     failures_without_progress: int
     updated_seconds_ago: float | None
+    used: Mapping[Use, int] | None = None
+    """Node-milliseconds by use; None of a coordinator that does not count them."""
+    joined: Mapping[str, float] = field(default_factory=dict)
+    """Seconds since a node could train first, by its address."""
 
 
 UNREACHABLE_SECONDS: Final = 60.0
@@ -213,6 +220,8 @@ class Observation:
     report: Report | None = None
     """The answer of the pod that prepares the data."""
     evaluations: tuple[PodState, ...] = ()
+    gone: tuple[tuple[PodState, float], ...] = ()
+    """Pods that were deleted a moment ago, as they were last, and the seconds since then."""
 
     @property
     def unreachable(self) -> Silence | None:
@@ -247,6 +256,7 @@ def observe(
     children: Mapping[ChildKey, Mapping[str, Any]] | None = None,
     progress: Progress | None = None,
     failures: Sequence[ApplyFailure] = (),
+    gone: Sequence[tuple[Mapping[str, Any], float]] = (),
 ) -> Observation:
     """Observe a run. ``others``: runs of the namespace. ``children``: live objects by kind and name, the PVC
     among them.
@@ -292,6 +302,11 @@ def observe(
         failures=tuple(failures),
         preparations=tuple(pod for pod in states if pod.role == names.ROLE_PREPARATION),
         evaluations=tuple(pod for pod in states if pod.role == names.ROLE_EVALUATION),
+        gone=tuple(
+            (state, ago)
+            for raw, ago in gone
+            if owns(run.uid, raw) and (state := parse_pod(raw)) is not None
+        ),
     )
 
 
@@ -338,6 +353,8 @@ def parse_progress(raw: Mapping[str, Any], *, attempt: int) -> Progress:
             seconds_ago=get_float(failure, "secondsAgo", least=0, most=_MAX_SECONDS) or 0.0,
         )
     restarts = _counters(raw, "restarts")
+    usage = get_map(raw, "usage")
+    ago = get_map(usage, "joinedSecondsAgo")
     return Progress(
         attempt=attempt,
         phase=raw["phase"][:64],
@@ -361,6 +378,12 @@ def parse_progress(raw: Mapping[str, Any], *, attempt: int) -> Progress:
         last_failure=last_failure,
         failures_without_progress=get_natural(failure, "withoutProgress") or 0,
         updated_seconds_ago=get_float(raw, "updatedSecondsAgo", least=0, most=_MAX_SECONDS),
+        used=parse_counts(get_map(usage, "milliseconds")) if usage else None,
+        joined={
+            str(address)[:64]: seconds
+            for address in list(ago)[:_MAX_NODES]
+            if (seconds := get_float(ago, address, least=0, most=_MAX_SECONDS)) is not None
+        },
     )
 
 

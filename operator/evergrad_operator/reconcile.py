@@ -237,6 +237,7 @@ class Reconciler:
             children=children,
             progress=progress,
             failures=work.refusals.failures(),
+            gone=self._cache.gone(key),
         )
         users = self._cache.claim_index.users_of(key[0], claim_name)
         seen = replace(
