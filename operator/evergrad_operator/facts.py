@@ -6,8 +6,9 @@ from typing import Any, Final
 
 from evergrad_operator.evaluation import parse_evaluation
 from evergrad_operator.names import Phase
-from evergrad_operator.raw import get_float, get_map, get_natural
+from evergrad_operator.raw import get_float, get_map, get_natural, get_text
 from evergrad_operator.times import parse_time
+from evergrad_operator.usage import Usage, parse_usage
 
 FINISHED_SECONDS: Final = 86400.0
 """Time, in seconds, for which a run that is over is still exported."""
@@ -33,6 +34,10 @@ class RunFacts:
     """Its results by set and metric."""
     waiting: int | None = None
     """Checkpoints that wait for a pod; None where the run asks for none."""
+    usage: Usage = field(default_factory=Usage)
+    """What the time of its pods went to."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """All labels of the run."""
 
 
 def count_phases(runs: Iterable[Mapping[str, Any]]) -> dict[str, int]:
@@ -90,6 +95,11 @@ def read_runs(
                 evaluated_step=evaluation.step,
                 evaluated=evaluated,
                 waiting=get_natural(shown, "waiting"),
+                usage=parse_usage(get_text(get_map(status, "memory"), "usage"), ""),
+                labels={
+                    str(key): str(value)
+                    for key, value in get_map(raw, "metadata", "labels").items()
+                },
             )
         )
     return tuple(facts)

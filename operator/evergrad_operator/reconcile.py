@@ -45,6 +45,7 @@ from evergrad_operator.spec import SpecCache
 from evergrad_operator.status import Outcome
 from evergrad_operator.status_writer import StatusWriter
 from evergrad_operator.store import uid_of
+from evergrad_operator.usage import Price
 
 log = logging.getLogger(__name__)
 RECONCILE_SECONDS: Final = 60.0
@@ -97,7 +98,12 @@ class Reconciler:
         self._confirmer = Confirmer(cluster, cache=cache, metrics=metrics, clock=now)
         self._applier = Applier(cluster, cache=cache, coordinators=coordinators, clock=now)
         self.statuses = StatusWriter(
-            cluster, cache=cache, recorder=recorder, metrics=metrics, clock=now
+            cluster,
+            cache=cache,
+            recorder=recorder,
+            metrics=metrics,
+            clock=now,
+            price=Price(config.price_gpu_hour, config.price_pod_hour, config.price_currency),
         )
 
     async def reconcile(self, key: Key) -> float | None:

@@ -99,7 +99,9 @@ class Service:
 
         # Health and metrics.
         self.vitals = Vitals(queue=self.queue, cache=self.cache, gate=self.gate)
-        self._collector = FactsCollector(self.vitals.read_facts())
+        self._collector = FactsCollector(
+            self.vitals.read_facts(), labels=settings.config.propagated_labels
+        )
         metrics.registry.register(self._collector)
         self._health = HealthServer(
             live=[self.vitals.find_stall],

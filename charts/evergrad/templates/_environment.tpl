@@ -32,6 +32,8 @@
   "COORDINATOR_CPU" $runs.coordinator.cpu
   "COORDINATOR_MEMORY" $runs.coordinator.memory
   "COORDINATOR_MEMORY_LIMIT" $runs.coordinator.memoryLimit
+  "PRICE_GPU_HOUR" $runs.price.gpuHour
+  "PRICE_POD_HOUR" $runs.price.podHour
 }}
 {{- if include "evergrad.webhook" . }}
 {{- $_ := set $settings "WEBHOOK" true }}
@@ -55,6 +57,12 @@
 {{- end }}
 {{- if $runs.metricsFrom }}
 {{- $_ := set $settings "METRICS_FROM" (join "," $runs.metricsFrom) }}
+{{- end }}
+{{- if $runs.labels.propagate }}
+{{- $_ := set $settings "PROPAGATED_LABELS" (join "," $runs.labels.propagate) }}
+{{- end }}
+{{- if $runs.price.currency }}
+{{- $_ := set $settings "PRICE_CURRENCY" $runs.price.currency }}
 {{- end }}
 {{- if $runs.storage.storageClassName }}
 {{- $_ := set $settings "DEFAULT_STORAGE_CLASS" $runs.storage.storageClassName }}

@@ -5,6 +5,7 @@ from typing import Final
 from grafana_foundation_sdk.builders import table
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 
+from evergrad_coordinator.causes import USEFUL
 from evergrad_monitoring.dashboards.parts import (
     FLEET,
     RUN,
@@ -78,6 +79,10 @@ def build_fleet() -> Dashboard:
 def _add_plots(board: Dashboard) -> Dashboard:
     lost = metric("lost_seconds_total", _HERE)
     phase = metric("operator_run_phase", _HERE)
+    pods = metric("operator_run_pod_seconds_total", _HERE)
+    useful = "|".join(sorted(USEFUL))
+    wasted = metric("operator_run_gpu_seconds_total", f'{_HERE}, cause!~"{useful}"')
+    labels = metric("operator_run_labels", _HERE)
     return (
         board.with_panel(
             plot(
@@ -94,6 +99,28 @@ def _add_plots(board: Dashboard) -> Dashboard:
                 "Seconds a second in which nothing was trained that was kept. 1: one run, all the time.",
                 "short",
                 (f"sum by (cause) (rate({lost}[$__rate_interval]))", "{{cause}}"),
+                shape="stack",
+            )
+        )
+        .with_panel(
+            plot(
+                "Pods by what their time goes to",
+                "Pod-seconds a second. Training, evaluation and saving were asked for; all else is waste.",
+                "short",
+                (f"sum by (cause) (rate({pods}[$__rate_interval]))", "{{cause}}"),
+                shape="stack",
+            )
+        )
+        .with_panel(
+            plot(
+                "Wasted accelerators by team",
+                "Accelerators that hold a host and train nothing new, by the label team of their runs.",
+                "short",
+                (
+                    f"sum by (label_team) (sum by ({LABELS}) (rate({wasted}[$__rate_interval])) "
+                    f"* on ({LABELS}) group_left (label_team) max by ({LABELS}, label_team) ({labels}))",
+                    "{{label_team}}",
+                ),
                 shape="stack",
             )
         )

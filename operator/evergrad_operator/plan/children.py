@@ -9,7 +9,7 @@ from evergrad_operator.config import Config
 from evergrad_operator.decision import Action, Bounds, Decision
 from evergrad_operator.observe import Observation
 from evergrad_operator.plan.claim import build_claim, find_stale_records, is_for_one_host
-from evergrad_operator.plan.common import JsonObject, with_hash
+from evergrad_operator.plan.common import JsonObject, pass_labels, with_hash
 from evergrad_operator.plan.config_map import build_config_map
 from evergrad_operator.plan.coordinator_pod import Epoch, build_coordinator_pod
 from evergrad_operator.plan.disruption_budget import (
@@ -81,6 +81,9 @@ def plan_children(
     stale_records: tuple[str, ...] = ()
     if decision.record is not None:
         claim = build_claim(run, decision.record, config, observation.claim)
+    # A claim that the user made gets our record, and no label.
+    if claim is not None and "labels" in claim["metadata"]:
+        claim = pass_labels(claim, run, config)
     if claim is not None:
         stale_records = find_stale_records(run, observation.claim, observation.claim_users)
 
@@ -107,7 +110,10 @@ def plan_children(
 
     # Secrets are not watched: the Secret is made before pods are, whether it exists or not. A pod that has a
     # host and does not run may wait for it, because somebody has deleted it.
-    create = tuple(_plan_pods(observation, decision, config, token))
+    create = tuple(
+        pass_labels(pod, run, config)
+        for pod in _plan_pods(observation, decision, config, token)
+    )
     everything = (
         *observation.nodes,
         *observation.coordinators,
@@ -159,7 +165,8 @@ def _build_wanted(
     if config.network_policies:
         wanted.append(build_network_policy(run, config))
     return {
-        (child["kind"], child["metadata"]["name"]): child for child in map(with_hash, wanted)
+        (child["kind"], child["metadata"]["name"]): with_hash(pass_labels(child, run, config))
+        for child in wanted
     }
 
 
@@ -168,7 +175,7 @@ def _plan_pods(
     decision: Decision,
     config: Config,
     token: str,
-) -> Iterator[Object]:
+) -> Iterator[JsonObject]:
     """Build the pods to create, the coordinator first: nodes look for it."""
     run, memory, attempt = observation.run, decision.memory, decision.preparation_attempt
     if attempt is not None:

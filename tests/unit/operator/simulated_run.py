@@ -87,6 +87,10 @@ class Simulation:
         self.failures: list[ApplyFailure] = []
         self.events: list[Event] = []
         self.created: list[str] = []
+        self.gone: list[tuple[dict[str, Any], float]] = []
+        """Pods that were deleted, as they were last, and when."""
+        self.lives: dict[str, tuple[float, float | None]] = {}
+        """Times of creation and end of every pod but coordinators', as the API server has shown them."""
         self.decision: Decision
         self.plan: Plan
         self.writes = 0
@@ -115,6 +119,7 @@ class Simulation:
             children=self.children,
             progress=self.progress,
             failures=self.failures,
+            gone=[(raw, self.now - at) for raw, at in self.gone],
         )
         config = self.children.get(("ConfigMap", names.config_name(seen.run.name)))
         if config is None or not is_edited(seen):
@@ -211,6 +216,8 @@ class Simulation:
         }
         pod["status"] = {"phase": "Pending"}
         self.pods[name] = pod
+        if pod["metadata"]["labels"][names.LABEL_ROLE] != names.ROLE_COORDINATOR:
+            self.lives[name] = (parse_time(format_time(self.now)) or 0.0, None)
         self.created.append(name)
         return name
 
@@ -281,6 +288,7 @@ class Simulation:
         ]
         phase = "Failed" if code else "Succeeded"
         pod["status"] = {"phase": phase, "containerStatuses": [container], "conditions": kept}
+        self._note_end(name, parse_time(format_time(self.now)) or 0.0)
 
     def wait_for(self, name: str, reason: str, message: str = "") -> None:
         """The container of a pod cannot start."""
@@ -314,7 +322,12 @@ class Simulation:
 
     def vanish(self, name: str) -> None:
         """The pod is gone from the API server."""
-        del self.pods[name]
+        self.gone.append((self.pods.pop(name), self.now))
+        self._note_end(name, self.now)
+
+    def _note_end(self, name: str, at: float) -> None:
+        if name in self.lives and self.lives[name][1] is None:
+            self.lives[name] = (self.lives[name][0], max(at, self.lives[name][0]))
 
     def leave(self) -> None:
         """All pods that are being deleted save, and are gone."""
