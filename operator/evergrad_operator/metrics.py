@@ -202,7 +202,9 @@ class FactsCollector:
     def _collect_labels(self, runs: Iterable[RunFacts]) -> Metric:
         """Return the labels of the runs, each under its name as Prometheus can have it."""
         entry = _CATALOGUE["run_labels"]
-        by_column = {"label_" + re.sub(r"\W", "_", key, flags=re.ASCII): key for key in self._labels}
+        by_column = {
+            "label_" + re.sub(r"\W", "_", key, flags=re.ASCII): key for key in self._labels
+        }
         family = GaugeMetricFamily(
             entry.exported, _help(entry), labels=(*entry.labels, *by_column)
         )

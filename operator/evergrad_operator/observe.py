@@ -256,7 +256,6 @@ def observe(
     children: Mapping[ChildKey, Mapping[str, Any]] | None = None,
     progress: Progress | None = None,
     failures: Sequence[ApplyFailure] = (),
-    gone: Sequence[tuple[Mapping[str, Any], float]] = (),
 ) -> Observation:
     """Observe a run. ``others``: runs of the namespace. ``children``: live objects by kind and name, the PVC
     among them.
@@ -302,11 +301,17 @@ def observe(
         failures=tuple(failures),
         preparations=tuple(pod for pod in states if pod.role == names.ROLE_PREPARATION),
         evaluations=tuple(pod for pod in states if pod.role == names.ROLE_EVALUATION),
-        gone=tuple(
-            (state, ago)
-            for raw, ago in gone
-            if owns(run.uid, raw) and (state := parse_pod(raw)) is not None
-        ),
+    )
+
+
+def observe_gone(
+    run: TrainingRun, gone: Sequence[tuple[Mapping[str, Any], float]]
+) -> tuple[tuple[PodState, float], ...]:
+    """Return the run's own of the pods that were deleted a moment ago, with the seconds since then."""
+    return tuple(
+        (state, ago)
+        for raw, ago in gone
+        if owns(run.uid, raw) and (state := parse_pod(raw)) is not None
     )
 
 

@@ -32,6 +32,7 @@ from evergrad_operator.observe import (
     Observation,
     Progress,
     observe,
+    observe_gone,
     parse_progress,
 )
 from evergrad_operator.pass_metrics import list_created, note_error, note_results
@@ -243,7 +244,6 @@ class Reconciler:
             children=children,
             progress=progress,
             failures=work.refusals.failures(),
-            gone=self._cache.gone(key),
         )
         users = self._cache.claim_index.users_of(key[0], claim_name)
         seen = replace(
@@ -252,6 +252,7 @@ class Reconciler:
             silence=self._coordinators.silence(key),
             applied=work.applied,
             report=report,
+            gone=observe_gone(parsed, self._cache.gone(key)),
         )
 
         decision = decide(seen, self._config, self.clock())

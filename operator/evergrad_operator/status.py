@@ -244,7 +244,9 @@ def _without_counts(status: Mapping[str, Any]) -> dict[str, Any]:
     nodes = get_map(status, "nodes")
     # Messages hold counts, too; the reasons beside them do not.
     conditions = [{**condition, "message": ""} for condition in get_maps(status, "conditions")]
-    notes = {key: value for key, value in get_map(status, "memory").items() if key != "usagePods"}
+    notes = {
+        key: value for key, value in get_map(status, "memory").items() if key != "usagePods"
+    }
     return {
         **status,
         "memory": notes,

@@ -149,7 +149,7 @@ class LiveFeed:
 
     def _encode_update(self, group: Group) -> bytes:
         now = self._clock()
-        # Counters of every node that grow all the time are for programs: each page would get them each second.
+        # Counters that grow all the time are for programs: each page would get them each second.
         status = {
             key: value for key, value in build_status(group, now=now).items() if key != "usage"
         }

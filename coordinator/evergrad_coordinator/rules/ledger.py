@@ -15,7 +15,7 @@ OPEN: Final[tuple[Use, ...]] = ("training", "repeated")
 
 
 def apportion(amount: int, weights: Mapping[Use, int]) -> dict[Use, int]:
-    """Divide ``amount`` by ``weights``, of which one is above 0, into whole numbers that sum to it exactly."""
+    """Divide ``amount`` by ``weights``, of which one is above 0, into whole numbers that sum to it."""
     total = sum(weights.values())
     shares = {use: amount * weight // total for use, weight in weights.items()}
     # Those that were rounded down most get what is left, one each.

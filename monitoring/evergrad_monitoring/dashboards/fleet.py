@@ -82,7 +82,11 @@ def _add_plots(board: Dashboard) -> Dashboard:
     pods = metric("operator_run_pod_seconds_total", _HERE)
     useful = "|".join(sorted(USEFUL))
     wasted = metric("operator_run_gpu_seconds_total", f'{_HERE}, cause!~"{useful}"')
-    labels = metric("operator_run_labels", _HERE)
+    teams = f"max by ({LABELS}, label_team) ({metric('operator_run_labels', _HERE)})"
+    by_team = (
+        f"sum by (label_team) (sum by ({LABELS}) (rate({wasted}[$__rate_interval])) "
+        f"* on ({LABELS}) group_left (label_team) {teams})"
+    )
     return (
         board.with_panel(
             plot(
@@ -116,11 +120,7 @@ def _add_plots(board: Dashboard) -> Dashboard:
                 "Wasted accelerators by team",
                 "Accelerators that hold a host and train nothing new, by the label team of their runs.",
                 "short",
-                (
-                    f"sum by (label_team) (sum by ({LABELS}) (rate({wasted}[$__rate_interval])) "
-                    f"* on ({LABELS}) group_left (label_team) max by ({LABELS}, label_team) ({labels}))",
-                    "{{label_team}}",
-                ),
+                (by_team, "{{label_team}}"),
                 shape="stack",
             )
         )

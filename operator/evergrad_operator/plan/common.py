@@ -43,9 +43,7 @@ def build_metadata(run: TrainingRun, name: str, *, is_owned: bool = True) -> Jso
 
 def pass_labels(child: JsonObject, run: TrainingRun, config: Config) -> JsonObject:
     """Return the object with the labels of the run that the installation passes on; its own win."""
-    passed = {
-        key: run.labels[key] for key in config.propagated_labels if key in run.labels
-    }
+    passed = {key: run.labels[key] for key in config.propagated_labels if key in run.labels}
     if not passed:
         return child
     metadata = child["metadata"]

@@ -1,7 +1,7 @@
 """Counts the time of a run's pods, as the observation shows them, into its memory. Pure.
 
-The pods of nodes, of the preparation and of evaluations count. The coordinator's does not: it asks for little,
-and no accelerator.
+The pods of nodes, of the preparation and of evaluations count. The coordinator's does not: it asks for
+little, and no accelerator.
 """
 
 from collections.abc import Iterator, Mapping

@@ -185,9 +185,7 @@ def test_the_uses_sum_to_the_time_of_the_nodes(
         now += seconds
         ledger.close_interval(now=now)
         expected += (ledger.at_milliseconds - before) * (number + 1)
-        ledger.note_progress(
-            Progress(1, 1, evaluation_seconds=now / 7, saving_seconds=now / 9)
-        )
+        ledger.note_progress(Progress(1, 1, evaluation_seconds=now / 7, saving_seconds=now / 9))
     assert sum(ledger.counted.values()) == expected
     assert not ledger.unsettled
     assert all(amount >= 0 for amount in ledger.counted.values())

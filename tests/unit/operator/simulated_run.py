@@ -19,6 +19,7 @@ from evergrad_operator.observe import (
     Observation,
     Progress,
     observe,
+    observe_gone,
     parse_progress,
 )
 from evergrad_operator.plan import Plan, plan_children
@@ -119,8 +120,9 @@ class Simulation:
             children=self.children,
             progress=self.progress,
             failures=self.failures,
-            gone=[(raw, self.now - at) for raw, at in self.gone],
         )
+        gone = [(raw, self.now - at) for raw, at in self.gone]
+        seen = replace(seen, gone=observe_gone(seen.run, gone))
         config = self.children.get(("ConfigMap", names.config_name(seen.run.name)))
         if config is None or not is_edited(seen):
             return seen

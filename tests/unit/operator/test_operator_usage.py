@@ -260,9 +260,10 @@ def test_time_is_exported_with_the_run_and_its_labels() -> None:
     [one] = facts.runs
     less = replace(one, usage=Usage(at=1, pods={"startup": 10_799_000}))
     collector.facts = replace(facts, runs=(less,))
-    assert f'pod_seconds_total{{cause="startup",{place}}} 10800.0' in generate_latest(
-        registry
-    ).decode()
+    assert (
+        f'pod_seconds_total{{cause="startup",{place}}} 10800.0'
+        in generate_latest(registry).decode()
+    )
     collector.facts = replace(facts, runs=())
     assert "docs-lm" not in generate_latest(registry).decode()
     # Pods, volume and all other objects have the labels that are passed on, and no others.
