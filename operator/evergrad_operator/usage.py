@@ -118,6 +118,8 @@ def count(
         since = usage.at if life.name in usage.open else life.created
         until = max(life.created, now if life.ended is None else life.ended)
         for use, amount in _divide(life, since, until, has_joined=life.name in usage.joined):
+            if not amount:
+                continue
             if use is None:
                 pending[0] += amount
                 pending[1] += amount * life.num_accelerators

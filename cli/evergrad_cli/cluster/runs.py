@@ -137,6 +137,7 @@ class Run:
     """Folder of the claim that is the run directory."""
     preparation: Mapping[str, Any]
     evaluation: Mapping[str, Any]
+    usage: Mapping[str, Any]
     """How far a pod that prepares the data is, as the status has it."""
 
     def condition(self, kind: str) -> Condition | None:
@@ -232,6 +233,7 @@ def parse_run(raw: Mapping[str, Any]) -> Run:
         folder=_text(storage, "path") or name,
         preparation=_mapping(status, "preparation"),
         evaluation=_mapping(status, "evaluation"),
+        usage=_mapping(status, "usage"),
     )
 
 

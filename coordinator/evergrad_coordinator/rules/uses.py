@@ -3,16 +3,17 @@
 Every node that could train is in exactly one use at a time. An event closes the interval before it and opens
 the next one:
 
-===========================  ============================  ===================
-phase of the group           member of the group, or plan  any other node
-===========================  ============================  ===================
-running, draining            training, repeated            idle
-preparing, starting, broken  recovery; startup before the  idle
-                             first group
-rendezvous, waiting          waiting                       waiting
-adopting                     training, if it has a place   waiting
-over                         end                           end
-===========================  ============================  ===================
+================================================  =================  =======
+state of the group                                member, or planned  others
+================================================  =================  =======
+over                                              end                end
+adopting: nodes that name a place they have       training           waiting
+running or draining, and no member is lost        training, repeated idle
+fewer nodes are here than are needed              waiting            waiting
+rendezvous, waiting                               waiting            waiting
+any other: a plan, a start, a group that broke    recovery           idle
+the same before any group has been up             startup            idle
+================================================  =================  =======
 
 A node that may go is in ``end``, and the one that saves for all in ``saving``.
 """
@@ -23,10 +24,11 @@ from evergrad_coordinator.causes import Use
 from evergrad_coordinator.rules.group import Group
 from evergrad_coordinator.rules.ledger import OPEN
 from evergrad_coordinator.rules.phase import Phase, find_phase
+from evergrad_coordinator.rules.planning import find_lost
 from evergrad_coordinator.rules.state import Node
 
-_TRAINING: Final = (Phase.RUNNING, Phase.DRAINING)
-_BETWEEN: Final = (Phase.PREPARING, Phase.STARTING, Phase.BROKEN)
+_UP: Final = (Phase.RUNNING, Phase.DRAINING)
+_WAITING: Final = (Phase.RENDEZVOUS, Phase.WAITING)
 RECOUNT_SECONDS: Final = 0.25
 """Time after which nodes are counted anew within a phase. Not at each event: a thousand nodes that come at
 once would be counted a thousand times."""
@@ -45,16 +47,31 @@ def advance(group: Group, *, now: float) -> None:
     if is_same and now - ledger.recounted_at < RECOUNT_SECONDS:
         return
 
-    # Outside of training no report claims anything any more.
-    if phase not in _TRAINING:
+    # A step needs every rank: a group stands still without one, though it may not have broken yet.
+    world = group.world
+    trains = (
+        phase in _UP
+        and world is not None
+        and not find_lost(world, group.nodes.values())
+        and world.out <= world.done
+    )
+    if not trains:
+        # Outside of training no report claims anything any more.
         ledger.settle()
-    ledger.has_formed = ledger.has_formed or phase in _TRAINING
+    ledger.has_formed = ledger.has_formed or trains
     ledger.phase, ledger.recounted_at = phase, now
-    _count_nodes(group, phase, now)
+    _count_nodes(group, phase, now, trains=trains)
 
 
-def _count_nodes(group: Group, phase: Phase, now: float) -> None:
+def _count_nodes(group: Group, phase: Phase, now: float, *, trains: bool) -> None:
     ledger = group.ledger
+    is_short = sum(node.is_candidate for node in group.nodes.values()) < group.num_needed
+    of_all: Use | None = None
+    if phase is Phase.OVER:
+        of_all = "end"
+    elif phase in _WAITING or (is_short and not trains and phase is not Phase.ADOPTING):
+        of_all = "waiting"
+
     joined: dict[str, float] = {}
     nodes: dict[Use, int] = {}
     is_repeated = group.training.step < ledger.highest_step
@@ -65,30 +82,32 @@ def _count_nodes(group: Group, phase: Phase, now: float) -> None:
         # A node that names its place has trained before this coordinator came.
         first = ledger.began_at if node.had else now
         joined[node.address] = ledger.joined.get(node.address, first)
-        use = _find_use(group, node, phase)
+        use = _find_use(group, node, of_all, trains=trains)
         if use in OPEN and is_repeated:
             use = "repeated"
         nodes[use] = nodes.get(use, 0) + 1
     ledger.nodes, ledger.joined = nodes, joined
 
 
-def _find_use(group: Group, node: Node, phase: Phase) -> Use:
+def _find_use(group: Group, node: Node, of_all: Use | None, *, trains: bool) -> Use:
+    """Find what a node does; ``of_all``: what all do that neither leave nor save."""
     world, proposal = group.world, group.proposal
-    if phase is Phase.OVER:
+    if of_all == "end":
         return "end"
     if group.departures.saver == node.key:
         return "saving"
     if node.is_done or node.released_at is not None:
         return "end"
-    if phase is Phase.ADOPTING:
+    if of_all is not None:
+        return of_all
+    if group.rendezvous is not None:
+        # A group may be running that has not been adopted yet.
         return "training" if node.had else "waiting"
 
     is_member = world is not None and node.key in world.places and not world.is_over
-    if phase in _TRAINING:
+    if trains:
         is_in = world is not None and is_member and node.key not in world.out
         return "training" if is_in else "idle"
-    if phase not in _BETWEEN:
-        return "waiting"
     is_planned = proposal is not None and node.key in proposal.members
     if not (is_member or is_planned):
         return "idle"

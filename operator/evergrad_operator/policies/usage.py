@@ -39,8 +39,9 @@ def note_usage(
     joined: Mapping[str, float] = {}
     if progress is not None and progress.used is not None:
         reading, joined = Reading(progress.attempt, progress.used), progress.joined
-    elif progress is not None and fallback is None:
-        fallback = _BY_PHASE.get(progress.phase, "end")
+    elif progress is not None:
+        fallback = fallback or _BY_PHASE.get(progress.phase, "end")
+        joined = {pod.ip: 0.0 for pod in observation.nodes if pod.is_running}
     lives = tuple(_read_lives(observation, joined, now))
     usage = count(
         memory.usage, lives, now=_milliseconds(now), reading=reading, fallback=fallback

@@ -7,12 +7,11 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
-from simulated_run import CONFIG, START, Simulation, make_run
+from simulated_run import CONFIG, Simulation, make_run
 
 from evergrad_coordinator.causes import OFF_HOST, USES
 from evergrad_operator.facts import read_runs
 from evergrad_operator.metrics import Facts, FactsCollector
-from evergrad_operator.times import format_time
 from evergrad_operator.usage import (
     PodLife,
     Price,
@@ -199,8 +198,8 @@ def test_a_run_counts_its_pods_whole_through_kills_and_operators() -> None:
     for index in range(60):
         world.age(7.0)
         used += 21_000
-        victim = world.live()[index % len(world.live())]
-        kind = index % 4
+        live = world.live()
+        victim, kind = (live[index % len(live)], index % 4) if live else ("", 3)
         if kind == 0:
             world.end(victim, 137)
         elif kind == 1:
@@ -250,18 +249,22 @@ def test_time_is_exported_with_the_run_and_its_labels() -> None:
     registry.register(collector)
     text = generate_latest(registry).decode()
     place = 'run="docs-lm",run_namespace="team"'
-    assert f'evergrad_operator_run_pod_seconds_total{{cause="startup",{place}}} 10800.0' in text
-    assert f'evergrad_operator_run_gpu_seconds_total{{cause="startup",{place}}} 86400.0' in text
+    assert (
+        f'evergrad_operator_run_pod_seconds_total{{cause="training",{place}}} 10800.0' in text
+    )
+    assert (
+        f'evergrad_operator_run_gpu_seconds_total{{cause="training",{place}}} 86400.0' in text
+    )
     assert (
         f'evergrad_operator_run_labels{{label_cost_center="7",label_team="lm",{place}}} 1.0'
         in text
     )
     # A counter stands still where time is given back, and goes with its run.
     [one] = facts.runs
-    less = replace(one, usage=Usage(at=1, pods={"startup": 10_799_000}))
+    less = replace(one, usage=Usage(at=1, pods={"training": 10_799_000}))
     collector.facts = replace(facts, runs=(less,))
     assert (
-        f'pod_seconds_total{{cause="startup",{place}}} 10800.0'
+        f'pod_seconds_total{{cause="training",{place}}} 10800.0'
         in generate_latest(registry).decode()
     )
     collector.facts = replace(facts, runs=())
@@ -280,4 +283,3 @@ def test_the_time_before_a_host_is_no_time_of_accelerators() -> None:
     world.reconcile()
     usage = parse_usage(world.status["memory"]["usage"], "")
     assert usage.pods == {OFF_HOST: 300_000} and not usage.accelerators
-    assert format_time(START) == format_time(world.now - 100)
