@@ -28,6 +28,7 @@ from evergrad_operator.spec import SpecCache
 from evergrad_operator.status import Outcome, build_status
 from evergrad_operator.times import format_time, parse_time
 from evergrad_operator.tokens import derive_token
+from evergrad_operator.usage import parse_usage
 
 START = 1_900_000_000.0
 CONFIG = Config(
@@ -372,3 +373,19 @@ class Simulation:
     def seconds_since(self, text: str) -> float:
         """From a time of the status until now."""
         return self.now - (parse_time(text) or 0.0)
+
+    def lifetime(self, *, is_newest_left_out: bool = False) -> int:
+        """Milliseconds of all pods but coordinators', by the times that the API server shows.
+
+        ``is_newest_left_out``: without pods that were made in this second, whose pass is still to come.
+        """
+        return sum(
+            round(1000 * ((self.now if ended is None else ended) - created))
+            for created, ended in self.lives.values()
+            if not (is_newest_left_out and ended is None and self.now - created < 1)
+        )
+
+    def counted(self) -> int:
+        """Milliseconds of pods that the status counts, with those whose use is not known yet."""
+        usage = parse_usage(self.status["memory"].get("usage", ""), "")
+        return usage.pod_milliseconds + usage.pending[0]

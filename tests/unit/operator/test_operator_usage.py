@@ -179,19 +179,6 @@ def test_cost_follows_from_the_time_on_hosts() -> None:
 # ---- of a whole run ----------------------------------------------------------------------------------------
 
 
-def lifetime(world: Simulation) -> int:
-    """Milliseconds of all pods but coordinators', by the times that the API server shows."""
-    return sum(
-        round(1000 * ((world.now if ended is None else ended) - created))
-        for created, ended in world.lives.values()
-    )
-
-
-def total(world: Simulation) -> int:
-    usage = parse_usage(world.status["memory"]["usage"], "")
-    return usage.pod_milliseconds + usage.pending[0]
-
-
 def test_a_run_counts_its_pods_whole_through_kills_and_operators() -> None:
     world = Simulation().run(10)
     used = 0
@@ -213,9 +200,9 @@ def test_a_run_counts_its_pods_whole_through_kills_and_operators() -> None:
         world.start()
         world.train(10 + index, usage={"milliseconds": {"training": used, "recovery": index}})
         world.reconcile()
-    assert total(world) == lifetime(world)
+    assert world.counted() == world.lifetime()
     shown = world.status["usage"]
-    assert abs(sum(shown["byCause"].values()) - lifetime(world) / 1000) <= 10
+    assert abs(sum(shown["byCause"].values()) - world.lifetime() / 1000) <= 10
     assert len(json.dumps(world.status)) < 16 * 1024
 
 
