@@ -216,20 +216,22 @@ class InformerCache:
 
     def _note_gone(self, raw: Raw) -> None:
         """Keep the last state of a pod: the time of its end is often seen only in the event of its going."""
-        now = self._clock()
+        now, identity = self._clock(), uid_of(raw)
         namespace, _ = place_of(raw)
         owner = str((raw["metadata"].get("labels") or {}).get(names.LABEL_RUN, ""))
-        kept = self._gone.setdefault((namespace, owner), {})
-        kept.setdefault(uid_of(raw), (now, slim_pod(raw)))
-        while len(kept) > MAX_GONE:
+        # The run comes last, so that those without a new one for long are the first.
+        kept = self._gone.pop((namespace, owner), {})
+        self._gone[namespace, owner] = kept
+        # The event that it is gone may follow an answer that says so, and shows more.
+        since, _ = kept.get(identity, (now, raw))
+        kept[identity] = (since, slim_pod(raw))
+        if len(kept) > MAX_GONE:
             del kept[next(iter(kept))]
-        for key in list(self._gone):
-            # The oldest come first, and an empty group is dropped.
-            group = self._gone[key]
-            while group and now - next(iter(group.values()))[0] >= GONE_SECONDS:
-                del group[next(iter(group))]
-            if not group:
-                del self._gone[key]
+        for one in [one for one, (at, _) in kept.items() if now - at >= GONE_SECONDS]:
+            del kept[one]
+        oldest = next(iter(self._gone))
+        if all(now - at >= GONE_SECONDS for at, _ in self._gone[oldest].values()):
+            del self._gone[oldest]
 
     def _concerned(self, resource: str, raw: Raw) -> tuple[Key, ...]:
         """Return the runs that have to look again when this object changes."""
