@@ -109,7 +109,9 @@ def count(
     now = max(now, usage.at)
     pods, accelerators = dict(usage.pods), dict(usage.accelerators)
     pending = list(usage.pending)
-    still_open, joined, closed = set(), set(), set()
+    still_open: set[str] = set()
+    joined: set[str] = set()
+    closed: set[str] = set()
     for life in lives:
         if life.name in usage.closed:
             closed.add(life.name)
@@ -136,7 +138,8 @@ def count(
             joined.add(life.name)
 
     # What joined nodes did is known once the coordinator has said it.
-    seen, weights = usage.seen, {}
+    seen = usage.seen
+    weights: dict[Use, int] = {}
     if reading is not None:
         before = seen.counted if seen.attempt == reading.attempt else {}
         grown = {use: amount - before.get(use, 0) for use, amount in reading.counted.items()}

@@ -84,11 +84,11 @@ def _read_life(
     if ended is None and pod.place.has_terminated:
         ended = now
     has_joined = pod.role == names.ROLE_NODE and pod.ip in joined
-    resources = {
-        names.ROLE_PREPARATION: run.spec.preparation,
-        names.ROLE_EVALUATION: run.spec.evaluation,
-    }.get(pod.role)
-    asked = run.spec.resources if resources is None else resources.resources
+    asked = run.spec.resources
+    if pod.role == names.ROLE_PREPARATION and run.spec.preparation is not None:
+        asked = run.spec.preparation.resources
+    if pod.role == names.ROLE_EVALUATION and run.spec.evaluation is not None:
+        asked = run.spec.evaluation.resources
     return PodLife(
         name=pod.name.removeprefix(f"{run.name}-"),
         created=_milliseconds(pod.created_at),

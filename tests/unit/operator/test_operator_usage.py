@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from simulated_run import CONFIG, Simulation, make_run
 
-from evergrad_coordinator.causes import OFF_HOST, USES
+from evergrad_coordinator.causes import OFF_HOST, USES, Use
 from evergrad_operator.facts import read_runs
 from evergrad_operator.metrics import Facts, FactsCollector
 from evergrad_operator.usage import (
@@ -80,7 +80,8 @@ def written(usage: Usage) -> Usage:
 def test_the_uses_sum_to_the_lives_of_the_pods(
     known: list[Known], passes: list[tuple[int, bool]], growth: list[tuple[Any, int]]
 ) -> None:
-    now, usage, counters, attempt = 1, Usage(), {}, 0
+    now, usage, attempt = 1, Usage(), 0
+    counters: dict[Use, int] = {}
     for index, (pause, is_lost) in enumerate(passes):
         now += pause
         if index < len(growth):
