@@ -33,8 +33,9 @@ class InformerCache:
         self._clock = clock
         self._tombstones: dict[str, tuple[float, int]] = {}
         """Time and version of the end of each object that is gone, by uid."""
-        self._gone: dict[Key, dict[str, tuple[float, Raw]]] = {}
-        """Time of the end and last state of pods that are gone, by run and uid."""
+        self._gone: dict[Key, dict[str, tuple[float, Raw | None]]] = {}
+        """Time of the end and last state of pods that are gone, by run and uid; None for a state that is
+        needed no more."""
         self.store = Store()
         self.claim_index = ClaimIndex()
         self.expectations = Expectations((RUNS, PODS), clock=clock)
@@ -57,7 +58,16 @@ class InformerCache:
         """Return the last state of the run's pods that were deleted a moment ago, and seconds since then."""
         now = self._clock()
         found = self._gone.get(key, {}).values()
-        return [(raw, now - at) for at, raw in found if now - at < GONE_SECONDS]
+        return [
+            (raw, now - at) for at, raw in found if raw is not None and now - at < GONE_SECONDS
+        ]
+
+    def drop_gone(self, key: Key, uids: Iterable[str]) -> None:
+        """Return these pods no more: a status that counts their time is written."""
+        kept = self._gone.get(key, {})
+        for uid in uids:
+            if uid in kept:
+                kept[uid] = (kept[uid][0], None)
 
     def claim(self, namespace: str, name: str) -> Raw | None:
         """Return the claim, or None if it does not exist or was never looked at."""
@@ -223,8 +233,8 @@ class InformerCache:
         kept = self._gone.pop((namespace, owner), {})
         self._gone[namespace, owner] = kept
         # The event that it is gone may follow an answer that says so, and shows more.
-        since, _ = kept.get(identity, (now, raw))
-        kept[identity] = (since, slim_pod(raw))
+        since, known = kept.get(identity, (now, raw))
+        kept[identity] = (since, None if known is None else slim_pod(raw))
         if len(kept) > MAX_GONE:
             del kept[next(iter(kept))]
         for one in [one for one, (at, _) in kept.items() if now - at >= GONE_SECONDS]:

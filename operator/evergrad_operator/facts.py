@@ -95,7 +95,7 @@ def read_runs(
                 evaluated_step=evaluation.step,
                 evaluated=evaluated,
                 waiting=get_natural(shown, "waiting"),
-                usage=parse_usage(get_text(get_map(status, "memory"), "usage"), ""),
+                usage=parse_usage(get_text(get_map(status, "memory"), "usage")),
                 labels={
                     str(key): str(value)
                     for key, value in get_map(raw, "metadata", "labels").items()

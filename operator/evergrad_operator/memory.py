@@ -225,6 +225,7 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
     # Texts under ``memory`` are the operator's own. All others are shown to people, and read back here.
     conditions = tuple(get_maps(status, "conditions"))
     notes = get_map(status, "memory")
+    attempts = unpack_counts(get_text(notes, "attempts"))
     gang = unpack_counts(get_text(notes, "gang")) or (-1,)
     given_back = unpack_counts(get_text(notes, "givenBack")) or (0,)
     # An older release noted only that the run had stopped, which then was always on request.
@@ -252,7 +253,7 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         finish=_parse_finish(status, conditions),
         stop_reason=stop_reason,
         coordinator=_parse_coordinator(get_map(status, "coordinator"), notes),
-        attempts=unpack_counts(get_text(notes, "attempts")),
+        attempts=attempts,
         recorded=frozenset(unpack_ranges(get_text(notes, "ended"))),
         restarts=_parse_counters(get_map(status, "restarts", "byCause")),
         lost_seconds=_parse_counters(get_map(status, "lostSeconds")),
@@ -268,7 +269,7 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         training=_parse_training(status),
         preparation=parse_preparation(*preparation),
         evaluation=parse_evaluation(*evaluation),
-        usage=parse_usage(get_text(notes, "usage"), get_text(notes, "usagePods")),
+        usage=parse_usage(get_text(notes, "usage"), get_text(notes, "usagePods"), attempts),
         gang=gang[-1],  # an older release wrote the group's size before its number
         phase=get_text(status, "phase"),
         reason=get_text(status, "reason"),
@@ -488,7 +489,7 @@ def _build_notes(memory: Memory) -> dict[str, str | None]:
         "stopped": memory.stop_reason,
         "gang": str(memory.gang) if memory.gang >= 0 else None,
         "usage": pack_usage(memory.usage),
-        "usagePods": pack_pods(memory.usage),
+        "usagePods": pack_pods(memory.usage, memory.attempts),
     }
 
 

@@ -69,6 +69,7 @@ class StatusWriter:
             return retry
 
         work.hints.progress_written_at = now
+        self._cache.drop_gone(work.key, (pod.uid for pod, _ in seen.gone))
         if _step(old) is None and _step(new) is not None:
             self._metrics.startup_seconds.observe(max(0.0, now - seen.run.created_at))
 

@@ -17,8 +17,10 @@ was not written is counted again from the one that was, so that nothing counts t
 """
 
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Final, get_args
 
 from evergrad_coordinator.causes import OFF_HOST, USEFUL, Use
@@ -29,6 +31,9 @@ from evergrad_operator.raw import get_int, get_map
 HOUR: Final = 3_600_000
 """In milliseconds."""
 USE_NAMES: Final[tuple[Use, ...]] = get_args(Use)
+_LETTERS: Final = re.compile(r"([ojc-])([0-9]{0,5})")
+_MOST_OTHERS: Final = 256
+"""Groups of pods that are no newest attempt of a node, in some 3 KiB of the status."""
 _MOST: Final = 10**15
 """Larger counts are not believed."""
 Counts = Mapping[Use, int]
@@ -39,7 +44,8 @@ class PodLife:
     """The life of one pod, in milliseconds since 1970. ``name``: without that of its run.
 
     ``bound``: when it got a host; ``joined``: when its node could train first; ``ended``: None while it may
-    run. ``use``: its use on a host before it has joined.
+    run. ``use``: its use on a host before it has joined. ``is_gone``: nobody will see it again once the
+    status is written.
     """
 
     name: str
@@ -49,6 +55,7 @@ class PodLife:
     ended: int | None = None
     use: Use = "startup"
     num_accelerators: int = 0
+    is_gone: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,7 +121,7 @@ def count(
     closed: set[str] = set()
     for life in lives:
         if life.name in usage.closed:
-            closed.add(life.name)
+            closed |= set() if life.is_gone else {life.name}
             continue
         has_joined = life.name in usage.joined or life.joined is not None
         since = usage.at if life.name in usage.open else life.created
@@ -131,7 +138,7 @@ def count(
                 held = amount * life.num_accelerators
                 accelerators[use] = accelerators.get(use, 0) + held
         if life.ended is not None:
-            closed.add(life.name)
+            closed |= set() if life.is_gone else {life.name}
             continue
         still_open.add(life.name)
         if has_joined:
@@ -156,7 +163,7 @@ def count(
         pending[1] = _take_back(accelerators, pending[1])
     return Usage(
         # Without pods nothing is counted: a run at rest keeps its status as it is.
-        at=now if still_open or closed != usage.closed else usage.at,
+        at=now if still_open or usage.open or closed != usage.closed else usage.at,
         pods=pods,
         accelerators=accelerators,
         pending=(pending[0], pending[1]),
@@ -252,16 +259,29 @@ def pack_usage(usage: Usage) -> str:
     return json.dumps(content, sort_keys=True, separators=(",", ":"))
 
 
-def pack_pods(usage: Usage) -> str:
-    """Pack the names of the pods, by what was counted of them: ``o`` open, ``j`` joined, ``c`` closed."""
-    states = (("o", usage.open - usage.joined), ("j", usage.joined), ("c", usage.closed))
-    return " ".join(
-        f"{state}:{text}" for state, names in states for text in _pack_names(names) if text
+def pack_pods(usage: Usage, attempts: Sequence[int]) -> str:
+    """Pack the names of the pods, by what was counted of them: ``o`` open, ``j`` joined, ``c`` closed.
+
+    First the newest attempt of each node, as letters with how often each comes: ``j3o-2c``; then all others.
+    """
+    states = dict.fromkeys(usage.open, "o") | dict.fromkeys(usage.joined, "j")
+    states |= dict.fromkeys(usage.closed, "c")
+    letters = "".join(
+        states.pop(f"{index}-{attempt}", "-") for index, attempt in enumerate(attempts)
     )
+    groups = [(letter, len(list(same))) for letter, same in groupby(letters.rstrip("-"))]
+    packed = "".join(letter if times == 1 else f"{letter}{times}" for letter, times in groups)
+
+    # Older attempts that still end, and pods that are no nodes: few.
+    others = []
+    for state in "ojc":
+        names = frozenset(name for name, of in states.items() if of == state)
+        others += [f"{state}:{text}" for text in _pack_names(names)]
+    return " ".join([packed or "-", *others[:_MOST_OTHERS]]) if packed or others else ""
 
 
-def parse_usage(counters: str, pods: str) -> Usage:
-    """Parse the two texts; nothing is known of what was not written by them."""
+def parse_usage(counters: str, pods: str = "", attempts: Sequence[int] = ()) -> Usage:
+    """Parse the two texts, of the same status as ``attempts``; nothing is known of other texts."""
     try:
         raw = json.loads(counters or "{}")
     except (ValueError, RecursionError):
@@ -274,7 +294,7 @@ def parse_usage(counters: str, pods: str) -> Usage:
     attempt = get_int(raw, "attempt")
     pending = raw.get("pending")
     amounts = [one for one in pending if type(one) is int] if isinstance(pending, list) else []
-    names = _unpack_names(pods)
+    names = _unpack_pods(pods, attempts)
     return Usage(
         at=at,
         pods=parse_counts(get_map(raw, "pods")),
@@ -306,15 +326,20 @@ def _pack_names(names: frozenset[str]) -> Iterable[str]:
         yield f"{attempt}/{pack_ranges(indices)}"
 
 
-def _unpack_names(text: str) -> dict[str, frozenset[str]]:
-    found: dict[str, set[str]] = {"o": set(), "j": set(), "c": set()}
-    for part in text.split():
-        state, _, packed = part.partition(":")
-        if state not in found:
-            continue
-        attempt, slash, ranges = packed.partition("/")
-        if not slash:
-            found[state].add(packed)
-        else:
-            found[state] |= {f"{index}-{attempt}" for index in unpack_ranges(ranges)}
+def _unpack_pods(text: str, attempts: Sequence[int]) -> dict[str, frozenset[str]]:
+    found: dict[str, set[str]] = {"o": set(), "j": set(), "c": set(), "-": set()}
+    packed, *others = text.split() or [""]
+    index = 0
+    for letter, times in _LETTERS.findall(packed):
+        # Nothing is read beyond the nodes that there are, whatever the text says.
+        last = min(index + int(times or 1), len(attempts))
+        found[letter] |= {f"{one}-{attempts[one]}" for one in range(index, last)}
+        index = last
+    for part in others[:_MOST_OTHERS]:
+        state, _, names = part.partition(":")
+        attempt, slash, ranges = names.partition("/")
+        if state in found and slash:
+            found[state] |= {f"{one}-{attempt}" for one in unpack_ranges(ranges)}
+        elif state in found:
+            found[state].add(names)
     return {state: frozenset(names) for state, names in found.items()}

@@ -260,7 +260,7 @@ def test_the_time_of_all_pods_is_counted_through_kills_and_deletions(
         run.wait_for_phase("Suspended")
         wait_for(lambda: not run.live_pods(), "all pods to be gone")
         wait_for(
-            lambda: all(not name.startswith(("o:", "j:")) for name in _open_pods(run)),
+            lambda: not {"o", "j"} & set(str(run.status()["memory"].get("usagePods", ""))),
             "the end of all pods in the status",
         )
 
@@ -281,7 +281,3 @@ def test_the_time_of_all_pods_is_counted_through_kills_and_deletions(
     assert usage["byCause"]["training"] > 0 and usage["byCause"]["startup"] > 0
     wide = runs.kubectl("get", RESOURCE, run.name, "-o", "wide")
     assert "GPU-HOURS" in wide and usage["waste"] in wide
-
-
-def _open_pods(run: Run) -> list[str]:
-    return str(run.status()["memory"].get("usagePods", "")).split()

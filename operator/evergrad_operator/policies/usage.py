@@ -70,7 +70,7 @@ def _read_lives(
         if pod.uid not in shown and pod.role != names.ROLE_COORDINATOR:
             life = _read_life(run, pod, {}, now)
             ended = _milliseconds(now - ago) if life.ended is None else life.ended
-            yield replace(life, ended=ended)
+            yield replace(life, ended=ended, is_gone=True)
 
 
 def _read_life(

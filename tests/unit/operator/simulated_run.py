@@ -171,6 +171,8 @@ class Simulation:
             self.events += derive_events(self.raw.get("status", {}), status)
             self.raw["status"] = status
             self.writes += 1
+            counted = {pod.uid for pod, _ in seen.gone}
+            self.gone = [one for one in self.gone if one[0]["metadata"]["uid"] not in counted]
 
     def _write(self) -> None:
         if self.writes_left is not None:
@@ -387,5 +389,5 @@ class Simulation:
 
     def counted(self) -> int:
         """Milliseconds of pods that the status counts, with those whose use is not known yet."""
-        usage = parse_usage(self.status["memory"].get("usage", ""), "")
+        usage = parse_usage(self.status["memory"].get("usage", ""))
         return usage.pod_milliseconds + usage.pending[0]

@@ -325,6 +325,10 @@ def test_the_last_state_of_a_pod_that_is_gone_is_kept_for_a_moment() -> None:
     [(raw, seconds)] = cache.gone(KEY)
     assert (raw["status"], seconds) == ({"phase": "Failed"}, 2.0)
     assert cache.gone(("ns", "other")) == []
+    # What a written status counts is not counted again, though an event may still come.
+    cache.drop_gone(KEY, ["u1", "unknown"])
+    cache.see(PODS, pod(version=12, phase="Failed"), is_deleted=True, is_watched=True)
+    assert cache.gone(KEY) == []
     now += 58.0
     assert cache.gone(KEY) == []
 

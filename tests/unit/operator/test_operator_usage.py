@@ -41,7 +41,7 @@ def pods(draw: st.DrawFn) -> Known:
     bound = created + draw(st.integers(0, 9_000))
     joined = bound + draw(st.integers(0, 9_000))
     ended = created + draw(st.integers(0, 60_000))
-    name = f"{draw(st.integers(0, 99))}-{draw(st.integers(0, 99))}"
+    name = f"{draw(st.integers(0, 99))}-{draw(st.integers(0, 9))}"
     life = PodLife(
         name=draw(st.sampled_from([name, f"evaluate-{created}-0"])),
         created=created,
@@ -68,7 +68,8 @@ def look(known: list[Known], now: int) -> list[PodLife]:
 
 def written(usage: Usage) -> Usage:
     """As another operator reads it from the status."""
-    return parse_usage(pack_usage(usage), pack_pods(usage))
+    attempts = [index % 7 for index in range(100)]
+    return parse_usage(pack_usage(usage), pack_pods(usage, attempts), attempts)
 
 
 @settings(max_examples=300)
@@ -152,11 +153,17 @@ def test_names_are_packed_by_attempt_and_read_back() -> None:
         pods={"training": 7},
         open=frozenset(f"{index}-0" for index in range(1000)) | {"prepare-1"},
         joined=frozenset(f"{index}-0" for index in range(500)),
-        closed=frozenset({"3-2", "evaluate-100-4"}),
+        closed=frozenset({"3-2", "1001-0", "evaluate-100-4"}),
     )
-    assert pack_pods(usage) == "o:prepare-1 o:0/500-999 j:0/0-499 c:evaluate-100-4 c:2/3"
-    assert written(usage) == usage
-    assert written(Usage()) == Usage() == parse_usage("[", "x y:z") == parse_usage("7", "")
+    # Node 3 has a newer attempt than the one that is open.
+    attempts = [0, 0, 0, 2, *[0] * 998]
+    text = pack_pods(usage, attempts)
+    assert text == "j3cj496o500-c o:prepare-1 j:0/3 c:evaluate-100-4"
+    assert parse_usage(pack_usage(usage), text, attempts) == usage
+    assert pack_pods(Usage(), [0, 1]) == ""
+    assert parse_usage("") == Usage() == parse_usage("[", "x y:z") == parse_usage("7", "")
+    few = parse_usage(pack_usage(usage), "c99999 o:5/0-99999", [0, 1])
+    assert few.closed == {"0-0", "1-1"}
 
 
 def test_cost_follows_from_the_time_on_hosts() -> None:
