@@ -102,7 +102,7 @@ class Usage:
 
 def count(
     usage: Usage,
-    lives: Iterable[PodLife],
+    lives: Sequence[PodLife],
     *,
     now: int,
     reading: Reading | None,
@@ -114,64 +114,57 @@ def count(
     have joined where no reading shall be waited for.
     """
     now = max(now, usage.at)
-    pods, accelerators = dict(usage.pods), dict(usage.accelerators)
-    pending = list(usage.pending)
-    still_open: set[str] = set()
-    joined: set[str] = set()
-    closed: set[str] = set()
+    tally = _Tally(dict(usage.pods), dict(usage.accelerators), *usage.pending)
     for life in lives:
-        if life.name in usage.closed:
-            closed |= set() if life.is_gone else {life.name}
-            continue
-        has_joined = life.name in usage.joined or life.joined is not None
-        since = usage.at if life.name in usage.open else life.created
-        until = max(life.created, now if life.ended is None else life.ended)
-        for use, amount in _divide(life, since, until, has_joined=life.name in usage.joined):
-            if not amount:
-                continue
-            if use is None:
-                pending[0] += amount
-                pending[1] += amount * life.num_accelerators
-                continue
-            pods[use] = pods.get(use, 0) + amount
-            if use != OFF_HOST:
-                held = amount * life.num_accelerators
-                accelerators[use] = accelerators.get(use, 0) + held
-        if life.ended is not None:
-            closed |= set() if life.is_gone else {life.name}
-            continue
-        still_open.add(life.name)
-        if has_joined:
-            joined.add(life.name)
+        if life.name not in usage.closed:
+            since = usage.at if life.name in usage.open else life.created
+            until = max(life.created, now if life.ended is None else life.ended)
+            has_joined = life.name in usage.joined
+            for use, amount in _divide(life, since, until, has_joined=has_joined):
+                tally.add(use, amount, life.num_accelerators)
 
     # What joined nodes did is known once the coordinator has said it.
-    seen = usage.seen
-    weights: dict[Use, int] = {}
-    if reading is not None:
-        before = seen.counted if seen.attempt == reading.attempt else {}
-        grown = {use: amount - before.get(use, 0) for use, amount in reading.counted.items()}
-        weights = {use: amount for use, amount in grown.items() if amount > 0}
-        seen = reading
+    weights = _find_growth(usage.seen, reading)
     if not weights and fallback is not None:
         weights = {fallback: 1}
     if weights:
-        pending[0] = _settle(pods, pending[0], weights)
-        pending[1] = _settle(accelerators, pending[1], weights)
+        tally.settle(weights)
+    still_open = {
+        life.name: life
+        for life in lives
+        if life.ended is None and life.name not in usage.closed
+    }
     if not still_open:
-        # No time will come that could make up for it.
-        pending[0] = _take_back(pods, pending[0])
-        pending[1] = _take_back(accelerators, pending[1])
+        tally.take_back()
+    closed = {
+        life.name
+        for life in lives
+        if not life.is_gone and (life.ended is not None or life.name in usage.closed)
+    }
     return Usage(
         # Without pods nothing is counted: a run at rest keeps its status as it is.
         at=now if still_open or usage.open or closed != usage.closed else usage.at,
-        pods=pods,
-        accelerators=accelerators,
-        pending=(pending[0], pending[1]),
-        seen=seen,
+        pods=tally.pods,
+        accelerators=tally.accelerators,
+        pending=(tally.pending_pods, tally.pending_accelerators),
+        seen=usage.seen if reading is None else reading,
         open=frozenset(still_open),
-        joined=frozenset(joined),
+        joined=frozenset(
+            name
+            for name, life in still_open.items()
+            if name in usage.joined or life.joined is not None
+        ),
         closed=frozenset(closed),
     )
+
+
+def _find_growth(seen: Reading, reading: Reading | None) -> dict[Use, int]:
+    """Find what a coordinator has counted since it was read last."""
+    if reading is None:
+        return {}
+    before = seen.counted if seen.attempt == reading.attempt else {}
+    grown = {use: amount - before.get(use, 0) for use, amount in reading.counted.items()}
+    return {use: amount for use, amount in grown.items() if amount > 0}
 
 
 def _divide(
@@ -190,17 +183,47 @@ def _divide(
     yield None, until - joined
 
 
-def _settle(counts: dict[Use, int], pending: int, weights: Counts) -> int:
-    """Count ``pending`` by the weights; what is below 0 waits until other time makes up for it."""
-    if pending <= 0:
-        return pending
-    for use, amount in apportion(pending, weights).items():
+@dataclass
+class _Tally:
+    """The counts of a pass while they are made."""
+
+    pods: dict[Use, int]
+    accelerators: dict[Use, int]
+    pending_pods: int
+    pending_accelerators: int
+
+    def add(self, use: Use | None, amount: int, num_accelerators: int) -> None:
+        """Add the time of a pod; None for a use that is not known yet."""
+        held = amount * num_accelerators
+        if use is None:
+            self.pending_pods += amount
+            self.pending_accelerators += held
+        elif amount:
+            self.pods[use] = self.pods.get(use, 0) + amount
+            if use != OFF_HOST:
+                self.accelerators[use] = self.accelerators.get(use, 0) + held
+
+    def settle(self, weights: Counts) -> None:
+        """Count what is pending by the weights; what is below 0 waits until other time makes up for it."""
+        if self.pending_pods > 0:
+            _add(self.pods, apportion(self.pending_pods, weights))
+            self.pending_pods = 0
+        if self.pending_accelerators > 0:
+            _add(self.accelerators, apportion(self.pending_accelerators, weights))
+            self.pending_accelerators = 0
+
+    def take_back(self) -> None:
+        """Take what is pending below 0 out of the largest counts: no time will come to make up for it."""
+        self.pending_pods = _take_back(self.pods, self.pending_pods)
+        self.pending_accelerators = _take_back(self.accelerators, self.pending_accelerators)
+
+
+def _add(counts: dict[Use, int], more: Counts) -> None:
+    for use, amount in more.items():
         counts[use] = counts.get(use, 0) + amount
-    return 0
 
 
 def _take_back(counts: dict[Use, int], pending: int) -> int:
-    """Take what is pending below 0 out of the largest counts."""
     for use in sorted(counts, key=lambda one: -counts[one]):
         amount = min(counts[use], max(0, -pending))
         counts[use] -= amount
