@@ -27,7 +27,7 @@ from evergrad_operator.raw import (
     get_text,
 )
 from evergrad_operator.times import format_time, parse_time
-from evergrad_operator.usage import Usage, pack_pods, pack_usage, parse_usage
+from evergrad_operator.usage import Usage, pack_notes, parse_notes
 
 MAX_ENDS: Final = 10
 """Ends of pods that the status lists: enough to see a pattern, and a small part of its 16 KiB."""
@@ -163,10 +163,9 @@ class Memory:
     ``input_errors``: the exit codes 64 before that. ``given_back``: how often a run below its minimum has
     given its pods back since it trained last; none is made before ``come_again_at``. ``gang``: number of the
     newest group of nodes that a queue admits together, -1 for none; it only grows. ``phase``, ``reason`` and
-    ``message``: as last shown.
-    ``image``: as the run asks for it; ``image_id``: as the kubelet names it in the first pod of this restart;
-    ``image_pin``: the same by digest, where later pods ask for that. ``told_changes``: hash of the edited
-    fields that an event named last.
+    ``message``: as last shown. ``image``: as the run asks for it; ``image_id``: as the kubelet names it in
+    the first pod of this restart; ``image_pin``: the same by digest, where later pods ask for that.
+    ``told_changes``: hash of the edited fields that an event named last.
     """
 
     is_known: bool = False
@@ -225,7 +224,6 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
     # Texts under ``memory`` are the operator's own. All others are shown to people, and read back here.
     conditions = tuple(get_maps(status, "conditions"))
     notes = get_map(status, "memory")
-    attempts = unpack_counts(get_text(notes, "attempts"))
     gang = unpack_counts(get_text(notes, "gang")) or (-1,)
     given_back = unpack_counts(get_text(notes, "givenBack")) or (0,)
     # An older release noted only that the run had stopped, which then was always on request.
@@ -253,7 +251,7 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         finish=_parse_finish(status, conditions),
         stop_reason=stop_reason,
         coordinator=_parse_coordinator(get_map(status, "coordinator"), notes),
-        attempts=attempts,
+        attempts=unpack_counts(get_text(notes, "attempts")),
         recorded=frozenset(unpack_ranges(get_text(notes, "ended"))),
         restarts=_parse_counters(get_map(status, "restarts", "byCause")),
         lost_seconds=_parse_counters(get_map(status, "lostSeconds")),
@@ -269,7 +267,7 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         training=_parse_training(status),
         preparation=parse_preparation(*preparation),
         evaluation=parse_evaluation(*evaluation),
-        usage=parse_usage(get_text(notes, "usage"), get_text(notes, "usagePods"), attempts),
+        usage=parse_notes(notes),
         gang=gang[-1],  # an older release wrote the group's size before its number
         phase=get_text(status, "phase"),
         reason=get_text(status, "reason"),
@@ -488,8 +486,7 @@ def _build_notes(memory: Memory) -> dict[str, str | None]:
         "evaluation": pack_evaluation(memory.evaluation),
         "stopped": memory.stop_reason,
         "gang": str(memory.gang) if memory.gang >= 0 else None,
-        "usage": pack_usage(memory.usage),
-        "usagePods": pack_pods(memory.usage, memory.attempts),
+        **pack_notes(memory.usage, memory.attempts),
     }
 
 

@@ -29,7 +29,6 @@ NAME_LEAVING: Final = "NameLeaving"
 BOUNDS_NOT_TAKEN: Final = "BoundsNotTaken"
 """Reason of an ApplyFailure: the coordinator did not take new bounds."""
 _MAX_COUNT: Final = 10**6
-_MAX_NODES: Final = 4096
 _MAX_SECONDS: Final = 10**9
 _MAX_VALUE: Final = 1e15
 """Larger values of a coordinator are not believed: a status with them would be refused."""
@@ -71,7 +70,9 @@ class Failure:
 class Progress:
     """A coordinator's /status.
 
-    ``attempt``: of the pod that was asked; ``updated_seconds_ago``: the last report of a step.
+    ``attempt``: of the pod that was asked; ``updated_seconds_ago``: the last report of a step. ``used``:
+    node-milliseconds by use, None of an older coordinator; ``joined``: seconds since a node could train, by
+    its address.
     """
 
     attempt: int
@@ -97,9 +98,7 @@ class Progress:
     failures_without_progress: int
     updated_seconds_ago: float | None
     used: Mapping[Use, int] | None = None
-    """Node-milliseconds by use; None of a coordinator that does not count them."""
     joined: Mapping[str, float] = field(default_factory=dict)
-    """Seconds since a node could train first, by its address."""
 
 
 UNREACHABLE_SECONDS: Final = 60.0
@@ -257,8 +256,7 @@ def observe(
     progress: Progress | None = None,
     failures: Sequence[ApplyFailure] = (),
 ) -> Observation:
-    """Observe a run. ``others``: runs of the namespace. ``children``: live objects by kind and name, the PVC
-    among them.
+    """Observe a run. ``others``: runs of the namespace. ``children``: live objects by kind and name.
 
     Pods of other owners, runs on other PVCs and records that cannot be read are passed over.
     """
@@ -358,8 +356,7 @@ def parse_progress(raw: Mapping[str, Any], *, attempt: int) -> Progress:
             seconds_ago=get_float(failure, "secondsAgo", least=0, most=_MAX_SECONDS) or 0.0,
         )
     restarts = _counters(raw, "restarts")
-    usage = get_map(raw, "usage")
-    ago = get_map(usage, "joinedSecondsAgo")
+    ago = get_map(raw, "usage", "joinedSecondsAgo")
     return Progress(
         attempt=attempt,
         phase=raw["phase"][:64],
@@ -383,10 +380,10 @@ def parse_progress(raw: Mapping[str, Any], *, attempt: int) -> Progress:
         last_failure=last_failure,
         failures_without_progress=get_natural(failure, "withoutProgress") or 0,
         updated_seconds_ago=get_float(raw, "updatedSecondsAgo", least=0, most=_MAX_SECONDS),
-        used=parse_counts(get_map(usage, "milliseconds")) if usage else None,
+        used=parse_counts(get_map(raw, "usage", "milliseconds")) if raw.get("usage") else None,
         joined={
             str(address)[:64]: seconds
-            for address in list(ago)[:_MAX_NODES]
+            for address in ago
             if (seconds := get_float(ago, address, least=0, most=_MAX_SECONDS)) is not None
         },
     )

@@ -48,7 +48,6 @@ def build_status(
     decision: Decision,
     outcome: Outcome,
     now: float,
-    *,
     price: Price = NO_PRICE,
 ) -> dict[str, Any]:
     """Build the whole ``status``, at most 16 KiB. ``now``: seconds since 1970."""
@@ -82,11 +81,7 @@ def build_status(
         "reason": str(decision.reason),
         "message": keep_start(decision.message, longest),
         **build_memory(memory),
-        "nodes": {
-            **nodes,
-            "ready": ready,
-            "running": running,
-        },
+        "nodes": {**nodes, "ready": ready, "running": running},
         "progress": _build_progress(training, is_running=not is_at_rest),
         "preparation": show_preparation(memory.preparation),
         "evaluation": show_evaluation(memory.evaluation),

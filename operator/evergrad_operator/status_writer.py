@@ -58,7 +58,7 @@ class StatusWriter:
         """Write the status if it differs. Returns the seconds until a write that is not allowed yet."""
         now = self._clock()
         old = work.raw.get("status") or {}
-        new = build_status(seen, decision, outcome, now, price=self._price)
+        new = build_status(seen, decision, outcome, now, self._price)
         last = work.hints.progress_written_at
         # Most passes change nothing, and end here.
         write = should_write(old, new, now=now, last_progress_write=last)

@@ -25,8 +25,8 @@ from typing import Any, Final, get_args
 
 from evergrad_coordinator.causes import OFF_HOST, USEFUL, Use
 from evergrad_coordinator.rules.ledger import apportion
-from evergrad_operator.packing import pack_ranges, unpack_ranges
-from evergrad_operator.raw import get_int, get_map
+from evergrad_operator.packing import pack_ranges, unpack_counts, unpack_ranges
+from evergrad_operator.raw import get_int, get_map, get_text
 
 HOUR: Final = 3_600_000
 """In milliseconds."""
@@ -301,6 +301,17 @@ def pack_pods(usage: Usage, attempts: Sequence[int]) -> str:
         names = frozenset(name for name, of in states.items() if of == state)
         others += [f"{state}:{text}" for text in _pack_names(names)]
     return " ".join([packed or "-", *others[:_MOST_OTHERS]]) if packed or others else ""
+
+
+def pack_notes(usage: Usage, attempts: Sequence[int]) -> dict[str, str]:
+    """Pack the part of the status that only ``parse_notes`` reads. ``attempts``: the newest of each node."""
+    return {"usage": pack_usage(usage), "usagePods": pack_pods(usage, attempts)}
+
+
+def parse_notes(notes: Mapping[str, Any]) -> Usage:
+    """Parse the notes of a status, of which ``attempts`` is another."""
+    attempts = unpack_counts(get_text(notes, "attempts"))
+    return parse_usage(get_text(notes, "usage"), get_text(notes, "usagePods"), attempts)
 
 
 def parse_usage(counters: str, pods: str = "", attempts: Sequence[int] = ()) -> Usage:

@@ -48,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--phase", metavar="PHASE", help="only runs in this phase, e.g. Running"
     )
-    parser.add_argument("--wide", action="store_true", help="with GPU-hours, waste, reason and message")
+    parser.add_argument(
+        "--wide", action="store_true", help="with GPU-hours, waste, reason and message"
+    )
     add_cluster_arguments(parser)
 
 

@@ -73,20 +73,12 @@ def build_fleet() -> Dashboard:
             )
         )
     )
-    return _add_plots(board).with_panel(_runs())
+    return _add_pods(_add_plots(board)).with_panel(_runs())
 
 
 def _add_plots(board: Dashboard) -> Dashboard:
     lost = metric("lost_seconds_total", _HERE)
     phase = metric("operator_run_phase", _HERE)
-    pods = metric("operator_run_pod_seconds_total", _HERE)
-    useful = "|".join(sorted(USEFUL))
-    wasted = metric("operator_run_gpu_seconds_total", f'{_HERE}, cause!~"{useful}"')
-    teams = f"max by ({LABELS}, label_team) ({metric('operator_run_labels', _HERE)})"
-    by_team = (
-        f"sum by (label_team) (sum by ({LABELS}) (rate({wasted}[$__rate_interval])) "
-        f"* on ({LABELS}) group_left (label_team) {teams})"
-    )
     return (
         board.with_panel(
             plot(
@@ -103,24 +95,6 @@ def _add_plots(board: Dashboard) -> Dashboard:
                 "Seconds a second in which nothing was trained that was kept. 1: one run, all the time.",
                 "short",
                 (f"sum by (cause) (rate({lost}[$__rate_interval]))", "{{cause}}"),
-                shape="stack",
-            )
-        )
-        .with_panel(
-            plot(
-                "Pods by what their time goes to",
-                "Pod-seconds a second. Training, evaluation and saving were asked for; all else is waste.",
-                "short",
-                (f"sum by (cause) (rate({pods}[$__rate_interval]))", "{{cause}}"),
-                shape="stack",
-            )
-        )
-        .with_panel(
-            plot(
-                "Wasted accelerators by team",
-                "Accelerators that hold a host and train nothing new, by the label team of their runs.",
-                "short",
-                (by_team, "{{label_team}}"),
                 shape="stack",
             )
         )
@@ -147,6 +121,34 @@ def _add_plots(board: Dashboard) -> Dashboard:
                 (_median("operator_run_queue_seconds"), "first pod"),
                 (_median("operator_run_startup_seconds"), "first step"),
             )
+        )
+    )
+
+
+def _add_pods(board: Dashboard) -> Dashboard:
+    pods = metric("operator_run_pod_seconds_total", _HERE)
+    useful = "|".join(sorted(USEFUL))
+    wasted = metric("operator_run_gpu_seconds_total", f'{_HERE}, cause!~"{useful}"')
+    teams = f"max by ({LABELS}, label_team) ({metric('operator_run_labels', _HERE)})"
+    by_team = (
+        f"sum by (label_team) (sum by ({LABELS}) (rate({wasted}[$__rate_interval])) "
+        f"* on ({LABELS}) group_left (label_team) {teams})"
+    )
+    return board.with_panel(
+        plot(
+            "Pods by what their time goes to",
+            "Pod-seconds a second. Training, evaluation and saving were asked for; all else is waste.",
+            "short",
+            (f"sum by (cause) (rate({pods}[$__rate_interval]))", "{{cause}}"),
+            shape="stack",
+        )
+    ).with_panel(
+        plot(
+            "Wasted accelerators by team",
+            "Accelerators that hold a host and train nothing new, by the label team of their runs.",
+            "short",
+            (by_team, "{{label_team}}"),
+            shape="stack",
         )
     )
 

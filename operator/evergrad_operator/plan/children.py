@@ -81,9 +81,6 @@ def plan_children(
     stale_records: tuple[str, ...] = ()
     if decision.record is not None:
         claim = build_claim(run, decision.record, config, observation.claim)
-    # A claim that the user made gets our record, and no label.
-    if claim is not None and "labels" in claim["metadata"]:
-        claim = pass_labels(claim, run, config)
     if claim is not None:
         stale_records = find_stale_records(run, observation.claim, observation.claim_users)
 
@@ -110,10 +107,7 @@ def plan_children(
 
     # Secrets are not watched: the Secret is made before pods are, whether it exists or not. A pod that has a
     # host and does not run may wait for it, because somebody has deleted it.
-    create = tuple(
-        pass_labels(pod, run, config)
-        for pod in _plan_pods(observation, decision, config, token)
-    )
+    create = tuple(_plan_pods(observation, decision, config, token))
     everything = (
         *observation.nodes,
         *observation.coordinators,
@@ -171,6 +165,17 @@ def _build_wanted(
 
 
 def _plan_pods(
+    observation: Observation,
+    decision: Decision,
+    config: Config,
+    token: str,
+) -> Iterator[Object]:
+    """Plan the pods to create, with the labels of their run."""
+    for pod in _build_pods(observation, decision, config, token):
+        yield pass_labels(pod, observation.run, config)
+
+
+def _build_pods(
     observation: Observation,
     decision: Decision,
     config: Config,
