@@ -1,5 +1,5 @@
 """One vocabulary of causes, as data: why a group changed, a save failed, a step made no update, a process
-stopped or a pod ended, and what time was lost to.
+stopped or a pod ended, what time was lost to, and what a pod's time was used for.
 
 A cause is decided where it arises and travels as a value; its text is here, for reports and pages. No code
 reads a cause out of a sentence. The words of a coordinator, such as ``node 2 lost``, travel beside it, for
@@ -59,6 +59,19 @@ Ending = Literal[
     "failed",
 ]
 """Why a process of a run stopped training, as its records say."""
+Use = Literal[
+    "training",
+    "evaluation",
+    "saving",
+    "startup",
+    "repeated",
+    "recovery",
+    "waiting",
+    "idle",
+    "end",
+    "queue",
+]
+"""What a second of a pod went to. Each has exactly one of them."""
 
 
 class PodCause(StrEnum):
@@ -166,6 +179,24 @@ LOSSES: Final[Mapping[str, str]] = {
     "other": "Between steps, and after the last",
 }
 """Uses of a run's time that train nothing new."""
+
+USES: Final[Mapping[Use, str]] = {
+    "training": "Steps that were trained for the first time",
+    "evaluation": "Evaluation, between steps or in a pod of its own",
+    "saving": "Standing still for saves",
+    "startup": "Start of the pod, preparation of the data, first start of the group",
+    "repeated": "Steps that were trained again",
+    "recovery": "A change of the group, or a group that broke",
+    "waiting": "On a host, waiting for other nodes",
+    "idle": "In no group while others train: a spare node, or one that joins later",
+    "end": "After the end of the run, or of the pod's part in it",
+    "queue": "Without a host: in a queue, or not scheduled yet",
+}
+"""Uses of a pod's time, each with its text."""
+USEFUL: Final[frozenset[Use]] = frozenset({"training", "evaluation", "saving"})
+"""Uses that a run asked for; all others of a pod on a host are waste."""
+OFF_HOST: Final[Use] = "queue"
+"""The use of a pod that has no host yet, and holds no accelerator."""
 
 
 def read_change(value: object) -> ChangeCause:

@@ -222,6 +222,10 @@ class Progress(Message):
     """Further numbers of the step, by the names of their columns: rates, norms, the recipe's metrics."""
     evaluations: dict[str, Evaluation] = field(default_factory=dict)
     """The newest results of each evaluation set that this node has seen."""
+    evaluation_seconds: Annotated[float, Bounds(0, MAX_GENERATION)] | None = None
+    """Time that training has stood still for evaluations, since this node's process began."""
+    saving_seconds: Annotated[float, Bounds(0, MAX_GENERATION)] | None = None
+    """The same for saves."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,10 @@ from evergrad_operator.store import CLAIMS, PODS, RUNS, Store, place_of, uid_of
 
 NEW_POD_STATUS: Final = {"phase": "Pending"}
 """Status of a pod that was made a moment ago, as far as the answer to its creation says."""
+GONE_SECONDS: Final = 60.0
+"""Time for which the last state of a pod that is gone is kept: passes that count its time come at once."""
+MAX_GONE: Final = 4096
+"""Pods of one run that are kept so: as many as it may have nodes."""
 _TOMBSTONE_SECONDS = 600.0
 """Time for which an older answer cannot bring a deleted object back."""
 
@@ -30,6 +34,9 @@ class InformerCache:
         self._clock = clock
         self._tombstones: dict[str, tuple[float, int]] = {}
         """Time and version of the end of each object that is gone, by uid."""
+        self._gone: dict[Key, dict[str, tuple[float, Raw | None]]] = {}
+        """Time of the end and last state of pods that are gone, by run and uid; None for a state that is
+        needed no more."""
         self.store = Store()
         self.claim_index = ClaimIndex()
         self.host_index = HostIndex()
@@ -48,6 +55,21 @@ class InformerCache:
     def pods(self, key: Key) -> Sequence[Raw]:
         """Return the run's pods, slimmed."""
         return self.store.pods(key)
+
+    def gone(self, key: Key) -> Sequence[tuple[Raw, float]]:
+        """Return the last state of the run's pods that were deleted a moment ago, and seconds since then."""
+        now = self._clock()
+        found = self._gone.get(key, {}).values()
+        return [
+            (raw, now - at) for at, raw in found if raw is not None and now - at < GONE_SECONDS
+        ]
+
+    def drop_gone(self, key: Key, uids: Iterable[str]) -> None:
+        """Return these pods no more: a status that counts their time is written."""
+        kept = self._gone.get(key, {})
+        for uid in uids:
+            if uid in kept:
+                kept[uid] = (kept[uid][0], None)
 
     def claim(self, namespace: str, name: str) -> Raw | None:
         """Return the claim, or None if it does not exist or was never looked at."""
@@ -202,7 +224,28 @@ class InformerCache:
             place = place_of(raw)
             self.claim_index.update(place, self.run(place), None)
             self.host_index.update(place, None)
+        if resource == PODS:
+            self._note_gone(raw)
         self.store.remove(resource, raw)
+
+    def _note_gone(self, raw: Raw) -> None:
+        """Keep the last state of a pod: the time of its end is often seen only in the event of its going."""
+        now, identity = self._clock(), uid_of(raw)
+        namespace, _ = place_of(raw)
+        owner = str((raw["metadata"].get("labels") or {}).get(names.LABEL_RUN, ""))
+        # The run comes last, so that those without a new one for long are the first.
+        kept = self._gone.pop((namespace, owner), {})
+        self._gone[namespace, owner] = kept
+        # The event that it is gone may follow an answer that says so, and shows more.
+        since, known = kept.get(identity, (now, raw))
+        kept[identity] = (since, None if known is None else slim_pod(raw))
+        if len(kept) > MAX_GONE:
+            del kept[next(iter(kept))]
+        for one in [one for one, (at, _) in kept.items() if now - at >= GONE_SECONDS]:
+            del kept[one]
+        oldest = next(iter(self._gone))
+        if all(now - at >= GONE_SECONDS for at, _ in self._gone[oldest].values()):
+            del self._gone[oldest]
 
     def _concerned(self, resource: str, raw: Raw) -> tuple[Key, ...]:
         """Return the runs that have to look again when this object changes."""

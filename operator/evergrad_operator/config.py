@@ -102,6 +102,14 @@ class Config:
     """Seconds for the pods of a complete run to write their report and end."""
     fail_grace_seconds: float = 10.0
     """Seconds for the pods of a failed run to end by themselves."""
+    price_gpu_hour: float = 0.0
+    """Price of an accelerator for an hour; 0 shows no cost of it."""
+    price_pod_hour: float = 0.0
+    """Price of a pod on a host for an hour, without its accelerators; 0 shows no cost of it."""
+    price_currency: str = ""
+    """Currency of the prices, as it is shown behind the cost."""
+    propagated_labels: tuple[str, ...] = ()
+    """Name of a label of a run that its objects get, and its metric of labels."""
 
     @property
     def installation(self) -> Installation:

@@ -9,6 +9,7 @@ from evergrad_operator.names import LABEL_ROLE, QUEUE_GATE, ROLE_NODE, Key, Phas
 from evergrad_operator.preparation import DONE, Preparation, parse_preparation
 from evergrad_operator.raw import get_float, get_map, get_maps, get_natural, get_text
 from evergrad_operator.times import parse_time
+from evergrad_operator.usage import Usage, parse_usage
 
 FINISHED_SECONDS: Final = 86400.0
 """Time, in seconds, for which a run that is over is still exported."""
@@ -45,6 +46,10 @@ class RunFacts:
     prepared: float = 0.0
     """Share of that work that is done, 0 to 1."""
     prepared_tokens: int = 0
+    usage: Usage = field(default_factory=Usage)
+    """What the time of its pods went to."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """All labels of the run."""
 
 
 def count_phases(runs: Iterable[Mapping[str, Any]]) -> dict[str, int]:
@@ -131,6 +136,11 @@ def read_runs(
                 work=preparation.work,
                 prepared=_share_of(preparation),
                 prepared_tokens=preparation.tokens,
+                usage=parse_usage(get_text(get_map(status, "memory"), "usage")),
+                labels={
+                    str(key): str(value)
+                    for key, value in get_map(raw, "metadata", "labels").items()
+                },
             )
         )
     return tuple(facts)

@@ -27,6 +27,7 @@ from evergrad_operator.raw import (
     get_text,
 )
 from evergrad_operator.times import format_time, parse_time
+from evergrad_operator.usage import Usage, pack_notes, parse_notes
 
 MAX_ENDS: Final = 10
 """Ends of pods that the status lists: enough to see a pattern, and a small part of its 16 KiB."""
@@ -207,6 +208,7 @@ class Memory:
     preparation: Preparation = field(default_factory=Preparation)
     evaluation: Evaluation = field(default_factory=Evaluation)
     gang: int = -1
+    usage: Usage = field(default_factory=Usage)
     phase: str = ""
     reason: str = ""
     message: str = ""
@@ -290,6 +292,7 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         training=_parse_training(status),
         preparation=parse_preparation(*preparation),
         evaluation=parse_evaluation(*evaluation),
+        usage=parse_notes(notes),
         gang=gang[-1],  # an older release wrote the group's size before its number
         phase=get_text(status, "phase"),
         reason=get_text(status, "reason"),
@@ -524,6 +527,7 @@ def _build_notes(memory: Memory) -> dict[str, str | None]:
         "evaluation": pack_evaluation(memory.evaluation),
         "stopped": memory.stop_reason,
         "gang": str(memory.gang) if memory.gang >= 0 else None,
+        **pack_notes(memory.usage, memory.attempts),
     }
 
 

@@ -4,7 +4,8 @@ Metrics of runs are read off the informer cache at each scrape, so that none out
 """
 
 import platform
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Final
@@ -117,8 +118,12 @@ class Metrics:
 class FactsCollector:
     """Turns ``facts``, as they were when last set, into metrics at each scrape."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: Facts, *, labels: Sequence[str] = ()) -> None:
+        """``labels``: names of the labels of runs that are shown."""
         self.facts = facts
+        self._labels = tuple(labels)
+        self._shown: dict[tuple[str, ...], float] = {}
+        """Seconds of each use as last shown."""
 
     def describe(self) -> Iterable[Metric]:
         """Return nothing: the names are fixed, and a scrape would be too much work to learn them."""
@@ -184,6 +189,43 @@ class FactsCollector:
                 tokens.add_metric(labels, run.prepared_tokens)
         yield from (phase, restarts, replaced, *times, ratio)
         yield from (nodes, most, prepared, tokens, step, evaluated, waiting)
+        yield from self._collect_usage(facts.runs)
+        yield self._collect_labels(facts.runs)
+
+    def _collect_usage(self, runs: Iterable[RunFacts]) -> Iterable[Metric]:
+        """Return the seconds of pods and accelerators.
+
+        A pod whose end is seen late gives time back. A counter must not go back: it stands still until the
+        time has come again.
+        """
+        shown: dict[tuple[str, ...], float] = {}
+        for kind in ("pod", "gpu"):
+            entry = _CATALOGUE[f"run_{kind}_seconds_total"]
+            family = CounterMetricFamily(entry.exported, _help(entry), labels=entry.labels)
+            for run in runs:
+                usage = run.usage
+                counts = usage.pods if kind == "pod" else usage.accelerators
+                for cause, milliseconds in counts.items():
+                    place = (kind, run.namespace, run.name, cause)
+                    shown[place] = max(milliseconds / 1000, self._shown.get(place, 0.0))
+                    family.add_metric((run.namespace, run.name, cause), shown[place])
+            yield family
+        self._shown = shown
+
+    def _collect_labels(self, runs: Iterable[RunFacts]) -> Metric:
+        """Return the labels of the runs, each under its name as Prometheus can have it."""
+        entry = _CATALOGUE["run_labels"]
+        by_column = {
+            "label_" + re.sub(r"\W", "_", key, flags=re.ASCII): key for key in self._labels
+        }
+        family = GaugeMetricFamily(
+            entry.exported, _help(entry), labels=(*entry.labels, *by_column)
+        )
+        for run in runs:
+            values = [run.labels.get(key, "") for key in by_column.values()]
+            if any(values):
+                family.add_metric((run.namespace, run.name, *values), 1)
+        return family
 
 
 def _counter_family(name: str) -> CounterMetricFamily:

@@ -3,10 +3,11 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
 
+from evergrad_coordinator.causes import Use
 from evergrad_operator import names
 from evergrad_operator.errors import ProgressError
 from evergrad_operator.kinds import Kind
@@ -16,6 +17,7 @@ from evergrad_operator.preparation import Report
 from evergrad_operator.raw import get_float, get_int, get_map, get_maps, get_natural, get_text
 from evergrad_operator.spec import TrainingRun
 from evergrad_operator.times import parse_time
+from evergrad_operator.usage import parse_counts
 
 PreviousStatus = Memory
 """The typed view of ``status``: what the operator wrote there is what it remembers."""
@@ -69,7 +71,9 @@ class Failure:
 class Progress:
     """A coordinator's /status.
 
-    ``attempt``: of the pod that was asked; ``updated_seconds_ago``: the last report of a step.
+    ``attempt``: of the pod that was asked; ``updated_seconds_ago``: the last report of a step. ``used``:
+    node-milliseconds by use, None of an older coordinator; ``joined``: seconds since a node could train, by
+    its address.
     """
 
     attempt: int
@@ -94,6 +98,8 @@ class Progress:
     last_failure: Failure | None
     failures_without_progress: int
     updated_seconds_ago: float | None
+    used: Mapping[Use, int] | None = None
+    joined: Mapping[str, float] = field(default_factory=dict)
 
 
 UNREACHABLE_SECONDS: Final = 60.0
@@ -220,6 +226,8 @@ class Observation:
     """The PodGroup that the installation's gangs are made of; None where the API server has none."""
     troubled_hosts: tuple[str, ...] = ()
     """Hosts that have lately failed several runs of the installation."""
+    gone: tuple[tuple[PodState, float], ...] = ()
+    """Pods that were deleted a moment ago, as they were last, and the seconds since then."""
 
     @property
     def unreachable(self) -> Silence | None:
@@ -255,8 +263,7 @@ def observe(
     progress: Progress | None = None,
     failures: Sequence[ApplyFailure] = (),
 ) -> Observation:
-    """Observe a run. ``others``: runs of the namespace. ``children``: live objects by kind and name, the PVC
-    among them.
+    """Observe a run. ``others``: runs of the namespace. ``children``: live objects by kind and name.
 
     Pods of other owners, runs on other PVCs and records that cannot be read are passed over.
     """
@@ -299,6 +306,17 @@ def observe(
         failures=tuple(failures),
         preparations=tuple(pod for pod in states if pod.role == names.ROLE_PREPARATION),
         evaluations=tuple(pod for pod in states if pod.role == names.ROLE_EVALUATION),
+    )
+
+
+def observe_gone(
+    run: TrainingRun, gone: Sequence[tuple[Mapping[str, Any], float]]
+) -> tuple[tuple[PodState, float], ...]:
+    """Return the run's own of the pods that were deleted a moment ago, with the seconds since then."""
+    return tuple(
+        (state, ago)
+        for raw, ago in gone
+        if owns(run.uid, raw) and (state := parse_pod(raw)) is not None
     )
 
 
@@ -345,6 +363,7 @@ def parse_progress(raw: Mapping[str, Any], *, attempt: int) -> Progress:
             seconds_ago=get_float(failure, "secondsAgo", least=0, most=_MAX_SECONDS) or 0.0,
         )
     restarts = _counters(raw, "restarts")
+    ago = get_map(raw, "usage", "joinedSecondsAgo")
     return Progress(
         attempt=attempt,
         phase=raw["phase"][:64],
@@ -368,6 +387,12 @@ def parse_progress(raw: Mapping[str, Any], *, attempt: int) -> Progress:
         last_failure=last_failure,
         failures_without_progress=get_natural(failure, "withoutProgress") or 0,
         updated_seconds_ago=get_float(raw, "updatedSecondsAgo", least=0, most=_MAX_SECONDS),
+        used=parse_counts(get_map(raw, "usage", "milliseconds")) if raw.get("usage") else None,
+        joined={
+            str(address)[:64]: seconds
+            for address in ago
+            if (seconds := get_float(ago, address, least=0, most=_MAX_SECONDS)) is not None
+        },
     )
 
 

@@ -32,6 +32,7 @@ _FAST_CHANGES = (
     "etaSeconds",
     "updatedSecondsAgo",
     "lostSeconds",
+    "usage",
     "preparation",
 )
 SILENCES: Final = (10.0, 15.0, 30.0, UNREACHABLE_SECONDS, 120.0, 240.0, 480.0)

@@ -33,6 +33,7 @@ from evergrad_operator.observe import (
     Observation,
     Progress,
     observe,
+    observe_gone,
     parse_progress,
 )
 from evergrad_operator.pass_metrics import list_created, note_error, note_results
@@ -47,6 +48,7 @@ from evergrad_operator.spec import SpecCache, is_managed_here
 from evergrad_operator.status import Outcome
 from evergrad_operator.status_writer import StatusWriter
 from evergrad_operator.store import uid_of
+from evergrad_operator.usage import Price
 
 log = logging.getLogger(__name__)
 RECONCILE_SECONDS: Final = 60.0
@@ -100,7 +102,12 @@ class Reconciler:
         self._confirmer = Confirmer(cluster, cache=cache, metrics=metrics, clock=now)
         self._applier = Applier(cluster, cache=cache, coordinators=coordinators, clock=now)
         self.statuses = StatusWriter(
-            cluster, cache=cache, recorder=recorder, metrics=metrics, clock=now
+            cluster,
+            cache=cache,
+            recorder=recorder,
+            metrics=metrics,
+            clock=now,
+            price=Price(config.price_gpu_hour, config.price_pod_hour, config.price_currency),
         )
 
     async def reconcile(self, key: Key) -> float | None:
@@ -266,6 +273,7 @@ class Reconciler:
             applied=work.applied,
             report=report,
             group_kind=work.group_kind,
+            gone=observe_gone(parsed, self._cache.gone(key)),
         )
 
         decision = decide(seen, self._config, self.clock())

@@ -82,9 +82,7 @@ class Service:
         self.coordinators.on_failure = lambda cause: metrics.poll_failures.labels(cause).inc()
 
         # The work on single runs.
-        recorder = Recorder(
-            self.kube, on_post=lambda action: metrics.events.labels(action).inc()
-        )
+        recorder = Recorder(self.kube, on_post=lambda name: metrics.events.labels(name).inc())
         self.reconciler = Reconciler(
             self.kube,
             cache=self.cache,
@@ -100,7 +98,8 @@ class Service:
 
         # Health and metrics.
         self.vitals = Vitals(queue=self.queue, cache=self.cache, gate=self.gate)
-        self._collector = FactsCollector(self.vitals.read_facts())
+        labels = settings.config.propagated_labels
+        self._collector = FactsCollector(self.vitals.read_facts(), labels=labels)
         metrics.registry.register(self._collector)
         self._health = HealthServer(
             live=[self.vitals.find_stall],

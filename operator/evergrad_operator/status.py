@@ -17,6 +17,7 @@ from evergrad_operator.preparation import show_preparation
 from evergrad_operator.problems import LONGEST_LIST
 from evergrad_operator.raw import get_int, get_map, get_maps, get_text, keep_start
 from evergrad_operator.times import format_duration, format_time, parse_time
+from evergrad_operator.usage import NO_PRICE, Price, show_usage
 
 PROGRESS_SECONDS: Final = 10.0
 """Seconds between two writes in which only progress differs."""
@@ -24,7 +25,7 @@ COUNTS_SECONDS: Final = 1.0
 """Seconds between two writes in which only counts of pods differ: a run's pods start one after another."""
 PROGRESS_TIMEOUT_SECONDS: Final = 900.0
 """Time without a step after which a training group counts as stalled."""
-_PROGRESS: Final = ("progress", "preparation", "checkpoint", "lostSeconds")
+_PROGRESS: Final = ("progress", "preparation", "checkpoint", "lostSeconds", "usage")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ def build_status(
     decision: Decision,
     outcome: Outcome,
     now: float,
+    price: Price = NO_PRICE,
 ) -> dict[str, Any]:
     """Build the whole ``status``, at most 16 KiB. ``now``: seconds since 1970."""
     run = observation.run
@@ -79,14 +81,11 @@ def build_status(
         "reason": str(decision.reason),
         "message": keep_start(decision.message, longest),
         **build_memory(memory),
-        "nodes": {
-            **nodes,
-            "ready": ready,
-            "running": running,
-        },
+        "nodes": {**nodes, "ready": ready, "running": running},
         "progress": _build_progress(training, is_running=not is_at_rest),
         "preparation": show_preparation(memory.preparation),
         "evaluation": show_evaluation(memory.evaluation),
+        "usage": show_usage(memory.usage, price),
         "checkpoint": {
             "step": training.checkpoint_step,
             "savedAt": None if saved_at is None else format_time(saved_at),
@@ -206,7 +205,8 @@ def should_write(
     Progress alone is written every 10 s at most, counts of pods every second, everything else at once.
     ``last_progress_write``: when a status was written last, in seconds since 1970.
     """
-    if dict(old) == dict(new):
+    # Time alone is no news: it is written with what is, or every run that waits would be written for ever.
+    if _without_usage(old) == _without_usage(new):
         return WriteDecision(False)
 
     # The API server can carry a write every ten seconds for each of 1,000 runs, but not one for every step.
@@ -229,12 +229,22 @@ def should_write(
     return WriteDecision(False, min(left, pause))
 
 
+def _without_usage(status: Mapping[str, Any]) -> dict[str, Any]:
+    rest = {key: value for key, value in status.items() if key != "usage"}
+    notes = {key: value for key, value in get_map(status, "memory").items() if key != "usage"}
+    return {**rest, "memory": notes}
+
+
 def _without_counts(status: Mapping[str, Any]) -> dict[str, Any]:
     nodes = get_map(status, "nodes")
     # Messages hold counts, too; the reasons beside them do not.
     conditions = [{**condition, "message": ""} for condition in get_maps(status, "conditions")]
+    notes = {
+        key: value for key, value in get_map(status, "memory").items() if key != "usagePods"
+    }
     return {
         **status,
+        "memory": notes,
         "message": "",
         "evaluation": {**get_map(status, "evaluation"), "message": ""},
         "nodes": [nodes.get("min"), nodes.get("max")],
@@ -248,6 +258,6 @@ def _without_progress(status: Mapping[str, Any]) -> dict[str, Any]:
     rest["memory"] = {
         key: value
         for key, value in get_map(status, "memory").items()
-        if key != "coordinatorLostSeconds"
+        if key not in ("coordinatorLostSeconds", "usage")
     }
     return rest

@@ -19,6 +19,7 @@ from evergrad_operator.problems import list_problems
 from evergrad_operator.recorder import Recorder
 from evergrad_operator.status import Outcome, build_refused_status, build_status, should_write
 from evergrad_operator.store import RUNS
+from evergrad_operator.usage import NO_PRICE, Price
 
 log = logging.getLogger(__name__)
 _RETRY_SECONDS: Final = 5.0
@@ -36,12 +37,14 @@ class StatusWriter:
         recorder: Recorder,
         metrics: Metrics,
         clock: Callable[[], float],
+        price: Price = NO_PRICE,
     ) -> None:
         self._cluster = cluster
         self._cache = cache
         self._recorder = recorder
         self._metrics = metrics
         self._clock = clock
+        self._price = price
         self.on_missing: Callable[[], None] = lambda: None
         """Called when the API server finds no run where the cache has one."""
 
@@ -55,7 +58,7 @@ class StatusWriter:
         """Write the status if it differs. Returns the seconds until a write that is not allowed yet."""
         now = self._clock()
         old = work.raw.get("status") or {}
-        new = build_status(seen, decision, outcome, now)
+        new = build_status(seen, decision, outcome, now, self._price)
         last = work.hints.progress_written_at
         # Most passes change nothing, and end here.
         write = should_write(old, new, now=now, last_progress_write=last)
@@ -66,6 +69,7 @@ class StatusWriter:
             return retry
 
         work.hints.progress_written_at = now
+        self._cache.drop_gone(work.key, (pod.uid for pod, _ in seen.gone))
         if _step(old) is None and _step(new) is not None:
             self._metrics.startup_seconds.observe(max(0.0, now - seen.run.created_at))
 

@@ -1,6 +1,7 @@
 """Runs on a cluster: apply a TrainingRun, watch it, look into its volume, compare it with an undisturbed
 local run."""
 
+import contextlib
 import copy
 import json
 import os
@@ -234,6 +235,29 @@ class Runs:
             f"kubectl {' '.join(arguments)}: {done.stderr}"
         )
         return done.stdout if done.returncode == 0 else done.stdout + done.stderr
+
+    @contextlib.contextmanager
+    def watch(self, kind: str, *arguments: str) -> Iterator[list[dict[str, Any]]]:
+        """Collect the events of a watch of objects; the list is complete after the block."""
+        events: list[dict[str, Any]] = []
+        options = (kind, *arguments, "--watch", "--output-watch-events", "--output=json")
+        path = self.scratch / f"watch-{kind}.json"
+        with path.open("wb") as file:
+            process = subprocess.Popen([*self._kubectl, "get", *options], stdout=file)
+        try:
+            yield events
+        finally:
+            process.terminate()
+            process.wait(timeout=30)
+            text, decoder = path.read_text("utf-8").strip(), json.JSONDecoder()
+            while text:
+                # The last one may be cut.
+                with contextlib.suppress(json.JSONDecodeError):
+                    event, end = decoder.raw_decode(text)
+                    events.append(event)
+                    text = text[end:].strip()
+                    continue
+                break
 
     def remove(self) -> None:
         """End all that is left in the namespace, and the namespace; nobody waits for it."""

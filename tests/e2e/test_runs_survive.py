@@ -6,7 +6,10 @@ from datetime import datetime
 from typing import Any
 
 import pytest
-from cluster_runs import ENDLESS, Reference, Run, Runs, wait_for
+from cluster_runs import ENDLESS, RESOURCE, Reference, Run, Runs, wait_for
+
+from evergrad_operator.names import LABEL_ROLE as ROLE
+from evergrad_operator.times import parse_time
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
@@ -269,3 +272,52 @@ def test_10_a_killed_coordinator_pod_is_replaced_and_no_step_is_lost(
     run.expect_same_as(reference)
     generations = list(run.generations())
     assert generations == sorted(generations)
+
+
+@pytest.mark.long
+def test_the_time_of_all_pods_is_counted_through_kills_and_deletions(
+    runs: Runs, faults: Any
+) -> None:
+    with runs.watch("pods", f"--selector={ROLE}=node") as events:
+        run = start(runs, "counted")
+        for index in range(6):
+            pods = run.wait_for_pods(0, 1)
+            victim = pods[index % 2]["metadata"]
+            if index % 3 == 2:
+                runs.kubectl("delete", "pod", victim["name"], "--wait=false")
+            else:
+                faults.kill_container(runs.namespace, victim["name"])
+            wait_for(
+                lambda uid=victim["uid"], place=index % 2: (
+                    run.live_pods().get(place, {}).get("metadata", {}).get("uid")
+                    not in (None, uid)
+                ),
+                "the successor of a pod",
+            )
+            run.wait_for_world(2)
+            go_on(run)
+        run.patch({"suspend": True})
+        run.wait_for_phase("Suspended")
+        wait_for(lambda: not run.live_pods(), "all pods to be gone")
+        wait_for(
+            lambda: not {"o", "j"} & set(str(run.status()["memory"].get("usagePods", ""))),
+            "the end of all pods in the status",
+        )
+
+    # The lifetime of a pod: from its creation to the end of its container, as the API server has shown it.
+    lives: dict[str, float] = {}
+    for event in events:
+        pod = event["object"]
+        created = parse_time(pod["metadata"]["creationTimestamp"])
+        for status in pod["status"].get("containerStatuses", ()):
+            ended = status["state"].get("terminated", {}).get("finishedAt")
+            if ended is not None:
+                lives[pod["metadata"]["uid"]] = parse_time(ended) - created
+    lifetime = sum(lives.values())
+    usage = run.status()["usage"]
+    # What is shown is in whole seconds; the operator itself counts milliseconds.
+    counted = json.loads(run.status()["memory"]["usage"])["pods"]
+    assert sum(counted.values()) / 1000 == pytest.approx(lifetime, rel=0.001)
+    assert usage["byCause"]["training"] > 0 and usage["byCause"]["startup"] > 0
+    wide = runs.kubectl("get", RESOURCE, run.name, "-o", "wide")
+    assert "GPU-HOURS" in wide and usage["waste"] in wide

@@ -22,6 +22,7 @@ from evergrad_monitoring.alerts import ALERTS
 from evergrad_monitoring.queries import collect_queries
 from evergrad_operator.facts import RunFacts
 from evergrad_operator.metrics import Facts, FactsCollector, Metrics
+from evergrad_operator.usage import Usage
 from evergrad_trainer.node.metrics import NodeMetrics
 from evergrad_trainer.observers.metrics_server import MetricsServer
 from evergrad_trainer.observers.prometheus import PrometheusExporter
@@ -133,7 +134,7 @@ class World:
             stack.enter_context(closing(MetricsServer(one.registry, port=0, host="127.0.0.1")))
             for one in self.operators
         ]
-        self.collector = FactsCollector(self.facts())
+        self.collector = FactsCollector(self.facts(), labels=("team",))
         self.operators[0].registry.register(self.collector)
 
     def jobs(self, objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -192,6 +193,12 @@ class World:
                 work="done",
                 prepared=1.0,
                 prepared_tokens=1000,
+                usage=Usage(
+                    at=1,
+                    pods={"training": 9000, "startup": 2000},
+                    accelerators={"training": 18_000, "startup": 4000},
+                ),
+                labels={"team": "lm"},
             )
             for namespace in ("team-a", "team-b")
         ]

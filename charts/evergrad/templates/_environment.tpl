@@ -34,6 +34,8 @@
   "COORDINATOR_CPU" $runs.coordinator.cpu
   "COORDINATOR_MEMORY" $runs.coordinator.memory
   "COORDINATOR_MEMORY_LIMIT" $runs.coordinator.memoryLimit
+  "PRICE_GPU_HOUR" $runs.price.gpuHour
+  "PRICE_POD_HOUR" $runs.price.podHour
 }}
 {{- if include "evergrad.webhook" . }}
 {{- $_ := set $settings "WEBHOOK" true }}
@@ -71,6 +73,12 @@
 {{- with $bounds.limit }}
 {{- $_ := set $settings (printf "%s_EPHEMERAL_STORAGE_LIMIT" (upper $kind)) . }}
 {{- end }}
+{{- end }}
+{{- if $runs.labels.propagate }}
+{{- $_ := set $settings "PROPAGATED_LABELS" (join "," $runs.labels.propagate) }}
+{{- end }}
+{{- if $runs.price.currency }}
+{{- $_ := set $settings "PRICE_CURRENCY" $runs.price.currency }}
 {{- end }}
 {{- if $runs.storage.storageClassName }}
 {{- $_ := set $settings "DEFAULT_STORAGE_CLASS" $runs.storage.storageClassName }}

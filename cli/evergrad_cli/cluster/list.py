@@ -48,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--phase", metavar="PHASE", help="only runs in this phase, e.g. Running"
     )
-    parser.add_argument("--wide", action="store_true", help="with reason and message")
+    parser.add_argument(
+        "--wide", action="store_true", help="with GPU-hours, waste, reason and message"
+    )
     add_cluster_arguments(parser)
 
 
@@ -89,7 +91,7 @@ def render(
     headers = (
         *(("NAMESPACE",) if with_namespace else ()),
         *_HEADERS,
-        *(("REASON", "MESSAGE") if is_wide else ()),
+        *(("GPU-HOURS", "WASTE", "REASON", "MESSAGE") if is_wide else ()),
     )
     rows = []
     for run in runs:
@@ -106,7 +108,10 @@ def render(
             str(run.restarts),
             age(None if run.created is None else now - run.created),
         ]
-        rows.append([*row, run.reason or NOTHING, run.message or NOTHING] if is_wide else row)
+        if is_wide:
+            used = [str(run.usage.get(key) or NOTHING) for key in ("gpuHours", "waste")]
+            row += [*used, run.reason or NOTHING, run.message or NOTHING]
+        rows.append(row)
     return table(headers, rows)
 
 

@@ -140,6 +140,7 @@ class Run:
     """Controller that has the run in the operator's place; empty for the operator."""
     preparation: Mapping[str, Any]
     evaluation: Mapping[str, Any]
+    usage: Mapping[str, Any]
     """How far a pod that prepares the data is, as the status has it."""
 
     def condition(self, kind: str) -> Condition | None:
@@ -239,6 +240,7 @@ def parse_run(raw: Mapping[str, Any]) -> Run:
         preparation=_mapping(status, "preparation"),
         evaluation=_mapping(status, "evaluation"),
         managed_by="" if manager == MANAGER else manager,
+        usage=_mapping(status, "usage"),
     )
 
 

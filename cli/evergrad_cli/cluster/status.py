@@ -131,6 +131,7 @@ def document(facts: Facts, *, now: float, num_events: int = _NUM_EVENTS) -> dict
         "completed": run.completed,
         "preparation": dict(run.preparation) or None,
         "evaluation": dict(run.evaluation) or None,
+        "usage": dict(run.usage) or None,
         "suspend": run.wants_suspension,
         "managedBy": run.managed_by or None,
         "claim": run.claim,
@@ -261,6 +262,7 @@ def _head(run: Run, now: float, *, is_unicode: bool) -> list[str]:
     )
     facts.append(("Restarts", f"{run.restarts}{f' ({by_cause})' if by_cause else ''}"))
     facts += [
+        ("Usage", _describe_usage(run)),
         ("Storage", f"claim {run.claim}, folder {run.folder}"),
         ("Image", run.image),
         ("Profile", run.profile),
@@ -286,6 +288,14 @@ def _describe_preparation(run: Run, *, is_unicode: bool) -> str:
         if number:
             parts.append(f"{short_count(number)} {noun}")
     return "  ".join(parts)
+
+
+def _describe_usage(run: Run) -> str:
+    """Show the time of pods and accelerators, and its price; empty before there is any."""
+    found = {key: str(value) for key, value in run.usage.items() if key != "byCause"}
+    units = (("podHours", " pod-hours"), ("gpuHours", " GPU-hours"), ("waste", " waste"))
+    parts = [f"{found[key]}{unit}" for key, unit in units if key in found]
+    return ", ".join([*parts, found["cost"]] if "cost" in found else parts)
 
 
 def _describe_evaluation(run: Run) -> str:

@@ -149,5 +149,9 @@ class LiveFeed:
 
     def _encode_update(self, group: Group) -> bytes:
         now = self._clock()
-        update = take_update(self._history, build_status(group, now=now), now=now)
+        # Counters that grow all the time are for programs: each page would get them each second.
+        status = {
+            key: value for key, value in build_status(group, now=now).items() if key != "usage"
+        }
+        update = take_update(self._history, status, now=now)
         return encode_event({**update, "beganAt": self._began_at_unix})

@@ -31,7 +31,7 @@ adopting.
 import dataclasses
 
 from evergrad_coordinator.protocol import Commit, Hello, Message, Ping, Plan, Welcome
-from evergrad_coordinator.rules import adoption, planning
+from evergrad_coordinator.rules import adoption, planning, uses
 from evergrad_coordinator.rules.changes import announce, drop_node, remove_node
 from evergrad_coordinator.rules.group import Group
 from evergrad_coordinator.rules.limits import check_limits
@@ -54,12 +54,12 @@ def on_hello(group: Group, peer: int, hello: Hello, *, now: float) -> list[Effec
         group.send(peer, refusal)
         group.close(peer, refusal.reason)
         group.log("refused", node=hello.node[:64], reason=refusal.reason)
-        return _take_effects(group)
+        return _take_effects(group, now)
     # No refusal: the node is well, and finds the later coordinator when it connects again.
     if group.members.is_superseded_by(hello):
         group.close(peer, "superseded")
         group.log("superseded", node=hello.node[:64], known=hello.known_generation)
-        return _take_effects(group)
+        return _take_effects(group, now)
 
     # The same process on a new connection was never away; another process of the node replaces the old one.
     older, was_seen = group.members.claim(hello), now
@@ -74,7 +74,7 @@ def on_hello(group: Group, peer: int, hello: Hello, *, now: float) -> list[Effec
     if group.finished:
         group.send(peer, group.finished)
         group.close(peer, "finished")
-        return _take_effects(group)
+        return _take_effects(group, now)
 
     # A reconnected node may have been away for long enough that its workers have ended by their lease.
     node = group.members.add(peer, hello, now=now)
@@ -102,14 +102,14 @@ def on_hello(group: Group, peer: int, hello: Hello, *, now: float) -> list[Effec
     if group.rendezvous and node.is_candidate and group.rendezvous.first_seen is None:
         group.rendezvous.first_seen = now
     group.change(now)
-    return _take_effects(group)
+    return _take_effects(group, now)
 
 
 def on_message(group: Group, peer: int, message: Message, *, now: float) -> list[Effect]:
     """Take any later message. A ``ping`` counts as contact; the edge answers it."""
     node = group.members.peers.get(peer)
     if node is None or group.finished:
-        return _take_effects(group)
+        return _take_effects(group, now)
 
     # The absence is measured before the contact counts: a lease may have ended in it.
     adoption.note_absence(group, node, now - node.seen)
@@ -120,7 +120,7 @@ def on_message(group: Group, peer: int, message: Message, *, now: float) -> list
         adoption.answer_commit(group, node, message)
     else:
         handle_report(group, node, message, now)
-    return _take_effects(group)
+    return _take_effects(group, now)
 
 
 def on_beat(group: Group, key: Key, *, now: float) -> None:
@@ -135,14 +135,14 @@ def on_lost(group: Group, peer: int, why: str, *, now: float) -> list[Effect]:
     node = group.members.peers.get(peer)
     if node is not None:
         remove_node(group, node, why, now)
-    return _take_effects(group)
+    return _take_effects(group, now)
 
 
 def on_tick(group: Group, *, now: float) -> list[Effect]:
     """Take the passing of time: limits are checked, and a review that is due is made."""
     gap, group.ticked_at = now - group.ticked_at, now
     if group.finished:
-        return _take_effects(group)
+        return _take_effects(group, now)
 
     # This process itself did not run: messages that came meanwhile are still unread, and silence means
     # nothing. The leases went on all the same.
@@ -157,7 +157,7 @@ def on_tick(group: Group, *, now: float) -> list[Effect]:
     check_limits(group, now)
     if group.review_at is not None and group.review_at <= now and not group.finished:
         review(group, now)
-    return _take_effects(group)
+    return _take_effects(group, now)
 
 
 def set_bounds(
@@ -176,7 +176,7 @@ def set_bounds(
         )
         group.log("bounds", min=min_nodes, max=max_nodes)
         group.change(now)
-    return _take_effects(group)
+    return _take_effects(group, now)
 
 
 def next_tick(group: Group, *, now: float) -> float:
@@ -186,7 +186,9 @@ def next_tick(group: Group, *, now: float) -> float:
     return min(group.review_at, now + TICK_SECONDS)
 
 
-def _take_effects(group: Group) -> list[Effect]:
+def _take_effects(group: Group, now: float) -> list[Effect]:
+    # The time up to this event belongs to what was before it.
+    uses.advance(group, now=now)
     effects, group.effects = group.effects, []
     return effects
 

@@ -11,6 +11,7 @@ from evergrad_coordinator.rules import planning
 from evergrad_coordinator.rules.accounting import Accounting
 from evergrad_coordinator.rules.budget import FailureBudget
 from evergrad_coordinator.rules.departures import Departures
+from evergrad_coordinator.rules.ledger import Ledger
 from evergrad_coordinator.rules.members import Members
 from evergrad_coordinator.rules.rendezvous import JoinHold, Rendezvous
 from evergrad_coordinator.rules.state import (
@@ -37,6 +38,8 @@ class Group:
     budget: FailureBudget
     ticked_at: float
     """Time of the newest tick."""
+    ledger: Ledger
+    """What the time of the nodes went to."""
     rendezvous: Rendezvous | None = None
     """Nodes are waited for before the first plan; None once that is over."""
     world: World | None = None
@@ -121,6 +124,7 @@ def new_group(settings: Settings, *, generation: int, now: float) -> Group:
         members=Members(settings),
         budget=FailureBudget(settings.max_failures_without_progress, settings.recovery),
         ticked_at=now,
+        ledger=Ledger(began_at=now, has_formed=generation > 0),
         stored_generation=generation,
     )
     group.rendezvous = Rendezvous(adopts_until=now + group.lease_end if may_run else None)

@@ -166,6 +166,8 @@ def _note_course(group: Group, world: World, node: Node, message: Message, now: 
                 if name in training.evaluations or len(training.evaluations) < MOST_SETS:
                     training.evaluations[name] = one
             group.budget.observe(training)
+            group.ledger.close_interval(now=now)
+            group.ledger.note_progress(message)
 
 
 def _on_broken(group: Group, node: Node, message: Broken, now: float) -> None:

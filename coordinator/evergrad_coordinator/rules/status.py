@@ -173,6 +173,7 @@ def build_status(group: Group, *, now: float) -> dict[str, Any]:
             cause: round(seconds, 3)
             for cause, seconds in group.accounting.observe_lost(now=now).items()
         },
+        "usage": group.ledger.describe(now=now),
         "maxFailures": group.budget.limit,
         "lastFailure": failure,
         "updatedSecondsAgo": None

@@ -229,6 +229,16 @@ STATUS: Final[Schema] = mapping(
         **_COUNTERS,
         "lastFailure": _FAILURE,
         "attempts": items("The last pods that ended, oldest first.", _ATTEMPT, most=10),
+        "usage": mapping(
+            "Time of its pods.",
+            {
+                "podHours": text("Of all.", longest=32),
+                "gpuHours": text("Of accelerators.", longest=32),
+                "waste": text("Share of the time on hosts.", longest=32),
+                "cost": text("By the prices of the chart.", longest=64),
+                "byCause": _counts("Seconds by use.", "Seconds."),
+            },
+        ),
         "lostSeconds": _counts("Seconds without training, by what took them.", "Seconds."),
         # Apart from what people read, so that its form may change from one version of the operator to the
         # next.

@@ -20,6 +20,9 @@ from evergrad_manifest.values.quantities import (
 )
 from evergrad_manifest.view import View
 
+_ACCELERATORS = ("gpu", "tpu", "npu", "xpu", "gaudi", "neuron", "neuroncore", "neurondevice")
+"""Names of resources, behind a vendor's prefix, that count as accelerators. Others are network cards and the
+like."""
 _STANDARD_RESOURCES = ("cpu", "memory", "ephemeral-storage")
 
 
@@ -30,6 +33,16 @@ class Resources(Section):
     """Reserved amounts: resource name to quantity, such as ``cpu: "2"``."""
     limits: dict[str, Quantity] = Field(default_factory=dict)
     """Limits: resource name to quantity, such as ``memory: 4Gi``."""
+
+
+def count_accelerators(resources: Resources) -> int:
+    """Count the accelerators that a pod with these resources holds."""
+    asked = {**resources.requests, **resources.limits}
+    return sum(
+        int(quantity_value(quantity))
+        for name, quantity in asked.items()
+        if is_extended(name) and name.partition("/")[2].casefold() in _ACCELERATORS
+    )
 
 
 def check_resources(view: View) -> Iterator[Problem]:

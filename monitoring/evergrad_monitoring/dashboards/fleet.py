@@ -5,6 +5,7 @@ from typing import Final
 from grafana_foundation_sdk.builders import table
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 
+from evergrad_coordinator.causes import USEFUL
 from evergrad_monitoring.dashboards.parts import (
     FLEET,
     RUN,
@@ -72,7 +73,7 @@ def build_fleet() -> Dashboard:
             )
         )
     )
-    return _add_plots(board).with_panel(_runs())
+    return _add_pods(_add_plots(board)).with_panel(_runs())
 
 
 def _add_plots(board: Dashboard) -> Dashboard:
@@ -139,6 +140,34 @@ def _add_plots(board: Dashboard) -> Dashboard:
                     "checkpoints that wait",
                 ),
             )
+        )
+    )
+
+
+def _add_pods(board: Dashboard) -> Dashboard:
+    pods = metric("operator_run_pod_seconds_total", _HERE)
+    useful = "|".join(sorted(USEFUL))
+    wasted = metric("operator_run_gpu_seconds_total", f'{_HERE}, cause!~"{useful}"')
+    teams = f"max by ({LABELS}, label_team) ({metric('operator_run_labels', _HERE)})"
+    by_team = (
+        f"sum by (label_team) (sum by ({LABELS}) (rate({wasted}[$__rate_interval])) "
+        f"* on ({LABELS}) group_left (label_team) {teams})"
+    )
+    return board.with_panel(
+        plot(
+            "Pods by what their time goes to",
+            "Pod-seconds a second. Training, evaluation and saving were asked for; all else is waste.",
+            "short",
+            (f"sum by (cause) (rate({pods}[$__rate_interval]))", "{{cause}}"),
+            shape="stack",
+        )
+    ).with_panel(
+        plot(
+            "Wasted accelerators by team",
+            "Accelerators that hold a host and train nothing new, by the label team of their runs.",
+            "short",
+            (by_team, "{{label_team}}"),
+            shape="stack",
         )
     )
 

@@ -15,7 +15,7 @@ from evergrad_operator.plan.claim import (
     is_deleted_with,
     is_for_one_host,
 )
-from evergrad_operator.plan.common import JsonObject, with_hash
+from evergrad_operator.plan.common import JsonObject, pass_labels, with_hash
 from evergrad_operator.plan.config_map import build_config_map
 from evergrad_operator.plan.coordinator_pod import Epoch, build_coordinator_pod
 from evergrad_operator.plan.disruption_budget import (
@@ -190,7 +190,8 @@ def _build_wanted(
     if group is not None and is_ours and not (has_group and is_fixed(group)):
         wanted.append(build_pod_group(run, group))
     return {
-        (child["kind"], child["metadata"]["name"]): child for child in map(with_hash, wanted)
+        (child["kind"], child["metadata"]["name"]): with_hash(pass_labels(child, run, config))
+        for child in wanted
     }
 
 
@@ -200,6 +201,17 @@ def _plan_pods(
     config: Config,
     token: str,
 ) -> Iterator[Object]:
+    """Plan the pods to create, with the labels of their run."""
+    for pod in _build_pods(observation, decision, config, token):
+        yield pass_labels(pod, observation.run, config)
+
+
+def _build_pods(
+    observation: Observation,
+    decision: Decision,
+    config: Config,
+    token: str,
+) -> Iterator[JsonObject]:
     """Build the pods to create, the coordinator first: nodes look for it."""
     run, attempt = observation.run, decision.preparation_attempt
     memory = add_hosts(decision.memory, observation.troubled_hosts)

@@ -5,7 +5,7 @@ from typing import Final
 from evergrad_operator import names
 from evergrad_operator.config import Config
 from evergrad_operator.observe import ClaimState, Record, build_record
-from evergrad_operator.plan.common import JsonObject, build_metadata, without_none
+from evergrad_operator.plan.common import JsonObject, build_metadata, pass_labels, without_none
 from evergrad_operator.spec import TrainingRun
 
 KEPT_RECORDS: Final = 100
@@ -95,7 +95,9 @@ def build_claim(
     }
     # One that exists is applied with the spec that it has, because most of it never changes.
     if live is not None:
-        return {**claim, "metadata": metadata, "spec": dict(live.spec)}
+        return pass_labels(
+            {**claim, "metadata": metadata, "spec": dict(live.spec)}, run, config
+        )
     storage = run.spec.storage
     size = storage.size or config.default_storage_size
     spec = without_none(
@@ -105,7 +107,7 @@ def build_claim(
             "storageClassName": storage.storage_class_name or config.default_storage_class,
         }
     )
-    return {**claim, "metadata": metadata, "spec": spec}
+    return pass_labels({**claim, "metadata": metadata, "spec": spec}, run, config)
 
 
 def choose_access_modes(

@@ -41,6 +41,15 @@ def build_metadata(run: TrainingRun, name: str, *, is_owned: bool = True) -> Jso
     return metadata
 
 
+def pass_labels(child: JsonObject, run: TrainingRun, config: Config) -> JsonObject:
+    """Return the object with the labels of the run that the installation passes on; its own win."""
+    passed = {key: run.labels[key] for key in config.propagated_labels if key in run.labels}
+    if not passed:
+        return child
+    metadata = child["metadata"]
+    return {**child, "metadata": {**metadata, "labels": {**passed, **metadata["labels"]}}}
+
+
 def with_hash(child: JsonObject) -> JsonObject:
     """Return the object with the hash of its intent, by which a later pass sees that nothing differs."""
     metadata = child["metadata"]

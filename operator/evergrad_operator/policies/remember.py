@@ -29,6 +29,7 @@ from evergrad_operator.policies.ends import is_letting_go, note_nodes
 from evergrad_operator.policies.evaluation_ends import note_evaluation
 from evergrad_operator.policies.preparation_ends import note_preparation
 from evergrad_operator.policies.root_cause import CAUSES, note_outcome
+from evergrad_operator.policies.usage import note_usage
 from evergrad_operator.profiles import UNSETTLED
 
 Value = TypeVar("Value")
@@ -58,7 +59,8 @@ def remember(observation: Observation, config: Config, now: float) -> Memory:
     memory = note_nodes(memory, observation, config, now)
     memory = note_preparation(memory, observation, config, now)
     memory = note_evaluation(memory, observation, config, now)
-    return _note_coordinators(memory, observation, config, now)
+    memory = _note_coordinators(memory, observation, config, now)
+    return note_usage(memory, observation, now, is_current=is_current(observation, memory))
 
 
 def is_current(observation: Observation, memory: Memory) -> bool:

@@ -1,6 +1,7 @@
 """Where the time of a run went: hand-made logs with kills, stops, failures and clocks that go backwards."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from evergrad_trainer.observers.account import Account, Record
 from evergrad_trainer.observers.accounting import account
-from evergrad_trainer.observers.goodput import CAUSES, Goodput
+from evergrad_trainer.observers.goodput import CAUSES, Goodput, WorldChange
 from evergrad_trainer.observers.history import History, read_history
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo
 
@@ -50,6 +51,26 @@ def test_an_undisturbed_run_loses_only_startup_saves_evaluations_and_pauses(
     assert goodput.ratio == pytest.approx(100 / (run.now - synthetic.BEGIN))
     assert goodput.restarts == () and goodput.notes == ()
     assert [process.ended for process in goodput.processes] == ["complete"]
+
+
+def test_the_time_of_all_processes_follows_how_many_they_were(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
+    run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=200))
+    goodput = _account(read_history(run.directory))
+    [process] = goodput.processes
+    # Four at first, two from the middle on: three on average.
+    middle = (process.begin + process.end) / 2
+    change = WorldChange(middle, 2, 100, 2, 4, "node_lost", "", 0.0)
+    process = replace(process, world_size=4, changes=(change,))
+    goodput = replace(goodput, processes=(process,))
+    assert process.mean_world_size == pytest.approx(3.0)
+    of_all = goodput.process_seconds
+    assert of_all["productive"] == pytest.approx(3 * goodput.productive_seconds)
+    assert math.fsum(of_all.values()) == pytest.approx(3 * goodput.elapsed_seconds)
+    # While no process was there, none waited.
+    gone = replace(process, seconds={**process.seconds, "downtime": 30.0})
+    assert replace(goodput, processes=(gone,)).process_seconds["downtime"] == 0.0
 
 
 def test_steps_after_the_last_checkpoint_of_a_killed_process_are_recomputed(

@@ -20,6 +20,7 @@ from evergrad_operator.observe import (
     Observation,
     Progress,
     observe,
+    observe_gone,
     parse_progress,
 )
 from evergrad_operator.plan import Plan, plan_children
@@ -29,6 +30,7 @@ from evergrad_operator.spec import SpecCache
 from evergrad_operator.status import Outcome, build_status
 from evergrad_operator.times import format_time, parse_time
 from evergrad_operator.tokens import derive_token
+from evergrad_operator.usage import parse_usage
 
 START = 1_900_000_000.0
 CONFIG = Config(
@@ -96,6 +98,10 @@ class Simulation:
         """Hosts that other runs have had trouble with."""
         self.events: list[Event] = []
         self.created: list[str] = []
+        self.gone: list[tuple[dict[str, Any], float]] = []
+        """Pods that were deleted, as they were last, and when."""
+        self.lives: dict[str, tuple[float, float | None]] = {}
+        """Times of creation and end of every pod but coordinators', as the API server has shown them."""
         self.decision: Decision
         self.plan: Plan
         self.writes = 0
@@ -127,6 +133,8 @@ class Simulation:
         )
         seen = replace(seen, group_kind=self.group_kind)
         seen = replace(seen, claim_users=self.users, troubled_hosts=self.troubled)
+        gone = [(raw, self.now - at) for raw, at in self.gone]
+        seen = replace(seen, gone=observe_gone(seen.run, gone))
         config = self.children.get(("ConfigMap", names.config_name(seen.run.name)))
         if config is None or not is_edited(seen):
             return seen
@@ -174,6 +182,8 @@ class Simulation:
             self.events += derive_events(self.raw.get("status", {}), status)
             self.raw["status"] = status
             self.writes += 1
+            counted = {pod.uid for pod, _ in seen.gone}
+            self.gone = [one for one in self.gone if one[0]["metadata"]["uid"] not in counted]
 
     def _write(self) -> None:
         if self.writes_left is not None:
@@ -222,6 +232,8 @@ class Simulation:
         }
         pod["status"] = {"phase": "Pending"}
         self.pods[name] = pod
+        if pod["metadata"]["labels"][names.LABEL_ROLE] != names.ROLE_COORDINATOR:
+            self.lives[name] = (parse_time(format_time(self.now)) or 0.0, None)
         self.created.append(name)
         return name
 
@@ -292,6 +304,7 @@ class Simulation:
         ]
         phase = "Failed" if code else "Succeeded"
         pod["status"] = {"phase": phase, "containerStatuses": [container], "conditions": kept}
+        self._note_end(name, parse_time(format_time(self.now)) or 0.0)
 
     def wait_for(self, name: str, reason: str, message: str = "") -> None:
         """The container of a pod cannot start."""
@@ -325,7 +338,12 @@ class Simulation:
 
     def vanish(self, name: str) -> None:
         """The pod is gone from the API server."""
-        del self.pods[name]
+        self.gone.append((self.pods.pop(name), self.now))
+        self._note_end(name, self.now)
+
+    def _note_end(self, name: str, at: float) -> None:
+        if name in self.lives and self.lives[name][1] is None:
+            self.lives[name] = (self.lives[name][0], max(at, self.lives[name][0]))
 
     def leave(self) -> None:
         """All pods that are being deleted save, and are gone."""
@@ -368,3 +386,19 @@ class Simulation:
     def seconds_since(self, text: str) -> float:
         """From a time of the status until now."""
         return self.now - (parse_time(text) or 0.0)
+
+    def lifetime(self, *, is_newest_left_out: bool = False) -> int:
+        """Milliseconds of all pods but coordinators', by the times that the API server shows.
+
+        ``is_newest_left_out``: without pods that were made in this second, whose pass is still to come.
+        """
+        return sum(
+            round(1000 * ((self.now if ended is None else ended) - created))
+            for created, ended in self.lives.values()
+            if not (is_newest_left_out and ended is None and self.now - created < 1)
+        )
+
+    def counted(self) -> int:
+        """Milliseconds of pods that the status counts, with those whose use is not known yet."""
+        usage = parse_usage(self.status["memory"].get("usage", ""))
+        return usage.pod_milliseconds + usage.pending[0]

@@ -75,6 +75,10 @@ def check(world: Simulation) -> None:
         )
     assert len(world.live(role="coordinator")) <= 1
     assert len(json.dumps(world.status).encode()) < 16 * 1024
+    newest_left_out = world.lifetime(is_newest_left_out=True)
+    assert newest_left_out <= world.counted() <= world.lifetime(), (
+        "each second of a pod counts once"
+    )
     ends = {one["type"]: one["status"] for one in world.status["conditions"]}
     assert not (ends["Complete"] == "True" and ends["Failed"] == "True")
     if world.status["phase"] in (Phase.SUSPENDING, Phase.SUSPENDED):

@@ -311,3 +311,36 @@ def test_a_watch_that_shows_nothing_is_late_however_often_its_object_is_written(
         cache.see(RUNS, run(version=version))
         now[0] += 10.0
     assert cache.expectations.lag()[RUNS] == 200.0
+
+
+def test_the_last_state_of_a_pod_that_is_gone_is_kept_for_a_moment() -> None:
+    now = 100.0
+    cache = InformerCache(clock=lambda: now)
+    cache.see(PODS, pod(version=10, phase="Running"), is_watched=True)
+    assert cache.gone(KEY) == []
+    # An answer says that it is gone; then the watch shows it as it was last.
+    cache.forget(PODS, pod(version=10))
+    now += 2.0
+    cache.see(PODS, pod(version=11, phase="Failed"), is_deleted=True, is_watched=True)
+    [(raw, seconds)] = cache.gone(KEY)
+    assert (raw["status"], seconds) == ({"phase": "Failed"}, 2.0)
+    assert cache.gone(("ns", "other")) == []
+    # What a written status counts is not counted again, though an event may still come.
+    cache.drop_gone(KEY, ["u1", "unknown"])
+    cache.see(PODS, pod(version=12, phase="Failed"), is_deleted=True, is_watched=True)
+    assert cache.gone(KEY) == []
+    now += 58.0
+    assert cache.gone(KEY) == []
+
+
+def test_pods_that_are_gone_are_forgotten_also_of_runs_that_lose_no_more() -> None:
+    now = 100.0
+    cache = InformerCache(clock=lambda: now)
+    other = pod("other-0-0", uid="u2")
+    other["metadata"]["labels"] = {"evergrad.dev/run": "other"}
+    cache.see(PODS, other, is_deleted=True, is_watched=True)
+    for number in range(3):
+        now += 50.0
+        cache.see(PODS, pod(uid=f"n{number}"), is_deleted=True, is_watched=True)
+    assert list(cache._gone) == [KEY]
+    assert [raw["metadata"]["uid"] for raw, _ in cache.gone(KEY)] == ["n1", "n2"]

@@ -294,6 +294,7 @@ FIELDS = (
     "lastFailure",
     "restarts",
     "lostSeconds",
+    "usage",
     "generation",
     "etaSeconds",
     "reason",

@@ -18,10 +18,12 @@ from evergrad_coordinator.metrics import NODE
 from evergrad_coordinator.pace import Pace
 from evergrad_coordinator.protocol import MAX_GENERATION, Evaluation, Progress
 from evergrad_trainer.checkpoint.layout import parse_checkpoint_name
+from evergrad_trainer.observers.events import parse_event_row, seconds_of
 from evergrad_trainer.observers.instruments import build_series
 from evergrad_trainer.observers.live_state import SHORT_WINDOW_SECONDS, Rate
 from evergrad_trainer.observers.prometheus import PrometheusExporter
 from evergrad_trainer.observers.relay import deliver
+from evergrad_trainer.records import EventType
 
 _log = logging.getLogger(__name__)
 _SHOWN = ("learning_rate", "grad_norm")
@@ -53,6 +55,8 @@ class NodeMetrics:
         self._checkpoint_step: int | None = None
         self._evaluations: dict[str, Evaluation] = {}
         """The newest results of each set, of _MOST_SETS at most."""
+        self._evaluation_seconds = self._saving_seconds = 0.0
+        """Time that training stood still, as records say; scripts have none."""
         self._pace = Pace()
         self.progress: Progress | None = None
         """Where training is, as rank 0 said last; None where rank 0 never was on this node."""
@@ -66,10 +70,14 @@ class NodeMetrics:
             deliver(self._exporter, kind, record)
         if kind == "run_start":
             self._total_steps = int(record["total_steps"])
-        elif kind == "event" and record.get("type") == "save":
+        elif kind == "event" and record.get("type") in (EventType.SAVE, EventType.SAVE_FAILED):
+            self._saving_seconds += seconds_of(parse_event_row(record), "blocking_seconds")
+            if record["type"] == EventType.SAVE_FAILED:
+                return
             version = parse_checkpoint_name(str(record.get("checkpoint", "")))
             self._checkpoint_step = version.step if version else None
         elif kind == "evaluation_end":
+            self._evaluation_seconds += max(0.0, _finite(record).get("seconds", 0.0))
             self._note_evaluation(record)
         elif kind == "step_end":
             self._rate.add(record["tokens"], first_seconds=record["step_seconds"])
@@ -91,6 +99,8 @@ class NodeMetrics:
                     | record.get("metrics", {})
                 ),
                 evaluations=dict(self._evaluations),
+                evaluation_seconds=self._evaluation_seconds,
+                saving_seconds=self._saving_seconds,
             )
 
     def _note_evaluation(self, record: Mapping[str, Any]) -> None:

@@ -57,6 +57,18 @@ class ProcessAccount:
     seconds: dict[str, float]
     changes: tuple[WorldChange, ...] = ()
 
+    @property
+    def mean_world_size(self) -> float:
+        """Number of processes on average over its time; 1 where nothing said how many they were."""
+        size, since, area = self.world_size or 1, self.begin, 0.0
+        for change in self.changes:
+            # Clocks of two machines may differ: no interval is below 0.
+            at = min(max(change.time, since), self.end)
+            area += size * (at - since)
+            size, since = change.world_size or size, at
+        area += size * (self.end - since)
+        return area / (self.end - self.begin) if self.end > self.begin else float(size)
+
 
 @dataclass(frozen=True)
 class Restart:
@@ -135,6 +147,20 @@ class Goodput:
             ]
             points.append((process.end, 0))
         return tuple(points)
+
+    @property
+    def process_seconds(self) -> dict[str, float]:
+        """Seconds of all processes that train together, by cause and ``productive``.
+
+        Each part's seconds count as often as it had processes, on average over its time.
+        """
+        totals = dict.fromkeys(("productive", *CAUSES), 0.0)
+        for one in self.processes:
+            number = one.mean_world_size
+            for cause, seconds in one.seconds.items():
+                # While no process was there, none waited.
+                totals[cause] += 0.0 if cause == "downtime" else seconds * number
+        return totals
 
     @property
     def restarts_by_cause(self) -> dict[str, int]:

@@ -48,6 +48,8 @@ class Share:
     ratio: float
     duration: str
     percent: str
+    process_time: str
+    """The same time of all processes together; empty for time without any."""
 
 
 def describe_status(goodput: Goodput, *, is_complete: bool, step: int) -> Status:
@@ -219,6 +221,7 @@ def time_shares(goodput: Goodput) -> tuple[Share, ...]:
         return ()
     # The dearest cause first, since that is what one can do something about.
     lost = sorted(goodput.lost_seconds.items(), key=lambda item: -item[1])
+    of_all = goodput.process_seconds
     parts = [("productive", goodput.productive_seconds)]
     parts += [(cause, seconds) for cause, seconds in lost if seconds > 0]
     return tuple(
@@ -229,6 +232,7 @@ def time_shares(goodput: Goodput) -> tuple[Share, ...]:
             ratio=seconds / elapsed,
             duration=duration(seconds),
             percent=percent(seconds / elapsed),
+            process_time=duration(of_all[cause]) if of_all[cause] > 0 else "",
         )
         for cause, seconds in parts
     )

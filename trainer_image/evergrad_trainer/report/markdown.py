@@ -38,10 +38,15 @@ def render_markdown(facts: Facts, *, created: str) -> str:
             "\n".join(f"- {escape(warning)}" for warning in facts.warnings),
         ]
     if facts.shares:
-        rows = [(share.text, share.duration, share.percent) for share in facts.shares]
+        rows = [
+            (share.text, share.duration, share.percent, share.process_time)
+            for share in facts.shares
+        ]
         parts += [
             "## Where the time went",
-            _table(("Spent on", "Time", "Share"), rows, right={1, 2}),
+            _table(
+                ("Spent on", "Time", "Share", "Time of all processes"), rows, right={1, 2, 3}
+            ),
         ]
     for title, table, empty in (
         ("Evaluations", facts.evaluations, "Nothing was evaluated."),

@@ -51,6 +51,7 @@ def summarise(facts: Facts) -> dict[str, Any]:
             "elapsed_seconds": goodput.elapsed_seconds,
             "productive_seconds": goodput.productive_seconds,
             "lost_seconds": goodput.lost_seconds,
+            "process_seconds": goodput.process_seconds,
         },
         "changes": [
             change.__dict__ for event in history.events for change in changes_of(event)

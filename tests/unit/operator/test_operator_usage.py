@@ -1,0 +1,280 @@
+"""What the time of a run's pods went to: each millisecond once, whatever happens."""
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+from simulated_run import CONFIG, Simulation, make_run
+
+from evergrad_coordinator.causes import OFF_HOST, USES, Use
+from evergrad_operator.facts import read_runs
+from evergrad_operator.metrics import Facts, FactsCollector
+from evergrad_operator.usage import (
+    PodLife,
+    Price,
+    Reading,
+    Usage,
+    count,
+    pack_pods,
+    pack_usage,
+    parse_usage,
+    show_usage,
+)
+
+SECOND = 1000
+
+
+@dataclass(frozen=True)
+class Known:
+    """A pod as it really was, and how late its end is seen."""
+
+    life: PodLife
+    seen_after: int
+
+
+@st.composite
+def pods(draw: st.DrawFn) -> Known:
+    created = draw(st.integers(0, 50_000))
+    bound = created + draw(st.integers(0, 9_000))
+    joined = bound + draw(st.integers(0, 9_000))
+    ended = created + draw(st.integers(0, 60_000))
+    name = f"{draw(st.integers(0, 99))}-{draw(st.integers(0, 9))}"
+    life = PodLife(
+        name=draw(st.sampled_from([name, f"evaluate-{created}-0"])),
+        created=created,
+        bound=draw(st.sampled_from([None, bound])),
+        joined=draw(st.sampled_from([None, joined])),
+        ended=ended,
+        use=draw(st.sampled_from(["startup", "evaluation"])),
+        num_accelerators=draw(st.sampled_from([0, 1, 8])),
+    )
+    return Known(life, draw(st.integers(0, 5_000)))
+
+
+def look(known: list[Known], now: int) -> list[PodLife]:
+    """The pods as a pass sees them."""
+    lives = [one.life for one in known if one.life.created <= now]
+    after = {one.life.name: one.seen_after for one in known}
+    return [
+        life
+        if life.ended is not None and life.ended + after[life.name] <= now
+        else replace(life, ended=None)
+        for life in lives
+    ]
+
+
+def written(usage: Usage) -> Usage:
+    """As another operator reads it from the status."""
+    attempts = [index % 7 for index in range(100)]
+    return parse_usage(pack_usage(usage), pack_pods(usage, attempts), attempts)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(pods(), max_size=6, unique_by=lambda one: one.life.name),
+    st.lists(st.tuples(st.integers(1, 9_000), st.booleans()), max_size=30),
+    st.lists(st.tuples(st.sampled_from(sorted(USES)), st.integers(0, 9_000)), max_size=30),
+)
+def test_the_uses_sum_to_the_lives_of_the_pods(
+    known: list[Known], passes: list[tuple[int, bool]], growth: list[tuple[Any, int]]
+) -> None:
+    now, usage, attempt = 1, Usage(), 0
+    counters: dict[Use, int] = {}
+    for index, (pause, is_lost) in enumerate(passes):
+        now += pause
+        if index < len(growth):
+            use, more = growth[index]
+            counters[use] = counters.get(use, 0) + more
+        # Now and then another coordinator counts from 0.
+        if index % 7 == 6:
+            attempt, counters = attempt + 1, {}
+        reading = Reading(attempt, dict(counters)) if index % 3 else None
+        counted = count(usage, look(known, now), now=now, reading=reading)
+        # A status that was not written is counted again by the next pass.
+        usage = usage if is_lost else written(counted)
+        assert all(amount >= 0 for amount in usage.pods.values())
+
+    lives = [one.life for one in known]
+    usage = written(count(usage, lives, now=200_000, reading=None, fallback="end"))
+    assert usage.pod_milliseconds + usage.pending[0] == sum(
+        life.ended - life.created for life in lives if life.ended is not None
+    )
+    assert usage.pending[0] == 0
+    assert set(usage.pods) <= set(USES)
+    # Once more: what was counted does not count again.
+    assert count(usage, lives, now=300_000, reading=None, fallback="end") == usage
+
+
+def test_a_pod_is_in_a_queue_then_starts_then_does_what_its_coordinator_says() -> None:
+    life = PodLife("0-0", 10_000, bound=12_000, joined=17_000, num_accelerators=8)
+    usage = count(Usage(), [life], now=20_000, reading=None)
+    assert usage.pods == {OFF_HOST: 2_000, "startup": 5_000}
+    assert usage.accelerators == {"startup": 40_000}
+    assert usage.pending == (3_000, 24_000)
+
+    reading = Reading(0, {"training": 2_000, "saving": 1_000})
+    usage = count(usage, [life], now=20_000, reading=reading)
+    assert usage.pods == {OFF_HOST: 2_000, "startup": 5_000, "training": 2_000, "saving": 1_000}
+    assert usage.accelerators["training"] == 16_000
+    assert usage.wasted == 5 / 8
+
+    # The same answer once more says nothing new.
+    usage = count(usage, [life], now=25_000, reading=reading)
+    assert usage.pending == (5_000, 40_000)
+    usage = count(usage, [life], now=25_000, reading=Reading(0, {"training": 7_000}))
+    assert usage.pods["training"] == 7_000
+
+
+def test_an_end_that_is_seen_late_gives_its_time_back() -> None:
+    life = PodLife("0-0", 0, bound=0, joined=0)
+    other = PodLife("1-0", 0, bound=0, joined=0)
+    usage = count(Usage(), [life, other], now=10_000, reading=Reading(0, {"training": 20_000}))
+    assert usage.pods == {"training": 20_000}
+    ended = replace(life, ended=7_000)
+    usage = count(usage, [ended, other], now=11_000, reading=Reading(0, {"training": 21_000}))
+    # Nothing goes back: the time of the other pod makes up for it first.
+    assert usage.pods == {"training": 20_000} and usage.pending == (-2_000, 0)
+    usage = count(usage, [ended, other], now=15_000, reading=Reading(0, {"training": 25_000}))
+    assert usage.pods == {"training": 22_000} and usage.pending == (0, 0)
+
+
+def test_a_pod_that_is_gone_unseen_is_closed_when_it_was_last_seen() -> None:
+    life = PodLife("0-0", 0, bound=0)
+    usage = count(Usage(), [life], now=10_000, reading=None)
+    assert count(usage, [], now=60_000, reading=None).pods == {"startup": 10_000}
+
+
+def test_names_are_packed_by_attempt_and_read_back() -> None:
+    usage = Usage(
+        at=5,
+        pods={"training": 7},
+        open=frozenset(f"{index}-0" for index in range(1000)) | {"prepare-1"},
+        joined=frozenset(f"{index}-0" for index in range(500)),
+        closed=frozenset({"3-2", "1001-0", "evaluate-100-4"}),
+    )
+    # Node 3 has a newer attempt than the one that is open.
+    attempts = [0, 0, 0, 2, *[0] * 998]
+    text = pack_pods(usage, attempts)
+    assert text == "j3cj496o500-c o:prepare-1 j:0/3 c:evaluate-100-4"
+    assert parse_usage(pack_usage(usage), text, attempts) == usage
+    assert pack_pods(Usage(), [0, 1]) == ""
+    assert parse_usage("") == Usage() == parse_usage("[", "x y:z") == parse_usage("7", "")
+    few = parse_usage(pack_usage(usage), "c99999 o:5/0-99999", [0, 1])
+    assert few.closed == {"0-0", "1-1"}
+
+
+def test_cost_follows_from_the_time_on_hosts() -> None:
+    hour = 3600 * SECOND
+    usage = Usage(
+        at=1,
+        pods={"training": 3 * hour, OFF_HOST: hour, "startup": hour},
+        accelerators={"training": 24 * hour, "startup": 8 * hour},
+    )
+    assert show_usage(usage, Price(2.5, 0.1, "EUR")) == {
+        "podHours": "5.00",
+        "gpuHours": "32.00",
+        "waste": "25%",
+        "cost": "80.40 EUR",
+        "byCause": {"training": 10800, "startup": 3600, "queue": 3600},
+    }
+    assert show_usage(usage, Price())["cost"] is None
+    assert show_usage(Usage(), Price(2.5)) == {}
+
+
+# ---- of a whole run ----------------------------------------------------------------------------------------
+
+
+def test_a_run_counts_its_pods_whole_through_kills_and_operators() -> None:
+    world = Simulation().run(10)
+    used = 0
+    for index in range(24):
+        world.age(7.0)
+        used += 21_000
+        live = world.live()
+        victim, kind = (live[index % len(live)], index % 4) if live else ("", 3)
+        if kind == 0:
+            world.end(victim, 137)
+        elif kind == 1:
+            world.delete(victim)
+            world.age(2.0)
+            world.leave()
+        elif kind == 2:
+            world.vanish(victim)
+        world.train(10 + index, usage={"milliseconds": {"training": used, "recovery": index}})
+        world.reconcile(is_status_lost=index % 5 == 0)
+        world.start()
+        world.train(10 + index, usage={"milliseconds": {"training": used, "recovery": index}})
+        world.reconcile()
+    assert world.counted() == world.lifetime()
+    shown = world.status["usage"]
+    assert abs(sum(shown["byCause"].values()) - world.lifetime() / 1000) <= 10
+    assert len(json.dumps(world.status)) < 16 * 1024
+
+
+def test_a_run_at_rest_writes_nothing() -> None:
+    world = Simulation().run(10)
+    world.set_spec(suspend=True)
+    world.settle()
+    world.leave()
+    world.settle()
+    writes = world.writes
+    world.age(1000.0)
+    world.settle()
+    assert world.writes == writes
+
+
+def test_time_is_exported_with_the_run_and_its_labels() -> None:
+    run = make_run(
+        resources={"limits": {"nvidia.com/gpu": "8"}, "requests": {}}, workersPerNode=1
+    )
+    run["metadata"]["labels"] = {"team": "lm", "cost/center": "7"}
+    world = Simulation(
+        run, config=replace(CONFIG, propagated_labels=("team",), price_gpu_hour=2.0)
+    ).run(10)
+    world.age(3600.0)
+    world.train(20)
+    world.reconcile()
+    key = (world.raw["metadata"]["namespace"], world.raw["metadata"]["name"])
+    facts = Facts(0, 0.0, 0, {}, {}, {}, read_runs({key: world.raw}, now=world.now))
+    collector = FactsCollector(facts, labels=("team", "cost/center"))
+    registry = CollectorRegistry()
+    registry.register(collector)
+    text = generate_latest(registry).decode()
+    place = 'run="docs-lm",run_namespace="team"'
+    assert (
+        f'evergrad_operator_run_pod_seconds_total{{cause="training",{place}}} 10800.0' in text
+    )
+    assert (
+        f'evergrad_operator_run_gpu_seconds_total{{cause="training",{place}}} 86400.0' in text
+    )
+    assert (
+        f'evergrad_operator_run_labels{{label_cost_center="7",label_team="lm",{place}}} 1.0'
+        in text
+    )
+    # A counter stands still where time is given back, and goes with its run.
+    [one] = facts.runs
+    less = replace(one, usage=Usage(at=1, pods={"training": 10_799_000}))
+    collector.facts = replace(facts, runs=(less,))
+    assert (
+        f'pod_seconds_total{{cause="training",{place}}} 10800.0'
+        in generate_latest(registry).decode()
+    )
+    collector.facts = replace(facts, runs=())
+    assert "docs-lm" not in generate_latest(registry).decode()
+    # Pods, volume and all other objects have the labels that are passed on, and no others.
+    children = [*world.pods.values(), *world.children.values()]
+    assert all(one["metadata"]["labels"]["team"] == "lm" for one in children)
+    assert not any("cost/center" in one["metadata"]["labels"] for one in children)
+
+
+def test_the_time_before_a_host_is_no_time_of_accelerators() -> None:
+    world = Simulation(make_run(resources={"limits": {"nvidia.com/gpu": "2"}, "requests": {}}))
+    world.reconcile()
+    world.age(100.0)
+    world.unschedulable("docs-lm-0-0", "no room")
+    world.reconcile()
+    usage = parse_usage(world.status["memory"]["usage"], "")
+    assert usage.pods == {OFF_HOST: 300_000} and not usage.accelerators
