@@ -157,6 +157,7 @@ _LATER_SETTINGS: Final = frozenset(
         "training.model.lora.targetModules",
         "training.model.resizeEmbeddings",
         "training.monitors",
+        "training.monitors[].fromStep",
         "training.optimizer.groups",
         "training.optimizer.groups[].learningRateRatio",
         "training.optimizer.groups[].weightDecay",
@@ -391,7 +392,8 @@ def changed_settings(before: TrainingRun, run: TrainingRun) -> list[Change]:
     run that lives.
 
     Paths of data, tokenizer and model are among them: their content is what the recipe means. A file that the
-    run carries is named with a hash of its text, since each change is a line of the run's events.
+    run carries is named with a hash of its text, since each change is a line of the run's events. Of
+    ``spec.evaluation`` is compared what the nodes are given: that there are such pods, and what waits for them.
     """
     # As they are meant and not as they are written: a default that is now written out has not changed.
     pair = [without_nulls(_meant(one), Training) for one in (before, run)]
@@ -400,7 +402,11 @@ def changed_settings(before: TrainingRun, run: TrainingRun) -> list[Change]:
             name: f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
             for name, text in training["files"].items()
         }
-    return changed_fields(pair[0], pair[1])
+    given = [
+        {"evaluation": {"keepWaiting": pods.keep_waiting}} if pods is not None else {}
+        for pods in (before.spec.evaluation, run.spec.evaluation)
+    ]
+    return [*changed_fields(*pair), *changed_fields(*given, where="spec")]
 
 
 def _meant(run: TrainingRun) -> dict[str, Any]:
