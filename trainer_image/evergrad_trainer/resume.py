@@ -35,8 +35,8 @@ class RunState:
     ``recorded``: what its data was prepared to when it began; ``total_steps``: its horizon then.
 
     For a script both are unknown: None and 0. ``model``: what its model was resolved to; None where an older
-    version began it. ``config_hash``: the hash of the recipe it began with, which its checkpoints carry;
-    empty for a fresh run.
+    version began it. ``config_hash``, ``data_fingerprint``: those of the recipe and of the data that it
+    began with, which its checkpoints carry; empty for a fresh run.
     """
 
     state: Literal["fresh", "begun", "complete"]
@@ -44,6 +44,7 @@ class RunState:
     recorded: Prepared | None = None
     model: dict[str, Any] | None = None
     config_hash: str = ""
+    data_fingerprint: str = ""
 
 
 def inspect_directory(directory: RunDirectory, run: TrainingRun, *, extend: bool) -> RunState:
@@ -104,6 +105,7 @@ def inspect_directory(directory: RunDirectory, run: TrainingRun, *, extend: bool
         recorded=Prepared.from_json(resolved["prepared"]),
         model=resolved.get("model"),
         config_hash=resolved.get("configHash", ""),
+        data_fingerprint=resolved.get("dataFingerprint", ""),
     )
 
 
@@ -171,6 +173,25 @@ def check_tokenizer_unchanged(run_state: RunState, prepared: Prepared) -> None:
                     "Restore the tokenizer's files to go on with this run, or train with these under "
                     "another run name"
                 ),
+            )
+        )
+
+
+def check_data_unchanged(
+    directory: RunDirectory, run_state: RunState, *, fingerprint: str
+) -> None:
+    """The task reads what it read when the run began. Raises RunDirectoryError.
+
+    Its checkpoints would be refused as well, but only once this start has claimed the run and left records.
+    """
+    recorded = run_state.data_fingerprint
+    if recorded and recorded != fingerprint:
+        raise RunDirectoryError(
+            Problem(
+                str(directory.path),
+                f"the data's fingerprint is {recorded!r}",
+                f"that of the data here is {fingerprint!r}",
+                "Restore the data this run began with, or start a new run with initFrom",
             )
         )
 
