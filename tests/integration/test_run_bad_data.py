@@ -116,13 +116,18 @@ CASES = [
         without("documents.jsonl"),
     ),
     Case(
-        "an empty file", ("input-O-34",), ("documents.jsonl: is empty",),
+        "an empty file",
+        ("input-O-34",),
+        ("documents.jsonl: is empty",),
         text("documents.jsonl", ""),
     ),
     Case(
         "a line that is no JSON",
         ("input-2e-14", "8d-12d:pretrain"),
-        ("documents.jsonl:2: the line is not JSON; ", "set spec.training.data.malformed to skip"),
+        (
+            "documents.jsonl:2: the line is not JSON; ",
+            "set spec.training.data.malformed to skip",
+        ),
         text("documents.jsonl", '{"text": "fine"}\nbroken\n'),
     ),
     Case(
@@ -156,7 +161,9 @@ CASES = [
         ("input-T-29",),
         ("spec.training.twoStageKl.stages[1].mixture.more: 1e-06 is too small a share",),
         recipe="two_stage_kl",
-        changes={"twoStageKl": {"stages": [{"tokens": 500}, {"mixture": {"docs": 1, "more": 1e-6}}]}},
+        changes={
+            "twoStageKl": {"stages": [{"tokens": 500}, {"mixture": {"docs": 1, "more": 1e-6}}]}
+        },
     ),
     Case(
         "a device that is not there",
@@ -217,7 +224,12 @@ CASES = [
         shows="input-G-38",
         damage=manifest(lambda raw: raw["files"][0].update(path="placed/../x")),
     ),
-    edits("a link out of the corpus", "leads out of the folder", shows="input-G-38", damage=link_out),
+    edits(
+        "a link out of the corpus",
+        "leads out of the folder",
+        shows="input-G-38",
+        damage=link_out,
+    ),
     edits(
         "an edit that changes nothing",
         "gnomad/train.jsonl:1: reference and alternate are equal",

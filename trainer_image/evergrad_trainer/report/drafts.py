@@ -202,7 +202,9 @@ def speed_plot(facts: Facts) -> Draft:
             f"median {shown}",
         )
     ]
-    description = f"{facts.unit_read.capitalize()} per second against the step; the median is {shown}."
+    description = (
+        f"{facts.unit_read.capitalize()} per second against the step; the median is {shown}."
+    )
     return Draft(
         "Throughput",
         description,
