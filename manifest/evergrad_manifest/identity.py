@@ -3,6 +3,7 @@ on the wire."""
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any, Final
@@ -44,6 +45,10 @@ RECIPE_SECTIONS: Final = (
 RECIPE_OF_RUNTIME: Final = ("precision", "matmulPrecision", "attention")
 """Fields of ``spec.training.runtime`` that choose the arithmetic."""
 OPERATIONAL_DATA: Final = ("preparedDirectory",)
+DECIDED_BY_CONTENT: Final = re.compile(
+    r"spec\.training\.((data\.sources\[\d+\]|tokenizer|model)\.path|latentEdit\.corpus)"
+)
+"""Fields that may differ in a run that has begun: what lies there is compared, as soon as it is read."""
 RECIPE_OF_SCRIPT: Final = ("command", "env", "workingDirectory")
 """Fields of ``spec.script`` that decide the result, as far as can be known."""
 OPERATIONAL_OF_SCRIPT: Final = ("gracePeriodSeconds", "metrics")

@@ -316,10 +316,30 @@ def refused(
     return said
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(one, id=one.name, marks=pytest.mark.acceptance(*one.shows)) for one in CASES],
+@pytest.mark.acceptance(
+    "input-O-34",
+    "input-2e-14",
+    "8d-12d:pretrain",
+    "input-G-52",
+    "input-A-42",
+    "8d-12d:sft",
+    "8d-12d:preference",
+    "input-T-29",
+    "input-G-21",
+    "input-A-59",
+    "input-G-16",
+    "input-G-18",
+    "input-G-28",
+    "input-G-35",
+    "input-G-38",
+    "input-G-40",
+    "input-G-41",
+    "input-G-49",
+    "input-1e-13",
+    "input-1e-14",
+    "input-1e-16",
 )
+@pytest.mark.parametrize("case", CASES, ids=[one.name for one in CASES])
 def test_wrong_data_end_the_command_with_64_and_leave_each_file_of_the_run_as_it_was(
     case: Case,
     begun: Begun,
@@ -342,3 +362,11 @@ def test_wrong_data_end_the_command_with_64_and_leave_each_file_of_the_run_as_it
     assert "checkpoints/step-2/manifest.json" in before
     refused(folder / "runs/tiny", capsys, monkeypatch)
     assert listing(folder / "runs/tiny") == before
+
+
+def test_each_row_that_is_shown_has_a_case() -> None:
+    test = test_wrong_data_end_the_command_with_64_and_leave_each_file_of_the_run_as_it_was
+    marks = [mark for mark in test.pytestmark if mark.name == "acceptance"]  # type: ignore[attr-defined]
+    assert {row for mark in marks for row in mark.args} == {
+        row for case in CASES for row in case.shows
+    }

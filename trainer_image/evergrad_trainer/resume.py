@@ -1,6 +1,5 @@
 """State of the run in a directory, and the check that this manifest may go on with it."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,7 +12,13 @@ from evergrad_manifest.differences import (
 )
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
-from evergrad_manifest.identity import config_hash, from_wire, recipe_of, to_wire
+from evergrad_manifest.identity import (
+    DECIDED_BY_CONTENT,
+    config_hash,
+    from_wire,
+    recipe_of,
+    to_wire,
+)
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.run_directory import RunDirectory
@@ -22,10 +27,6 @@ if TYPE_CHECKING:
     from evergrad_trainer.checkpoint.manifest import Identity
 
 _HORIZON = "spec.training.horizon"
-_DECIDED_BY_CONTENT = re.compile(
-    r"spec\.training\.((data\.sources\[\d+\]|tokenizer|model)\.path|latentEdit\.corpus)"
-)
-"""Fields that may differ in a run that has begun: what lies there is compared, as soon as it is read."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def inspect_directory(directory: RunDirectory, run: TrainingRun, *, extend: bool
         (path, old, new)
         for path, old, new in changed_fields(recipe_of(before), recipe_of(run))
         # Another place is no other content.
-        if not (_DECIDED_BY_CONTENT.fullmatch(path) and ABSENT not in (old, new))
+        if not (DECIDED_BY_CONTENT.fullmatch(path) and ABSENT not in (old, new))
     ]
     # The horizon alone may grow, and only where that was asked for: it shapes the schedule.
     horizon = [change for change in changes if change[0].startswith(_HORIZON)]
