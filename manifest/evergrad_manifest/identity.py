@@ -398,7 +398,7 @@ def changed_settings(before: TrainingRun, run: TrainingRun) -> list[Change]:
 
     Paths of data, tokenizer and model are among them: their content is what the recipe means. A file that the
     run carries is named with a hash of its text, since each change is a line of the run's events. The
-    part of ``spec.evaluation`` that nodes are given is compared, too: that there are such pods, and what waits.
+    part of ``spec.evaluation`` that nodes are given is compared, too: that it is there, and ``keepWaiting``.
     """
     # As they are meant and not as they are written: a default that is now written out has not changed.
     pair = [without_nulls(_meant(one), Training) for one in (before, run)]

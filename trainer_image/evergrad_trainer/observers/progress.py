@@ -59,7 +59,7 @@ class ProgressLines(BaseObserver):
             f"start run={info.name} step={info.start_step}/{info.total_steps} model={info.model} "
             f"parameters={short_count(info.parameters)} processes={info.world_size} "
             f"precision={info.precision} "
-            f"parallelism={info.parallelism} tokens_per_step={info.tokens_per_step} "
+            f"parallelism={info.parallelism} {info.unit_read}_per_step={info.tokens_per_step} "
             f"directory={info.run_directory}"
         )
         if info.metrics_address:
