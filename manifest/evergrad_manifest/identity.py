@@ -162,7 +162,6 @@ _LATER_SETTINGS: Final = frozenset(
         "training.model.lora.targetModules",
         "training.model.resizeEmbeddings",
         "training.monitors",
-        "training.monitors[].fromStep",
         "training.optimizer.groups",
         "training.optimizer.groups[].learningRateRatio",
         "training.optimizer.groups[].weightDecay",

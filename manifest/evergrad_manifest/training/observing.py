@@ -95,8 +95,6 @@ class Monitor(Section):
     """``loss``, ``grad_norm``, a metric of the recipe, or ``<evaluation set>/<metric>``."""
     policy: Literal["warn", "save", "stop"] = "warn"
     """When it begins: an event and a line; also save; or also stop, state saved."""
-    from_step: Count = Field(default=1, ge=1, le=10**9)
-    """First step that is looked at: a warm-up before it counts nothing."""
     window: Count | None = Field(default=None, ge=1, le=100)
     """Newest values whose mean is looked at; default: 20 for divergence, else 1."""
     limit: Real | None = None

@@ -96,17 +96,6 @@ def test_steps_without_a_number_say_nothing() -> None:
     assert said(alerts_of(rule, [1.0, math.nan, 1.5, math.inf, 2.0])) == [(5, 2.0, 1.0)]
 
 
-@pytest.mark.parametrize("first", [1, 3])
-def test_steps_before_the_first_one_that_is_looked_at_count_nothing(first: int) -> None:
-    """Neither as a first or lowest value, nor in a window, nor as the beginning of what is looked for."""
-    values = [4.0, 0.1, 1.0, 1.0, 0.4]
-    collapse = Rule("collapse", "spread", "stop", from_step=first, ratio=0.5)
-    divergence = Rule("divergence", "spread", "stop", from_step=first, ratio=2.0)
-    expected = {1: ([(2, 0.1, 2.0)], [(3, 1.0, 0.2)]), 3: ([(5, 0.4, 0.5)], [])}
-    found = [said(alerts_of(rule, values)) for rule in (collapse, divergence)]
-    assert found == [*expected[first]]
-
-
 @pytest.mark.acceptance("number-G-86")
 @pytest.mark.capability("G-86")
 def test_ten_thousand_healthy_values_raise_no_alert() -> None:

@@ -25,7 +25,6 @@ class Rule:
     kind: Kind
     metric: str
     policy: Policy
-    from_step: int = 1
     window: int = 1
     limit: float | None = None
     ratio: float = 1.0
@@ -71,7 +70,6 @@ def rule_of(monitor: Monitor) -> Rule:
         kind=monitor.type,
         metric=monitor.metric,
         policy=monitor.policy,
-        from_step=monitor.from_step,
         window=monitor.window or (DIVERGENCE_WINDOW if is_divergence else 1),
         limit=monitor.limit,
         ratio=ratio if monitor.ratio is None else monitor.ratio,
@@ -114,8 +112,6 @@ class Watch:
     def look(self, step: int, measured: Mapping[str, float]) -> Alert | None:
         """Take the values after ``step``; an alert where it begins now."""
         rule = self.rule
-        if step < rule.from_step:
-            return None
         value = measured.get(rule.metric, math.nan)
         other = measured.get(rule.of, math.nan) if rule.of else 0.0
         # A step that was skipped has no loss; it says nothing about those around it.
