@@ -1035,6 +1035,8 @@ def test_an_edit_that_adds_changes_or_removes_evaluation_pods_is_named() -> None
     for evaluation in ({}, {"keepWaiting": 9}, None):
         world.set_spec(evaluation=evaluation)
         world.settle()
+        world.leave()
+        world.settle()
     assert [one.message for one in world.events if one.reason == "SettingsChanged"] == [
         'spec.evaluation: nothing → {"keepWaiting": 4}',
         "spec.evaluation.keepWaiting: 4 → 9",
