@@ -171,12 +171,6 @@ CASES = [
         ("spec.training.runtime.device: ",),
         changes={"runtime": {"device": "cuda"}},
     ),
-    Case(
-        "a model without a width",
-        ("input-A-59",),
-        ("has neither hidden_size nor hidden_sizes",),
-        changes={"model": {"config": {"model_type": "gpt2"}}},
-    ),
     # Corpora of edits.
     edits(
         "no snapshot",
@@ -326,7 +320,6 @@ def refused(
     "8d-12d:preference",
     "input-T-29",
     "input-G-21",
-    "input-A-59",
     "input-G-16",
     "input-G-18",
     "input-G-28",

@@ -203,24 +203,23 @@ def test_records_have_the_order_of_what_happened_and_name_no_folder_of_this_mach
     directory = experiment.at()
     rows = read_lines(directory / "events.jsonl")
     assert [row["time"] for row in rows] == sorted(row["time"] for row in rows)
-    told = [(row["type"], row["step"]) for row in rows if row["type"] not in ("phases", "save")]
+    ends = ("start", "stop", "complete", "end")
+    told = [(row["type"], row["step"]) for row in rows if row["type"] in ends]
     assert told == [
         ("start", 0), ("stop", 4), ("end", 4),
         ("start", 4), ("stop", 8), ("complete", 8), ("end", 8),
     ]  # fmt: skip
-    # A save is written behind the training, and told once it is there: before the end that waits for it.
-    kinds = [(row["generation"], row["type"], row["step"]) for row in rows]
-    for generation, step, before in ((1, 2, "stop"), (1, 4, "end"), (2, 6, "stop")):
-        assert kinds.index((generation, "save", step)) < [one[:2] for one in kinds].index(
-            (generation, before)
-        )
+    # A save is written behind the training and told once it is there, before the end that waits for it.
+    saves = [(row["generation"], row["checkpoint"]) for row in rows if row["type"] == "save"]
+    assert saves == [(1, "step-2"), (1, "step-4"), (2, "step-6"), (2, "step-8")]
+    assert [row["type"] for row in rows].index("end") > rows.index(
+        next(row for row in rows if row.get("checkpoint") == "step-4")
+    )
 
-    published = [
-        directory / name
-        for name in ("metrics.jsonl", "events.jsonl", "evaluation.jsonl", "provenance.json")
-    ]
-    published += [directory / name for name in ("summary.json", "report.md", "report.html")]
-    for path in published:
+    lines = [f"{name}.jsonl" for name in ("metrics", "events", "evaluation")]
+    for path in (
+        directory / one for one in (*lines, "summary.json", "report.md", "report.html")
+    ):
         text = path.read_text("utf-8")
         assert str(experiment.path) not in text and str(Path.home()) not in text, path.name
 
