@@ -3,6 +3,7 @@ on the wire."""
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any, Final
@@ -44,6 +45,10 @@ RECIPE_SECTIONS: Final = (
 RECIPE_OF_RUNTIME: Final = ("precision", "matmulPrecision", "attention")
 """Fields of ``spec.training.runtime`` that choose the arithmetic."""
 OPERATIONAL_DATA: Final = ("preparedDirectory",)
+DECIDED_BY_CONTENT: Final = re.compile(
+    r"spec\.training\.((data\.sources\[\d+\]|tokenizer|model)\.path|latentEdit\.corpus)"
+)
+"""Fields that may differ in a run that has begun: what lies there is compared, as soon as it is read."""
 RECIPE_OF_SCRIPT: Final = ("command", "env", "workingDirectory")
 """Fields of ``spec.script`` that decide the result, as far as can be known."""
 OPERATIONAL_OF_SCRIPT: Final = ("valueFrom", "gracePeriodSeconds", "metrics")
@@ -391,7 +396,8 @@ def changed_settings(before: TrainingRun, run: TrainingRun) -> list[Change]:
     run that lives.
 
     Paths of data, tokenizer and model are among them: their content is what the recipe means. A file that the
-    run carries is named with a hash of its text, since each change is a line of the run's events.
+    run carries is named with a hash of its text, since each change is a line of the run's events. The
+    part of ``spec.evaluation`` that nodes are given is compared, too: that it is there, and ``keepWaiting``.
     """
     # As they are meant and not as they are written: a default that is now written out has not changed.
     pair = [without_nulls(_meant(one), Training) for one in (before, run)]
@@ -400,7 +406,11 @@ def changed_settings(before: TrainingRun, run: TrainingRun) -> list[Change]:
             name: f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
             for name, text in training["files"].items()
         }
-    return changed_fields(pair[0], pair[1])
+    given = [
+        {"evaluation": {"keepWaiting": pods.keep_waiting}} if pods is not None else {}
+        for pods in (before.spec.evaluation, run.spec.evaluation)
+    ]
+    return [*changed_fields(*pair), *changed_fields(*given, where="spec")]
 
 
 def _meant(run: TrainingRun) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 @pytest.mark.acceptance("8d-11i:latent_edit")
-@pytest.mark.capability("G-31", "G-80", "G-84", "G-90")
+@pytest.mark.capability("G-80", "G-84", "G-90")
 def test_it_trains_and_is_measured_beside_the_trivial_baselines(whole: Experiment) -> None:
     directory = whole.at("undisturbed")
     rows = curve(directory)

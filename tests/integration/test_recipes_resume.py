@@ -34,6 +34,7 @@ EVERY_BATCH = constant("evergrad_trainer.training.evaluation._ROUNDS_BETWEEN_EXC
 @pytest.mark.acceptance(
     "8d-3a:sft", "8d-3a:two_stage_kl", "8d-3a:latent_edit", "8d-3a:preference"
 )
+@pytest.mark.capability("G-31")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_run_that_is_stopped_and_killed_again_and_again_ends_with_the_bits_of_an_undisturbed_one(
     whole_of: WholeOf, recipe: str
@@ -115,8 +116,10 @@ def test_a_run_does_not_go_on_with_other_data_and_nothing_is_overwritten(
 
     if recipe == "latent_edit":
         write_corpus(experiment.path / "corpus", train=5)
-        where = str(experiment.at() / "checkpoints/step-2")
-        texts = [f"{where}: the data's fingerprint is", "Restore the data this run began with"]
+        texts = [
+            f"{experiment.at()}: the data's fingerprint is",
+            "Restore the data this run began with",
+        ]
     else:
         path = experiment.path / OTHER_DATA[recipe]
         path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
@@ -164,8 +167,7 @@ def test_a_run_does_not_go_on_as_another_recipe_and_nothing_is_overwritten(
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
-    """What training has written: rows, records and checkpoints, without the claims of starts."""
-    names = ("run.json", "metrics.jsonl", "evaluation.jsonl")
-    files = [directory / name for name in names if (directory / name).exists()]
-    files += (one for one in (directory / "checkpoints").glob("step-*/*") if one.is_file())
+    """All that starts and training have written."""
+    files = [one for one in directory.rglob("*") if one.is_file()]
+    assert directory / "checkpoints/step-2/manifest.json" in files
     return {one.relative_to(directory).as_posix(): one.read_bytes() for one in files}

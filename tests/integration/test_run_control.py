@@ -90,7 +90,9 @@ def test_the_command_trains_a_file_to_its_report_and_then_does_nothing_more(
         "report.md",
     }
     assert json.loads((directory / "complete.json").read_text())["step"] == 8
-    assert f"report: {directory.relative_to(experiment.path)}/report.html" in out
+    shown = directory.relative_to(experiment.path)
+    assert f"page: evergrad open {shown}\n" in out
+    assert f"report: {shown}/report.html" in out
 
     before = snapshot(directory)
     again = experiment.run()
@@ -176,13 +178,50 @@ def test_stop_after_steps_counts_the_steps_of_one_process(
 def test_stop_after_step_stops_the_run_there_however_often_it_is_started(
     experiment: Experiment,
 ) -> None:
+    # A schedule whose every step depends on its length, which a stop does not change.
+    experiment.write(recipe(schedule={"type": "linear"}))
+    experiment.run(directory="undisturbed")
     stop = ("--set", "spec.training.stop.afterStep=5")
     experiment.run(*stop, expect=STOPPED_SAVED)
     experiment.run(*stop, expect=STOPPED_SAVED)
     assert steps_of(experiment.at()) == [1, 2, 3, 4, 5]
     assert events(experiment.at(), "stop")[-1]["reason"] == "after_step"
+    rates = [row["learning_rate"] for row in curve(experiment.at()).values()]
+    assert rates == pytest.approx([3e-3 * (8 - step) / 8 for step in range(5)])
     experiment.run()
     assert steps_of(experiment.at()) == list(range(1, 9))
+    assert_same_curve(experiment.at("undisturbed"), experiment.at())
+
+
+@pytest.mark.acceptance("8d-15b", "8d-15d")
+def test_records_have_the_order_of_what_happened_and_name_no_folder_of_this_machine(
+    experiment: Experiment,
+) -> None:
+    experiment.write(recipe(**EVALUATED, checkpoint={"every": {"steps": 2}}))
+    experiment.run("--stop-after-steps", "4", expect=STOPPED_SAVED)
+    experiment.run()
+    directory = experiment.at()
+    rows = read_lines(directory / "events.jsonl")
+    assert [row["time"] for row in rows] == sorted(row["time"] for row in rows)
+    ends = ("start", "stop", "complete", "end")
+    told = [(row["type"], row["step"]) for row in rows if row["type"] in ends]
+    assert told == [
+        ("start", 0), ("stop", 4), ("end", 4),
+        ("start", 4), ("stop", 8), ("complete", 8), ("end", 8),
+    ]  # fmt: skip
+    # A save is written behind the training and told once it is there, before the end that waits for it.
+    saves = [(row["generation"], row["checkpoint"]) for row in rows if row["type"] == "save"]
+    assert saves == [(1, "step-2"), (1, "step-4"), (2, "step-6"), (2, "step-8")]
+    assert [row["type"] for row in rows].index("end") > rows.index(
+        next(row for row in rows if row.get("checkpoint") == "step-4")
+    )
+
+    lines = [f"{name}.jsonl" for name in ("metrics", "events", "evaluation")]
+    for path in (
+        directory / one for one in (*lines, "summary.json", "report.md", "report.html")
+    ):
+        text = path.read_text("utf-8")
+        assert str(experiment.path) not in text and str(Path.home()) not in text, path.name
 
 
 def test_stop_after_steps_below_one_is_refused(experiment: Experiment) -> None:

@@ -150,6 +150,7 @@ def compare_layouts(world: World, directory: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.capability("O-23")
 def test_two_copies_of_two_shards_train_as_one_copy_of_four_and_hold_twice_as_much(
     tmp_path: Path,
 ) -> None:

@@ -180,6 +180,7 @@ def test_replicas_on_one_machine_add_up_and_shards_do_not() -> None:
 
 
 @pytest.mark.acceptance("input-G-21")
+@pytest.mark.capability("O-23", "O-30")
 def test_devices_and_compilers_that_were_asked_for_must_be_there() -> None:
     assert list(check_device(training(), MACHINE)) == []
     assert "no cuda device is visible" in str(

@@ -14,6 +14,7 @@ from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.resume import (
     RunState,
+    check_data_unchanged,
     check_extension,
     check_model_unchanged,
     check_tokenizer_unchanged,
@@ -184,6 +185,19 @@ def test_data_and_a_model_may_lie_elsewhere_and_the_run_keeps_its_identity(
 def test_a_model_that_becomes_a_directory_is_another_model(directory: RunDirectory) -> None:
     assert "spec.training.model.path: 'm' here" in refusal(
         directory, make_run(model={"path": "m"})
+    )
+
+
+def test_other_data_are_refused_before_the_run_is_claimed(directory: RunDirectory) -> None:
+    run_state = inspect_directory(directory, make_run(), extend=False)
+    assert run_state.data_fingerprint == "f"
+    check_data_unchanged(directory, run_state, fingerprint="f")
+    check_data_unchanged(directory, RunState("fresh"), fingerprint="other")
+    with pytest.raises(RunDirectoryError) as raised:
+        check_data_unchanged(directory, run_state, fingerprint="other")
+    assert str(raised.value) == (
+        f"{directory.path}: the data's fingerprint is 'f'; that of the data here is 'other'. Restore the data "
+        "this run began with, or start a new run with initFrom."
     )
 
 

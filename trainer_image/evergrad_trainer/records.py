@@ -6,6 +6,13 @@ from typing import Any, Final, Literal
 
 TOKENS: Final = "tokens"
 """Items over which the loss of a language model is a mean."""
+SAMPLES: Final = "samples"
+"""Unit of what a run reads where its samples are no text: each counts as one."""
+
+
+def unit_read(*, tokens_per_step: object, samples_per_step: object) -> str:
+    """Name what the column ``tokens`` counts. A sample of text has two tokens at least."""
+    return SAMPLES if tokens_per_step == samples_per_step is not None else TOKENS
 
 
 @dataclass(frozen=True)
@@ -197,3 +204,10 @@ class RunInfo:
     """Floating-point operations of the model in one step of all processes; None where they are not known."""
     peak_flops: float | None = None
     """The most that the device of one process can do a second; None where it is not known."""
+
+    @property
+    def unit_read(self) -> str:
+        """Unit of ``tokens_per_step``."""
+        return unit_read(
+            tokens_per_step=self.tokens_per_step, samples_per_step=self.samples_per_step
+        )

@@ -1,6 +1,5 @@
 """State of the run in a directory, and the check that this manifest may go on with it."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,7 +12,13 @@ from evergrad_manifest.differences import (
 )
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
-from evergrad_manifest.identity import config_hash, from_wire, recipe_of, to_wire
+from evergrad_manifest.identity import (
+    DECIDED_BY_CONTENT,
+    config_hash,
+    from_wire,
+    recipe_of,
+    to_wire,
+)
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.run_directory import RunDirectory
@@ -22,10 +27,6 @@ if TYPE_CHECKING:
     from evergrad_trainer.checkpoint.manifest import Identity
 
 _HORIZON = "spec.training.horizon"
-_DECIDED_BY_CONTENT = re.compile(
-    r"spec\.training\.((data\.sources\[\d+\]|tokenizer|model)\.path|latentEdit\.corpus)"
-)
-"""Fields that may differ in a run that has begun: what lies there is compared, as soon as it is read."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class RunState:
     ``recorded``: what its data was prepared to when it began; ``total_steps``: its horizon then.
 
     For a script both are unknown: None and 0. ``model``: what its model was resolved to; None where an older
-    version began it. ``config_hash``: the hash of the recipe it began with, which its checkpoints carry;
-    empty for a fresh run.
+    version began it. ``config_hash``, ``data_fingerprint``: those of the recipe and of the data that it
+    began with, which its checkpoints carry; empty for a fresh run.
     """
 
     state: Literal["fresh", "begun", "complete"]
@@ -44,6 +45,7 @@ class RunState:
     recorded: Prepared | None = None
     model: dict[str, Any] | None = None
     config_hash: str = ""
+    data_fingerprint: str = ""
 
 
 def inspect_directory(directory: RunDirectory, run: TrainingRun, *, extend: bool) -> RunState:
@@ -77,7 +79,7 @@ def inspect_directory(directory: RunDirectory, run: TrainingRun, *, extend: bool
         (path, old, new)
         for path, old, new in changed_fields(recipe_of(before), recipe_of(run))
         # Another place is no other content.
-        if not (_DECIDED_BY_CONTENT.fullmatch(path) and ABSENT not in (old, new))
+        if not (DECIDED_BY_CONTENT.fullmatch(path) and ABSENT not in (old, new))
     ]
     # The horizon alone may grow, and only where that was asked for: it shapes the schedule.
     horizon = [change for change in changes if change[0].startswith(_HORIZON)]
@@ -104,6 +106,7 @@ def inspect_directory(directory: RunDirectory, run: TrainingRun, *, extend: bool
         recorded=Prepared.from_json(resolved["prepared"]),
         model=resolved.get("model"),
         config_hash=resolved.get("configHash", ""),
+        data_fingerprint=resolved.get("dataFingerprint", ""),
     )
 
 
@@ -171,6 +174,25 @@ def check_tokenizer_unchanged(run_state: RunState, prepared: Prepared) -> None:
                     "Restore the tokenizer's files to go on with this run, or train with these under "
                     "another run name"
                 ),
+            )
+        )
+
+
+def check_data_unchanged(
+    directory: RunDirectory, run_state: RunState, *, fingerprint: str
+) -> None:
+    """The task reads what it read when the run began. Raises RunDirectoryError.
+
+    Its checkpoints would be refused as well, but only once this start has claimed the run and left records.
+    """
+    recorded = run_state.data_fingerprint
+    if recorded and recorded != fingerprint:
+        raise RunDirectoryError(
+            Problem(
+                str(directory.path),
+                f"the data's fingerprint is {recorded!r}",
+                f"that of the data here is {fingerprint!r}",
+                "Restore the data this run began with, or start a new run with initFrom",
             )
         )
 

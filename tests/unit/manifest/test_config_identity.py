@@ -392,6 +392,7 @@ def test_pods_that_evaluate_are_no_part_of_the_identity_and_nodes_agree_that_the
     )
     assert config_hash(without) == config_hash(first) == config_hash(second)
     assert settings_hash(first) == settings_hash(second) != settings_hash(without)
+    assert changed_settings(first, second) == [("spec.evaluation.keepWaiting", 4, 8)]
     # What a set does without a word, written out, changes nothing; the other does.
     named = "spec.training.evaluation.sets=[{name: heldOut, samples: 3, whileTraining: "
     for pods, default, other in (

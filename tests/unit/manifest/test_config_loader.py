@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from evergrad_cli.main import main
 from evergrad_manifest.errors import ConfigurationError, Problem
 from evergrad_manifest.reading.loader import MAX_BYTES, LoadedManifest, load_manifest
 from evergrad_manifest.reading.overrides import Override, parse_override, parse_path
@@ -402,6 +403,7 @@ def test_a_run_without_a_name_is_refused_and_gets_none_made_up(manifest: Path) -
     )
     [said] = problems(manifest)
     assert said.startswith("metadata.name: missing; it has no default. Add `name`")
+    assert main(["run", str(manifest)]) == 64
 
 
 @pytest.mark.capability("O-27")

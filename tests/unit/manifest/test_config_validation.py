@@ -73,6 +73,7 @@ def test_a_part_is_of_its_first_type_unless_it_names_another_of_its_own(
         load_manifest(BASE, overrides=[f"{where}=unknown"])
     [said] = [str(one) for one in refused.value.problems if one.path == where]
     assert f"'unknown' is not one of {', '.join((first, *others))}" in said
+    assert main(["run", str(BASE), "--set", f"{where}=unknown"]) == 64
 
 
 @pytest.mark.acceptance("input-G-4", "input-A-46", "input-2e-1", "input-4e-11")
@@ -107,7 +108,7 @@ def test_a_part_is_of_its_first_type_unless_it_names_another_of_its_own(
     "input-4e-14",
     "input-5e-12",
 )
-@pytest.mark.capability("O-6", "A-1", "A-4", "A-6")
+@pytest.mark.capability("O-6", "A-1", "A-4", "A-6", "A-28")
 @pytest.mark.parametrize("case", TABLE, ids=[case["name"] for case in TABLE])
 def test_each_bad_manifest_is_refused_with_all_its_problems_and_no_other(
     case: dict[str, Any],

@@ -1,14 +1,16 @@
 """Names of options that other trainers have: each is refused with what to write instead."""
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
+from evergrad_cli.main import main
 from evergrad_manifest.base import Section
 from evergrad_manifest.envelope import TrainingRun
-from evergrad_manifest.errors import ConfigurationError
+from evergrad_manifest.errors import ConfigurationError, Problem
 from evergrad_manifest.fields import find_field, walk_fields
 from evergrad_manifest.reading.foreign import FOREIGN
 from evergrad_manifest.reading.foreign_values import FOREIGN_VALUES
@@ -16,7 +18,30 @@ from evergrad_manifest.reading.loader import load_manifest
 from evergrad_manifest.reading.problems import problems_of
 from evergrad_manifest.spelling import fold
 
+Refuse = Callable[[str], tuple[Problem, ...]]
 BASE = Path(__file__).parent / "base_manifest.yaml"
+
+
+@pytest.fixture
+def refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refuse:
+    """The problems of a manifest with an override, which `evergrad run` says too: it ends with 64 and leaves
+    the run directory as it was."""
+
+    def problems(override: str) -> tuple[Problem, ...]:
+        with pytest.raises(ConfigurationError) as refused:
+            load_manifest(BASE, overrides=[override])
+        directory = tmp_path / "run"
+        directory.mkdir(exist_ok=True)
+        (directory / "run.json").write_text("{}")
+        code = main(["run", str(BASE), "--run-directory", str(directory), "--set", override])
+        said = capsys.readouterr()
+        assert (code, said.out) == (64, "")
+        assert said.err.splitlines() == [f"error: {one}" for one in refused.value.problems]
+        assert [one.name for one in directory.iterdir()] == ["run.json"]
+        assert (directory / "run.json").read_text() == "{}"
+        return refused.value.problems
+
+    return problems
 
 
 _OF_MICRO = (
@@ -92,10 +117,10 @@ _OF_MICRO = (
         ("spec.training.data.sample_seed", "Write spec.training.reproducibility.dataSeed."),
     ],
 )
-def test_an_option_of_other_trainers_is_refused_with_what_to_write(key: str, said: str) -> None:
-    with pytest.raises(ConfigurationError) as refused:
-        load_manifest(BASE, overrides=[f"{key}=2"])
-    [problem] = [one for one in refused.value.problems if one.path == key]
+def test_an_option_of_other_trainers_is_refused_with_what_to_write(
+    refuse: Refuse, key: str, said: str
+) -> None:
+    [problem] = [one for one in refuse(f"{key}=2") if one.path == key]
     assert said in str(problem)
 
 
@@ -143,11 +168,11 @@ def test_an_option_of_other_trainers_is_refused_with_what_to_write(key: str, sai
         ("loss_reduction", "each token of a step counts the same; the mean of the means"),
     ],
 )
-def test_what_is_not_built_is_refused_with_its_reason(key: str, said: str) -> None:
+def test_what_is_not_built_is_refused_with_its_reason(
+    refuse: Refuse, key: str, said: str
+) -> None:
     path = f"spec.training.{key}"
-    with pytest.raises(ConfigurationError) as refused:
-        load_manifest(BASE, overrides=[f"{path}=2"])
-    [problem] = [one for one in refused.value.problems if one.path == path]
+    [problem] = [one for one in refuse(f"{path}=2") if one.path == path]
     assert said in str(problem)
 
 
@@ -188,12 +213,10 @@ def test_what_is_not_built_is_refused_with_its_reason(key: str, said: str) -> No
     ],
 )
 def test_a_part_of_another_trainers_section_is_refused_with_its_reason(
-    key: str, said: str
+    refuse: Refuse, key: str, said: str
 ) -> None:
     path = f"spec.training.{key}"
-    with pytest.raises(ConfigurationError) as refused:
-        load_manifest(BASE, overrides=[f"{path}=2"])
-    [problem] = [one for one in refused.value.problems if one.path == path]
+    [problem] = [one for one in refuse(f"{path}=2") if one.path == path]
     assert "is an option of other trainers" in str(problem)
     assert said in str(problem)
 
@@ -226,15 +249,13 @@ def test_an_optimizer_of_the_users_own_is_refused_with_its_reason() -> None:
 @pytest.mark.acceptance("input-A-50")
 @pytest.mark.capability("A-50")
 def test_a_length_from_the_model_is_refused_and_the_models_number_is_named(
-    tmp_path: Path,
+    refuse: Refuse, tmp_path: Path
 ) -> None:
     path = "spec.training.data.sequenceLength"
     why = (
         "it decides which tokens are a sample, and must not change where the model's file does"
     )
-    with pytest.raises(ConfigurationError) as refused:
-        load_manifest(BASE, overrides=[f"{path}=auto"])
-    [problem] = refused.value.problems
+    [problem] = refuse(f"{path}=auto")
     assert f"{path}: 'auto' is not a number (--set); {why}. Write the number" in str(problem)
 
     # Left out, the error has what to write, where the file has it.
@@ -289,11 +310,9 @@ def test_the_loss_of_a_step_chooses_no_best_checkpoint(metric: str) -> None:
     ],
 )
 def test_a_value_of_other_trainers_is_refused_with_its_reason(
-    path: str, value: str, said: str
+    refuse: Refuse, path: str, value: str, said: str
 ) -> None:
-    with pytest.raises(ConfigurationError) as refused:
-        load_manifest(BASE, overrides=[f"{path}={value}"])
-    assert [str(one) for one in refused.value.problems] == [f"{path}: {said}"]
+    assert [str(one) for one in refuse(f"{path}={value}")] == [f"{path}: {said}"]
 
 
 def test_each_foreign_value_is_one_of_a_field_that_exists() -> None:

@@ -1,5 +1,7 @@
-"""Pages for users of four other trainers: fields that they name exist, and the converted files mean the same."""
+"""Pages for users of other trainers: options have a line, fields that they name exist, and converted files mean
+the same."""
 
+import csv
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,42 @@ from evergrad_manifest.training.latent_edit import published_mixture
 
 FOLDER = Path(__file__).resolve().parents[3] / "docs" / "migrating"
 PAGES = ("chemlactica", "genolewm", "optimus-dl", "theseus")
+
+
+OPTIONS = {
+    "arctictraining": ("A", 1, 37),
+    "chemlactica": ("C", 1, 30),
+    "genolewm": ("G", 2, 11),
+    "optimus-dl": ("O", 8, 27),
+    "theseus": ("T", 20, 37),
+}
+"""The rows of docs/capabilities.csv that are options of each system."""
+
+
+def options_of(page: str) -> dict[str, str]:
+    """The last parts of the names of a system's options, each with the id of its row."""
+    letter, first, last = OPTIONS[page]
+    ids = {f"{letter}-{number}" for number in range(first, last + 1)}
+    found = {}
+    with (FOLDER.parent / "capabilities.csv").open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            if row["id"] in ids:
+                # theseus has a path behind the name, and its file has the path's last part.
+                path = re.search(r"\(([\w/]+)\)", row["capability"])
+                names = path[1] if path else re.sub(r" \(.*\)", "", row["capability"])
+                for name in names.split(", "):
+                    found[re.split(r"[./]", name)[-1]] = row["id"]
+    assert len(set(found.values())) == len(ids)
+    return found
+
+
+@pytest.mark.parametrize("page", OPTIONS)
+def test_each_option_of_a_system_has_a_line_on_its_page(page: str) -> None:
+    text = (FOLDER / f"{page}.md").read_text("utf-8")
+    cells = re.findall(r"^\| (.*?) \|", text, re.MULTILINE)
+    named = {name for cell in cells for name in re.findall(r"\w+", cell)}
+    missing = {name: row for name, row in options_of(page).items() if name not in named}
+    assert missing == {}
 
 
 def read(name: str, folder: Path) -> tuple[dict[str, Any], Training]:

@@ -32,7 +32,7 @@ def test_the_attention_that_torch_takes_by_itself_is_named() -> None:
     assert choose() == "flash"
 
 
-@pytest.mark.capability("C-19")
+@pytest.mark.capability("C-19", "A-40")
 def test_attention_runs_by_the_chosen_kernel_also_when_it_is_computed_again() -> None:
     query = torch.randn(1, 4, 8, 16, requires_grad=True)
     seen = []

@@ -8,6 +8,7 @@ import torch
 from evergrad_trainer.models.randomness import Purpose, keyed_seed, seed_generators
 
 
+@pytest.mark.acceptance("number-G-60")
 @pytest.mark.capability("G-22", "G-60")
 def test_every_key_has_a_seed_of_its_own() -> None:
     keys = itertools.product((0, 1, 2**63 - 1), range(20), range(20), Purpose)
@@ -28,13 +29,14 @@ def test_parts_of_a_key_are_not_interchangeable() -> None:
     assert keyed_seed(1, 0, 2, Purpose.FORWARD) != keyed_seed(0, 1, 2, Purpose.FORWARD)
 
 
-def test_neighbouring_seeds_share_no_bits_to_speak_of() -> None:
-    pairs = [
-        (keyed_seed(0, step, 0, Purpose.FORWARD), keyed_seed(0, step + 1, 0, Purpose.FORWARD))
-        for step in range(500)
-    ]
-    different = [bin(one ^ other).count("1") for one, other in pairs]
-    assert 29 < sum(different) / len(different) < 34
+@pytest.mark.acceptance("number-G-60")
+@pytest.mark.parametrize("purpose", Purpose)
+def test_neighbouring_seeds_and_steps_share_no_bits_to_speak_of(purpose: Purpose) -> None:
+    seeds = [keyed_seed(seed, 0, 0, purpose) for seed in range(501)]
+    steps = [keyed_seed(0, step, 0, purpose) for step in range(501)]
+    for numbers in (seeds, steps):
+        different = [(one ^ other).bit_count() for one, other in itertools.pairwise(numbers)]
+        assert 29 < sum(different) / len(different) < 34
 
 
 def test_a_slot_draws_the_same_numbers_whatever_was_drawn_before() -> None:

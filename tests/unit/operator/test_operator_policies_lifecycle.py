@@ -1029,6 +1029,21 @@ def test_an_edit_of_a_run_without_pods_is_not_told_again_by_its_later_edits() ->
     assert told() == ["spec.training.skipSteps: [] → [12]"] * 2
 
 
+def test_an_edit_that_adds_changes_or_removes_evaluation_pods_is_named() -> None:
+    sets = {key: value for key, value in TRAINING["evaluation"].items() if key != "every"}
+    world = Simulation(make_run(training={**TRAINING, "evaluation": sets})).run()
+    for evaluation in ({}, {"keepWaiting": 9}, None):
+        world.set_spec(evaluation=evaluation)
+        world.settle()
+        world.leave()
+        world.settle()
+    assert [one.message for one in world.events if one.reason == "SettingsChanged"] == [
+        'spec.evaluation: nothing → {"keepWaiting": 4}',
+        "spec.evaluation.keepWaiting: 4 → 9",
+        'spec.evaluation: {"keepWaiting": 9} → nothing',
+    ]
+
+
 def test_a_setting_that_takes_no_restart_is_an_event_too() -> None:
     world = Simulation().run()
     world.set_spec(training={**TRAINING, "skipSteps": [12]})

@@ -1,12 +1,36 @@
 """Names of recipes: each is a task of its own, with the sections that the file may have beside it."""
 
+import re
+from pathlib import Path
+
 import pytest
 
+import evergrad_trainer
 from evergrad_manifest.training import RECIPES as NAMES
 from evergrad_trainer.recipes import RECIPES
+
+PACKAGE = Path(evergrad_trainer.__file__).parent
+SECTIONS = ("twoStageKl", "latentEdit")
+"""Sections of the file that have a recipe's name in the other spelling."""
 
 
 @pytest.mark.capability("A-1")
 def test_each_name_that_a_file_may_have_is_a_task_of_its_own() -> None:
     assert tuple(RECIPES) == NAMES
     assert len(set(RECIPES.values())) == len(NAMES) == 5
+
+
+def test_no_name_of_a_recipe_stands_outside_of_the_recipes_folder() -> None:
+    """Neither in the loop, the step, the worker or the checkpoint, nor anywhere else in the trainer: not as an
+    import, a text, a field of the file or a word of a comment."""
+    name = re.compile(rf"\b({'|'.join((*NAMES, *SECTIONS))})\b")
+    modules = [one for one in PACKAGE.rglob("*.py") if PACKAGE / "recipes" not in one.parents]
+    folders = {one.relative_to(PACKAGE).parts[0] for one in modules}
+    assert folders >= {"training", "worker", "checkpoint", "state", "data", "task.py"}
+    found = [
+        f"{one.relative_to(PACKAGE)}:{number}: {line.strip()}"
+        for one in modules
+        for number, line in enumerate(one.read_text("utf-8").splitlines(), start=1)
+        if name.search(line)
+    ]
+    assert found == []

@@ -452,6 +452,28 @@ def test_a_loss_has_the_unit_of_what_the_recipe_takes_its_mean_over(
     assert ("of them carried a loss" if is_of_tokens else "pairs carried a loss") in markdown
 
 
+@pytest.mark.parametrize("samples", [256, 8])
+def test_samples_that_are_no_text_are_counted_as_samples(
+    tmp_path: Path, synthetic: ModuleType, samples: int
+) -> None:
+    """One without text counts as one token in the rows; a step of as many of both has no text."""
+    directory = RunDirectory(tmp_path)
+    directory.create()
+    log = RunLog(directory)
+    info = replace(INFO, tokens_per_step=256, samples_per_step=samples, loss_items="edits")
+    log.run_start(info)
+    log.event(Event(EventType.START, synthetic.BEGIN, 0, 1, {"resumed_from": None}))
+    for step in (1, 2):
+        log.step_end(synthetic.step_record(step))
+    log.close()
+    unit, other = ("Samples", "Tokens") if samples == 256 else ("Tokens", "Samples")
+    page, markdown = _report(directory)
+    for text in (page.text, markdown):
+        assert f"{unit} per second" in text and f"{other} per second" not in text
+    assert f"{unit.lower()} per second" in page.text
+    assert re.search(rf"\*?{unit}\b.*edits carried a loss", markdown)
+
+
 def test_many_evaluation_sets_are_all_in_the_table_and_six_in_the_plot(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:

@@ -15,6 +15,7 @@ from evergrad_trainer.machine import Machine, process_start_time
 from evergrad_trainer.provenance.request import record_findings, record_request
 from evergrad_trainer.resume import (
     RunState,
+    check_data_unchanged,
     check_extension,
     check_model_unchanged,
     check_tokenizer_unchanged,
@@ -87,6 +88,9 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
         # A horizon in epochs has its number of steps only now.
         _warn(check_cadences(training, total=numbers.total_steps))
     check_extension(directory, run_state, total_steps=numbers.total_steps)
+    if not request.is_one_of_many:
+        # The coordinator refuses one node with other data, and the run goes on without it.
+        check_data_unchanged(directory, run_state, fingerprint=opened.data.fingerprint)
     marks["data"] = time.time()
     if run_state.state != "fresh":
         is_overruled = any(finding.level == "error" for finding in examination.findings)

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import gc
 import os
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,6 +164,9 @@ def _train(request: RunRequest, directory: RunDirectory, run_state: RunState) ->
         print(f"stopped before the first step: {what}", file=sys.stderr)
         return int(ExitCode.STOPPED_SAVED)
     if is_alone:
+        if not is_launched:
+            # No coordinator serves a page of it: another process makes one of its files.
+            print(f"page: evergrad open {shlex.quote(str(directory.path))}", flush=True)
         return run_session(dataclasses.replace(plan, ahead=ahead))
     # Several processes are several members of one elastic run, whether they are on one node or on many.
     from evergrad_trainer.cli.nodes import run_nodes

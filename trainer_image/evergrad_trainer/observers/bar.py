@@ -58,7 +58,7 @@ def _parts(state: State) -> list[tuple[int, str, str]]:
         (10, f"{count(state.step)}/{count(state.total_steps)}", ""),
         (3, f"{math.floor(share * 100)}%", "dim"),
         (8, f"loss {real(state.loss)}", "bold cyan"),
-        (6, f"{short_count(state.tokens_per_second or math.nan)} tokens/s", ""),
+        (6, f"{short_count(state.tokens_per_second or math.nan)} {state.unit_read}/s", ""),
         (7, remaining, "green"),
     ]
     if state.utilisation is not None:
@@ -138,7 +138,7 @@ class ProgressBar(BaseObserver):
         if not info.takes_over:
             facts = [
                 f"{short_count(info.parameters)} parameters",
-                f"{count(info.total_steps)} steps of {count(info.tokens_per_step)} tokens",
+                f"{count(info.total_steps)} steps of {count(info.tokens_per_step)} {info.unit_read}",
                 f"{info.world_size} process{'es' if info.world_size > 1 else ''}",
                 info.precision,
                 info.parallelism,

@@ -6,7 +6,14 @@ from collections.abc import Callable, Mapping
 
 from evergrad_trainer.observers.events import saved_step, words_of
 from evergrad_trainer.observers.utilisation import utilisation
-from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, StepRecord
+from evergrad_trainer.records import (
+    TOKENS,
+    EvaluationRecord,
+    Event,
+    EventType,
+    RunInfo,
+    StepRecord,
+)
 
 SHORT_WINDOW_SECONDS = 60.0
 LONG_WINDOW_SECONDS = 300.0
@@ -82,6 +89,7 @@ class State:
         """Of the newest step; None where it is not known."""
         self._info: RunInfo | None = None
         self.units: dict[str, str] = {}
+        self.unit_read = TOKENS
         self._tokens = Rate(window_seconds=SHORT_WINDOW_SECONDS, clock=clock)
         self._steps = Rate(window_seconds=LONG_WINDOW_SECONDS, clock=clock)
 
@@ -92,6 +100,7 @@ class State:
         self.total_steps = info.total_steps
         self.step = info.start_step
         self.num_processes = info.world_size
+        self.unit_read = info.unit_read
         self.units = {name: one.get("unit", "") for name, one in info.metrics.items()}
         # Only a process that has read a checkpoint starts after step 0; one that takes over may have none.
         self.saved_step = None

@@ -59,7 +59,7 @@ class ProgressLines(BaseObserver):
             f"start run={info.name} step={info.start_step}/{info.total_steps} model={info.model} "
             f"parameters={short_count(info.parameters)} processes={info.world_size} "
             f"precision={info.precision} "
-            f"parallelism={info.parallelism} tokens_per_step={info.tokens_per_step} "
+            f"parallelism={info.parallelism} {info.unit_read}_per_step={info.tokens_per_step} "
             f"directory={info.run_directory}"
         )
         if info.metrics_address:
@@ -74,7 +74,7 @@ class ProgressLines(BaseObserver):
         used = "" if state.utilisation is None else f" mfu={state.utilisation:.1%}"
         self._print(
             f"step {record.step}/{state.total_steps} loss={real(record.loss)} "
-            f"tokens/s={state.tokens_per_second:.0f} "
+            f"{state.unit_read}/s={state.tokens_per_second:.0f} "
             f"eta={duration(state.remaining_seconds)} learning_rate={compact(record.learning_rate)} "
             f"grad_norm={real(record.grad_norm, 3)}{used}{_metrics(record.metrics)}"
         )

@@ -181,7 +181,7 @@ def learning_rate_plot(facts: Facts) -> Draft:
 
 
 def speed_plot(facts: Facts) -> Draft:
-    """Plan the plot of tokens a second."""
+    """Plan the plot of tokens, or of samples that are no text, a second."""
     steps = facts.steps
     # A step of no measured duration has no speed: it leaves a gap.
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -202,13 +202,15 @@ def speed_plot(facts: Facts) -> Draft:
             f"median {shown}",
         )
     ]
-    description = f"Tokens per second against the step; the median is {shown}."
+    description = (
+        f"{facts.unit_read.capitalize()} per second against the step; the median is {shown}."
+    )
     return Draft(
         "Throughput",
         description,
         legend,
         paint,
-        unit="tokens per second",
+        unit=f"{facts.unit_read} per second",
     )
 
 

@@ -12,7 +12,7 @@ from evergrad_trainer.observers.goodput import Goodput
 from evergrad_trainer.observers.history import History, StepTable, read_history
 from evergrad_trainer.provenance.record import read_processes
 from evergrad_trainer.provenance.redaction import hide_home
-from evergrad_trainer.records import TOKENS, EventType
+from evergrad_trainer.records import TOKENS, EventType, unit_read
 from evergrad_trainer.report.figures import (
     Figure,
     Share,
@@ -70,6 +70,8 @@ class Facts:
     """Metrics of the recipe besides the loss: ``unit`` and ``help`` by name, from its start event."""
     loss_items: str
     """Items over which the loss is a mean."""
+    unit_read: str
+    """Unit of what the run has read: tokens, or samples where they are no text."""
 
     @property
     def loss_unit(self) -> str:
@@ -114,11 +116,15 @@ def gather_facts(directory: RunDirectory) -> Facts:
     text = yaml.safe_dump(manifest, sort_keys=False, allow_unicode=True, width=110)
     metrics = as_mapping(started.get("metrics"))
     items = str(started.get("loss_items", TOKENS))
+    unit = unit_read(
+        tokens_per_step=started.get("tokens_per_step"),
+        samples_per_step=started.get("samples_per_step"),
+    )
     return Facts(
         name=str(started.get("run") or directory.path.resolve().name),
         subtitle=describe_run(started, goodput),
         status=describe_status(goodput, is_complete=directory.is_complete(), step=step),
-        figures=summary_figures(history, counting, goodput, started),
+        figures=summary_figures(history, counting, goodput, started, unit=unit),
         shares=time_shares(goodput),
         evaluations=evaluation_table(last_evaluations(history.evaluations), items=items),
         results=evaluation_table(history.results, items=items),
@@ -136,6 +142,7 @@ def gather_facts(directory: RunDirectory) -> Facts:
         history=history,
         metrics={str(name): one for name, one in metrics.items() if isinstance(one, Mapping)},
         loss_items=items,
+        unit_read=unit,
     )
 
 

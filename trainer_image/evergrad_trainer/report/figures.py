@@ -104,8 +104,11 @@ def summary_figures(
     steps: StepTable,
     goodput: Goodput,
     started: Mapping[str, Any],
+    *,
+    unit: str = TOKENS,
 ) -> tuple[Figure, ...]:
-    """List the numbers of the summary, in the order of the page. ``steps``: the rows that count."""
+    """List the numbers of the summary, in the order of the page. ``steps``: the rows that count; ``unit``: of
+    what they have read."""
     total = started.get("total_steps")
     step = count(history.steps.newest_step)
     items = str(started.get("loss_items", TOKENS))
@@ -115,11 +118,11 @@ def summary_figures(
         loss_figure(steps),
         *evaluation_figures(history, items=items),
         Figure(
-            "Tokens",
+            unit.capitalize(),
             short_count(steps.tokens.sum()),
             f"{count(steps.valid_tokens.sum())} {carriers} carried a loss",
         ),
-        speed_figure(steps),
+        speed_figure(steps, unit=unit),
         *utilisation_figures(steps, started),
         Figure(
             "Wall time",
@@ -160,16 +163,17 @@ def evaluation_figures(history: History, *, items: str) -> list[Figure]:
     return figures
 
 
-def speed_figure(steps: StepTable) -> Figure:
-    """Show tokens a second over all steps that count."""
+def speed_figure(steps: StepTable, *, unit: str = TOKENS) -> Figure:
+    """Show tokens, or another ``unit``, a second over all steps that count."""
+    title = f"{unit.capitalize()} per second"
     # Rows of a broken clock have no duration; a speed over no time would be infinite.
     seconds = float(np.nansum(steps.step_seconds))
     if not seconds > 0:
-        return Figure("Tokens per second", "–", "no step yet")
+        return Figure(title, "–", "no step yet")
     speed = float(steps.tokens.sum()) / seconds
     median = duration(float(np.nanmedian(steps.step_seconds)))
     note = f"while training; a step takes {median}"
-    return Figure("Tokens per second", short_count(speed), note)
+    return Figure(title, short_count(speed), note)
 
 
 def utilisation_figures(steps: StepTable, started: Mapping[str, Any]) -> list[Figure]:
