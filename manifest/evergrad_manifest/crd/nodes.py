@@ -95,7 +95,7 @@ def texts_by_name(description: str, *, most: int = 128, longest: int = LONGEST_T
         "maxProperties": most,
         "additionalProperties": {
             "type": "string",
-            "description": "Its value.",
+            "description": "Value.",
             "maxLength": longest,
         },
     }

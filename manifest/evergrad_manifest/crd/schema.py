@@ -73,7 +73,7 @@ def field_schema(field: Field) -> Schema:
         most = _item_bounds(field.info)
         found |= {"type": "array", **most, "x-kubernetes-list-type": "atomic"}
         found["items"] = {
-            "description": "One of them.",
+            "description": "An item.",
             **section_schema(field.shape.section, f"{field.path}[]."),
         }
     else:
@@ -115,7 +115,7 @@ def _plain_schema(field: Field) -> Schema:
     if get_origin(annotation) is tuple:
         arguments = [one for one in get_args(annotation) if one is not Ellipsis]
         item = {
-            "description": "One of them.",
+            "description": "An item.",
             **scalar_schema(*_unwrapped(arguments[0], [])),
         }
         if field.path in _TEXT_LENGTHS:
@@ -131,7 +131,7 @@ def _plain_schema(field: Field) -> Schema:
     values = get_args(annotation)[1]
     if values is Any:
         return {"type": "object", PRESERVE: True, "maxProperties": 256}
-    item = {"description": "Its value.", **scalar_schema(*_unwrapped(values, []))}
+    item = {"description": "Value.", **scalar_schema(*_unwrapped(values, []))}
     if item.get("type") == "string":
         item["maxLength"] = _TEXT_LENGTHS.get(field.path, LONGEST_TEXT)
     # Every map needs a bound: the API server multiplies the cost of rules by it.

@@ -29,7 +29,7 @@ _QUANTITY: Final = (
 
 def _requirements(description: str, operators: Sequence[str]) -> Schema:
     properties = {
-        "key": text("Key of a label.", longest=317),
+        "key": text("Label key.", longest=317),
         "operator": choice("The comparison.", operators),
         "values": items("Compared values.", text("A value."), most=64),
     }
@@ -42,9 +42,9 @@ def _requirements(description: str, operators: Sequence[str]) -> Schema:
 
 def _label_selector(description: str) -> Schema:
     properties = {
-        "matchLabels": texts_by_name("Labels with their values.", most=_MOST_ITEMS, longest=63),
+        "matchLabels": texts_by_name("Labels and values.", most=_MOST_ITEMS, longest=63),
         "matchExpressions": _requirements(
-            "Comparisons that must all hold.", ("In", "NotIn", "Exists", "DoesNotExist")
+            "Comparisons, all true.", ("In", "NotIn", "Exists", "DoesNotExist")
         ),
     }
     return mapping(description, properties, **{"x-kubernetes-map-type": "atomic"})
@@ -52,7 +52,7 @@ def _label_selector(description: str) -> Schema:
 
 # 317 characters: a prefix of 253, a slash and a name of 63, the longest key that Kubernetes takes.
 def _label_keys(description: str) -> Schema:
-    return items(description, text("Key of a label.", longest=317), most=_MOST_ITEMS)
+    return items(description, text("Label key.", longest=317), most=_MOST_ITEMS)
 
 
 def _node_term(description: str) -> Schema:
@@ -86,7 +86,7 @@ _NODE_AFFINITY: Final[Schema] = mapping(
                 {
                     "nodeSelectorTerms": items(
                         "Terms of which one must hold.",
-                        _node_term("Comparisons that must all hold."),
+                        _node_term("Comparisons, all true."),
                         most=_MOST_ITEMS,
                     )
                 },

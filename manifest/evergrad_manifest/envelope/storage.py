@@ -135,7 +135,8 @@ def check_access_modes(view: View) -> Iterator[Problem]:
         )
     found = view.known("spec.nodes.min", "spec.nodes.max")
     if found is not None:
-        yield from check_shared(*found, f"{_STORAGE}.accessModes has {FOR_ONE_POD}")
+        smallest, largest = found
+        yield from check_shared(smallest, largest, f"{_STORAGE}.accessModes has {FOR_ONE_POD}")
 
 
 def check_shared(smallest: int, largest: int | None, why: str) -> Iterator[Problem]:
