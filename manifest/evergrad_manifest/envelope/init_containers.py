@@ -75,9 +75,9 @@ def check_init_containers(view: View) -> Iterator[Problem]:
         mounts = items_of((*path, "volumeMounts"), container.get("volumeMounts"))
         yield from check_mounts(mounts, volumes)
         if isinstance(resources := container.get("resources"), Mapping):
-            where = (*path, "resources")
-            yield from check_keys([(where, resources)], _RESOURCES)
-            yield from check_resources_at(view, *where)
+            place = (*path, "resources")
+            yield from check_keys([(place, resources)], _RESOURCES)
+            yield from check_resources_at(view, *place)
 
 
 def _check_names(item: Item) -> Iterator[Problem]:
