@@ -128,7 +128,7 @@ class Kueue:
             status = self._api.get(f"{_TYPES}/{name}").get("status", {})
             return any(
                 each["type"] == "Established" and each["status"] == "True"
-                for each in status.get("conditions", [])
+                for each in status.get("conditions") or []
             )
 
         wait_until(f"the type {name}", is_served, seconds=60)

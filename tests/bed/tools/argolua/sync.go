@@ -1,7 +1,6 @@
 package main
 
 import (
-	"context"
 	"encoding/json"
 	"fmt"
 	"os"
@@ -10,10 +9,14 @@ import (
 	appv1 "github.com/argoproj/argo-cd/v3/pkg/apis/application/v1alpha1"
 	"github.com/argoproj/argo-cd/v3/util/lua"
 	"github.com/argoproj/gitops-engine/pkg/cache"
-	"github.com/argoproj/gitops-engine/pkg/engine"
 	"github.com/argoproj/gitops-engine/pkg/sync"
+	"github.com/argoproj/gitops-engine/pkg/sync/common"
+	"github.com/argoproj/gitops-engine/pkg/utils/kube"
+	"github.com/argoproj/gitops-engine/pkg/utils/tracing"
 	"github.com/go-logr/logr"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 )
 
@@ -68,27 +71,12 @@ func syncOnce() error {
 				return isOurs, isOurs
 			}),
 	)
-	gitops := engine.NewEngine(config, live, engine.WithLogr(logr.Discard()))
-	stop, err := gitops.Run()
-	if err != nil {
+	if err := live.EnsureSynced(); err != nil {
 		return err
 	}
-	defer stop()
-	limit, cancel := context.WithTimeout(
-		context.Background(), time.Duration(asked.Seconds)*time.Second)
-	defer cancel()
-	found, err := gitops.Sync(limit, objects,
-		func(resource *cache.Resource) bool {
-			isOurs, _ := resource.Info.(bool)
-			return isOurs
-		},
-		"revision", asked.Namespace,
-		sync.WithLogr(logr.Discard()),
-		sync.WithHealthOverride(overrides),
-		sync.WithPrune(true),
-		sync.WithServerSideApply(true),
-		sync.WithServerSideApplyManager("argocd-controller"),
-	)
+	defer live.Invalidate()
+
+	found, err := syncToTheEnd(asked, config, live, objects, overrides)
 	if err != nil {
 		return err
 	}
@@ -99,4 +87,55 @@ func syncOnce() error {
 			one.ResourceKey.Name, string(one.Status), string(one.HookPhase), one.Message})
 	}
 	return json.NewEncoder(os.Stdout).Encode(results)
+}
+
+// syncToTheEnd syncs until the last wave is over. Each pass has live objects of its own and the state of the pass
+// before, as in Argo CD's application controller: the engine's own loop keeps the live objects of its first pass, in
+// which an object that it creates is missing for ever.
+func syncToTheEnd(
+	asked syncQuestion,
+	config *rest.Config,
+	live cache.ClusterCache,
+	objects []*unstructured.Unstructured,
+	overrides lua.ResourceHealthOverrides,
+) ([]common.ResourceSyncResult, error) {
+	kubectl := &kube.KubectlCmd{Log: logr.Discard(), Tracer: tracing.NopTracer{}}
+	isOurs := func(resource *cache.Resource) bool {
+		is, _ := resource.Info.(bool)
+		return is
+	}
+	var phase common.OperationPhase = common.OperationRunning
+	var message string
+	var found []common.ResourceSyncResult
+	begun := metav1.Now()
+	for time.Since(begun.Time) < time.Duration(asked.Seconds)*time.Second {
+		managed, err := live.GetManagedLiveObjs(objects, isOurs)
+		if err != nil {
+			return nil, err
+		}
+		reconciled := sync.Reconcile(objects, managed, asked.Namespace, live)
+		pass, cleanup, err := sync.NewSyncContext(
+			"revision", reconciled, config, config, kubectl, asked.Namespace, live.GetOpenAPISchema(),
+			sync.WithInitialState(phase, message, found, begun),
+			sync.WithLogr(logr.Discard()),
+			sync.WithHealthOverride(overrides),
+			sync.WithPrune(true),
+			sync.WithServerSideApply(true),
+			sync.WithServerSideApplyManager("argocd-controller"),
+		)
+		if err != nil {
+			return nil, err
+		}
+		pass.Sync()
+		phase, message, found = pass.GetState()
+		cleanup()
+		if phase.Completed() {
+			if phase != common.OperationSucceeded {
+				return nil, fmt.Errorf("the sync ended as %s: %s", phase, message)
+			}
+			return found, nil
+		}
+		time.Sleep(time.Second)
+	}
+	return nil, fmt.Errorf("the sync was not over after %d s: %s", asked.Seconds, message)
 }
