@@ -216,6 +216,7 @@ def test_records_have_the_order_of_what_happened_and_name_no_folder_of_this_mach
         next(row for row in rows if row.get("checkpoint") == "step-4")
     )
 
+    experiment.command("report", str(directory)).expect(DONE)
     lines = [f"{name}.jsonl" for name in ("metrics", "events", "evaluation")]
     for path in (
         directory / one for one in (*lines, "summary.json", "report.md", "report.html")
