@@ -206,7 +206,7 @@ def should_write(
     ``last_progress_write``: when a status was written last, in seconds since 1970.
     """
     # Time alone is no news: it is written with what is, or every run that waits would be written for ever.
-    if _without_usage(old) == _without_usage(new):
+    if without_usage(old) == without_usage(new):
         return WriteDecision(False)
 
     # The API server can carry a write every ten seconds for each of 1,000 runs, but not one for every step.
@@ -229,7 +229,8 @@ def should_write(
     return WriteDecision(False, min(left, pause))
 
 
-def _without_usage(status: Mapping[str, Any]) -> dict[str, Any]:
+def without_usage(status: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the status less the time of its pods, which grows whatever happens."""
     rest = {key: value for key, value in status.items() if key != "usage"}
     notes = {key: value for key, value in get_map(status, "memory").items() if key != "usage"}
     return {**rest, "memory": notes}

@@ -2,6 +2,8 @@
 
 import argparse
 import copy
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from evergrad_manifest.profile import (
 from evergrad_manifest.reading.validation import parse_run
 
 BASE = Path(__file__).parent / "base_manifest.yaml"
+PAGE = Path(__file__).resolve().parents[3] / "docs/profiles.md"
 SPEC = yaml.safe_load(BASE.read_text())["spec"]
 QUEUE = "kueue.x-k8s.io/queue-name"
 GPU = {"key": "gpu", "operator": "Exists"}
@@ -298,6 +301,31 @@ def test_validate_shows_what_profiles_fill_in(
     assert execute(BASE, "--profile", one, "--print-resolved") == 0
     resolved = yaml.safe_load(capsys.readouterr().out)
     assert resolved["spec"]["image"] == "registry.example/a:1"
+
+
+def test_the_pages_command_shows_what_its_profiles_fill_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = PAGE.read_text("utf-8")
+    blocks = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    document, values, config_map = (yaml.safe_load(block) for block in blocks)
+    (tmp_path / "trainingrun.yaml").write_text(yaml.safe_dump(document))
+    (tmp_path / "a100.yaml").write_text(yaml.safe_dump(values["runs"]["profiles"]["a100"]))
+    (tmp_path / "configmap.yaml").write_text(yaml.safe_dump(config_map))
+    (command,) = re.findall(r"```sh\n(evergrad validate .*)\n```", text)
+    monkeypatch.chdir(tmp_path)
+    assert execute(*shlex.split(command)[2:]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    shown = dict(line.strip().split(": ", 1) for line in lines)
+    assert sorted(shown) == [
+        "metadata.labels",
+        "spec.image",
+        "spec.resources",
+        "spec.storage",
+        "spec.template",
+        "spec.ttlSecondsAfterFinished",
+    ]
+    assert "team-a" in shown["metadata.labels"], "the namespace's profile stands over the other"
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,9 @@ from evergrad_operator.plan import Plan, plan_children
 from evergrad_operator.policies import decide
 from evergrad_operator.profiles import NO_PROFILE
 from evergrad_operator.spec import SpecCache
-from evergrad_operator.status import Outcome, build_status
+from evergrad_operator.status import Outcome, build_status, without_usage
 from evergrad_operator.times import format_time, parse_time
 from evergrad_operator.tokens import derive_token
-from evergrad_operator.usage import parse_usage
 
 START = 1_900_000_000.0
 CONFIG = Config(
@@ -175,9 +174,9 @@ class Simulation:
         raise AssertionError(f"still busy after {most} passes: {self.decision}")
 
     def write_status(self, seen: Observation, created: tuple[str, ...]) -> None:
-        """As the API server stores it; unchanged is not written."""
+        """As the API server stores it; unchanged is not written, nor is time alone."""
         status = build_status(seen, self.decision, Outcome(created=created), self.now)
-        if status != self.raw.get("status"):
+        if without_usage(status) != without_usage(self.raw.get("status") or {}):
             self._write()
             self.events += derive_events(self.raw.get("status", {}), status)
             self.raw["status"] = status
@@ -399,6 +398,6 @@ class Simulation:
         )
 
     def counted(self) -> int:
-        """Milliseconds of pods that the status counts, with those whose use is not known yet."""
-        usage = parse_usage(self.status["memory"].get("usage", ""))
+        """Milliseconds of pods that the last pass counted, with those whose use is not known yet."""
+        usage = self.decision.memory.usage
         return usage.pod_milliseconds + usage.pending[0]

@@ -15,6 +15,7 @@ from evergrad_operator.installation import Installation, find_refusals
 from evergrad_operator.names import Reason
 from evergrad_operator.pods import parse_pod
 from evergrad_operator.slim import slim_pod
+from evergrad_operator.times import format_time
 
 FETCH: dict[str, Any] = {
     "name": "fetch",
@@ -316,7 +317,8 @@ def fail_before(
     world: Simulation, name: str, code: int, message: str = "", **terminated: Any
 ) -> None:
     """The second init container of a pod fails, and a sidecar of a mesh is killed after it."""
-    at = "2030-01-01T00:00:{:02}Z"
+    begun = world.now
+    world.age(10)
     states = [
         ("check", code, 5, {"message": message, **terminated}),
         ("mesh-proxy", 137, 9, {}),
@@ -331,7 +333,7 @@ def fail_before(
                     "terminated": {
                         "exitCode": ended,
                         "reason": "Error" if ended else "Completed",
-                        "finishedAt": at.format(second),
+                        "finishedAt": format_time(begun + second),
                         **more,
                     }
                 },

@@ -199,9 +199,9 @@ def test_a_spec_is_parsed_once_for_each_generation_of_each_run(
     parsed: list[str] = []
     original = module.parse_spec
 
-    def parse_spec(raw: Any) -> Any:
+    def parse_spec(raw: Any, installation: Any) -> Any:
         parsed.append(f"{raw['metadata']['uid']}/{raw['metadata']['generation']}")
-        return original(raw)
+        return original(raw, installation)
 
     monkeypatch.setattr(module, "parse_spec", parse_spec)
     cache = SpecCache()
