@@ -5,7 +5,7 @@ lost lease is raised: nothing may be written any more then.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol
@@ -193,18 +193,8 @@ class Applier:
             plan.create or self._clock() - applied.token_posted_at >= TOKEN_SECONDS
         ):
             applied.token_posted_at = self._clock()
-            token = plan.token
-
-            async def create_token() -> None:
-                # A Secret that exists already is the run's own: its name follows from the token. No watch
-                # and no list shows it, so that it is not put into the cache.
-                try:
-                    await self._cluster.create(token, is_brief=True)
-                except ApiError as error:
-                    if error.status != 409 or error.reason != "AlreadyExists":
-                        raise
-
-            results.append(await self._try(work, _step_of("create", token), create_token))
+            create_token = partial(self._create_token, plan.token)
+            results.append(await self._try(work, _step_of("create", plan.token), create_token))
             # A quota that is used up refuses also a Secret that exists already, as it most likely does where
             # pods were made before.
             has_token = results[-1].failure is None or seen.status.coordinator.attempt >= 0
@@ -234,6 +224,15 @@ class Applier:
         return results
 
     # ---- one step ------------------------------------------------------------------------------------------
+
+    async def _create_token(self, token: Mapping[str, Any]) -> None:
+        # A Secret that exists already is the run's own: its name follows from the token. No watch and no list
+        # shows it, so that it is not put into the cache.
+        try:
+            await self._cluster.create(token, is_brief=True)
+        except ApiError as error:
+            if error.status != 409 or error.reason != "AlreadyExists":
+                raise
 
     async def _try(
         self, work: _Work, step: Step, act: Callable[[], Awaitable[Any]]

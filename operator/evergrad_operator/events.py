@@ -1,6 +1,6 @@
 """Events of a run, on transitions only. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -59,29 +59,7 @@ def derive_events(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Event
 
     None repeats what an earlier event has reported.
     """
-    # Each pod that has ended since. A large run may lose all its pods at once: one event each would push
-    # others' events out of etcd.
-    events = []
-    known = {
-        (get_text(one, "pod"), get_text(one, "cause")) for one in get_maps(old, "attempts")
-    }
-    ends = [
-        (get_text(one, "pod"), get_text(one, "cause"), get_int(one, "exitCode"))
-        for one in get_maps(new, "attempts")
-    ]
-    fresh = [
-        (pod, cause, code)
-        for pod, cause, code in ends
-        if (pod, cause) not in known and cause not in _QUIET_CAUSES
-    ]
-    if len(fresh) > _MOST_ENDS:
-        causes = ", ".join(sorted({cause for _, cause, _ in fresh}))
-        text = f"{len(fresh)} pods and more ended: {causes}"
-        events.append(Event("Warning", "PodsEnded", text))
-    else:
-        for pod, cause, code in fresh:
-            how = "" if code is None else f" with exit code {code}"
-            events.append(Event("Warning", cause, f"pod {pod} ended{how}"))
+    events = [*_derive_ends(old, new)]
 
     # A host that the run keeps away from from now on.
     avoided, already = (
@@ -103,14 +81,7 @@ def derive_events(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Event
         text = f"the first checkpoint is of step {step}"
         events.append(Event("Normal", Reason.CHECKPOINT_SAVED, text))
 
-    # Results of each checkpoint are in the status: only what is missing is an event.
-    before, after = get_map(old, "evaluation"), get_map(new, "evaluation")
-    passed_over, state = get_text(after, "passedOver"), get_text(after, "state")
-    if passed_over and passed_over != get_text(before, "passedOver"):
-        text = f"a checkpoint was not evaluated: {passed_over}"
-        events.append(Event("Warning", "CheckpointPassedOver", text))
-    if state == EvaluationState.FAILED and state != get_text(before, "state"):
-        events.append(Event("Warning", "EvaluationFailed", get_text(after, "message")))
+    events += _derive_evaluation(get_map(old, "evaluation"), get_map(new, "evaluation"))
 
     # The transition comes last: the ends of pods explain it. A run that was made a moment ago starts, as is
     # to be expected.
@@ -123,6 +94,41 @@ def derive_events(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Event
         text = get_text(new, "message") or phase
         events.append(Event("Warning" if is_bad else "Normal", reason or phase, text))
     return tuple(events)
+
+
+def _derive_ends(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Event]:
+    # Each pod that has ended since. A large run may lose all its pods at once: one event each would push
+    # others' events out of etcd.
+    known = {
+        (get_text(one, "pod"), get_text(one, "cause")) for one in get_maps(old, "attempts")
+    }
+    ends = [
+        (get_text(one, "pod"), get_text(one, "cause"), get_int(one, "exitCode"))
+        for one in get_maps(new, "attempts")
+    ]
+    fresh = [
+        (pod, cause, code)
+        for pod, cause, code in ends
+        if (pod, cause) not in known and cause not in _QUIET_CAUSES
+    ]
+    if len(fresh) > _MOST_ENDS:
+        causes = ", ".join(sorted({cause for _, cause, _ in fresh}))
+        text = f"{len(fresh)} pods and more ended: {causes}"
+        yield Event("Warning", "PodsEnded", text)
+    else:
+        for pod, cause, code in fresh:
+            how = "" if code is None else f" with exit code {code}"
+            yield Event("Warning", cause, f"pod {pod} ended{how}")
+
+
+def _derive_evaluation(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Event]:
+    # Results of each checkpoint are in the status: only what is missing is an event.
+    passed_over, state = get_text(after, "passedOver"), get_text(after, "state")
+    if passed_over and passed_over != get_text(before, "passedOver"):
+        text = f"a checkpoint was not evaluated: {passed_over}"
+        yield Event("Warning", "CheckpointPassedOver", text)
+    if state == EvaluationState.FAILED and state != get_text(before, "state"):
+        yield Event("Warning", "EvaluationFailed", get_text(after, "message"))
 
 
 def describe_edit(observation: Observation) -> Event | None:

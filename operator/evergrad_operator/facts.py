@@ -109,12 +109,6 @@ def read_runs(
         }
         shown = get_map(status, "evaluation")
         evaluation = parse_evaluation(shown, "")
-        evaluated = {
-            (name, metric): value
-            for name, values in evaluation.results.items()
-            for metric in values
-            if (value := get_float(values, metric)) is not None
-        }
         preparation = parse_preparation(get_map(status, "preparation"), "")
         facts.append(
             RunFacts(
@@ -128,7 +122,7 @@ def read_runs(
                 progress=share,
                 progressed_at=parse_time(progress.get("updatedAt")),
                 evaluated_step=evaluation.step,
-                evaluated=evaluated,
+                evaluated=_read_results(evaluation.results),
                 waiting=get_natural(shown, "waiting"),
                 replaced=get_natural(get_map(status, "restarts"), "total") or 0,
                 nodes=count_nodes(pods_of((namespace, name))),
@@ -144,6 +138,15 @@ def read_runs(
             )
         )
     return tuple(facts)
+
+
+def _read_results(results: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], float]:
+    return {
+        (name, metric): value
+        for name, values in results.items()
+        for metric in values
+        if (value := get_float(values, metric)) is not None
+    }
 
 
 def _share_of(preparation: Preparation) -> float:

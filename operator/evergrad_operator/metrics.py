@@ -162,12 +162,7 @@ class FactsCollector:
             replaced.add_metric(labels, run.replaced)
             for cause, count in run.restarts.items():
                 restarts.add_metric((*labels, cause), count)
-            moments = (
-                run.created_at,
-                run.started_at,
-                run.completed_at,
-                run.progressed_at,
-            )
+            moments = (run.created_at, run.started_at, run.completed_at, run.progressed_at)
             # A time that has not come yet has no sample: 0 would be a date in 1970.
             for family, at in zip(times, moments, strict=True):
                 if at is not None:

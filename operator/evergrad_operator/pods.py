@@ -1,7 +1,7 @@
 """A raw pod → the facts that policies need, and the cause of its end. Pure."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -179,15 +179,8 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
     if role not in names.CONTAINERS or attempt is None or index is None:
         return None
 
-    # Kubernetes notes what ends a pod before it does so.
     conditions = get_maps(status, "conditions")
-    marks = [one for one in conditions if _is_true(one, "DisruptionTarget")]
-    disruption = None
-    if marks:
-        disruption = _BY_DISRUPTION.get(str(marks[0].get("reason")), PodCause.EVICTED)
-    elif any(_is_true(one, "TerminationTarget") for one in conditions):
-        # Kueue's mark: the queue needs the quota for another, or does not admit the pod any more.
-        disruption = PodCause.PREEMPTED
+    disruption = _find_disruption(conditions)
 
     # Our own container is found by its name: a mesh or an agent may have injected others, and the kubelet
     # sorts them by name.
@@ -231,6 +224,17 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
         place=parse_place(raw),
         gang=_find_gang(raw),
     )
+
+
+def _find_disruption(conditions: Sequence[Mapping[str, Any]]) -> PodCause | None:
+    """Find what Kubernetes notes that will end a pod, before it does so."""
+    marks = [one for one in conditions if _is_true(one, "DisruptionTarget")]
+    if marks:
+        return _BY_DISRUPTION.get(str(marks[0].get("reason")), PodCause.EVICTED)
+    if any(_is_true(one, "TerminationTarget") for one in conditions):
+        # Kueue's mark: the queue needs the quota for another, or does not admit the pod any more.
+        return PodCause.PREEMPTED
+    return None
 
 
 def judge_image(pod: PodState, image_id: str, *, restart: int) -> PodState:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from evergrad_coordinator.contract import ExitCode
 from evergrad_operator import names
+from evergrad_operator.answer import Progress, parse_progress
 from evergrad_operator.apply import (
     TOKEN_SECONDS,
     Applier,
@@ -25,17 +25,12 @@ from evergrad_operator.claim_index import claim_of
 from evergrad_operator.config import Config
 from evergrad_operator.confirm import Confirmer
 from evergrad_operator.errors import OperatorError, SpecError
+from evergrad_operator.follow import Follower
 from evergrad_operator.gang_api import GangApi
 from evergrad_operator.kinds import CLAIM, Raw
 from evergrad_operator.metrics import Metrics
 from evergrad_operator.names import Key
-from evergrad_operator.observe import (
-    Observation,
-    Progress,
-    observe,
-    observe_gone,
-    parse_progress,
-)
+from evergrad_operator.observe import Observation, observe, observe_gone
 from evergrad_operator.pass_metrics import list_created, note_error, note_results
 from evergrad_operator.passes import Hints, Pass, step_of_list
 from evergrad_operator.plan import Plan, plan_children
@@ -58,8 +53,6 @@ CLAIM_SECONDS: Final = 30.0
 SILENCE_SECONDS: Final = 15.0
 """Silence of a coordinator after which its pod is looked for: an object that vanishes in a gap of a watch
 causes no event."""
-_BY_ITSELF: Final = frozenset(ExitCode)
-"""Exit codes that a node's own process chooses; one that was killed returns others."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +87,15 @@ class Reconciler:
         self.token_of: Callable[[str], str] = _refuse_token
         self.on_forget: Callable[[Key], None] = lambda key: None
 
-        # The parts read the clock through this object, so that a test can set it once.
+        # The parts read clock and tokens through this object, where they are set later.
         def now() -> float:
             return self.clock()
 
+        def token_of(uid: str) -> str:
+            return self.token_of(uid)
+
         self.gang_api = GangApi(cluster, config.gang, clock=now)
+        self._follower = Follower(coordinators, token_of)
         self._confirmer = Confirmer(cluster, cache=cache, metrics=metrics, clock=now)
         self._applier = Applier(cluster, cache=cache, coordinators=coordinators, clock=now)
         self.statuses = StatusWriter(
@@ -162,7 +159,7 @@ class Reconciler:
             await self.statuses.warn_of_spelling(work, found.seen.run.parsed.outdated)
 
         # Ask for what no watch shows, and assess again only if there was something to ask.
-        is_news = await self._ask_about_ends(work, found.seen)
+        is_news = await self._follower.ask_about_ends(work, found.seen)
         if is_edited(found.seen):
             # Before the ConfigMap is applied anew it still has the settings of the pods.
             run = found.seen.run
@@ -184,9 +181,7 @@ class Reconciler:
 
         # A step that is refused does not hold up the others. It is reported in this same pass, and tried
         # again after a pause of its own.
-        seen = found.seen
-        decision = found.decision
-        plan = found.plan
+        seen, decision, plan = found.seen, found.decision, found.plan
         doable = plan if is_confirmed else replace(plan, create=(), delete=())
         refusals = hints.applied.refusals
         results = await self._applier.apply(key, seen, doable, hints.applied)
@@ -196,7 +191,7 @@ class Reconciler:
             # Only the refusals are new: a fresh look would take pods that this pass ended for lost ones.
             seen = replace(seen, failures=refusals.failures())
             decision = decide(seen, self._config, self.clock())
-        self._follow(key, seen)
+        self._follower.follow(key, seen)
 
         # The time of the next retry is read before the status is written: a retry that falls due during the
         # write would otherwise count as one that waits behind another step, and cause no pass.
@@ -307,43 +302,6 @@ class Reconciler:
             now=self.clock(),
         )
         return is_silent or is_refused or is_work_due
-
-    # ---- the run's coordinator -----------------------------------------------------------------------------
-
-    def _follow(self, key: Key, seen: Observation) -> None:
-        # Before there is a coordinator, the pod that prepares the data says how far it is, at the same port.
-        pods = seen.preparations
-        if any(pod.is_live for pod in seen.coordinators):
-            pods = seen.coordinators
-        running = [pod for pod in pods if pod.ip and pod.is_running and pod.is_live]
-        if not running:
-            self._coordinators.leave(key)
-            return
-
-        # Two may run for a moment while one replaces the other: the newer one is the run's.
-        newest = max(running, key=lambda pod: pod.attempt)
-        token = self.token_of(seen.run.uid)
-        self._coordinators.follow(key, newest.ip, newest.attempt, token=token)
-
-    async def _ask_about_ends(self, work: Pass, seen: Observation) -> bool:
-        """Ask the coordinator anew when nodes have ended by themselves, and return whether it was asked.
-
-        Its last answer is from before the end, and lacks the cause and the last step. The same holds for an
-        answer with connected nodes where no pod of a node is left: a suspended run waits for a newer one.
-        """
-        ends = frozenset(
-            pod.uid
-            for pod in seen.nodes
-            if pod.end is not None and pod.end.exit_code in _BY_ITSELF
-        )
-        is_new = not ends <= work.hints.ends
-        work.hints.ends = ends
-        is_at_work = any(pod.is_live or pod.is_leaving for pod in seen.nodes)
-        is_late = seen.progress is not None and seen.progress.connected > 0 and not is_at_work
-        if is_new or is_late:
-            self._follow(work.key, seen)
-            await self._coordinators.ask(work.key)
-        return is_new or is_late
 
 
 def _refuse_token(uid: str) -> str:

@@ -9,7 +9,8 @@ from evergrad_operator import names
 from evergrad_operator.conditions import build_conditions, build_refused_conditions
 from evergrad_operator.decision import Action, Decision
 from evergrad_operator.evaluation import show_evaluation
-from evergrad_operator.memory import Coordinator, Memory, Training, build_memory
+from evergrad_operator.memory import Coordinator, Memory, Training
+from evergrad_operator.memory_status import build_memory
 from evergrad_operator.observe import Observation
 from evergrad_operator.packing import format_rate, without_empty
 from evergrad_operator.pods import MAX_MESSAGE

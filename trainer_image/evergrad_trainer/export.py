@@ -105,9 +105,8 @@ def export_checkpoint(
     CheckpointError, ModelError or DataError.
     """
     if output.exists():
-        what, why = "exists already", "an export never overwrites"
-        remedy = "Choose another --output, or move it away"
-        raise RunDirectoryError(Problem(str(output), what, why, remedy))
+        why, remedy = "an export never overwrites", "Choose another --output, or move it away"
+        raise RunDirectoryError(Problem(str(output), "exists already", why, remedy))
     # Mistakes of the run's files show before the checkpoint is hashed, which may take minutes.
     training, base = _read_run(run_directory, weights=weights, is_adapter=is_adapter)
     tokenizer = load_tokenizer(training.tokenizer, base)
@@ -138,19 +137,23 @@ def export_checkpoint(
             else:
                 _write_model(model, found, temporary, plan=plan)
             tokenizer.save_pretrained(temporary)
-            if training.rows is not None and training.rows.chat_template is not None:
-                # The form of the prompts that the model has learned to answer.
-                template = training.rows.chat_template
-                (temporary / TEMPLATE_FILE).write_text(template, encoding="utf-8")
+            _write_template(training, temporary)
             os.rename(temporary, output)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     written = [one for one in model.parameters() if one.requires_grad or not is_adapter]
-    parameters = sum(one.numel() for one in written)
-    name = str(written[0].dtype).removeprefix("torch.")
+    parameters, name = sum(one.numel() for one in written), str(written[0].dtype)
     version = parse_checkpoint_name(checkpoint.name)
-    return ExportResult(checkpoint, version.step if version else 0, output, parameters, name)
+    name, step = name.removeprefix("torch."), version.step if version else 0
+    return ExportResult(checkpoint, step, output, parameters, name)
+
+
+def _write_template(training: Training, folder: Path) -> None:
+    """Write the form of the prompts that the model has learned to answer."""
+    if training.rows is not None and training.rows.chat_template is not None:
+        template = training.rows.chat_template
+        (folder / TEMPLATE_FILE).write_text(template, encoding="utf-8")
 
 
 def _read_run(run_directory: Path, *, weights: str, is_adapter: bool) -> tuple[Training, Path]:

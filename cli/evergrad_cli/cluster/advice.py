@@ -57,14 +57,7 @@ def advise(run: Run, pods: Sequence[Pod] = (), *, now: float) -> list[str]:
             "To train on, delete the run and submit its file without spec.training.stop.",
         ]
     if run.reason == NON_FINITE:
-        return [
-            f"The loss or the gradient of a step was not finite; see which: evergrad logs {run.name} --all",
-            (
-                "Name it in spec.training.skipSteps, or allow some with "
-                "spec.training.onNonFinite.skip, and submit the file again."
-            ),
-            f"Then go on from the state before it: evergrad resume {run.name}",
-        ]
+        return _non_finite(run)
     if run.wants_suspension or run.phase == "Suspended":
         return [f"To go on where it stopped: evergrad resume {run.name}"]
 
@@ -89,6 +82,17 @@ def advise(run: Run, pods: Sequence[Pod] = (), *, now: float) -> list[str]:
     return [
         f"It is on its way: evergrad wait {run.name} --for running",
         *_where_to_look(run, pods),
+    ]
+
+
+def _non_finite(run: Run) -> list[str]:
+    return [
+        f"The loss or the gradient of a step was not finite; see which: evergrad logs {run.name} --all",
+        (
+            "Name it in spec.training.skipSteps, or allow some with "
+            "spec.training.onNonFinite.skip, and submit the file again."
+        ),
+        f"Then go on from the state before it: evergrad resume {run.name}",
     ]
 
 

@@ -179,6 +179,14 @@ class Run:
         return is_reached and self.reason == STOPPED
 
 
+def _percent(progress: Mapping[str, Any]) -> float | None:
+    step, total = _integer(progress.get("step")), _integer(progress.get("totalSteps"))
+    if step is not None and total:
+        # The status rounds to whole percents, which stand still for hours in a long run.
+        return round(100 * step / total, 1)
+    return parse_short_count(progress.get("percent"))
+
+
 def parse_run(raw: Mapping[str, Any]) -> Run:
     """Read a TrainingRun of the API server; never raises."""
     metadata, spec, status = (_mapping(raw, key) for key in ("metadata", "spec", "status"))
@@ -188,13 +196,8 @@ def parse_run(raw: Mapping[str, Any]) -> Run:
     storage, stop = _mapping(spec, "storage"), _mapping(_mapping(spec, "training"), "stop")
     step, total = _integer(progress.get("step")), _integer(progress.get("totalSteps"))
     generation = _integer(metadata.get("generation")) or 0
-    # The status rounds to whole percents, which stand still for hours in a long run.
-    percent = parse_short_count(progress.get("percent"))
-    if step is not None and total:
-        percent = round(100 * step / total, 1)
     # A file may have a human number here, as a text.
     stop_after = parse_short_count(stop.get("afterStep"))
-
     manager = _text(spec, "managedBy")
 
     # Any version of the operator may have written it: a list that failed at one run would hide all others.
@@ -216,7 +219,7 @@ def parse_run(raw: Mapping[str, Any]) -> Run:
         nodes=_text(nodes, "summary"),
         step=step,
         total_steps=total,
-        percent=percent,
+        percent=_percent(progress),
         loss=_text(progress, "loss"),
         tokens_per_second=_text(progress, "tokensPerSecond"),
         eta=_text(progress, "eta"),

@@ -9,6 +9,10 @@ Schema = dict[str, Any]
 # that a schema allows, and refuses a CRD whose rules could cost too much.
 LONGEST_TEXT: Final = 4096
 LONGEST_KEY_NAME: Final = 253
+# The pattern of Kubernetes' own OpenAPI document for a quantity.
+QUANTITY: Final = (
+    r"^(\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?[0-9]+))?$"
+)
 PRESERVE: Final = "x-kubernetes-preserve-unknown-fields"
 VALIDATIONS: Final = "x-kubernetes-validations"
 

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from evergrad_manifest.crd.nodes import (
     PRESERVE,
+    QUANTITY,
     Schema,
     choice,
     int_or_text,
@@ -16,15 +17,12 @@ from evergrad_manifest.crd.nodes import (
     text,
     texts_by_name,
 )
+from evergrad_manifest.crd.variables import FIELD_REF, RESOURCE_FIELD_REF, VARIABLE
 from evergrad_manifest.envelope.init_containers import MOST_INIT_CONTAINERS
 
 # Every list inside of these structures has a bound, or the API server reckons with one of its own, which
 # makes the whole CRD too expensive to accept.
 _MOST_ITEMS: Final = 32
-# The pattern of Kubernetes' own OpenAPI document for a quantity.
-_QUANTITY: Final = (
-    r"^(\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?[0-9]+))?$"
-)
 
 
 def _requirements(description: str, operators: Sequence[str]) -> Schema:
@@ -215,67 +213,6 @@ _MOUNT: Final[Schema] = mapping(
 )
 
 
-# The name is optional in Kubernetes' own schema for the sake of old objects; a reference without one names
-# nothing, so that it is required here.
-def _key_of(kind: str) -> Schema:
-    return mapping(
-        f"A key of a {kind}.",
-        {
-            "name": text(f"Name of the {kind}."),
-            "key": text("The key in it."),
-            "optional": switch("Whether the pod starts without it. Default: false."),
-        },
-        required=("name", "key"),
-    )
-
-
-# References are replaced as a whole by server-side apply, as in a pod: half of one and half of another would
-# name what nobody meant.
-_FIELD_REF: Final[Schema] = mapping(
-    "A field of the pod.",
-    {
-        "fieldPath": text("Field, such as metadata.name or status.podIP.", longest=512),
-        "apiVersion": text("Version that the path is written for. Default: v1."),
-    },
-    required=("fieldPath",),
-    **{"x-kubernetes-map-type": "atomic"},
-)
-
-
-_RESOURCE_FIELD_REF: Final[Schema] = mapping(
-    "A resource of the container.",
-    {
-        "resource": text("Resource, such as limits.cpu."),
-        "containerName": text("Name of the container.", longest=63),
-        "divisor": int_or_text("Unit of the value, a quantity. Default: 1.", pattern=_QUANTITY),
-    },
-    required=("resource",),
-    **{"x-kubernetes-map-type": "atomic"},
-)
-
-
-# A value is a text: without quotes YAML would make a number of it, which the API server refuses in a pod.
-_VARIABLE: Final[Schema] = mapping(
-    "One variable.",
-    {
-        "name": text("Name of the variable.", shortest=1),
-        "value": text(
-            "Its value; a text, so numbers stand in quotes. Default: empty.", longest=32768
-        ),
-        "valueFrom": mapping(
-            "Where its value comes from, instead of value: exactly one.",
-            {
-                "configMapKeyRef": _key_of("ConfigMap"),
-                "secretKeyRef": _key_of("Secret"),
-                "fieldRef": _FIELD_REF,
-                "resourceFieldRef": _RESOURCE_FIELD_REF,
-            },
-        ),
-    },
-    required=("name",),
-)
-
-
 # In decimal: JSON has no octal numbers, and what YAML reads as one arrives here as its value.
 _MODE: Final[Schema] = integer("Permissions, in decimal: 420 is 0644.", least=0, most=511)
 _DEFAULT_MODE: Final[Schema] = {
@@ -306,8 +243,8 @@ _DOWNWARD_ITEMS: Final[Schema] = items(
         {
             "path": text("File it becomes, relative.", longest=1024),
             "mode": _MODE,
-            "fieldRef": _FIELD_REF,
-            "resourceFieldRef": _RESOURCE_FIELD_REF,
+            "fieldRef": FIELD_REF,
+            "resourceFieldRef": RESOURCE_FIELD_REF,
         },
         required=("path",),
     ),
@@ -408,7 +345,7 @@ _EPHEMERAL: Final[Schema] = mapping(
                                     "description": "What is reserved: storage.",
                                     "maxProperties": 4,
                                     "additionalProperties": int_or_text(
-                                        "A quantity.", pattern=_QUANTITY
+                                        "A quantity.", pattern=QUANTITY
                                     ),
                                 }
                             },
@@ -446,7 +383,7 @@ _VOLUME: Final[Schema] = mapping(
                     "Empty for the node's disk, Memory for a tmpfs. Default: empty.", longest=32
                 ),
                 "sizeLimit": int_or_text(
-                    "Most it may hold, a quantity. Default: no limit.", pattern=_QUANTITY
+                    "Most it may hold, a quantity. Default: no limit.", pattern=QUANTITY
                 ),
             },
         ),
@@ -499,7 +436,7 @@ def build_fragments() -> Mapping[str, Schema]:
         ),
         f"{where}volumes": _listed(_VOLUME, keys=("name",)),
         f"{where}volumeMounts": _listed(_MOUNT, keys=("mountPath",)),
-        f"{where}env": _listed(_VARIABLE, most=256, keys=("name",)),
+        f"{where}env": _listed(VARIABLE, most=256, keys=("name",)),
         f"{where}envFrom": _listed(_open("One object.", most=3)),
         f"{where}initContainers": _listed(
             _open("One container.", most=16), most=MOST_INIT_CONTAINERS

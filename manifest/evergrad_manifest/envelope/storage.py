@@ -1,7 +1,7 @@
 """``spec.storage``: the volume that holds the run directory, a new one or one that exists."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final, Literal
 
 from pydantic import Field
@@ -55,6 +55,14 @@ class Storage(Section):
     """What becomes of the new volume when the run is deleted. Default: Retain."""
 
 
+_WHY_MEANINGLESS: Final[Mapping[str, str]] = {
+    "storageClassName": "an existing claim has its class already",
+    "accessModes": "an existing claim has its access modes already",
+    "whenDeleted": "an existing claim is never deleted with a run",
+}
+"""Keys of a new volume alone, with the reason."""
+
+
 def check_storage(view: View) -> Iterator[Problem]:
     """Either a new volume or an existing one."""
     if view.get(_STORAGE) is UNKNOWN:
@@ -64,24 +72,16 @@ def check_storage(view: View) -> Iterator[Problem]:
     # mistake often causes several.
     size, claim = view.is_given(f"{_STORAGE}.size"), view.is_given(f"{_STORAGE}.claimName")
     storage_class = view.is_given(f"{_STORAGE}.storageClassName")
+    meaningless = next(
+        (key for key in _WHY_MEANINGLESS if view.is_given(f"{_STORAGE}.{key}")), None
+    )
     if size and claim:
         why = "a run has either a new volume or an existing one"
         yield Problem(_STORAGE, "size and claimName are both set", why, "Remove one of them")
-    elif storage_class and claim:
-        why = "an existing claim has its class already"
-        yield Problem(
-            f"{_STORAGE}.storageClassName", "has no meaning with claimName", why, "Remove it"
-        )
-    elif view.is_given(f"{_STORAGE}.accessModes") and claim:
-        why = "an existing claim has its access modes already"
-        yield Problem(
-            f"{_STORAGE}.accessModes", "has no meaning with claimName", why, "Remove it"
-        )
-    elif view.is_given(f"{_STORAGE}.whenDeleted") and claim:
-        why = "an existing claim is never deleted with a run"
-        yield Problem(
-            f"{_STORAGE}.whenDeleted", "has no meaning with claimName", why, "Remove it"
-        )
+    elif meaningless and claim:
+        why = _WHY_MEANINGLESS[meaningless]
+        where = f"{_STORAGE}.{meaningless}"
+        yield Problem(where, "has no meaning with claimName", why, "Remove it")
     elif storage_class and not size:
         why = "storageClassName asks for a new volume"
         yield Problem(

@@ -73,13 +73,12 @@ def build_fleet() -> Dashboard:
             )
         )
     )
-    return _add_pods(_add_plots(board)).with_panel(_runs())
+    return _add_pods(_add_nodes(_add_plots(board))).with_panel(_runs())
 
 
 def _add_plots(board: Dashboard) -> Dashboard:
     lost = metric("lost_seconds_total", _HERE)
     phase = metric("operator_run_phase", _HERE)
-    preparing = metric("operator_run_phase", f'{_HERE}, phase="Preparing"')
     return (
         board.with_panel(
             plot(
@@ -120,26 +119,29 @@ def _add_plots(board: Dashboard) -> Dashboard:
                 (_median("operator_run_startup_seconds"), "first step"),
             )
         )
-        .with_panel(
-            plot(
-                "Nodes by state",
-                "Pods of all runs' nodes: admitted by no queue yet, without a host, starting, running.",
-                "short",
-                (f"sum by (state) ({metric('operator_run_nodes', _HERE)})", "{{state}}"),
-                shape="stack",
-            )
+    )
+
+
+def _add_nodes(board: Dashboard) -> Dashboard:
+    preparing = metric("operator_run_phase", f'{_HERE}, phase="Preparing"')
+    return board.with_panel(
+        plot(
+            "Nodes by state",
+            "Pods of all runs' nodes: admitted by no queue yet, without a host, starting, running.",
+            "short",
+            (f"sum by (state) ({metric('operator_run_nodes', _HERE)})", "{{state}}"),
+            shape="stack",
         )
-        .with_panel(
-            plot(
-                "Work in pods beside the nodes",
-                "Runs whose data are being prepared, and checkpoints that wait for a pod to evaluate them.",
-                "short",
-                (f"count({preparing}) or vector(0)", "runs that prepare"),
-                (
-                    f"sum({metric('operator_run_evaluations_waiting', _HERE)}) or vector(0)",
-                    "checkpoints that wait",
-                ),
-            )
+    ).with_panel(
+        plot(
+            "Work in pods beside the nodes",
+            "Runs whose data are being prepared, and checkpoints that wait for a pod to evaluate them.",
+            "short",
+            (f"count({preparing}) or vector(0)", "runs that prepare"),
+            (
+                f"sum({metric('operator_run_evaluations_waiting', _HERE)}) or vector(0)",
+                "checkpoints that wait",
+            ),
         )
     )
 

@@ -117,18 +117,6 @@ def plan_children(
         != child["metadata"]["annotations"][names.ANNOTATION_HASH]
     )
 
-    # The uid is a precondition: a successor of the same name must not be deleted in its place.
-    delete = [
-        Deletion("Pod", pod.name, pod.uid, pod.grace_seconds) for pod in decision.pods_to_delete
-    ]
-    # All children go at the end; before that, only one that was switched off. A missing ConfigMap or Service
-    # is applied, never deleted.
-    for kind, name in observation.hashes:
-        is_switched_off = kind in _SWITCHED and is_running and (kind, name) not in wanted
-        if is_switched_off or (decision.action == Action.CLEAN and kind in OWNED_KINDS):
-            group = observation.group_kind if kind == _POD_GROUP else None
-            delete.append(Deletion(kind, name, version=group.version if group else ""))
-
     # Secrets are not watched: the Secret is made before pods are, whether it exists or not. A pod that has a
     # host and does not run may wait for it, because somebody has deleted it.
     create = tuple(_plan_pods(observation, decision, config, token))
@@ -147,9 +135,27 @@ def plan_children(
         token=build_token_secret(run, token) if create or waits_for_volumes else None,
         apply=apply,
         bounds=decision.bounds,
-        delete=tuple(delete),
+        delete=_plan_deletions(observation, decision, frozenset(wanted)),
         create=create,
     )
+
+
+def _plan_deletions(
+    observation: Observation, decision: Decision, wanted: frozenset[tuple[str, str]]
+) -> tuple[Deletion, ...]:
+    is_running = decision.action == Action.RUN
+    # The uid is a precondition: a successor of the same name must not be deleted in its place.
+    delete = [
+        Deletion("Pod", pod.name, pod.uid, pod.grace_seconds) for pod in decision.pods_to_delete
+    ]
+    # All children go at the end; before that, only one that was switched off. A missing ConfigMap or Service
+    # is applied, never deleted.
+    for kind, name in observation.hashes:
+        is_switched_off = kind in _SWITCHED and is_running and (kind, name) not in wanted
+        if is_switched_off or (decision.action == Action.CLEAN and kind in OWNED_KINDS):
+            group = observation.group_kind if kind == _POD_GROUP else None
+            delete.append(Deletion(kind, name, version=group.version if group else ""))
+    return tuple(delete)
 
 
 def _build_wanted(

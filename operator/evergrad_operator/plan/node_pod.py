@@ -57,16 +57,14 @@ def build_node_pod(
     run: TrainingRun, memory: Memory, config: Config, node: Node, *, token: str
 ) -> JsonObject:
     """Build the pod of one node. ``token``: the run's."""
-    template, grace = run.spec.template, grace_seconds(run)
+    template, grace, port = run.spec.template, grace_seconds(run), metrics_port(run)
     arguments = _build_arguments(run, config, index=node.index, grace=grace)
-    port = metrics_port(run)
     ports = [{"name": "metrics", "containerPort": port, "protocol": "TCP"}] if port else []
     resources = bound_disk(
         run.spec.resources, config.node_ephemeral_storage, config.node_ephemeral_storage_limit
     )
     pod: JsonObject = {
-        # A node that ends is replaced by a new pod, perhaps on another host: a restart in place would keep
-        # it on a broken one.
+        # A node that ends is replaced by a new pod, perhaps elsewhere: its host may be broken.
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": grace + _MARGIN_SECONDS,
         # Also beside an account: a token comes by a projected volume, for those who asked for it.
@@ -93,10 +91,8 @@ def build_node_pod(
     }
 
     # scheduler-plugins find a pod's group by a label, Kubernetes itself by a field.
-    gang_label = {}
-    if node.joins_group and config.gang == COSCHEDULING:
-        gang_label = {names.LABEL_GANG: run.name}
-    elif node.joins_group:
+    has_label = node.joins_group and config.gang == COSCHEDULING
+    if node.joins_group and not has_label:
         pod["schedulingGroup"] = {"podGroupName": run.name}
 
     # Ours come last: a template must not take a pod out of its run.
@@ -104,7 +100,7 @@ def build_node_pod(
     queue_labels, queue_annotations = _build_queue(run, node)
     metadata["labels"] = {
         **build_user_labels(run),
-        **gang_label,
+        **({names.LABEL_GANG: run.name} if has_label else {}),
         **queue_labels,
         **build_labels(run, role=names.ROLE_NODE),
         names.LABEL_INDEX: str(node.index),

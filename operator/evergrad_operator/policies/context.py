@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
+from evergrad_operator.answer import Progress
 from evergrad_operator.config import Config
 from evergrad_operator.decision import Action, Decision
 from evergrad_operator.memory import Finish, Memory
 from evergrad_operator.names import Phase
-from evergrad_operator.observe import Observation, Progress
+from evergrad_operator.observe import Observation
 from evergrad_operator.pods import PodState
 from evergrad_operator.policies.remember import is_current
 from evergrad_operator.spec import TrainingRun

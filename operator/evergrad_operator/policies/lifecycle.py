@@ -216,9 +216,8 @@ def _drain(context: ReconcileContext, reason: Reason) -> Decision:
         text = "the coordinator leaves"
         if working:
             chosen, nodes = (*context.live, *beside), len(working) - len(beside)
-            text = f"{nodes} nodes save and leave" if nodes else _EVALUATION_LEAVES
-            if preparing:
-                text = _PREPARING_LEAVES
+            waited_for = _PREPARING_LEAVES if preparing else _EVALUATION_LEAVES
+            text = f"{nodes} nodes save and leave" if nodes else waited_for
         elif not is_stale:
             chosen = (*live_coordinators, *context.nodes)
         return Decision(
@@ -229,8 +228,7 @@ def _drain(context: ReconcileContext, reason: Reason) -> Decision:
             memory,
             pods_to_delete=remove(chosen),
             requeue_after=earliest(
-                context.seconds_to_unreachable,
-                None if working or not is_stale else 1.0,
+                context.seconds_to_unreachable, None if working or not is_stale else 1.0
             ),
         )
 

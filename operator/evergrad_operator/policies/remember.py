@@ -9,6 +9,7 @@ from typing import Final, TypeVar
 
 from evergrad_coordinator.causes import PodCause
 from evergrad_operator import names
+from evergrad_operator.answer import Progress
 from evergrad_operator.config import Config
 from evergrad_operator.evaluation import Tries
 from evergrad_operator.images import pin_image
@@ -22,7 +23,7 @@ from evergrad_operator.memory import (
     Memory,
     Training,
 )
-from evergrad_operator.observe import Observation, Progress
+from evergrad_operator.observe import Observation
 from evergrad_operator.pods import PodState
 from evergrad_operator.policies.budget import add_short_life, forgive
 from evergrad_operator.policies.ends import is_letting_go, note_nodes

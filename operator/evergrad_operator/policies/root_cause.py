@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from evergrad_coordinator.causes import CHANGES, COUNTED, PodCause
 from evergrad_coordinator.contract import ExitCode
+from evergrad_operator.answer import Failure
 from evergrad_operator.memory import LastFailure, Memory
-from evergrad_operator.observe import Failure
 from evergrad_operator.pods import MAX_MESSAGE, PodState, describe_cause
 from evergrad_operator.raw import keep_end
 

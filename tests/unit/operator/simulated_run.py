@@ -10,19 +10,13 @@ from typing import Any
 from fake_kubernetes.recipe import TRAINING
 
 from evergrad_operator import names
+from evergrad_operator.answer import Progress, parse_progress
 from evergrad_operator.changes import compare_settings, is_edited
 from evergrad_operator.config import Config
 from evergrad_operator.decision import Decision
 from evergrad_operator.events import Event, derive_events, describe_edit
 from evergrad_operator.kinds import Kind
-from evergrad_operator.observe import (
-    ApplyFailure,
-    Observation,
-    Progress,
-    observe,
-    observe_gone,
-    parse_progress,
-)
+from evergrad_operator.observe import ApplyFailure, Observation, observe, observe_gone
 from evergrad_operator.plan import Plan, plan_children
 from evergrad_operator.policies import decide
 from evergrad_operator.profiles import NO_PROFILE

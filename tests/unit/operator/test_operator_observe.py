@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from simulated_run import START, Simulation, make_run
 
 from evergrad_coordinator.causes import PodCause
+from evergrad_operator.answer import parse_progress
 from evergrad_operator.errors import OperatorError, ProgressError
-from evergrad_operator.observe import build_record, observe, parse_progress
+from evergrad_operator.observe import build_record, observe
 from evergrad_operator.pods import MAX_MESSAGE, describe_cause, parse_pod
 from evergrad_operator.spec import parse_run
 from evergrad_operator.times import format_time

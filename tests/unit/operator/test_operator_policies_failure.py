@@ -15,10 +15,10 @@ from evergrad_operator.memory import (
     HostFaults,
     Memory,
     add_hosts,
-    build_memory,
     parse_hosts,
     parse_memory,
 )
+from evergrad_operator.memory_status import build_memory
 from evergrad_operator.names import Phase, Reason
 from evergrad_operator.observe import ApplyFailure
 from evergrad_operator.policies.host_faults import forget_hosts

@@ -1,6 +1,6 @@
 """Gathers the facts of a report from a run directory. Both renderers show them and compute nothing."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from evergrad_trainer.observers.goodput import Goodput
 from evergrad_trainer.observers.history import History, StepTable, read_history
 from evergrad_trainer.provenance.record import read_processes
 from evergrad_trainer.provenance.redaction import hide_home
-from evergrad_trainer.records import TOKENS, EventType, unit_read
+from evergrad_trainer.records import TOKENS, Event, EventType, unit_read
 from evergrad_trainer.report.figures import (
     Figure,
     Share,
@@ -95,21 +95,7 @@ def gather_facts(directory: RunDirectory) -> Facts:
     is_counting[last] = True
     counting = history.steps.take(last)
 
-    # The facts of the newest start event, with the manifest's where it has none: a run that failed before its
-    # first start event has a manifest all the same.
-    training = _dig(resolved, "manifest", "spec", "training")
-    model = _dig(training, "model", "config", "model_type") or _dig(training, "model", "path")
-    known = {
-        "run": _dig(resolved, "manifest", "metadata", "name"),
-        "model": model,
-        "precision": _dig(training, "runtime", "precision"),
-        "parallelism": _dig(training, "runtime", "parallelism"),
-        "total_steps": _dig(resolved, "derived", "totalSteps"),
-    }
-    started = {key: value for key, value in known.items() if value is not None}
-    starts = [event for event in history.events if event.type == EventType.START]
-    if starts:
-        started |= starts[-1].fields
+    started = _find_started(resolved, history.events)
 
     # The manifest is shown as it was resolved; its paths may name who ran it.
     manifest = resolved.get("manifest", resolved)
@@ -144,6 +130,25 @@ def gather_facts(directory: RunDirectory) -> Facts:
         loss_items=items,
         unit_read=unit,
     )
+
+
+def _find_started(resolved: Mapping[str, Any], events: Sequence[Event]) -> dict[str, Any]:
+    """Find the facts of the newest start event, with the manifest's where it has none: a run that failed
+    before its first start event has a manifest all the same."""
+    training = _dig(resolved, "manifest", "spec", "training")
+    model = _dig(training, "model", "config", "model_type") or _dig(training, "model", "path")
+    known = {
+        "run": _dig(resolved, "manifest", "metadata", "name"),
+        "model": model,
+        "precision": _dig(training, "runtime", "precision"),
+        "parallelism": _dig(training, "runtime", "parallelism"),
+        "total_steps": _dig(resolved, "derived", "totalSteps"),
+    }
+    started = {key: value for key, value in known.items() if value is not None}
+    starts = [event for event in events if event.type == EventType.START]
+    if starts:
+        started |= starts[-1].fields
+    return started
 
 
 def _dig(value: Any, *keys: str) -> Any:

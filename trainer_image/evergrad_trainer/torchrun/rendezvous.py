@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 BACKEND = "evergrad"
 _DEFAULT_LEASE_SECONDS = 10.0
+_NODE_VARIABLES = ("EVERGRAD_NODE", "JOB_COMPLETION_INDEX")
 _OWN_KEYS = ("join_timeout", "lease", "node", "token_file")
 _TORCH_KEYS = ("timeout",)
 """Keys that torchrun's launcher adds to the configuration by itself."""
@@ -89,12 +90,8 @@ def parse_settings(
             "--rdzv-id: missing. Give the run's name, the same as the coordinator's --run."
         )
     # The node's index and the file of the run's token: from the arguments, else from the environment.
-    node = str(
-        given.get("node")
-        or environment.get("EVERGRAD_NODE")
-        or environment.get("JOB_COMPLETION_INDEX")
-        or ""
-    )
+    places = (given.get("node"), *map(environment.get, _NODE_VARIABLES))
+    node = str(next((place for place in places if place), ""))
     if not node:
         problems.append(
             "--rdzv-conf node: missing. Give this node's index: node=0, or EVERGRAD_NODE=0 in "
