@@ -141,12 +141,17 @@ class Client:
         self._root = f"http://127.0.0.1:{port}/api/v1/"
 
     def get(self, path: str, **parameters: str) -> Any:
-        """The data of an answer. Raises ValueError with Prometheus' words where it refuses."""
+        """The data of an answer.
+
+        Raises ValueError with Prometheus' words where it refuses, and OSError where it is not ready.
+        """
         query = f"?{urllib.parse.urlencode(parameters)}" if parameters else ""
         try:
             with urllib.request.urlopen(f"{self._root}{path}{query}", timeout=60) as answer:
                 return json.load(answer)["data"]
         except urllib.error.HTTPError as error:
+            if error.code >= 500:
+                raise
             raise ValueError(f"{path}: {error.code} {error.read().decode()}") from error
 
     def query(self, expression: str) -> list[dict[str, Any]]:

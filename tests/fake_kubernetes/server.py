@@ -106,6 +106,11 @@ class FakeServer:
             return await self._watch(request, plural, namespace)
         if method == "GET":
             items = store.list(plural, namespace, query.get("labelSelector", ""))
+            key, _, value = query.get("fieldSelector", "").partition("=")
+            if key:
+                # Every kind has this one, and nothing here asks for another.
+                assert key == "metadata.name", key
+                items = [item for item in items if item["metadata"]["name"] == value]
             version = str(store.version)
             return web.json_response(
                 {"kind": "List", "items": items, "metadata": {"resourceVersion": version}}
