@@ -523,6 +523,7 @@ STATUS: Object = {
     },
     "checkpoint": {"step": 1200},
     "restarts": {"total": 2, "byCause": {"NodeLost": 2}},
+    "usage": {"gpuHours": "14.2", "waste": "3.1%"},
     "conditions": [
         {
             "type": "Ready",
@@ -568,8 +569,9 @@ def test_kubectl_get_shows_what_the_status_says(server: Server) -> None:
         "2",
     ]
     wide = server.kubectl("get", "truntest", "columns", "-o", "wide")
-    assert wide.splitlines()[0].split()[10:] == ["GENERATION", "REASON", "MESSAGE"]
-    assert wide.split()[-4:] == ["Training", "Four", "nodes", "train."]
+    heads, cells = wide.splitlines()
+    assert heads.split()[10:] == ["GENERATION", "GPU-HOURS", "WASTE", "REASON", "MESSAGE"]
+    assert cells.split()[-6:] == ["14.2", "3.1%", "Training", "Four", "nodes", "train."]
 
 
 def test_kubectl_explains_every_field(server: Server) -> None:
