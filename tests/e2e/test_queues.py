@@ -211,7 +211,11 @@ def test_quota_is_given_back_on_completion(queue: Queue) -> None:
     run = queue.start("complete", steps=60)
     run.wait_for_phase("Complete", seconds=600)
     queue.wait_for_use(0)
-    assert not any(FINALIZER in str(pod["metadata"]) for pod in run.pods())
+    # Kueue gives the quota back first, and lets the pods go a moment later.
+    wait_for(
+        lambda: not any(FINALIZER in str(pod["metadata"]) for pod in run.pods()),
+        "pods that Kueue has let go",
+    )
 
 
 def test_quota_is_given_back_on_failure_and_the_next_run_starts(queue: Queue) -> None:
