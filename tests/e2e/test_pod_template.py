@@ -63,6 +63,7 @@ def make_objects(runs: Runs) -> None:
     )
 
 
+@pytest.mark.operator_ends
 def test_data_are_fetched_by_an_init_container_with_an_allowed_accounts_token(
     runs: Runs, allowed: None
 ) -> None:

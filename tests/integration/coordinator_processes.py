@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from evergrad_coordinator.addresses import join_address
 from evergrad_coordinator.edge.client import CoordinatorClient
 from evergrad_coordinator.protocol import (
     Broken,
@@ -41,9 +42,16 @@ class Coordinator:
     """One process, started and ended by its test."""
 
     def __init__(
-        self, folder: Path, *arguments: str, run: str = "r", least: int = 1, most: int = 3
+        self,
+        folder: Path,
+        *arguments: str,
+        run: str = "r",
+        least: int = 1,
+        most: int = 3,
+        host: str = "127.0.0.1",
     ) -> None:
         self.folder = folder
+        self._host = host
         self._address = folder / f"address-{time.monotonic_ns()}.json"
         self._log = self._address.with_suffix(".log")
         command = [
@@ -59,7 +67,7 @@ class Coordinator:
         ]
         command += [
             "--host",
-            "127.0.0.1",
+            host,
             "--address-file",
             str(self._address),
             "--linger",
@@ -104,7 +112,9 @@ class Coordinator:
         """Without a body it is a GET."""
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self.address['statusPort']}{path}", body, headers
+            f"http://{join_address(self._host, self.address['statusPort'])}{path}",
+            body,
+            headers,
         )
         try:
             with urllib.request.urlopen(request, timeout=PATIENCE) as answer:

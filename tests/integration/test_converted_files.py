@@ -18,17 +18,14 @@ PAGES = Path(__file__).resolve().parents[2] / "docs" / "migrating"
 BYTES = {"tokenizer": {"type": "byte", "path": None}}
 ON_THIS_MACHINE = {"runtime": {"precision": "fp32", "device": "cpu", "threads": 1}}
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
-VOCABULARY = 32_000
 TWO_STEPS = ("--stop-after-steps", "2")
 
 
 def write_tokens(path: Path, code: str, *, count: int = 20_000) -> None:
-    """A flat file of ids; ``code``: their type, as in the module array."""
+    """A flat file of bytes as ids; ``code``: their type, as in the module array."""
     path.parent.mkdir(parents=True, exist_ok=True)
     source = random.Random(str(path))
-    path.write_bytes(
-        array(code, (source.randrange(VOCABULARY) for _ in range(count))).tobytes()
-    )
+    path.write_bytes(array(code, (source.randrange(256) for _ in range(count))).tobytes())
 
 
 def write_folders(folder: Path) -> None:
@@ -79,13 +76,14 @@ FILES = {
         metrics={"prediction_variance", "target_variance", "pairwise_distance", "gaussian_kl"},
     ),
     "optimus-dl": Converted(
-        write_shards, {"model": {"config": SMALL}, "data": {"sequenceLength": 32}}
+        write_shards, {"model": {"config": SMALL}, **BYTES, "data": {"sequenceLength": 32}}
     ),
     # Its second stage begins with the second of three steps of 2,048 tokens.
     "theseus": Converted(
         write_stages,
         {
             "model": {"config": {**SMALL, "num_hidden_layers": 1}},
+            **BYTES,
             "data": {"sequenceLength": 32},
             "horizon": {"tokens": 3 * 2048},
         },

@@ -84,7 +84,7 @@ def test_a_node_with_another_corpus_is_refused_and_the_run_goes_on(
         write_corpus(corpus, train=5)
         other = cluster.start_node(1)
         assert other.wait() != 0, cluster.describe()
-        assert "fingerprint.data" in other.said(), other.said()
+        assert "the data's fingerprint is" in other.said(), other.said()
     finally:
         shutil.rmtree(corpus)
         aside.rename(corpus)
