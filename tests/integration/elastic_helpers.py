@@ -259,15 +259,17 @@ class Cluster:
         constants: Mapping[str, float] | None = None,
         resolver: Path | None = None,
         transport: str = "",
+        directory: Path | None = None,
         **settings: Any,
     ) -> Process:
         """Start one node. ``sets``: changes of its manifest; ``constants``: of modules; ``settings``: of its
-        NodeSettings; ``resolver``: the resolv.conf it sees; ``transport``: EVERGRAD_TRANSPORT."""
+        NodeSettings; ``resolver``: the resolv.conf it sees; ``transport``: EVERGRAD_TRANSPORT; ``directory``:
+        a run directory of its own."""
         arguments = [
             "run",
             "tiny.yaml",
             "--run-directory",
-            str(self.directory),
+            str(directory or self.directory),
             "--workers",
             str(workers),
         ]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 900
+SECONDS = 1800
 
 
 def commands_of(readme: Path) -> str:

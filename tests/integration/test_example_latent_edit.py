@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 400
+SECONDS = 1800
 
 
 @pytest.mark.long

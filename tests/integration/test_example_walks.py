@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 900
+SECONDS = 1800
 _BLOCK = re.compile(r"```sh\n(.*?)```", re.DOTALL)
 
 

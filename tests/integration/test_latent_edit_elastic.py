@@ -82,9 +82,10 @@ def test_a_node_with_another_corpus_is_refused_and_the_run_goes_on(
     corpus.rename(aside)
     try:
         write_corpus(corpus, train=5)
-        other = cluster.start_node(1)
+        # Nor has it the run's directory, where the data are recorded.
+        other = cluster.start_node(1, directory=edits.path / "elsewhere")
         assert other.wait() != 0, cluster.describe()
-        assert "the data's fingerprint is" in other.said(), other.said()
+        assert "fingerprint.data" in other.said(), other.said()
     finally:
         shutil.rmtree(corpus)
         aside.rename(corpus)

@@ -165,7 +165,8 @@ def test_a_node_with_other_settings_of_the_recipe_does_not_join_and_the_run_goes
         faults=[fault("hold", "report", node=0, step=2, name="held")]
     )
     cluster.until_held()
-    stranger = cluster.start_node(1, sets=[change])
+    # In the run's own directory what stands there would refuse it, before the coordinator is asked.
+    stranger = cluster.start_node(1, sets=[change], directory=whole.path / "elsewhere")
     assert stranger.wait() == INTERNAL, cluster.describe()
     assert "fingerprint.configuration" in stranger.said(), stranger.said()
     assert "Traceback" not in stranger.said()
