@@ -84,7 +84,7 @@ test-e2e: $(INSTALLED) ## the tests on a cluster: a two-node Kubernetes that the
 
 test-long: $(INSTALLED) ## the tests that take minutes and rarely find anything, which `make test` leaves out
 	$(call stage,long tests)
-	$(call prepare_cluster,full kwok,images,kueue promconfig prometheus)
+	$(call prepare_cluster,full kwok,images,kueue coscheduling promconfig prometheus)
 	OMP_NUM_THREADS=1 EVERGRAD_E2E_KUBECONFIG='$(KUBECONFIG)' $(BIN)/python tests/side_by_side.py \
 		--front '$(BIN)/python -m pytest -m long $(if $(KUBECONFIG),,tests/bed_tests) tests/e2e --verbose --durations=0 --durations-min=1' \
 		--behind '$(BIN)/python -m pytest -m long $(UNITS)'

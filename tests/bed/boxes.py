@@ -197,6 +197,16 @@ def spawn_outside(
         return _start(words, cgroups.HOST, log.fileno(), environment)
 
 
+def end_outside(process: "subprocess.Popen[bytes]") -> None:
+    """End such a helper: asked first, and after half a minute killed."""
+    process.terminate()
+    try:
+        process.wait(timeout=30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(timeout=30)
+
+
 def network(pid: int | None, lines: Iterable[str]) -> None:
     """Apply lines of `ip -batch` in the network namespace of a process; None is our own."""
     elsewhere = [] if pid is None else ["nsenter", "-t", str(pid), "-n"]

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import yaml
 
-from bed import boxes, pki, toolbox
+from bed import boxes, definitions, pki, toolbox
 from bed.api import Api, Object
 from bed.places import HOST_ADDRESS, KUBECONFIG, logs, work
 from bed.places import pki as keys
@@ -26,7 +26,6 @@ NAMESPACES: Final = "evergrad.dev/kueue"
 """Label, with the value ``true``, of the namespaces whose pods Kueue manages."""
 QUEUES: Final = "/apis/kueue.x-k8s.io/v1beta2"
 _HOOKS: Final = "/apis/admissionregistration.k8s.io/v1"
-_TYPES: Final = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 _PORT, _HEALTH_PORT = 19443, 18081
 _KINDS: Final = {
     "MutatingWebhookConfiguration": "mutatingwebhookconfigurations",
@@ -82,12 +81,7 @@ class Kueue:
     def stop(self) -> None:
         """End the manager."""
         if self._process is not None:
-            self._process.terminate()
-            try:
-                self._process.wait(timeout=30)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait(timeout=30)
+            boxes.end_outside(self._process)
             self._process = None
 
     def remove(self) -> None:
@@ -121,17 +115,7 @@ class Kueue:
         conversion = one["spec"].get("conversion") or {}
         if conversion.get("webhook"):
             conversion["webhook"]["clientConfig"] = _client("/convert", authority)
-        name = one["metadata"]["name"]
-        self._api.apply(f"{_TYPES}/{name}", {**one, "metadata": {"name": name}})
-
-        def is_served() -> bool:
-            status = self._api.get(f"{_TYPES}/{name}").get("status", {})
-            return any(
-                each["type"] == "Established" and each["status"] == "True"
-                for each in status.get("conditions") or []
-            )
-
-        wait_until(f"the type {name}", is_served, seconds=60)
+        definitions.bring(self._api, {**one, "metadata": {"name": one["metadata"]["name"]}})
 
     def _create_hooks(self, one: Object, authority: str) -> None:
         hooks = []

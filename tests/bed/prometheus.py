@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import yaml
 
-from bed import boxes, toolbox
+from bed import boxes, definitions, toolbox
 from bed.api import Api, Object
 from bed.places import API_SERVER, logs
 from bed.places import pki as keys
@@ -30,7 +30,6 @@ NAMESPACE: Final = "monitoring"
 """Namespace that the policies of runs let to their metrics by default."""
 GROUP: Final = "/apis/monitoring.coreos.com/v1"
 KINDS: Final = ("podmonitors", "servicemonitors", "prometheusrules")
-_TYPES: Final = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 _OPERATOR: Final = "github.com/prometheus-operator/prometheus-operator"
 _NEWEST: Final = "v3.3.0"
 """Newest Prometheus that this release of the operator knows; all later ones read its configuration."""
@@ -269,23 +268,13 @@ def install_types(api: Api) -> None:
     folder = toolbox.module("promconfig", _OPERATOR) / "example/prometheus-operator-crd"
     for kind in KINDS:
         one = yaml.safe_load((folder / f"monitoring.coreos.com_{kind}.yaml").read_text())
-        name = one["metadata"]["name"]
-        api.apply(f"{_TYPES}/{name}", one)
-
-        def is_served(path: str = f"{_TYPES}/{name}") -> bool:
-            conditions = api.get(path).get("status", {}).get("conditions", [])
-            return any(
-                each["type"] == "Established" and each["status"] == "True"
-                for each in conditions
-            )
-
-        wait_until(f"the type {name}", is_served, seconds=60)
+        definitions.bring(api, one)
 
 
 def remove_types(api: Api) -> None:
     """Take them away again, with all objects of these kinds."""
     for kind in KINDS:
-        api.delete(f"{_TYPES}/{kind}.monitoring.coreos.com")
+        definitions.take_away(api, f"{kind}.monitoring.coreos.com")
 
 
 def read_objects(api: Api) -> list[Object]:

@@ -57,6 +57,7 @@ TOOLS = {
         },
         minutes="1 to 3 minutes",
     ),
+    "coscheduling": Tool({"gang-scheduler": "."}, minutes="1 to 6 minutes"),
     "chart-testing": Tool({"ct": "github.com/helm/chart-testing/v3/ct"}),
     "kubeconform": Tool({"kubeconform": "github.com/yannh/kubeconform/cmd/kubeconform"}),
     "kueue": Tool(
