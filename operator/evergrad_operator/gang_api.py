@@ -1,9 +1,10 @@
 """Finds out which PodGroup the API server has, and remembers it for a bounded time."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 
+from evergrad_operator.apply import ApplyResult
 from evergrad_operator.kinds import POD_GROUPS, Kind
 
 FOUND_SECONDS: Final = 600.0
@@ -50,3 +51,11 @@ class GangApi:
         self._known = found
         self._good_until = self._clock() + (MISSING_SECONDS if found is None else FOUND_SECONDS)
         return found
+
+    def note(self, results: Iterable[ApplyResult]) -> None:
+        """Ask again at the next pass where the API server no longer has the PodGroup that is remembered."""
+        for result in results:
+            failure = result.failure
+            is_group = result.step[:2] == ("apply", "PodGroup")
+            if is_group and failure is not None and failure.status == 404:
+                self._good_until = float("-inf")

@@ -185,6 +185,7 @@ class Reconciler:
         doable = plan if is_confirmed else replace(plan, create=(), delete=())
         refusals = hints.applied.refusals
         results = await self._applier.apply(key, seen, doable, hints.applied)
+        self.gang_api.note(results)
         note_results(self._metrics, key, seen, plan=doable, results=results, now=self.clock())
         refusals.keep(frozenset(list_steps(plan)))
         if refusals.failures() != seen.failures:

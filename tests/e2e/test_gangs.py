@@ -8,7 +8,12 @@ import pytest
 from bed.coscheduling import GROUPS, SCHEDULER, Coscheduling
 from cluster_runs import ENDLESS, GROUP, RESOURCE, Run, Runs, wait_for
 
-pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.e2e,
+    pytest.mark.operator_ends,
+    pytest.mark.timeout(1200),
+]
 SETTINGS = ("runs.gang=coscheduling", f"runs.schedulerName={SCHEDULER}")
 PLACE = "example.com/place"
 """A made-up device, of which the hosts have just so many as a test needs."""

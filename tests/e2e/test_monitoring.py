@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from bed import prometheus, toolbox
-from cluster_runs import ENDLESS, RESOURCE, ROOT, Run, Runs, wait_for
+from cluster_runs import ENDLESS, RESOURCE, ROOT, Run, Runs, make_manifest, wait_for
 
 from evergrad_monitoring.alerts import ALERTS
 from evergrad_monitoring.queries import Query, collect_queries
@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(2400)]
 LABELS = {"release": "stack"}
 SETTINGS = ("metrics.enabled=true", "metrics.interval=2s", "metrics.labels.release=stack")
 SECTION = {"resources": {"requests": {"cpu": "50m", "memory": "256Mi"}}}
+DEVICE = "example.com/gpu"
 STEP = 2.0
 """Seconds between two points of a range query: as often as something is scraped."""
 SILENT = {
@@ -107,15 +108,24 @@ def watch(
         prometheus.remove_types(api)
 
 
-def start_watched(runs: Runs) -> Run:
-    """A run of two nodes that trains on, evaluates by itself and names the peak of its devices."""
+def start_watched(runs: Runs, faults: Any) -> Run:
+    """A run of a team, of two nodes with a made-up device each, that trains on, evaluates by itself and names
+    the peak of its devices."""
+    for host in ("n1", "n2"):
+        faults.set_gpus(host, 1, resource=DEVICE)
     training = {
         "checkpoint": {"every": {"steps": 200}},
         "data": {"heldOut": {"count": 12}},
         "evaluation": {"every": {"steps": 200}},
         "logging": {"peakFlops": 1e12},
     }
-    return runs.start("watched", steps=ENDLESS, training=training)
+    manifest = make_manifest(
+        "watched",
+        steps=ENDLESS,
+        changes={"training": training, "resources": {"limits": {DEVICE: "1"}}},
+    )
+    manifest["metadata"]["labels"] = {"team": "words"}
+    return runs.apply(manifest)
 
 
 def start_prepared(runs: Runs) -> Run:
@@ -158,10 +168,11 @@ def wait_until_replaced(watch: Watch, runs: Runs, faults: Any, run: Run) -> None
     run.wait_for_pods(0, 1)
 
 
+@pytest.mark.operator_ends
 def test_every_query_of_panels_alerts_and_pages_is_answered_from_real_runs(
     watch: Watch, runs: Runs, faults: Any
 ) -> None:
-    watched, prepared = start_watched(runs), start_prepared(runs)
+    watched, prepared = start_watched(runs, faults), start_prepared(runs)
     prepared.wait_for_phase("Complete", seconds=900)
     wait_until_replaced(watch, runs, faults, watched)
     wait_for(

@@ -213,7 +213,9 @@ def test_quota_is_given_back_on_completion(queue: Queue) -> None:
     queue.wait_for_use(0)
     # Kueue gives the quota back first, and lets the pods go a moment later.
     wait_for(
-        lambda: not any(FINALIZER in str(pod["metadata"]) for pod in run.pods()),
+        lambda: (
+            not any(FINALIZER in pod["metadata"].get("finalizers", ()) for pod in run.pods())
+        ),
         "pods that Kueue has let go",
     )
 

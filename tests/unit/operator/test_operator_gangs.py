@@ -244,6 +244,28 @@ def test_no_pod_is_made_while_the_group_is_refused() -> None:
     assert simulation.pods() == ["run-0-0", "run-1-0"]
 
 
+def test_a_type_that_goes_while_the_operator_remembers_it_is_missed_at_the_next_try() -> None:
+    simulation = clustered("coscheduling", COSCHEDULING)
+    simulation.reconcile()
+    simulation.cluster.served = set()
+    with simulation.by_others():
+        simulation.store.delete("trainingruns", *KEY)
+        simulation.settle()
+
+    def refuse(write: Write) -> None:
+        if write.plural == "podgroups":
+            raise RefusedError(404, "NotFound", "404 page not found")
+
+    simulation.store.before = refuse
+    simulation.create_run(nodes={"min": 2, "max": 2})
+    simulation.reconcile()
+    assert simulation.status["reason"] == "CreateFailed"
+    simulation.now += 10
+    simulation.settle()
+    assert simulation.status["reason"] == "GangUnavailable"
+    assert simulation.pods() == []
+
+
 def test_a_group_of_somebody_else_is_never_taken_over() -> None:
     simulation = clustered("coscheduling", COSCHEDULING)
     body = {"metadata": {"name": "run", "namespace": "ns"}, "spec": {"minMember": 9}}
