@@ -69,16 +69,14 @@ def find_leftovers(
             yield _leftover("Attempt", path, why)
 
     # The newest whole checkpoints and all that somebody has asked to keep stay.
-    found = sorted(
-        (
-            (version, path, manifest)
-            for path in checkpoints.glob("step-*")
-            if (manifest := _read_whole(path)) is not None
-            and (version := _version_of(manifest)) is not None
-        ),
-        reverse=True,
-        key=lambda one: one[0],
-    )
+    found = []
+    for path in checkpoints.glob("step-*"):
+        manifest = _read_whole(path) or {}
+        # A checkpoint without one of the three has no place in the order, and stays.
+        version = [manifest.get(key) for key in ("step", "generation", "serial")]
+        if all(isinstance(number, int) for number in version):
+            found.append((version, path, manifest))
+    found.sort(reverse=True, key=lambda one: one[0])
     best = _read_json(checkpoints / CheckpointFile.BEST).get("checkpoint")
     for position, (_, path, manifest) in enumerate(found):
         if position < max(keep, 1):
@@ -155,14 +153,6 @@ def _read_whole(checkpoint: Path) -> Mapping[str, Any] | None:
         except OSError:
             return None
     return manifest
-
-
-def _version_of(manifest: Mapping[str, Any]) -> tuple[int, int, int] | None:
-    """Return the order of a checkpoint: step, generation, serial."""
-    step, generation, serial = (manifest.get(key) for key in ("step", "generation", "serial"))
-    if not (isinstance(step, int) and isinstance(generation, int) and isinstance(serial, int)):
-        return None
-    return step, generation, serial
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:

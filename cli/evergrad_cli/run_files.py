@@ -95,10 +95,35 @@ class RunFiles:
             if isinstance(step, int) and (name in tracks or len(tracks) < MOST_SETS):
                 values = {"loss": row.get("loss"), **(row.get("metrics") or {})}
                 tracks.setdefault(name, Track()).add(step, _numbers(values))
-        status = self._build_status(now)
-        if status["phase"] == "Running":
+
+        last: Mapping[str, Any] = self._recent[-1] if self._recent else {}
+        start = self._newest.get("start", {})
+        total, step = start.get("total_steps"), last.get("step")
+        tokens = sum(row.get("tokens") or 0 for row in self._recent)
+        seconds = sum(row.get("step_seconds") or 0.0 for row in self._recent)
+        phase, message = self._find_phase(now)
+        left: float | None = None
+        if phase == "Running":
             self.newest_time = now
-        return status
+            if isinstance(total, int) and isinstance(step, int) and seconds:
+                left = (total - step) * seconds / len(self._recent)
+        age = round(max(0.0, now - last["time"]), 1) if "time" in last else None
+        return {
+            "run": str(start.get("run") or self._directory.name),
+            "phase": phase,
+            "message": message,
+            "worldSize": last.get("world_size", start.get("world_size", 0)),
+            "step": step,
+            "totalSteps": total,
+            "loss": last.get("loss"),
+            "tokensPerSecond": tokens / seconds if seconds else None,
+            "etaSeconds": left,
+            "checkpointStep": self._newest.get("save", {}).get("step"),
+            "restarts": dict(self._restarts),
+            "lostSeconds": dict(self._lost_seconds),
+            "lastFailure": None,
+            "updatedSecondsAgo": age,
+        }
 
     def _note_event(self, row: dict[str, Any]) -> None:
         kind, at = str(row.get("type")), row.get("time")
@@ -137,35 +162,6 @@ class RunFiles:
             # Clocks of two hosts may differ: what seems to be earlier is left out.
             if not times.x or elapsed > times.x[-1]:
                 times.add(elapsed, {"processes": size})
-
-    def _build_status(self, now: float) -> dict[str, Any]:
-        last: Mapping[str, Any] = self._recent[-1] if self._recent else {}
-        start = self._newest.get("start", {})
-        total, step = start.get("total_steps"), last.get("step")
-        tokens = sum(row.get("tokens") or 0 for row in self._recent)
-        seconds = sum(row.get("step_seconds") or 0.0 for row in self._recent)
-        phase, message = self._find_phase(now)
-        left: float | None = None
-        if phase == "Running" and isinstance(total, int) and isinstance(step, int) and seconds:
-            left = (total - step) * seconds / len(self._recent)
-        return {
-            "run": str(start.get("run") or self._directory.name),
-            "phase": phase,
-            "message": message,
-            "worldSize": last.get("world_size", start.get("world_size", 0)),
-            "step": step,
-            "totalSteps": total,
-            "loss": last.get("loss"),
-            "tokensPerSecond": tokens / seconds if seconds else None,
-            "etaSeconds": left,
-            "checkpointStep": self._newest.get("save", {}).get("step"),
-            "restarts": dict(self._restarts),
-            "lostSeconds": dict(self._lost_seconds),
-            "lastFailure": None,
-            "updatedSecondsAgo": round(max(0.0, now - last["time"]), 1)
-            if "time" in last
-            else None,
-        }
 
     def _find_phase(self, now: float) -> tuple[str, str]:
         """Phase and message, as the files say."""

@@ -109,8 +109,13 @@ def execute(args: argparse.Namespace) -> int:
         _print(yaml.safe_dump(to_wire(loaded.run), sort_keys=False, width=130).rstrip())
     else:
         _print(f"valid: {loaded.run.metadata.name} ({loaded.path}); {_summarize(loaded)}")
-        for path, _, value in _describe_additions(given.raw, loaded.raw):
-            _print(f"  {path}: {show_value(value)}")
+        # What profiles have filled in: without them both are the same.
+        kept = ("metadata", "spec")
+        before, after = (
+            {key: one[key] for key in kept if key in one} for one in (given.raw, loaded.raw)
+        )
+        for path, _, value in changed_fields(before, after, where=""):
+            _print(f"  {path.removeprefix('.')}: {show_value(value)}")
     return int(ExitCode.DONE)
 
 
@@ -157,18 +162,6 @@ def _read_profile(file: Path) -> tuple[dict[str, Any], list[Problem]]:
     found = check_profile(value, of_namespace=is_of_namespace)
     return value, [
         replace(one, path=f"{label}: {one.path}" if one.path else label) for one in found
-    ]
-
-
-def _describe_additions(
-    before: dict[str, Any], after: dict[str, Any]
-) -> list[tuple[str, Any, Any]]:
-    """Return what profiles have filled in: path, the file's value, the new one."""
-    kept = ("metadata", "spec")
-    pairs = (({key: one[key] for key in kept if key in one}) for one in (before, after))
-    return [
-        (path.removeprefix("."), old, new)
-        for path, old, new in changed_fields(*pairs, where="")
     ]
 
 

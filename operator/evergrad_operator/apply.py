@@ -206,7 +206,12 @@ class Applier:
         services = [body for body in plan.apply if body["kind"] == SERVICE.kind]
         results += await _gather(self._put(work, body) for body in children)
         # Schedulers place pods of a group that does not exist one by one, or never.
-        if any(one.failure and _is_missing_group(one.step, seen) for one in results):
+        if any(
+            one.failure
+            and one.step[:2] == ("apply", "PodGroup")
+            and one.step[1:] not in seen.hashes
+            for one in results
+        ):
             pods = ()
         results += await _gather(self._end(work, end) for end in plan.delete)
 
@@ -410,11 +415,6 @@ def _concerns_all_pods(failure: ApplyFailure) -> bool:
     """Whether the refusal of one pod is one of the others, too, as a quota's or a webhook's: only a name is a
     pod's own."""
     return failure.reason not in (NAME_TAKEN, NAME_LEAVING)
-
-
-def _is_missing_group(step: Step, seen: Observation) -> bool:
-    """Whether the step makes a PodGroup that is not there yet."""
-    return step[:2] == ("apply", "PodGroup") and step[1:] not in seen.hashes
 
 
 def _step_of(verb: str, body: Raw) -> Step:

@@ -224,12 +224,11 @@ class InformerCache:
             place = place_of(raw)
             self.claim_index.update(place, self.run(place), None)
             self.host_index.update(place, None)
-        if resource == PODS:
-            self._note_gone(raw)
         self.store.remove(resource, raw)
+        if resource != PODS:
+            return
 
-    def _note_gone(self, raw: Raw) -> None:
-        """Keep the last state of a pod: the time of its end is often seen only in the event of its going."""
+        # The last state of a pod is kept: the time of its end is often seen only in the event of its going.
         now, identity = self._clock(), uid_of(raw)
         namespace, _ = place_of(raw)
         owner = str((raw["metadata"].get("labels") or {}).get(names.LABEL_RUN, ""))

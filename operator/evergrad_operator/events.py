@@ -81,7 +81,14 @@ def derive_events(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Event
         text = f"the first checkpoint is of step {step}"
         events.append(Event("Normal", Reason.CHECKPOINT_SAVED, text))
 
-    events += _derive_evaluation(get_map(old, "evaluation"), get_map(new, "evaluation"))
+    # Results of each checkpoint are in the status: only what is missing is an event.
+    before, after = get_map(old, "evaluation"), get_map(new, "evaluation")
+    passed_over, state = get_text(after, "passedOver"), get_text(after, "state")
+    if passed_over and passed_over != get_text(before, "passedOver"):
+        text = f"a checkpoint was not evaluated: {passed_over}"
+        events.append(Event("Warning", "CheckpointPassedOver", text))
+    if state == EvaluationState.FAILED and state != get_text(before, "state"):
+        events.append(Event("Warning", "EvaluationFailed", get_text(after, "message")))
 
     # The transition comes last: the ends of pods explain it. A run that was made a moment ago starts, as is
     # to be expected.
@@ -119,16 +126,6 @@ def _derive_ends(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Eve
         for pod, cause, code in fresh:
             how = "" if code is None else f" with exit code {code}"
             yield Event("Warning", cause, f"pod {pod} ended{how}")
-
-
-def _derive_evaluation(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Event]:
-    # Results of each checkpoint are in the status: only what is missing is an event.
-    passed_over, state = get_text(after, "passedOver"), get_text(after, "state")
-    if passed_over and passed_over != get_text(before, "passedOver"):
-        text = f"a checkpoint was not evaluated: {passed_over}"
-        yield Event("Warning", "CheckpointPassedOver", text)
-    if state == EvaluationState.FAILED and state != get_text(before, "state"):
-        yield Event("Warning", "EvaluationFailed", get_text(after, "message"))
 
 
 def describe_edit(observation: Observation) -> Event | None:

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from evergrad_operator.evaluation import parse_evaluation
 from evergrad_operator.names import LABEL_ROLE, QUEUE_GATE, ROLE_NODE, Key, Phase
-from evergrad_operator.preparation import DONE, Preparation, parse_preparation
+from evergrad_operator.preparation import parse_preparation
 from evergrad_operator.raw import get_float, get_map, get_maps, get_natural, get_text
 from evergrad_operator.times import parse_time
 from evergrad_operator.usage import Usage, parse_usage
@@ -128,7 +128,7 @@ def read_runs(
                 nodes=count_nodes(pods_of((namespace, name))),
                 nodes_max=get_natural(get_map(status, "nodes"), "max"),
                 work=preparation.work,
-                prepared=_share_of(preparation),
+                prepared=preparation.share,
                 prepared_tokens=preparation.tokens,
                 usage=parse_usage(get_text(get_map(status, "memory"), "usage")),
                 labels={
@@ -147,13 +147,6 @@ def _read_results(results: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, s
         for metric in values
         if (value := get_float(values, metric)) is not None
     }
-
-
-def _share_of(preparation: Preparation) -> float:
-    if preparation.work == DONE:
-        return 1.0
-    total = preparation.bytes_total
-    return min(1.0, preparation.bytes_done / total) if total else 0.0
 
 
 def _phase(raw: Mapping[str, Any]) -> str:

@@ -195,9 +195,10 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
     # An error's text is cut, a report is read whole.
     if end and not (role == names.ROLE_EVALUATION and end.cause == PodCause.DONE):
         end = replace(end, message=keep_end(end.message, MAX_MESSAGE))
-    # Init containers come first: while one of them waits, ours only says that it does.
-    before = NOTHING if end else _find_waiting(status)
-    wait = ("", "") if end else _why_waiting(status, container, before)
+    wait = ("", "", "") if end else _why_waiting(status, container)
+    gang = "coscheduling" if names.LABEL_GANG in labels else ""
+    if get_map(raw, "spec", "schedulingGroup"):
+        gang = "podGroup"
     return PodState(
         name=str(metadata.get("name") or ""),
         uid=str(metadata.get("uid") or ""),
@@ -216,13 +217,13 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
         disruption=disruption,
         waiting_reason=wait[0],
         waiting_message=wait[1],
-        waiting_image=_find_image(raw, "initContainers", get_text(before, "name")) or image,
+        waiting_image=_find_image(raw, "initContainers", wait[2]) or image,
         node_name=str(get_map(raw, "spec").get("nodeName") or ""),
         ip=str(status.get("podIP") or ""),
         image=image,
         image_id=get_text(container, "imageID"),
         place=parse_place(raw),
-        gang=_find_gang(raw),
+        gang=gang,
     )
 
 
@@ -274,15 +275,6 @@ def _find_image(raw: Mapping[str, Any], kind: str, name: str) -> str:
     """Return the image that was asked for a container of this ``kind``; empty where there is none."""
     asked = get_maps(get_map(raw, "spec"), kind)
     return next((get_text(one, "image") for one in asked if one.get("name") == name), "")
-
-
-def _find_waiting(status: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the status of the init container that the others wait for; empty where there is none."""
-    for one in get_maps(status, "initContainerStatuses"):
-        reason = get_map(one, "state", "waiting").get("reason")
-        if reason and reason != _INITIALIZING:
-            return one
-    return NOTHING
 
 
 def _find_failed(status: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -400,16 +392,20 @@ def _find_cause(
 
 
 def _why_waiting(
-    status: Mapping[str, Any], container: Mapping[str, Any], before: Mapping[str, Any]
-) -> tuple[str, str]:
-    """Return reason and message: the kubelet's for the container, else the scheduler's for the pod.
+    status: Mapping[str, Any], container: Mapping[str, Any]
+) -> tuple[str, str, str]:
+    """Return reason, message and init container: the kubelet's for the container, else the scheduler's for
+    the pod.
 
-    ``before``: the init container that the others wait for, empty for none.
+    The third is the name of the init container that the others wait for, empty for none.
     """
-    waiting = get_map(before, "state", "waiting")
-    if waiting:
-        message = f"init container {get_text(before, 'name')}: {waiting.get('message') or ''}"
-        return str(waiting["reason"]), keep_start(message.rstrip(": "), MAX_MESSAGE)
+    # Init containers come first: while one of them waits, ours only says that it does.
+    for one in get_maps(status, "initContainerStatuses"):
+        waiting = get_map(one, "state", "waiting")
+        reason, name = waiting.get("reason"), get_text(one, "name")
+        if reason and reason != _INITIALIZING:
+            message = f"init container {name}: {waiting.get('message') or ''}".rstrip(": ")
+            return str(reason), keep_start(message, MAX_MESSAGE), name
     waiting = get_map(container, "state", "waiting")
     running = [
         get_text(one, "name")
@@ -417,22 +413,15 @@ def _why_waiting(
         if "running" in get_map(one, "state")
     ]
     if waiting.get("reason") == _INITIALIZING and running:
-        return _INITIALIZING, f"init container {running[-1]} runs"
+        return _INITIALIZING, f"init container {running[-1]} runs", ""
     if waiting.get("reason"):
         message = str(waiting.get("message") or "")
-        return str(waiting["reason"]), keep_start(message, MAX_MESSAGE)
+        return str(waiting["reason"]), keep_start(message, MAX_MESSAGE), ""
     for condition in get_maps(status, "conditions"):
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             reason, message = condition.get("reason"), str(condition.get("message") or "")
-            return str(reason or "Unschedulable"), keep_start(message, MAX_MESSAGE)
-    return "", ""
-
-
-def _find_gang(raw: Mapping[str, Any]) -> str:
-    """Return the kind of gang that a pod was made for, as the operator's configuration names it."""
-    if get_map(raw, "spec", "schedulingGroup"):
-        return "podGroup"
-    return "coscheduling" if names.LABEL_GANG in get_map(raw, "metadata", "labels") else ""
+            return str(reason or "Unschedulable"), keep_start(message, MAX_MESSAGE), ""
+    return "", "", ""
 
 
 def _is_true(condition: Mapping[str, Any], kind: str) -> bool:

@@ -31,6 +31,13 @@ class Preparation:
     documents: int = 0
     tokens: int = 0
 
+    @property
+    def share(self) -> float:
+        """Share of the present work that is done, 0 to 1."""
+        if self.work == DONE:
+            return 1.0
+        return min(1.0, self.bytes_done / self.bytes_total) if self.bytes_total else 0.0
+
 
 @dataclass(frozen=True)
 class Report:

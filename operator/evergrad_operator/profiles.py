@@ -104,8 +104,26 @@ def resolve(
     ``own``: that of the namespace."""
     namespace = get_text(get_map(run, "metadata"), "namespace") or "default"
     named = get_text(get_map(run, "spec"), "profile")
-    name, chosen, problems = _choose(named, namespace, parse_profiles(installation))
-    sources = [name] if name else []
+    known: dict[str, Any] = {}
+    for name, profile in sorted(parse_profiles(installation).items()):
+        namespaces = get_map({"profile": profile}, "profile").get("namespaces")
+        # One that cannot be read is refused to all: its own check says what is wrong with it.
+        if not namespaces or not isinstance(namespaces, list) or namespace in namespaces:
+            known[name] = profile
+
+    # A run that names no profile has the default, if there is one for its namespace.
+    name = named or DEFAULT_PROFILE
+    chosen: Mapping[str, Any] = {}
+    problems: list[Problem] = []
+    if name in known:
+        where = f"profile {name} of the installation (runs.profiles.{name} of the chart)"
+        problems += _place(where, check_profile(known[name]))
+        chosen = {} if problems else known[name]
+    elif named:
+        what = f"there is no profile {named!r} for namespace {namespace}"
+        remedy = f"Use one of: {', '.join(known)}" if known else "Leave it out"
+        problems.append(Problem("spec.profile", what, "", remedy))
+    sources = [name] if name in known else []
 
     defaults: Mapping[str, Any] = chosen.get("defaults") or {}
     if own is not None:
@@ -137,34 +155,6 @@ def parse_profiles(text: str) -> Mapping[str, Any]:
         raise ValueError("it is no mapping of names to profiles")
     # A chart removes an inherited value by null.
     return {str(name): value for name, value in profiles.items() if value is not None}
-
-
-def _choose(
-    named: str, namespace: str, profiles: Mapping[str, Any]
-) -> tuple[str, Mapping[str, Any], list[Problem]]:
-    """Return name and content of the profile of the installation that a run has, and what is wrong with it.
-
-    The name is empty for a run that has none: it names none, and there is no default for its namespace.
-    """
-    name = named or DEFAULT_PROFILE
-    known = {
-        one: profiles[one] for one in sorted(profiles) if _is_for(profiles[one], namespace)
-    }
-    if name not in known and named:
-        what = f"there is no profile {named!r} for namespace {namespace}"
-        remedy = f"Use one of: {', '.join(known)}" if known else "Leave it out"
-        return "", {}, [Problem("spec.profile", what, "", remedy)]
-    if name not in known:
-        return "", {}, []
-    where = f"profile {name} of the installation (runs.profiles.{name} of the chart)"
-    problems = _place(where, check_profile(known[name]))
-    return name, {} if problems else known[name], problems
-
-
-def _is_for(profile: Any, namespace: str) -> bool:
-    """Whether runs of the namespace may have the profile; one that cannot be read is refused to all."""
-    namespaces = get_map({"profile": profile}, "profile").get("namespaces")
-    return not namespaces or not isinstance(namespaces, list) or namespace in namespaces
 
 
 def _place(where: str, problems: tuple[Problem, ...]) -> list[Problem]:

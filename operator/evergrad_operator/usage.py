@@ -285,7 +285,8 @@ def pack_usage(usage: Usage) -> str:
 def pack_pods(usage: Usage, attempts: Sequence[int]) -> str:
     """Pack the names of the pods, by what was counted of them: ``o`` open, ``j`` joined, ``c`` closed.
 
-    First the newest attempt of each node, as letters with how often each comes: ``j3o-2c``; then all others.
+    First the newest attempt of each node, as letters with how often each comes: ``j3o-2c``; then all others:
+    nodes by attempt, ``o:0/0-3,7``, and other pods by their names.
     """
     states = dict.fromkeys(usage.open, "o") | dict.fromkeys(usage.joined, "j")
     states |= dict.fromkeys(usage.closed, "c")
@@ -298,8 +299,15 @@ def pack_pods(usage: Usage, attempts: Sequence[int]) -> str:
     # Older attempts that still end, and pods that are no nodes: few.
     others = []
     for state in "ojc":
-        names = frozenset(name for name, of in states.items() if of == state)
-        others += [f"{state}:{text}" for text in _pack_names(names)]
+        by_attempt: dict[str, set[int]] = {}
+        for name in sorted(name for name, of in states.items() if of == state):
+            index, dash, number = name.partition("-")
+            if dash and index.isdecimal() and number.isdecimal():
+                by_attempt.setdefault(number, set()).add(int(index))
+            else:
+                others.append(f"{state}:{name}")
+        for number, indices in sorted(by_attempt.items()):
+            others.append(f"{state}:{number}/{pack_ranges(indices)}")
     return " ".join([packed or "-", *others[:_MOST_OTHERS]]) if packed or others else ""
 
 
@@ -328,41 +336,9 @@ def parse_usage(counters: str, pods: str = "", attempts: Sequence[int] = ()) -> 
     attempt = get_int(raw, "attempt")
     pending = raw.get("pending")
     amounts = [one for one in pending if type(one) is int] if isinstance(pending, list) else []
-    names = _unpack_pods(pods, attempts)
-    return Usage(
-        at=at,
-        pods=parse_counts(get_map(raw, "pods")),
-        accelerators=parse_counts(get_map(raw, "gpus")),
-        pending=(amounts[0], amounts[1]) if len(amounts) == 2 else (0, 0),
-        seen=Reading(-1 if attempt is None else attempt, parse_counts(get_map(raw, "seen"))),
-        open=names["o"] | names["j"],
-        joined=names["j"],
-        closed=names["c"],
-    )
 
-
-def parse_counts(raw: Mapping[str, Any]) -> dict[Use, int]:
-    """Parse counts by use; others, and what is no count, are left out."""
-    found = {use: get_int(raw, use, most=_MOST) for use in USE_NAMES}
-    return {use: amount for use, amount in found.items() if amount is not None and amount >= 0}
-
-
-def _pack_names(names: frozenset[str]) -> Iterable[str]:
-    """Pack names of nodes by attempt, ``0/0-3,7``, and others as they are."""
-    by_attempt: dict[str, set[int]] = {}
-    for name in sorted(names):
-        index, dash, attempt = name.partition("-")
-        if dash and index.isdecimal() and attempt.isdecimal():
-            by_attempt.setdefault(attempt, set()).add(int(index))
-        else:
-            yield name
-    for attempt, indices in sorted(by_attempt.items()):
-        yield f"{attempt}/{pack_ranges(indices)}"
-
-
-def _unpack_pods(text: str, attempts: Sequence[int]) -> dict[str, frozenset[str]]:
     found: dict[str, set[str]] = {"o": set(), "j": set(), "c": set(), "-": set()}
-    packed, *others = text.split() or [""]
+    packed, *others = pods.split() or [""]
     index = 0
     for letter, times in _LETTERS.findall(packed):
         # Nothing is read beyond the nodes that there are, whatever the text says.
@@ -370,10 +346,25 @@ def _unpack_pods(text: str, attempts: Sequence[int]) -> dict[str, frozenset[str]
         found[letter] |= {f"{one}-{attempts[one]}" for one in range(index, last)}
         index = last
     for part in others[:_MOST_OTHERS]:
-        state, _, names = part.partition(":")
-        attempt, slash, ranges = names.partition("/")
+        state, _, name = part.partition(":")
+        number, slash, ranges = name.partition("/")
         if state in found and slash:
-            found[state] |= {f"{one}-{attempt}" for one in unpack_ranges(ranges)}
+            found[state] |= {f"{one}-{number}" for one in unpack_ranges(ranges)}
         elif state in found:
-            found[state].add(names)
-    return {state: frozenset(names) for state, names in found.items()}
+            found[state].add(name)
+    return Usage(
+        at=at,
+        pods=parse_counts(get_map(raw, "pods")),
+        accelerators=parse_counts(get_map(raw, "gpus")),
+        pending=(amounts[0], amounts[1]) if len(amounts) == 2 else (0, 0),
+        seen=Reading(-1 if attempt is None else attempt, parse_counts(get_map(raw, "seen"))),
+        open=frozenset(found["o"] | found["j"]),
+        joined=frozenset(found["j"]),
+        closed=frozenset(found["c"]),
+    )
+
+
+def parse_counts(raw: Mapping[str, Any]) -> dict[Use, int]:
+    """Parse counts by use; others, and what is no count, are left out."""
+    found = {use: get_int(raw, use, most=_MOST) for use in USE_NAMES}
+    return {use: amount for use, amount in found.items() if amount is not None and amount >= 0}

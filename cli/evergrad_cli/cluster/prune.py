@@ -71,20 +71,55 @@ def execute(args: argparse.Namespace) -> int:
             Problem("--keep", f"{args.keep} is below 1", why, "Use 1 or more")
         )
     if args.directory is not None:
-        found = _look_at_directory(args.directory, keep=args.keep)
+        runs = find_runs(args.directory)
+        if not runs:
+            raise ClusterInputError(
+                Problem(
+                    str(args.directory),
+                    "holds no run",
+                    "there is no run.json in it, or in a folder of it",
+                    "Name a run directory, or the folder of several",
+                )
+            )
+        # A run beside this folder may begin with a checkpoint in it.
+        around = {*runs, *find_runs(args.directory.resolve().parent)}
+        now = time.time()
+        found = [
+            one
+            for run in runs
+            for one in find_leftovers(run, keep=args.keep, now=now, neighbours=around)
+        ]
         return _finish(args, found, lambda one: remove(Path(one.name)))
+
     with connect(args) as cluster:
         found = _look_at_cluster(
             cluster, None if args.all_namespaces else cluster.namespace, args.older_than
         )
-        return _finish(args, found, lambda one: _delete(cluster, one))
+
+        def delete(one: Leftover) -> None:
+            path = (
+                core_path("persistentvolumeclaims", one.namespace, one.name)
+                if one.kind == CLAIM
+                else runs_path(one.namespace, one.name)
+            )
+            # It stays if it is another object by now, or was changed since it was looked at.
+            body = {
+                "kind": "DeleteOptions",
+                "apiVersion": "v1",
+                "preconditions": {"uid": one.uid, "resourceVersion": one.version},
+                "propagationPolicy": "Background",
+            }
+            cluster.send("DELETE", path, body, what=f"{one.kind.lower()} {one.name}")
+
+        return _finish(args, found, delete)
 
 
 def render(found: Sequence[Leftover], *, is_deleted: bool) -> list[str]:
     """Build the table and the line below it."""
+    verb = "deleted" if is_deleted else "delete"
     rows = [
         [
-            _verb(one, is_deleted=is_deleted),
+            "keep" if one.is_kept else verb,
             one.kind,
             f"{one.namespace}/{one.name}" if one.namespace else one.name,
             one.size or (NOTHING if one.size_bytes is None else size(one.size_bytes)),
@@ -99,12 +134,6 @@ def render(found: Sequence[Leftover], *, is_deleted: bool) -> list[str]:
     if going and not is_deleted:
         lines += ["", f"Nothing was deleted. {len(going)} would be{freed}: add --yes."]
     return lines
-
-
-def _verb(one: Leftover, *, is_deleted: bool) -> str:
-    if one.is_kept:
-        return "keep"
-    return "deleted" if is_deleted else "delete"
 
 
 def _finish(
@@ -145,26 +174,6 @@ def _row(one: Leftover) -> dict[str, object]:
     }
 
 
-def _look_at_directory(directory: Path, *, keep: int) -> list[Leftover]:
-    runs = find_runs(directory)
-    if not runs:
-        raise ClusterInputError(
-            Problem(
-                str(directory),
-                "holds no run",
-                "there is no run.json in it, or in a folder of it",
-                "Name a run directory, or the folder of several",
-            )
-        )
-    now = time.time()
-    around = {*runs, *find_runs(directory.resolve().parent)}
-    return [
-        one
-        for run in runs
-        for one in find_leftovers(run, keep=keep, now=now, neighbours=around)
-    ]
-
-
 def _look_at_cluster(
     cluster: Cluster, namespace: str | None, older_than: float | None
 ) -> list[Leftover]:
@@ -193,22 +202,6 @@ def _look_at_cluster(
             now=now,
         )
     return found
-
-
-def _delete(cluster: Cluster, one: Leftover) -> None:
-    """Delete an object, unless it is another one by now, or was changed since it was looked at."""
-    path = (
-        core_path("persistentvolumeclaims", one.namespace, one.name)
-        if one.kind == CLAIM
-        else runs_path(one.namespace, one.name)
-    )
-    body = {
-        "kind": "DeleteOptions",
-        "apiVersion": "v1",
-        "preconditions": {"uid": one.uid, "resourceVersion": one.version},
-        "propagationPolicy": "Background",
-    }
-    cluster.send("DELETE", path, body, what=f"{one.kind.lower()} {one.name}")
 
 
 def _age_of(text: str) -> float:

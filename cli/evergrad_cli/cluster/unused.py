@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from evergrad_cli.cluster.runs import Run, parse_run
+from evergrad_cli.cluster.runs import parse_run
 from evergrad_cli.cluster.text import age, parse_time
 from evergrad_cli.leftovers import Leftover
 from evergrad_coordinator.contract import LABEL_PREFIX
@@ -32,7 +32,18 @@ def find_unused_claims(
     wanted = {run.claim for run in map(parse_run, runs)} | {
         str(raw["metadata"]["name"]) for raw in runs
     }
-    mounted = {name: pod for pod in pods for name in _mounts(pod)}
+    # A pod that has ended writes to its claims no more.
+    mounted = {}
+    for pod in pods:
+        phase = (pod.get("status") or {}).get("phase")
+        volumes = (pod.get("spec") or {}).get("volumes") or ()
+        if phase in ("Succeeded", "Failed"):
+            continue
+        for volume in volumes:
+            claim = (volume.get("persistentVolumeClaim") or {}).get("claimName")
+            if claim:
+                mounted[str(claim)] = pod
+
     found = []
     for raw in sorted(claims, key=lambda one: str(one["metadata"]["name"])):
         metadata = raw["metadata"]
@@ -54,7 +65,13 @@ def find_old_runs(
     found = []
     for raw in runs:
         run = parse_run(raw)
-        ended = _ended_at(run)
+        ended: float | None = None
+        # An operator writes a condition once; the completion time may be missing beside it.
+        for kind in ("Complete", "Failed"):
+            condition = run.condition(kind)
+            if condition is not None and condition.status == "True":
+                ended = run.completed or condition.since
+                break
         if not run.is_over or run.is_deleting or ended is None or now - ended < older_than:
             continue
         how = "complete" if run.is_true("Complete") else "failed"
@@ -98,24 +115,6 @@ def _judge_claim(raw: Raw, *, older_than: float, now: float) -> tuple[str, bool]
     if now - newest < older_than:
         return f"run {names} was complete only {age(now - newest)} ago", True
     return f"run {names} is gone, and was complete {age(now - newest)} ago", False
-
-
-def _mounts(pod: Raw) -> list[str]:
-    """Return the claims that a pod uses, unless it has ended."""
-    if (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
-        return []
-    volumes = (pod.get("spec") or {}).get("volumes") or ()
-    used = ((volume.get("persistentVolumeClaim") or {}).get("claimName") for volume in volumes)
-    return [str(name) for name in used if name]
-
-
-def _ended_at(run: Run) -> float | None:
-    """Return when a run ended: of its condition, which an operator writes once."""
-    for kind in ("Complete", "Failed"):
-        condition = run.condition(kind)
-        if condition is not None and condition.status == "True":
-            return run.completed or condition.since
-    return None
 
 
 def _leftover(kind: str, raw: Raw, why: str, *, is_kept: bool, size: str = "") -> Leftover:

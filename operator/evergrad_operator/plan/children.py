@@ -119,7 +119,10 @@ def plan_children(
 
     # Secrets are not watched: the Secret is made before pods are, whether it exists or not. A pod that has a
     # host and does not run may wait for it, because somebody has deleted it.
-    create = tuple(_plan_pods(observation, decision, config, token))
+    create = tuple(
+        pass_labels(pod, run, config)
+        for pod in _build_pods(observation, decision, config, token)
+    )
     everything = (
         *observation.nodes,
         *observation.coordinators,
@@ -199,17 +202,6 @@ def _build_wanted(
         (child["kind"], child["metadata"]["name"]): with_hash(pass_labels(child, run, config))
         for child in wanted
     }
-
-
-def _plan_pods(
-    observation: Observation,
-    decision: Decision,
-    config: Config,
-    token: str,
-) -> Iterator[Object]:
-    """Plan the pods to create, with the labels of their run."""
-    for pod in _build_pods(observation, decision, config, token):
-        yield pass_labels(pod, observation.run, config)
 
 
 def _build_pods(

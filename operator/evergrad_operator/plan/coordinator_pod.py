@@ -105,17 +105,6 @@ def build_coordinator_pod(
     }
 
 
-def _choose_resources(config: Config) -> Resources:
-    """Return the resources of a coordinator."""
-    requests = {"cpu": config.coordinator_cpu, "memory": config.coordinator_memory}
-    limits = {"cpu": config.coordinator_cpu_limit, "memory": config.coordinator_memory_limit}
-    return bound_disk(
-        Resources.model_construct(requests=requests, limits=limits),
-        config.coordinator_ephemeral_storage,
-        config.coordinator_ephemeral_storage_limit,
-    )
-
-
 def _build_container(
     run: TrainingRun, memory: Memory, config: Config, epoch: Epoch
 ) -> JsonObject:
@@ -138,6 +127,13 @@ def _build_container(
         *build_soft_limit(grace_seconds(run) + _MARGIN_SECONDS),
         *("--linger", str(_LINGER_SECONDS)),
     ]
+    requests = {"cpu": config.coordinator_cpu, "memory": config.coordinator_memory}
+    limits = {"cpu": config.coordinator_cpu_limit, "memory": config.coordinator_memory_limit}
+    resources = bound_disk(
+        Resources.model_construct(requests=requests, limits=limits),
+        config.coordinator_ephemeral_storage,
+        config.coordinator_ephemeral_storage_limit,
+    )
     return {
         "name": names.CONTAINERS[names.ROLE_COORDINATOR],
         "image": memory.coordinator.image or config.operator_image,
@@ -156,7 +152,7 @@ def _build_container(
             "timeoutSeconds": 5,
             "failureThreshold": 6,
         },
-        "resources": build_resources(_choose_resources(config)),
+        "resources": build_resources(resources),
         "securityContext": build_container_security(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [

@@ -1,7 +1,6 @@
 """The init containers of a run's pods: they end before the trainer's container starts."""
 
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from evergrad_coordinator import contract
 from evergrad_manifest.envelope.resources import Resources
@@ -29,40 +28,25 @@ CACHES: Final = {
 def build_init_containers(
     run: TrainingRun, memory: Memory, config: Config, resources: Resources
 ) -> list[JsonObject]:
-    """Build the init containers of the template. ``resources``: those of the pod's own container."""
-    return [
-        _build_container(run, memory, config, resources, given)
-        for given in run.spec.template.init_containers
-    ]
+    """Build the init containers of the template. ``resources``: those of the pod's own container.
 
-
-def _build_container(
-    run: TrainingRun,
-    memory: Memory,
-    config: Config,
-    resources: Resources,
-    given: Mapping[str, Any],
-) -> JsonObject:
-    """Build one of them: as restricted as the trainer's container, on the same volume and scratch space.
-
-    It has neither the run's token nor its manifest, which are for the trainer.
+    They are as restricted as the trainer's container, and have the same volume and scratch space. They have
+    neither the run's token nor its manifest, which are for the trainer.
     """
-    spec = run.spec
-    # They run before the trainer's container, so that its resources are theirs at no cost.
-    own = given.get("resources") or build_resources(drop_devices(resources))
-    return without_none(
-        {
+    built = []
+    for given in run.spec.template.init_containers:
+        policy = given.get("imagePullPolicy") or run.spec.image_pull_policy
+        container = {
             "name": given["name"],
             "image": given.get("image") or memory.image_pin or memory.image,
-            "imagePullPolicy": given.get("imagePullPolicy")
-            or spec.image_pull_policy
-            or config.image_pull_policy,
+            "imagePullPolicy": policy or config.image_pull_policy,
             "command": given.get("command"),
             "args": given.get("args"),
             "workingDir": given.get("workingDir"),
             "env": merge_env(CACHES, tuple(get_maps(given, "env"))),
             "envFrom": given.get("envFrom"),
-            "resources": own,
+            # They run before the trainer's container, so that its resources are theirs at no cost.
+            "resources": given.get("resources") or build_resources(drop_devices(resources)),
             "securityContext": build_container_security(),
             "terminationMessagePath": names.TERMINATION_LOG,
             # One that fails rarely writes a message: the end of its log stands in for it.
@@ -73,4 +57,5 @@ def _build_container(
                 *get_maps(given, "volumeMounts"),
             ],
         }
-    )
+        built.append(without_none(container))
+    return built

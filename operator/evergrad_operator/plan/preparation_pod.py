@@ -34,13 +34,29 @@ def build_preparation_pod(
         config.preparation_ephemeral_storage,
         config.preparation_ephemeral_storage_limit,
     )
+
+    # The folder is where the nodes will look for prepared data.
+    folder = PurePosixPath(contract.VOLUME_PATH) / run.volume_path
+    cpu = given.resources.limits.get("cpu") or given.resources.requests.get("cpu")
+    # A container sees all cores of its host: without a number there would be a helper for each of them.
+    workers = ["--workers", str(max(1, math.ceil(quantity_value(cpu))))] if cpu else []
+    arguments = [
+        "prepare",
+        f"{contract.CONFIG_PATH}/{names.CONFIG_FILE}",
+        *("--base-directory", escape(str(folder))),
+        *("--prepared-directory", escape(str(folder.parent / contract.PREPARED_FOLDER))),
+        *workers,
+        *("--status-port", str(names.STATUS_PORT)),
+        *build_token_arguments(),
+        *("--termination-log", names.TERMINATION_LOG),
+    ]
     port = {"name": "status", "containerPort": names.STATUS_PORT, "protocol": "TCP"}
     container = build_trainer_container(
         run,
         memory,
         config,
         resources,
-        arguments=_build_arguments(run, given),
+        arguments=arguments,
         ports=[port],
     )
     beside = PodBeside(
@@ -55,21 +71,3 @@ def build_preparation_pod(
         ),
     )
     return build_pod_beside(run, memory, config, beside)
-
-
-def _build_arguments(run: TrainingRun, given: Preparation) -> list[str]:
-    """Build the arguments of ``evergrad``: the folder is where the nodes will look for prepared data."""
-    folder = PurePosixPath(contract.VOLUME_PATH) / run.volume_path
-    cpu = given.resources.limits.get("cpu") or given.resources.requests.get("cpu")
-    # A container sees all cores of its host: without a number there would be a helper for each of them.
-    workers = ["--workers", str(max(1, math.ceil(quantity_value(cpu))))] if cpu else []
-    return [
-        "prepare",
-        f"{contract.CONFIG_PATH}/{names.CONFIG_FILE}",
-        *("--base-directory", escape(str(folder))),
-        *("--prepared-directory", escape(str(folder.parent / contract.PREPARED_FOLDER))),
-        *workers,
-        *("--status-port", str(names.STATUS_PORT)),
-        *build_token_arguments(),
-        *("--termination-log", names.TERMINATION_LOG),
-    ]

@@ -62,7 +62,25 @@ def note_evaluation(
     if known.failed and known.failed != run.generation:
         known = replace(known, failed=0, failure="", tries=Tries(hosts=known.tries.hosts))
     for pod in ended:
-        known = _note_end(known, pod, run.generation)
+        cause, message = describe_cause(pod), pod.end.message if pod.end else ""
+        report = decode_evaluated(message) if cause == PodCause.DONE else None
+        failure = ""
+        if report is not None:
+            known = take_report(known, report)
+        elif cause == PodCause.DONE:
+            failure = (
+                f"pod {pod.name} ended with exit code 0 and left no results. Does its image have this "
+                "version of Evergrad? Correct spec.image or edit spec.evaluation"
+            )
+        elif cause == PodCause.USER_ERROR:
+            said = stop(quote(message) or "it left no message")
+            failure = (
+                f"pod {pod.name} ended with exit code 64: {said} "
+                "Correct it, then edit spec.evaluation"
+            )
+        # Neither another try nor the next checkpoint would end differently before an edit.
+        if failure:
+            known = replace(known, failed=run.generation, failure=failure)
     is_sent_away = run.spec.suspend or memory.is_stopped or run.spec.evaluation is None
     if ended and not is_sent_away:
         known = _count(memory, known, ended, observation, config, now)
@@ -78,25 +96,6 @@ def is_evaluation_due(memory: Memory, observation: Observation) -> bool:
         return False
     known = take_up(memory.evaluation, memory.training.checkpoint_step)
     return bool(known.pending) and known.failed != run.generation
-
-
-def _note_end(known: Evaluation, pod: PodState, generation: int) -> Evaluation:
-    """Return the evaluation with what the end of a pod means for good."""
-    cause, message = describe_cause(pod), pod.end.message if pod.end else ""
-    if cause == PodCause.DONE:
-        report = decode_evaluated(message)
-        if report is not None:
-            return take_report(known, report)
-        failure = (
-            f"pod {pod.name} ended with exit code 0 and left no results. Does its image have this version "
-            "of Evergrad? Correct spec.image or edit spec.evaluation"
-        )
-        return replace(known, failed=generation, failure=failure)
-    if cause == PodCause.USER_ERROR:
-        said = stop(quote(message) or "it left no message")
-        failure = f"pod {pod.name} ended with exit code 64: {said} Correct it, then edit spec.evaluation"
-        return replace(known, failed=generation, failure=failure)
-    return known
 
 
 def _count(

@@ -42,10 +42,16 @@ def note_pods(memory: Memory, ended: Sequence[PodState], now: float) -> Memory:
         failed = [pod for pod in ended if is_short_of_disk(pod)]
     for pod in failed:
         end = pod.end
+        message = end.message if end else ""
+        # An eviction's words have no remedy.
+        if is_short_of_disk(pod):
+            disk = f"spec.resources.requests.{_EPHEMERAL_STORAGE}"
+            remedy = f"Set {disk}: a host with room is chosen then"
+            message = f"{keep_end(message, MAX_MESSAGE - len(remedy) - 1)} {remedy}"
         described = LastFailure(
             cause=describe_cause(pod),
             node=pod.index,
-            message=_describe(pod),
+            message=message,
             at=(end and end.at) or now,
             step=memory.training.step,
             exit_code=end.exit_code if end else None,
@@ -70,17 +76,6 @@ def is_short_of_disk(pod: PodState) -> bool:
         and end.cause == PodCause.EVICTED
         and f"low on resource: {_EPHEMERAL_STORAGE}" in end.message
     )
-
-
-def _describe(pod: PodState) -> str:
-    """Return the last words of a pod that has ended, with a remedy where they have none."""
-    said = pod.end.message if pod.end else ""
-    if not is_short_of_disk(pod):
-        return said
-    remedy = (
-        f"Set spec.resources.requests.{_EPHEMERAL_STORAGE}: a host with room is chosen then"
-    )
-    return f"{keep_end(said, MAX_MESSAGE - len(remedy) - 1)} {remedy}"
 
 
 def note_outcome(memory: Memory, failure: Failure | None, now: float) -> Memory:

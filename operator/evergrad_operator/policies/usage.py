@@ -4,7 +4,7 @@ The pods of nodes, of the preparation and of evaluations count. The coordinator'
 little, and no accelerator.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -35,42 +35,35 @@ def note_usage(
     ``is_current``: whether the answer is that of the run's newest coordinator.
     """
     progress = observation.progress if is_current else None
-    reading, fallback = None, _find_fallback(memory, observation)
+    reading: Reading | None = None
+    fallback: Use | None = None
+    # Uses of pods that have joined where their coordinator says nothing new: without it nobody trains for
+    # longer than a lease.
+    if observation.unreachable is not None:
+        fallback = "recovery"
+    if is_letting_go(observation, memory):
+        fallback = "end"
     joined: Mapping[str, float] = {}
     if progress is not None and progress.used is not None:
         reading, joined = Reading(progress.attempt, progress.used), progress.joined
     elif progress is not None:
         fallback = fallback or _BY_PHASE.get(progress.phase, "end")
         joined = {pod.ip: 0.0 for pod in observation.nodes if pod.is_running}
-    lives = tuple(_read_lives(observation, joined, now))
-    usage = count(
-        memory.usage, lives, now=_milliseconds(now), reading=reading, fallback=fallback
-    )
-    return replace(memory, usage=usage)
 
-
-def _find_fallback(memory: Memory, observation: Observation) -> Use | None:
-    """Return the use of pods that have joined where their coordinator says nothing new; None to wait."""
-    if is_letting_go(observation, memory):
-        return "end"
-    # Without a coordinator nobody trains for longer than a lease.
-    return "recovery" if observation.unreachable is not None else None
-
-
-def _read_lives(
-    observation: Observation, joined: Mapping[str, float], now: float
-) -> Iterator[PodLife]:
     run = observation.run
     here = (*observation.nodes, *observation.preparations, *observation.evaluations)
-    for pod in here:
-        yield _read_life(run, pod, joined, now)
+    lives = [_read_life(run, pod, joined, now) for pod in here]
     # A pod that is gone and that the cache still has may be listed by both for a moment.
     shown = {pod.uid for pod in here}
     for pod, ago in observation.gone:
         if pod.uid not in shown and pod.role != names.ROLE_COORDINATOR:
             life = _read_life(run, pod, {}, now)
             ended = _milliseconds(now - ago) if life.ended is None else life.ended
-            yield replace(life, ended=ended, is_gone=True)
+            lives.append(replace(life, ended=ended, is_gone=True))
+    usage = count(
+        memory.usage, lives, now=_milliseconds(now), reading=reading, fallback=fallback
+    )
+    return replace(memory, usage=usage)
 
 
 def _read_life(
