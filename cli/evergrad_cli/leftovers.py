@@ -1,7 +1,7 @@
 """Finds what complete runs of this machine have left over in their directories, and removes it.
 
-Only the directory's own files are read: nothing here needs torch, and no tensor is looked at. What cannot be
-understood is kept.
+Only the directory's own files are read: nothing here needs torch, and no tensor is read. Files that cannot be
+understood are kept.
 """
 
 import json
@@ -109,6 +109,7 @@ def remove(path: Path) -> None:
 
 def _find_obstacle(directory: Path, *, now: float, neighbours: Collection[Path]) -> str:
     """Return why nothing may be removed from a run directory; empty where it may."""
+    # A run that may go on may need any of its checkpoints, for instance after a step that is not finite.
     if not (directory / RunFile.COMPLETE).is_file():
         return "the run is not complete"
     resolved = directory / RunFile.RESOLVED
@@ -144,11 +145,13 @@ def _read_whole(checkpoint: Path) -> Mapping[str, Any] | None:
         or not files
     ):
         return None
+    # Sizes show a copy that was cut short; hashes would need every file to be read.
     for file in files:
         if not isinstance(file, Mapping):
             return None
         try:
-            if (checkpoint / str(file.get("name"))).stat().st_size != file.get("bytes"):
+            size = (checkpoint / str(file.get("name"))).stat().st_size
+            if size != file.get("bytes"):
                 return None
         except OSError:
             return None
@@ -164,6 +167,8 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 def _leftover(kind: str, path: Path, why: str, *, is_kept: bool = False) -> Leftover:
-    files = path.rglob("*") if path.is_dir() and not path.is_symlink() else (path,)
+    is_folder = path.is_dir() and not path.is_symlink()
+    # Links are counted themselves, and never followed: their targets stay.
+    files = path.rglob("*") if is_folder else (path,)
     size = sum(one.lstat().st_size for one in files if one.is_symlink() or one.is_file())
     return Leftover(kind, str(path), why, is_kept=is_kept, size_bytes=size)

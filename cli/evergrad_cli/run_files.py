@@ -17,7 +17,7 @@ from evergrad_coordinator.text import duration
 _MOST_BYTES: Final = 64 * 1024 * 1024
 """Bytes of a file that are read at once; the rest is read by the next look."""
 _RECENT: Final = 50
-"""Steps by which the speed is told."""
+"""Number of newest steps that the speed is computed from."""
 _SHOWN: Final = ("loss", "learning_rate", "grad_norm")
 _TEXTS: Final[Mapping[str, str]] = {
     "start": "a process started with {world_size} processes in all",
@@ -76,7 +76,8 @@ class RunFiles:
         """Its times are Unix seconds until the first event says when the run began."""
 
     def look(self, now: float) -> dict[str, Any]:
-        """Read what is new; the status, as of Unix time ``now``."""
+        """Read new lines of the files, and return the status as of Unix time ``now``."""
+        # Events come first: they say when the run began, from which all other times count.
         for row in self._events.read():
             self._note_event(row)
         for row in self._metrics.read():
@@ -84,11 +85,13 @@ class RunFiles:
             if not isinstance(step, int):
                 continue
             self._recent.append(row)
-            values = {name: row.get(name) for name in _SHOWN} | dict(row.get("metrics") or {})
+            values = {name: row.get(name) for name in _SHOWN}
+            values |= dict(row.get("metrics") or {})
             if (seconds := row.get("step_seconds")) and row.get("tokens"):
                 values["tokens_per_second"] = row["tokens"] / seconds
             self.history.steps.add(step, _numbers(values))
             self._note_size(row)
+        # The number of sets is bounded, because the history keeps a track of each in memory.
         for row in self._evaluations.read():
             name, step = str(row.get("name")), row.get("step")
             tracks = self.history.evaluations
@@ -96,6 +99,7 @@ class RunFiles:
                 values = {"loss": row.get("loss"), **(row.get("metrics") or {})}
                 tracks.setdefault(name, Track()).add(step, _numbers(values))
 
+        # Speed and time left are those of the newest steps: a mean of all would hide a change of nodes.
         last: Mapping[str, Any] = self._recent[-1] if self._recent else {}
         start = self._newest.get("start", {})
         total, step = start.get("total_steps"), last.get("step")
@@ -103,6 +107,7 @@ class RunFiles:
         seconds = sum(row.get("step_seconds") or 0.0 for row in self._recent)
         phase, message = self._find_phase(now)
         left: float | None = None
+        # A run that has ended keeps the time of its last sign of life.
         if phase == "Running":
             self.newest_time = now
             if isinstance(total, int) and isinstance(step, int) and seconds:
@@ -164,7 +169,7 @@ class RunFiles:
                 times.add(elapsed, {"processes": size})
 
     def _find_phase(self, now: float) -> tuple[str, str]:
-        """Phase and message, as the files say."""
+        """Return phase and message, as far as the files show them."""
         if (self._directory / RunFile.COMPLETE).exists():
             return "Complete", "all steps are trained"
         failed, end = self._newest.get("failed", {}), self._newest.get("end", {})
@@ -180,12 +185,14 @@ class RunFiles:
         if not self._newest:
             return "Waiting", "no process has written anything yet"
         # A process that was killed writes no end: the time of its last step is all there is.
-        age = duration(max(0.0, now - self._recent[-1]["time"])) if self._recent else ""
-        return "Running", f"its last step was {age} ago" if age else "no step is trained yet"
+        if not self._recent:
+            return "Running", "no step is trained yet"
+        age = max(0.0, now - self._recent[-1]["time"])
+        return "Running", f"its last step was {duration(age)} ago"
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """The values that are numbers; a loss that is none stands as null in the file."""
+    """Return the values that are numbers; a loss that is none stands as null in the file."""
     return {
         name: float(value)
         for name, value in values.items()

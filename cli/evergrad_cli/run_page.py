@@ -16,7 +16,7 @@ from evergrad_coordinator.edge.page import build_page, is_own_request
 from evergrad_coordinator.rules.history import take_update
 
 _WRITE_SECONDS: Final = 30.0
-"""Within which a page reads what it is sent, or is dropped."""
+"""Time within which a page has to read its data, or is dropped."""
 
 
 def follow(directory: Path, stream: BufferedIOBase, is_over: threading.Event) -> None:
@@ -40,6 +40,7 @@ def serving_files(directory: Path, *, port: int) -> Iterator[int]:
     class Handler(BaseHTTPRequestHandler):
         timeout = _WRITE_SECONDS
 
+        # Other pages of the same browser may ask this port: none of them may read the run.
         def do_GET(self) -> None:
             site = self.headers.get("Sec-Fetch-Site", "")
             if self.path == "/":
@@ -50,6 +51,7 @@ def serving_files(directory: Path, *, port: int) -> Iterator[int]:
                 self._begin(404, "text/plain")
             elif not is_own_request(self.headers.get("Host", ""), site):
                 self._begin(403, "text/plain")
+            # Each open page holds a thread for as long as it is open.
             elif not places.acquire(blocking=False):
                 self._begin(503, "text/plain")
             else:
@@ -80,6 +82,7 @@ def serving_files(directory: Path, *, port: int) -> Iterator[int]:
         thread.start()
         try:
             yield server.server_port
+        # Pages end first: a handler that waits would outlive the server.
         finally:
             is_over.set()
             server.shutdown()

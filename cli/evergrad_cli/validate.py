@@ -133,6 +133,7 @@ def with_profiles(loaded: LoadedManifest, files: Sequence[Path]) -> LoadedManife
         if not found:
             defaults = merge_defaults(defaults, raw.get("defaults") or {})
             rdma += (raw.get("allows") or {}).get("rdma") or ()
+    # Problems of the profiles come alone: with half of the defaults the run's own would be guesses.
     raise_if(problems, ConfigurationError)
     merged = apply_defaults(loaded.raw, defaults)
     run = parse_run(merged)
@@ -175,7 +176,7 @@ def _print_problems(problems: Sequence[Problem], *, as_json: bool) -> None:
 
 
 def _summarize(loaded: LoadedManifest) -> str:
-    """What the run will do, in a few words, so that a slip of a number is seen before it costs a night."""
+    """Describe the run in a few words, so that a slip of a number is seen before it costs a night."""
     run = loaded.run
     if run.spec.script is not None:
         nodes, program = run.spec.nodes, run.script.program

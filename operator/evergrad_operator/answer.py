@@ -1,4 +1,4 @@
-"""What a run's coordinator answers → a Progress. Pure."""
+"""Parses the answer of a run's coordinator into a Progress. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

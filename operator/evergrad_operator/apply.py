@@ -402,7 +402,7 @@ def build_failure(
 ) -> ApplyFailure:
     """Build the failure of a step that was refused, or not answered, for the policies."""
     verb, kind, name = step
-    # What is no answer of the API server is the coordinator's, to which only bounds are posted.
+    # An error that is not the API server's comes from the coordinator, to which only bounds are posted.
     status, reason, message = 0, BOUNDS_NOT_TAKEN, str(error)
     if isinstance(error, ApiError):
         status, reason, message = error.status, error.reason, error.message

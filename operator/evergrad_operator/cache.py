@@ -231,7 +231,8 @@ class InformerCache:
         # The last state of a pod is kept: the time of its end is often seen only in the event of its going.
         now, identity = self._clock(), uid_of(raw)
         namespace, _ = place_of(raw)
-        owner = str((raw["metadata"].get("labels") or {}).get(names.LABEL_RUN, ""))
+        labels = raw["metadata"].get("labels") or {}
+        owner = str(labels.get(names.LABEL_RUN, ""))
         # The run comes last, so that those without a new one for long are the first.
         kept = self._gone.pop((namespace, owner), {})
         self._gone[namespace, owner] = kept
@@ -240,7 +241,8 @@ class InformerCache:
         kept[identity] = (since, None if known is None else slim_pod(raw))
         if len(kept) > MAX_GONE:
             del kept[next(iter(kept))]
-        for one in [one for one, (at, _) in kept.items() if now - at >= GONE_SECONDS]:
+        expired = [one for one, (at, _) in kept.items() if now - at >= GONE_SECONDS]
+        for one in expired:
             del kept[one]
         oldest = next(iter(self._gone))
         if all(now - at >= GONE_SECONDS for at, _ in self._gone[oldest].values()):

@@ -29,7 +29,9 @@ class ClaimIndex:
             if not users:
                 self._users.pop((key[0], before), None)
         if new is not None and after is not None:
-            self._users.setdefault((key[0], after), {})[key] = find_place(new)[1]
+            _, folder = find_place(new)
+            users = self._users.setdefault((key[0], after), {})
+            users[key] = folder
 
     def users_of(self, namespace: str, claim: str) -> frozenset[Key]:
         """Return the runs that keep their files on this claim."""

@@ -123,7 +123,8 @@ class Confirmer:
         if name is None:
             return True
         step = "get", CLAIM.kind, name
-        age = self._clock() - self._claims_seen_at.get((namespace, name), float("-inf"))
+        seen_at = self._claims_seen_at.get((namespace, name), float("-inf"))
+        age = self._clock() - seen_at
         if age < oldest and not work.refusals.has(step):
             return True
 
@@ -144,14 +145,13 @@ class Confirmer:
         its turn.
         """
         refusals, generation = work.refusals, work.generation
-        if (
-            refusals.find_waiting(
-                step,
-                generation=generation,
-                now=self._clock(),
-            )
-            is not None
-        ):
+        # A refusal of a moment ago still holds: to ask again at each pass would only load the API server.
+        held = refusals.find_waiting(
+            step,
+            generation=generation,
+            now=self._clock(),
+        )
+        if held is not None:
             return False
         try:
             async with asyncio.timeout(READ_SECONDS):

@@ -70,11 +70,21 @@ class Evaluation:
     state: str = ""
     message: str = ""
 
+    @property
+    def numbers(self) -> dict[tuple[str, str], float]:
+        """Results that are numbers, by set and metric."""
+        return {
+            (name, metric): value
+            for name, values in self.results.items()
+            for metric in values
+            if (value := get_float(values, metric)) is not None
+        }
+
 
 def take_up(known: Evaluation, checkpoint_step: int | None) -> Evaluation:
     """Return the evaluation with the newest checkpoint waiting, if it was not taken up before.
 
-    Of more than the bound the oldest are dropped: retention has removed them long before.
+    The oldest beyond the bound are dropped: retention has removed them long before.
     """
     if checkpoint_step is None or checkpoint_step == known.seen:
         return known
@@ -107,6 +117,7 @@ def parse_evaluation(shown: Mapping[str, Any], notes: str) -> Evaluation:
         found = NOTHING
     raw = found if isinstance(found, dict) else NOTHING
     attempt, seen = get_int(raw, "attempt"), get_int(raw, "seen")
+    # Anybody who may patch the status can write these: every list and text is bounded.
     steps = raw.get("pending")
     pending = [one for one in steps if type(one) is int] if isinstance(steps, list) else []
     hosts = [

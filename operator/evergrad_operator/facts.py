@@ -7,7 +7,7 @@ from typing import Any, Final
 from evergrad_operator.evaluation import parse_evaluation
 from evergrad_operator.names import LABEL_ROLE, QUEUE_GATE, ROLE_NODE, Key, Phase
 from evergrad_operator.preparation import parse_preparation
-from evergrad_operator.raw import get_float, get_map, get_maps, get_natural, get_text
+from evergrad_operator.raw import get_map, get_maps, get_natural, get_text
 from evergrad_operator.times import parse_time
 from evergrad_operator.usage import Usage, parse_usage
 
@@ -47,7 +47,7 @@ class RunFacts:
     """Share of that work that is done, 0 to 1."""
     prepared_tokens: int = 0
     usage: Usage = field(default_factory=Usage)
-    """What the time of its pods went to."""
+    """Time of its pods by use."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """All labels of the run."""
 
@@ -122,7 +122,7 @@ def read_runs(
                 progress=share,
                 progressed_at=parse_time(progress.get("updatedAt")),
                 evaluated_step=evaluation.step,
-                evaluated=_read_results(evaluation.results),
+                evaluated=evaluation.numbers,
                 waiting=get_natural(shown, "waiting"),
                 replaced=get_natural(get_map(status, "restarts"), "total") or 0,
                 nodes=count_nodes(pods_of((namespace, name))),
@@ -138,15 +138,6 @@ def read_runs(
             )
         )
     return tuple(facts)
-
-
-def _read_results(results: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], float]:
-    return {
-        (name, metric): value
-        for name, values in results.items()
-        for metric in values
-        if (value := get_float(values, metric)) is not None
-    }
 
 
 def _phase(raw: Mapping[str, Any]) -> str:

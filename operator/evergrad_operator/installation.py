@@ -18,7 +18,7 @@ _SETTING: Final = "runs.allowed.serviceAccountNames of the chart"
 
 @dataclass(frozen=True)
 class Installation:
-    """What this installation allows and fills in. The default allows nothing."""
+    """Limits and defaults that an installation sets for runs. The default allows nothing."""
 
     service_accounts: tuple[str, ...] = ()
     """Names of the accounts that runs may have."""

@@ -240,7 +240,7 @@ def add_hosts(memory: Memory, hosts: Sequence[str]) -> Memory:
 
 
 def parse_memory(status: Mapping[str, Any]) -> Memory:
-    """Return the memory in a run's ``status``. What is missing or not understood counts as unknown."""
+    """Return the memory in a run's ``status``. Values that are missing or not understood count as unknown."""
     # Texts under ``memory`` are the operator's own. All others are shown to people, and read back here.
     conditions = tuple(get_maps(status, "conditions"))
     notes = get_map(status, "memory")
@@ -300,7 +300,12 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
 
 def _parse_end(raw: Mapping[str, Any]) -> EndRecord:
     at = parse_time(raw.get("at")) or 0.0
-    return EndRecord(get_text(raw, "pod"), get_text(raw, "cause"), get_int(raw, "exitCode"), at)
+    return EndRecord(
+        pod=get_text(raw, "pod"),
+        cause=get_text(raw, "cause"),
+        exit_code=get_int(raw, "exitCode"),
+        at=at,
+    )
 
 
 def _parse_finish(

@@ -31,6 +31,7 @@ def build_memory(memory: Memory) -> dict[str, Any]:
             "message": failure.message,
             "at": _time(failure.at),
         }
+    # The memory keeps no more ends than the status has room for.
     ends = [
         {
             "pod": one.pod,

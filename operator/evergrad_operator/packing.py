@@ -1,9 +1,12 @@
 """Short texts for what the status has little room for: counts by node, ranges of numbers, rates. Pure."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from evergrad_operator.raw import get_float
+
+_SIZES: Final = {"k": 1e3, "M": 1e6, "G": 1e9}
+"""Factors by the letter at the end of a rate."""
 
 
 def pack_counts(counts: Iterable[int]) -> str:
@@ -73,8 +76,9 @@ def format_rate(rate: float) -> str:
 
 def parse_rate(text: str) -> float | None:
     """Parse the text of ``format_rate``, as far as its digits go; None for a text that it did not write."""
-    size = {"k": 1e3, "M": 1e6, "G": 1e9}.get(text[-1:], 1.0)
-    number = get_float({"": text if size == 1.0 else text[:-1]}, "")
+    size = _SIZES.get(text[-1:], 1.0)
+    digits = text if size == 1.0 else text[:-1]
+    number = get_float({"": digits}, "")
     return None if number is None else number * size
 
 

@@ -195,7 +195,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
     # An error's text is cut, a report is read whole.
     if end and not (role == names.ROLE_EVALUATION and end.cause == PodCause.DONE):
         end = replace(end, message=keep_end(end.message, MAX_MESSAGE))
-    wait = ("", "", "") if end else _why_waiting(status, container)
+    reason, message, blocking = ("", "", "") if end else _why_waiting(status, container)
     gang = "coscheduling" if names.LABEL_GANG in labels else ""
     if get_map(raw, "spec", "schedulingGroup"):
         gang = "podGroup"
@@ -215,9 +215,9 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
         end=end,
         has_sidecar=any("running" in get_map(one, "state") for one in others),
         disruption=disruption,
-        waiting_reason=wait[0],
-        waiting_message=wait[1],
-        waiting_image=_find_image(raw, "initContainers", wait[2]) or image,
+        waiting_reason=reason,
+        waiting_message=message,
+        waiting_image=_find_image(raw, "initContainers", blocking) or image,
         node_name=str(get_map(raw, "spec").get("nodeName") or ""),
         ip=str(status.get("podIP") or ""),
         image=image,

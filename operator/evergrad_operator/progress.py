@@ -248,7 +248,8 @@ class Coordinators:
         if followed.failures == 1:
             return 1.0
         # Those that fell silent together are not polled together again and again.
-        pause = max(min(30.0, 2.0 ** min(followed.failures - 1, 5)), self._slowest)
+        backoff = min(30.0, 2.0 ** min(followed.failures - 1, 5))
+        pause = max(backoff, self._slowest)
         pause *= random.uniform(0.7, 1.3)
         # A later poll would report a silence late.
         marks = [one - silence + _JUST_AFTER for one in SILENCES if one > silence]

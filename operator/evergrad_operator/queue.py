@@ -97,11 +97,12 @@ class WorkQueue(Generic[K]):
         # week, pushed anew by each pass of a run with a deadline, would stay for that week: at most as many
         # entries as there are keys may be superseded.
         if len(self._heap) > 2 * len(self._due) + _SPARE_ENTRIES:
-            kept = {
-                entry[2]: entry
-                for entry in self._heap
-                if self._due.get(entry[2]) == entry[0] and entry[2] not in self._active
-            }
+            kept = {}
+            for entry in self._heap:
+                entry_due, _, waiting = entry
+                is_newest = self._due.get(waiting) == entry_due
+                if is_newest and waiting not in self._active:
+                    kept[waiting] = entry
             self._heap = list(kept.values())
             heapq.heapify(self._heap)
         if self._heap[0][2] == key:

@@ -152,7 +152,7 @@ class Service:
 
         if self._fault is not None:
             said = str(self._fault) or type(self._fault).__name__
-            # What nobody foresaw is told with the place where it happened.
+            # An unforeseen error is logged with the place where it happened.
             is_foreseen = isinstance(self._fault, (ApiError, LeaseLostError))
             log.error("ends: %s", said, exc_info=None if is_foreseen else self._fault)
         return 0 if self._fault is None else 1

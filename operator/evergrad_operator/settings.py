@@ -239,6 +239,7 @@ def _add_option(
     """Add one option of its default's type. An option whose default is a tuple is repeatable."""
     variable = PREFIX + name.upper().replace("-", "_")
     given = environ.get(variable)
+    # A variable replaces the default alone: an argument still wins over it, or adds to it.
     if isinstance(default, bool):
         if given is not None and given.lower() not in _TRUE + _FALSE:
             parser.error(f"{variable}: {given!r} is neither true nor false")

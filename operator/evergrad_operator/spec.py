@@ -110,7 +110,7 @@ class TrainingRun:
         """Whether an earlier generation was acted upon last, or the last status says that this one could not
         be."""
         status = get_map(self.raw, "status")
-        # What was refused by one version of the operator may be readable to the next.
+        # A file that one version of the operator refuses may be readable to the next.
         is_refused = get_text(status, "reason") == Reason.INVALID_SPEC
         return is_refused or get_int(status, "observedGeneration") != self.generation
 

@@ -60,7 +60,7 @@ class CacheSync:
         self._scopes = scopes
         self._resync_seconds = resync_seconds
         self._is_listed_anew = asyncio.Event()
-        self.find_pod_group: Callable[[], Awaitable[Kind | None]] = _find_nothing
+        self.find_pod_group: Callable[[], Awaitable[Kind | None]] | None = None
         """Finds the kind of a run's PodGroup, None where there is none."""
         self.on_event: Callable[[str], None] = lambda resource: None
         """Called for every event of a watch, with the watch's resource."""
@@ -81,7 +81,8 @@ class CacheSync:
 
     async def resync(self) -> None:
         """List everything, take in what the watches lost, and drop what is gone. Raises ApiError."""
-        group = await self.find_pod_group()
+        # Without gangs there is no kind of group to list.
+        group = None if self.find_pod_group is None else await self.find_pod_group()
         children = _CHILDREN if group is None else (*_CHILDREN, group)
         for scope in self._scopes:
             covers = partial(_is_within, scope)
@@ -167,10 +168,6 @@ class CacheSync:
     def _add(self, keys: Iterable[Key]) -> None:
         for key in keys:
             self._queue.add(key)
-
-
-async def _find_nothing() -> None:
-    return None
 
 
 def _is_within(scope: str | None, namespace: str) -> bool:

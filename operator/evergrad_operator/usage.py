@@ -1,4 +1,4 @@
-"""What the time of a run's pods went to: pod-milliseconds by use, counted from values. Pure.
+"""Counts the time of a run's pods by use, in pod-milliseconds, from values. Pure.
 
 A pod's time begins when it is created and ends with its container; each millisecond of it has one use:
 
@@ -123,7 +123,7 @@ def count(
             for use, amount in _divide(life, since, until, has_joined=has_joined):
                 tally.add(use, amount, life.num_accelerators)
 
-    # What joined nodes did is known once the coordinator has said it.
+    # The use of joined nodes is known once the coordinator has reported it.
     weights = _find_growth(usage.seen, reading)
     if not weights and fallback is not None:
         weights = {fallback: 1}
@@ -337,7 +337,8 @@ def parse_usage(counters: str, pods: str = "", attempts: Sequence[int] = ()) -> 
     pending = raw.get("pending")
     amounts = [one for one in pending if type(one) is int] if isinstance(pending, list) else []
 
-    found: dict[str, set[str]] = {"o": set(), "j": set(), "c": set(), "-": set()}
+    # Names by state, as ``pack_pods`` writes them; the nodes under "-" have no pod.
+    found: dict[str, set[str]] = {state: set() for state in "ojc-"}
     packed, *others = pods.split() or [""]
     index = 0
     for letter, times in _LETTERS.findall(packed):

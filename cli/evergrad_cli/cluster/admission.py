@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from evergrad_cli.cluster.checks import Check, State
+from evergrad_cli.cluster.raw import part
 from evergrad_coordinator.contract import API_VERSION, KIND
 
 WEBHOOK: Final = "trainingruns.evergrad.dev"
@@ -144,7 +145,7 @@ def find_webhook(
 
 def service_of(webhook: Mapping[str, Any] | None) -> tuple[str, str]:
     """Namespace and name of the service that the API server asks; empty where none is named."""
-    service = ((webhook or {}).get("clientConfig") or {}).get("service") or {}
+    service = part(webhook, "clientConfig", "service")
     return str(service.get("namespace", "")), str(service.get("name", ""))
 
 
@@ -161,7 +162,7 @@ def _find_fault(
         return "this user may not read its configuration", log
 
     # First the authority that the API server trusts: without it no connection is made at all.
-    trusted = _decode((webhook.get("clientConfig") or {}).get("caBundle"))
+    trusted = _decode(part(webhook, "clientConfig").get("caBundle"))
     if not trusted:
         return "its configuration has no caBundle, which the operator or cert-manager adds", log
     if (fault := _fault_of_time(trusted, now)) is not None:
@@ -172,7 +173,7 @@ def _find_fault(
 
     # Then a pod that takes the request.
     endpoints = [one for raw in slices or () for one in raw.get("endpoints") or ()]
-    are_ready = [(one.get("conditions") or {}).get("ready") is not False for one in endpoints]
+    are_ready = [part(one, "conditions").get("ready") is not False for one in endpoints]
     if slices is not None and not any(are_ready):
         return f"the service {namespace}/{name} has no endpoint that is ready", log
 

@@ -12,6 +12,7 @@ from typing import Any
 from evergrad_cli.cluster.arguments import add_cluster_arguments, add_run_name, say, say_json
 from evergrad_cli.cluster.client import connect, core_path, find
 from evergrad_cli.cluster.errors import RefusedError
+from evergrad_cli.cluster.raw import part
 from evergrad_cli.cluster.runs import LABEL_RUN, NODE, Run, newest_of_each, parse_pods
 from evergrad_cli.cluster.text import age, printable
 from evergrad_cli.cluster.waiting import read_run
@@ -73,15 +74,12 @@ def execute(args: argparse.Namespace) -> int:
 def parse_volume(raw: Mapping[str, Any], run: str) -> Volume:
     """A raw PersistentVolumeClaim → the part that concerns ``run``."""
     # An annotation for each run: several may have their folders on one claim. A person may have edited it.
-    status, annotations = (
-        raw.get("status") or {},
-        (raw.get("metadata") or {}).get("annotations") or {},
-    )
+    status, annotations = part(raw, "status"), part(raw, "metadata", "annotations")
     try:
         record = json.loads(annotations.get(f"run.{LABEL_PREFIX}{run}", "{}"))
     except ValueError:
         record = {}
-    size = str((status.get("capacity") or {}).get("storage", ""))
+    size = str(part(status, "capacity").get("storage", ""))
     return Volume(
         str(status.get("phase", "")), size, record if isinstance(record, Mapping) else {}
     )

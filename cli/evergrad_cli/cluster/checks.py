@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
+from evergrad_cli.cluster.raw import part
 from evergrad_cli.cluster.text import age, parse_time
 
 OLDEST_KUBERNETES: Final = (1, 30)
@@ -56,9 +57,8 @@ def check_version(raw: Mapping[str, Any], host: str) -> Check:
     text = str(raw.get("gitVersion", "unknown"))
 
     # Digits alone: vendors add marks of their own, such as 34+ for the minor version.
-    numbers = [
-        "".join(c for c in str(raw.get(key, "")) if c.isdigit()) for key in ("major", "minor")
-    ]
+    marked = [str(raw.get(key, "")) for key in ("major", "minor")]
+    numbers = ["".join(filter(str.isdigit, text)) for text in marked]
     if not all(numbers):
         return Check(
             "api server",
@@ -90,12 +90,12 @@ def check_crd(raw: Mapping[str, Any] | None, *, is_served: bool, may_read: bool)
     if raw is None:
         why = "" if may_read else "; this user may not read its schema"
         return Check("crd", State.OK, f"{VERSION} is served{why}")
-    versions = (raw.get("spec") or {}).get("versions") or ()
+    versions = part(raw, "spec").get("versions") or ()
     ours: Mapping[str, Any] = next(
         (version for version in versions if version.get("name") == VERSION), {}
     )
-    schema = ((ours.get("schema") or {}).get("openAPIV3Schema") or {}).get("properties") or {}
-    known = ((schema.get("spec") or {}).get("properties")) or {}
+    schema = part(ours, "schema", "openAPIV3Schema", "properties")
+    known = part(schema, "spec", "properties")
 
     # A field that the stored CRD lacks is refused or dropped at submit. Imported here, since the models take
     # longer to import than the other checks take together.
@@ -106,6 +106,7 @@ def check_crd(raw: Mapping[str, Any] | None, *, is_served: bool, may_read: bool)
     if missing:
         what = f"it is older than this command: it lacks spec.{', spec.'.join(missing)}"
         return Check("crd", State.WARN, what, install)
+    # Without it the API server refuses each status that the operator writes.
     if "status" not in (ours.get("subresources") or {}):
         return Check("crd", State.FAIL, "it has no status subresource", install)
     return Check("crd", State.OK, f"{VERSION} is served, with every field of this command")
@@ -124,7 +125,7 @@ def check_operator(deployments: Sequence[Mapping[str, Any]] | None, version: str
         remedy = "Install the chart: helm upgrade --install evergrad charts/evergrad"
         return Check("operator", State.FAIL, "no Deployment of the operator was found", remedy)
     for raw in deployments:
-        if ((raw.get("status") or {}).get("availableReplicas") or 0) < 1:
+        if (part(raw, "status").get("availableReplicas") or 0) < 1:
             remedy = f"kubectl -n {_namespace(raw)} describe deployment {_name(raw)}"
             return Check(
                 "operator",
@@ -135,7 +136,7 @@ def check_operator(deployments: Sequence[Mapping[str, Any]] | None, version: str
 
     # A warning and no failure: training that runs does not depend on either version.
     shown = ", ".join(f"{_namespace(raw)}/{_name(raw)}" for raw in deployments)
-    labels = (deployments[0].get("metadata") or {}).get("labels") or {}
+    labels = part(deployments[0], "metadata", "labels")
     other = labels.get("app.kubernetes.io/version")
     if other and other != version:
         remedy = "Upgrade the older of the two; running training is not restarted"
@@ -156,12 +157,11 @@ def check_lease(leases: Sequence[Mapping[str, Any]] | None, *, now: float) -> Ch
         remedy = "Is the operator just starting? If not, look at its log"
         return Check("operator lease", State.WARN, "no operator has taken its lease", remedy)
     # Leases of operators for other namespaces may be there, or one that an old installation left behind.
-    newest = max(
-        leases, key=lambda raw: parse_time((raw.get("spec") or {}).get("renewTime")) or 0.0
-    )
+    newest = max(leases, key=lambda raw: parse_time(part(raw, "spec").get("renewTime")) or 0.0)
     spec = newest.get("spec") or {}
     renewed, seconds = parse_time(spec.get("renewTime")), spec.get("leaseDurationSeconds") or 15
     holder = spec.get("holderIdentity") or "nobody"
+    # An operator that ends clears the holder, so that another need not wait for the time to pass.
     if renewed is None or not spec.get("holderIdentity"):
         return Check(
             "operator lease",
@@ -239,7 +239,7 @@ def check_storage(classes: Sequence[Mapping[str, Any]] | None) -> Check:
     defaults = [
         raw
         for raw in classes
-        if ((raw.get("metadata") or {}).get("annotations") or {}).get(_DEFAULT_CLASS) == "true"
+        if part(raw, "metadata", "annotations").get(_DEFAULT_CLASS) == "true"
     ]
     if not classes:
         return Check(
@@ -282,13 +282,13 @@ def check_namespace(raw: Mapping[str, Any] | None, namespace: str, *, may_read: 
             f"{namespace} does not exist",
             f"kubectl create namespace {namespace}",
         )
-    if (raw.get("status") or {}).get("phase") == "Terminating":
+    if part(raw, "status").get("phase") == "Terminating":
         return Check(
             "namespace", State.FAIL, f"{namespace} is being deleted", "Name another with -n"
         )
 
     # Shown and not judged: the pods of a run are built for the strictest level.
-    level = ((raw.get("metadata") or {}).get("labels") or {}).get(_ENFORCE)
+    level = part(raw, "metadata", "labels").get(_ENFORCE)
     told = f"enforces Pod Security {level}" if level else "enforces no Pod Security level"
     return Check("namespace", State.OK, f"{namespace} {told}; a run's pods meet restricted")
 
@@ -302,11 +302,9 @@ def check_quotas(quotas: Sequence[Mapping[str, Any]] | None) -> Check:
     # The status, which a controller fills in, and the spec until it has done so.
     full, wanted = [], set()
     for raw in quotas:
-        status = raw.get("status") or {}
-        used = status.get("used") or {}
-        for resource, hard in (
-            status.get("hard") or (raw.get("spec") or {}).get("hard") or {}
-        ).items():
+        used = part(raw, "status", "used")
+        limits = part(raw, "status", "hard") or part(raw, "spec", "hard")
+        for resource, hard in limits.items():
             wanted.add(resource)
             if quantity_of(used.get(resource, "0")) >= quantity_of(hard):
                 full.append(f"{resource} ({used.get(resource, 0)} of {hard} in {_name(raw)})")
@@ -346,9 +344,7 @@ def check_network(policies: Sequence[Mapping[str, Any]] | None) -> Check:
         return Check("network", State.SKIP, "this user may not list NetworkPolicies")
     # The policies of runs are the operator's, and let the pods of a run reach each other.
     others = [
-        raw
-        for raw in policies
-        if "evergrad.dev/run" not in ((raw.get("metadata") or {}).get("labels") or {})
+        raw for raw in policies if "evergrad.dev/run" not in part(raw, "metadata", "labels")
     ]
     closing = [_name(raw) for raw in others if _selects_all(raw) and "Egress" in _types(raw)]
     if closing:
@@ -367,14 +363,15 @@ def check_network(policies: Sequence[Mapping[str, Any]] | None) -> Check:
 
 
 def _selects_all(raw: Mapping[str, Any]) -> bool:
-    selector = (raw.get("spec") or {}).get("podSelector") or {}
+    selector = part(raw, "spec", "podSelector")
     return not selector.get("matchLabels") and not selector.get("matchExpressions")
 
 
 def _types(raw: Mapping[str, Any]) -> Collection[str]:
     # The default of Kubernetes for a policy that names no types.
-    spec = raw.get("spec") or {}
-    return spec.get("policyTypes") or ("Ingress", *(("Egress",) if "egress" in spec else ()))
+    spec = part(raw, "spec")
+    default = ("Ingress", "Egress") if "egress" in spec else ("Ingress",)
+    return spec.get("policyTypes") or default
 
 
 def check_nodes(nodes: Sequence[Mapping[str, Any]] | None) -> Check:
@@ -384,18 +381,19 @@ def check_nodes(nodes: Sequence[Mapping[str, Any]] | None) -> Check:
     ready = [
         raw
         for raw in nodes
-        if not (raw.get("spec") or {}).get("unschedulable")
+        if not part(raw, "spec").get("unschedulable")
         and any(
             (one.get("type"), one.get("status")) == ("Ready", "True")
-            for one in (raw.get("status") or {}).get("conditions") or ()
+            for one in part(raw, "status").get("conditions") or ()
         )
     ]
+    # A cordoned node may be ready and gets no new pod, so that it does not count.
     if not ready:
         return Check("nodes", State.FAIL, f"none of {len(nodes)} is ready", "kubectl get nodes")
     # Extended resources have a vendor's prefix; those of a node that is not ready cannot be used.
     devices: dict[str, float] = {}
     for raw in ready:
-        for resource, number in ((raw.get("status") or {}).get("allocatable") or {}).items():
+        for resource, number in part(raw, "status", "allocatable").items():
             if "/" in resource and quantity_of(number) > 0:
                 devices[resource] = devices.get(resource, 0.0) + quantity_of(number)
     shown = (

@@ -89,8 +89,8 @@ def examine(cluster: Cluster, *, operator_namespace: str | None, now: float) -> 
     raw, may_read = _read(lambda: cluster.get(path, what=f"crd {checks.CRD_NAME}"))
     group = f"/apis/{API_GROUP}/{checks.VERSION}"
     served, _ = _read(lambda: cluster.get(group, what="API group"))
-    kinds = [resource.get("name") for resource in (served or {}).get("resources") or ()]
-    is_served = "trainingruns" in kinds
+    resources = (served or {}).get("resources") or ()
+    is_served = any(one.get("name") == "trainingruns" for one in resources)
     found.append(checks.check_crd(raw, is_served=is_served, may_read=may_read))
     within = "" if operator_namespace is None else f"/namespaces/{operator_namespace}"
     deployments = _list(cluster, f"/apis/apps/v1{within}/deployments", _OPERATOR)

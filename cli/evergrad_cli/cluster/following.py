@@ -65,7 +65,7 @@ def choose(
         wanted = older + [
             pod for pod in wanted if pod.name in newest and (pod.role, pod.index) not in covered
         ]
-    # What prepares the data is shown alone only until there are nodes.
+    # Pods that prepare the data are shown alone only until there are nodes.
     found = sorted(newest_of_each(wanted), key=lambda pod: (pod.role != NODE, pod.index or 0))
     if selection.is_all or selection.is_coordinator or selection.index is not None:
         return found
@@ -92,6 +92,7 @@ def split_line(pod: Pod, raw: bytes) -> Line:
     """A line with the time that the kubelet puts before it → its parts."""
     text = raw.decode("utf-8", "replace")
     head, space, rest = text.partition(" ")
+    # The kubelet's own remarks, such as one about a lost log file, come without a time.
     return (
         Line(pod, head, rest)
         if space and head[:1].isdigit() and "T" in head

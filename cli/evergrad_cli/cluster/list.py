@@ -108,6 +108,7 @@ def render(
             str(run.restarts),
             age(None if run.created is None else now - run.created),
         ]
+        # The operator writes usage as text, rounded already.
         if is_wide:
             used = [str(run.usage.get(key) or NOTHING) for key in ("gpuHours", "waste")]
             row += [*used, run.reason or NOTHING, run.message or NOTHING]

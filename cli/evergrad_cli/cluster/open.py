@@ -19,6 +19,7 @@ from evergrad_cli.cluster.arguments import add_cluster_arguments, note, run_name
 from evergrad_cli.cluster.client import Cluster, connect, core_path
 from evergrad_cli.cluster.errors import ClusterInputError
 from evergrad_cli.cluster.forwarding import forwarded
+from evergrad_cli.cluster.raw import part
 from evergrad_cli.cluster.runs import COORDINATOR, LABEL_ATTEMPT, LABEL_ROLE, LABEL_RUN
 from evergrad_cli.cluster.waiting import read_run
 from evergrad_cli.run_page import serving_files
@@ -81,7 +82,8 @@ def _serve(cluster: Cluster, args: argparse.Namespace) -> int:
     volume = next(one for one in pod["spec"]["volumes"] if one["name"] == _TOKEN_VOLUME)
     name = volume["secret"]["secretName"]
     secret = cluster.get(core_path("secrets", cluster.namespace, name), what=f"secret {name}")
-    token = base64.b64decode(next(iter(secret["data"].values()))).decode("ascii").strip()
+    encoded = next(iter(secret["data"].values()))
+    token = base64.b64decode(encoded).decode("ascii").strip()
 
     # Looked up for each connection: the coordinator may have another pod by now, and the page comes back.
     def connect_again() -> socket.socket:
@@ -153,11 +155,12 @@ def private_file(address: str) -> Iterator[Path]:
 
 def _find_coordinator(cluster: Cluster, name: str, *, phase: str) -> Mapping[str, Any]:
     """The newest running pod of the run's coordinator. Raises ClusterInputError where there is none."""
+    # A pod that is being deleted may still run, but not for long enough to show a page.
     query = {"labelSelector": f"{LABEL_RUN}={name},{LABEL_ROLE}={COORDINATOR}"}
     pods = [
         pod
         for pod in cluster.items(core_path("pods", cluster.namespace), what="pods", query=query)
-        if (pod.get("status") or {}).get("phase") == "Running"
+        if part(pod, "status").get("phase") == "Running"
         and pod["metadata"].get("deletionTimestamp") is None
     ]
     if not pods:

@@ -141,6 +141,7 @@ def _finish(
 ) -> int:
     """Delete what goes, if that was asked for, and show everything."""
     failures = []
+    # One that cannot be deleted stops none of the others, and is reported at the end.
     for one in found:
         if args.yes and not one.is_kept:
             try:
@@ -158,6 +159,7 @@ def _finish(
     else:
         for line in render(found, is_deleted=args.yes):
             say(line)
+    # Errors go to stderr below the list, so that --json stays one document.
     for text in failures:
         note(f"error: {text}")
     return int(ExitCode.INTERNAL if failures else ExitCode.DONE)
@@ -188,6 +190,7 @@ def _look_at_cluster(
     ]
     pods = [*cluster.items(core_path("pods", namespace), what="pods")]
     runs = [*cluster.items(runs_path(namespace), what="trainingruns")]
+    # A claim is judged by the runs and pods of its own namespace: names repeat in others.
     now = time.time()
     found: list[Leftover] = []
     for place in sorted({str(raw["metadata"]["namespace"]) for raw in (*claims, *runs)}):

@@ -414,7 +414,7 @@ class Event:
             message=_text(raw, "message"),
             object=f"{_text(involved, 'kind').lower()}/{_text(involved, 'name')}",
             count=_integer(series.get("count")) or _integer(raw.get("count")) or 1,
-            at=next((found for time in times if (found := parse_time(time)) is not None), None),
+            at=next((time for time in map(parse_time, times) if time is not None), None),
         )
 
 

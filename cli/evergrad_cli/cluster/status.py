@@ -11,6 +11,7 @@ from evergrad_cli.cluster.advice import advise
 from evergrad_cli.cluster.arguments import add_cluster_arguments, add_run_name, say, say_json
 from evergrad_cli.cluster.client import Cluster, connect, core_path
 from evergrad_cli.cluster.errors import RefusedError
+from evergrad_cli.cluster.raw import part
 from evergrad_cli.cluster.runs import (
     LABEL_RUN,
     Event,
@@ -92,9 +93,7 @@ def gather(cluster: Cluster, name: str) -> Facts:
     raw = _try_items(cluster, "events", selector, unknown)
     # An event stays for an hour after its object: those of an earlier run of this name are left out.
     raw = [
-        item
-        for item in raw
-        if (item.get("involvedObject") or {}).get("uid") in (run.uid, None, "")
+        item for item in raw if part(item, "involvedObject").get("uid") in (run.uid, None, "")
     ]
     # Only warnings of pods: each pod has half a dozen events just for its start.
     if pods and "events" not in unknown:
@@ -105,9 +104,7 @@ def gather(cluster: Cluster, name: str) -> Facts:
             {"fieldSelector": "involvedObject.kind=Pod,type=Warning"},
             unknown,
         )
-        raw += [
-            item for item in warnings if (item.get("involvedObject") or {}).get("name") in names
-        ]
+        raw += [item for item in warnings if part(item, "involvedObject").get("name") in names]
     return Facts(run, tuple(pods), tuple(parse_events(raw)), tuple(unknown))
 
 
@@ -139,6 +136,7 @@ def document(facts: Facts, *, now: float, num_events: int = _NUM_EVENTS) -> dict
         "restartsByCause": dict(run.restarts_by_cause),
         "failuresWithoutProgress": run.failures_without_progress,
     }
+    # Keys that `evergrad list --json` has too come from one place, so that scripts read both alike.
     return {
         "run": {**row_of(run, now=now), **details},
         "conditions": [asdict(condition) for condition in run.conditions],
@@ -279,7 +277,8 @@ def _describe_preparation(run: Run, *, is_unicode: bool) -> str:
     found = run.preparation
     if run.step is not None or not found:
         return ""
-    parts = [" ".join(str(found.get(key) or "") for key in ("work", "source")).strip()]
+    work, source = (str(found.get(key) or "") for key in ("work", "source"))
+    parts = [f"{work} {source}".strip()]
     percent = parse_short_count(found.get("percent"))
     if percent is not None:
         parts.append(f"{bar(percent / 100, is_unicode=is_unicode)}  {int(percent)}%")
@@ -292,10 +291,12 @@ def _describe_preparation(run: Run, *, is_unicode: bool) -> str:
 
 def _describe_usage(run: Run) -> str:
     """Show the time of pods and accelerators, and its price; empty before there is any."""
-    found = {key: str(value) for key, value in run.usage.items() if key != "byCause"}
+    found = {key: str(value) for key, value in run.usage.items()}
     units = (("podHours", " pod-hours"), ("gpuHours", " GPU-hours"), ("waste", " waste"))
     parts = [f"{found[key]}{unit}" for key, unit in units if key in found]
-    return ", ".join([*parts, found["cost"]] if "cost" in found else parts)
+    if "cost" in found:
+        parts.append(found["cost"])
+    return ", ".join(parts)
 
 
 def _describe_evaluation(run: Run) -> str:
@@ -306,6 +307,7 @@ def _describe_evaluation(run: Run) -> str:
     parts = [str(found.get("state") or "")]
     if found.get("step") is not None:
         parts.append(f"step {found['step']}")
+    # The status may be of another version of the operator: parts of another shape are left out.
     results = found.get("results")
     for one in results if isinstance(results, list) else ():
         values = one.get("values") if isinstance(one, Mapping) else None
@@ -345,6 +347,7 @@ def _pods(facts: Facts, now: float) -> list[str]:
         if rows
         else []
     )
+    # Pods beyond the bound are counted, with the command that lists them.
     left_out = len(newest) - len(shown)
     return (
         [*lines, f"   and {left_out} more: kubectl get pods -l {LABEL_RUN}={facts.run.name}"]

@@ -169,7 +169,7 @@ def submit(
         if error.managers != {FIELD_MANAGER}:
             raise
         # The other writer is this command line: suspend, resume and restart patch single fields, which counts
-        # as another kind of write. What the file has is newer.
+        # as another kind of write. The file is newer.
         after = _apply(cluster, path, body, what, query, is_forced=True)
     if before is None:
         return "created", parse_run(after)

@@ -28,7 +28,7 @@ class Switch:
     """One change of a run: what to patch and what to wait for."""
 
     verb: str
-    """As in ``suspended``, past tense."""
+    """Past tense of the change, such as ``suspended``."""
     spec: dict[str, Any]
     goal: Goal
     is_done: Callable[[Run], bool]

@@ -7,6 +7,8 @@ from typing import Any, Final
 
 NOTHING: Final = "–"
 _GAP: Final = "   "
+_SCALES: Final = {"k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+"""Factors by the letter at the end of a short count."""
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -38,7 +40,7 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> list[str]:
-    """As ``printable``, line by line."""
+    """Return each line as ``printable`` shows it."""
     return [printable(line).rstrip() for line in text.splitlines()]
 
 
@@ -99,7 +101,7 @@ def parse_short_count(value: Any) -> float | None:
         return float(value)
     # As the status shortens numbers: powers of ten alone.
     text = str(value).strip()
-    scale = {"k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}.get(text[-1:], 1.0)
+    scale = _SCALES.get(text[-1:], 1.0)
     try:
         return float(text.rstrip("kMBGT")) * scale
     except ValueError:

@@ -15,6 +15,7 @@ from evergrad_cli.cluster.arguments import (
 )
 from evergrad_cli.cluster.client import connect, runs_path
 from evergrad_cli.cluster.errors import NotFoundError, RefusedError, UnreachableError
+from evergrad_cli.cluster.raw import part
 from evergrad_cli.cluster.runs import LABEL_RUN, Run, parse_run
 from evergrad_cli.cluster.text import NOTHING, parse_short_count, table
 from evergrad_coordinator.contract import ExitCode
@@ -78,6 +79,7 @@ def execute(args: argparse.Namespace) -> int:
     if not args.all:
         runs = [run for run in runs if not run.is_over and run.phase != "Suspended"]
     runs = order(runs, usage or {}, by=args.sort)
+    # Scripts get numbers without units, and null where nothing is known.
     if args.json:
         rows = []
         for run in runs:
@@ -113,7 +115,7 @@ def parse_usage(raw: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], Usage
         metadata = item.get("metadata") or {}
         key = (
             str(metadata.get("namespace", "")),
-            str((metadata.get("labels") or {}).get(LABEL_RUN, "")),
+            str(part(metadata, "labels").get(LABEL_RUN, "")),
         )
 
         # Injected containers count too: they use what the pod asked for.
@@ -139,6 +141,7 @@ def _number(quantity: Any) -> float:
 def order(runs: Sequence[Run], usage: Mapping[tuple[str, str], Usage], *, by: str) -> list[Run]:
     """``runs`` with the largest first; equal ones by name."""
 
+    # Values are negated and not sorted in reverse: equal ones stay in the order of their names.
     def key(run: Run) -> tuple[float, str, str]:
         used = usage.get((run.namespace, run.name))
         values = {
@@ -187,8 +190,10 @@ def render(
 
     # A sum of the known values below the rows: a run without metrics must not hide the use of the others.
     speed = sum(parse_short_count(run.tokens_per_second or None) or 0.0 for run in runs)
-    known = [found for run in runs if (found := (usage or {}).get((run.namespace, run.name)))]
+    keys = [(run.namespace, run.name) for run in runs]
+    known = [usage[key] for key in keys if key in usage] if usage else []
     cores, memory = sum(one.cores for one in known), sum(one.memory_bytes for one in known)
     sums = (f"{cores:.2f}", size(memory)) if known else (NOTHING, NOTHING)
     total = ("total", "", "", short_count(speed) if speed else NOTHING, "", *sums)
-    return table(headers, [*rows, [*([""] if with_namespace else []), *total]])
+    rows.append(["", *total] if with_namespace else list(total))
+    return table(headers, rows)

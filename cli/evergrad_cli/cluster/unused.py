@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from evergrad_cli.cluster.raw import part
 from evergrad_cli.cluster.runs import parse_run
 from evergrad_cli.cluster.text import age, parse_time
 from evergrad_cli.leftovers import Leftover
@@ -35,12 +36,12 @@ def find_unused_claims(
     # A pod that has ended writes to its claims no more.
     mounted = {}
     for pod in pods:
-        phase = (pod.get("status") or {}).get("phase")
-        volumes = (pod.get("spec") or {}).get("volumes") or ()
+        phase = part(pod, "status").get("phase")
+        volumes = part(pod, "spec").get("volumes") or ()
         if phase in ("Succeeded", "Failed"):
             continue
         for volume in volumes:
-            claim = (volume.get("persistentVolumeClaim") or {}).get("claimName")
+            claim = part(volume, "persistentVolumeClaim").get("claimName")
             if claim:
                 mounted[str(claim)] = pod
 
@@ -48,9 +49,10 @@ def find_unused_claims(
     for raw in sorted(claims, key=lambda one: str(one["metadata"]["name"])):
         metadata = raw["metadata"]
         name = str(metadata["name"])
+        # A claim that is being deleted goes by itself once no pod mounts it.
         if name in wanted or metadata.get("deletionTimestamp"):
             continue
-        size = ((raw.get("status") or {}).get("capacity") or {}).get("storage", "")
+        size = part(raw, "status", "capacity").get("storage", "")
         why, is_kept = _judge_claim(raw, older_than=older_than, now=now)
         if name in mounted:
             why, is_kept = f"pod {mounted[name]['metadata']['name']} mounts it", True
@@ -75,7 +77,7 @@ def find_old_runs(
         if not run.is_over or run.is_deleting or ended is None or now - ended < older_than:
             continue
         how = "complete" if run.is_true("Complete") else "failed"
-        storage = (raw.get("spec") or {}).get("storage")
+        storage = part(raw, "spec").get("storage")
         takes_data = isinstance(storage, Mapping) and storage.get("whenDeleted") == "Delete"
         # A restart of a failed run goes on from its checkpoints.
         is_kept = takes_data and how == "failed"
@@ -93,6 +95,7 @@ def _judge_claim(raw: Raw, *, older_than: float, now: float) -> tuple[str, bool]
     """Return why a claim without a run goes or stays, and whether it stays."""
     if raw["metadata"].get("ownerReferences"):
         return "it has an owner, and goes with it", True
+    # Several runs may have folders on one claim: it goes only when it is of use to none of them.
     records: dict[str, Any] = {}
     for key, text in (raw["metadata"].get("annotations") or {}).items():
         if key.startswith(_RECORD):

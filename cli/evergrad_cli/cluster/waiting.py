@@ -41,6 +41,7 @@ class Outcome:
 
 def judge(run: Run, goal: Goal) -> Outcome:
     """Whether ``run`` has reached ``goal``, or never will."""
+    # The goal comes before the end: a run that was to fail, and has, is a success.
     if goal is Goal.COMPLETE and run.is_true("Complete"):
         return Outcome(ExitCode.DONE, "is complete")
     if goal is Goal.FAILED and run.is_true("Failed"):
@@ -68,6 +69,7 @@ def judge(run: Run, goal: Goal) -> Outcome:
 
 def failure_code(run: Run) -> ExitCode:
     """The exit code that ``evergrad run`` would have had: 64 for a failure that no retry cures, else 70."""
+    # Cause and reason count too, because not every failure has an exit code.
     failure = run.last_failure
     is_users = failure is not None and (
         failure.exit_code == ExitCode.USER_ERROR or failure.cause in _USER_CAUSES
@@ -79,7 +81,8 @@ def _why(run: Run) -> str:
     failed = run.condition("Failed")
     reason = run.reason or (failed.reason if failed else "")
     message = run.message or (failed.message if failed else "")
-    return "".join(f"{mark}{text}" for mark, text in (("; ", reason), (": ", message)) if text)
+    text = f"; {reason}" if reason else ""
+    return f"{text}: {message}" if message else text
 
 
 def read_run(cluster: Cluster, name: str) -> Run:
@@ -164,6 +167,7 @@ def wait_for(
 
 def describe_change(run: Run) -> str:
     """One line about a run, for those who watch it."""
+    # A reason that repeats the phase, or an old one of a run that trains, says nothing new.
     parts = [run.phase]
     if run.phase != "Running" and run.reason and run.reason != run.phase:
         parts.append(run.reason)

@@ -46,8 +46,9 @@ def pass_labels(child: JsonObject, run: TrainingRun, config: Config) -> JsonObje
     passed = {key: run.labels[key] for key in config.propagated_labels if key in run.labels}
     if not passed:
         return child
-    metadata = child["metadata"]
-    return {**child, "metadata": {**metadata, "labels": {**passed, **metadata["labels"]}}}
+    metadata = dict(child["metadata"])
+    metadata["labels"] = {**passed, **metadata["labels"]}
+    return {**child, "metadata": metadata}
 
 
 def with_hash(child: JsonObject) -> JsonObject:

@@ -47,6 +47,7 @@ def build_evaluation_pod(
     volumes = build_trainer_volumes(run, config, resources, token="")
     container["volumeMounts"] = [one for one in mounts if one["name"] not in _NOT_NEEDED]
 
+    # Hosts that failed the nodes may serve it well, so that only those of its own tries are avoided.
     hosts = tuple(host for host, _ in memory.evaluation.tries.hosts)
     placement = build_placement_beside(run, given.node_selector, avoided=hosts)
     if wanted.host:

@@ -14,7 +14,8 @@ def build_network_policy(run: TrainingRun, config: Config) -> JsonObject:
 
     All ports are open between the run's pods, because those of collectives are not known before.
     """
-    own: dict[str, Any] = {"podSelector": {"matchLabels": {names.LABEL_RUN: run.name}}}
+    labels = {names.LABEL_RUN: run.name}
+    own: dict[str, Any] = {"podSelector": {"matchLabels": labels}}
     operator: dict[str, Any] = {
         "podSelector": {"matchLabels": {names.LABEL_ROLE: names.ROLE_OPERATOR}},
         "namespaceSelector": {
@@ -24,7 +25,8 @@ def build_network_policy(run: TrainingRun, config: Config) -> JsonObject:
         else {},
     }
     # A node on a free port of its own choice cannot be named here, and is not scraped.
-    scraped = [{"port": port, "protocol": "TCP"} for port in (metrics_port(run),) if port]
+    port = metrics_port(run)
+    scraped = [{"port": port, "protocol": "TCP"}] if port else []
     ingress: list[dict[str, Any]] = [
         {"from": [own]},
         # The operator polls the coordinator's status.

@@ -39,7 +39,10 @@ def build_preparation_pod(
     folder = PurePosixPath(contract.VOLUME_PATH) / run.volume_path
     cpu = given.resources.limits.get("cpu") or given.resources.requests.get("cpu")
     # A container sees all cores of its host: without a number there would be a helper for each of them.
-    workers = ["--workers", str(max(1, math.ceil(quantity_value(cpu))))] if cpu else []
+    workers = []
+    if cpu:
+        number = max(1, math.ceil(quantity_value(cpu)))
+        workers = ["--workers", str(number)]
     arguments = [
         "prepare",
         f"{contract.CONFIG_PATH}/{names.CONFIG_FILE}",

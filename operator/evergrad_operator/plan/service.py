@@ -22,7 +22,7 @@ def build_service(run: TrainingRun, *, attempt: int) -> JsonObject:
         "metadata": metadata,
         "spec": {
             "type": "ClusterIP",
-            # Of both families where the cluster has them: the coordinator listens on both.
+            # Both address families where the cluster has them: the coordinator listens on both.
             "ipFamilyPolicy": "PreferDualStack",
             "selector": selector,
             # Nodes wait for a coordinator that is coming up: its name must resolve before it is ready.

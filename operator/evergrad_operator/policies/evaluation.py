@@ -55,7 +55,9 @@ def evaluate_beside(context: ReconcileContext, decision: Decision) -> Decision:
     if may_make and not context.evaluating and now >= known.tries.retry_at:
         visible = (pod.attempt for pod in pods)
         made = EvaluationPod(
-            step=known.pending[0], attempt=1 + max((known.attempt, *visible)), host=host or ""
+            step=known.pending[0],
+            attempt=1 + max((known.attempt, *visible)),
+            host=host or "",
         )
     staying = [pod for pod in live if pod not in surplus]
     state, message = _describe(context, known, staying, made, may_make=may_make)
@@ -121,8 +123,10 @@ def _describe(
     may_make: bool,
 ) -> tuple[EvaluationState, str]:
     """Return state and message, as the status shows them."""
+    # It was given up until an edit, whatever pods still exist.
     if known.failed == context.run.generation:
         return EvaluationState.FAILED, known.failure
+    # The state of the newest pod says more than the steps that wait.
     for pod in live[-1:]:
         if pod.is_running:
             text = f"pod {pod.name} evaluates a checkpoint"

@@ -131,11 +131,13 @@ def describe_wait(context: ReconcileContext, where: str) -> str:
             f"{who} for a queue: Kueue here manages pods without one, too. Set the label "
             f"{names.LABEL_QUEUE} on the TrainingRun"
         )
-    # The nodes that wait may have trained before.
-    last = {record.pod.rpartition("-")[0]: record.cause for record in context.memory.ends}
-    was_preempted = any(
-        last.get(pod.name.rpartition("-")[0]) == PodCause.PREEMPTED for pod in held
-    )
+    # The nodes that wait may have trained before. The name of a pod without its attempt is its node's.
+    last = {}
+    for record in context.memory.ends:
+        node, _, _ = record.pod.rpartition("-")
+        last[node] = record.cause
+    waiting = [pod.name.rpartition("-")[0] for pod in held]
+    was_preempted = any(last.get(node) == PodCause.PREEMPTED for node in waiting)
     why = ", which gave their place to another" if was_preempted else ""
     return f"{who} to be admitted by the queue {queue}{why}"
 
@@ -190,4 +192,5 @@ def _withdraw(
         held += [(pod, min(below)) for pod in above if pod not in (*useless, *abandoned)]
     times = {pod: since + HELD_SECONDS - context.now for pod, since in held}
     going = [pod for pod, left in times.items() if left <= 0]
-    return (*useless, *going), min((left for left in times.values() if left > 0), default=None)
+    waits = [left for left in times.values() if left > 0]
+    return (*useless, *going), min(waits, default=None)

@@ -128,7 +128,7 @@ def _describe(
     context: ReconcileContext, live: Sequence[PodState], obstacle: Obstacle | None
 ) -> tuple[Phase, str, str, float | None]:
     """Return phase, reason, message, and the time from which on a person has to act; None for never."""
-    # What is in the way comes first, then pauses.
+    # Obstacles come first, then pauses.
     if obstacle is not None:
         is_starting = obstacle.reason == Reason.STARTING
         phase = Phase.PREPARING if is_starting else Phase.WAITING

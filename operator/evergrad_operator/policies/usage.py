@@ -60,6 +60,7 @@ def note_usage(
             life = _read_life(run, pod, {}, now)
             ended = _milliseconds(now - ago) if life.ended is None else life.ended
             lives.append(replace(life, ended=ended, is_gone=True))
+    # Whole milliseconds, because sums of many passes must not drift.
     usage = count(
         memory.usage, lives, now=_milliseconds(now), reading=reading, fallback=fallback
     )
