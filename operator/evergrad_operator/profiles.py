@@ -107,7 +107,7 @@ def resolve(
     known: dict[str, Any] = {}
     for name, profile in sorted(parse_profiles(installation).items()):
         namespaces = get_map({"profile": profile}, "profile").get("namespaces")
-        # One that cannot be read is refused to all: its own check says what is wrong with it.
+        # One that cannot be read counts as everybody's: its own check then refuses it to all.
         if not namespaces or not isinstance(namespaces, list) or namespace in namespaces:
             known[name] = profile
 
