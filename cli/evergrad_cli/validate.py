@@ -109,7 +109,7 @@ def execute(args: argparse.Namespace) -> int:
         _print(yaml.safe_dump(to_wire(loaded.run), sort_keys=False, width=130).rstrip())
     else:
         _print(f"valid: {loaded.run.metadata.name} ({loaded.path}); {_summarize(loaded)}")
-        # What profiles have filled in: without them both are the same.
+        # Values that profiles have filled in: without profiles both are the same.
         kept = ("metadata", "spec")
         before, after = (
             {key: one[key] for key in kept if key in one} for one in (given.raw, loaded.raw)
