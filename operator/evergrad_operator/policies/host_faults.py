@@ -11,8 +11,8 @@ other nodes and the coordinator do not wait.
 | exit code 64 before | an input error: final once it is confirmed, tried again like a host fault until then |
 
 A host that failed the run is avoided by new pods as long as there are others, and forgotten 24 hours after
-its last fault. What a process of the run does by itself (a crash, a lost peer, a value that is not finite)
-accuses no host, and neither does a lost or drained one, which the scheduler knows.
+its last fault. An end that a process of the run causes by itself (a crash, a lost peer, a value that is not
+finite) accuses no host, and neither does a lost or drained one, which the scheduler knows.
 
 An input error is confirmed by two nodes on two hosts, by two tries of one node, or where the run has one node
 or one host.
