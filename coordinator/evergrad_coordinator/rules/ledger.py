@@ -35,7 +35,7 @@ class Ledger:
     highest_step: int = -1
     counted: dict[Use, int] = field(default_factory=dict)
     unsettled: dict[Use, int] = field(default_factory=dict)
-    """Of training and repeated: evaluations and saves may still claim a part."""
+    """Time of training and of repeated steps, of which evaluations and saves may still claim a part."""
     nodes: dict[Use, int] = field(default_factory=dict)
     """Number of nodes in each use since the last event."""
     at_milliseconds: int = 0

@@ -58,7 +58,7 @@ class EditQuota(Section):
 
 
 class HoldOut(Section):
-    """What is never trained on. Windows that it meets become the evaluation set ``heldOut``."""
+    """Data that are never trained on. Windows that it meets become the evaluation set ``heldOut``."""
 
     chromosomes: tuple[Chromosome, ...] = Field(default=(), max_length=256)
     """Names of whole chromosomes."""
@@ -125,13 +125,13 @@ class LatentEdit(Section):
     margin: Count = Field(default=64, ge=0, le=2**20)
     """Bases at each end of a window that synthetic edits keep off."""
     hold_out: HoldOut | None = None
-    """What is never trained on."""
+    """Data that are never trained on."""
     features: Literal["cached", "live"] = "cached"
     """``cached``: states are computed once, before the first step. ``live``: in each step."""
     encoder: EditEncoder = EditEncoder.model_validate({})
     """How states are made."""
     predictor: EditPredictor = EditPredictor.model_validate({})
-    """What is trained."""
+    """Sizes of the modules that are trained."""
     alpha: Real = Field(default=1.0, ge=0, le=1e6)
     """Weight of 1 less the cosine in the loss."""
     beta: Real = Field(default=0.1, ge=0, le=1e6)
@@ -182,7 +182,7 @@ def check_unused(view: View) -> Iterator[Problem]:
         ("checkpoint.exportAtEnd", "the file's model is the encoder, which stays as it is"),
     ]
     for key, why in unused:
-        # What means nothing stands in each run that was written out.
+        # A run that was written out names also the values that mean nothing.
         is_unset = view.get(f"{TRAINING}.{key}") in ((), [], False)
         if view.is_given(f"{TRAINING}.{key}") and not is_unset:
             what = f"has no meaning with recipe {RECIPE}"
@@ -248,7 +248,7 @@ def check_mixture(view: View) -> Iterator[Problem]:
 
 
 def check_micro_batch(view: View) -> Iterator[Problem]:
-    """What tells a collapse is a spread over the items of a micro-batch."""
+    """A collapse shows in a spread over the items of a micro-batch."""
     path = f"{TRAINING}.batching.microBatchSize"
     if _is_here(view) and view.get(path) == 1:
         why = "variances and distances that show a collapse are between the items of a micro-batch"

@@ -165,7 +165,7 @@ class Schedule(Section):
     minimum_ratio: Fraction = 0.0
     """Learning rate at the end, as a fraction of the peak; not for constant, inverseSquareRoot and pieces."""
     pieces: tuple[Piece, ...] = Field(default=(), max_length=16)
-    """Parts of the curve after the warm-up, in order; the last ratio stays. Of pieces only."""
+    """Parts of the curve after the warm-up, in order; the last ratio stays. For pieces only."""
 
 
 _BUT_WSD: Final = (

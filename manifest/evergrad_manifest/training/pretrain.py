@@ -45,7 +45,7 @@ _PODS: Final = "spec.evaluation"
 METRICS_OF_ALL: Final = ("loss", "perplexity")
 """Metrics that every evaluation set has."""
 _LOSSES_OF_STEPS: Final = ("loss", "train/loss", "train_loss", "training/loss", "training_loss")
-"""What other trainers, and trackers, call the loss of a step."""
+"""Names that other trainers, and trackers, give to the loss of a step."""
 
 
 def check_required(view: View) -> Iterator[Problem]:
@@ -134,7 +134,7 @@ class Data(Section):
     ``documents``: the same, but none sees another. ``none``: one row a sample. Rows (sft) have
     the default documents, and cannot be concatenated."""
     mixing: Literal["shares", "passes"] = "shares"
-    """What weights mean. ``passes``: how often an epoch passes over each source, exactly (2: twice)."""
+    """The meaning of weights. ``passes``: how often an epoch passes over each source, exactly (2: twice)."""
     overfit_first_batch: Switch = False
     """Train on the samples of the first step again and again: shows that a model can learn them."""
     held_out: HeldOut | None = None
@@ -242,7 +242,7 @@ class EvaluationSource(Source):
 
 
 class EvaluationSetting(Section):
-    """What differs for one evaluation set."""
+    """Settings that differ for one evaluation set."""
 
     name: str = Field(min_length=1, max_length=128)
     """The set: ``heldOut``, a source under ``evaluation.sources``, or an evaluator of a task of your own."""
@@ -277,7 +277,7 @@ class Evaluation(Section):
 
 def check_evaluation(view: View) -> Iterator[Problem]:
     """Settings of the evaluation need something to evaluate on."""
-    # What reads no text may have evaluators that need neither sources nor held-out documents.
+    # A task that reads no text may have evaluators that need neither sources nor held-out documents.
     has_sources = view.raw("spec", "training", "evaluation", "sources") not in (None, [])
     if view.get(f"{TRAINING}.recipe") not in OF_TEXT:
         return
@@ -302,7 +302,7 @@ def check_evaluation(view: View) -> Iterator[Problem]:
 def check_sets(view: View) -> Iterator[Problem]:
     """Each entry of ``evaluation.sets`` changes something of one set that there is."""
     names, first = set_names(view), dict[str, str]()
-    # What it is without a word.
+    # The value where the file does not set one.
     default = not view.is_given(_PODS)
     for path, item in view.items(f"{_EVALUATION}.sets"):
         name, here = item["name"], format_path((*path, "name"))

@@ -172,7 +172,7 @@ class Evaluator:
         if found is None:
             raise CheckpointError(gone)
         machinery.registry.load_values(from_extra(found[0].extra))
-        # What it was trained beside is in the checkpoint of another step, which is kept.
+        # The frozen weights that it was trained beside are in the checkpoint of another step, which is kept.
         settle_snapshots(session, machinery)
 
     def _measure(self, candidate: Candidate, one: EvaluationSet) -> Measured:
@@ -210,7 +210,7 @@ class Evaluator:
         result: EvaluationResult,
         seconds: float,
     ) -> dict[str, Any]:
-        """What a result says: a row of ``evaluation.jsonl``, and what it was measured on and with.
+        """The content of a result: a row of ``evaluation.jsonl``, and what it was measured on and with.
 
         ``seconds``: of all tries.
         """

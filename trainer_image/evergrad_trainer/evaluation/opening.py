@@ -129,7 +129,7 @@ def open_run(
     run_state = inspect_directory(recorded.directory, run, extend=True)
     shared = path.absolute().parent / PREPARED_FOLDER
     if _is_missing(prepared):
-        # What is prepared now must be what the run was trained on.
+        # Data that are prepared now must be those that the run was trained on.
         check_unchanged(prepared, training, base_directory=base, prepared_directory=shared)
         prepared = prepare_data(run, base, shared)
         check_tokenizer_unchanged(run_state, prepared)

@@ -88,7 +88,7 @@ def gaussian_kl(states: Tensor, mask: Tensor) -> Tensor:
     values = states.double() * weight
     mean = values.sum(0) / count
     centred = (values - mean) * weight / count.sqrt()
-    # Of the smaller of both products, which have the same eigenvalues besides 0.
+    # The smaller of both products is used: they have the same eigenvalues besides 0.
     if centred.shape[0] < width:
         product, rest = centred @ centred.T, width - centred.shape[0]
     else:

@@ -1,4 +1,4 @@
-"""What is trained: the encoder of edits, and the predictor of the states behind them."""
+"""Modules that are trained: the encoder of edits, and the predictor of the states behind them."""
 
 import math
 from typing import Final

@@ -8,7 +8,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from evergrad_trainer.data.batch import Rows
 from evergrad_trainer.recipes.latent_edit.edits import (
@@ -36,7 +35,7 @@ AFTER_SPAN: Final = "after_span"
 MER: Final = 6
 """Bases that are read as one."""
 MERS: Final = 3
-"""Of an allele of up to 16 bases."""
+"""Groups of bases that an allele of up to 16 bases has."""
 NO_BASE: Final = len(BASES)
 """The digit behind the end of an allele."""
 NUM_MERS: Final = (NO_BASE + 1) ** MER
@@ -123,7 +122,27 @@ class EditSource:
             states[torch.from_numpy(rows < 0)] = 0
             tensors |= {STATE: states[:, 0].clone(), TARGET: states[:, 1:].clone()}
         else:
-            tensors |= self._read_tokens(numbers, self._encoder)
+            # The encoder runs in each step: it gets token ids, and makes the states of them.
+            arrays, length = self._arrays, self._tokens
+            most = arrays["positions"].shape[1]
+            before = torch.zeros((len(numbers), length), dtype=torch.int64)
+            before_span = torch.zeros((len(numbers), 2), dtype=torch.int64)
+            after = torch.zeros((len(numbers), most, length), dtype=torch.int64)
+            after_span = torch.zeros((len(numbers), most, 2), dtype=torch.int64)
+            for row, item in enumerate(numbers):
+                sequence = arrays["sequences"][arrays["windows"][item]].tobytes()
+                tokens = self._encoder.tokenize(sequence, None)
+                before[row] = tokens.tensor()
+                before_span[row] = torch.tensor([tokens.first, tokens.last])
+                edits = self.edits(item)
+                for place in range(len(edits)):
+                    # Each state follows all edits so far, the newest of which it is pooled at.
+                    applied = apply_edits(sequence, edits[: place + 1])
+                    tokens = self._encoder.tokenize(applied.sequence, applied.places[-1])
+                    after[row, place] = tokens.tensor()
+                    after_span[row, place] = torch.tensor([tokens.first, tokens.last])
+            tensors |= {BEFORE: before, BEFORE_SPAN: before_span}
+            tensors |= {AFTER: after, AFTER_SPAN: after_span}
         return Rows(tensors, weight=int(self._arrays["counts"][numbers].sum()))
 
     def describe(self, item: int) -> str:
@@ -151,7 +170,7 @@ class EditSource:
 
     @cached_property
     def _actions(self) -> dict[str, npt.NDArray[Any]]:
-        """What a predictor is told of the edits of all items, as small as it can be."""
+        """The input of a predictor on the edits of all items, as small as it can be."""
         arrays = self._arrays
         references, alternates = (
             digits_of(arrays[name]) for name in ("references", "alternates")
@@ -165,29 +184,4 @@ class EditSource:
             REFERENCE: mers_of(references),
             ALTERNATE: mers_of(alternates),
             MASK: mask,
-        }
-
-    def _read_tokens(self, numbers: Sequence[int], encoder: Encoder) -> dict[str, Tensor]:
-        arrays, length = self._arrays, self._tokens
-        most = arrays["positions"].shape[1]
-        before = torch.zeros((len(numbers), length), dtype=torch.int64)
-        before_span = torch.zeros((len(numbers), 2), dtype=torch.int64)
-        after = torch.zeros((len(numbers), most, length), dtype=torch.int64)
-        after_span = torch.zeros((len(numbers), most, 2), dtype=torch.int64)
-        for row, item in enumerate(numbers):
-            sequence = arrays["sequences"][arrays["windows"][item]].tobytes()
-            tokens = encoder.tokenize(sequence, None)
-            before[row] = tokens.tensor()
-            before_span[row] = torch.tensor([tokens.first, tokens.last])
-            edits = self.edits(item)
-            for place in range(len(edits)):
-                applied = apply_edits(sequence, edits[: place + 1])
-                tokens = encoder.tokenize(applied.sequence, applied.places[-1])
-                after[row, place] = tokens.tensor()
-                after_span[row, place] = torch.tensor([tokens.first, tokens.last])
-        return {
-            BEFORE: before,
-            BEFORE_SPAN: before_span,
-            AFTER: after,
-            AFTER_SPAN: after_span,
         }

@@ -43,7 +43,7 @@ def pair_losses(model: LogProbs, reference: LogProbs, settings: Preference) -> T
 def pair_metrics(
     model: LogProbs, reference: LogProbs, settings: Preference
 ) -> dict[str, Tensor]:
-    """What is measured of each pair [pairs], by its name in METRICS."""
+    """The metrics of each pair [pairs], by its name in METRICS."""
     beta = float(settings.beta)
     chosen = beta * (model.chosen - reference.chosen)
     rejected = beta * (model.rejected - reference.rejected)

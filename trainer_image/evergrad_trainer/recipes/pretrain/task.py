@@ -78,7 +78,8 @@ class Pretrain:
                 field=f"spec.training.data.sources[{index}].samples",
             )
             sources[source.name] = (used, declared.weight)
-        # What decides the samples besides the sources and the order: part of the fingerprint of the data.
+        # Facts that decide the samples besides the sources and the order: part of the fingerprint of the
+        # data.
         facts = {
             "packing": data.packing,
             "sequence_length": data.sequence_length,

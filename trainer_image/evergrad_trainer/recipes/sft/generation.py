@@ -87,7 +87,8 @@ def last_span(marks: np.ndarray[Any, np.dtype[np.bool_]]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Completions:
-    """What is measured: completions of the rows of a micro-batch, token by token, each the most probable.
+    """A measurement by generation: completions of the rows of a micro-batch, token by token, each the most
+    probable.
 
     ``runtime``: how the model is cut and compiled, by default not at all.
     """
@@ -141,6 +142,17 @@ class Completions:
         self, model: nn.Module, prompts: Sequence[list[int]], device: torch.device
     ) -> list[list[int]]:
         """The ids that follow each prompt, up to and with what ends them."""
+        stops = self.settings.stop
+
+        def is_end(ids: Sequence[int]) -> bool:
+            if ids[-1] == self.tokenizer.end_of_document:
+                return True
+            # Each row would be decoded anew at each of its tokens: only a stop needs that.
+            if not stops:
+                return False
+            text = self.tokenizer.decode(ids)
+            return any(stop in text for stop in stops)
+
         # Rows grow by a token a call: a graph for each length would be compiled to be used once.
         is_compiled = self.runtime is not None and should_compile(self.runtime, device)
         with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
@@ -149,7 +161,7 @@ class Completions:
                 prompts,
                 device=device,
                 most=self.settings.max_new_tokens,
-                is_end=self._is_end,
+                is_end=is_end,
                 is_even=self.is_sharded,
             )
 
@@ -160,15 +172,6 @@ class Completions:
         text = self.tokenizer.decode(kept)
         places = [at for stop in self.settings.stop if (at := text.find(stop)) >= 0]
         return text[: min(places)] if places else text
-
-    def _is_end(self, ids: Sequence[int]) -> bool:
-        if ids[-1] == self.tokenizer.end_of_document:
-            return True
-        stops = self.settings.stop
-        if not stops:
-            return False
-        text = self.tokenizer.decode(ids)
-        return any(stop in text for stop in stops)
 
 
 def parse_number(text: str) -> float | None:

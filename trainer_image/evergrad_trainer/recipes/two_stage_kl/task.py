@@ -25,7 +25,7 @@ REFERENCE: Final = "reference"
 
 @dataclass(frozen=True)
 class StageOptions:
-    """What a stage's loss is made of. ``penalty``: None in the first stage, which has no reference."""
+    """Options of a stage's loss. ``penalty``: None in the first stage, which has no reference."""
 
     penalty: Penalty | None
 
@@ -131,15 +131,15 @@ class TwoStageKl(Pretrain):
         )
 
     def _evaluator(self, sources: Sequence[Any]) -> Evaluator:
-        return Evaluator(sources, self._measure, self.measured)
+        def measure(modules: Modules, batch: Tensors, stage: Stage) -> Loss:
+            # Without the penalty: losses of both stages can be compared.
+            penalty = stage.options.penalty
+            if penalty is None:
+                return Loss(self._plain(modules, batch))
+            sums = self._compare(modules, batch, penalty)
+            return Loss(sums.policy, {"reference_loss": sums.reference, "kl": sums.divergence})
 
-    def _measure(self, modules: Modules, batch: Tensors, stage: Stage) -> Loss:
-        """The model's loss without the penalty, and how far it is from the reference, where there is one."""
-        penalty = stage.options.penalty
-        if penalty is None:
-            return Loss(self._plain(modules, batch))
-        sums = self._compare(modules, batch, penalty)
-        return Loss(sums.policy, {"reference_loss": sums.reference, "kl": sums.divergence})
+        return Evaluator(sources, measure, self.measured)
 
     def _plain(self, modules: Modules, batch: Tensors) -> Tensor:
         return sum_losses(modules.trained[MODEL], batch, chunk_tokens=self._chunk_tokens)
