@@ -147,7 +147,7 @@ def _try_attention(device: torch.device, shape: AttentionShape, *, runs: bool) -
 def choose_autocast(
     precision: str, device: torch.device
 ) -> Callable[[], AbstractContextManager[object]]:
-    """Choose the context that a forward pass is computed in: products may be of another type than the weights."""
+    """Choose the context of a forward pass, whose products may be of another type than the weights."""
     if PRODUCTS[precision] == DTYPES[precision]:
         return nullcontext
     return functools.partial(torch.autocast, device.type, dtype=PRODUCTS[precision])

@@ -46,6 +46,7 @@ NO_MER: Final = NUM_MERS - 1
 def digits_of(alleles: npt.NDArray[np.bytes_]) -> npt.NDArray[np.uint8]:
     """Alleles [...] as digits [..., 18]: 0 to 3 for a base, 4 for none."""
     letters = np.ascontiguousarray(alleles).view(np.uint8).reshape(*alleles.shape, -1)
+    # One look-up for all letters: the zero bytes behind a short allele become NO_BASE as well.
     table = np.full(256, NO_BASE, dtype=np.uint8)
     table[list(BASES)] = range(len(BASES))
     digits = np.full((*alleles.shape, MER * MERS), NO_BASE, dtype=np.uint8)
@@ -55,6 +56,7 @@ def digits_of(alleles: npt.NDArray[np.bytes_]) -> npt.NDArray[np.uint8]:
 
 def mers_of(digits: npt.NDArray[np.uint8]) -> npt.NDArray[np.int16]:
     """Digits [..., 18] as groups of six bases [..., 3]: each a number to the base of 5."""
+    # Widened first: powers of 5 do not fit into the type of a digit.
     groups = digits.reshape(*digits.shape[:-1], MERS, MER).astype(np.int32)
     powers = (NO_BASE + 1) ** np.arange(MER - 1, -1, -1, dtype=np.int32)
     found: npt.NDArray[np.int16] = (groups * powers).sum(-1).astype(np.int16)
@@ -103,6 +105,7 @@ class EditSource:
 
     @cached_property
     def _states(self) -> npt.NDArray[np.float32]:
+        # Mapped and not read: the states of all items may be larger than the memory.
         states: npt.NDArray[np.float32] = np.load(self._folder / STATES, mmap_mode="r")
         return states
 
@@ -143,7 +146,9 @@ class EditSource:
                     after_span[row, place] = torch.tensor([tokens.first, tokens.last])
             tensors |= {BEFORE: before, BEFORE_SPAN: before_span}
             tensors |= {AFTER: after, AFTER_SPAN: after_span}
-        return Rows(tensors, weight=int(self._arrays["counts"][numbers].sum()))
+        # Weighed by its edits, each of which has a loss: items with more of them count for more.
+        counts = self._arrays["counts"][numbers]
+        return Rows(tensors, weight=int(counts.sum()))
 
     def describe(self, item: int) -> str:
         """The window's place, and the edits; no sequence."""
@@ -175,6 +180,7 @@ class EditSource:
         references, alternates = (
             digits_of(arrays[name]) for name in ("references", "alternates")
         )
+        # In small types while they wait: ``read`` widens the rows that it takes.
         most = arrays["positions"].shape[1]
         mask = np.arange(most) < arrays["counts"][:, None]
         kinds = types_of(*((one < NO_BASE).sum(-1) for one in (references, alternates)))
