@@ -54,6 +54,7 @@ def check_required(view: View) -> Iterator[Problem]:
     recipe = view.get(f"{TRAINING}.recipe")
     if recipe not in RECIPES or not isinstance(view.raw("spec", "training"), Mapping):
         return
+    # Asked for here and not by the models, which a task of the user's own shares.
     needed = [("model", "the model: exactly one of a configuration and a directory")]
     if recipe in OF_TEXT:
         needed.append(("data", "the data to train on"))
@@ -207,6 +208,7 @@ def check_held_out(view: View) -> Iterator[Problem]:
     """Exactly one of fraction and count; documents cannot be counted in a flat file of tokens."""
     if view.get(_HELD_OUT) is UNKNOWN or not view.is_given(_HELD_OUT):
         return
+    # Not by the model: a section of two optional keys says nothing on why one of them is needed.
     given = [name for name in ("fraction", "count") if view.is_given(f"{_HELD_OUT}.{name}")]
     if not given:
         yield Problem(

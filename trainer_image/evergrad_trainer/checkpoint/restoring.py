@@ -149,6 +149,7 @@ def load_of_step(
         # A volume that cannot be listed now may be later; the others wait for an answer.
         with contextlib.suppress(OSError, VolumeError):
             names = retry(find_names, where=where, what=what)
+    # Collective: all ranks try the same checkpoints in the same order.
     names = world.broadcast_json(names)
     if names is None:
         raise VolumeError(f"{where}: {what}")

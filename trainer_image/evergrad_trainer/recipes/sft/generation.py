@@ -113,6 +113,7 @@ class Completions:
         prompts = [row[:length].tolist() for row, length in zip(inputs, lengths, strict=True)]
         rows = [at for at, prompt in enumerate(prompts) if prompt]
         given = [prompts[at] for at in rows]
+        # Collective: ranks gather the weights together, and one without rows must not let the others wait.
         if not given and self.is_sharded:
             given = [[0]]
         generated = self.generate(model, given, inputs.device)
@@ -122,6 +123,7 @@ class Completions:
             own = labels[at][labels[at] != IGNORE_INDEX].tolist()
             found, wanted = self.text(ids), self.text(own)
             sums["rows"] += 1
+            # Without white space at the ends, which templates place differently.
             sums["exact"] += found.strip() == wanted.strip()
             number, target = parse_number(found), parse_number(wanted)
             if target is None:
@@ -132,6 +134,7 @@ class Completions:
                 error = number - target
                 # Not as a power, which raises OverflowError for numbers that a product makes infinite.
                 sums["squared_error"] += error * error
+        # In float64 on the device: exact counts, which are summed over all ranks.
         parts = {
             name: torch.tensor(value, dtype=torch.float64, device=total.device)
             for name, value in sums.items()
