@@ -134,7 +134,7 @@ class TwoStageKl(Pretrain):
         )
 
     def _evaluator(self, sources: Sequence[Any]) -> Evaluator:
-        """Build a measurement of the model's loss and, where there is a reference, of the distance from it."""
+        """Build a measurement of the model's loss and, with a reference, of the distance from it."""
 
         def measure(modules: Modules, batch: Tensors, stage: Stage) -> Loss:
             # Without the penalty: losses of both stages can be compared.
