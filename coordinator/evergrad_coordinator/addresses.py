@@ -16,7 +16,10 @@ def split_address(text: str) -> tuple[str, int] | None:
     host, colon, port = text.strip().rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
-        if not _is_ipv6(host):
+        try:
+            if ipaddress.ip_address(host).version != 6:
+                return None
+        except ValueError:
             return None
     elif ":" in host:
         return None
@@ -61,10 +64,3 @@ def plain_host(host: str) -> str:
         return host
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return str(mapped) if mapped is not None else host
-
-
-def _is_ipv6(text: str) -> bool:
-    try:
-        return ipaddress.ip_address(text).version == 6
-    except ValueError:
-        return False

@@ -71,7 +71,7 @@ Use = Literal[
     "end",
     "queue",
 ]
-"""What a second of a pod went to. Each has exactly one of them."""
+"""The use that a second of a pod went to. Each has exactly one of them."""
 
 
 class PodCause(StrEnum):

@@ -30,14 +30,14 @@ _SOURCES: Final[Mapping[str, Keys]] = {
         kinds={"resource": "text", "containerName": "text"},
     ),
 }
-"""What the value of one variable may be taken from."""
+"""Sources that the value of one variable may be taken from."""
 _OBJECT: Final = Keys(
     known=("name", "optional"),
     required=("name",),
     kinds={"name": "text", "optional": "switch"},
 )
 _WHOLE: Final = ("configMapRef", "secretRef")
-"""What all variables of an object may be taken from."""
+"""Sources that all variables of an object may be taken from."""
 _FROM: Final = Keys(known=("prefix", *_WHOLE), kinds={"prefix": "text"})
 
 

@@ -52,7 +52,7 @@ class EvergradError(Exception):
     """A failure whose cause is not the user's input."""
 
     code = "internal"
-    """What went wrong, for programs: a family and a name with dots between. Never changes its meaning."""
+    """The kind of mistake, for programs: a family and a name with dots between. Never changes its meaning."""
     exit_code: ExitCode = ExitCode.INTERNAL
     kind: ErrorKind = ErrorKind.INTERNAL
 

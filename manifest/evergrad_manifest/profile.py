@@ -4,7 +4,7 @@ The parts of ``defaults`` have the names that they have in a run's ``spec``. A p
 the recipe: what is trained, and its identity, are the file's alone. Pure.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal
 
@@ -95,7 +95,7 @@ class Defaults(Section):
 
 
 class Allows(Section):
-    """What runs may ask for beyond what every run may."""
+    """Requests that runs may make beyond those of every run."""
 
     rdma: tuple[str, ...] = ()
     """Resources of RDMA devices, such as ``rdma/hca_shared_devices_a``; a pod that asks for one also has the
@@ -110,7 +110,7 @@ class Profile(Section):
     defaults: Defaults = Defaults()
     """Values for what a run leaves out."""
     allows: Allows = Allows()
-    """What runs may ask for."""
+    """Requests that runs may make."""
 
 
 def check_profile(raw: Any, *, of_namespace: bool = False) -> tuple[Problem, ...]:
@@ -133,8 +133,24 @@ def check_profile(raw: Any, *, of_namespace: bool = False) -> tuple[Problem, ...
         if key in pruned:
             why = "only the installation's profiles say what is allowed, and to whom"
             problems.append(Problem(key, "has no meaning in a namespace", why, "Remove it"))
-    defaults = pruned.get("defaults")
-    problems += _check_defaults(defaults if isinstance(defaults, Mapping) else {})
+
+    # The rules of a run's file read it below ``spec``; their problems name the profile's own path.
+    given = pruned.get("defaults")
+    defaults: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+    view = View({"spec": dict(defaults)}, TrainingRun)
+    found = [
+        *check_resources_at(view, "spec", "resources"),
+        *(one for key in _BESIDE for one in check_resources_at(view, "spec", key, "resources")),
+        *(one for rule in (check_storage, check_image, check_labels) for one in rule(view)),
+        *(one for rule in RULES_OF_TEMPLATE for one in rule(view)),
+    ]
+    for problem in found:
+        path = f"defaults{problem.path.removeprefix('spec')}"
+        problems.append(replace(problem, path=path))
+    queue = defaults.get("queueName")
+    if isinstance(queue, str) and (fault := fault_of_label_value(queue)) is not None:
+        problems.append(Problem("defaults.queueName", *fault, "Correct it"))
+
     allows = pruned.get("allows")
     named = allows.get("rdma") if isinstance(allows, Mapping) else None
     for index, name in enumerate(named if isinstance(named, list | tuple) else ()):
@@ -148,22 +164,6 @@ def check_profile(raw: Any, *, of_namespace: bool = False) -> tuple[Problem, ...
     return at_most(problems)
 
 
-def _check_defaults(defaults: Mapping[str, Any]) -> Iterable[Problem]:
-    """Apply the rules of a run's file, which read it below ``spec``."""
-    view = View({"spec": dict(defaults)}, TrainingRun)
-    found = [
-        *check_resources_at(view, "spec", "resources"),
-        *(one for key in _BESIDE for one in check_resources_at(view, "spec", key, "resources")),
-        *(one for rule in (check_storage, check_image, check_labels) for one in rule(view)),
-        *(one for rule in RULES_OF_TEMPLATE for one in rule(view)),
-    ]
-    for problem in found:
-        yield replace(problem, path=f"defaults{problem.path.removeprefix('spec')}")
-    queue = defaults.get("queueName")
-    if isinstance(queue, str) and (fault := fault_of_label_value(queue)) is not None:
-        yield Problem("defaults.queueName", *fault, "Correct it")
-
-
 def merge_defaults(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ``defaults`` of two profiles as one; what ``above`` names wins."""
     return _merge_section(without_nulls(below, Defaults), without_nulls(above, Defaults))
@@ -172,7 +172,7 @@ def merge_defaults(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[s
 def apply_defaults(document: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return the run ``document`` with the defaults where it names nothing; its own words always win.
 
-    What cannot be read stays as it is, for the run's own validation to refuse.
+    A value that cannot be read stays as it is, for the run's own validation to refuse.
     """
     spec, metadata = document.get("spec"), document.get("metadata")
     if not defaults or not isinstance(spec, Mapping):

@@ -53,26 +53,17 @@ def script_problems(script: Script, *, base_directory: Path) -> list[Problem]:
     elif not os.access(folder, os.X_OK):
         remedy = "Change its permissions"
         problems.append(Problem(path_label(folder), "cannot be entered", named, remedy))
-    problems += _missing_variables(script)
+
+    # A cluster takes these variables from its objects, none of which is on this machine.
+    for name, source in script.value_from.items():
+        is_optional = any(one.get("optional") for one in source.values())
+        if name not in os.environ and not is_optional:
+            where = format_path(("spec", "script", "valueFrom", name))
+            what = f"{name} is not set on this machine"
+            why = "its value is an object's of the cluster, where this run does not start"
+            remedy = f"Set it in the shell: {name}=… evergrad run"
+            problems.append(Problem(where, what, why, remedy))
     return problems
-
-
-def _missing_variables(script: Script) -> list[Problem]:
-    """Find the variables that a cluster takes from its objects, and that are not set here."""
-    missing = [
-        name
-        for name, source in script.value_from.items()
-        if name not in os.environ and not any(one.get("optional") for one in source.values())
-    ]
-    return [
-        Problem(
-            format_path(("spec", "script", "valueFrom", name)),
-            f"{name} is not set on this machine",
-            "its value is an object's of the cluster, where this run does not start",
-            f"Set it in the shell: {name}=… evergrad run",
-        )
-        for name in missing
-    ]
 
 
 def portable_problems(script: Script, *, base_directory: Path) -> list[Problem]:

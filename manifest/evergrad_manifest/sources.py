@@ -30,9 +30,30 @@ def find_sources(roots: Sequence[Path], folder: Path) -> dict[str, Path]:
     while waiting and len(files) < _MAX_FILES:
         path = waiting.pop()
         name = os.path.relpath(path, folder)
-        if name not in files:
-            files[name] = path
-            waiting += _find_imported(path, folder)
+        if name in files:
+            continue
+        files[name] = path
+        # A shell script or a binary has no imports that could be followed.
+        if path.suffix != ".py":
+            continue
+        # A file that cannot be read or parsed counts as one without imports: its own run reports that.
+        with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError):
+            for node in ast.walk(ast.parse(path.read_bytes())):
+                if isinstance(node, ast.Import):
+                    for alias in node.names:
+                        waiting += files_of_module(folder, alias.name.split("."))
+                elif isinstance(node, ast.ImportFrom):
+                    # Relative imports count from the file's own folder, one level up for each dot after the
+                    # first.
+                    start = (
+                        path.parents[node.level - 1]
+                        if 0 < node.level <= len(path.parents)
+                        else folder
+                    )
+                    parts = node.module.split(".") if node.module else []
+                    # A name may be a module of the package or something in it: only a file of it counts.
+                    for alias in node.names:
+                        waiting += files_of_module(start, [*parts, alias.name])
     return files
 
 
@@ -78,30 +99,3 @@ def existing(paths: Iterable[Path]) -> Iterator[Path]:
         with contextlib.suppress(OSError, ValueError):
             if path.is_file():
                 yield path
-
-
-def _find_imported(path: Path, folder: Path) -> list[Path]:
-    """The files in ``folder`` that a Python file imports; none for one that cannot be read or parsed."""
-    found: list[Path] = []
-
-    # A shell script or a binary has no imports that could be followed.
-    if path.suffix != ".py":
-        return found
-    with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError):
-        for node in ast.walk(ast.parse(path.read_bytes())):
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    found += files_of_module(folder, alias.name.split("."))
-            elif isinstance(node, ast.ImportFrom):
-                # Relative imports count from the file's own folder, one level up for each dot after the
-                # first.
-                start = (
-                    path.parents[node.level - 1]
-                    if 0 < node.level <= len(path.parents)
-                    else folder
-                )
-                parts = node.module.split(".") if node.module else []
-                # A name may be a module of the package or something in it: only a file of it counts.
-                for alias in node.names:
-                    found += files_of_module(start, [*parts, alias.name])
-    return found

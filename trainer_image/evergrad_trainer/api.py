@@ -43,7 +43,7 @@ class RunFailedError(EvergradError):
 
 @dataclass(frozen=True)
 class RunReport:
-    """What came of a run so far. Paths are None where there is no such file.
+    """The result of a run so far. Paths are None where there is no such file.
 
     ``samples`` and ``loss``: of the whole run, and of its newest step. ``resumed_from``: the step that its
     newest process went on from, 0 for a fresh one. ``data``: the fingerprint of what it is trained on.

@@ -14,9 +14,9 @@ class BytesMoved:
         self._on_moved = on_moved
 
     def note(self, num_bytes: int) -> None:
-        """So many bytes more are here."""
+        """Count ``num_bytes`` more that are here."""
         self._on_moved(num_bytes)
 
 
 MOVED = BytesMoved()
-"""Of this process, which restores one state at a time but reads and receives it in many places."""
+"""The count of this process, which restores one state at a time but reads and receives it in many places."""

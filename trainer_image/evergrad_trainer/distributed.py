@@ -20,7 +20,7 @@ from evergrad_trainer.world import Interrupt, World
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher (torchrun's environment) says about this process."""
+    """Facts about this process from the launcher (torchrun's environment)."""
 
     rank: int = 0
     local_rank: int = 0
@@ -161,7 +161,8 @@ def form_world(
         raise PeerLostError(
             f"the group of generation {place.generation} did not form: {error}"
         ) from error
-    # From here on it can be aborted. What was asked for while it formed is done now, and leaves no group.
+    # From here on it can be aborted. An abort that was asked for while it formed is done now, and leaves no
+    # group.
     transport.opened()
     if interrupt.is_set:
         raise PeerLostError(

@@ -120,7 +120,7 @@ def examine(
     # A run that has begun with it goes on: its recipe cannot be changed any more.
     level: Level = "warning" if (run_directory / RunFile.RESOLVED).exists() else "error"
     findings += [Finding(level, one) for one in find_traps(training, plan, machine=machine)]
-    # Of a horizon in epochs the number of steps is known once the data are prepared.
+    # A horizon in epochs has a number of steps once the data are prepared.
     if (total := steps_without_data(training)) is not None:
         findings += check_cadences(training, total=total)
     # Last, since it writes. Checkpoints of boundaries between stages are kept besides.
@@ -469,7 +469,7 @@ def check_cadences(training: Training, *, total: int) -> Iterator[Finding]:
         for where, every, end in asked
         if every is not None
     ]
-    # What is saved so often unless the file says otherwise is nothing to warn of in a short run.
+    # A cadence that is the default is nothing to warn of in a short run.
     every = saves.every if "every" in saves.model_fields_set else None
     tokens_per_step = training.batching.global_batch_size * training.sample_tokens
     for where, rhythm, end in (

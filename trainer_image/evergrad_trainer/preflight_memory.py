@@ -102,7 +102,7 @@ def check_memory(
             if fit is None
             else f"about {fit.parameters / 1e6:,.0f}M parameters would fit"
         )
-        # What the processes need together, without parts that are nothing.
+        # The memory that the processes need together, without parts that are nothing.
         parts = {
             "state": need.state,
             "gathered": need.gathered,

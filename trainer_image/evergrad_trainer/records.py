@@ -132,7 +132,7 @@ class EventType:
     """The run stops before this step's successor, which was not finite. fields: why (loss or grad), message,
     in_a_row."""
     ALERT = "alert"
-    """What a monitor looks for has begun. fields: monitor, metric, value, threshold, policy, message."""
+    """An alarm of a monitor has begun. fields: monitor, metric, value, threshold, policy, message."""
     WORLD = "world"
     """Training goes on in another world, in the same processes, without reading a checkpoint.
 

@@ -210,7 +210,8 @@ def check_model_unchanged(
 def compare_models(
     before: Mapping[str, Any], now: Mapping[str, Any], *, where: str
 ) -> list[Problem]:
-    """What differs between two descriptions of a model: the saved weights would be those of another function.
+    """The differences between two descriptions of a model: the saved weights would be those of another
+    function.
 
     A key that only one version of transformers knows is no difference.
     """
@@ -249,7 +250,8 @@ def resolved_record(
     derived: dict[str, Any],
     model: dict[str, Any],
 ) -> dict[str, Any]:
-    """What ``run.json`` holds. ``base_directory``: where relative paths start, seen from the run directory.
+    """The content of ``run.json``. ``base_directory``: where relative paths start, seen from the run
+    directory.
 
     ``identity`` is that of the run as it began, whose data may have lain elsewhere.
     """
@@ -266,7 +268,7 @@ def resolved_record(
 
 
 def resolved_script_record(run: TrainingRun, *, base_directory: str) -> dict[str, Any]:
-    """What ``run.json`` holds for a script; ``base_directory`` as above."""
+    """The content of ``run.json`` for a script; ``base_directory`` as above."""
     return {
         "format": 1,
         "manifest": to_wire(run),

@@ -48,8 +48,8 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Setup:
-    """What a task is made from: the file's typed section, the recipe's own options, and where relative paths
-    begin."""
+    """Parts that a task is made from: the file's typed section, the recipe's own options, and the directory
+    that relative paths begin in."""
 
     training: Training
     options: Any
@@ -58,7 +58,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Loss:
-    """What one micro-batch adds to its step.
+    """The part that one micro-batch adds to its step.
 
     ``total``: a differentiable sum, not a mean: the step divides by the weight of all micro-batches, so that
     the result depends neither on their number nor on who computes them. ``parts``: further sums over the same
@@ -83,28 +83,28 @@ class Snapshot:
 
 @dataclass
 class Modules:
-    """What a task computes with.
+    """Modules and tensors that a task computes with.
 
     ``trained``: optimised, saved, given to newcomers. ``frozen``: never changed and never saved: each process
-    makes them again in :meth:`Task.build`, and a checkpoint holds their hashes, so that a run goes on with the
-    same ones only. ``kept``: further tensors that are saved and given to newcomers (snapshots, averages);
+    makes them again in :meth:`Task.build`, and a checkpoint holds their hashes, so that a run goes on with
+    the same ones only. ``kept``: further tensors that are saved and given to newcomers (snapshots, averages);
     changed in place, and only where all ranks do so alike: in :meth:`Task.enter` and
     :meth:`Task.after_update`. ``blocks``: parts of the modules to compile, checkpoint and shard one by one; a
-    module without any has the modules of its longest ModuleList. ``replicated``: frozen modules that no process
-    holds a part of. ``counterparts``: frozen modules whose results are compared with those of trained ones of
-    their kind, and which are compiled and cut as these are, however small. ``snapshots``: frozen modules that :meth:`Task.build` gives no weights: the core copies
-    them from a trained module after a step, whose checkpoint is kept for as long as the run lasts. Their hash
-    is saved, and a newcomer or a resumed run gets the same bits from a member that has them or from that
-    checkpoint.
+    module without any has the modules of its longest ModuleList. ``replicated``: frozen modules that no
+    process holds a part of. ``counterparts``: frozen modules whose results are compared with those of trained
+    ones of their kind, and which are compiled and cut as these are, however small. ``snapshots``: frozen
+    modules that :meth:`Task.build` gives no weights: the core copies them from a trained module after a step,
+    whose checkpoint is kept for as long as the run lasts. Their hash is saved, and a newcomer or a resumed
+    run gets the same bits from a member that has them or from that checkpoint.
 
     The names of trained modules have no dots and are none of the state's own, such as ``optimizer``.
 
-    ``parallelism: fsdp2`` cuts each trained module, and of the frozen ones that are not in ``replicated`` those
-    of 64 MiB or more, the snapshots and the counterparts: what is cut has all its weights in the type of the
-    products, and what is whole under autocast has not. A module that is cut is whole while it is called; outside of its call each rank holds a part of its
-    weights: see :func:`full_tensor`. Each call gathers them, so that all ranks call the same modules in
-    the same order, whatever their batches hold; a rank that leaves one out lets the others wait in vain. Kept
-    tensors are whole on every rank.
+    ``parallelism: fsdp2`` cuts each trained module, and of the frozen ones that are not in ``replicated``
+    those of 64 MiB or more, the snapshots and the counterparts: what is cut has all its weights in the type
+    of the products, and what is whole under autocast has not. A module that is cut is whole while it is
+    called; outside of its call each rank holds a part of its weights: see :func:`full_tensor`. Each call
+    gathers them, so that all ranks call the same modules in the same order, whatever their batches hold; a
+    rank that leaves one out lets the others wait in vain. Kept tensors are whole on every rank.
     """
 
     trained: dict[str, nn.Module]
@@ -159,8 +159,8 @@ class Evaluator:
 class Task(Protocol):
     """A recipe: what is trained. Made once in each process, from a :class:`Setup`.
 
-    A class variable ``loss_items`` names, in the plural, what the weight of its batches counts where that is not
-    tokens: reports name the unit of the loss by it, and show no perplexity.
+    A class variable ``loss_items`` names, in the plural, what the weight of its batches counts where that is
+    not tokens: reports name the unit of the loss by it, and show no perplexity.
     """
 
     Options: ClassVar[type[Section]]
@@ -174,20 +174,20 @@ class Task(Protocol):
     def prepare(self, prepared: Prepared, folder: Path) -> Mapping[str, Any]:
         """Prepare data that are no text, before the first step of each start, once on each node.
 
-        What the file's ``data`` describe is prepared already. ``folder`` is kept between starts, one for each
-        content of the task's files and options, so that what is found there whole need not be made again. One
-        process at a time is in it where the file system has locks. Where it has none (some network volumes),
-        nodes may be in it together: write under a name of the process's own, and rename.
+        The data that the file's ``data`` describe are prepared already. ``folder`` is kept between starts,
+        one for each content of the task's files and options, so that what is found there whole need not be
+        made again. One process at a time is in it where the file system has locks. Where it has none (some
+        network volumes), nodes may be in it together: write under a name of the process's own, and rename.
 
-        Returns JSON values. They come to :meth:`stages` and :meth:`evaluators` as ``prepared.facts``, with the
-        folder as ``prepared.folder``, also in other processes.
+        Returns JSON values. They come to :meth:`stages` and :meth:`evaluators` as ``prepared.facts``, with
+        the folder as ``prepared.folder``, also in other processes.
         """
 
     def stages(self, prepared: Prepared) -> Sequence[Stage]:
         """Sources of each stage, and how they are mixed. Only the last stage has no end."""
 
     def evaluators(self, prepared: Prepared) -> Mapping[str, Evaluator]:
-        """What is measured between steps, by name."""
+        """Measurements between steps, by name."""
 
     def observers(self) -> Sequence[Observer]:
         """Observers of steps and evaluations, on every rank; their state is saved.
@@ -220,6 +220,6 @@ class Task(Protocol):
     def after_update(self, modules: Modules, metrics: Mapping[str, float]) -> None:
         """Change kept tensors after an update.
 
-        ``metrics``: the step's, the same on every rank. No collectives but :func:`full_tensor`; random numbers
-        as in :meth:`enter`.
+        ``metrics``: the step's, the same on every rank. No collectives but :func:`full_tensor`; random
+        numbers as in :meth:`enter`.
         """

@@ -159,11 +159,11 @@ class _DelayedCompiler(_Delayed):
     """torch's compiler before its code has run.
 
     It answers what is asked of it at imports, when groups are set up and in eager steps, with torch's names
-    of parameters. What was asked before it is loaded takes effect then.
+    of parameters. A request from before it is loaded takes effect then.
     """
 
     trace_rules = types.SimpleNamespace(clear_lru_cache=lambda: None)
-    """What a new process group clears: nothing is kept yet."""
+    """The cache that a new process group clears: nothing is kept yet."""
 
     def graph_break(self, msg: str = "") -> None:
         """End the graph that is being traced: there is none."""

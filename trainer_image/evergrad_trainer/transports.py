@@ -44,7 +44,7 @@ class Pending(Protocol):
 
 
 class Transport(Protocol):
-    """What a world asks of the library that moves its tensors.
+    """Operations that a world needs of the library that moves its tensors.
 
     ``give_up`` may come from any thread, at any time.
     """
@@ -88,7 +88,7 @@ class Transport(Protocol):
 
 
 class _Ended:
-    """What was over before anybody asked."""
+    """An operation that was over before anybody asked."""
 
     def is_completed(self) -> bool:
         return True
@@ -423,7 +423,7 @@ class _Arrival:
 
 
 def choose_transport(device: torch.device) -> Transport:
-    """What moves tensors on ``device``, for one generation."""
+    """Build the transport of tensors on ``device``, for one generation."""
     if device.type == "cuda":
         return NcclTransport(device)
     if os.environ.get(ENVIRONMENT_VARIABLE) == "asynchronous":

@@ -98,7 +98,7 @@ class EffectQueue:
                 await asyncio.sleep(self._retry_seconds)
         self.is_writable = True
 
-        # Another coordinator has the number. What waits here belongs to a group that must never begin.
+        # Another coordinator has the number. The effects that wait belong to a group that must never begin.
         if not is_ours:
             self._log.say_always(
                 "superseded",

@@ -188,8 +188,8 @@ class Server:
             self.effects.is_full or peer.number in self._unheard
         ):
             # Too much waits for the journal: no node is let in, and those that are here go on training by
-            # their pings. What they say is not taken; they are to say it again, all of it and in its order,
-            # so that nothing more is taken of them until then, also when the journal is back.
+            # their pings. Their messages are not taken; they are to send them again, all of them in their
+            # order, so that nothing more is taken of them until then, also when the journal is back.
             if isinstance(message, Hello):
                 self.reject(peer, "journal_waits")
             else:

@@ -1,7 +1,7 @@
 """Events from outside: hellos, messages, lost connections, time. Each function returns the effects, in their
 order.
 
-No clock, no sockets, no randomness: the same events give the same effects. What an event leads to depends on
+No clock, no sockets, no randomness: the same events give the same effects. The effects of an event depend on
 the phase (``phase.find_phase``; it is computed, never stored):
 
 =========  =========================  ============================  ==================  =====================

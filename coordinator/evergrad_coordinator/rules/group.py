@@ -39,7 +39,7 @@ class Group:
     ticked_at: float
     """Time of the newest tick."""
     ledger: Ledger
-    """What the time of the nodes went to."""
+    """Uses that the time of the nodes went to."""
     rendezvous: Rendezvous | None = None
     """Nodes are waited for before the first plan; None once that is over."""
     world: World | None = None

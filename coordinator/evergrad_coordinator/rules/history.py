@@ -53,9 +53,11 @@ class _Ring:
 
     def take(self) -> list[list[Any]]:
         """Return those that have not been sent and are still known."""
+        # Some may have left the ring before they were sent: the page never gets those.
         num_unsent = min(self.num - self.num_sent, len(self.newest))
         self.num_sent = self.num
-        return list(self.newest)[len(self.newest) - num_unsent :]
+        known = list(self.newest)
+        return known[len(known) - num_unsent :]
 
 
 @dataclass
@@ -83,10 +85,16 @@ class History:
 
 def observe(history: History, group: Group, *, now: float) -> None:
     """Read the group once: nothing is added where nothing is new, but to the series over the time."""
-    training, elapsed = group.training, round(now - history.began_at, 1)
-    if training.updated_at is not None and training.updated_at != history.reported_at:
+    training = group.training
+    elapsed = round(now - history.began_at, 1)
+    # Each report is read once, however often the group is looked at between two of them.
+    is_new = training.updated_at is not None and training.updated_at != history.reported_at
+    if is_new:
         history.reported_at = training.updated_at
-        known = {"loss": training.loss, "tokens_per_second": training.tokens_per_second}
+        known = {
+            "loss": training.loss,
+            "tokens_per_second": training.tokens_per_second,
+        }
         values = {name: value for name, value in known.items() if value is not None}
         # An evaluation is told with the step before it, which was read already.
         newest = history.steps.x[-1] if history.steps.x else -1
@@ -96,11 +104,17 @@ def observe(history: History, group: Group, *, now: float) -> None:
         # The training keeps MOST_SETS sets, and so does this.
         if history.evaluated.get(name) != one.step:
             history.evaluated[name] = one.step
-            history.evaluations.setdefault(name, Track()).add(one.step, one.values)
+            track = history.evaluations.setdefault(name, Track())
+            track.add(one.step, one.values)
+    # The group keeps the newest checkpoint alone: looks are more frequent than saves.
     if training.checkpoint_step not in (-1, history.checkpoint_step):
         history.checkpoint_step = training.checkpoint_step
         history.checkpoints.add([elapsed, training.checkpoint_step])
-    sizes = {"processes": count_current_workers(group), "nodes": len(group.nodes)}
+    # At each look, also without a report: the page shows when processes were missing.
+    sizes = {
+        "processes": count_current_workers(group),
+        "nodes": len(group.nodes),
+    }
     history.times.add(elapsed, sizes)
 
 
@@ -110,9 +124,11 @@ def note_event(
     """Note a line of the coordinator's log, one of SHOWN_EVENTS."""
     # Every text finds its fields: a line of the log that has not all of them is no reason to fail.
     cause = CHANGES[read_change(fields.get("cause"))].text
-    known = defaultdict(lambda: "?", {name: str(value) for name, value in fields.items()})
-    said = _TEXTS[event].format_map(known | {"causeText": cause})[:_MOST_CHARACTERS]
-    history.events.add([round(now - history.began_at, 1), event, said])
+    texts = {name: str(value) for name, value in fields.items()}
+    known = defaultdict(lambda: "?", texts)
+    said = _TEXTS[event].format_map(known | {"causeText": cause})
+    elapsed = round(now - history.began_at, 1)
+    history.events.add([elapsed, event, said[:_MOST_CHARACTERS]])
 
 
 def rewind(history: History) -> None:
@@ -128,19 +144,26 @@ def take_update(history: History, status: Mapping[str, Any], *, now: float) -> d
 
     ``status``: as it is now, in the form of ``build_status``.
     """
+    # An ellipsis for what was never sent: None is a value, which the page must get as well.
     changed = {
         key: value for key, value in status.items() if history.sent.get(key, ...) != value
     }
     history.sent = dict(status)
-    tracks = {"steps": history.steps.take_change(), "times": history.times.take_change()}
-    evaluations = {name: one.take_change() for name, one in history.evaluations.items()}
+
+    # Taken once each: a change that was returned does not come again.
+    evaluations = {}
+    for name, one in history.evaluations.items():
+        change = one.take_change()
+        if change is not None:
+            evaluations[name] = change
     parts: dict[str, Any] = {
         "status": changed,
-        **tracks,
-        "evaluations": {name: one for name, one in evaluations.items() if one is not None},
+        "steps": history.steps.take_change(),
+        "times": history.times.take_change(),
+        "evaluations": evaluations,
         "checkpoints": history.checkpoints.take(),
         "events": history.events.take(),
     }
-    return {"elapsed": round(now - history.began_at, 1)} | {
-        key: value for key, value in parts.items() if value
-    }
+    update: dict[str, Any] = {"elapsed": round(now - history.began_at, 1)}
+    update |= {key: value for key, value in parts.items() if value}
+    return update

@@ -71,7 +71,7 @@ class Members:
         return self.nodes.get(hello.node)
 
     def add(self, peer: int, hello: Hello, *, now: float) -> Node:
-        """Note a node that is here. What is known about its memory comes back with the same process."""
+        """Note a node that is here. The facts about its memory come back with the same process."""
         node = Node(
             peer,
             hello.node,

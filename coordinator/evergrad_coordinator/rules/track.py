@@ -22,7 +22,9 @@ class _Column:
 
     def __init__(self, num_rows: int) -> None:
         nothing = [math.nan] * num_rows
-        self.mean, self.least, self.most = (array("d", nothing) for _ in range(3))
+        self.mean = array("d", nothing)
+        self.least = array("d", nothing)
+        self.most = array("d", nothing)
         self.num = array("l", [0] * num_rows)
 
     def append_empty(self) -> None:
@@ -35,7 +37,9 @@ class _Column:
         if not self.num[-1]:
             self.mean[-1] = self.least[-1] = self.most[-1] = value
         self.num[-1] += 1
-        self.mean[-1] += (value - self.mean[-1]) / self.num[-1]
+        # A running mean: no sum is kept that would outgrow its digits.
+        difference = value - self.mean[-1]
+        self.mean[-1] += difference / self.num[-1]
         self.least[-1] = min(self.least[-1], value)
         self.most[-1] = max(self.most[-1], value)
 
@@ -55,13 +59,18 @@ class _Column:
                     continue
                 if not merged.num[-1]:
                     merged.mean[-1] = self.mean[row]
-                    merged.least[-1], merged.most[-1] = self.least[row], self.most[row]
+                    merged.least[-1] = self.least[row]
+                    merged.most[-1] = self.most[row]
                 merged.num[-1] += self.num[row]
+                # Weighted by readings: a name that came late has rows with fewer of them.
                 share = self.num[row] / merged.num[-1]
-                merged.mean[-1] += (self.mean[row] - merged.mean[-1]) * share
+                difference = self.mean[row] - merged.mean[-1]
+                merged.mean[-1] += difference * share
                 merged.least[-1] = min(merged.least[-1], self.least[row])
                 merged.most[-1] = max(merged.most[-1], self.most[row])
-        self.mean, self.least, self.most = merged.mean, merged.least, merged.most
+        self.mean = merged.mean
+        self.least = merged.least
+        self.most = merged.most
         self.num = merged.num
 
 
@@ -94,6 +103,7 @@ class Track:
             self._num_in_last = 0
         self.x[-1] = x
         self._num_in_last += 1
+        # The newest row was perhaps sent with fewer readings, and is sent again.
         self._changed_from = min(self._changed_from, len(self.x) - 1)
 
         for name, value in values.items():
@@ -117,11 +127,17 @@ class Track:
         begin, self._changed_from = self._changed_from, len(self.x)
         if begin >= len(self.x):
             return None
-        columns = {
-            name: [_plain(part[begin:]) for part in (one.mean, one.least, one.most)]
-            for name, one in self.columns.items()
+        columns = {}
+        for name, one in self.columns.items():
+            parts = (one.mean, one.least, one.most)
+            columns[name] = [_plain(part[begin:]) for part in parts]
+        # With more digits than values: a step of a long run must not be rounded to its neighbour.
+        x = _plain(self.x[begin:], digits=12)
+        return {
+            "from": begin,
+            "x": x,
+            "columns": columns,
         }
-        return {"from": begin, "x": _plain(self.x[begin:], digits=12), "columns": columns}
 
     def cut(self, x: float) -> None:
         """Drop the rows that reach ``x`` or go beyond it."""
@@ -131,6 +147,7 @@ class Track:
         del self.x[num_rows:]
         for column in self.columns.values():
             column.cut(num_rows)
+        # The row that is left counts as full: it may end before the stride, and nothing is added to it.
         self._num_in_last = self.stride
         self._changed_from = min(self._changed_from, num_rows)
 
@@ -143,6 +160,7 @@ class Track:
             column.merge()
         self.stride *= 2
         self._num_in_last = self.stride
+        # All rows have other numbers now, which the page cannot derive.
         self._changed_from = 0
 
 
@@ -154,5 +172,7 @@ def _plain(values: Iterable[float], *, digits: int = _DIGITS) -> list[float | No
             plain.append(None)
             continue
         short = float(f"{value:.{digits}g}")
-        plain.append(int(short) if short.is_integer() and abs(short) < 1e15 else short)
+        # A page's numbers are floating-point ones, which hold whole numbers exactly up to about 9e15.
+        is_whole = short.is_integer() and abs(short) < 1e15
+        plain.append(int(short) if is_whole else short)
     return plain

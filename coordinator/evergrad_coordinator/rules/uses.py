@@ -1,4 +1,4 @@
-"""What each node of a run does: its use of time, found from the group. Pure.
+"""Uses of time of each node of a run, found from the group. Pure.
 
 Every node that could train is in exactly one use at a time. An event closes the interval before it and opens
 the next one:
@@ -60,11 +60,8 @@ def advance(group: Group, *, now: float) -> None:
         ledger.settle()
     ledger.has_formed = ledger.has_formed or trains
     ledger.phase, ledger.recounted_at = phase, now
-    _count_nodes(group, phase, now, trains=trains)
 
-
-def _count_nodes(group: Group, phase: Phase, now: float, *, trains: bool) -> None:
-    ledger = group.ledger
+    # One use for all nodes that neither leave nor save, where the phase decides it.
     is_short = sum(node.is_candidate for node in group.nodes.values()) < group.num_needed
     of_all: Use | None = None
     if phase is Phase.OVER:
@@ -74,7 +71,7 @@ def _count_nodes(group: Group, phase: Phase, now: float, *, trains: bool) -> Non
 
     joined: dict[str, float] = {}
     nodes: dict[Use, int] = {}
-    is_repeated = group.training.step < ledger.highest_step
+    is_repeated = training.step < ledger.highest_step
     for node in group.nodes.values():
         # Until it has workers its pod starts: that is counted where pods are seen.
         if node.workers == 0 and node.address not in ledger.joined:

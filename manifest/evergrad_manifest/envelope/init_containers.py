@@ -9,7 +9,7 @@ from evergrad_manifest.envelope.volumes import TEMPLATE, check_mounts
 from evergrad_manifest.environment import check_env_from, check_variables
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import format_path
-from evergrad_manifest.items import Item, Keys, check_keys, check_unique, items_at, items_of
+from evergrad_manifest.items import Keys, check_keys, check_unique, items_at, items_of
 from evergrad_manifest.values.images import IMAGE_REMEDY, IMAGE_RULE, is_image
 from evergrad_manifest.values.numbers import show
 from evergrad_manifest.values.quantities import is_dns_label
@@ -67,9 +67,25 @@ def check_init_containers(view: View) -> Iterator[Problem]:
         plain.append((path, known))
     yield from check_keys(plain, _CONTAINER)
     yield from check_unique(containers, "name")
-    for item in containers:
-        path, container = item
-        yield from _check_names(item)
+    for path, container in containers:
+        name, image, folder = (container.get(key) for key in ("name", "image", "workingDir"))
+        where = format_path((*path, "name"))
+        if isinstance(name, str) and name and not is_dns_label(name):
+            why = "a container's name has lower-case letters, digits and '-'"
+            yield Problem(where, f"{show(name)} is not a valid name", why, "Correct it")
+        elif name == TRAINER_CONTAINER or str(name).startswith(OUR_VOLUME_PREFIX):
+            what, why = f"{show(name)} is reserved", "the run's own container has it"
+            yield Problem(where, what, why, "Rename it")
+        if isinstance(image, str) and not is_image(image):
+            where = format_path((*path, "image"))
+            yield Problem(where, f"{show(image)} is not an image", IMAGE_RULE, IMAGE_REMEDY)
+        if isinstance(folder, str) and not folder.startswith("/"):
+            where = format_path((*path, "workingDir"))
+            what = f"{show(folder)} is not an absolute path"
+            why = "a container has no folder that it could be relative to"
+            yield Problem(where, what, why, "Begin it with a slash")
+
+        # Variables, mounts and resources have the same rules as those of the training container.
         yield from check_variables(items_of((*path, "env"), container.get("env")))
         yield from check_env_from(items_of((*path, "envFrom"), container.get("envFrom")))
         mounts = items_of((*path, "volumeMounts"), container.get("volumeMounts"))
@@ -78,26 +94,3 @@ def check_init_containers(view: View) -> Iterator[Problem]:
             place = (*path, "resources")
             yield from check_keys([(place, resources)], _RESOURCES)
             yield from check_resources_at(view, *place)
-
-
-def _check_names(item: Item) -> Iterator[Problem]:
-    """The container's name and image, and the folder that it starts in."""
-    path, container = item
-    name, image, folder = (container.get(key) for key in ("name", "image", "workingDir"))
-    where = format_path((*path, "name"))
-    if isinstance(name, str) and name and not is_dns_label(name):
-        why = "a container's name has lower-case letters, digits and '-'"
-        yield Problem(where, f"{show(name)} is not a valid name", why, "Correct it")
-    elif name == TRAINER_CONTAINER or str(name).startswith(OUR_VOLUME_PREFIX):
-        yield Problem(
-            where, f"{show(name)} is reserved", "the run's own container has it", "Rename it"
-        )
-    if isinstance(image, str) and not is_image(image):
-        where = format_path((*path, "image"))
-        yield Problem(where, f"{show(image)} is not an image", IMAGE_RULE, IMAGE_REMEDY)
-    if isinstance(folder, str) and not folder.startswith("/"):
-        where = format_path((*path, "workingDir"))
-        why = "a container has no folder that it could be relative to"
-        yield Problem(
-            where, f"{show(folder)} is not an absolute path", why, "Begin it with a slash"
-        )

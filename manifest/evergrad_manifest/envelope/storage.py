@@ -52,7 +52,7 @@ class Storage(Section):
     """Folder inside the volume that is the run directory, relative and without ``..``; default: the run's
     name."""
     when_deleted: Literal["Retain", "Delete"] | None = None
-    """What becomes of the new volume when the run is deleted. Default: Retain."""
+    """The fate of the new volume when the run is deleted. Default: Retain."""
 
 
 _WHY_MEANINGLESS: Final[Mapping[str, str]] = {

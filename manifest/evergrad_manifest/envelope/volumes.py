@@ -70,7 +70,24 @@ def check_volumes(view: View) -> Iterator[Problem]:
         yield from _check_volume_kinds(path, volume, kinds)
     yield from check_unique(volumes, "name")
     yield from check_mounts(items_at(view, *TEMPLATE, "volumeMounts"), volumes)
-    yield from _check_account(view, volumes)
+
+    # Tokens are asked for of a named account alone: the installation allows accounts by their names.
+    account = view.get(ACCOUNT)
+    if isinstance(account, str) and not is_dns_subdomain(account):
+        why = "the name of a service account has lower-case letters, digits, '-' and '.'"
+        yield Problem(ACCOUNT, f"{show(account)} is not a valid name", why, "Correct it")
+    for path, volume in volumes:
+        inside = ("projected", "sources")
+        for source_path, source in items_of((*path, *inside), value_at(volume, inside)):
+            if "serviceAccountToken" not in source:
+                continue
+            token = (*source_path, "serviceAccountToken")
+            yield from _check_token(token, source["serviceAccountToken"])
+            # Without a name it would be a token of the namespace's default account, which nobody allowed.
+            if not view.is_given(ACCOUNT):
+                why = "a token is that of an account which the installation allows"
+                remedy = f"Add {ACCOUNT}, or remove this source"
+                yield Problem(format_path(token), "names no account", why, remedy)
 
 
 def check_mounts(mounts: Sequence[Item], volumes: Sequence[Item]) -> Iterator[Problem]:
@@ -150,26 +167,6 @@ def _check_volume_kinds(
                     "",
                     f"Remove it. Allowed here: {', '.join(PROJECTED_KINDS)}",
                 )
-
-
-def _check_account(view: View, volumes: Sequence[Item]) -> Iterator[Problem]:
-    """The account has a name that one can have, and tokens are asked for of a named account alone."""
-    account = view.get(ACCOUNT)
-    if isinstance(account, str) and not is_dns_subdomain(account):
-        why = "the name of a service account has lower-case letters, digits, '-' and '.'"
-        yield Problem(ACCOUNT, f"{show(account)} is not a valid name", why, "Correct it")
-    for path, volume in volumes:
-        inside = ("projected", "sources")
-        for source_path, source in items_of((*path, *inside), value_at(volume, inside)):
-            if "serviceAccountToken" not in source:
-                continue
-            token = (*source_path, "serviceAccountToken")
-            yield from _check_token(token, source["serviceAccountToken"])
-            # Without a name it would be a token of the namespace's default account, which nobody allowed.
-            if not view.is_given(ACCOUNT):
-                why = "a token is that of an account which the installation allows"
-                remedy = f"Add {ACCOUNT}, or remove this source"
-                yield Problem(format_path(token), "names no account", why, remedy)
 
 
 def _check_token(path: FieldPath, token: Any) -> Iterator[Problem]:

@@ -220,7 +220,7 @@ FOREIGN: Final = (
         (f"{_T}.preference.reference",),
         "the reference stays as it is, and is computed in each step",
     ),
-    # What other systems do around a run.
+    # Settings of other systems around a run.
     Foreign(
         ("rejection_sampling", "num_rounds", "rs_config", "iterative_sft"),
         (f"{_T}.initFrom.path",),
@@ -482,7 +482,7 @@ _BY_NAME: Final[Mapping[str, Foreign]] = {
 
 
 def say_foreign(path: FieldPath) -> tuple[str, str, str] | None:
-    """What is wrong with the key at ``path``, why, and what to write: for a name of other trainers, else
+    """Find the mistake at the key ``path``, its reason and its remedy: for a name of other trainers, else
     None."""
     # A name that counts in one section alone goes before one that counts everywhere.
     names = (fold(".".join(map(str, path[-2:]))), fold(str(path[-1])))

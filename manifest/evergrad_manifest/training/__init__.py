@@ -234,7 +234,8 @@ class Training(Section):
 
     @property
     def sample_weight(self) -> int:
-        """What a sample can weigh in the mean of a step: a pair 1, another one each of its tokens."""
+        """The most that a sample can weigh in the mean of a step: a pair 1, another one each of its
+        tokens."""
         return self.data.sequence_length if self.pair_settings is None else 1
 
 

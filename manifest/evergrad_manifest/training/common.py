@@ -79,6 +79,7 @@ class Reproducibility(Section):
 
     seed: Count = Field(default=0, ge=0, lt=2**63)
     """Seed of the sample order, the initial weights and all randomness inside the model."""
+    # Apart from the seed, so that runs with other weights can see the same samples.
     data_seed: Count | None = Field(default=None, ge=0, lt=2**63)
     """Seed of the sample order and of what is held out; default: the seed."""
     elastic: Literal["fast", "exact"] = "fast"
@@ -96,6 +97,7 @@ class Reproducibility(Section):
 class Best(Section):
     """Which checkpoint is the best."""
 
+    # With its set: several sets have metrics of one name.
     metric: str = Field(min_length=1)
     """``<evaluation set>/<metric>``, e.g. ``heldOut/loss``: the loss, the perplexity, or what the evaluator
     measures besides."""
@@ -117,6 +119,7 @@ class SaveEvery(Section):
 class Checkpoint(Section):
     """When state is saved and what is kept."""
 
+    # In steps and not in seconds: two runs of one file then save the same states.
     every: SaveEvery = SaveEvery.model_validate({"steps": 500})
     """How often state is saved while training; it is always saved at the end and on a stop."""
     keep: Count = Field(default=3, ge=1)
@@ -140,6 +143,7 @@ def check_rhythms(view: View) -> Iterator[Problem]:
     """A rhythm of saves is in one unit; which checkpoints are never removed follows from their steps."""
     for key in ("every", "keepEvery"):
         path = f"{TRAINING}.checkpoint.{key}"
+        # A section that could not be read has its own problem already, and a default needs no check.
         if not view.is_given(path) or view.get(path) is UNKNOWN:
             continue
         units = ("steps", "tokens", "seconds")
@@ -228,6 +232,7 @@ class Runtime(Section):
     """Bytes a gradient bucket (dataParallel), such as ``4Mi``; default: 4Mi on CPUs, 64Mi on accelerators."""
     collective_timeout_seconds: Whole = Field(default=600, ge=1, le=86400)
     """Seconds: how long a process waits for the others inside one exchange."""
+    # Rare enough to cost little: a comparison hashes the whole state.
     compare_replicas_every: int = Field(default=100, ge=0, le=2**31, strict=True)
     """Steps between two comparisons of the replicas' states, also made before each save and in each new
     world; 0: none."""

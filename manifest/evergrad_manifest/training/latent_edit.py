@@ -58,7 +58,7 @@ class EditQuota(Section):
 
 
 class HoldOut(Section):
-    """What is never trained on. Windows that it meets become the evaluation set ``heldOut``."""
+    """Data that are never trained on. Windows that it meets become the evaluation set ``heldOut``."""
 
     chromosomes: tuple[Chromosome, ...] = Field(default=(), max_length=256)
     """Names of whole chromosomes."""
@@ -125,13 +125,13 @@ class LatentEdit(Section):
     margin: Count = Field(default=64, ge=0, le=2**20)
     """Bases at each end of a window that synthetic edits keep off."""
     hold_out: HoldOut | None = None
-    """What is never trained on."""
+    """Data that are never trained on."""
     features: Literal["cached", "live"] = "cached"
     """``cached``: states are computed once, before the first step. ``live``: in each step."""
     encoder: EditEncoder = EditEncoder.model_validate({})
     """How states are made."""
     predictor: EditPredictor = EditPredictor.model_validate({})
-    """What is trained."""
+    """Sizes of the modules that are trained."""
     alpha: Real = Field(default=1.0, ge=0, le=1e6)
     """Weight of 1 less the cosine in the loss."""
     beta: Real = Field(default=0.1, ge=0, le=1e6)
@@ -155,6 +155,7 @@ def published_mixture() -> tuple[EditQuota, ...]:
 def check_is_given(view: View) -> Iterator[Problem]:
     """The section and the recipe belong together."""
     recipe = view.get(f"{TRAINING}.recipe")
+    # A recipe that cannot be read has its own problem, and which section it needs is not known.
     if not isinstance(view.raw("spec", "training"), Mapping) or recipe is UNKNOWN:
         return
     is_given = view.is_given(_SECTION)
@@ -182,11 +183,13 @@ def check_unused(view: View) -> Iterator[Problem]:
         ("checkpoint.exportAtEnd", "the file's model is the encoder, which stays as it is"),
     ]
     for key, why in unused:
-        # What means nothing stands in each run that was written out.
+        # A run that was written out names also the values that mean nothing.
         is_unset = view.get(f"{TRAINING}.{key}") in ((), [], False)
         if view.is_given(f"{TRAINING}.{key}") and not is_unset:
             what = f"has no meaning with recipe {RECIPE}"
             yield Problem(f"{TRAINING}.{key}", what, why, "Remove it")
+
+    # Values that only this recipe cannot use: their keys have a meaning for all.
     runtime = f"{TRAINING}.runtime"
     if view.get(f"{runtime}.precision") == "bf16":
         what = f"'bf16' is not for recipe {RECIPE}"
@@ -241,6 +244,7 @@ def check_mixture(view: View) -> Iterator[Problem]:
             why = "the two would draw the same edits"
             yield Problem(format_path((*path, "family")), what, why, "Join them")
         first.setdefault(family, format_path(path))
+        # Rows of a table may run out; drawn edits never do, and their fallback would hide a mistake.
         if fallback not in (None, UNKNOWN) and family not in OF_TABLES:
             what = f"has no meaning for {family}"
             why = "its edits are drawn, and never too few"
@@ -248,7 +252,7 @@ def check_mixture(view: View) -> Iterator[Problem]:
 
 
 def check_micro_batch(view: View) -> Iterator[Problem]:
-    """What tells a collapse is a spread over the items of a micro-batch."""
+    """A collapse shows in a spread over the items of a micro-batch."""
     path = f"{TRAINING}.batching.microBatchSize"
     if _is_here(view) and view.get(path) == 1:
         why = "variances and distances that show a collapse are between the items of a micro-batch"
@@ -261,6 +265,7 @@ def check_heads(view: View) -> Iterator[Problem]:
     if not _is_here(view) or found is None or None in found:
         return
     width, heads = found
+    # Both neighbours are named: which of them is meant is not known.
     if width % heads:
         what, why = f"{width} is not divisible by heads {heads}", "each head has an equal part"
         remedy = f"Use {width - width % heads or heads} or {width - width % heads + heads}"
@@ -272,6 +277,7 @@ def check_intervals(view: View) -> Iterator[Problem]:
     intervals = view.get(f"{_HOLD_OUT}.intervals") if _is_here(view) else None
     if not isinstance(intervals, tuple | list):
         return
+    # The form of each was checked with its type: only the order of the two numbers is left.
     for index, interval in enumerate(intervals):
         first, last = map(int, interval.rpartition(":")[2].split("-"))
         if not 1 <= first <= last:

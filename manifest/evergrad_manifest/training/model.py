@@ -142,7 +142,7 @@ def _check_no_remote_code(value: Any, path: FieldPath) -> Iterator[Problem]:
 
 
 def check_stored(view: View) -> Iterator[Problem]:
-    """What changes a stored model needs one, and leaves alone what its weights depend on."""
+    """A change of a stored model needs one, and leaves alone the settings that its weights depend on."""
     if view.get(MODEL) is UNKNOWN or not view.is_given(MODEL):
         return
     for key in _OF_STORED:

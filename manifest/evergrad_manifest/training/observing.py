@@ -109,7 +109,7 @@ class Monitor(Section):
     patience: Count | None = Field(default=None, ge=1, le=10**9)
     """Looks without anything better; plateau only, and required there."""
     min_delta: Real = Field(default=0.0, ge=0, le=1e6)
-    """What a value must be better by; plateau only."""
+    """The amount that a value must be better by; plateau only."""
 
 
 _CREDENTIALS_OF: Final = {
@@ -244,8 +244,8 @@ def _check_metric(view: View, where: str, metric: str) -> Iterator[Problem]:
     is_of_set = "/" in metric
     recipe = view.get(f"{TRAINING}.recipe")
     if recipe not in _WITHOUT_METRICS:
-        # What other recipes and tasks measure is known to them alone: checked when they are opened. Here only
-        # whether their sets are measured in time; an observer of a task's own may ask for that.
+        # The metrics of other recipes and tasks are known to them alone: checked when they are opened. Here
+        # only whether their sets are measured in time; an observer of a task's own may ask for that.
         sets = view.items(f"{TRAINING}.evaluation.sets")
         is_listed = any(item["name"] == metric.partition("/")[0] for _, item in sets)
         if is_of_set and (recipe in RECIPES or is_listed):

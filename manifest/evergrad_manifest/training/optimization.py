@@ -96,6 +96,8 @@ def check_optimizer(view: View) -> Iterator[Problem]:
     if (optimizer := view.get(_OPTIMIZER)) is UNKNOWN:
         return
     yield from meaningless_in(view, tuple(_OPTIMIZER.split(".")), optimizer, OF_OPTIMIZER)
+
+    # Each key is right by itself: only together do they fail, or train wrongly.
     found = view.known(f"{_OPTIMIZER}.type", f"{TRAINING}.runtime.parallelism")
     if found is not None and found[0] in OF_WHOLE_TENSORS and found[1] == "fsdp2":
         yield Problem(
@@ -123,6 +125,8 @@ def check_optimizer(view: View) -> Iterator[Problem]:
             "torch's muon then writes over its momentum, whose length of earlier steps is lost",
             "Set nesterov: true, or runtime.precision: bf16-autocast",
         )
+
+    # Most probably the key that was to change something is missing or misspelt.
     for path, item in view.items(_GROUPS):
         if item["learningRateRatio"] == 1 and item["weightDecay"] is None:
             remedy = "Add learningRateRatio or weightDecay, or remove it"
@@ -165,7 +169,7 @@ class Schedule(Section):
     minimum_ratio: Fraction = 0.0
     """Learning rate at the end, as a fraction of the peak; not for constant, inverseSquareRoot and pieces."""
     pieces: tuple[Piece, ...] = Field(default=(), max_length=16)
-    """Parts of the curve after the warm-up, in order; the last ratio stays. Of pieces only."""
+    """Parts of the curve after the warm-up, in order; the last ratio stays. For pieces only."""
 
 
 _BUT_WSD: Final = (
@@ -232,6 +236,7 @@ def check_schedule_fits(view: View) -> Iterator[Problem]:
     if found is None:
         return
     kind, warmup, decay = found
+    # Other curves decay over all steps behind the warm-up, which always fits.
     decay = decay if kind == "wsd" else 0
     if total is not None:
         yield from check_schedule(warmup, decay, total=total)
@@ -290,6 +295,7 @@ def check_pieces(
     """Each piece must end behind the one before it, the first behind the warm-up, and within ``total``
     steps."""
     problems: list[Problem] = []
+    # Compared in steps: pieces may be given as shares and as steps side by side.
     last, before = steps_of(warmup, total), f"the warm-up of {show_steps(warmup, total)}"
     for index, end in enumerate(ends):
         where, shown = f"{_PIECES}[{index}].until", show_steps(end, total)

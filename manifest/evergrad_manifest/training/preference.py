@@ -20,7 +20,7 @@ METRICS: Final = {
     "chosen_log_probability": "Mean log-probability of a chosen completion, summed over its tokens, in nats.",
     "rejected_log_probability": "The same of a rejected completion.",
 }
-"""What is measured besides the loss, in each step and on each evaluation set, each with a line of help."""
+"""Metrics besides the loss, in each step and on each evaluation set, each with a line of help."""
 _SECTION: Final = f"{TRAINING}.preference"
 _ROWS: Final = f"{TRAINING}.rows"
 _PACKING: Final = f"{TRAINING}.data.packing"

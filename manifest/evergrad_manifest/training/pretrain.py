@@ -45,7 +45,7 @@ _PODS: Final = "spec.evaluation"
 METRICS_OF_ALL: Final = ("loss", "perplexity")
 """Metrics that every evaluation set has."""
 _LOSSES_OF_STEPS: Final = ("loss", "train/loss", "train_loss", "training/loss", "training_loss")
-"""What other trainers, and trackers, call the loss of a step."""
+"""Names that other trainers, and trackers, give to the loss of a step."""
 
 
 def check_required(view: View) -> Iterator[Problem]:
@@ -54,6 +54,7 @@ def check_required(view: View) -> Iterator[Problem]:
     recipe = view.get(f"{TRAINING}.recipe")
     if recipe not in RECIPES or not isinstance(view.raw("spec", "training"), Mapping):
         return
+    # Asked for here and not by the models, which a task of the user's own shares.
     needed = [("model", "the model: exactly one of a configuration and a directory")]
     if recipe in OF_TEXT:
         needed.append(("data", "the data to train on"))
@@ -134,7 +135,7 @@ class Data(Section):
     ``documents``: the same, but none sees another. ``none``: one row a sample. Rows (sft) have
     the default documents, and cannot be concatenated."""
     mixing: Literal["shares", "passes"] = "shares"
-    """What weights mean. ``passes``: how often an epoch passes over each source, exactly (2: twice)."""
+    """The meaning of weights. ``passes``: how often an epoch passes over each source, exactly (2: twice)."""
     overfit_first_batch: Switch = False
     """Train on the samples of the first step again and again: shows that a model can learn them."""
     held_out: HeldOut | None = None
@@ -207,6 +208,7 @@ def check_held_out(view: View) -> Iterator[Problem]:
     """Exactly one of fraction and count; documents cannot be counted in a flat file of tokens."""
     if view.get(_HELD_OUT) is UNKNOWN or not view.is_given(_HELD_OUT):
         return
+    # Not by the model: a section of two optional keys says nothing on why one of them is needed.
     given = [name for name in ("fraction", "count") if view.is_given(f"{_HELD_OUT}.{name}")]
     if not given:
         yield Problem(
@@ -242,7 +244,7 @@ class EvaluationSource(Source):
 
 
 class EvaluationSetting(Section):
-    """What differs for one evaluation set."""
+    """Settings that differ for one evaluation set."""
 
     name: str = Field(min_length=1, max_length=128)
     """The set: ``heldOut``, a source under ``evaluation.sources``, or an evaluator of a task of your own."""
@@ -277,7 +279,7 @@ class Evaluation(Section):
 
 def check_evaluation(view: View) -> Iterator[Problem]:
     """Settings of the evaluation need something to evaluate on."""
-    # What reads no text may have evaluators that need neither sources nor held-out documents.
+    # A task that reads no text may have evaluators that need neither sources nor held-out documents.
     has_sources = view.raw("spec", "training", "evaluation", "sources") not in (None, [])
     if view.get(f"{TRAINING}.recipe") not in OF_TEXT:
         return
@@ -302,7 +304,7 @@ def check_evaluation(view: View) -> Iterator[Problem]:
 def check_sets(view: View) -> Iterator[Problem]:
     """Each entry of ``evaluation.sets`` changes something of one set that there is."""
     names, first = set_names(view), dict[str, str]()
-    # What it is without a word.
+    # The value where the file does not set one.
     default = not view.is_given(_PODS)
     for path, item in view.items(f"{_EVALUATION}.sets"):
         name, here = item["name"], format_path((*path, "name"))

@@ -18,7 +18,7 @@ KEEPS_APART: Final = ("pretrain", SFT)
 GENERATED: Final = "-generated"
 """Ending of the name of the evaluation set that generates from the rows of another one."""
 NUMBERS: Final = ("exact_match", "parse_rate", "rmse")
-"""What is measured of generated completions, besides the loss."""
+"""Metrics of generated completions, besides the loss."""
 _ROWS: Final = f"{TRAINING}.rows"
 _TOO_LONG: Final = f"{_ROWS}.tooLong"
 _GENERATION: Final = f"{TRAINING}.evaluation.generation"
@@ -47,7 +47,7 @@ class RowSettings(Section):
     too_long: Literal["refuse", "skip", "truncate"] = "refuse"
     """Action for a row of more than ``sequenceLength`` + 1 tokens: stop, leave it out, or cut its end off.
 
-    What is left out or cut is counted.
+    Rows that are left out or cut are counted.
     """
 
     @property

@@ -106,7 +106,7 @@ def check_boundary(view: View) -> Iterator[Problem]:
 def problem_of_boundary(
     tokens: int, *, samples: int, length: int, total: int
 ) -> Problem | None:
-    """What keeps a run of ``total`` steps from having a second stage; None if nothing does."""
+    """The problem that keeps a run of ``total`` steps from having a second stage; None if nothing does."""
     end = steps_for_tokens(tokens, samples=samples, length=length)
     if end < total:
         return None

@@ -44,7 +44,7 @@ def room_for_files() -> int:
 class HeldFiles:
     """Files that were read whole, by their paths. Several threads may use one.
 
-    Whoever loads from here loads the bytes that were hashed, even where a file has changed since.
+    A load from here gets the bytes that were hashed, even where a file has changed since.
     """
 
     def __init__(self, *, limit_bytes: int) -> None:
@@ -60,11 +60,16 @@ class HeldFiles:
     def begin(self, paths: Iterable[Path]) -> None:
         """Begin to read ``paths`` in threads of their own; ``wait`` waits for them."""
         waiting = list(paths)
+
+        def read_ahead() -> None:
+            # Trouble of the volume is met again, and reported, by the restore itself.
+            with contextlib.suppress(OSError, IndexError):
+                while True:
+                    self._hash(waiting.pop(0), self._ahead)
+
         for _ in range(min(READING_THREADS, len(waiting))):
             # A daemon: a volume that hangs must not keep the process from ending.
-            thread = threading.Thread(
-                target=self._read_ahead, args=(waiting,), name="read-ahead", daemon=True
-            )
+            thread = threading.Thread(target=read_ahead, name="read-ahead", daemon=True)
             self._threads.append(thread)
             thread.start()
 
@@ -90,7 +95,7 @@ class HeldFiles:
         """
         was_here = self.has(path)
         if self._hash(path, meter) != expected:
-            # What was read ahead may be older than the manifest: the file as it is now decides.
+            # Bytes that were read ahead may be older than the manifest: the file as it is now decides.
             self.drop(path)
             if not was_here or self._hash(path, meter) != expected:
                 self.drop(path)
@@ -120,12 +125,6 @@ class HeldFiles:
         """Give all memory back."""
         for path in list(self._held):
             self.drop(path)
-
-    def _read_ahead(self, waiting: list[Path]) -> None:
-        # Trouble of the volume is met again, and reported, by the restore itself.
-        with contextlib.suppress(OSError, IndexError):
-            while True:
-                self._hash(waiting.pop(0), self._ahead)
 
     def _hash(self, path: Path, meter: files.Meter | None) -> str:
         """Hash of a whole file, read into memory if there is room for it."""

@@ -89,7 +89,7 @@ class Reader:
     def holding(self, held: HeldFiles) -> Iterator[None]:
         """Keep what is validated meanwhile in ``held``, as far as there is room, and load from there.
 
-        So each byte is read once, and what is loaded is what was hashed.
+        Each byte is then read once, and the loaded bytes are those that were hashed.
         """
         self._held = held
         try:
@@ -168,9 +168,9 @@ class Reader:
             self._held.wait(meter)
             self._held.keep_only(self._directory / name)
 
-        # The small table is always hashed: a flipped bit in it would load a tensor from a wrong place. So is
-        # what was read ahead, which has its hash already. Several files at a time, since one alone waits for
-        # the disk.
+        # The small table is always hashed: a flipped bit in it would load a tensor from a wrong place. The
+        # same holds for: what was read ahead, which has its hash already. Several files at a time, since one
+        # alone waits for the disk.
         folder, held = self._directory / name, self._held
         hashed = [
             file

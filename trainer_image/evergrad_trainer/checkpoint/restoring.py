@@ -30,7 +30,6 @@ from evergrad_trainer.checkpoint.manifest import (
 from evergrad_trainer.checkpoint.reader import Reader
 from evergrad_trainer.checkpoint.saving import ignore_solo_warning
 from evergrad_trainer.checkpoint.search import Choice, Rejected, Search, choose_together
-from evergrad_trainer.checkpoint.store import Store
 from evergrad_trainer.checkpoint.tensor_table import Table, decode_table
 from evergrad_trainer.errors import CheckpointError, VolumeError
 from evergrad_trainer.state.registry import EMA, OPTIMIZER
@@ -134,11 +133,23 @@ def load_of_step(
     """
     store = search.store
     where, what = store.reader.locate(""), "the checkpoints cannot be listed"
+
+    def find_names() -> list[str]:
+        found = [one.name for one in store.catalog.scan() if one.version.step == step]
+        first = next(checkpoint_names(Version(step, 0, 0)))
+        if first not in found:
+            # A listing of a network volume may be old; a file that is opened by its name is not.
+            with contextlib.suppress(InvalidCheckpointError, UnknownFormatError):
+                store.reader.read_manifest(first, patient=True)
+                found.append(first)
+        return found
+
     names: list[str] | None = None
     if world.is_main:
-        # What cannot be listed now may well be later; the others wait for an answer.
+        # A volume that cannot be listed now may be later; the others wait for an answer.
         with contextlib.suppress(OSError, VolumeError):
-            names = retry(lambda: _names_of_step(store, step), where=where, what=what)
+            names = retry(find_names, where=where, what=what)
+    # Collective: all ranks try the same checkpoints in the same order.
     names = world.broadcast_json(names)
     if names is None:
         raise VolumeError(f"{where}: {what}")
@@ -147,7 +158,7 @@ def load_of_step(
         try:
             found = load_newest(replace(search, only=name), state, world=world)
         except CheckpointError as error:
-            # What helps is said once, for all of them.
+            # The remedy is given once, for all of them.
             problems += [replace(one, remedy="") for one in error.problems]
             continue
         if found is not None and is_right():
@@ -158,18 +169,6 @@ def load_of_step(
     why = "later steps were trained beside its weights, which no other checkpoint has"
     remedy = f"Restore step-{step} from a copy, or move all later checkpoints away to train them again"
     raise CheckpointError(Problem(where, what, why, remedy), *problems)
-
-
-def _names_of_step(store: Store, step: int) -> list[str]:
-    """Names of the step's checkpoints, newest first. Raises OSError."""
-    names = [one.name for one in store.catalog.scan() if one.version.step == step]
-    first = next(checkpoint_names(Version(step, 0, 0)))
-    if first not in names:
-        # A listing of a network volume may be old; a file that is opened by its name is not.
-        with contextlib.suppress(InvalidCheckpointError, UnknownFormatError):
-            store.reader.read_manifest(first, patient=True)
-            names.append(first)
-    return names
 
 
 def _load_first_whole(

@@ -112,10 +112,18 @@ class BackgroundSave:
     """
 
     def __init__(self, run: Callable[[], Outcome], *, name: str, yields: bool) -> None:
-        self._run = run
-        self._yields = yields
         self._outcome = Outcome(reason="its thread ended with an unexpected error")
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+
+        def work() -> None:
+            # Elsewhere than on Linux threads have no priority of their own.
+            if yields and sys.platform == "linux":
+                with contextlib.suppress(OSError):
+                    thread = threading.get_native_id()
+                    own = os.getpriority(os.PRIO_PROCESS, thread)
+                    os.setpriority(os.PRIO_PROCESS, thread, max(BACKGROUND_NICENESS, own))
+            self._outcome = run()
+
+        self._thread = threading.Thread(target=work, name=name, daemon=True)
         self._thread.start()
 
     @property
@@ -131,18 +139,6 @@ class BackgroundSave:
     def join(self, timeout_seconds: float | None = None) -> None:
         """Wait for the end, or as long as that."""
         self._thread.join(timeout_seconds)
-
-    def _work(self) -> None:
-        # Elsewhere than on Linux threads have no priority of their own.
-        if self._yields and sys.platform == "linux":
-            with contextlib.suppress(OSError):
-                thread = threading.get_native_id()
-                os.setpriority(
-                    os.PRIO_PROCESS,
-                    thread,
-                    max(BACKGROUND_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)),
-                )
-        self._outcome = self._run()
 
 
 def ignore_solo_warning() -> None:

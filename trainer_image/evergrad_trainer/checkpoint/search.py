@@ -1,6 +1,6 @@
 """Finding the checkpoint to load: rank 0 looks and validates, its choice reaches all ranks.
 
-What the others wait for is bounded by rank 0's progress, not by the size of the state.
+The wait of the others is bounded by rank 0's progress, not by the size of the state.
 """
 
 import functools

@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -98,7 +97,24 @@ def decode_table(data: bytes) -> Table:
     Raises InvalidCheckpointError if it is not one or does not cover every tensor.
     """
     try:
-        table = {key: _decode_tensor(tensor) for key, tensor in json.loads(data).items()}
+        table: Table = {}
+        for key, raw in json.loads(data).items():
+            # Looked up by name in torch, where ``load`` and the like are found as well.
+            dtype = getattr(torch, raw["dtype"])
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"{raw['dtype']!r} is not a dtype")
+            chunks = tuple(
+                StoredChunk(
+                    offsets=tuple(int(offset) for offset in chunk["offsets"]),
+                    sizes=tuple(int(size) for size in chunk["sizes"]),
+                    file=str(chunk["file"]),
+                    offset=int(chunk["offset"]),
+                    bytes=int(chunk["bytes"]),
+                )
+                for chunk in raw["chunks"]
+            )
+            shape = tuple(int(size) for size in raw["shape"])
+            table[key] = StoredTensor(dtype, shape, chunks)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InvalidCheckpointError(
             f"file {TENSORS}: is not a table of tensors ({error!r})"
@@ -110,21 +126,3 @@ def decode_table(data: bytes) -> Table:
                 f"file {TENSORS}: the chunks of {key} do not add up to its shape"
             )
     return table
-
-
-def _decode_tensor(raw: dict[str, Any]) -> StoredTensor:
-    # Looked up by name in torch, where ``load`` and the like are found as well.
-    dtype = getattr(torch, raw["dtype"])
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{raw['dtype']!r} is not a dtype")
-    chunks = tuple(
-        StoredChunk(
-            offsets=tuple(int(offset) for offset in chunk["offsets"]),
-            sizes=tuple(int(size) for size in chunk["sizes"]),
-            file=str(chunk["file"]),
-            offset=int(chunk["offset"]),
-            bytes=int(chunk["bytes"]),
-        )
-        for chunk in raw["chunks"]
-    )
-    return StoredTensor(dtype, tuple(int(size) for size in raw["shape"]), chunks)

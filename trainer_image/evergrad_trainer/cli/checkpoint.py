@@ -132,7 +132,7 @@ def _list(args: argparse.Namespace) -> int:
         )
         rows.append(row)
 
-    # What was set aside is shown too: its place on the disk is still taken.
+    # A checkpoint that was set aside is shown too: its place on the disk is still taken.
     set_aside = catalog.set_aside()
     if args.json:
         document = {"checkpoints": [asdict(row) for row in rows], "quarantine": set_aside}

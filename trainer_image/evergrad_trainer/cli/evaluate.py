@@ -224,21 +224,21 @@ def _open(
         sets = tuple(one.in_batches_of(args.micro_batch_size) for one in opened.sets)
         opened = dataclasses.replace(opened, sets=sets)
     remove_stale_cuts(args.run, lambda: [one.name for one in list_checkpoints(store)])
+
+    def show_progress(name: str, done: int, total: int) -> None:
+        # On a terminal alone: a log would get a line for each batch.
+        if sys.stderr.isatty():
+            end = "\n" if done == total else ""
+            print(f"\r{name}: {done}/{total} batches", end=end, file=sys.stderr, flush=True)
+
     return Evaluator(
         opened,
         store,
         is_stopping=lambda: signals.is_requested,
-        on_progress=_show_progress,
+        on_progress=show_progress,
         marks=recorded.run.spec.evaluation is not None
         and not (args.sets or args.weights or args.micro_batch_size),
     )
-
-
-def _show_progress(name: str, done: int, total: int) -> None:
-    """Say on a terminal how far a set is."""
-    if sys.stderr.isatty():
-        end = "\n" if done == total else ""
-        print(f"\r{name}: {done}/{total} batches", end=end, file=sys.stderr, flush=True)
 
 
 def _watch(args: argparse.Namespace, evaluator: "Evaluator", signals: "StopSignals") -> int:

@@ -41,7 +41,7 @@ class PlanRequest:
     loaded: LoadedManifest
     directory: RunDirectory
     run_state: RunState
-    """What the run directory holds already."""
+    """The state that the run directory holds already."""
     machine: Machine
     num_workers: int
     """Training processes on this machine."""
@@ -77,7 +77,7 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
     training, base = loaded.run.training, loaded.base_directory
     marks = {"imports": time.time()}
 
-    # What a directory holds must agree with the manifest before anything is prepared for it.
+    # The content of a directory must agree with the manifest before anything is prepared for it.
     examination = _examine(request)
     model = examination.plan
     assert model is not None  # noqa: S101 - without a plan there is an error, which is raised
@@ -172,7 +172,7 @@ def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str]":
 def _examine(request: PlanRequest) -> "Examination":
     """Run preflight before training: errors stop, warnings are printed.
 
-    What was asked for and found is recorded before anything else of a fresh run, so that a start that fails
+    The request and the findings are recorded before anything else of a fresh run, so that a start that fails
     in its data leaves both files; of one that has begun once the start is not refused, so that a refused
     one changes nothing.
     """

@@ -112,7 +112,7 @@ class StatusPage:
 
     def __init__(self, token: str, *, port: int) -> None:
         """Begin to serve an empty object on all addresses; port 0 takes a free one."""
-        self._token, self._state = token, b"{}\n"
+        self._state = b"{}\n"
         self._server: _Server | None = None
         try:
             self._server = _Server(("", port), _Handler)
@@ -120,7 +120,17 @@ class StatusPage:
             text = f"progress is not shown: port {port} cannot be listened on: {error}"
             print(f"warning: {text}", file=sys.stderr, flush=True)
             return
-        self._server.answer = self._answer
+
+        def answer(path: str, authorization: str) -> tuple[HTTPStatus, bytes]:
+            # Before anything else: a path that does not exist must not look different to a stranger.
+            scheme, _, said = authorization.partition(" ")
+            if scheme.lower() != "bearer" or not is_token(said.strip(), token):
+                return HTTPStatus.UNAUTHORIZED, b"the run's token is needed\n"
+            if path.partition("?")[0] != "/status":
+                return HTTPStatus.NOT_FOUND, b"there is /status\n"
+            return HTTPStatus.OK, self._state
+
+        self._server.answer = answer
         # A daemon: a request that hangs must not keep the process alive.
         threading.Thread(
             target=self._server.serve_forever, name="status page", daemon=True
@@ -148,15 +158,6 @@ class StatusPage:
         ending.start()
         ending.join(CLOSE_SECONDS)
         server.server_close()
-
-    def _answer(self, path: str, authorization: str) -> tuple[HTTPStatus, bytes]:
-        # Before anything else: a path that does not exist must not look different to a stranger.
-        scheme, _, said = authorization.partition(" ")
-        if scheme.lower() != "bearer" or not is_token(said.strip(), self._token):
-            return HTTPStatus.UNAUTHORIZED, b"the run's token is needed\n"
-        if path.partition("?")[0] != "/status":
-            return HTTPStatus.NOT_FOUND, b"there is /status\n"
-        return HTTPStatus.OK, self._state
 
 
 class _Server(socketserver.TCPServer):

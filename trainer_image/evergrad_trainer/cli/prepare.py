@@ -116,7 +116,7 @@ def _open_page(args: argparse.Namespace, stack: ExitStack) -> OnProgress | None:
     if args.token_file is None:
         why, remedy = "progress is shown to the run alone", "Name the file with its token"
         raise ConfigurationError(Problem("--token-file", "is missing", why, remedy))
-    # What shows progress must not end what makes it.
+    # A page that cannot be shown must not end the preparation.
     try:
         token = read_token(args.token_file)
     except (OSError, ValueError) as error:
@@ -281,7 +281,7 @@ def describe_prepared(prepared: Prepared) -> list[str]:
                 held_out += f" in {_plural(source.held_out_documents, 'document')}"
             parts.append(held_out)
 
-        # What is missing from the data, or was changed in it.
+        # The parts of the data that are missing or were changed.
         passed = {
             reason: n for reason, n in source.skipped.items() if reason != Reason.TRUNCATED
         }

@@ -131,12 +131,12 @@ def _compile(source: str) -> Any:
     environment.filters["tojson"] = lambda value, ensure_ascii=False, indent=None: json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent
     )
-    environment.globals["raise_exception"] = _raise
+
+    def raise_exception(message: str) -> None:
+        raise ChatTemplateError(f"the chat template refuses it: {message}")
+
+    environment.globals["raise_exception"] = raise_exception
     return environment.from_string(source)
-
-
-def _raise(message: str) -> None:
-    raise ChatTemplateError(f"the chat template refuses it: {message}")
 
 
 def _unmark(text: str) -> MarkedText:

@@ -127,7 +127,7 @@ class Mixture:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What decides the order besides sizes and seed, as JSON values."""
+        """Facts that decide the order besides sizes and seed, as JSON values."""
         return {"shares": self.shares}
 
     def locate(self, position: int) -> SampleId:

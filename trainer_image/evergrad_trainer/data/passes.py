@@ -25,7 +25,7 @@ class Order(Protocol):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What decides the order besides sizes and seed, as JSON values."""
+        """Facts that decide the order besides sizes and seed, as JSON values."""
 
     def locate(self, position: int) -> SampleId:
         """The sample at ``position`` (0-based)."""
@@ -62,7 +62,7 @@ class PassMixture:
     """An endless stream of epochs with ``counts[k]`` samples of source k each.
 
     The sources are halved again and again: of the first q places of a group of t, of which n are those of its
-    first half, that half has (q·n + ⌊t/2⌋) div t. So it is never more than half a place off its share, and
+    first half, that half has (q·n + ⌊t/2⌋) div t. Thus it is never more than half a place off its share, and
     has exactly n of all t. A source goes on where it stood in the epoch before, through its own passes, each
     newly permuted as in ``Mixture``.
     """
@@ -84,7 +84,7 @@ class PassMixture:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What decides the order besides sizes and seed, as JSON values."""
+        """Facts that decide the order besides sizes and seed, as JSON values."""
         return {"counts": self.counts}
 
     def locate(self, position: int) -> SampleId:

@@ -268,7 +268,7 @@ def _prepare_all(
     # Files of tokens are read where they lie. Sources of equal content share one published directory.
     texts = [one for one in preparations if one.source.type in TEXT_TYPES]
     found = {one.fingerprint: open_published(one.final) for one in texts}
-    # What is published is looked at once, before the first job: it decides how much there is to do.
+    # Published sources are found once, before the first job: they decide how much there is to do.
     missing = {one.fingerprint: one for one in texts if found[one.fingerprint] is None}
     pending = list(missing.values())
     report.begin("tokenize", sum(_work_of(one) for one in pending))

@@ -107,14 +107,14 @@ class Prepared:
     folder: Path | None = None
     """Where a task of the user's own has prepared its data; None where it has prepared none."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What it said of them, as JSON values."""
+    """Facts that the task returned about them, as JSON values."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON values only."""
         # Through the text, so that paths become texts and tuples lists as at the other end.
         value: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
         if self.folder is None:
-            # What is recorded of runs on text alone is what it was before there were others.
+            # Runs on text alone record the same as they did before there were others.
             del value["folder"], value["facts"]
         for source in (*value["sources"], *value["evaluation"]):
             if source["unit"] == "line":
@@ -192,7 +192,33 @@ def open_published(directory: Path) -> Published | None:
             _damaged(directory, directory / INDEX, f"cannot be read ({error})")
         ) from error
     try:
-        published = _parse_index(directory, json.loads(text))
+        index: dict[str, Any] = json.loads(text)
+        # Prepared data of another version: the same message as for damage, since preparing again helps both.
+        if index["format"] != FORMAT:
+            raise ValueError(f"format {index['format']}, not {FORMAT}")
+        dtype: Dtype = "uint16" if index["dtype"] == "uint16" else "uint32"
+        streams: dict[str, TokenSequence] = {}
+        for name, stream in index["streams"].items():
+            shards = tuple(
+                Shard(
+                    tokens_path(directory, name, number),
+                    0,
+                    int(tokens),
+                    documents_path(directory, name, number),
+                )
+                for number, tokens in stream["shards"]
+            )
+            streams[name] = TokenSequence(dtype, shards)
+        held_out = index["streams"].get(HELD_OUT)
+        published = Published(
+            directory=directory,
+            train=streams[TRAIN],
+            held_out=streams.get(HELD_OUT),
+            documents=int(index["documents"]),
+            held_out_documents=int(held_out["documents"]) if held_out else None,
+            skipped=dict(index["skipped"]),
+            repaired=int(index["repaired"]),
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             _damaged(directory, directory / INDEX, f"is not an index ({error})")
@@ -200,35 +226,6 @@ def open_published(directory: Path) -> Published | None:
     # The index was written last and published with its files: what is missing now was removed since.
     raise_if(sequence_problems(directory, published.train, published.held_out), DataError)
     return published
-
-
-def _parse_index(directory: Path, index: dict[str, Any]) -> Published:
-    # Prepared data of another version: the same message as for damage, since preparing again helps both.
-    if index["format"] != FORMAT:
-        raise ValueError(f"format {index['format']}, not {FORMAT}")
-    dtype: Dtype = "uint16" if index["dtype"] == "uint16" else "uint32"
-    streams: dict[str, TokenSequence] = {}
-    for name, stream in index["streams"].items():
-        shards = tuple(
-            Shard(
-                tokens_path(directory, name, number),
-                0,
-                int(tokens),
-                documents_path(directory, name, number),
-            )
-            for number, tokens in stream["shards"]
-        )
-        streams[name] = TokenSequence(dtype, shards)
-    held_out = index["streams"].get(HELD_OUT)
-    return Published(
-        directory=directory,
-        train=streams[TRAIN],
-        held_out=streams.get(HELD_OUT),
-        documents=int(index["documents"]),
-        held_out_documents=int(held_out["documents"]) if held_out else None,
-        skipped=dict(index["skipped"]),
-        repaired=int(index["repaired"]),
-    )
 
 
 def tokens_path(directory: Path, stream: str, number: int) -> Path:

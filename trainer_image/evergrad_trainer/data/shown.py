@@ -26,7 +26,7 @@ def show_samples(
             raise ConfigurationError(
                 Problem(asked_by, f"the recipe {what}", why, "Leave it out")
             )
-        # Of a pair both rows; the length of a row comes last in any case.
+        # A pair shows both rows; the length of a row comes last in any case.
         ids = batch.tensors[INPUT_IDS][row]
         one: dict[str, Any] = {
             "sample": stream.describe(batch.samples[row]),

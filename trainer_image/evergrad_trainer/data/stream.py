@@ -59,7 +59,7 @@ class TrainingStream:
         for order in self._orders:
             self._first_source.append(self._first_source[-1] + len(order.sources))
         self._named = [pair for order in self._orders for pair in order.sources]
-        # What an epoch is of: a source that several stages have is there once.
+        # Sources that epochs are counted of: one that several stages have is there once.
         sizes = {(name, source.fingerprint): len(source) for name, source in self._named}
         self.num_samples = sum(sizes.values())
         if len(self._orders) == 1 and isinstance(self._orders[0].mixture, PassMixture):

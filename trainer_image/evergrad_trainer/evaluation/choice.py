@@ -35,7 +35,7 @@ def list_checkpoints(store: Store) -> list[Candidate]:
 def choose_checkpoint(store: Store, asked: str) -> Candidate:
     """The checkpoint that ``asked`` means: ``last``, ``best``, or a step.
 
-    Of several of one step, and for ``last``, it is the newest whose files have their sizes. Raises
+    Among several of one step, and for ``last``, it is the newest whose files have their sizes. Raises
     CheckpointError where there is none, ConfigurationError for what is no step, VolumeError or
     RunDirectoryError where the volume refuses.
     """

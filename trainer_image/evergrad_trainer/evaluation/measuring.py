@@ -108,10 +108,13 @@ class Evaluator:
         if (known := self.find(candidate)) is not None:
             yield from known
         else:
+            # Held from before it is read: retention must not remove it meanwhile.
             with held(self.opened.session.directory, candidate):
                 self._load(candidate)
                 for one in self.opened.sets:
+                    # Looked up once more: another evaluation may have measured it since.
                     yield self._find(candidate, one) or self._measure(candidate, one)
+        # Last, so that one that was cut counts as not evaluated.
         if self.marks:
             mark_evaluated(self.store, self.opened.session.directory, [candidate])
 
@@ -172,19 +175,21 @@ class Evaluator:
         if found is None:
             raise CheckpointError(gone)
         machinery.registry.load_values(from_extra(found[0].extra))
-        # What it was trained beside is in the checkpoint of another step, which is kept.
+        # The frozen weights that it was trained beside are in the checkpoint of another step, which is kept.
         settle_snapshots(session, machinery)
 
     def _measure(self, candidate: Candidate, one: EvaluationSet) -> Measured:
         """Measure the loaded checkpoint on one set, and write the result. Raises CutError."""
         session, place = self.opened.session, self._place(candidate, one)
         stage = session.data.train.stage(max(1, session.progress.finished_steps))
+        # From where an earlier evaluation was cut: its batches are not computed again.
         tally = self.opened.evaluator.open_tally(one, read_cut(place), stage=stage)
         kept = time.monotonic()
 
         def note(done: int, total: int) -> None:
             nonlocal kept
             self.on_progress(one.name, done, total)
+            # Now and then: a kill costs at most this much work, and a short set no write.
             if tally.done and time.monotonic() - kept > KEPT_SECONDS:
                 write_cut(place, tally.to_json())
                 kept = time.monotonic()
@@ -210,7 +215,7 @@ class Evaluator:
         result: EvaluationResult,
         seconds: float,
     ) -> dict[str, Any]:
-        """What a result says: a row of ``evaluation.jsonl``, and what it was measured on and with.
+        """The content of a result: a row of ``evaluation.jsonl``, and what it was measured on and with.
 
         ``seconds``: of all tries.
         """

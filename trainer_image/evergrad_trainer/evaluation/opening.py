@@ -84,6 +84,7 @@ def read_recorded(path: Path) -> RecordedRun:
                 "Restore it from a backup, or wait until the run has begun",
             )
         )
+    # Before any other key is read: those of another format may mean something else.
     if record.get("format") != RECORD_FORMAT:
         raise RunDirectoryError(
             Problem(
@@ -125,11 +126,12 @@ def open_run(
     if weights is None:
         is_averaged = training.ema is not None and training.ema.evaluate
         weights = AVERAGE if is_averaged else TRAINED
+    # Refused before data are prepared, which may take hours.
     check_has_average(training, weights, where=str(path))
     run_state = inspect_directory(recorded.directory, run, extend=True)
     shared = path.absolute().parent / PREPARED_FOLDER
     if _is_missing(prepared):
-        # What is prepared now must be what the run was trained on.
+        # Data that are prepared now must be those that the run was trained on.
         check_unchanged(prepared, training, base_directory=base, prepared_directory=shared)
         prepared = prepare_data(run, base, shared)
         check_tokenizer_unchanged(run_state, prepared)
@@ -172,6 +174,7 @@ def _build(
     plan: SessionPlan, opened: Opened, sets: tuple[EvaluationSet, ...], *, weights: str
 ) -> OpenedRun:
     """Make the modules as training in a world of one makes them, so that they give the same bits."""
+    # Before any operation: the number of threads decides the order of sums, and with it the bits.
     set_threads(plan.threads)
     device = choose_device(plan.run.training.runtime.device, local_rank=0)
     world = World(0, rank=0, size=1, device=device)
@@ -186,9 +189,11 @@ def _build(
     # Before anything is compiled.
     if should_compile(plan.run.training.runtime, device):
         load_compiled(session.directory.compiled, device)
+    # Without weights: those of each checkpoint are loaded over them.
     machinery = build_machinery(
         plan.run.training, opened, plan.model, world, with_weights=False, is_trained=False
     )
+    # Also what is no tensor: a checkpoint beside other frozen weights, or another order, is refused.
     register_state(session, machinery)
     evaluator = build_evaluations(
         machinery, code=plan.task_hash, is_averaged=weights == AVERAGE

@@ -96,7 +96,7 @@ def write_result(place: Place, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_cut(place: Place) -> dict[str, Any]:
-    """What was measured before an evaluation was cut; empty without it, or where it cannot be read."""
+    """Sums that were measured before an evaluation was cut; empty without it, or where it cannot be read."""
     try:
         value = json.loads(place.cut.read_bytes())
     except (OSError, ValueError):

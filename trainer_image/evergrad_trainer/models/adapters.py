@@ -165,7 +165,7 @@ def merge_adapters(model: "PreTrainedModel") -> None:
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, plain)
     mark_base(model, ())
-    # What saving would take for a model of adapters.
+    # Saving would take these for the signs of a model of adapters.
     for name in ("peft_config", "_hf_peft_config_loaded"):
         vars(model).pop(name, None)
 

@@ -203,7 +203,7 @@ def build_empty_model(plan: ModelPlan, *, precision: str) -> "PreTrainedModel":
                 config, dtype=plan.weight_type(precision), attn_implementation="sdpa"
             )
             model.tie_weights()
-            # What a model computes with numbers only.
+            # Buffers too, which a model computes from numbers alone and makes real all the same.
             torch.nn.Module.to(model, "meta")
             return model
 

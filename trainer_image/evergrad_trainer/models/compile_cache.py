@@ -31,7 +31,7 @@ def load_compiled(folder: Path, device: torch.device) -> int:
     except OSError as error:
         _log.warning("%s: compiled kernels cannot be read: %s", path, error.strerror)
         return 0
-    # What does not fit (another version, a torn file) is passed over by torch, which then compiles.
+    # Entries that do not fit (another version, a torn file) are passed over by torch, which then compiles.
     return len(data) if torch.compiler.load_cache_artifacts(data) is not None else 0
 
 

@@ -125,7 +125,7 @@ class _Whole:
         inputs = torch.zeros(len(rows), width, dtype=torch.int64, device=self._device)
         for at, row in enumerate(rows):
             inputs[at, : len(row)] = torch.tensor(row, device=self._device)
-        # What stands behind a token does not change what is computed for it.
+        # Later tokens do not change what is computed for an earlier one.
         logits = self._model(input_ids=inputs, use_cache=False).logits
         numbers = torch.arange(len(rows), device=self._device)
         last = torch.tensor([len(row) - 1 for row in rows], device=self._device)

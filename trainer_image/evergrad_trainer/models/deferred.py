@@ -1,8 +1,9 @@
 """A model without memory for its weights, which are made one by one after it has been cut into shards.
 
-Its weights have the bits that :func:`evergrad_trainer.models.build.build_model` gives them. What fills a
-parameter is recorded while the model is built on the meta device, and replayed in the same order, so that the
-generator's numbers are the same ones; a process holds one whole tensor at a time, and keeps its part of it.
+Its weights have the bits that :func:`evergrad_trainer.models.build.build_model` gives them. The operations
+that fill a parameter are recorded while the model is built on the meta device, and replayed in the same
+order, so that the generator's numbers are the same ones; a process holds one whole tensor at a time, and
+keeps its part of it.
 """
 
 import contextlib
@@ -88,7 +89,7 @@ class DeferredModel:
     def __init__(self, model: "PreTrainedModel", fills: list[_Fill], seed: int) -> None:
         self.model = model
         self.weights: Weights | None = None
-        """What :meth:`materialise` fills the parameters with; without it they are left as they
+        """Values that :meth:`materialise` fills the parameters with; without it they are left as they
         are in memory."""
         self._fills = fills
         self._seed = seed
@@ -141,7 +142,7 @@ class DeferredModel:
         generator = torch.Generator().manual_seed(
             keyed_seed(self._seed, 0, 0, Purpose.INITIAL_WEIGHTS)
         )
-        # What stood in a tensor before it was filled whole is of no use, and what comes after that counts.
+        # Values from before a tensor was filled whole are of no use; only those that come after that count.
         first = {fill.key: index for index, fill in enumerate(self._fills) if fill.is_whole}
         last = {fill.key: index for index, fill in enumerate(self._fills)}
         values: dict[int, torch.Tensor] = {}

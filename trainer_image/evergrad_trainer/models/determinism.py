@@ -62,7 +62,7 @@ def raise_if_not_deterministic(error: Exception) -> None:
 
 
 def describe_determinism() -> dict[str, str]:
-    """What decides the bits in this process, for the run's provenance."""
+    """Settings that decide the bits in this process, for the run's provenance."""
     cudnn = torch.backends.cudnn
     switches = {
         "deterministicAlgorithms": torch.are_deterministic_algorithms_enabled(),

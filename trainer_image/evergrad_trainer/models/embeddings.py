@@ -1,4 +1,4 @@
-"""What is done to a model's embeddings: more rows for more token ids, and noise while training."""
+"""Changes to a model's embeddings: more rows for more token ids, and noise while training."""
 
 import math
 from typing import TYPE_CHECKING, Any

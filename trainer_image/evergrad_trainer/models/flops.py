@@ -22,8 +22,8 @@ _CHOSEN: Final = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k")
 
 @dataclass(frozen=True)
 class Peak:
-    """What a device does at best, in TFLOP/s of dense matrix products, by precision; ``source``: who says
-    so. None: it has no such units."""
+    """Speed of a device at best, in TFLOP/s of dense matrix products, by precision; ``source``: where the
+    figures are published. None: it has no such units."""
 
     device: str
     bf16: float | None
@@ -117,31 +117,28 @@ def flops_per_token(
     if isinstance(window := getattr(text, "sliding_window", None), int):
         seen = min(seen, window)
     attention = 12.0 * layers * heads * head_size * seen
-    return _matrix_flops(model, text) + attention
 
-
-def _matrix_flops(model: nn.Module, text: Any) -> float:
-    tables = {
-        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
-    }
-    # Of a mixture's experts only those that are chosen compute a token.
+    # A mixture computes a token with the chosen experts alone.
     counts = [one for key in _EXPERTS if isinstance(one := getattr(text, key, None), int)]
     chosen = [one for key in _CHOSEN if isinstance(one := getattr(text, key, None), int)]
     share = 1.0
     if counts and chosen and counts[0]:
         share = min(1.0, chosen[0] / counts[0])
-    total = 0.0
+    tables = {
+        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
+    }
+    products = 0.0
     for name, weight in model.named_parameters():
         # The weights of a norm and biases are no matrices.
         if id(weight) in tables or weight.dim() < 2:
             continue
         is_expert = ".experts." in name and ".shared" not in name
         operations = 6 if weight.requires_grad else 4
-        total += operations * weight.numel() * (share if is_expert else 1.0)
+        products += operations * weight.numel() * (share if is_expert else 1.0)
 
     # A head that shares the table of the embeddings multiplies with it all the same.
     head = getattr(model, "get_output_embeddings", lambda: None)()
     shared: Any = getattr(head, "weight", None)
     if shared is not None and id(shared) in tables:
-        total += (6 if shared.requires_grad else 4) * shared.numel()
-    return total
+        products += (6 if shared.requires_grad else 4) * shared.numel()
+    return products + attention

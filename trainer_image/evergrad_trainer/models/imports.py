@@ -18,7 +18,7 @@ _TABLES = (
     "_import_structure",
     "__all__",
 )
-"""What a module of transformers knows of its names."""
+"""Tables in which a module of transformers keeps its names."""
 
 
 def import_transformers() -> None:
@@ -132,7 +132,7 @@ def _read_list(module: Any, plain: Any) -> None:
     unread = module._unread
     if unread is None:
         return
-    # What the package itself has added to the empty list, and what its folder holds.
+    # Entries that the package itself has added to the empty list, and what its folder holds.
     structure = {backends: dict(names) for backends, names in unread.read().items()}
     for backends, names in unread.items():
         structure.setdefault(backends, {}).update(names)

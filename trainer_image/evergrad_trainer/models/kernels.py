@@ -31,7 +31,7 @@ _FIRST_WITH_TF32: Final = (8, 0)
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What decides which backends of attention a device has for a model."""
+    """Properties that decide which backends of attention a device has for a model."""
 
     num_heads: int
     num_key_value_heads: int
@@ -147,7 +147,7 @@ def _try_attention(device: torch.device, shape: AttentionShape, *, runs: bool) -
 def choose_autocast(
     precision: str, device: torch.device
 ) -> Callable[[], AbstractContextManager[object]]:
-    """What a forward pass is computed in: products may be of another type than the weights."""
+    """Choose the context of a forward pass, whose products may be of another type than the weights."""
     if PRODUCTS[precision] == DTYPES[precision]:
         return nullcontext
     return functools.partial(torch.autocast, device.type, dtype=PRODUCTS[precision])

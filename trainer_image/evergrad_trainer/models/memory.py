@@ -15,7 +15,7 @@ _KEPT_PER_LAYER = {"full": 1, "selective": 12}
 """The same with recomputation: the input alone, or with the results of matrix products and attention, which
 are about 12 for a Llama with grouped queries."""
 _ACCELERATOR_CONTEXT = int(1.5 * 2**30)
-"""What the driver, the kernels' code and the buffers of NCCL take on an accelerator."""
+"""Memory that the driver, the kernels' code and the buffers of NCCL take on an accelerator."""
 _MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 1, "adafactor": 0}
 """Values of an optimizer for each parameter; adafactor's few for each row and column are left out."""
 _WEIGHT_BYTES = {"fp32": 4, "bf16-autocast": 4, "fp16-autocast": 4, "bf16": 2}
@@ -26,7 +26,7 @@ GROUPS_GATHERED = 2
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the calculation needs to know of a model."""
+    """Facts about a model that the calculation needs."""
 
     parameters: int
     """All of them."""
@@ -103,7 +103,7 @@ def memory_of(
     on_accelerator: bool,
     compiles: bool,
 ) -> Need:
-    """What each of ``world_size`` processes needs to train the model as ``training`` says."""
+    """The memory that each of ``world_size`` processes needs to train the model as ``training`` says."""
     runtime = training.runtime
     weight = _WEIGHT_BYTES[runtime.precision]
     product = 4 if runtime.precision == "fp32" else 2
@@ -135,13 +135,13 @@ def memory_of(
         # A compiled block gives all its gradients at once, beside the buckets that they are added to.
         gathered = block * weight if compiles and world_size > 1 else 0
 
-    # What the forward pass keeps for the backward pass.
+    # The bytes that the forward pass keeps for the backward pass.
     tokens = training.batching.micro_batch_size * training.sample_tokens
     inner = tokens * facts.hidden_size * _ACTIVATIONS_PER_LAYER * product
     if runtime.activation_checkpointing == "none":
         activations = inner * facts.num_layers
     else:
-        # What is kept of every block, and one block that is computed again.
+        # Values that are kept of every block, and one block that is computed again.
         kept = _KEPT_PER_LAYER[runtime.activation_checkpointing]
         activations = inner + tokens * facts.hidden_size * kept * product * facts.num_layers
     # As the products give them, in fp32, and their gradient in fp32. In chunks, the head's gradient is summed

@@ -38,7 +38,7 @@ class Sharding:
     precision: str
     shards: int | None = None
     timeout_seconds: float = 600.0
-    """Of the collectives inside of one copy and between copies."""
+    """Timeout of the collectives inside of one copy and between copies."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def find_shared(cuts: Mapping[str, Cut]) -> Iterator[tuple[str, str]]:
 def shard(cuts: Sequence[Cut], world: World, sharding: Sharding) -> None:
     """Cut modules in place, unit by unit (FSDP2). Gradients are summed over all ranks, not averaged.
 
-    What lies on the CPU moves to the device unit by unit. In a world of one there is nothing to share, and
+    Weights on the CPU move to the device unit by unit. In a world of one there is nothing to share, and
     the modules stay as they are. Raises HostError where the ranks cannot be cut into copies.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -98,8 +98,8 @@ def shard(cuts: Sequence[Cut], world: World, sharding: Sharding) -> None:
         return
     # One for all: the norm of the gradients is taken over the parts of all modules together.
     mesh = _build_mesh(world, sharding)
-    # What is gathered has the type of the products, which halves traffic and memory; sums over ranks keep the
-    # type of the weights, which are fp32 but in pure bf16.
+    # Gathered weights have the type of the products, which halves traffic and memory; sums over ranks keep
+    # the type of the weights, which are fp32 but in pure bf16.
     policy = {
         "bf16-autocast": MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32
@@ -176,7 +176,8 @@ def _build_mesh(world: World, sharding: Sharding) -> "DeviceMesh":
 
 
 def problem_of_shards(shards: int, world_size: int) -> Problem | None:
-    """What keeps ``world_size`` ranks from being copies of ``shards`` ranks each; None if nothing does."""
+    """The reason that keeps ``world_size`` ranks from being copies of ``shards`` ranks each; None if nothing
+    does."""
     if world_size % shards == 0:
         return None
     return Problem(

@@ -1,4 +1,4 @@
-"""A node's side of the conversation with its coordinator. What may have been lost is said again."""
+"""A node's side of the conversation with its coordinator. Messages that may have been lost are sent again."""
 
 import asyncio
 import logging
@@ -66,7 +66,7 @@ class Conversation:
         """Since the last welcome."""
         self.is_leaving = False
         self._takes_restoring = False
-        """Of the coordinator that said the newest welcome."""
+        """Property of the coordinator that sent the newest welcome."""
         self._client = self._new_client()
         self._last: dict[type[Message], Message] = {}
         """The last ``up``, ``broken``, ``done`` and ``result`` that were said."""

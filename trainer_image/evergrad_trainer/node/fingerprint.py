@@ -61,7 +61,7 @@ def fingerprint_of_plan(plan: "SessionPlan") -> dict[str, str]:
     their evaluations would be means over parts of several sets.
     """
     found = {"steps": str(plan.numbers.total_steps)}
-    # Of the content, wherever it lies: it is what checkpoints are compared by.
+    # A hash of the content, wherever it lies: checkpoints are compared by it.
     if plan.opened is not None:
         found["data"] = plan.opened.data.fingerprint
         sets = [[one.name, one.fingerprint] for one in plan.opened.data.evaluation]

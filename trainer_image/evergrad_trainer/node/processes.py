@@ -75,7 +75,7 @@ class WorkerProcesses:
         worker.process.join()
         self._pids.discard(worker.pid)
         worker.end_descendants()
-        # What left its process group is this process's child by now. Not at the next tick: this may be the
+        # A process that left its group is this process's child by now. Not at the next tick: this may be the
         # last worker of a node that ends at once.
         self.end_orphans()
         end = self._end_descriptors.pop(worker.serial)

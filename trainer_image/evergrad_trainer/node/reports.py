@@ -1,7 +1,7 @@
 """Reports of a node's workers to their supervisor, as values: messages of the protocol where it has the
 word.
 
-One way only: a supervisor calls its workers' keeper, and the keeper gives it one of these. So neither needs
+One way only: a supervisor calls its workers' keeper, and the keeper gives it one of these. Neither then needs
 to know the other's methods, and a test reads a list.
 """
 

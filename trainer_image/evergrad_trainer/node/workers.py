@@ -201,8 +201,8 @@ def _worker_main(start: _Start) -> None:
     os.setpgid(0, 0)
     fall_silent()
     name_process(f"evergrad-w{start.order.name}")
-    # What a fork copies: the node's signal handling, and its sockets, whose other ends wait for them to be
-    # closed.
+    # State that a fork copies: the node's signal handling, and its sockets, whose other ends wait for them to
+    # be closed.
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
         is_request = number in (signal.SIGTERM, signal.SIGINT)

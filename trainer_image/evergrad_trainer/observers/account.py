@@ -67,8 +67,8 @@ class Account:
         elif isinstance(record, EvaluationRecord):
             self._add_owned(record)
         elif record.type == EventType.START:
-            # The state comes from a checkpoint or from nothing, and newer steps are lost. What the process
-            # wrote before its start event, such as of what it read, is its own.
+            # The state comes from a checkpoint or from nothing, and newer steps are lost. Lines that the
+            # process wrote before its start event, such as of what it read, are its own.
             mine = [one for one in self._waiting if one.generation == record.generation]
             self._waiting = [one for one in self._waiting if one.generation < record.generation]
             self.finish()

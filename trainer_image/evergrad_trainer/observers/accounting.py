@@ -59,7 +59,7 @@ def _places(
     generations = np.maximum.accumulate(steps.generation)
     times = _rising(generations, steps.time)
 
-    # The key of each record: its generation, what opens one first, then the time. Of one time, evaluations
+    # The key of each record: its generation, what opens one first, then the time. At one time, evaluations
     # come before events, and each kind keeps the order of its file.
     keyed = []
     kinds: tuple[Sequence[Event | EvaluationRecord], ...] = (evaluations, events)

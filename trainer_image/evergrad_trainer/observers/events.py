@@ -120,7 +120,7 @@ def describe_event(event: Event) -> str | None:
         ),
         EventType.SKIPPED: lambda: f"step={event.step} message={fields.get('message')}",
         EventType.NON_FINITE: lambda: f"step={event.step + 1} message={fields.get('message')}",
-        # What is unknown of a change is left out.
+        # Unknown facts of a change are left out.
         EventType.WORLD: lambda: " ".join(
             (
                 f"size={fields.get('world_size')}",

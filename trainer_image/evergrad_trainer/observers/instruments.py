@@ -10,7 +10,7 @@ from evergrad_coordinator.causes import CHANGES, LOSSES, SKIPS, TROUBLES
 from evergrad_coordinator.metrics import TRAINER, Series
 
 KINDS = ("collapse", "divergence", "plateau", "early stop")
-"""Of monitors."""
+"""Kinds of monitors."""
 PHASES = ("data", "forward_backward", "comm_wait", "optimizer", "checkpoint", "eval", "other")
 """Uses of the time from the first step on, in the words of the Prometheus metrics."""
 NON_FINITE = ("loss", "grad")

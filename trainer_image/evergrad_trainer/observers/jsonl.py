@@ -158,10 +158,20 @@ class JsonLinesWriter:
         if self._is_closed:
             return
         self._is_closed = True
+
+        def finish() -> None:
+            try:
+                if self._waiting or self._descriptor < 0:
+                    self._write_waiting()
+                os.fsync(self._descriptor)
+            except OSError:
+                self._pause = self._pause or FIRST_PAUSE_SECONDS
+                raise
+
         # A short wait only: whoever asked this process to stop may kill it next.
         try:
             retry(
-                self._finish,
+                finish,
                 where=self._path,
                 what="cannot be brought to the disk",
                 patience_seconds=CLOSING_SECONDS,
@@ -170,15 +180,6 @@ class JsonLinesWriter:
             raise volume_error(error, self._path, "cannot be brought to the disk") from error
         finally:
             self._close_descriptor()
-
-    def _finish(self) -> None:
-        try:
-            if self._waiting or self._descriptor < 0:
-                self._write_waiting()
-            os.fsync(self._descriptor)
-        except OSError:
-            self._pause = self._pause or FIRST_PAUSE_SECONDS
-            raise
 
 
 class RunLog(BaseObserver):
@@ -207,7 +208,7 @@ class RunLog(BaseObserver):
 
     def run_start(self, info: RunInfo) -> None:
         self._facts = {name: getattr(info, name) for name in _START_FACTS}
-        # What is not known is left out.
+        # Unknown values are left out.
         known = {"flops_per_step": info.flops_per_step, "peak_flops": info.peak_flops}
         self._facts |= {name: value for name, value in known.items() if value is not None}
         if info.metrics:

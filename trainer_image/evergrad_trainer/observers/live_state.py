@@ -86,7 +86,7 @@ class State:
         self.best_evaluations: dict[str, float] = {}
         self.metrics: Mapping[str, float] = {}
         self.utilisation: float | None = None
-        """Of the newest step; None where it is not known."""
+        """The value of the newest step; None where it is not known."""
         self._info: RunInfo | None = None
         self.units: dict[str, str] = {}
         self.unit_read = TOKENS

@@ -109,10 +109,21 @@ class Profiler(BaseObserver):
         self._folder.mkdir(parents=True, exist_ok=True)
         name = self._file_name()
         self._dump_memory()
+
+        def write() -> None:
+            try:
+                path = self._folder / f"{name}.trace.json.gz"
+                partial = path.with_name(f".{name}{_PARTIAL}")
+                trace.export_chrome_trace(str(partial))
+                partial.replace(path)
+                _log.info("traced %d steps: %s", self._settings.steps, path)
+                prune(self._folder, keep=self._settings.keep)
+            except Exception as error:  # noqa: BLE001 - a trace that cannot be written costs nothing but itself
+                kind = type(error).__name__
+                _log.warning("the trace %s cannot be written: %s: %s", name, kind, error)
+
         # Beside the training: writing a long one takes seconds.
-        self._writing = threading.Thread(
-            target=self._write, args=(trace, name), name="evergrad-trace", daemon=True
-        )
+        self._writing = threading.Thread(target=write, name="evergrad-trace", daemon=True)
         self._writing.start()
 
     def _file_name(self) -> str:
@@ -125,19 +136,6 @@ class Profiler(BaseObserver):
         self._folder.mkdir(parents=True, exist_ok=True)
         torch_private.dump_memory(str(self._folder / f"{self._file_name()}.memory.pickle"))
         torch_private.record_memory(None)
-
-    def _write(self, trace: Trace, name: str) -> None:
-        try:
-            path = self._folder / f"{name}.trace.json.gz"
-            partial = path.with_name(f".{name}{_PARTIAL}")
-            trace.export_chrome_trace(str(partial))
-            partial.replace(path)
-            _log.info("traced %d steps: %s", self._settings.steps, path)
-            prune(self._folder, keep=self._settings.keep)
-        except Exception as error:  # noqa: BLE001 - a trace that cannot be written costs nothing but itself
-            _log.warning(
-                "the trace %s cannot be written: %s: %s", name, type(error).__name__, error
-            )
 
 
 def is_first(settings: Profile, step: int) -> bool:

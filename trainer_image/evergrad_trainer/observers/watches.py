@@ -1,4 +1,4 @@
-"""What a monitor decides from the values of a metric, and what it must remember for that. Pure.
+"""Decisions of a monitor from the values of a metric, and the state that they need. Pure.
 
 Every decision follows from the values alone, which are the same on every rank: a resume decides the same.
 """
@@ -20,7 +20,7 @@ DIVERGENCE_RATIO: Final = 2.0
 
 @dataclass(frozen=True)
 class Rule:
-    """What is watched, with every default filled in. Fields as a monitor's of the file."""
+    """The settings of a watch, with every default filled in. Fields as a monitor's of the file."""
 
     kind: Kind
     metric: str
@@ -170,7 +170,7 @@ class Watch:
         return reference if self.waited >= rule.patience else None
 
     def state(self) -> dict[str, Any]:
-        """What there is to remember, as JSON values."""
+        """The state to be remembered, as JSON values."""
         return {
             "values": list(self.values),
             "others": list(self.others),
@@ -184,14 +184,14 @@ class Watch:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state`; the rule may have been changed in place meanwhile.
 
-        What has begun by the rule of then is over where it would not be by that of now: a run that it has
-        stopped goes on.
+        An alarm that has begun by the rule of then is over where it would not be by that of now: a run that
+        it has stopped goes on.
         """
         window, rule = self.rule.window, self.rule
         self.values = [float(one) for one in state.get("values", ())][-window:]
         self.others = [float(one) for one in state.get("others", ())][-window:]
         if rule.of and state.get("of", rule.of) != rule.of:
-            # What stands beside the values is of another metric.
+            # The state beside the values is of another metric.
             self.values, self.others = [], []
         self.reference = state.get("reference")
         self.waited = int(state.get("waited", 0))

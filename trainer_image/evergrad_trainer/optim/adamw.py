@@ -95,7 +95,7 @@ def adamw_over(groups: Sequence[Group], settings: Optimizer) -> AdamW:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor, as a flat view."""
+    """This rank's part of a tensor, as a flat view."""
     held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return held.detach().view(-1)
 

@@ -49,7 +49,8 @@ class _Elementwise(torch.optim.Optimizer):
     def direction(
         self, gradient: torch.Tensor, state: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """What the weights move against, in memory of its own; the state is brought up to date."""
+        """The direction that the weights move against, in memory of its own; the state is brought up to
+        date."""
         raise NotImplementedError
 
 

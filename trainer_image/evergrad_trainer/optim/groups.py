@@ -94,7 +94,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 
 @dataclass(frozen=True)
 class Held:
-    """What this rank holds of a parameter that has a gradient; all share the memory of the whole's."""
+    """This rank's parts of each parameter that has a gradient; all share the memory of the whole's."""
 
     group: Group
     weights: torch.Tensor

@@ -31,7 +31,7 @@ class LossScale:
     def __init__(self, device: torch.device, *, growth_interval: int = GROWTH_INTERVAL) -> None:
         self._growth_interval = growth_interval
         self._stored = torch.zeros(2, dtype=torch.float64, device=device)
-        # What is stored, so that no step waits for a device to know it; None: not read yet.
+        # The state as it is stored, so that no step waits for a device to know it; None: not read yet.
         self._known: tuple[float, int] | None = None
         self.reset()
 
@@ -53,7 +53,7 @@ class LossScale:
 
     @property
     def value(self) -> float:
-        """What the loss of the next step is multiplied by."""
+        """The factor of the loss of the next step."""
         return self._read()[0]
 
     @property

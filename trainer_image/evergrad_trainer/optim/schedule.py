@@ -124,11 +124,6 @@ def _falling(remaining: Callable[[float], float]) -> Callable[[float, float, flo
     return value
 
 
-def _exponential(start: float, end: float, share: float) -> float:
-    """The same factor each step."""
-    return float(start ** (1 - share) * end**share)
-
-
 SHAPES: Final[Mapping[str, Callable[[float, float, float], float]]] = {
     "linear": _falling(lambda share: 1 - share),
     "cosine": _falling(lambda share: (1 + math.cos(math.pi * share)) / 2),
@@ -136,7 +131,8 @@ SHAPES: Final[Mapping[str, Callable[[float, float, float], float]]] = {
     "mirrorCosine": _falling(
         lambda share: 2 * (1 - share) - (1 + math.cos(math.pi * share)) / 2
     ),
-    "exponential": _exponential,
+    # The same factor at each step.
+    "exponential": lambda start, end, share: float(start ** (1 - share) * end**share),
     "square": _falling(lambda share: 1 - share * share),
     "squareRoot": _falling(lambda share: 1 - math.sqrt(share)),
 }

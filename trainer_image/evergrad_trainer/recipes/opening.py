@@ -39,7 +39,7 @@ class Opened:
     evaluators: Mapping[str, Evaluator]
     observers: Lasting = field(default_factory=lambda: Lasting(()))
     prepared: Prepared | None = None
-    """What the sources read; with what the task itself has prepared."""
+    """The data that the sources read, with those that the task itself has prepared."""
 
 
 def open_recipe(

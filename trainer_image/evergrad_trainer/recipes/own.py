@@ -38,7 +38,7 @@ _OF_ONE_PROCESS: Final = tuple(
 )
 """Parts of it that an operation on a weight that is cut, or in a wrapped block, runs through."""
 _MIXED: Final = "mixed torch.Tensor and DTensor"
-"""What torch says of an operation on a part of a weight and a whole tensor, without another process."""
+"""Torch's words for an operation on a part of a weight and a whole tensor, without another process."""
 
 
 class Code:
@@ -146,7 +146,7 @@ def load_own(
     code = Code(folder, has_trained=has_trained)
     with code.guarding("its import"):
         # First, as for a script: a package that is installed under the same name must not be trained instead.
-        # What lies beside the file can be imported by it.
+        # Modules beside the file can be imported by it.
         if (beside := str(folder.resolve())) not in sys.path:
             sys.path.insert(0, beside)
         # The file may have been written a moment ago, by this process.

@@ -1,4 +1,4 @@
-"""What each plot of the report shows: its curves, its legend and its words, before anything is drawn."""
+"""Drafts of the report's plots: curves, legend and words of each, before anything is drawn."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -54,7 +54,7 @@ def build_plots(facts: Facts) -> tuple[Plot, ...]:
     margin = max(0.012 * (last - first), 0.5)
     span = (first - margin, last + margin)
 
-    # What was learned comes first, then how fast and at what cost.
+    # The result of the learning comes first, then its speed and its cost.
     drafts = [loss_plot(facts)]
     if evaluations:
         drafts.append(evaluation_plot(evaluations, unit=facts.loss_unit))

@@ -172,7 +172,7 @@ class Agreement:
     loading."""
 
     value: Callable[[], Values]
-    """What it is here and now."""
+    """Its value here and now."""
     check: Callable[[Values], None] | None = None
     """Compares with what it was when the state was saved, and says or raises what differs. None: what refuses
     another one reads the checkpoint's manifest itself, before anything is loaded."""
@@ -216,7 +216,7 @@ def to_extra(values: Mapping[str, Values]) -> dict[str, Any]:
 def from_extra(extra: Mapping[str, Any]) -> dict[str, Values]:
     """Read what :func:`to_extra` wrote, or a version before it, in which Adam's step was one of
     the counters."""
-    # What is not named otherwise lay flat in the manifest of the first versions, and still does.
+    # Values that have no other name lay flat in the manifest of the first versions, and still do.
     counters = {
         name: value for name, value in extra.items() if name not in ("cursor", "model", "state")
     }

@@ -289,7 +289,7 @@ class _ExitBarrierStore(HashStore):
     """The agent's own store. With identical workers torch uses it for one thing: the barrier of agents whose
     workers ended well.
 
-    So its ``add`` is this node's vote, and its ``wait`` lasts until the coordinator has counted all.
+    Thus its ``add`` is this node's vote, and its ``wait`` lasts until the coordinator has counted all.
     """
 
     def __init__(self, link: "AgentLink") -> None:

@@ -93,18 +93,18 @@ class Machinery:
     snapshots: Snapshots
     """The frozen modules that the run makes of trained ones."""
     average: Average | None
-    """Of the trained weights, where the file asks for one."""
+    """Average of the trained weights, where the file asks for one."""
     loss_scale: LossScale | None
-    """Of what is trained with products in fp16."""
+    """Loss scale of a training with products in fp16."""
     kernels: Mapping[str, str]
-    """What computes here, for the run's provenance: device, matrix products, attention."""
+    """Facts on what computes here, for the run's provenance: device, matrix products, attention."""
 
     def state(self) -> dict[str, torch.Tensor]:
         """The live tensors a checkpoint holds."""
         return self.registry.tensors()
 
     def own_state(self) -> dict[str, torch.Tensor]:
-        """What this rank holds of them."""
+        """This rank's part of them."""
         return {
             name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
             for name, tensor in self.state().items()
@@ -202,7 +202,7 @@ def _cut(
     """
     cuts = plan_cuts(modules) if world is not None else {}
     cut_frozen = {name: one for name, one in modules.frozen.items() if f"frozen.{name}" in cuts}
-    # Of what is built: a snapshot is hashed when it is taken.
+    # Built modules alone: a snapshot is hashed when it is taken.
     bases = find_bases(modules) if world is not None else {}
     whole_hashes = WholeHashes(cut_frozen, bases, without=modules.snapshots)
     if world is not None:
@@ -347,7 +347,7 @@ def _build_whole(
 
 
 def build_comparison(machinery: Machinery, membership: Membership) -> Callable[[int], None]:
-    """What compares the replicas' states after a step."""
+    """Build what compares the replicas' states after a step."""
 
     def compare(step: int) -> None:
         # Collective: one number of each rank, where there is more than one replica.
@@ -372,7 +372,7 @@ def build_comparison(machinery: Machinery, membership: Membership) -> Callable[[
 def build_stepper(
     training: Training, machinery: Machinery, stream: TrainingStream, *, total_steps: int
 ) -> Stepper:
-    """What runs one step. Raises ValueError for what was built without an optimizer."""
+    """Build what runs one step. Raises ValueError for what was built without an optimizer."""
     if machinery.optimizer is None:
         raise ValueError("there is no optimizer: this was built to be evaluated")
     batching = training.batching
@@ -425,8 +425,8 @@ def build_stepper(
 def build_evaluations(
     machinery: Machinery, *, code: str, is_averaged: bool
 ) -> EvaluationRunner:
-    """What evaluates between two steps. ``code``: hash of the task's own files. ``is_averaged``: with the
-    average in the place of the weights."""
+    """Build what evaluates between two steps. ``code``: hash of the task's own files. ``is_averaged``: with
+    the average in the place of the weights."""
     average = machinery.average if is_averaged else None
     return EvaluationRunner(
         model=machinery.model,

@@ -117,7 +117,7 @@ def build_finish(
     cut: Sequence[nn.Module] = (),
     average: Average | None = None,
 ) -> Finish:
-    """What the task does with its modules when a step is finished: after an update, and before
+    """Calls of the task on its modules when a step is finished: after an update, and before
     another stage.
 
     ``frozen``: hashes of what this rank holds of the frozen modules, as they were built. ``cut``: the modules
@@ -156,7 +156,7 @@ def _free(cut: Sequence[nn.Module]) -> None:
 
 
 def build_measures(opened: Opened, modules: Modules, loss_of: LossOf) -> dict[str, Measure]:
-    """What is measured on each of the task's evaluation sets, by its name."""
+    """The measurement of each of the task's evaluation sets, by its name."""
 
     def build(name: str) -> Measure:
         evaluator = opened.evaluators[name]

@@ -1,5 +1,5 @@
-"""What is due after the newest finished step: pure functions of counts and of flags that all ranks have
-agreed on, so that each rank finds the same."""
+"""Decisions on what is due after the newest finished step: pure functions of counts and of flags that all
+ranks have agreed on, so that each rank finds the same."""
 
 from dataclasses import replace
 

@@ -41,7 +41,7 @@ class EvaluationResult:
 
 @dataclass(frozen=True)
 class Measure:
-    """What is measured on a set.
+    """The measurement of a set.
 
     ``names``: those of the parts that ``loss_of`` gives, in the order in which they travel. ``summarize``:
     makes the metrics of their means in a stage. ``is_own``: it is not the loss of a step, and may call the
@@ -56,7 +56,7 @@ class Measure:
     is_own: bool = False
 
     def within(self, stage: Stage) -> "Measure":
-        """What is measured in ``stage``, which may be without some of the parts."""
+        """The measurement in ``stage``, which may be without some of the parts."""
         names = tuple(name for name in self.names if name not in stage.without)
         return replace(self, names=names)
 
@@ -82,7 +82,7 @@ class EvaluationRunner:
     """Puts an average in the place of the weights; None: the weights themselves are evaluated."""
 
     def key(self, evaluation_set: EvaluationSet) -> str:
-        """What is measured on what: tallies of one key can be added up, and others cannot."""
+        """The measurement and its set: tallies of one key can be added up, and others cannot."""
         names = self.measures[evaluation_set.name].names
         # Written at the end and only where it is one: tallies of earlier versions have their keys.
         weights = [] if self.averaging is None else ["average"]

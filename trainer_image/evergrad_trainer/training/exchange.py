@@ -31,7 +31,7 @@ _MICROSECONDS = 1e6
 
 @dataclass(frozen=True)
 class Totals:
-    """What every rank knows after the exchange.
+    """Facts that every rank has after the exchange.
 
     ``losses`` are the sums of the slots, ``parts`` those of each part, in slot order.
     ``flags[i]``: some rank raised flag i before the step. ``norm``: that of the summed gradients on rank 0;

@@ -66,7 +66,7 @@ def train(run: Run) -> StopReason:
     run.is_comparing = limits.compare_every is not None
     first = progress.finished_steps + 1
 
-    # What the world before this one was to do after its last step, and did not get to.
+    # Work that the world before this one was to do after its last step, and did not get to.
     reason = _pause(run, limits, _QUIET, is_entering=True)
     # A start of a run that an observer has stopped trains nothing, for as long as it wishes so.
     if reason is None and progress.stop_asked == progress.finished_steps > 0:
@@ -139,7 +139,7 @@ def _pause(
     interrupted: StopReason | None = None
     if sets := due_sets(run):
         if limits.saves_before_evaluation:
-            # Collectives, as below. What is measured then is in the next checkpoint: published ones never
+            # Collectives, as below. The results are in the next checkpoint: published ones never
             # change.
             _save(run)
         # Collectives: all ranks share the batches.

@@ -1,4 +1,4 @@
-"""What a task's modules must be like before anything is trained with them, and which parts of them are cut
+"""Rules for a task's modules before anything is trained with them, and the parts of them that are cut
 over ranks, compiled and computed again."""
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -84,7 +84,7 @@ def module_problems(modules: Modules, training: Training) -> list[Problem]:
 
 
 def _snapshot_problems(modules: Modules) -> Iterator[Problem]:
-    """What no weights could be copied to, or from."""
+    """Find snapshots that no weights could be copied to, or from."""
     for name, snapshot in modules.snapshots.items():
         what, remedy = f"the snapshot {name!r}", "Make both by the same calls"
         why = ""
@@ -110,8 +110,8 @@ def _snapshot_problems(modules: Modules) -> Iterator[Problem]:
 
 
 def plan_cuts(modules: Modules) -> dict[str, Cut]:
-    """What ``fsdp2`` cuts: every trained module, and frozen ones (as ``frozen.NAME``): the large ones,
-    snapshots, and those that the task names."""
+    """Modules that ``fsdp2`` cuts: every trained module, and frozen ones (as ``frozen.NAME``): the large
+    ones, snapshots, and those that the task names."""
     cuts = {
         name: Cut(module, _blocks_in(module, modules))
         for name, module in modules.trained.items()
@@ -129,7 +129,7 @@ def plan_cuts(modules: Modules) -> dict[str, Cut]:
 
 
 def _sharding_problems(cuts: Mapping[str, Cut]) -> Iterator[Problem]:
-    """What would fail, or compute something else, once the first rank has cut it."""
+    """Find modules that would fail, or compute something else, once the first rank has cut them."""
 
     def refuse(name: str, what: str, why: str, remedy: str) -> Problem:
         way_out = _REPLICATED if cuts[name].is_frozen else _UNCUT
@@ -171,7 +171,7 @@ def choose_deferred(
         [parameter for module in part.values() for parameter in module.parameters()]
         for part in (modules.trained, modules.frozen)
     )
-    # What is made from weights without memory has none either.
+    # A tensor that is made from weights without memory has none either.
     rest = [one for one in (*trained, *frozen) if one not in own]
     if any(tensor.is_meta for tensor in (*rest, *modules.kept.values())):
         return None

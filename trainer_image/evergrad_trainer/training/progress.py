@@ -19,7 +19,7 @@ from evergrad_trainer.state.registry import MAX_VALUES_BYTES
 MOST_TALLIES_BYTES = MAX_VALUES_BYTES // 2
 """Most bytes that an evaluation which was cut short may take in a checkpoint."""
 Row = Mapping[str, Any]
-"""What one rank says of itself when ranks meet: see :func:`describe_rank`."""
+"""Facts that one rank reports when ranks meet: see :func:`describe_rank`."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Progress:
     best_before: dict[str, Any] | None = None
     """The one that it has replaced: the best again where the save of the better one is lost."""
     updates: int = 0
-    """Of the optimizer: finished steps less skipped ones."""
+    """Updates of the optimizer: finished steps less skipped ones."""
     skipped: int = 0
     """Steps without an update."""
     non_finite: int = 0
@@ -48,13 +48,13 @@ class Progress:
     stop_asked: int = -1
     """Newest step after which an observer has asked for a stop."""
     tallies: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What the evaluation after ``finished_steps`` has measured before it was cut short, by set."""
+    """Sums that the evaluation after ``finished_steps`` has measured before it was cut short, by set."""
 
-    # What this process knows, and others may not.
+    # Facts that this process has, and others may not.
     saved_step: int = -1
-    """Of the newest save that was begun; once the loop has ended, of the newest published one."""
+    """Step of the newest save that was begun; once the loop has ended, of the newest published one."""
     resumed_step: int = -1
-    """Of the newest checkpoint known to be published when this world began."""
+    """Step of the newest checkpoint known to be published when this world began."""
     is_save_lost: bool = False
     """A save was begun and ended with its world."""
     is_tally_unsaved: bool = False
@@ -62,7 +62,7 @@ class Progress:
     steps_here: int = 0
     """Trained since the run's processes were started."""
     last_record: StepRecord | None = None
-    """Of the newest finished step, on every rank."""
+    """Record of the newest finished step, on every rank."""
     refusal: str = ""
     """Why the loop ended with "non_finite"."""
 
@@ -135,7 +135,7 @@ def published_step(progress: Progress, checkpoints: CheckpointManager) -> int:
 def describe_rank(
     progress: Progress, checkpoints: CheckpointManager, *, held_step: int
 ) -> dict[str, Any]:
-    """What a rank says to the others when they meet. ``held_step``: -1 where it holds no state."""
+    """The facts that a rank sends to the others when they meet. ``held_step``: -1 where it holds no state."""
     record: dict[str, Any] | None = None
     if progress.last_record is not None:
         record = asdict(progress.last_record)
@@ -166,7 +166,7 @@ def adopt(progress: Progress, rows: list[dict[str, Any]]) -> None:
     newest = max(int(row["step"]) for row in rows)
     sources = [row for row in rows if row["step"] == newest]
     published = max(int(row["published"]) for row in rows)
-    # What a rank without a state has begun belongs to a state that is gone.
+    # A save that a rank without a state has begun belongs to a state that is gone.
     begun = max(int(row["begun"]) for row in rows if int(row["step"]) >= 0)
 
     # At most twice. Its save ended with the world, and its state is gone: the one before it is the best

@@ -29,7 +29,7 @@ class Rhythm:
 
     every: int
     per_step: int = 1
-    """What each step adds to that count: 1 where steps are counted."""
+    """The amount that each step adds to that count: 1 where steps are counted."""
 
     def is_due(self, step: int) -> bool:
         return step * self.per_step // self.every > (step - 1) * self.per_step // self.every
@@ -48,11 +48,11 @@ class Limits:
     save_every: Rhythm | None
     """None: by the clock of rank 0."""
     evaluate_every: int | None
-    """Of all sets that have no cadence of their own."""
+    """Cadence of all sets that have none of their own."""
     evaluate_sets_every: Mapping[str, int] = field(default_factory=dict)
     """Cadences of their own, by set."""
     keep_every: Rhythm | None = None
-    """Of checkpoints that are saved besides and never removed."""
+    """Cadence of checkpoints that are saved besides and never removed."""
     save_seconds: int | None = None
     """Longest time between two saves, by the clock of rank 0."""
     compare_every: int | None = None

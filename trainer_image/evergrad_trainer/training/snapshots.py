@@ -36,9 +36,10 @@ class Snapshots:
 
     def __init__(self, modules: Modules, *, is_sharded: bool) -> None:
         self.hashes: dict[str, str] = {}
-        """Of the snapshots that belong to the state after the newest finished step, each as a whole."""
+        """Hashes of the snapshots that belong to the state after the newest finished step, each as a
+        whole."""
         self.own_parts: dict[str, str] = {}
-        """Of what this process holds of them."""
+        """Hashes of the parts that this process holds of them."""
         self._modules = modules
         self._is_sharded = is_sharded
         self._held: dict[str, str] = {}
@@ -102,7 +103,7 @@ class Snapshots:
         """
         planned = self._modules.snapshots
         due = sorted(name for name, one in planned.items() if one.after < step)
-        # What this process took belongs to a state that is gone.
+        # Snapshots that this process took belong to a state that is gone.
         self._held = {name: self._held[name] for name in due if name in self._held}
         self.own_parts = {name: self.own_parts[name] for name in self._held}
         for name in due:

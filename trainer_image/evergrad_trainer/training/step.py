@@ -127,8 +127,8 @@ class Stepper:
             world.raise_if_given_up()
             self.heartbeat.beat(step, slot)
 
-            # What this rank most probably takes next is read while it computes; a change of the world makes
-            # the guess wrong, and nothing else.
+            # The samples that this rank most probably takes next are read while it computes; a change of the
+            # world makes the guess wrong, and nothing else.
             following = slot + world.size
             upcoming = (step, following)
             if following >= settings.slots_per_step:

@@ -1,4 +1,4 @@
-"""What a step is made of: its numbers, its parts, its result, and the sign of life that goes with it."""
+"""Parts of a step: its numbers, its parts, its result, and the sign of life that goes with it."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -53,7 +53,7 @@ class StepParts:
     schedule: LearningRate
     autocast: Callable[[], AbstractContextManager[object]]
     loss_scale: LossScale | None = None
-    """Of products in fp16."""
+    """Loss scale of products in fp16."""
     clock: PhaseClock = field(default_factory=HostClock)
 
 

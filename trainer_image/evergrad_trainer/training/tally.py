@@ -1,4 +1,4 @@
-"""What an evaluation of one set has counted so far: exact sums that a cut evaluation goes on from."""
+"""Counts of an evaluation of one set so far: exact sums that a cut evaluation goes on from."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -76,19 +76,13 @@ class Tally:
         """The tally that was written, or an empty one where that was of another key."""
         if values.get("key") != key or len(values.get("sums", ())) != 1 + len(names):
             return Tally(key, names)
-        return Tally(
-            key,
-            names,
-            done=int(values["done"]),
-            weight=int(values["weight"]),
-            sums=[_parse(one) for one in values["sums"]],
-            seconds=float(values["seconds"]),
-        )
-
-
-def _parse(text: str) -> Sum:
-    """What ``str`` made of a sum. Fraction refuses nan and inf, which only a float can be."""
-    try:
-        return Fraction(text)
-    except ValueError:
-        return float(text)
+        done, weight = int(values["done"]), int(values["weight"])
+        sums: list[Sum] = []
+        for text in values["sums"]:
+            # Fraction refuses nan and inf, which only a float can be.
+            try:
+                sums.append(Fraction(text))
+            except ValueError:
+                sums.append(float(text))
+        seconds = float(values["seconds"])
+        return Tally(key, names, done=done, weight=weight, sums=sums, seconds=seconds)

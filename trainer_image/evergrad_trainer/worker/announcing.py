@@ -26,7 +26,7 @@ from evergrad_trainer.training.build import Machinery
 from evergrad_trainer.worker.session import BEGUN_FROM, Session
 
 _VERSIONS = ("evergrad", "torch", "transformers")
-"""What computes a step: a change of these may change its last bits."""
+"""Packages that compute a step: a change of these may change its last bits."""
 _JUMP = 1.1
 """A rise of the learning rate from one step to the next that a longer schedule alone does not explain."""
 
@@ -163,7 +163,7 @@ def _announce_extension(session: Session, *, from_steps: int) -> None:
 
 
 def describe_run(session: Session, machinery: Machinery) -> RunInfo:
-    """What observers know before the first step they see."""
+    """Facts for observers before the first step they see."""
     plan, world = session.plan, session.world
     training, runtime = plan.run.training, plan.run.training.runtime
     # The formula is of a language model that is trained.

@@ -84,7 +84,7 @@ def begin(session: Session, machinery: Machinery) -> None:
             "hash": loaded.checksum,
         }
     if wanted.load != "everything":
-        # What the task has made of the initial weights was made of others.
+        # The task made its values from the initial weights, which are replaced by others here.
         seed = session.plan.run.training.reproducibility.seed
         enter_first(machinery.opened, machinery.modules, seed=seed, cut=machinery.cut())
     _check_same(recorded, source, path)

@@ -158,7 +158,7 @@ class Failed:
     is_agreed: bool
     """All ranks raised it together, so that one of them speaks for all."""
     kind: ErrorKind = ErrorKind.INTERNAL
-    """What may cure it."""
+    """Kind of the error, which decides what may cure it."""
 
 
 @dataclass(frozen=True)

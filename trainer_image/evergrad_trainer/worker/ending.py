@@ -107,7 +107,7 @@ def _export(session: Session, step: int) -> Path:
 
     target = session.directory.exports / f"step-{step}"
     with reported(target, what="cannot be written"):
-        # What a killed process has left of its own.
+        # Files that a killed process has left of its own.
         for rest in session.directory.exports.glob(".*"):
             shutil.rmtree(rest)
     fresh, old = (target.with_name(f".{target.name}.{name}") for name in ("new", "old"))

@@ -36,7 +36,7 @@ class WorkerHeartbeat:
 
     @property
     def moved_bytes(self) -> int:
-        """Of all states so far."""
+        """Bytes of all states so far."""
         return int(self._values[_MOVED])
 
     @property
@@ -51,7 +51,7 @@ class WorkerHeartbeat:
 
     @property
     def longest_slot_seconds(self) -> float:
-        """Of all slots so far; 0 before the first."""
+        """Longest time of all slots so far; 0 before the first."""
         return float(self._values[_LONGEST])
 
     @property

@@ -70,7 +70,7 @@ class Phase(StrEnum):
 
 
 class Held(StrEnum):
-    """What the tensors of a worker are."""
+    """The condition of the tensors of a worker."""
 
     WHOLE = "whole"
     """The state after ``progress.finished_steps``: may be transferred to others and saved."""

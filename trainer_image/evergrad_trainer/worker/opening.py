@@ -49,7 +49,7 @@ def open_plan(plan: SessionPlan) -> Opened:
 
 
 def build_checkpoints(session: Session, machinery: Machinery) -> CheckpointManager:
-    """What saves and restores this session's state."""
+    """Build what saves and restores this session's state."""
     plan = session.plan
     checkpoints = CheckpointManager(
         session.directory.checkpoints,

@@ -14,7 +14,7 @@ import re
 from evergrad_trainer.errors import PeerLostError
 
 FAILURE_WORDS = "the connection to another process was lost"
-"""What a typed run's worker prints instead of a collective's error."""
+"""Words that a typed run's worker prints instead of a collective's error."""
 _DECISIVE = re.compile(
     rf"{FAILURE_WORDS}|Connection closed by peer \[|connectFullMesh failed", re.IGNORECASE
 )

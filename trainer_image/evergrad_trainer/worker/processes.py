@@ -22,8 +22,8 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def stop_signals_blocked() -> Iterator[None]:
     """Block the signals that ask for a stop while this process forks; the child calls unblock_stop_signals.
 
-    A child has its parent's handlers until it has replaced them. What it was sent before would be lost, or
-    would reach the parent, whose event loop reads the numbers of signals from a socket that both have.
+    A child has its parent's handlers until it has replaced them. A signal that was sent before would be lost,
+    or would reach the parent, whose event loop reads the numbers of signals from a socket that both have.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:

@@ -36,9 +36,19 @@ def register_state(session: Session, machinery: Machinery) -> None:
     agree."""
     plan = session.plan
     machinery.registry.register(COUNTERS, session.progress)
+
+    def check_cursor(stored: Values) -> None:
+        # A pure function of the step: a checkpoint that disagrees was written with another order.
+        expected = session.data.train.cursor(session.progress.finished_steps)
+        if stored != expected:
+            what = f"the checkpoint's cursor is {stored} and this version's is {expected}"
+            why = "the sample order is not the one the run began with"
+            remedy = "Go on with the version of Evergrad that began this run"
+            raise CheckpointError(Problem(_where(session), what, why, remedy))
+
     cursor = Agreement(
         value=lambda: session.data.train.cursor(session.progress.finished_steps),
-        check=lambda stored: _check_cursor(session, stored),
+        check=check_cursor,
     )
     # Behind the counters: the cursor follows from the step that they load.
     machinery.registry.register(CURSOR, cursor)
@@ -52,10 +62,20 @@ def register_state(session: Session, machinery: Machinery) -> None:
     )
     machinery.registry.register(DESCRIPTION, description)
     machinery.registry.register(OBSERVERS, session.opened.observers)
-    frozen = Agreement(
-        value=lambda: machinery.frozen,
-        check=lambda stored: _check_frozen(session, machinery, stored),
-    )
+
+    def check_frozen(stored: Values) -> None:
+        # The trained weights were trained beside others. All ranks hold the same: they agreed when they met.
+        now = machinery.frozen
+        changed = [name for name in {**stored, **now} if stored.get(name) != now.get(name)]
+        if changed:
+            what = f"the frozen modules {', '.join(changed)} are not those the run began with"
+            why = "a checkpoint has only their hashes, and the task's build makes others now"
+            remedy = (
+                "Restore what they are made from, or give the changed run a name of its own"
+            )
+            raise CheckpointError(Problem(_where(session), what, why, remedy))
+
+    frozen = Agreement(value=lambda: machinery.frozen, check=check_frozen)
     machinery.registry.register(FROZEN, frozen)
     machinery.registry.register(SNAPSHOTS, machinery.snapshots)
     task = Agreement(value=lambda: dict(plan.task_files), check=session.note_task)
@@ -127,37 +147,3 @@ def settle_snapshots(session: Session, machinery: Machinery) -> None:
 
 def _where(session: Session) -> str:
     return session.state_from or str(session.directory.checkpoints)
-
-
-def _check_cursor(session: Session, stored: Values) -> None:
-    """The cursor is a pure function of the step; a checkpoint that disagrees was written with
-    another order."""
-    expected = session.data.train.cursor(session.progress.finished_steps)
-    if stored != expected:
-        raise CheckpointError(
-            Problem(
-                _where(session),
-                f"the checkpoint's cursor is {stored} and this version's is {expected}",
-                "the sample order is not the one the run began with",
-                "Go on with the version of Evergrad that began this run",
-            )
-        )
-
-
-def _check_frozen(session: Session, machinery: Machinery, stored: Values) -> None:
-    """The trained weights were trained beside other frozen ones; all ranks hold the same, as they have agreed
-    when they met."""
-    changed = [
-        name
-        for name in {**stored, **machinery.frozen}
-        if stored.get(name) != machinery.frozen.get(name)
-    ]
-    if changed:
-        raise CheckpointError(
-            Problem(
-                _where(session),
-                f"the frozen modules {', '.join(changed)} are not those the run began with",
-                "a checkpoint has only their hashes, and the task's build makes others now",
-                "Restore what they are made from, or give the changed run a name of its own",
-            )
-        )

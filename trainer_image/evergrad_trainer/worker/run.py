@@ -234,7 +234,7 @@ def _build_alone(
     run.stepper.heartbeat = heartbeat
     run.stepper.warm_up(session.world)
     session.mark("warm_up")
-    # What was built stays. From here on garbage is collected as it comes, not in one go in the middle of a
+    # The built parts stay. From here on garbage is collected as it comes, not in one go in the middle of a
     # group.
     gc.freeze()
     gc.enable()

@@ -51,7 +51,7 @@ class SessionPlan:
     marks: dict[str, float]
     opened: Opened | None = None
     task_hash: str = ""
-    """Of the files of a task of the user's own, as they were when this plan was made."""
+    """Hashes of the files of a task of the user's own, as they were when this plan was made."""
     task_files: Mapping[str, str] = field(default_factory=dict)
     """The same file by file: hashes by the paths from the task's folder."""
     keep_waiting: int = 0
@@ -84,7 +84,7 @@ class Session:
     task_before: Mapping[str, str] = field(default_factory=dict)
     """Hashes of the task's files that the restored state was trained with; empty without one."""
     begun_from: Mapping[str, Any] | None = None
-    """What this process has begun a fresh run with: as ``run.json`` has it."""
+    """The settings that this process has begun a fresh run with: as ``run.json`` has them."""
     state_from: str = ""
     """The checkpoint of another run whose whole state it was."""
     is_announced: bool = False

@@ -119,7 +119,7 @@ def _begin_again(
 ) -> None:
     """Nobody holds a state: load the newest checkpoint or, without one, begin with the initial weights."""
     had_held = life.held
-    # What this process remembers belongs to a state that is gone; a load that is cut short leaves neither.
+    # The memory of this process belongs to a state that is gone; a load that is cut short leaves neither.
     session.progress.reset()
     life.held = Held.DIRTY
     # Collective: a volume may show a new checkpoint to some hosts later than to others.

@@ -28,7 +28,7 @@ class StopCount:
         *,
         now: float,
     ) -> Literal["first", "same", "second"]:
-        """What a SIGTERM or SIGINT at the monotonic time ``now`` is."""
+        """Find the meaning of a SIGTERM or SIGINT at the monotonic time ``now``."""
         if self.first_at is None:
             self.first_at = now
             return "first"
@@ -88,7 +88,7 @@ class StopSignals:
                     continue
                 self._requested.set()
                 if self._count.note(number, now=time.monotonic()) == "second":
-                    # Whoever asks again does not want to wait for the save.
+                    # A second request means that nobody wants to wait for the save.
                     os.write(
                         2,
                         b"interrupted twice: leaving at once, state since the last checkpoint is not saved\n",

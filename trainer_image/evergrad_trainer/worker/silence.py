@@ -1,4 +1,4 @@
-"""What a process that waits for its run's coordinator says meanwhile. Pure."""
+"""Messages of a process that waits for its run's coordinator. Pure."""
 
 SAY_SECONDS = 10.0
 """Between two words of it."""

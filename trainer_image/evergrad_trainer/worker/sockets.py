@@ -37,14 +37,14 @@ def _open_connections() -> Iterator[tuple[int, socket.socket]]:
     Closing that handle leaves the owner's alone.
     """
     for name in os.listdir("/proc/self/fd"):
-        # What is no socket, no connection, or was closed since the folder was listed is passed over.
+        # A handle that is no socket, no connection, or was closed since the folder was listed is passed over.
         with contextlib.suppress(OSError):
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as handle:
                 if handle.family in _FAMILIES and handle.type == socket.SOCK_STREAM:
                     handle.getpeername()
-                    # Of the handle: by now the number may be another socket's.
+                    # Read from the handle: by now the number may be another socket's.
                     yield os.fstat(handle.fileno()).st_ino, handle
 
 

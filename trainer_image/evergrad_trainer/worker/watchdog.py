@@ -9,8 +9,8 @@ one up, :meth:`note_formed` when its members have met and :meth:`leave` when it 
 change in between makes this thread cut the group's connections until ``leave``.
 
 Connections are the group's if they were opened between ``enter`` and ``note_formed``: gloo opens all of them
-there, and no others later. What anybody else in this process opens before or after, such as a plug-in that
-reports to a service, is never cut.
+there, and no others later. A socket that anybody else in this process opens before or after, such as a
+plug-in that reports to a service, is never cut.
 """
 
 import logging

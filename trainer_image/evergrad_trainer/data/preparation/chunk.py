@@ -165,7 +165,7 @@ def execute(job: Job, tokenizer: TextTokenizer) -> Iterator[Outcome]:
                 continue
             tally = Tally()
             for texts, lines in reader.read(chunk, tally):
-                # What is wrong with a row may show in its tokens only.
+                # A mistake in a row may show in its tokens only.
                 if job.form.rows is not None:
                     job.form.rows.encode(tokenizer, texts, lines, tally)
             yield Outcome(chunk.number, {}, {}, tally)

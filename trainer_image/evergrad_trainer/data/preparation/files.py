@@ -16,7 +16,7 @@ from evergrad_manifest.training import Source, Training
 from evergrad_trainer.host_trouble import is_host_trouble
 
 MOST_FILES: Final = 65_536
-"""Of one source: the name and hash of each are kept in ``run.json``, which every node reads."""
+"""Files of one source at most: the name and hash of each are kept in ``run.json``, which every node reads."""
 LARGEST_DOCUMENT: Final = 256 * 2**20
 """Bytes of a file that is one document: text, characters and tokens of it are in memory at the same time."""
 _MAGIC: Final = frozenset("*?[")
@@ -64,7 +64,7 @@ class SourceEntry:
 
     @property
     def unit(self) -> Literal["line", "row", "file"]:
-        """What holds one document each."""
+        """The part of a source that holds one document."""
         if self.is_whole_files:
             return "file"
         return "row" if self.type == "parquet" else "line"
@@ -112,7 +112,7 @@ def find_files(
     unreadable, empty, half an id.
 
     A folder stands for the files in and below it whose names end as those of the source's type do; a pattern
-    for those that match it. What runs wrote is left out of both, and so is prepared data, also that in
+    for those that match it. Files that runs wrote are left out of both, and so is prepared data, also that in
     ``prepared_directory``: a run would otherwise change its own data.
     """
     path = source.path
@@ -162,7 +162,7 @@ def relative_name(file: Path, source: SourceEntry) -> str:
 
 
 def _identities(folder: Path | None) -> frozenset[tuple[int, int]]:
-    """What says that two paths are one folder; nothing for a folder that is not there."""
+    """Device and inode, by which two paths are one folder; nothing for a folder that is not there."""
     try:
         found = None if folder is None else folder.stat()
     except OSError:
@@ -238,7 +238,7 @@ def _problems_of_number(source: SourceEntry, number: int, *, is_pattern: bool) -
 
 
 def _file_problems(source: SourceEntry, path: Path, *, of_many: bool = False) -> list[Problem]:
-    """What is wrong with one file, as far as its directory entry shows it."""
+    """The problem of one file, as far as its directory entry shows it."""
     where, named = str(path), f"{source.field}.path names it"
     try:
         found = path.stat()

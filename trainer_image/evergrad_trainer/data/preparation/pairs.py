@@ -161,7 +161,7 @@ class PairFormat:
             length = max(len(ids) for ids, _ in rows)
             rows = [(ids[:longest], marks[:longest]) for ids, marks in rows]
             if length > longest:
-                # What is left of two prompts, or of completions that differ behind the cut, compares nothing.
+                # The rest of two prompts, or of completions that differ behind the cut, compares nothing.
                 differ = not np.array_equal(rows[0][0], rows[1][0])
                 can_be_cut = differ and all(marks[1:].any() for _, marks in rows)
                 if not keep_too_long(self.rows, line, length, tally, can_be_cut=can_be_cut):

@@ -84,7 +84,7 @@ class ProcessPool:
                     yield from outcomes
 
     def close(self) -> None:
-        """Kill the helpers. What they have finished has its record on the disk."""
+        """Kill the helpers. Their finished jobs have records on the disk."""
         for worker in self._workers:
             worker.close()
 

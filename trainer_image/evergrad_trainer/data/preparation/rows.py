@@ -147,7 +147,7 @@ class RowFormat:
                 tally.pass_over(problem, Reason.NO_COMPLETION)
                 continue
             if len(ids) > self.longest:
-                # What is left of a row whose prompt alone is too long would teach nothing.
+                # The rest of a row whose prompt alone is too long would teach nothing.
                 can_be_cut = bool(marks[1 : self.longest].any())
                 if not keep_too_long(self, line, len(ids), tally, can_be_cut=can_be_cut):
                     continue

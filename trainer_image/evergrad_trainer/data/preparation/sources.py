@@ -41,7 +41,7 @@ _SIGNATURES: Final = (
     (b"BZh", "is compressed (bzip2)", "Decompress it"),
     (b"PAR1", "is a Parquet file", "Set type: parquet"),
 )
-"""Of files that are no JSON Lines. Plain text may begin with the last two."""
+"""For files that are no JSON Lines. Plain text may begin with the last two."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ Texts = tuple[list[str], list[int]]
 
 @dataclass(frozen=True)
 class TextFormat:
-    """What a source's entry says of how its files are read."""
+    """Settings of a source's entry on how its files are read."""
 
     type: Literal["jsonl", "text", "parquet"]
     text_field: str
@@ -78,7 +78,7 @@ class TextReader:
         self._open.close()
 
     def read(self, chunk: Chunk, tally: Tally) -> Iterator[Texts]:
-        """The texts of a chunk, block by block. What is passed over is added to ``tally``.
+        """The texts of a chunk, block by block. Texts that are passed over are counted in ``tally``.
 
         Raises DataError for a file that is shorter than it was, damaged or cut short; OSError.
         """

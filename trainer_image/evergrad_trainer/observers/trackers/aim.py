@@ -40,7 +40,7 @@ class Aim:
                 self._run.add_tag(tag)
         self.own_id = str(self._run.hash)
         self._run.set("run", dict(run.facts), strict=False)
-        # What was shown since the last note is written once more, in its own place.
+        # Values that were shown since the last note are written once more, in their own places.
         done = max(0, min(run.noted.step, run.start_step) - 1)
         self.shown = Shown(done, {}, done if run.noted.step else -1)
 

@@ -1,6 +1,6 @@
 """Feeds one tracker in a thread of its own, so that a library that is slow, fails or hangs costs no step.
 
-What is shown follows from the run's own files: whatever a kill, a hang or a failure has kept from a tracker,
+The run's own files decide what is shown: whatever a kill, a hang or a failure has kept from a tracker,
 the next feeder of the run reads there and shows. A note beside the files says up to where everything is
 shown.
 """
@@ -81,7 +81,7 @@ class Feeder:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.failure: str | None = None
-        """What the library has raised, as one line without credentials."""
+        """The error that the library has raised, as one line without credentials."""
         self._settings = settings
         self._open_library = open_library
         self._directory = directory
@@ -216,9 +216,9 @@ class Feeder:
         type_ = self._settings.type
         noted = read_json_object(self._folder / f"{type_}.json") or {}
         if noted.get("run") != info.run_id:
-            # Of another run, whose directory was copied: this one is not shown yet.
+            # The note is another run's, whose directory was copied: this one is not shown yet.
             noted = {}
-        # What is kept of the run's configuration, as nested mappings.
+        # The configuration of the run that trackers keep, as nested mappings.
         resolved = self._directory.read_resolved() or {}
         facts = {
             "run": info.name,

@@ -20,7 +20,7 @@ evaluation of the newest step may have been cut, and goes on with the run; as it
 
 @dataclass(frozen=True)
 class Shown:
-    """What a tracker shows already, and is not given again.
+    """Records that a tracker shows already, and is not given again.
 
     ``step``: the newest one. ``evaluations``: the newest step of each evaluation set; ``others``: of sets
     that are not among them.
@@ -62,7 +62,7 @@ class Library(Protocol):
 
     own_id: str
     shown: Shown
-    """What is shown now that it is opened."""
+    """Records that are shown now that it is opened."""
 
     def write(self, step: int, time: float, values: Values) -> None:
         """Show values at ``step``. Steps never go back; ``time`` in Unix seconds."""

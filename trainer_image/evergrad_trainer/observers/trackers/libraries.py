@@ -28,7 +28,7 @@ _PACKAGES: Final = {
 
 
 def find_opener(type_: str) -> Opener:
-    """What opens a library of that type, imported only when it is called."""
+    """The function that opens a library of that type, imported only when it is called."""
     module, _, name = _CLASSES[type_].partition(":")
 
     def open_library(run: TrackedRun) -> Library:

@@ -1,7 +1,7 @@
 """MLflow: one run, found by its tag, by the client of mlflow (mlflow-skinny); offline in a SQLite file.
 
 It keeps each value that it was ever given, so that a step that was trained twice is shown as it was trained
-first. What it shows is asked of the store itself.
+first. The store itself is asked for what it shows.
 """
 
 import importlib
@@ -79,7 +79,7 @@ class MLflow:
             for first in range(0, len(params), 100):
                 self._client.log_batch(self.own_id, params=params[first : first + 100])
 
-        # What it shows already: nothing is sent twice.
+        # The rows that it shows already: nothing is sent twice.
         names = self._client.get_run(self.own_id).data.metrics
         evaluations: dict[str, int] = {}
         for shown in names:

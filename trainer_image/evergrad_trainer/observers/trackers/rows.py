@@ -15,8 +15,8 @@ Record = StepRecord | EvaluationRecord
 
 
 def values_of(record: Record, info: RunInfo) -> dict[str, float]:
-    """What a tracker shows of a record. Numbers that are none, such as the loss of a skipped step, are left
-    out."""
+    """Values of a record that a tracker shows. Numbers that are none, such as the loss of a skipped step, are
+    left out."""
     if isinstance(record, EvaluationRecord):
         measured = {"loss": record.loss, "perplexity": record.perplexity, **record.metrics}
         named = {f"evaluation/{record.name}/{name}": one for name, one in measured.items()}
@@ -59,7 +59,7 @@ def read_missed(directory: RunDirectory, shown: Shown, *, newest: int) -> Iterat
 
 
 def advance(shown: Shown, record: Record) -> Shown:
-    """What is shown once ``record`` is."""
+    """The records that are shown once ``record`` is."""
     if isinstance(record, EvaluationRecord):
         newest: Mapping[str, int] = {**shown.evaluations, record.name: record.step}
         return Shown(shown.step, newest, shown.others)

@@ -1,7 +1,8 @@
 """Weights & Biases: one run under one id, by the wandb package; offline it is a folder for `wandb sync`.
 
 It takes no step after a later one and forgets none, so that a step that was trained twice is shown as it was
-trained first. What it shows is read from where it is: the server, or the files of earlier processes.
+trained first. The values that it shows are read from where they are: the server, or the files of earlier
+processes.
 """
 
 import importlib
@@ -90,8 +91,8 @@ class WeightsAndBiases:
         opening."""
 
     def finish(self, end: End) -> None:
-        # Of the newest step an evaluation may still come: who goes on with the run shows it as a whole, since
-        # a row that the server has takes nothing more.
+        # The newest step may still get an evaluation: the process that goes on with the run shows it whole,
+        # since a row that the server has takes nothing more.
         if end in ("complete", "stopped"):
             self._commit()
         self._run.finish(exit_code=1 if end == "failed" else 0)
@@ -103,7 +104,7 @@ class WeightsAndBiases:
 
 
 def _read_shown(directory: Path, run_id: str) -> Shown:
-    """What the files of earlier processes hold of the run."""
+    """The records of the run in the files of earlier processes."""
     records: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
     step, evaluations = 0, dict[str, int]()
     for path in sorted(directory.glob(f"wandb/offline-run-*/run-{run_id}.wandb")):

@@ -104,7 +104,8 @@ def read_corpus(folder: Path, *, windows: str | None) -> Corpus:
             problems.append(found)
         else:
             files.append(found)
-    # What lies there and is not listed would not be read. A manifest that is wrong itself lists too little.
+    # A file that lies there and is not listed would not be read. A manifest that is wrong itself lists too
+    # little.
     listed = {one.name for one in files}
     for kind in _KINDS if not problems else ():
         for file in sorted((folder / kind).rglob("*")):
@@ -175,8 +176,16 @@ def _read_entry(entry: Any, folder: Path, where: str) -> CorpusFile | Problem:
         return Problem(f"{where}.path", f"{name!r} {reason}", why, "Write a relative path")
     if not isinstance(name, str) or not name:
         return Problem(f"{where}.path", "is no text", "it names a file", "Add it")
-    if split is not None and (problem := _check_split(split, f"{where}.split")):
-        return problem
+    # An evaluation set gets the split's name, and its metrics do.
+    field = f"{where}.split"
+    if split is not None and (not isinstance(split, str) or not split):
+        return Problem(field, "is no text", "it names a part", "Write one, or remove it")
+    if split and (len(split) > _LONGEST_SPLIT or not re.fullmatch(NAME_PATTERN, split)):
+        why = "an evaluation set gets this name: letters, digits, '-', '_' and '.'"
+        return Problem(field, f"{split[:80]!r} is no name", why, "Rename the split")
+    if split and split.casefold() == HELD_OUT.casefold():
+        why = "it is the set of what latentEdit.holdOut meets"
+        return Problem(field, f"{split!r} is taken", why, "Rename the split")
     is_count = isinstance(records, int) and not isinstance(records, bool) and records >= 0
     if records is not None and not is_count:
         return Problem(f"{where}.records", "is no count", "", "Correct it, or remove it")
@@ -203,21 +212,8 @@ def _read_entry(entry: Any, folder: Path, where: str) -> CorpusFile | Problem:
     return CorpusFile(name, path, kind, split, records, str(entry["sha256"])[-64:])
 
 
-def _check_split(split: Any, where: str) -> Problem | None:
-    """What is wrong with a split's name, which becomes that of an evaluation set, and so of metrics."""
-    if not isinstance(split, str) or not split:
-        return Problem(where, "is no text", "it names a part", "Write one, or remove it")
-    if len(split) > _LONGEST_SPLIT or not re.fullmatch(NAME_PATTERN, split):
-        why = "an evaluation set gets this name: letters, digits, '-', '_' and '.'"
-        return Problem(where, f"{split[:80]!r} is no name", why, "Rename the split")
-    if split.casefold() == HELD_OUT.casefold():
-        why = "it is the set of what latentEdit.holdOut meets"
-        return Problem(where, f"{split!r} is taken", why, "Rename the split")
-    return None
-
-
 def why_unsafe(name: str) -> str:
-    """What keeps ``name`` from being a path within a folder; empty if nothing does."""
+    """The reason that keeps ``name`` from being a path within a folder; empty if nothing does."""
     pure = PurePosixPath(name)
     if pure.is_absolute() or "\\" in name or ":" in name.partition("/")[0]:
         return "is not relative"
@@ -229,7 +225,7 @@ def why_unsafe(name: str) -> str:
 
 
 def _compare(entry: Mapping[str, Any], path: Path, where: str) -> Problem | None:
-    """What differs between a file and its entry."""
+    """The difference between a file and its entry."""
     claimed = entry.get("sha256")
     match = _HASH.fullmatch(claimed) if isinstance(claimed, str) else None
     if match is None:

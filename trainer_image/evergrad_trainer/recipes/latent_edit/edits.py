@@ -125,8 +125,9 @@ class Applied:
 def apply_edits(sequence: bytes, edits: Sequence[RelativeEdit]) -> Applied:
     """``sequence`` after all ``edits``, whose positions are those before any of them.
 
-    What an edit adds or takes is trimmed or filled up with N at the end of the sequence that is farther from
-    it. Raises EditError for a reference that is not what stands there, and for edits that overlap.
+    The length that an edit adds or takes is trimmed or filled up with N at the end of the sequence that is
+    farther from it. Raises EditError for a reference that is not what stands there, and for edits that
+    overlap.
     """
     length = len(sequence)
     ordered = sorted(edits, key=lambda one: one.position)

@@ -46,7 +46,7 @@ class Tokens:
 
 
 class Encoder:
-    """What the file says of the encoder; its model is made only when it is needed."""
+    """Settings of the encoder; its model is made only when it is needed."""
 
     def __init__(self, setup: Setup) -> None:
         section = setup.training.latent_edit

@@ -1,4 +1,4 @@
-"""What is trained on: items as a pure function of their index.
+"""Items that are trained on, as a pure function of their index.
 
 An item is a window with edits that follow one another. Which ones: the seed, the content of the window, the
 number of the draw and the place in the mixture decide, and nothing else. No item waits for another, so that

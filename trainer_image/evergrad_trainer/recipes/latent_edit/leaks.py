@@ -32,7 +32,7 @@ def find_leaks(train: Sequence[Window], other: Sequence[Window]) -> dict[str, in
 
 
 def describe_leaks(split: str, windows: int, leaks: Mapping[str, int]) -> str:
-    """What is said of the leaks of a split with so many windows."""
+    """The warning about the leaks of a split with so many windows."""
     words = {SAME: "have the sequence of", OVERLAPPING: "overlap"}
     counts = ", ".join(f"{leaks[name]} {words[name]}" for name in words if name in leaks)
     return f"{split}: of {windows} windows {counts} one that is trained on; what is measured there flatters"

@@ -21,7 +21,9 @@ def prediction_losses(
 
     [B, K, D], [B, K, D], [B, K] → [B, K] in fp32.
     """
-    one, other = predicted.float(), target.float()
+    # In fp32 whatever the model computes in: a cosine near 1 needs the digits.
+    one = predicted.float()
+    other = target.float()
     cosine = functional.cosine_similarity(one, other, dim=-1)
     distance = (one - other).square().sum(-1) / one.shape[-1]
     return (alpha * (1 - cosine) + beta * distance) * mask
@@ -50,6 +52,8 @@ def measure_spread(predicted: Tensor, target: Tensor, mask: Tensor) -> Spread:
 
     [B, K, D], [B, K, D], [B, K]. Shapes are those of the batch: nothing waits for a device.
     """
+    # In float64, since variances are small differences of large sums. At least 1 of them: a micro-batch of
+    # fill alone must not divide by 0.
     valid = mask.flatten().double()
     count = valid.sum().clamp(min=1)
     weight = valid[:, None]
@@ -57,12 +61,16 @@ def measure_spread(predicted: Tensor, target: Tensor, mask: Tensor) -> Spread:
 
     cosines = functional.cosine_similarity(one, other, dim=-1) * valid
     distances = (one - other).square().sum(-1)
-    one_mean, other_mean = one.sum(0) / count, other.sum(0) / count
-    one_centred, other_centred = (one - one_mean) * weight, (other - other_mean) * weight
+    one_mean = one.sum(0) / count
+    other_mean = other.sum(0) / count
+    # Masked once more: a row of fill is 0, and differs from the mean.
+    one_centred = (one - one_mean) * weight
+    other_centred = (other - other_mean) * weight
 
     numbers = count * one.shape[-1]
     one_all, other_all = ((states - states.sum() / numbers) * weight for states in (one, other))
     spread = (one_all.square().sum() * other_all.square().sum()).sqrt()
+    # Above the diagonal: each pair counts once, and no prediction beside itself.
     pairs = (valid[:, None] * valid[None, :]).triu(1)
     # Not of all differences, which would be as many numbers as pairs and dimensions.
     gaps = torch.cdist(one, one, compute_mode="donot_use_mm_for_euclid_dist")
@@ -88,13 +96,15 @@ def gaussian_kl(states: Tensor, mask: Tensor) -> Tensor:
     values = states.double() * weight
     mean = values.sum(0) / count
     centred = (values - mean) * weight / count.sqrt()
-    # Of the smaller of both products, which have the same eigenvalues besides 0.
+    # The smaller of both products is used: they have the same eigenvalues besides 0.
     if centred.shape[0] < width:
         product, rest = centred @ centred.T, width - centred.shape[0]
     else:
         product, rest = centred.T @ centred, 0
     ridge = RIDGE * torch.eye(product.shape[0], dtype=product.dtype, device=product.device)
     determinant = torch.linalg.slogdet(product + ridge).logabsdet
-    determinant = determinant + rest * torch.log(torch.full_like(determinant, RIDGE))
+    # Directions without any spread have the ridge alone, which the smaller product leaves out.
+    of_rest = rest * torch.log(torch.full_like(determinant, RIDGE))
+    determinant = determinant + of_rest
     found: Tensor = mean.square().sum() + centred.square().sum() - determinant - width
     return 0.5 * found

@@ -1,4 +1,4 @@
-"""What is trained: the encoder of edits, and the predictor of the states behind them."""
+"""Modules that are trained: the encoder of edits, and the predictor of the states behind them."""
 
 import math
 from typing import Final
@@ -24,9 +24,17 @@ def sinusoids(positions: Tensor, width: int) -> Tensor:
     Vaswani and others, "Attention is all you need" (2017), section 3.5.
     """
     half = width // 2
-    exponents = torch.arange(half, device=positions.device, dtype=torch.float32) / half
-    angles = positions[..., None].float() * torch.exp(-math.log(_LONGEST_WAVE) * exponents)
-    return torch.cat([angles.sin(), angles.cos()], dim=-1)
+    # In fp32 under autocast, too: bf16 cannot tell neighbouring positions of a long window apart.
+    steps = torch.arange(
+        half,
+        device=positions.device,
+        dtype=torch.float32,
+    )
+    exponents = steps / half
+    frequencies = torch.exp(-math.log(_LONGEST_WAVE) * exponents)
+    angles = positions[..., None].float() * frequencies
+    waves = [angles.sin(), angles.cos()]
+    return torch.cat(waves, dim=-1)
 
 
 class Attention(nn.Module):
@@ -42,9 +50,18 @@ class Attention(nn.Module):
     def forward(self, own: Tensor, other: Tensor, allowed: Tensor | None) -> Tensor:
         """``own`` [B, N, W] looks at ``other`` [B, M, W] where ``allowed`` [B, 1, N, M] is true."""
         query = self._split(self.query(own))
-        key, value = map(self._split, self.key_value(other).chunk(2, dim=-1))
-        found = functional.scaled_dot_product_attention(query, key, value, attn_mask=allowed)
-        return torch.as_tensor(self.out(found.transpose(1, 2).flatten(2)))
+        # Keys and values come of the same input: one product makes both.
+        pair = self.key_value(other)
+        keys, values = pair.chunk(2, dim=-1)
+        found = functional.scaled_dot_product_attention(
+            query,
+            self._split(keys),
+            self._split(values),
+            attn_mask=allowed,
+        )
+        # The heads side by side again, which the last layer mixes.
+        joined = found.transpose(1, 2).flatten(2)
+        return torch.as_tensor(self.out(joined))
 
     def _split(self, values: Tensor) -> Tensor:
         heads: Tensor = values.unflatten(-1, (self.heads, -1))
@@ -52,7 +69,12 @@ class Attention(nn.Module):
 
 
 def _feed_forward(width: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+    inner = 4 * width
+    return nn.Sequential(
+        nn.Linear(width, inner),
+        nn.GELU(),
+        nn.Linear(inner, width),
+    )
 
 
 class AlleleBlock(nn.Module):
@@ -60,14 +82,17 @@ class AlleleBlock(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.attention_norm, self.norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention_norm = nn.LayerNorm(width)
+        self.norm = nn.LayerNorm(width)
         self.attention = Attention(width, heads)
         self.feed_forward = _feed_forward(width)
 
     def forward(self, values: Tensor) -> Tensor:
         normed = self.attention_norm(values)
+        # Without a mask: all groups of bases are there, those of no base among them.
         values = values + self.attention(normed, normed, None)
-        return torch.as_tensor(values + self.feed_forward(self.norm(values)))
+        further = self.feed_forward(self.norm(values))
+        return torch.as_tensor(values + further)
 
 
 class ActionEncoder(nn.Module):
@@ -78,6 +103,7 @@ class ActionEncoder(nn.Module):
         self.types = nn.Embedding(len(EditType), TYPE_WIDTH)
         self.mers = nn.Embedding(NUM_MERS, allele_width)
         self.places = nn.Parameter(torch.zeros(2 * MERS, allele_width))
+        # A number of heads that divides the width, whatever width the file has.
         heads = math.gcd(_ALLELE_HEADS, allele_width)
         self.blocks = nn.ModuleList(
             AlleleBlock(allele_width, heads) for _ in range(_ALLELE_LAYERS)
@@ -96,14 +122,24 @@ class ActionEncoder(nn.Module):
 
         Where the mask is false it is a learned vector.
         """
-        alleles = self.mers(torch.cat([reference, alternate], dim=-1)) + self.places
+        # Before and after in one row, told apart by their places: the small transformer compares them.
+        bases = torch.cat([reference, alternate], dim=-1)
+        alleles = self.mers(bases) + self.places
+        # Rows and edits are one batch here, since an allele is read without its neighbours.
         values = alleles.flatten(0, 1)
         for block in self.blocks:
             values = block(values)
-        read = self.norm(values).mean(1).unflatten(0, position.shape)
-        place = sinusoids(position, POSITION_WIDTH).to(read.dtype)
-        found = self.out(torch.cat([place, self.types(kind), read], dim=-1))
-        return torch.where(mask[..., None], found, self.padding.to(found.dtype))
+        pooled = self.norm(values).mean(1)
+        read = pooled.unflatten(0, position.shape)
+
+        # The waves are fp32; they join the rest in the type that autocast has chosen for it.
+        place = sinusoids(position, POSITION_WIDTH)
+        place = place.to(read.dtype)
+        parts = [place, self.types(kind), read]
+        found = self.out(torch.cat(parts, dim=-1))
+        # Learned and not zero: an edit that is missing is still looked at by its own place.
+        padding = self.padding.to(found.dtype)
+        return torch.where(mask[..., None], found, padding)
 
 
 class PredictorBlock(nn.Module):
@@ -120,6 +156,8 @@ class PredictorBlock(nn.Module):
     def forward(self, state: Tensor, actions: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
         """[B, K, W] each; ``allowed`` [B, 1, K, K]: an edit sees itself and those before it."""
         first, second, third, fourth, fifth, sixth = self.norms
+        # Each looks at the newest values of the other. The order is a part of the model: stored weights were
+        # trained with it.
         state = state + self.to_actions(first(state), second(actions), allowed)
         actions = actions + self.to_state(second(actions), third(state), allowed)
         own = fourth(state)
@@ -151,15 +189,21 @@ class Predictor(nn.Module):
         """[B, D], [B, K, A], [B, K] → [B, K, D] in fp32, 0 where the mask is false."""
         count = actions.shape[1]
         order = self.order[:count]
+        # The same order on both sides: the k-th state is the one after the k-th edit.
         values = self.state_in(state)[:, None] + order
         edits = self.action_in(actions) + order
         # Each edit may look at itself, also where there is none: a row of nothing but -inf is no number.
-        causal = torch.ones(count, count, dtype=torch.bool, device=mask.device).tril()
-        own = torch.eye(count, dtype=torch.bool, device=mask.device)
-        allowed = (causal & (mask[:, None, :] | own))[:, None]
+        device = mask.device
+        square = torch.ones(count, count, dtype=torch.bool, device=device)
+        causal = square.tril()
+        own = torch.eye(count, dtype=torch.bool, device=device)
+        seen = mask[:, None, :] | own
+        allowed = (causal & seen)[:, None]
         for block in self.blocks:
             values, edits = block(values, edits, allowed)
-        predicted: Tensor = state[:, None].float() + self.out(self.norm(values)).float()
+        # Summed in fp32: a small change would be lost beside its state in bf16.
+        change = self.out(self.norm(values))
+        predicted: Tensor = state[:, None].float() + change.float()
         if normalize:
             predicted = functional.normalize(predicted, dim=-1)
         return predicted * mask[..., None]

@@ -124,7 +124,7 @@ def prepare(setup: Setup, section: LatentEdit, folder: Path) -> dict[str, Any]:
 def _describe(
     setup: Setup, section: LatentEdit, corpus: Corpus, policy: HoldOutPolicy, encoder: Encoder
 ) -> dict[str, Any]:
-    """What decides the items and their states, as JSON values; no path of this machine.
+    """Facts that decide the items and their states, as JSON values; no path of this machine.
 
     Raises DataError where the predictor is for states of another width.
     """
@@ -154,7 +154,7 @@ def _describe(
 
 
 def _read_facts(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What a finished folder says of itself, once its files are what it says and it is of ``facts``.
+    """The facts of a finished folder, once its files agree with them and they belong to ``facts``.
 
     By content, as the corpus: nodes are compared by what the folder says, and train what it holds. Raises
     DataError.

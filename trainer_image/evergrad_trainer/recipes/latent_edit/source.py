@@ -8,7 +8,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from evergrad_trainer.data.batch import Rows
 from evergrad_trainer.recipes.latent_edit.edits import (
@@ -36,7 +35,7 @@ AFTER_SPAN: Final = "after_span"
 MER: Final = 6
 """Bases that are read as one."""
 MERS: Final = 3
-"""Of an allele of up to 16 bases."""
+"""Groups of bases that an allele of up to 16 bases has."""
 NO_BASE: Final = len(BASES)
 """The digit behind the end of an allele."""
 NUM_MERS: Final = (NO_BASE + 1) ** MER
@@ -47,6 +46,7 @@ NO_MER: Final = NUM_MERS - 1
 def digits_of(alleles: npt.NDArray[np.bytes_]) -> npt.NDArray[np.uint8]:
     """Alleles [...] as digits [..., 18]: 0 to 3 for a base, 4 for none."""
     letters = np.ascontiguousarray(alleles).view(np.uint8).reshape(*alleles.shape, -1)
+    # One look-up for all letters: the zero bytes behind a short allele become NO_BASE as well.
     table = np.full(256, NO_BASE, dtype=np.uint8)
     table[list(BASES)] = range(len(BASES))
     digits = np.full((*alleles.shape, MER * MERS), NO_BASE, dtype=np.uint8)
@@ -56,6 +56,7 @@ def digits_of(alleles: npt.NDArray[np.bytes_]) -> npt.NDArray[np.uint8]:
 
 def mers_of(digits: npt.NDArray[np.uint8]) -> npt.NDArray[np.int16]:
     """Digits [..., 18] as groups of six bases [..., 3]: each a number to the base of 5."""
+    # Widened first: powers of 5 do not fit into the type of a digit.
     groups = digits.reshape(*digits.shape[:-1], MERS, MER).astype(np.int32)
     powers = (NO_BASE + 1) ** np.arange(MER - 1, -1, -1, dtype=np.int32)
     found: npt.NDArray[np.int16] = (groups * powers).sum(-1).astype(np.int16)
@@ -104,6 +105,7 @@ class EditSource:
 
     @cached_property
     def _states(self) -> npt.NDArray[np.float32]:
+        # Mapped and not read: the states of all items may be larger than the memory.
         states: npt.NDArray[np.float32] = np.load(self._folder / STATES, mmap_mode="r")
         return states
 
@@ -123,8 +125,30 @@ class EditSource:
             states[torch.from_numpy(rows < 0)] = 0
             tensors |= {STATE: states[:, 0].clone(), TARGET: states[:, 1:].clone()}
         else:
-            tensors |= self._read_tokens(numbers, self._encoder)
-        return Rows(tensors, weight=int(self._arrays["counts"][numbers].sum()))
+            # The encoder runs in each step: it gets token ids, and makes the states of them.
+            arrays, length = self._arrays, self._tokens
+            most = arrays["positions"].shape[1]
+            before = torch.zeros((len(numbers), length), dtype=torch.int64)
+            before_span = torch.zeros((len(numbers), 2), dtype=torch.int64)
+            after = torch.zeros((len(numbers), most, length), dtype=torch.int64)
+            after_span = torch.zeros((len(numbers), most, 2), dtype=torch.int64)
+            for row, item in enumerate(numbers):
+                sequence = arrays["sequences"][arrays["windows"][item]].tobytes()
+                tokens = self._encoder.tokenize(sequence, None)
+                before[row] = tokens.tensor()
+                before_span[row] = torch.tensor([tokens.first, tokens.last])
+                edits = self.edits(item)
+                for place in range(len(edits)):
+                    # Each state follows all edits so far, the newest of which it is pooled at.
+                    applied = apply_edits(sequence, edits[: place + 1])
+                    tokens = self._encoder.tokenize(applied.sequence, applied.places[-1])
+                    after[row, place] = tokens.tensor()
+                    after_span[row, place] = torch.tensor([tokens.first, tokens.last])
+            tensors |= {BEFORE: before, BEFORE_SPAN: before_span}
+            tensors |= {AFTER: after, AFTER_SPAN: after_span}
+        # Weighed by its edits, each of which has a loss: items with more of them count for more.
+        counts = self._arrays["counts"][numbers]
+        return Rows(tensors, weight=int(counts.sum()))
 
     def describe(self, item: int) -> str:
         """The window's place, and the edits; no sequence."""
@@ -151,11 +175,12 @@ class EditSource:
 
     @cached_property
     def _actions(self) -> dict[str, npt.NDArray[Any]]:
-        """What a predictor is told of the edits of all items, as small as it can be."""
+        """The input of a predictor on the edits of all items, as small as it can be."""
         arrays = self._arrays
         references, alternates = (
             digits_of(arrays[name]) for name in ("references", "alternates")
         )
+        # In small types while they wait: ``read`` widens the rows that it takes.
         most = arrays["positions"].shape[1]
         mask = np.arange(most) < arrays["counts"][:, None]
         kinds = types_of(*((one < NO_BASE).sum(-1) for one in (references, alternates)))
@@ -165,29 +190,4 @@ class EditSource:
             REFERENCE: mers_of(references),
             ALTERNATE: mers_of(alternates),
             MASK: mask,
-        }
-
-    def _read_tokens(self, numbers: Sequence[int], encoder: Encoder) -> dict[str, Tensor]:
-        arrays, length = self._arrays, self._tokens
-        most = arrays["positions"].shape[1]
-        before = torch.zeros((len(numbers), length), dtype=torch.int64)
-        before_span = torch.zeros((len(numbers), 2), dtype=torch.int64)
-        after = torch.zeros((len(numbers), most, length), dtype=torch.int64)
-        after_span = torch.zeros((len(numbers), most, 2), dtype=torch.int64)
-        for row, item in enumerate(numbers):
-            sequence = arrays["sequences"][arrays["windows"][item]].tobytes()
-            tokens = encoder.tokenize(sequence, None)
-            before[row] = tokens.tensor()
-            before_span[row] = torch.tensor([tokens.first, tokens.last])
-            edits = self.edits(item)
-            for place in range(len(edits)):
-                applied = apply_edits(sequence, edits[: place + 1])
-                tokens = encoder.tokenize(applied.sequence, applied.places[-1])
-                after[row, place] = tokens.tensor()
-                after_span[row, place] = torch.tensor([tokens.first, tokens.last])
-        return {
-            BEFORE: before,
-            BEFORE_SPAN: before_span,
-            AFTER: after,
-            AFTER_SPAN: after_span,
         }

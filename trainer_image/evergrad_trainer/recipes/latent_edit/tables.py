@@ -14,7 +14,7 @@ from evergrad_trainer.recipes.latent_edit.edits import Edit, EditError, EditType
 from evergrad_trainer.recipes.latent_edit.windows import HoldOutPolicy
 
 LEAST_FREQUENCY: Final = 0.01
-"""Of a population variant: rarer ones are no common variants."""
+"""Frequency of a population variant: rarer ones are no common variants."""
 SIGNIFICANCES: Final = ("P", "LP", "LB", "B", "VUS", "OTHER")
 _KEY_COLUMNS: Final = ("chrom", "pos", "ref", "alt")
 _COLUMNS: Final = {

@@ -101,6 +101,7 @@ class LatentEdit:
     def stages(self, prepared: Prepared) -> Sequence[Stage]:
         """One stage on all items that are trained on."""
         self._read(prepared)
+        # In the fingerprint of the data: a corpus or an encoder that has changed gives other samples.
         facts = {key: self._facts[key] for key in ("snapshotId", "manifestHash", "encoder")}
         # The mean state is known where all states are.
         without = () if self._is_cached else (MEAN_LOSS,)
@@ -150,6 +151,7 @@ class LatentEdit:
             layers=settings.layers,
             heads=settings.heads,
         )
+        # The encoder is built where it computes alone: cached states need no memory for it.
         frozen: dict[str, nn.Module]
         if self._is_cached:
             mean = torch.from_numpy(np.load(self._folder / MEAN))
@@ -169,7 +171,9 @@ class LatentEdit:
         state, target = self._states(modules, batch)
         predicted, mask = self._predict(modules, batch, state), batch[MASK]
         total = self._losses(predicted, target, mask).sum()
+        # Outside of the graph and of autocast: numbers to look at must neither cost memory nor lose digits.
         with torch.no_grad(), torch.autocast(state.device.type, enabled=False):
+            # Times the weight: the step divides all parts by it, as it does the loss.
             weight = mask.sum()
             spread = measure_spread(predicted.detach(), target, mask)
             parts = {
@@ -222,6 +226,8 @@ class LatentEdit:
         """The states before and after the edits, [B, D] and [B, K, D], without gradients."""
         if self._is_cached:
             return batch[STATE], batch[TARGET]
+        # One sequence at a time, in the same order on all ranks: a batch would have to be padded, which
+        # may change the last bits of a state.
         model = modules.frozen[ENCODER]
         before = [
             self._encode(model, ids, span)
@@ -243,11 +249,14 @@ class LatentEdit:
 
     def _measure(self, modules: Modules, batch: Tensors, stage: Stage) -> Loss:
         """The loss, and sums from which the numbers of the whole set follow."""
+        # In float64, as the sums below are added up over a whole set before they are subtracted.
         state, target = self._states(modules, batch)
-        predicted, mask = self._predict(modules, batch, state).double(), batch[MASK]
+        mask = batch[MASK]
+        predicted = self._predict(modules, batch, state).double()
         target = target.double()
+        cosines = functional.cosine_similarity(predicted, target, dim=-1)
         parts = {
-            "cosine": (functional.cosine_similarity(predicted, target, dim=-1) * mask).sum(),
+            "cosine": (cosines * mask).sum(),
             "squared_distance": (predicted - target).square().sum(),
             **self._baselines(modules, state, target, mask),
             "predicted": predicted.sum(),
@@ -303,6 +312,7 @@ def summarize(
         ("target_variance", "target", "target_squares"),
         ("prediction_variance", "predicted", "predicted_squares"),
     ):
+        # Rounding may leave less than nothing of a set whose states are all alike.
         length = sum(means[f"{name}_{index}"] ** 2 for index in range(width))
         found[metric] = max(0.0, means[squares] - length) / width
 

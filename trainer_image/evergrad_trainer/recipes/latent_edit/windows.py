@@ -52,7 +52,7 @@ class Window:
 
 @dataclass(frozen=True)
 class HoldOutPolicy:
-    """What is never trained on, ready to be asked. ``hash``: of the whole policy."""
+    """Places that are never trained on, ready to be asked. ``hash``: of the whole policy."""
 
     settings: HoldOut
     chromosomes: frozenset[str] = field(init=False)
@@ -159,7 +159,7 @@ def _read_line(line: bytes, place: str, *, is_placed: bool) -> Window | Problem:
     try:
         raw = json.loads(line.strip())
     except ValueError as error:
-        # Of JSON's own errors the column alone: others quote the text.
+        # Errors of JSON give the column alone: others quote the text.
         column = getattr(error, "colno", None)
         what = "is no JSON" if column is None else f"is no JSON, at column {column}"
         return Problem(place, what, "each line is one object", "Correct it")

@@ -30,12 +30,16 @@ def pair_losses(model: LogProbs, reference: LogProbs, settings: Preference) -> T
     "Statistical Rejection Sampling Improves Preference Optimization" (arXiv 2309.06657).
     """
     beta, smoothing = float(settings.beta), float(settings.label_smoothing)
-    difference = (model.chosen - reference.chosen) - (model.rejected - reference.rejected)
+    # The partition function of the implied reward is the same for both rows, and cancels here.
+    chosen = model.chosen - reference.chosen
+    rejected = model.rejected - reference.rejected
+    difference = chosen - rejected
     if settings.loss == "ipo":
         return (difference - 1 / (2 * beta)) ** 2
     margin = beta * difference
     if settings.loss == "hinge":
         return functional.relu(1 - margin)
+    # Not log(sigmoid(…)), which is -inf for a pair that is ranked clearly wrong.
     losses = -(1 - smoothing) * functional.logsigmoid(margin)
     return losses - smoothing * functional.logsigmoid(-margin)
 
@@ -43,11 +47,12 @@ def pair_losses(model: LogProbs, reference: LogProbs, settings: Preference) -> T
 def pair_metrics(
     model: LogProbs, reference: LogProbs, settings: Preference
 ) -> dict[str, Tensor]:
-    """What is measured of each pair [pairs], by its name in METRICS."""
+    """The metrics of each pair [pairs], by its name in METRICS."""
     beta = float(settings.beta)
     chosen = beta * (model.chosen - reference.chosen)
     rejected = beta * (model.rejected - reference.rejected)
     return {
+        # As a number, so that its mean is the share of pairs.
         "accuracy": (chosen > rejected).to(chosen.dtype),
         "margin": chosen - rejected,
         "chosen_reward": chosen,

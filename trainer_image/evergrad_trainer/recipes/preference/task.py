@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.identity import from_wire
 from evergrad_manifest.training import Preference as PreferenceSection
-from evergrad_manifest.training import Training
 from evergrad_manifest.training.preference import METRICS
 from evergrad_trainer.checkpoint.weights import WEIGHTS, load_weights
 from evergrad_trainer.data.pair_source import PairSource
@@ -97,7 +96,7 @@ class Preference(Pretrain):
         own = row_log_probs(model, inputs, labels, chunk_tokens=chunk_tokens)
         sums = (LogProbs.of(own.view(-1, 2)), LogProbs.of(its.view(-1, 2)))
 
-        # What fills up a batch of an evaluation has no label, and a loss that does not count.
+        # A row that fills up a batch of an evaluation has no label, and a loss that does not count.
         is_pair = (batch[LABELS] != IGNORE_INDEX).flatten(1).any(dim=1)
         total = _sum_where(is_pair, pair_losses(*sums, self.settings))
         with torch.no_grad():
@@ -115,7 +114,7 @@ class Preference(Pretrain):
         )
 
     def _find_reference(self) -> "_Named | None":
-        """What the file names as the reference; None where it is what ``model`` describes."""
+        """The reference that the file names; None where it is what ``model`` describes."""
         training, base = self.setup.training, self.setup.base_directory
         if self.settings.reference is not None:
             path = base / self.settings.reference
@@ -129,7 +128,16 @@ class Preference(Pretrain):
             path = base / begun.path
             if begun.load != "everything":
                 return _Named(_INITIAL_FIELD, path, begun.step)
-            training, base = _read_run(path)
+            # A path is a run's directory, the checkpoints in it, or one of them.
+            for folder in (path, *path.absolute().parents[:2]):
+                record = RunDirectory(folder).read_resolved()
+                if record is not None:
+                    break
+            else:
+                what = f"{path} is not in the directory of a run"
+                raise ModelError(Problem(_INITIAL_FIELD, what, _WHY_READ, _NAME_IT))
+            training = from_wire(record["manifest"]).training
+            base = folder / record["baseDirectory"]
             other = training.pair_settings
             if other is not None and other.reference is not None:
                 return _Named(_INITIAL_FIELD, base / other.reference)
@@ -144,19 +152,6 @@ class _Named:
     field: str
     path: Path
     step: int | None = None
-
-
-def _read_run(path: Path) -> tuple[Training, Path]:
-    """The recipe of the run that has the checkpoints of ``path``, and where its relative paths begin.
-
-    ``path``: its directory, the checkpoints in it, or one of them. Raises ModelError and RunDirectoryError.
-    """
-    for folder in (path, *path.absolute().parents[:2]):
-        record = RunDirectory(folder).read_resolved()
-        if record is not None:
-            return from_wire(record["manifest"]).training, folder / record["baseDirectory"]
-    what = f"{path} is not in the directory of a run"
-    raise ModelError(Problem(_INITIAL_FIELD, what, _WHY_READ, _NAME_IT))
 
 
 def _sum_where(is_pair: Tensor, values: Tensor) -> Tensor:

@@ -71,6 +71,7 @@ class Pretrain:
         sources = {}
         pairs = zip(prepared.sources, data.sources, strict=True)
         for index, (source, declared) in enumerate(pairs):
+            # By the seed of the data: another seed of the weights must not change the samples.
             used = choose_samples(
                 self._open(source, source.train),
                 declared.samples,
@@ -78,7 +79,8 @@ class Pretrain:
                 field=f"spec.training.data.sources[{index}].samples",
             )
             sources[source.name] = (used, declared.weight)
-        # What decides the samples besides the sources and the order: part of the fingerprint of the data.
+        # Facts that decide the samples besides the sources and the order: part of the fingerprint of the
+        # data.
         facts = {
             "packing": data.packing,
             "sequence_length": data.sequence_length,
@@ -105,6 +107,7 @@ class Pretrain:
         # One set for the held-out documents of all sources, first: reports show sets in this order.
         if held_out:
             found[HELD_OUT] = Evaluator(held_out)
+        # A set for each source of its own: their losses are not comparable.
         for one in prepared.evaluation:
             found[one.name] = Evaluator([self._open(one, one.train)])
         return found

@@ -87,7 +87,8 @@ def last_span(marks: np.ndarray[Any, np.dtype[np.bool_]]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Completions:
-    """What is measured: completions of the rows of a micro-batch, token by token, each the most probable.
+    """A measurement by generation: completions of the rows of a micro-batch, token by token, each the most
+    probable.
 
     ``runtime``: how the model is cut and compiled, by default not at all.
     """
@@ -112,6 +113,7 @@ class Completions:
         prompts = [row[:length].tolist() for row, length in zip(inputs, lengths, strict=True)]
         rows = [at for at, prompt in enumerate(prompts) if prompt]
         given = [prompts[at] for at in rows]
+        # Collective: ranks gather the weights together, and one without rows must not let the others wait.
         if not given and self.is_sharded:
             given = [[0]]
         generated = self.generate(model, given, inputs.device)
@@ -121,6 +123,7 @@ class Completions:
             own = labels[at][labels[at] != IGNORE_INDEX].tolist()
             found, wanted = self.text(ids), self.text(own)
             sums["rows"] += 1
+            # Without white space at the ends, which templates place differently.
             sums["exact"] += found.strip() == wanted.strip()
             number, target = parse_number(found), parse_number(wanted)
             if target is None:
@@ -131,6 +134,7 @@ class Completions:
                 error = number - target
                 # Not as a power, which raises OverflowError for numbers that a product makes infinite.
                 sums["squared_error"] += error * error
+        # In float64 on the device: exact counts, which are summed over all ranks.
         parts = {
             name: torch.tensor(value, dtype=torch.float64, device=total.device)
             for name, value in sums.items()
@@ -141,6 +145,17 @@ class Completions:
         self, model: nn.Module, prompts: Sequence[list[int]], device: torch.device
     ) -> list[list[int]]:
         """The ids that follow each prompt, up to and with what ends them."""
+        stops = self.settings.stop
+
+        def is_end(ids: Sequence[int]) -> bool:
+            if ids[-1] == self.tokenizer.end_of_document:
+                return True
+            # Each row would be decoded anew at each of its tokens: only a stop needs that.
+            if not stops:
+                return False
+            text = self.tokenizer.decode(ids)
+            return any(stop in text for stop in stops)
+
         # Rows grow by a token a call: a graph for each length would be compiled to be used once.
         is_compiled = self.runtime is not None and should_compile(self.runtime, device)
         with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
@@ -149,7 +164,7 @@ class Completions:
                 prompts,
                 device=device,
                 most=self.settings.max_new_tokens,
-                is_end=self._is_end,
+                is_end=is_end,
                 is_even=self.is_sharded,
             )
 
@@ -160,15 +175,6 @@ class Completions:
         text = self.tokenizer.decode(kept)
         places = [at for stop in self.settings.stop if (at := text.find(stop)) >= 0]
         return text[: min(places)] if places else text
-
-    def _is_end(self, ids: Sequence[int]) -> bool:
-        if ids[-1] == self.tokenizer.end_of_document:
-            return True
-        stops = self.settings.stop
-        if not stops:
-            return False
-        text = self.tokenizer.decode(ids)
-        return any(stop in text for stop in stops)
 
 
 def parse_number(text: str) -> float | None:

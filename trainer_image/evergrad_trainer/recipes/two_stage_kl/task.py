@@ -25,7 +25,7 @@ REFERENCE: Final = "reference"
 
 @dataclass(frozen=True)
 class StageOptions:
-    """What a stage's loss is made of. ``penalty``: None in the first stage, which has no reference."""
+    """Options of a stage's loss. ``penalty``: None in the first stage, which has no reference."""
 
     penalty: Penalty | None
 
@@ -91,6 +91,7 @@ class TwoStageKl(Pretrain):
         """The loss of the model alone, so that both stages compare: on the held-out documents of each stage's
         sources, then on each evaluation source of the file."""
         found: dict[str, Evaluator] = {}
+        # A set a stage: what the second stage forgets shows on the documents of the first.
         for name, stage in zip(STAGE_SETS, self._section.stages, strict=True):
             held_out = [
                 self._open(one, one.held_out)
@@ -105,6 +106,7 @@ class TwoStageKl(Pretrain):
 
     def build(self, build_model: Callable[[], nn.Module]) -> Modules:
         """The file's model, and another of its kind that becomes the reference at the boundary."""
+        # Built alike, so that the snapshot at the boundary fits by name, shape and type.
         (end,) = stage_ends(self.setup.training)
         return Modules(
             trained={MODEL: build_model()},
@@ -118,6 +120,7 @@ class TwoStageKl(Pretrain):
         if penalty is None:
             return Loss(self._plain(modules, batch))
         sums = self._compare(modules, batch, penalty)
+        # Times the tokens, as the other parts are sums over them: the mean in the report is beta itself.
         num_tokens = (batch[LABELS] != IGNORE_INDEX).sum()
         return Loss(
             sums.total,
@@ -131,15 +134,17 @@ class TwoStageKl(Pretrain):
         )
 
     def _evaluator(self, sources: Sequence[Any]) -> Evaluator:
-        return Evaluator(sources, self._measure, self.measured)
+        """Build a measurement of the model's loss and, with a reference, of the distance from it."""
 
-    def _measure(self, modules: Modules, batch: Tensors, stage: Stage) -> Loss:
-        """The model's loss without the penalty, and how far it is from the reference, where there is one."""
-        penalty = stage.options.penalty
-        if penalty is None:
-            return Loss(self._plain(modules, batch))
-        sums = self._compare(modules, batch, penalty)
-        return Loss(sums.policy, {"reference_loss": sums.reference, "kl": sums.divergence})
+        def measure(modules: Modules, batch: Tensors, stage: Stage) -> Loss:
+            # Without the penalty: losses of both stages can be compared.
+            penalty = stage.options.penalty
+            if penalty is None:
+                return Loss(self._plain(modules, batch))
+            sums = self._compare(modules, batch, penalty)
+            return Loss(sums.policy, {"reference_loss": sums.reference, "kl": sums.divergence})
+
+        return Evaluator(sources, measure, self.measured)
 
     def _plain(self, modules: Modules, batch: Tensors) -> Tensor:
         return sum_losses(modules.trained[MODEL], batch, chunk_tokens=self._chunk_tokens)
