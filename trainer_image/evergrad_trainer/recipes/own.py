@@ -38,7 +38,8 @@ _OF_ONE_PROCESS: Final = tuple(
 )
 """Parts of it that an operation on a weight that is cut, or in a wrapped block, runs through."""
 _MIXED: Final = "mixed torch.Tensor and DTensor"
-"""What torch says of an operation on a part of a weight and a whole tensor, without another process."""
+"""What torch says of an operation on a part of a weight and a whole tensor, without another process. It
+raises a plain RuntimeError for it, as for much else, so that only the text tells them apart."""
 
 
 class Code:
