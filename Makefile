@@ -194,8 +194,9 @@ bench-cluster: $(INSTALLED) ## measure the operator beside Kubeflow Trainer on a
 bench-cluster-pods: $(INSTALLED) ## measure a killed pod on real nodes beside an Indexed Job with stock torchrun, and the quickstart's start (as root)
 	EVERGRAD_BED=$(or $(EVERGRAD_BED),9) PYTHONPATH=$(CURDIR)/benchmarks:$(CURDIR)/tests:$(CURDIR)/tests/e2e $(BIN)/python benchmarks/cluster_pods.py $(BENCH)
 
-numbers: $(INSTALLED) ## count sizes, density, comments and fragments of the product (COMMITS='a b': of those)
+numbers: $(INSTALLED) ## count sizes, density, comments and fragments of the product (COMMITS='a b': of those), and the bytes of the CRD
 	@$(BIN)/python benchmarks/readability.py $(COMMITS)
+	@$(BIN)/python -m evergrad_manifest.generate --sizes
 
 images: $(INSTALLED) ## build both container images where something changed, and load them where the cluster is up (as root)
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m bed.product_images

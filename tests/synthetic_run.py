@@ -3,16 +3,14 @@ moves as told."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from evergrad_trainer.observers.account import Record
-from evergrad_trainer.observers.history import StepTable
+from evergrad_trainer.observers.history import StepTable, tabulate
 from evergrad_trainer.observers.jsonl import RunLog
-from evergrad_trainer.records import EvaluationRecord, Event, EventType, StepRecord
+from evergrad_trainer.records import EvaluationRecord, Event, EventType, StepRecord, record_row
 from evergrad_trainer.run_directory import RunDirectory
 
 BEGIN = 1_770_000_000.0
@@ -55,15 +53,7 @@ def step_record(step: int, **changes: Any) -> StepRecord:
 
 def step_table(records: Sequence[StepRecord]) -> StepTable:
     """The records as the columns that their file would give."""
-    columns: dict[str, Any] = {}
-    for name in (one.name for one in fields(StepTable) if one.name != "metrics"):
-        values = [getattr(record, name) for record in records]
-        if name == "sample_hash":
-            columns[name] = np.array([int(value, 16) for value in values], np.uint64)
-        else:
-            is_whole = name in ("step", "generation", "world_size", "tokens", "valid_tokens")
-            columns[name] = np.array(values, np.int64 if is_whole else np.float64)
-    return StepTable(**columns)
+    return tabulate([record_row(record) for record in records])
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,12 @@ from typing import Any, Final
 import yaml
 
 from evergrad_coordinator.metrics import fill_tables
-from evergrad_manifest.crd.definition import build_definition_text
+from evergrad_manifest.crd.definition import (
+    LARGEST_BYTES,
+    LIMIT_BYTES,
+    build_definition_text,
+    count_bytes,
+)
 from evergrad_manifest.describe import describe_default, describe_type
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.example import EDITS, EXAMPLE, OWN_TASK, PAIRS, SCRIPT, SFT, TWO_STAGES
@@ -196,8 +201,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit 1 if a file is not up to date"
     )
+    parser.add_argument(
+        "--sizes",
+        action="store_true",
+        help="write nothing; print the bytes of the CRD as JSON, its limit, and the bound that is kept",
+    )
     parser.add_argument("--root", type=Path, default=_ROOT, help="root of the repository")
     args = parser.parse_args(argv)
+    if args.sizes:
+        sizes = {"bytes": count_bytes(), "bound": LARGEST_BYTES, "limit": LIMIT_BYTES}
+        print(json.dumps({DEFINITION: sizes}))
+        return 0
     stale = 0
     for name, text in build_files(args.root).items():
         # Only what differs is written, so that `make` sees no new file where nothing has changed.

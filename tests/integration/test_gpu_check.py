@@ -37,6 +37,31 @@ def test_a_machine_without_an_accelerator_is_told_apart_from_one_that_fails(
     assert not (tmp_path / "results").exists()
 
 
+def test_a_part_is_named_in_both_results(tmp_path: Path) -> None:
+    ended = gpu_check(tmp_path, "--device", "cpu", "--tiny", "environment")
+    document = json.loads((tmp_path / "gpu.json").read_text())
+    assert (ended.returncode, document["device"]) == (0, "cpu"), ended.stdout
+    assert [row["name"] for row in document["parts"]["environment"]["rows"]] == ["torch"]
+    assert "| environment | passed |" in (tmp_path / "gpu.md").read_text()
+    unknown = gpu_check(tmp_path, "--device", "cpu", "speeed")
+    assert unknown.returncode == 2 and "unknown part 'speeed'" in unknown.stderr
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_curves_graphs_and_speeds_are_those_of_a_run_on_the_cpu(tmp_path: Path) -> None:
+    """With models so small that figures say nothing; each part passes only if its own requirements hold."""
+    passed = gpu_check(tmp_path, "--device", "cpu", "--tiny", "precision", "compile", "speed")
+    found = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    assert passed.returncode == 0, passed.stdout
+    assert list(found) == ["precision", "compile", "speed"]
+    precisions = {row["name"].partition(":")[0] for row in found["precision"]["rows"]}
+    assert precisions == {"fp32", "bf16-autocast", "bf16"}
+    [graphs] = [row["value"] for row in found["compile"]["rows"] if row["name"] == "graphs"]
+    assert 0 < graphs <= 2
+    assert found["speed"]["rows"] and all(row["value"] > 0 for row in found["speed"]["rows"])
+
+
 @pytest.mark.long
 def test_parts_run_in_processes_of_their_own_and_one_that_fails_is_named(
     tmp_path: Path,

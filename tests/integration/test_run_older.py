@@ -1,7 +1,7 @@
 """A run that an older version began goes on with this one, bit for bit.
 
 ``run-05accba`` was trained to step 4 of 8 by the version of that commit. ``continued.json`` is what the same
-version made of the other steps.
+version made of the other steps. With another recipe or other data it is refused.
 """
 
 import json
@@ -9,7 +9,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from run_helpers import EXACT, Experiment, curve, final_state
+import pytest
+from run_helpers import EXACT, USER_ERROR, Experiment, curve, final_state
 
 from evergrad_trainer.state.replicas import hash_state
 
@@ -23,9 +24,7 @@ def rows_of(directory: Path) -> dict[int, list[Any]]:
 
 
 def test_a_run_of_05accba_goes_on_bit_for_bit(experiment: Experiment) -> None:
-    shutil.copy(OLDER / "documents.jsonl", experiment.path / "documents.jsonl")
-    shutil.copy(OLDER / "run.yaml", experiment.path / "before.yaml")
-    shutil.copytree(OLDER, experiment.at("before"))
+    begin(experiment)
     experiment.run(name="before")
     experiment.run(name="before", directory="anew")
 
@@ -50,3 +49,44 @@ def test_a_run_of_05accba_goes_on_bit_for_bit(experiment: Experiment) -> None:
                 else abs(mine - value) <= TOLERANCE * abs(value)
             )
             assert is_close, f"step {step}, {name}: {mine} instead of {value}"
+
+
+def begin(experiment: Experiment) -> dict[Path, bytes]:
+    """Lay the older run down as its version left it; the content of each of its files."""
+    shutil.copy(OLDER / "documents.jsonl", experiment.path / "documents.jsonl")
+    shutil.copy(OLDER / "run.yaml", experiment.path / "before.yaml")
+    shutil.copytree(OLDER, experiment.at("before"))
+    return contents(experiment)
+
+
+def contents(experiment: Experiment) -> dict[Path, bytes]:
+    files = [path for path in experiment.at("before").rglob("*") if path.is_file()]
+    return {path: path.read_bytes() for path in files}
+
+
+def test_a_run_of_05accba_with_another_recipe_is_refused_and_told_how_to_go_on(
+    experiment: Experiment,
+) -> None:
+    before = begin(experiment)
+    changed = ("--set", "spec.training.optimizer.learningRate=0.01")
+    ended = experiment.run(*changed, name="before", expect=USER_ERROR)
+    assert ended.err == (
+        f"error: spec.training.optimizer.learningRate: 0.01 here, but the run in {experiment.at('before')} "
+        "began with 0.003; the recipe of a run does not change. Set it back to 0.003, or give the changed "
+        "run a name of its own.\n"
+    )
+    # Nothing that the older run wrote was touched: set back, it goes on.
+    assert before.items() <= contents(experiment).items()
+
+
+@pytest.mark.long
+def test_a_run_of_05accba_with_other_data_is_refused_and_told_how_to_go_on(
+    experiment: Experiment,
+) -> None:
+    before = begin(experiment)
+    documents = experiment.path / "documents.jsonl"
+    documents.write_text(documents.read_text() + '{"text": "one more"}\n')
+    ended = experiment.run(name="before", expect=USER_ERROR)
+    assert f"error: {documents}: its content changed since this run was prepared" in ended.err
+    assert "Restore the file to go on with this run, or train the new content" in ended.err
+    assert before.items() <= contents(experiment).items()

@@ -45,8 +45,8 @@ class StepRecord:
     rank_skew_seconds: float
     time: float
     skipped: str | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
     loss_scale: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,8 @@ def judge_refusal(paths: Sequence[str], message: str) -> Asked:
 def judge_failure(message: str) -> Asked:
     """The answer in a failure of the API server: a webhook that may not be passed over and does not answer is
     one."""
+    # The API server calls it InternalError, with one cause that has neither a reason nor a field: the name of
+    # the webhook stands in its text alone.
     return Asked(Answer.FAILED if WEBHOOK in message else Answer.UNKNOWN, message)
 
 

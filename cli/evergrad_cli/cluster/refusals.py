@@ -9,6 +9,8 @@ from evergrad_cli.cluster.errors import NotFoundError, RefusedError, Status, Unr
 from evergrad_manifest.errors import EvergradError, Problem
 
 _MANAGER: Final = re.compile(r'conflict with "((?:[^"\\]|\\.)*)"')
+_TERMINATING: Final = "NamespaceTerminating"
+"""Cause that an API server gives where an object is created in a namespace that is being deleted."""
 # A proxy may answer with a whole page of HTML.
 _LONGEST: Final = 1000
 NO_CRD: Final = Problem(
@@ -58,7 +60,7 @@ def error_of(status: int, body: bytes, *, what: str) -> EvergradError:
             status=status,
         )
     if status == Status.FORBIDDEN:
-        return RefusedError(_forbidden(what, message), status=status)
+        return RefusedError(_forbidden(what, message, _causes(answer)), status=status)
     if status == Status.CONFLICT:
         return _conflict(answer, message, what)
     # The server's part, which passes: a command that waits asks again.
@@ -76,8 +78,9 @@ def error_of(status: int, body: bytes, *, what: str) -> EvergradError:
     return RefusedError(*problems or [Problem(what, refusal, message)], status=status)
 
 
-def _forbidden(what: str, message: str) -> Problem:
-    # Admission plug-ins answer 403 like RBAC does, and differ from it in the text alone.
+def _forbidden(what: str, message: str, causes: Sequence[Mapping[str, Any]]) -> Problem:
+    # The plug-in of quotas answers 403 with the reason Forbidden and no cause, as RBAC does: only its text
+    # says which of the two it was.
     if "exceeded quota" in message:
         return Problem(
             what,
@@ -85,7 +88,7 @@ def _forbidden(what: str, message: str) -> Problem:
             message,
             "Ask for less, or for a larger quota",
         )
-    if "being terminated" in message:
+    if any(cause.get("reason") == _TERMINATING for cause in causes):
         return Problem(
             what,
             "cannot be created",

@@ -1,4 +1,4 @@
-"""The numbers of a step: the columns of metrics.jsonl, and what a recipe declares besides."""
+"""What is recorded of a step: the columns of metrics.jsonl, and what a recipe declares besides."""
 
 import re
 from collections.abc import Mapping
@@ -8,13 +8,16 @@ from typing import Final, Literal
 Compared = Literal["exactly", "closely", "by request", "told"]
 """How compare-runs takes a column: it must be equal; within the tolerance; only with --exact; it is shown,
 and never counts as a difference."""
+Kind = Literal["integer", "real", "hash", "word"]
+"""What a value is. A hash is 16 hex digits; a word is of a vocabulary of ``causes``."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """One number of a step, as a row of metrics.jsonl has it.
+    """One value of a step, as a row of metrics.jsonl has it.
 
-    ``aggregate``: how the ranks' values become one.
+    ``aggregate``: how the ranks' values become one. ``is_optional``: a row may lack it, since it has no value
+    at every step, or since older versions did not write it.
     """
 
     name: str
@@ -22,10 +25,12 @@ class Column:
     help: str
     aggregate: str
     compared: Compared | None = None
+    kind: Kind = "real"
+    is_optional: bool = False
 
 
 COLUMNS: Final[tuple[Column, ...]] = (
-    Column("step", "", "optimizer step, from 1", "agreed"),
+    Column("step", "", "optimizer step, from 1", "agreed", kind="integer"),
     Column(
         "generation",
         "",
@@ -35,19 +40,21 @@ COLUMNS: Final[tuple[Column, ...]] = (
         ),
         "agreed",
         "told",
+        "integer",
     ),
-    Column("world_size", "", "processes that trained it", "agreed", "told"),
+    Column("world_size", "", "processes that trained it", "agreed", "told", "integer"),
     Column(
         "loss", "nats per valid token", "mean over the whole global batch", "mean", "closely"
     ),
-    Column("tokens", "", "of this step, over all processes", "sum", "exactly"),
-    Column("valid_tokens", "", "those of them that carry a loss", "sum", "exactly"),
+    Column("tokens", "", "of this step, over all processes", "sum", "exactly", "integer"),
+    Column("valid_tokens", "", "those of them that carry a loss", "sum", "exactly", "integer"),
     Column(
         "sample_hash",
         "",
         "16 hex digits: the sum modulo 2⁶⁴ of a hash of each sample's id. Equal hashes, equal samples",
         "sum",
         "exactly",
+        "hash",
     ),
     Column("learning_rate", "", "of this update", "agreed", "closely"),
     Column("grad_norm", "", "global, before clipping", "norm", "by request"),
@@ -74,8 +81,27 @@ COLUMNS: Final[tuple[Column, ...]] = (
         "maximum less median",
     ),
     Column("time", "Unix s", "end of the step", "rank 0"),
+    Column(
+        "skipped",
+        "",
+        (
+            "why the step made no update: `loss` or `grad` (not finite), `overflow` (a gradient in fp16, "
+            "which lowers the scale), `empty` (no token carries a loss) or `requested` "
+            "(`spec.training.skipSteps`); else `null`"
+        ),
+        "agreed",
+        kind="word",
+        is_optional=True,
+    ),
+    Column(
+        "loss_scale",
+        "",
+        "what the loss was multiplied by, with precision `fp16-autocast`; else left out",
+        "agreed",
+        is_optional=True,
+    ),
 )
-"""The columns of metrics.jsonl that every row has and that are numbers, in their order."""
+"""The columns of metrics.jsonl, in their order. A recipe's own metrics are in ``metrics`` beside them."""
 
 MOST_DECLARED: Final = 32
 """Most metrics that a recipe may have: each is a series of the endpoint, and a number that ranks exchange at
@@ -93,7 +119,6 @@ def declare(metrics: Mapping[str, str]) -> tuple[Column, ...]:
     """
     # A row has them beside the columns, or a table of the report does.
     taken = {column.name for column in COLUMNS} | {
-        "skipped",
         "metrics",
         "name",
         "perplexity",

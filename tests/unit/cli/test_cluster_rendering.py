@@ -394,6 +394,18 @@ def test_a_pod_that_waits_is_pointed_at(make_run: Make) -> None:
             "beyond the namespace's quota",
         ),
         (
+            403,
+            b'{"kind":"Status","details":{"causes":[{"reason":"NamespaceTerminating"}]}}',
+            RefusedError,
+            "The namespace is being deleted: name another with -n",
+        ),
+        (
+            403,
+            b'{"kind":"Status","message":"may not create what is being terminated"}',
+            RefusedError,
+            "Ask for the right",
+        ),
+        (
             409,
             b'{"kind":"Status","message":"modified"}',
             RefusedError,

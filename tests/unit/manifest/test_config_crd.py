@@ -2,15 +2,25 @@
 
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from bed import toolbox
 
 from evergrad_coordinator.contract import API_VERSION, KIND
-from evergrad_manifest.crd.definition import LARGEST_BYTES, build_definition, build_root
+from evergrad_manifest import generate
+from evergrad_manifest.crd.definition import (
+    LARGEST_BYTES,
+    LIMIT_BYTES,
+    build_definition,
+    build_root,
+    count_bytes,
+)
 from evergrad_manifest.crd.nodes import VALIDATIONS
 from evergrad_manifest.crd.rules import RULES
 from evergrad_manifest.crd.schema import LEFT_OUT, SHOWN_DEFAULTS
@@ -167,7 +177,57 @@ def test_unknown_keys_of_our_sections_reach_the_whole_validation() -> None:
 
 
 def test_the_definition_leaves_room_for_further_recipes() -> None:
-    assert len(json.dumps(build_definition(), separators=(",", ":")).encode()) < LARGEST_BYTES
+    assert count_bytes() < LARGEST_BYTES < LIMIT_BYTES
+
+
+def test_the_size_of_the_definition_is_printed_with_its_limit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert generate.main(["--sizes"]) == 0
+    [(file, sizes)] = json.loads(capsys.readouterr().out).items()
+    assert (file, sizes["limit"]) == (DEFINITION, 128_000)
+    assert (sizes["bytes"], sizes["bound"]) == (count_bytes(), LARGEST_BYTES)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_the_rules_cost_less_than_two_thirds_of_what_an_api_server_allows() -> None:
+    """As Kubernetes' own code estimates them, which an API server does when the definition is applied."""
+    if shutil.which("go") is None and toolbox.missing(("celcost",)):
+        pytest.skip("celcost is not built, and there is no `go` to build it.")
+    found = ask_for_costs(build_definition())
+    print(json.dumps({key: value for key, value in found.items() if key != "rules"}))
+    assert len(found["rules"]) >= sum(map(len, RULES.values()))
+    assert found["total"] > 0 and found["limitOfAll"] == 100_000_000
+    assert found["total"] < found["limitOfAll"] * 2 // 3
+    assert max(rule["cost"] for rule in found["rules"]) < found["limitOfARule"] * 2 // 3
+    # A rule that the estimate must refuse: texts without a bound, compared with each other.
+    definition = build_definition()
+    spec = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    spec["properties"]["words"] = {
+        "type": "array",
+        "items": {"type": "string"},
+        VALIDATIONS: [{"rule": "self.all(one, self.exists_one(other, other == one))"}],
+    }
+    beyond = ask_for_costs(definition)
+    assert beyond["total"] > beyond["limitOfAll"]
+    assert {one["path"] for one in beyond["rules"]} == {
+        *(one["path"] for one in found["rules"]),
+        "spec.words",
+    }
+
+
+def ask_for_costs(definition: dict[str, Any]) -> dict[str, Any]:
+    done = subprocess.run(
+        [toolbox.binary("celcost")],
+        input=json.dumps(definition),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
 
 
 def test_the_file_is_what_the_builder_says_without_aliases() -> None:

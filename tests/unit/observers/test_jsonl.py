@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+from copy import copy
 from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
@@ -345,6 +346,8 @@ def test_the_saved_step_comes_from_the_name_of_the_checkpoint(
         ({"sample_hash": 12}, "line 6000: has an impossible sample_hash, 12"),
         ({"learning_rate": "fast"}, "line 6000: has an impossible learning_rate, 'fast'"),
         ({"step": None}, "line 6000: has an impossible step, None"),
+        ({"skipped": 3}, "line 6000: has an impossible skipped, 3"),
+        ({"loss_scale": "high"}, "line 6000: has an impossible loss_scale, 'high'"),
         ({"step": 2**70}, "line 6000: has an impossible step"),
     ],
 )
@@ -412,13 +415,52 @@ def test_a_new_process_learns_what_came_before_from_the_ends_of_the_files(
 
 
 def test_the_catalogue_has_exactly_the_columns_of_a_step() -> None:
-    """And in their order; ``skipped`` is no number, ``metrics`` are the recipe's own, and a scale of the loss
-    is there in fp16 alone."""
-    assert [column.name for column in COLUMNS] == [
-        column.name
-        for column in fields(StepRecord)
-        if column.name not in ("skipped", "metrics", "loss_scale")
+    """And in their order; ``metrics`` are the recipe's own."""
+    names = [column.name for column in fields(StepRecord)]
+    assert [*(column.name for column in COLUMNS), "metrics"] == names
+
+
+def test_why_a_step_was_skipped_and_its_scale_are_read_back(
+    directory: RunDirectory, synthetic: ModuleType
+) -> None:
+    records = [
+        synthetic.step_record(1),
+        synthetic.step_record(2, skipped="overflow", loss_scale=65536.0, loss=math.inf),
+        synthetic.step_record(3, loss_scale=32768.0),
     ]
+    log = RunLog(directory)
+    for record in records:
+        log.step_end(record)
+    log.close()
+    steps = read_history(directory).steps
+    read = [steps.record(row) for row in range(3)]
+    assert [(one.skipped, one.loss_scale) for one in read] == [
+        (None, None),
+        ("overflow", 65536.0),
+        (None, 32768.0),
+    ]
+    assert (read[0], read[2]) == (records[0], records[2])
+    # Rows that are chosen keep both.
+    chosen = steps.take(steps.step == 2)
+    assert chosen.skipped.tolist() == ["overflow"] and chosen.loss_scale.tolist() == [65536.0]
+
+
+def test_files_of_before_a_column_was_written_are_read(
+    directory: RunDirectory, synthetic: ModuleType
+) -> None:
+    row = dict(synthetic.step_record(4).__dict__)
+    for column in COLUMNS:
+        if column.is_optional:
+            del row[column.name]
+    directory.metrics.write_text(json.dumps(row) + "\n")
+    assert read_history(directory).steps.record(0) == synthetic.step_record(4)
+
+
+def test_a_table_has_no_attribute_that_is_no_column(synthetic: ModuleType) -> None:
+    table = synthetic.step_table([synthetic.step_record(1)])
+    assert copy(table).loss.tolist() == table.columns["loss"].tolist()
+    with pytest.raises(AttributeError, match="no 'lost'"):
+        _ = table.lost
 
 
 def test_the_scale_of_the_loss_is_in_the_row_of_a_step_that_has_one(

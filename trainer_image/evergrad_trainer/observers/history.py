@@ -4,16 +4,18 @@ records."""
 import math
 import os
 from array import array
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from sys import intern
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from evergrad_coordinator.metrics.columns import COLUMNS, Kind
 from evergrad_trainer.observers.events import parse_event_row
 from evergrad_trainer.records import EvaluationRecord, Event, StepRecord
 from evergrad_trainer.run_directory import (
@@ -30,36 +32,33 @@ Reals = npt.NDArray[np.float64]
 
 Row = TypeVar("Row")
 
-_INTEGERS = ("step", "generation", "world_size", "tokens", "valid_tokens")
+_NAMES = tuple(column.name for column in COLUMNS)
+_OPTIONAL = tuple(column.name for column in COLUMNS if column.is_optional)
+_REQUIRED = tuple(column.name for column in COLUMNS if not column.is_optional)
+_VALUES = itemgetter(*_REQUIRED)
+_CODES: Final[Mapping[Kind, str]] = {"integer": "q", "hash": "Q", "real": "d"}
+"""Type codes of array: signed and unsigned integers of 8 bytes, floats of 8 bytes. Words are no numbers."""
 _CHUNK = 4096
 
 
 @dataclass(frozen=True)
 class StepTable:
-    """The rows of metrics.jsonl as columns of equal length, in the order of the file. Fields as in
-    StepRecord.
+    """The rows of metrics.jsonl as columns of equal length, in the order of the file.
 
-    ``metrics``: a column for each name that any row has; not a number where a row has it not.
+    ``columns``: one for each entry of the catalogue; each is an attribute too, such as ``steps.loss``. An
+    optional number is not a number where a row has it not, an optional word None. ``metrics``: a column for
+    each name of a recipe's own that any row has; not a number where a row has it not.
     """
 
-    step: Integers
-    generation: Integers
-    world_size: Integers
-    loss: Reals
-    tokens: Integers
-    valid_tokens: Integers
-    sample_hash: Hashes
-    learning_rate: Reals
-    grad_norm: Reals
-    step_seconds: Reals
-    data_seconds: Reals
-    forward_backward_seconds: Reals
-    communication_seconds: Reals
-    optimizer_seconds: Reals
-    other_seconds: Reals
-    rank_skew_seconds: Reals
-    time: Reals
+    columns: Mapping[str, npt.NDArray[Any]]
     metrics: Mapping[str, Reals] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> npt.NDArray[Any]:
+        # Copying asks for attributes of an object that has no fields yet.
+        columns: Mapping[str, npt.NDArray[Any]] = self.__dict__.get("columns", {})
+        if name not in columns:
+            raise AttributeError(f"the catalogue of a step's columns has no {name!r}")
+        return columns[name]
 
     def __len__(self) -> int:
         return len(self.step)
@@ -79,8 +78,16 @@ class StepTable:
 
     def record(self, row: int) -> StepRecord:
         """Return one row as a record."""
-        values = {name: getattr(self, name)[row].item() for name in _NAMES}
-        values["sample_hash"] = f"{values['sample_hash']:016x}"
+        values: dict[str, Any] = {}
+        for column in COLUMNS:
+            value = self.columns[column.name][row]
+            # A word is itself; numbers of numpy become those of Python.
+            value = value if column.kind == "word" else value.item()
+            if column.kind == "hash":
+                value = f"{value:016x}"
+            elif column.is_optional and column.kind == "real" and math.isnan(value):
+                value = None
+            values[column.name] = value
         metrics = {name: column[row].item() for name, column in self.metrics.items()}
         # A column has a place for each row; a record has only what its row had.
         known = {name: value for name, value in metrics.items() if not math.isnan(value)}
@@ -88,13 +95,9 @@ class StepTable:
 
     def take(self, rows: npt.NDArray[Any]) -> "StepTable":
         """Return these rows only, by indices or by a mask."""
-        columns = {name: getattr(self, name)[rows] for name in _NAMES}
+        columns = {name: column[rows] for name, column in self.columns.items()}
         metrics = {name: column[rows] for name, column in self.metrics.items()}
-        return replace(self, **columns, metrics=metrics)
-
-
-_NAMES = tuple(column.name for column in fields(StepTable) if column.name != "metrics")
-_VALUES = itemgetter(*_NAMES)
+        return StepTable(columns, metrics)
 
 
 class _Columns:
@@ -104,23 +107,27 @@ class _Columns:
     """
 
     def __init__(self) -> None:
-        # Type codes of array: unsigned and signed integers of 8 bytes, floats of 8 bytes.
-        codes = (
-            dict.fromkeys(_NAMES, "d") | dict.fromkeys(_INTEGERS, "q") | {"sample_hash": "Q"}
-        )
-        self._columns: dict[str, array[Any]] = {name: array(codes[name]) for name in _NAMES}
+        self._columns: dict[str, Any] = {
+            one.name: [] if one.kind == "word" else array(_CODES[one.kind]) for one in COLUMNS
+        }
         self._metrics: dict[str, array[float]] = {}
 
     def extend(self, rows: list[dict[str, Any]]) -> None:
         """Append all rows (at least one), or raise; after an exception the object is of no more use."""
         first = len(self)
         # Column by column: a loop over cells in Python would take minutes for a long run.
-        by_column = zip(*map(_VALUES, rows), strict=True)
-        for name, values in zip(_NAMES, by_column, strict=True):
-            column = self._columns[name]
-            if name == "sample_hash":
+        by_name: dict[str, Sequence[Any]] = dict(
+            zip(_REQUIRED, zip(*map(_VALUES, rows), strict=True), strict=True)
+        )
+        by_name |= {name: [row.get(name) for row in rows] for name in _OPTIONAL}
+        for one in COLUMNS:
+            column, values = self._columns[one.name], by_name[one.name]
+            if one.kind == "word":
+                # A few words make the whole column, so that each is kept once.
+                column.extend([None if value is None else intern(value) for value in values])
+            elif one.kind == "hash":
                 column.extend([int(value, 16) for value in values])
-            elif name in _INTEGERS or None not in values:
+            elif one.kind == "integer" or None not in values:
                 column.extend(values)
             else:
                 column.extend([math.nan if value is None else value for value in values])
@@ -145,9 +152,22 @@ class _Columns:
             column.extend([math.nan] * (len(self) - len(column)))
 
         # Views, not copies: the columns of a long run are most of a report's memory.
-        columns = {name: np.asarray(memoryview(one)) for name, one in self._columns.items()}
+        columns = {
+            name: np.array(one, object)
+            if isinstance(one, list)
+            else np.asarray(memoryview(one))
+            for name, one in self._columns.items()
+        }
         metrics = {name: np.asarray(memoryview(one)) for name, one in self._metrics.items()}
-        return StepTable(**columns, metrics=metrics)
+        return StepTable(columns, metrics)
+
+
+def tabulate(rows: list[dict[str, Any]]) -> StepTable:
+    """Put rows of metrics.jsonl into columns. Raises as the collector does, for a row that is none."""
+    columns = _Columns()
+    if rows:
+        columns.extend(rows)
+    return columns.table()
 
 
 @dataclass(frozen=True)
@@ -213,7 +233,7 @@ def read_steps(path: Path, notes: list[str]) -> StepTable:
             # Which row it was is only looked for now, so that good files are read quickly: one row at a time,
             # each by each of its fields.
             for number, row in chunk:
-                if missing := [name for name in _NAMES if name not in row]:
+                if missing := [name for name in _REQUIRED if name not in row]:
                     why = f"has no {' and no '.join(missing)}"
                     raise lines.malformed(number, why) from error
                 if _fits(row):
@@ -222,7 +242,8 @@ def read_steps(path: Path, notes: list[str]) -> StepTable:
                     why = f"has impossible metrics, {row['metrics']!r}"
                     raise lines.malformed(number, why) from error
                 # The first field that is impossible also in a row that is otherwise sound.
-                bad = [name for name in _NAMES if not _fits(_EXAMPLE | {name: row[name]})]
+                given = [name for name in _NAMES if name in row]
+                bad = [name for name in given if not _fits(_EXAMPLE | {name: row[name]})]
                 name = bad[0] if bad else _NAMES[0]
                 why = f"has an impossible {name}, {row[name]!r}"
                 raise lines.malformed(number, why) from error
@@ -247,7 +268,9 @@ def _fits(row: dict[str, Any]) -> bool:
     return True
 
 
-_EXAMPLE: dict[str, Any] = {name: "0" if name == "sample_hash" else 0 for name in _NAMES}
+_EXAMPLE: dict[str, Any] = {
+    one.name: "0" if one.kind == "hash" else 0 for one in COLUMNS if not one.is_optional
+}
 
 
 def _evaluation(row: dict[str, Any]) -> EvaluationRecord:

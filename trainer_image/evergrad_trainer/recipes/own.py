@@ -38,7 +38,9 @@ _OF_ONE_PROCESS: Final = tuple(
 )
 """Parts of it that an operation on a weight that is cut, or in a wrapped block, runs through."""
 _MIXED: Final = "mixed torch.Tensor and DTensor"
-"""Torch's words for an operation on a part of a weight and a whole tensor, without another process."""
+"""Torch's words for an operation on a part of a weight and a whole tensor, without another process.
+
+Torch raises a plain RuntimeError for it, as for much else, so that only the text tells them apart."""
 
 
 class Code:
