@@ -171,6 +171,7 @@ def test_a_task_that_the_manifest_carries_trains_as_the_one_beside_it(
     assert not (experiment.path / "averaged.py").exists()
 
 
+@pytest.mark.capability("A-X1")
 def test_a_run_that_goes_on_with_another_version_of_its_task_says_so_by_name(
     experiment: Experiment,
 ) -> None:

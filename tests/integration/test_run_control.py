@@ -71,7 +71,7 @@ def snapshot(directory: Path) -> dict[str, tuple[int, str]]:
 
 
 @pytest.mark.acceptance("8d-5e", "input-4e-19")
-@pytest.mark.capability("G-5", "G-33", "G-92", "C-17", "O-9", "O-32", "O-52", "T-4")
+@pytest.mark.capability("G-5", "G-33", "G-92", "C-17", "O-9", "O-32", "O-52", "T-4", "O-X1")
 def test_the_command_trains_a_file_to_its_report_and_then_does_nothing_more(
     experiment: Experiment,
 ) -> None:
@@ -90,6 +90,12 @@ def test_the_command_trains_a_file_to_its_report_and_then_does_nothing_more(
         "report.md",
     }
     assert json.loads((directory / "complete.json").read_text())["step"] == 8
+    # A checkpoint says by itself what it was trained with.
+    manifest = json.loads((directory / "checkpoints" / "step-8" / "manifest.json").read_text())
+    held, training = manifest["extra"]["state"]["recipe"], recipe()
+    for section in ("model", "batching", "optimizer", "data"):
+        given = {key: value for key, value in training[section].items() if key != "sources"}
+        assert given.items() <= held[section].items(), section
     shown = directory.relative_to(experiment.path)
     assert f"page: evergrad open {shown}\n" in out
     assert f"report: {shown}/report.html" in out

@@ -256,6 +256,7 @@ def test_every_broken_file_and_argument_is_reported_at_once(
     )
 
 
+@pytest.mark.capability("G-X13", "O-X3", "T-X15")
 @pytest.mark.parametrize(
     ("text", "path", "value"),
     [

@@ -123,6 +123,7 @@ def test_each_bad_manifest_is_refused_with_all_its_problems_and_no_other(
     assert len(refused.value.problems) == len(said)
 
 
+@pytest.mark.capability("G-X12", "G-X24")
 @pytest.mark.acceptance(
     "input-G-4", "input-A-46", "input-2e-1", "input-4e-11", "input-1e-12", "input-2e-2"
 )

@@ -124,6 +124,7 @@ def test_a_file_of_theseus_and_the_converted_one_say_the_same(tmp_path: Path) ->
     assert ours.data.sequence_length == theirs["architecture"]["block_size"]
 
 
+@pytest.mark.capability("G-X6", "G-X7", "G-X9")
 def test_a_file_of_genolewm_and_the_converted_one_say_the_same(tmp_path: Path) -> None:
     theirs, ours = read("genolewm", tmp_path)
     encoder, optimizer, steps = (

@@ -77,6 +77,7 @@ def test_shapes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert text.startswith("spec.training.model.config")
 
 
+@pytest.mark.capability("T-X7")
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma4_text"])
 def test_an_empty_model_has_the_names_shapes_and_types_of_a_whole_one_and_no_memory(
     kind: str,
@@ -104,6 +105,7 @@ def _shapes(
     return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors}
 
 
+@pytest.mark.capability("G-X23")
 def test_a_directory_without_a_configuration_is_refused(tmp_path: Path) -> None:
     assert "holds no config.json" in message(tmp_path, path="nothing")
 
@@ -118,6 +120,7 @@ def test_a_model_type_that_needs_remote_code_is_refused(tmp_path: Path) -> None:
     assert "remote code is never run" in message(tmp_path, path="remote")
 
 
+@pytest.mark.capability("G-X23")
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.ckpt", "model.pkl"])
 def test_pickled_weights_alone_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**TINY, "vocab_size": 257}))

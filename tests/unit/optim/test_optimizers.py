@@ -112,6 +112,7 @@ def polynomial_of_singular_values(values: torch.Tensor) -> torch.Tensor:
     return found
 
 
+@pytest.mark.capability("T-X8")
 def test_muon_makes_the_singular_values_of_a_matrix_alike() -> None:
     torch.manual_seed(0)
     left, _ = torch.linalg.qr(torch.randn(6, 6))
