@@ -91,6 +91,12 @@ AROUND: Final = (
         "evaluator of a task of your own",
     ),
     Foreign(
+        ("registry", "registries", "register", "_name", "_target_", "class_path"),
+        (f"{_T}.recipe",),
+        "parts have the names of the file, or are module:attr of a file beside it; there is no table to "
+        "enter oneself in, and so nothing entered twice",
+    ),
+    Foreign(
         ("receipt", "receipts", "attestation", "sign_artifacts"),
         why="a signature needs a key, and a run has none; summary.json has size and SHA-256 of each record, "
         "which a program of yours signs",

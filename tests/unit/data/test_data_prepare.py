@@ -391,6 +391,7 @@ def test_every_missing_file_is_named_at_once(
     assert "spec.training.evaluation.sources[0].path names it" in message
 
 
+@pytest.mark.capability("C-8")
 def test_evaluation_sources_are_prepared_whole(
     tmp_path: Path, training: Recipe, documents: Write, topics: list[str], prepared_in: Prepare
 ) -> None:

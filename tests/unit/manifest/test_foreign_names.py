@@ -238,6 +238,7 @@ def test_a_name_that_counts_in_one_section_is_an_unknown_key_elsewhere() -> None
 
 
 @pytest.mark.capability("G-X22", "G-X28", "G-X29", "G-X30", "G-X31", "G-X36", "G-X37", "G-X39")
+@pytest.mark.capability("O-73")
 @pytest.mark.capability("T-X2", "T-X3", "T-X4", "T-X5", "T-X12")
 @pytest.mark.parametrize(
     ("key", "said"),
@@ -252,6 +253,8 @@ def test_a_name_that_counts_in_one_section_is_an_unknown_key_elsewhere() -> None
             "a program beside the run does it, or an evaluator of a task of your own",
         ),
         ("cem_iterations", "a rollout and a plan use a model that has been trained"),
+        ("registry", "there is no table to enter oneself in, and so nothing entered twice"),
+        ("optimizer._name", "are module:attr of a file beside it"),
         ("attestation", "a signature needs a key, and a run has none"),
         ("twoStageKl.fade", "weights that move with the step would need the steps before it"),
         (

@@ -157,7 +157,6 @@ def test_what_only_the_pod_may_have_is_not_looked_for(
     assert execute(a_script(tmp_path, command=command)) == 0
 
 
-@pytest.mark.capability("C-54")
 def test_the_resolved_manifest_is_a_manifest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,6 +45,7 @@ def message(base: Path, **model: Any) -> str:
     return str(raised.value)
 
 
+@pytest.mark.capability("C-50")
 def test_the_vocabulary_follows_the_tokenizer(tmp_path: Path) -> None:
     assert plan(tmp_path, config=TINY).config.vocab_size == 257
     assert plan(tmp_path, config={**TINY, "vocab_size": 300}).config.vocab_size == 300
@@ -145,7 +146,6 @@ def test_the_count_of_parameters_is_the_models(tmp_path: Path) -> None:
     assert count_parameters(one) == sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.capability("O-33")
 @pytest.mark.parametrize(
     "config",
     [

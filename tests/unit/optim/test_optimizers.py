@@ -40,7 +40,6 @@ def weights_after(
     return found
 
 
-@pytest.mark.capability("O-1", "O-73", "A-54")
 def test_each_name_that_the_file_may_have_is_registered() -> None:
     assert set(choices_of(fields_of(Optimizer)["type"])) == set(OPTIMIZERS)
 

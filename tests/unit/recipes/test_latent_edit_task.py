@@ -311,7 +311,7 @@ def test_an_evaluation_sums_up_to_the_numbers_of_the_whole_set(corpus: Path) -> 
     assert metrics["gain"] == pytest.approx(1 - total / weight / metrics["unchanged_loss"])
 
 
-@pytest.mark.capability("G-15", "G-97")
+@pytest.mark.capability("G-15", "G-97", "G-95")
 def test_what_is_recorded_names_the_corpus_and_no_path_of_this_machine(corpus: Path) -> None:
     opened = Opened(corpus, holdOut={"records": ["w-chr1-1"]})
     text = json.dumps(opened.facts)
