@@ -374,7 +374,7 @@ def test_another_runs_directory_is_left_alone(experiment: Experiment) -> None:
     assert contents(experiment.at()) == before
 
 
-@pytest.mark.acceptance("8d-4c")
+@pytest.mark.acceptance("8d-4c", "input-G-64")
 @pytest.mark.capability("G-26")
 def test_a_changed_recipe_is_refused_with_every_field(experiment: Experiment) -> None:
     experiment.run("--stop-after-steps", "2", expect=STOPPED_SAVED)

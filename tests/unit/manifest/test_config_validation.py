@@ -130,6 +130,9 @@ def test_each_bad_manifest_is_refused_with_all_its_problems_and_no_other(
 @pytest.mark.acceptance(
     "input-G-6",
     "input-G-12",
+    "input-A-18",
+    "input-A-50",
+    "input-T-42",
     "input-G-60",
     "input-G-73",
     "input-G-82",
