@@ -227,10 +227,10 @@ def test_records_have_the_order_of_what_happened_and_name_no_folder_of_this_mach
     (phases,) = (row for row in rows if row["type"] == "phases" and row["generation"] == 1)
     made = [name for name in phases if name in ("data", "model", "first_step")]
     assert made == ["data", "model", "first_step"]
-    # The rows of the run, then its last checkpoint, then what sums both up.
+    # The rows of the run, then its last checkpoint, then the word that it is complete.
     written = [
         (directory / name).stat().st_mtime_ns
-        for name in ("metrics.jsonl", "checkpoints/step-8/manifest.json", "summary.json")
+        for name in ("metrics.jsonl", "checkpoints/step-8/manifest.json", "complete.json")
     ]
     assert written == sorted(written)
     # A save is written behind the training and told once it is there, before the end that waits for it.
