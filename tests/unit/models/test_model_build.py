@@ -11,6 +11,7 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from evergrad_manifest.training import Model
+from evergrad_manifest.training.presets import PRESETS
 from evergrad_trainer.bytes_moved import MOVED
 from evergrad_trainer.data.token_source import IGNORE_INDEX
 from evergrad_trainer.errors import ModelError
@@ -49,6 +50,15 @@ def message(base: Path, **model: Any) -> str:
 def test_the_vocabulary_follows_the_tokenizer(tmp_path: Path) -> None:
     assert plan(tmp_path, config=TINY).config.vocab_size == 257
     assert plan(tmp_path, config={**TINY, "vocab_size": 300}).config.vocab_size == 300
+
+
+def test_a_preset_is_counted_as_the_configuration_that_it_stands_for(tmp_path: Path) -> None:
+    named = plan(tmp_path, preset="llama-10M")
+    written = plan(tmp_path, config=dict(PRESETS["llama-10M"]))
+    assert named.describe() == written.describe()
+    # The blocks with their norms, and two tables of 257 ids.
+    blocks = 8 * (4 * 320**2 + 3 * 320 * 864 + 2 * 320) + 320
+    assert count_parameters(named) == blocks + 2 * 257 * 320
 
 
 def test_unknown_names_come_with_the_nearest_one_and_all_at_once(tmp_path: Path) -> None:
