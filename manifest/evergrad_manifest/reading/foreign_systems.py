@@ -91,7 +91,7 @@ AROUND: Final = (
         "evaluator of a task of your own",
     ),
     Foreign(
-        ("registry", "registries", "register", "_name", "_target_", "class_path"),
+        ("registry", "registries", "class_path"),
         (f"{_T}.recipe",),
         "parts have the names of the file, or are module:attr of a file beside it; there is no table to "
         "enter oneself in, and so nothing entered twice",

@@ -254,7 +254,7 @@ def test_a_name_that_counts_in_one_section_is_an_unknown_key_elsewhere() -> None
         ),
         ("cem_iterations", "a rollout and a plan use a model that has been trained"),
         ("registry", "there is no table to enter oneself in, and so nothing entered twice"),
-        ("optimizer._name", "are module:attr of a file beside it"),
+        ("optimizer.class_path", "are module:attr of a file beside it"),
         ("attestation", "a signature needs a key, and a run has none"),
         ("twoStageKl.fade", "weights that move with the step would need the steps before it"),
         (
