@@ -4,6 +4,7 @@ import argparse
 import hashlib
 import json
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,16 +76,27 @@ def documents(
                 yield from computed(row, draw, first)
 
 
+TYPES = ("computed", "assay")
+WRONG_INPUT = 64
+"""Exit code for a word that this program does not know: the one that `evergrad` ends with, too."""
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("inputs", nargs="+", type=Path, help="JSON Lines; read in this order")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--type", choices=("computed", "assay"), default="computed")
+    parser.add_argument("--type", default="computed", help=f"one of {', '.join(TYPES)}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--passes", type=int, default=1, help="times that all are written")
     parser.add_argument("--first", default="SMILES", help="field that often comes first")
     parser.add_argument("--longest", type=int, default=4000, help="characters of an assay")
     told = parser.parse_args(arguments)
+    if told.type not in TYPES:
+        print(
+            f"error: --type: {told.type!r} is not one of {', '.join(TYPES)}. Write one of them.",
+            file=sys.stderr,
+        )
+        raise SystemExit(WRONG_INPUT)
     lines = [line for path in told.inputs for line in path.read_text("utf-8").splitlines()]
     found = documents(
         lines,

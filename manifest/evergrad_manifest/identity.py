@@ -160,6 +160,7 @@ _LATER_SETTINGS: Final = frozenset(
         "training.model.lora.dropout",
         "training.model.lora.rankStabilized",
         "training.model.lora.targetModules",
+        "training.model.preset",
         "training.model.resizeEmbeddings",
         "training.monitors",
         "training.optimizer.groups",

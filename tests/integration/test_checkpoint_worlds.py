@@ -146,7 +146,6 @@ def load_then_save(world: World, directory: Path, step: int) -> bool:
     return exact
 
 
-@pytest.mark.capability("O-42")
 def test_a_state_saved_by_four_processes_loads_in_three_and_then_in_one(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     for size, step in ((4, 0), (3, 10), (1, 20)):
@@ -354,7 +353,6 @@ def load_with_one_rank_refused(world: World, directory: Path, kind: str, refused
     return {"step": restored.step, "exact": is_exact(state, restored.step), "events": events}
 
 
-@pytest.mark.capability("O-62")
 @pytest.mark.parametrize(
     ("kind", "refused"),
     [pytest.param("plain", 0, marks=pytest.mark.long), ("sharded", 1)],
@@ -412,6 +410,7 @@ def load_without_a_volume(world: World, directory: Path) -> Any:
     return {"exact": is_exact(state, 10), "extra": restored.extra, "beats": beats}
 
 
+@pytest.mark.capability("O-62")
 def test_one_rank_reads_a_checkpoint_and_the_others_need_no_volume(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     processes.values(

@@ -137,7 +137,7 @@ def test_states_that_are_made_in_each_step_give_the_bits_of_those_that_are_kept(
 
 @pytest.mark.acceptance("8d-11d:latent_edit")
 @pytest.mark.long
-@pytest.mark.capability("G-83", "G-86", "G-91")
+@pytest.mark.capability("G-83", "G-86", "G-91", "G-X6")
 def test_a_collapse_is_told_and_training_goes_on(whole: Experiment) -> None:
     monitors = [
         {"type": "collapse", "metric": "prediction_variance", "limit": 100},

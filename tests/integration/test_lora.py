@@ -70,7 +70,7 @@ def assert_equal(experiment: Experiment, directory: Path) -> None:
     assert dict(losses[0]) == dict(losses[1])
 
 
-@pytest.mark.capability("A-40", "C-37", "C-51")
+@pytest.mark.capability("A-40", "C-37", "C-51", "T-X6")
 def test_a_run_of_adapters_learns_and_saves_them_alone(adapted: Experiment) -> None:
     directory = adapted.at("undisturbed")
     rows = curve(directory)

@@ -111,7 +111,7 @@ def test_two_versions_of_the_tasks_file_never_train_together(
 
 
 @pytest.mark.acceptance("input-A-2")
-@pytest.mark.capability("O-4", "A-65", "T-3")
+@pytest.mark.capability("A-65", "T-3")
 def test_wrong_options_and_a_missing_file_are_refused_as_any_field(
     experiment: Experiment,
 ) -> None:
@@ -160,7 +160,7 @@ def test_an_error_of_the_tasks_code_is_named_by_file_and_line_and_no_traceback(
 
 
 @pytest.mark.acceptance("8d-16d")
-@pytest.mark.capability("A-64")
+@pytest.mark.capability("A-64", "O-4")
 def test_a_task_that_the_manifest_carries_trains_as_the_one_beside_it(
     own: Experiment, experiment: Experiment
 ) -> None:
@@ -171,6 +171,7 @@ def test_a_task_that_the_manifest_carries_trains_as_the_one_beside_it(
     assert not (experiment.path / "averaged.py").exists()
 
 
+@pytest.mark.capability("A-X1")
 def test_a_run_that_goes_on_with_another_version_of_its_task_says_so_by_name(
     experiment: Experiment,
 ) -> None:

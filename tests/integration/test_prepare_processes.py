@@ -184,6 +184,7 @@ def test_helpers_write_the_same_bytes_as_one_process(
     assert len(expected) > 20
 
 
+@pytest.mark.capability("T-X14")
 @pytest.mark.parametrize("kind", ["tokenize", "split"])
 def test_a_killed_preparation_goes_on_with_its_finished_chunks_and_publishes_the_same(
     preparers: Preparers, expected: dict[str, bytes], kind: str

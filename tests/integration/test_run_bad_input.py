@@ -374,7 +374,7 @@ def test_another_runs_directory_is_left_alone(experiment: Experiment) -> None:
     assert contents(experiment.at()) == before
 
 
-@pytest.mark.acceptance("8d-4c")
+@pytest.mark.acceptance("8d-4c", "input-G-64")
 @pytest.mark.capability("G-26")
 def test_a_changed_recipe_is_refused_with_every_field(experiment: Experiment) -> None:
     experiment.run("--stop-after-steps", "2", expect=STOPPED_SAVED)
@@ -409,7 +409,7 @@ def test_a_changed_recipe_is_refused_with_every_field(experiment: Experiment) ->
     assert steps_of(experiment.at()) == list(range(1, 9))
 
 
-@pytest.mark.capability("G-10", "G-13", "G-14", "A-3")
+@pytest.mark.capability("G-10", "G-13", "G-14", "A-3", "G-X14", "G-X32")
 def test_a_start_that_fails_leaves_what_it_was_asked_for_and_what_was_found(
     experiment: Experiment,
 ) -> None:
@@ -418,6 +418,7 @@ def test_a_start_that_fails_leaves_what_it_was_asked_for_and_what_was_found(
     documents.write_bytes(b"no JSON\n")
     refused(experiment, "documents.jsonl")
     assert not (experiment.at() / "run.json").exists()
+    assert not (experiment.at() / "metrics.jsonl").exists()
     requested = json.loads((experiment.at() / "requested.json").read_text())
     assert requested["manifest"]["metadata"]["name"] == "tiny"
     assert requested["manifest"]["spec"]["training"]["horizon"]["steps"] == 8

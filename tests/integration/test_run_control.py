@@ -71,7 +71,7 @@ def snapshot(directory: Path) -> dict[str, tuple[int, str]]:
 
 
 @pytest.mark.acceptance("8d-5e", "input-4e-19")
-@pytest.mark.capability("G-5", "G-33", "G-92", "C-17", "O-9", "O-32", "O-52", "T-4")
+@pytest.mark.capability("O-52", "T-4", "O-X1")
 def test_the_command_trains_a_file_to_its_report_and_then_does_nothing_more(
     experiment: Experiment,
 ) -> None:
@@ -90,6 +90,12 @@ def test_the_command_trains_a_file_to_its_report_and_then_does_nothing_more(
         "report.md",
     }
     assert json.loads((directory / "complete.json").read_text())["step"] == 8
+    # A checkpoint says by itself what it was trained with.
+    manifest = json.loads((directory / "checkpoints" / "step-8" / "manifest.json").read_text())
+    held, training = manifest["extra"]["state"]["recipe"], recipe()
+    for section in ("model", "batching", "optimizer", "data"):
+        given = {key: value for key, value in training[section].items() if key != "sources"}
+        assert given.items() <= held[section].items(), section
     shown = directory.relative_to(experiment.path)
     assert f"page: evergrad open {shown}\n" in out
     assert f"report: {shown}/report.html" in out
@@ -131,7 +137,7 @@ def test_the_command_refuses_a_wrong_manifest_before_anything_is_written(
 
 
 @pytest.mark.acceptance("8d-5c", "input-4e-3")
-@pytest.mark.capability("A-37")
+@pytest.mark.capability("A-37", "G-5", "C-17", "O-9")
 def test_a_stop_file_stops_the_run_is_removed_and_the_run_goes_on(
     experiment: Experiment,
 ) -> None:
@@ -174,7 +180,7 @@ def test_stop_after_steps_counts_the_steps_of_one_process(
 
 
 @pytest.mark.acceptance("8d-5b", "8d-9b", "input-4e-4")
-@pytest.mark.capability("G-71", "C-11", "C-23", "C-42", "A-30", "A-75")
+@pytest.mark.capability("G-71", "C-11", "C-23", "C-42", "A-30", "A-75", "C-9", "T-23")
 def test_stop_after_step_stops_the_run_there_however_often_it_is_started(
     experiment: Experiment,
 ) -> None:
@@ -183,8 +189,15 @@ def test_stop_after_step_stops_the_run_there_however_often_it_is_started(
     experiment.run(directory="undisturbed")
     stop = ("--set", "spec.training.stop.afterStep=5")
     experiment.run(*stop, expect=STOPPED_SAVED)
+    saved = snapshot(experiment.at() / "checkpoints")
     experiment.run(*stop, expect=STOPPED_SAVED)
     assert steps_of(experiment.at()) == [1, 2, 3, 4, 5]
+    # A start without a step saves nothing.
+    steps = [name for name in saved if name.startswith("step-")]
+    now = snapshot(experiment.at() / "checkpoints")
+    assert steps and {name: now[name] for name in now if name.startswith("step-")} == {
+        name: saved[name] for name in steps
+    }
     assert events(experiment.at(), "stop")[-1]["reason"] == "after_step"
     rates = [row["learning_rate"] for row in curve(experiment.at()).values()]
     assert rates == pytest.approx([3e-3 * (8 - step) / 8 for step in range(5)])
@@ -193,6 +206,7 @@ def test_stop_after_step_stops_the_run_there_however_often_it_is_started(
     assert_same_curve(experiment.at("undisturbed"), experiment.at())
 
 
+@pytest.mark.capability("T-33", "G-92", "O-32", "G-33")
 @pytest.mark.acceptance("8d-15b", "8d-15d")
 def test_records_have_the_order_of_what_happened_and_name_no_folder_of_this_machine(
     experiment: Experiment,
@@ -209,6 +223,16 @@ def test_records_have_the_order_of_what_happened_and_name_no_folder_of_this_mach
         ("start", 0), ("stop", 4), ("end", 4),
         ("start", 4), ("stop", 8), ("complete", 8), ("end", 8),
     ]  # fmt: skip
+    # The parts of a start are made in their order, each with its seconds.
+    (phases,) = (row for row in rows if row["type"] == "phases" and row["generation"] == 1)
+    made = [name for name in phases if name in ("data", "model", "first_step")]
+    assert made == ["data", "model", "first_step"]
+    # The rows of the run, then its last checkpoint, then the word that it is complete.
+    written = [
+        (directory / name).stat().st_mtime_ns
+        for name in ("metrics.jsonl", "checkpoints/step-8/manifest.json", "complete.json")
+    ]
+    assert written == sorted(written)
     # A save is written behind the training and told once it is there, before the end that waits for it.
     saves = [(row["generation"], row["checkpoint"]) for row in rows if row["type"] == "save"]
     assert saves == [(1, "step-2"), (1, "step-4"), (2, "step-6"), (2, "step-8")]
@@ -283,7 +307,7 @@ def test_sigterm_to_the_launcher_stops_both_workers_at_one_step(experiment: Expe
     assert not any(map(is_alive, workers))
 
 
-@pytest.mark.capability("O-14")
+@pytest.mark.capability("O-14", "C-12", "T-34", "T-46", "A-28")
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_stop_during_an_evaluation_repeats_it_after_the_resume(
     experiment: Experiment, workers: str
@@ -432,7 +456,7 @@ def test_a_horizon_in_tokens_or_epochs_is_rounded_up_to_steps(
 
 
 @pytest.mark.acceptance("8d-7b")
-@pytest.mark.capability("C-12", "O-49", "A-28", "A-41", "T-34", "T-46")
+@pytest.mark.capability("A-41")
 def test_the_best_checkpoint_is_kept_and_so_is_the_newest(experiment: Experiment) -> None:
     best = {"metric": "heldOut/loss", "mode": "max"}
     experiment.write(

@@ -56,7 +56,7 @@ def exact(make_experiment: Callable[[], Experiment]) -> Experiment:
     return experiment
 
 
-@pytest.mark.capability("O-30", "T-16")
+@pytest.mark.capability("O-30", "T-16", "G-X40")
 @pytest.mark.parametrize("workers", ["2", "3"])
 def test_a_larger_world_trains_the_same_samples_with_the_same_losses(
     fast: Experiment, workers: str

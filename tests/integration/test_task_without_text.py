@@ -112,7 +112,6 @@ def write_curve(experiment: Experiment, text: str = TASK, **changes: Any) -> Non
     (experiment.path / "curve.py").write_text(text, "utf-8")
 
 
-@pytest.mark.capability("A-82")
 def test_it_is_killed_and_resumed_with_the_bits_of_an_undisturbed_run(
     experiment: Experiment,
 ) -> None:

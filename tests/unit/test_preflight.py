@@ -138,6 +138,7 @@ def test_idle_time_is_told_as_a_share() -> None:
     )
 
 
+@pytest.mark.capability("G-X25")
 def test_memory_is_enough_too_little_or_unknown() -> None:
     assert (
         only(check_memory(training(), FACTS, MACHINE, num_workers=1, world_size=1)).level
@@ -180,7 +181,7 @@ def test_replicas_on_one_machine_add_up_and_shards_do_not() -> None:
 
 
 @pytest.mark.acceptance("input-G-21")
-@pytest.mark.capability("O-23", "O-30")
+@pytest.mark.capability("O-23", "O-30", "G-X11", "G-X25")
 def test_devices_and_compilers_that_were_asked_for_must_be_there() -> None:
     assert list(check_device(training(), MACHINE)) == []
     assert "no cuda device is visible" in str(

@@ -206,6 +206,7 @@ def test_a_sum_arrives_after_its_wait_and_a_world_waits_for_it(
     abandon_world(world, transport)
 
 
+@pytest.mark.capability("C-54")
 def test_a_transport_without_a_timeout_of_its_own_is_not_waited_for_longer_than_the_world_s() -> (
     None
 ):

@@ -198,6 +198,8 @@ class RunInfo:
     last_time: float | None = None
     """Unix seconds of the last sign of the run before this process; None where nobody has looked, or there is
     none."""
+    trainable_parameters: int | None = None
+    """Those that are trained; None where it was not counted."""
     run_id: str = ""
     """Drawn once: the same through every restart and change of rank 0."""
     flops_per_step: float | None = None

@@ -152,7 +152,8 @@ RULES: Final[Mapping[str, tuple[Schema, ...]]] = {
     ),
     "spec.training.model": (
         _exactly_one(
-            ("config", "path"), "a model is exactly one of config and path. Set one of them."
+            ("config", "path", "preset"),
+            "a model is exactly one of config, path and preset. Set one of them.",
         ),
     ),
 }

@@ -5,25 +5,11 @@ One with a dot, such as ``checkpoint.type``, counts in that section alone.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
 
 from evergrad_manifest.fields import FieldPath
+from evergrad_manifest.reading.foreign_systems import AROUND, PARALLEL, Foreign
 from evergrad_manifest.spelling import fold
-
-
-@dataclass(frozen=True)
-class Foreign:
-    """An option of other trainers.
-
-    ``fields``: the paths of the fields that do its duty here. ``why``: how they differ from it, or why
-    Evergrad has no such option. Without ``fields`` the remedy is to remove it.
-    """
-
-    names: tuple[str, ...]
-    fields: tuple[str, ...] = ()
-    why: str = ""
-
 
 _T: Final = "spec.training"
 _ACCUMULATION: Final = (
@@ -31,9 +17,9 @@ _ACCUMULATION: Final = (
     "same steps"
 )
 _SHARDING: Final = "it belongs to a vendor's engine"
-_ONE_COPY: Final = "each process computes whole samples"
 
 FOREIGN: Final = (
+    *PARALLEL,
     # Engines and their parts.
     Foreign(
         ("deepspeed", "deepspeed_config", "zero", "zero_stage"), (f"{_T}.runtime",), _SHARDING
@@ -42,21 +28,6 @@ FOREIGN: Final = (
     Foreign(("dp_shard", "sharding_world_size", "hsdp_shard_size"), (f"{_T}.runtime.shards",)),
     Foreign(("ddp_timeout", "dist_timeout"), (f"{_T}.runtime.collectiveTimeoutSeconds",)),
     Foreign(("ddp_bucket_cap_mb", "bucket_cap_mb"), (f"{_T}.runtime.bucketSize",)),
-    Foreign(
-        ("sequence_parallel_size", "context_parallel_size", "sp_size", "cp_size"),
-        (f"{_T}.runtime.activationCheckpointing", f"{_T}.runtime.lossChunk"),
-        f"{_ONE_COPY}; a sequence that does not fit is made to fit by recomputation",
-    ),
-    Foreign(
-        ("tensor_parallel_size", "tp_size", "pipeline_parallel_size", "pp_size"),
-        (f"{_T}.runtime.parallelism",),
-        f"{_ONE_COPY}; a model that does not fit is sharded by fsdp2",
-    ),
-    Foreign(
-        ("expert_parallel_size", "ep_size"),
-        (f"{_T}.runtime.parallelism",),
-        "experts are sharded with the rest of the model by fsdp2",
-    ),
     Foreign(
         ("arctic_moe", "enable_arctic_moe_custom_optimization"),
         why="the kernels belong to a vendor; transformers' own models of experts train",
@@ -220,28 +191,7 @@ FOREIGN: Final = (
         (f"{_T}.preference.reference",),
         "the reference stays as it is, and is computed in each step",
     ),
-    # Settings of other systems around a run.
-    Foreign(
-        ("rejection_sampling", "num_rounds", "rs_config", "iterative_sft"),
-        (f"{_T}.initFrom.path",),
-        "the data of a run are fixed before its first step: each round is a run of its own that begins with "
-        "the weights of the one before",
-    ),
-    Foreign(
-        ("synthetic_data", "data_generation", "synth"),
-        (f"{_T}.data.sources[].path",),
-        "the data of a run are fixed before its first step: what a model generates is a file by then",
-    ),
-    Foreign(
-        ("molecule_optimization", "oracle", "max_oracle_calls"),
-        (f"{_T}.initFrom.path",),
-        "a search that calls a model is a program around its runs",
-    ),
-    Foreign(
-        ("separate_perplexity", "per_property_perplexity", "property_perplexity"),
-        (f"{_T}.recipe",),
-        "what is measured on spans of tokens is an evaluator of a task of your own",
-    ),
+    *AROUND,
     # Decided once for the whole run.
     Foreign(
         ("bf16_full_eval", "fp16_full_eval", "eval_precision", "eval_amp"),

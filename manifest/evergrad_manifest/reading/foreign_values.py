@@ -59,6 +59,26 @@ FOREIGN_VALUES: Final = (
         "Write one of them; `groups` has rates and decays for parts of the model",
     ),
     ForeignValue(
+        "optimizer.type",
+        ("*8bit", "*4bit", "*_bnb", "*_fp8"),
+        "such moments have a scale for each block of a tensor, and the blocks follow from how it is cut: "
+        "another number of processes would give other bits; their kernels are in packages beside torch",
+        "Write adafactor, which keeps less, or set runtime.precision: bf16, whose moments are bf16",
+    ),
+    ForeignValue(
+        "training.recipe",
+        ("ppo", "grpo", "rloo", "reinforce*", "online_dpo"),
+        "it learns from what the model itself generates between steps, and the data of a run are fixed "
+        "before its first step",
+        "Write preference, which learns from pairs that are there, or module:attr of a task of your own",
+    ),
+    ForeignValue(
+        "twoStageKl.stages",
+        ("the list has more than *",),
+        "there is one boundary, whose model is the reference of all that follows",
+        "Write two stages; for a third, begin another run with the weights of this one (initFrom)",
+    ),
+    ForeignValue(
         "data.sequenceLength",
         ("auto", "model", "max"),
         WHY_LENGTH_IS_WRITTEN,

@@ -353,8 +353,11 @@ _BOUNDS: Final = {
 def _say_list_length(finding: _Finding) -> Sentence:
     if "max_length" in finding.context:
         most = finding.context["max_length"]
+        what = f"the list has more than {most} items"
+        if (foreign := say_foreign_value(finding.path, what)) is not None:
+            return what, *foreign
         return (
-            f"the list has more than {most} items",
+            what,
             f"at most {most} are allowed",
             "Remove some",
         )

@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, model_validator
 
 from evergrad_manifest.base import LocalPath, Section, Switch
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import FieldPath, format_path
 from evergrad_manifest.spelling import nearest
 from evergrad_manifest.training.common import TRAINING
+from evergrad_manifest.training.presets import PRESETS, check_preset
 from evergrad_manifest.training.two_stage_kl import RECIPE as KL_RECIPE
 from evergrad_manifest.values.numbers import Count, Fraction, Real, show
 from evergrad_manifest.view import UNKNOWN, View
@@ -21,6 +22,7 @@ _FIXED: Final = {
     "vocab_size": "it follows from the stored tables, which resizeEmbeddings enlarges",
 }
 """Keys of a stored configuration that are not changed, each with the reason."""
+_OTHERS: Final = ("config", "path")
 _OF_STORED: Final = ("configOverrides", "resizeEmbeddings")
 """Fields that change what a directory holds."""
 
@@ -58,13 +60,15 @@ class ResizeEmbeddings(Section):
 
 
 class Model(Section):
-    """A transformers causal model. Exactly one of ``config`` and ``path``."""
+    """A transformers causal model. Exactly one of ``config``, ``path`` and ``preset``."""
 
     config: dict[str, Any] | None = None
     """A transformers configuration, verbatim, with its ``model_type``; weights are initialised
     from the seed."""
     path: LocalPath | None = None
     """A local transformers directory: configuration and, when present, safetensors weights."""
+    preset: Annotated[str, AfterValidator(check_preset), Field(max_length=32)] | None = None
+    """A configuration by name, such as ``llama-50M``."""
 
     config_overrides: dict[str, Any] = Field(default_factory=dict)
     """Keys of the directory's configuration that are other here, such as ``attention_dropout``."""
@@ -78,6 +82,18 @@ class Model(Section):
     lora: Lora | None = None
     """Adapters to train in the place of the weights."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _write_out_preset(cls, raw: Any) -> Any:
+        """Write out the configuration that a preset stands for, by which a run is known and goes on whatever
+        presets a later version has."""
+        if not isinstance(raw, Mapping) or any(raw.get(key) is not None for key in _OTHERS):
+            return raw
+        name = raw.get("preset")
+        if not isinstance(name, str) or name not in PRESETS:
+            return raw
+        return {**raw, "preset": None, "config": dict(PRESETS[name])}
+
     @property
     def is_given(self) -> bool:
         """Whether there is one: a task of the user's own may make all its modules itself."""
@@ -89,17 +105,21 @@ def check_model(view: View) -> Iterator[Problem]:
     if view.get(MODEL) is UNKNOWN or not view.is_given(MODEL):
         return
     # Counted in the file and not in the values: one that is wrong is given all the same.
-    given = [name for name in ("config", "path") if view.is_given(f"{MODEL}.{name}")]
+    names = (*_OTHERS, "preset")
+    given = [name for name in names if view.is_given(f"{MODEL}.{name}")]
     if not given:
         yield Problem(
-            MODEL, "names no model", "one of config and path is needed", "Add one of them"
+            MODEL,
+            "names no model",
+            "one of config, path and preset is needed",
+            "Add one of them",
         )
-    if len(given) == 2:
+    if len(given) > 1:
         yield Problem(
             MODEL,
-            "config and path are both set",
+            f"{' and '.join(given)} are {'both' if len(given) == 2 else 'all'} set",
             "a model is exactly one of them",
-            "Remove one of them",
+            "Remove one of them" if len(given) == 2 else "Keep one of them",
         )
     config = view.get(f"{MODEL}.config")
     if not isinstance(config, Mapping):

@@ -83,6 +83,7 @@ def test_checkpoints_that_later_steps_need_outlive_all_others(make_solo: MakeSol
     assert solo.names() == ["step-20", "step-40"]
 
 
+@pytest.mark.capability("O-59")
 def test_an_asynchronous_save_holds_the_values_of_the_moment_it_was_called(
     make_solo: MakeSolo, make_state: MakeState
 ) -> None:
@@ -350,7 +351,7 @@ def test_a_claim_in_the_middle_of_a_save_leaves_nothing_published(
 
 
 @pytest.mark.acceptance("8d-7b")
-@pytest.mark.capability("O-55", "T-33")
+@pytest.mark.capability("O-55", "C-49")
 def test_only_the_newest_checkpoints_are_kept(make_solo: MakeSolo) -> None:
     solo = make_solo(keep=2)
     for step in (10, 20, 30, 40):

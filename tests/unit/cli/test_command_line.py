@@ -12,6 +12,7 @@ from evergrad_cli.main import CLUSTER_COMMANDS, COMMANDS, OTHERS_COMMANDS, main
 _HEAVY = ("torch", "transformers", "matplotlib")
 
 
+@pytest.mark.capability("G-X26")
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -265,6 +265,7 @@ def test_events_within_the_debounce_make_one_plan() -> None:
     assert cluster.group.generation == 2
 
 
+@pytest.mark.capability("O-42")
 def test_a_member_lost_while_getting_ready_makes_a_new_plan() -> None:
     cluster, nodes = start_running("0123")
     nodes[2].has_answered = False

@@ -56,7 +56,6 @@ def test_a_recipe_declares_its_metrics_by_name_and_meaning() -> None:
     assert declare({}) == ()
 
 
-@pytest.mark.capability("G-93")
 def test_a_recipe_names_the_unit_of_a_metric_in_brackets_at_the_end_of_its_text() -> None:
     kl, share = declare({"kl": "divergence [from] the reference [nats]", "share": "[all]"})
     assert (kl.unit, kl.help) == ("nats", "divergence [from] the reference")

@@ -41,6 +41,7 @@ def build(
     return EvaluationSet("heldOut", sources, micro_batch_size=batch, limit=limit)
 
 
+@pytest.mark.capability("T-X11")
 def test_every_token_is_predicted_exactly_once(sequences: list[TokenSequence]) -> None:
     one = build(sequences)
     batches = [one.batch(index) for index in range(one.num_batches)]

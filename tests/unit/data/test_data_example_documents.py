@@ -90,6 +90,12 @@ def test_a_line_that_is_no_such_object_is_named(
 def test_a_type_that_is_unknown_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit):
+    (tmp_path / "out.jsonl").write_text("kept", "utf-8")
+    # Words of types are compared in one way: as they are written.
+    with pytest.raises(SystemExit) as ended:
         write(tmp_path, [MOLECULE], "--type", "Assay")
-    assert "invalid choice: 'Assay'" in capsys.readouterr().err
+    assert ended.value.code == 64
+    assert capsys.readouterr().err == (
+        "error: --type: 'Assay' is not one of computed, assay. Write one of them.\n"
+    )
+    assert (tmp_path / "out.jsonl").read_text("utf-8") == "kept"

@@ -53,7 +53,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-@pytest.mark.capability("C-6", "C-8")
+@pytest.mark.capability("C-6")
 def test_a_folder_is_the_files_of_its_type_in_and_below_it_folder_by_folder(
     folder: Path,
 ) -> None:

@@ -91,6 +91,7 @@ def test_documents_become_tokens_in_their_order_each_with_its_end(
     assert lines.tolist() == list(range(1, len(topics) + 1))
 
 
+@pytest.mark.capability("T-X14")
 def test_a_second_preparation_finds_everything_done(
     tmp_path: Path,
     training: Recipe,
@@ -195,6 +196,7 @@ def test_what_changes_the_bytes_changes_the_fingerprint(
     )
 
 
+@pytest.mark.capability("T-X14")
 @pytest.mark.parametrize(
     ("held_out", "count"),
     [({"fraction": 0.1}, 5), ({"fraction": 0.001}, 1), ({"count": 7}, 7), ({"count": 49}, 49)],
@@ -389,6 +391,7 @@ def test_every_missing_file_is_named_at_once(
     assert "spec.training.evaluation.sources[0].path names it" in message
 
 
+@pytest.mark.capability("C-8")
 def test_evaluation_sources_are_prepared_whole(
     tmp_path: Path, training: Recipe, documents: Write, topics: list[str], prepared_in: Prepare
 ) -> None:

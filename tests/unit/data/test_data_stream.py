@@ -271,7 +271,7 @@ def test_positions_before_the_first_and_slots_beyond_the_last_are_refused(
             stream.slot(step, slot)
 
 
-@pytest.mark.capability("O-66", "T-26")
+@pytest.mark.capability("O-66", "T-26", "C-8")
 def test_held_out_documents_and_evaluation_sources_become_sets(
     tmp_path: Path, build: Callable[..., Data], documents: Write
 ) -> None:

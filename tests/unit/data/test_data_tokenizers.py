@@ -97,7 +97,6 @@ def test_the_saved_byte_tokenizer_gives_the_same_ids_in_transformers(tmp_path: P
         assert theirs.decode(ids) == text
 
 
-@pytest.mark.capability("C-50")
 def test_a_transformers_directory_gives_transformers_ids(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 

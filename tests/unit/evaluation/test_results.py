@@ -36,6 +36,7 @@ def refuse_links(*_: Any) -> None:
     raise OSError(errno.EPERM, "no hard links here")
 
 
+@pytest.mark.capability("T-X9")
 @pytest.mark.parametrize("has_links", [True, False])
 def test_a_result_is_written_once_and_the_first_one_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool

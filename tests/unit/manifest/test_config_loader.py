@@ -37,7 +37,6 @@ def overlay(folder: Path, text: str, name: str = "over.yaml") -> Path:
     return path
 
 
-@pytest.mark.capability("C-16", "T-1")
 def test_a_manifest_is_loaded_with_where_it_came_from(
     manifest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -49,6 +48,26 @@ def test_a_manifest_is_loaded_with_where_it_came_from(
     assert loaded.base_directory == manifest.parent
     assert loaded.raw["spec"]["training"]["horizon"] == {"tokens": "20M"}
     assert loaded.run.spec.training.horizon.tokens == 20_000_000
+
+
+@pytest.mark.capability("C-16", "T-1", "G-95")
+def test_a_run_has_the_name_labels_nodes_and_resources_of_its_file(manifest: Path) -> None:
+    given = [
+        "metadata.name=docs-lm-2",
+        "metadata.labels={project: docs, group: sweeps}",
+        "spec.nodes={min: 2, max: 6}",
+        "metadata.annotations={limitations: read once}",
+        "spec.workersPerNode=1",
+        "spec.resources={requests: {cpu: '8'}, limits: {memory: 64Gi}}",
+    ]
+    run = load_manifest(manifest, overrides=given).run
+    assert run.metadata.name == "docs-lm-2"
+    assert run.metadata.annotations == {"limitations": "read once"}
+    assert run.metadata.labels == {"project": "docs", "group": "sweeps"}
+    assert (run.spec.nodes.min, run.spec.nodes.max, run.spec.workers_per_node) == (2, 6, 1)
+    assert run.spec.resources is not None
+    wire = run.spec.resources.model_dump(mode="json", by_alias=True, exclude_none=True)
+    assert wire["requests"]["cpu"] == "8" and wire["limits"]["memory"] == "64Gi"
 
 
 def test_the_base_directory_is_where_the_manifest_is_named_not_where_a_link_leads(
@@ -256,6 +275,7 @@ def test_every_broken_file_and_argument_is_reported_at_once(
     )
 
 
+@pytest.mark.capability("G-X13", "O-X3", "T-X15")
 @pytest.mark.parametrize(
     ("text", "path", "value"),
     [

@@ -51,7 +51,7 @@ def test_documents_are_kept_apart_by_the_recipes_that_can(
 
 
 @pytest.mark.acceptance("input-A-54")
-@pytest.mark.capability("A-55")
+@pytest.mark.capability("A-55", "A-54", "O-1")
 @pytest.mark.parametrize(
     ("section", "path"),
     [
@@ -123,12 +123,16 @@ def test_each_bad_manifest_is_refused_with_all_its_problems_and_no_other(
     assert len(refused.value.problems) == len(said)
 
 
+@pytest.mark.capability("G-X12", "G-X24")
 @pytest.mark.acceptance(
     "input-G-4", "input-A-46", "input-2e-1", "input-4e-11", "input-1e-12", "input-2e-2"
 )
 @pytest.mark.acceptance(
     "input-G-6",
     "input-G-12",
+    "input-A-18",
+    "input-A-50",
+    "input-T-42",
     "input-G-60",
     "input-G-73",
     "input-G-82",
@@ -179,7 +183,6 @@ GOOD: dict[str, dict[str, Any]] = yaml.safe_load((FOLDER / "good_manifests.yaml"
 
 
 @pytest.mark.acceptance("8d-8j", "input-2e-3")
-@pytest.mark.capability("O-34")
 @pytest.mark.parametrize("changes", GOOD.values(), ids=GOOD)
 def test_what_is_right_at_the_edge_is_accepted(changes: dict[str, Any]) -> None:
     overrides = [
@@ -194,6 +197,7 @@ def test_the_base_manifest_has_no_problem() -> None:
     assert run is not None and run.spec.training.horizon.tokens == 20_000_000
 
 
+@pytest.mark.capability("O-34")
 def test_an_empty_optional_section_means_its_defaults_and_an_empty_needed_one_is_named() -> (
     None
 ):

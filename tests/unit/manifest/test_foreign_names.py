@@ -52,7 +52,7 @@ _OF_MICRO = (
 
 
 @pytest.mark.acceptance("8d-8e", "input-4e-10", "input-5e-12")
-@pytest.mark.capability("A-26", "A-31", "A-52", "A-60", "A-81")
+@pytest.mark.capability("A-26", "A-31", "A-52", "A-60", "A-81", "G-X3", "G-X9")
 @pytest.mark.parametrize(
     ("key", "said"),
     [
@@ -63,7 +63,7 @@ _OF_MICRO = (
         (
             "spec.training.runtime.sequence_parallel_size",
             (
-                "each process computes whole samples; a sequence that does not fit is made to fit by "
+                "takes no mask, which packed documents need; a sequence that does not fit is made to fit by "
                 "recomputation. Write spec.training.runtime.activationCheckpointing and "
                 "spec.training.runtime.lossChunk."
             ),
@@ -136,7 +136,15 @@ def test_an_option_of_other_trainers_is_refused_with_what_to_write(
     ("key", "said"),
     [
         ("sequence_parallel_size", "runtime.activationCheckpointing"),
-        ("tensor_parallel_size", "Write spec.training.runtime.parallelism"),
+        (
+            "tensor_parallel_size",
+            "(`base_model_tp_plan`) cut each layer for one number of processes",
+        ),
+        ("tp_size", "fsdp2. Write spec.training.runtime.parallelism."),
+        (
+            "pipeline_parallel_size",
+            "(`base_model_pp_plan`) and torch's schedules give each process",
+        ),
         ("expert_parallel_size", "experts are sharded with the rest of the model by fsdp2"),
         ("enable_routing_replay", "and so the same routes. Write spec.training.runtime"),
         ("activation_checkpoint_cpu_offload", "leaves nothing on the host"),
@@ -229,6 +237,62 @@ def test_a_name_that_counts_in_one_section_is_an_unknown_key_elsewhere() -> None
     assert "unknown key" in str(problem)
 
 
+@pytest.mark.capability("G-X22", "G-X28", "G-X29", "G-X30", "G-X31", "G-X36", "G-X37", "G-X39")
+@pytest.mark.capability("O-73")
+@pytest.mark.capability("T-X2", "T-X3", "T-X4", "T-X5", "T-X12")
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        (
+            "ppo_config",
+            "generates between steps, and the data of a run are fixed before its first",
+        ),
+        ("grpo_config", "from pairs that are there. Write spec.training.recipe."),
+        (
+            "rollout_steps",
+            "a program beside the run does it, or an evaluator of a task of your own",
+        ),
+        ("cem_iterations", "a rollout and a plan use a model that has been trained"),
+        ("registry", "there is no table to enter oneself in, and so nothing entered twice"),
+        ("optimizer.class_path", "are module:attr of a file beside it"),
+        ("attestation", "a signature needs a key, and a run has none"),
+        ("twoStageKl.fade", "weights that move with the step would need the steps before it"),
+        (
+            "twoStageKl.snapshot_stages",
+            "there is one boundary, and the reference is the model there",
+        ),
+        ("plot_intermediates", "what a model computes inside is no metric"),
+        ("runtime.no_require_accelerator", "Write spec.training.runtime.device."),
+        ("runtime.min_cuda_vram_gb", "preflight refuses a device that has less"),
+        ("package_release_run", "summary.json has size and SHA-256 of each of its records"),
+        ("preflight_output", "each start writes preflight.json into the run directory"),
+        ("allow_fixture", "a run has no mode in which its data count for less"),
+        ("edit_type_weights", "Write spec.training.latentEdit.mixture[].family and"),
+        ("multi_edit_fraction", "items of one family have the same number of edits"),
+    ],
+)
+def test_what_other_systems_do_around_a_run_is_refused_with_its_reason(
+    refuse: Refuse, key: str, said: str
+) -> None:
+    path = f"spec.training.{key}"
+    [problem] = [one for one in refuse(f"{path}=2") if one.path == path]
+    assert "is an option of other trainers" in str(problem)
+    assert said in str(problem)
+
+
+@pytest.mark.capability("T-X1")
+def test_a_third_stage_is_refused_with_its_reason(refuse: Refuse) -> None:
+    path = "spec.training.twoStageKl.stages"
+    [problem] = [
+        one for one in refuse(f"{path}=[{{tokens: 1M}}, {{}}, {{}}]") if one.path == path
+    ]
+    assert str(problem) == (
+        f"{path}: the list has more than 2 items (--set); there is one boundary, whose model is the reference "
+        "of all that follows. Write two stages; for a third, begin another run with the weights of this one "
+        "(initFrom)."
+    )
+
+
 @pytest.mark.capability("T-7")
 def test_an_optimizer_of_the_users_own_is_refused_with_its_reason() -> None:
     path = "spec.training.optimizer.type"
@@ -283,7 +347,7 @@ def test_the_loss_of_a_step_chooses_no_best_checkpoint(metric: str) -> None:
 
 
 @pytest.mark.acceptance("input-T-42")
-@pytest.mark.capability("G-21", "O-79", "T-21", "T-42")
+@pytest.mark.capability("G-21", "O-79", "T-21", "T-42", "T-X4", "T-X5", "G-X11")
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
@@ -296,6 +360,28 @@ def test_the_loss_of_a_step_chooses_no_best_checkpoint(metric: str) -> None:
                 "'mps' is not one of auto, cpu, cuda (--set); torch.distributed exchanges no tensors of "
                 "Apple's GPUs, and a run must be able to grow beyond one process. Write cpu on such a "
                 "machine, or leave it out."
+            ),
+        ),
+        *(
+            (
+                "spec.training.recipe",
+                recipe,
+                (
+                    f"'{recipe}' is not a recipe (--set); it learns from what the model itself generates "
+                    "between steps, and the data of a run are fixed before its first step. Write preference, "
+                    "which learns from pairs that are there, or module:attr of a task of your own."
+                ),
+            )
+            for recipe in ("ppo", "grpo")
+        ),
+        (
+            "spec.training.optimizer.type",
+            "adamw_8bit",
+            (
+                "'adamw_8bit' is not one of adamw, lion, sgd, muon, adafactor (--set); such moments have a "
+                "scale for each block of a tensor, and the blocks follow from how it is cut: another number "
+                "of processes would give other bits; their kernels are in packages beside torch. Write "
+                "adafactor, which keeps less, or set runtime.precision: bf16, whose moments are bf16."
             ),
         ),
         (

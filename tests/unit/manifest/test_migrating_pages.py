@@ -76,6 +76,7 @@ def test_each_field_that_stands_for_an_option_exists(page: str) -> None:
         assert find_field(TrainingRun, path) is not None, name
 
 
+@pytest.mark.capability("C-49", "C-50")
 def test_a_file_of_chemlactica_and_the_converted_one_say_the_same(tmp_path: Path) -> None:
     theirs, ours = read("chemlactica", tmp_path)
     overlay = theirs["train_config"]
@@ -85,6 +86,11 @@ def test_a_file_of_chemlactica_and_the_converted_one_say_the_same(tmp_path: Path
     # The horizon of the schedule and the stop are two numbers.
     assert (ours.horizon.steps, ours.stop.after_step) == (120_000, 40_000)
     assert ours.batching.global_batch_size == 16 * 8 * 4
+    # What its own defaults are.
+    assert ours.optimizer.betas == (0.9, 0.95)
+    assert (ours.optimizer.weight_decay, ours.optimizer.clip_norm) == (0.1, 1)
+    assert (ours.checkpoint.keep, ours.runtime.matmul_precision) == (4, "high")
+    assert ours.tokenizer.path == theirs["model_config"]["tokenizer_path"]
 
 
 def test_a_file_of_optimus_dl_and_the_converted_one_say_the_same(tmp_path: Path) -> None:
@@ -124,6 +130,7 @@ def test_a_file_of_theseus_and_the_converted_one_say_the_same(tmp_path: Path) ->
     assert ours.data.sequence_length == theirs["architecture"]["block_size"]
 
 
+@pytest.mark.capability("G-X6", "G-X7", "G-X9")
 def test_a_file_of_genolewm_and_the_converted_one_say_the_same(tmp_path: Path) -> None:
     theirs, ours = read("genolewm", tmp_path)
     encoder, optimizer, steps = (

@@ -43,6 +43,7 @@ def test_an_invalid_manifest_is_every_problem_and_exit_64(
     assert len(lines) == 2 and all(line.startswith("error: spec.") for line in lines)
 
 
+@pytest.mark.capability("G-X27", "G-X13")
 def test_overlays_and_overrides_are_applied_in_their_order(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,7 +157,6 @@ def test_what_only_the_pod_may_have_is_not_looked_for(
     assert execute(a_script(tmp_path, command=command)) == 0
 
 
-@pytest.mark.capability("C-54")
 def test_the_resolved_manifest_is_a_manifest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from evergrad_manifest.training import Model
+from evergrad_manifest.training.presets import PRESETS
 from evergrad_trainer.bytes_moved import MOVED
 from evergrad_trainer.data.token_source import IGNORE_INDEX
 from evergrad_trainer.errors import ModelError
@@ -45,9 +46,19 @@ def message(base: Path, **model: Any) -> str:
     return str(raised.value)
 
 
+@pytest.mark.capability("C-50")
 def test_the_vocabulary_follows_the_tokenizer(tmp_path: Path) -> None:
     assert plan(tmp_path, config=TINY).config.vocab_size == 257
     assert plan(tmp_path, config={**TINY, "vocab_size": 300}).config.vocab_size == 300
+
+
+def test_a_preset_is_counted_as_the_configuration_that_it_stands_for(tmp_path: Path) -> None:
+    named = plan(tmp_path, preset="llama-10M")
+    written = plan(tmp_path, config=dict(PRESETS["llama-10M"]))
+    assert named.describe() == written.describe()
+    # The blocks with their norms, and two tables of 257 ids.
+    blocks = 8 * (4 * 320**2 + 3 * 320 * 864 + 2 * 320) + 320
+    assert count_parameters(named) == blocks + 2 * 257 * 320
 
 
 def test_unknown_names_come_with_the_nearest_one_and_all_at_once(tmp_path: Path) -> None:
@@ -77,6 +88,7 @@ def test_shapes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert text.startswith("spec.training.model.config")
 
 
+@pytest.mark.capability("T-X7")
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma4_text"])
 def test_an_empty_model_has_the_names_shapes_and_types_of_a_whole_one_and_no_memory(
     kind: str,
@@ -104,6 +116,7 @@ def _shapes(
     return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors}
 
 
+@pytest.mark.capability("G-X23")
 def test_a_directory_without_a_configuration_is_refused(tmp_path: Path) -> None:
     assert "holds no config.json" in message(tmp_path, path="nothing")
 
@@ -118,6 +131,7 @@ def test_a_model_type_that_needs_remote_code_is_refused(tmp_path: Path) -> None:
     assert "remote code is never run" in message(tmp_path, path="remote")
 
 
+@pytest.mark.capability("G-X23")
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.ckpt", "model.pkl"])
 def test_pickled_weights_alone_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**TINY, "vocab_size": 257}))
@@ -142,7 +156,6 @@ def test_the_count_of_parameters_is_the_models(tmp_path: Path) -> None:
     assert count_parameters(one) == sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.capability("O-33")
 @pytest.mark.parametrize(
     "config",
     [

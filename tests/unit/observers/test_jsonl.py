@@ -28,7 +28,21 @@ def directory(tmp_path: Path) -> RunDirectory:
     return directory
 
 
-@pytest.mark.capability("A-15", "A-61")
+@pytest.mark.capability("A-61")
+def test_a_later_process_makes_the_missing_folders_and_keeps_what_is_there(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
+    directory = RunDirectory(tmp_path / "not" / "there" / "run")
+    for step in (1, 2):
+        directory.create()
+        log = RunLog(directory)
+        log.step_end(synthetic.step_record(step))
+        log.close()
+    rows = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+
+
+@pytest.mark.capability("A-15")
 def test_a_row_is_in_the_file_when_the_call_returns(
     directory: RunDirectory, synthetic: ModuleType
 ) -> None:
@@ -184,6 +198,7 @@ def test_a_torn_last_line_is_cut_and_reported_after_the_start_event(
 
 
 @pytest.mark.capability("G-88")
+@pytest.mark.capability("A-78")
 def test_the_start_event_carries_the_facts_of_the_run(directory: RunDirectory) -> None:
     log = RunLog(directory)
     log.run_start(
@@ -200,6 +215,7 @@ def test_the_start_event_carries_the_facts_of_the_run(directory: RunDirectory) -
             "fsdp2",
             "llama",
             "/runs/docs-lm",
+            trainable_parameters=1_000_000,
         )
     )
     log.event(Event(EventType.START, 5.0, 40, 3, {"run": "docs-lm", "world_size": 2}))
@@ -209,6 +225,7 @@ def test_the_start_event_carries_the_facts_of_the_run(directory: RunDirectory) -
     assert start.fields == {
         "model": "llama",
         "parameters": 10_000_000,
+        "trainable_parameters": 1_000_000,
         "precision": "bf16",
         "parallelism": "fsdp2",
         "tokens_per_step": 8192,
@@ -307,7 +324,6 @@ def test_closing_twice_is_harmless(directory: RunDirectory) -> None:
 
 
 @pytest.mark.acceptance("input-O-59")
-@pytest.mark.capability("O-59")
 def test_event_fields_that_collide_with_the_common_ones_are_refused() -> None:
     with pytest.raises(ValueError, match="event 'save' has fields named step, time"):
         event_row(Event("save", 1.0, 2, 3, {"step": 4, "time": 5}))

@@ -214,6 +214,21 @@ def _state(synthetic: ModuleType) -> State:
 
 
 @pytest.mark.capability("A-78")
+@pytest.mark.capability("A-78")
+@pytest.mark.parametrize(
+    ("trained", "said"),
+    [(None, ""), (10_200_000, ""), (81_920, " trainable=81.9k")],
+)
+def test_the_first_line_says_how_many_parameters_are_trained_where_some_are_frozen(
+    trained: int | None, said: str
+) -> None:
+    stream = io.StringIO()
+    lines = ProgressLines(stream, every=20, clock=Clock())
+    lines.run_start(replace(INFO, trainable_parameters=trained))
+    assert f"parameters=10.2M{said} processes=2" in stream.getvalue()
+    assert "tokens_per_step=8192" in stream.getvalue()
+
+
 def test_the_bar_shows_all_facts_where_there_is_room(synthetic: ModuleType) -> None:
     line = render_line(_state(synthetic), 150).plain
     assert line.startswith("docs-lm  ━")

@@ -100,6 +100,7 @@ def _train(exporter: PrometheusExporter, synthetic: ModuleType) -> None:
     )
 
 
+@pytest.mark.capability("G-93")
 def test_metrics_of_a_recipe_are_shown_by_their_names(
     exporter: PrometheusExporter, synthetic: ModuleType
 ) -> None:
@@ -118,6 +119,7 @@ def test_metrics_of_a_recipe_are_shown_by_their_names(
     )
 
 
+@pytest.mark.capability("G-93")
 def test_the_help_of_a_recipe_s_metrics_has_their_units_and_meanings(
     exporter: PrometheusExporter, synthetic: ModuleType
 ) -> None:

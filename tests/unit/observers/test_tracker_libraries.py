@@ -392,6 +392,7 @@ def test_a_library_reports_nothing_to_its_makers_unless_the_environment_says_so(
         monkeypatch.setenv(variable, "its own")
 
 
+@pytest.mark.capability("C-X1")
 def test_aim_opens_the_run_again_by_its_hash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

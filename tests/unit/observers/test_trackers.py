@@ -139,6 +139,7 @@ def make_scene(tmp_path: Path) -> Iterator[Callable[..., Scene]]:
         scene.all.close()
 
 
+@pytest.mark.capability("G-X10", "O-X2", "C-X1")
 def test_steps_and_evaluations_are_shown_in_their_order_and_the_run_is_ended(
     make_scene: Callable[..., Scene], store: dict[str, Any], synthetic: ModuleType
 ) -> None:

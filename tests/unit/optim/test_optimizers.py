@@ -40,7 +40,6 @@ def weights_after(
     return found
 
 
-@pytest.mark.capability("O-1", "O-73", "A-54")
 def test_each_name_that_the_file_may_have_is_registered() -> None:
     assert set(choices_of(fields_of(Optimizer)["type"])) == set(OPTIMIZERS)
 
@@ -112,6 +111,7 @@ def polynomial_of_singular_values(values: torch.Tensor) -> torch.Tensor:
     return found
 
 
+@pytest.mark.capability("T-X8")
 def test_muon_makes_the_singular_values_of_a_matrix_alike() -> None:
     torch.manual_seed(0)
     left, _ = torch.linalg.qr(torch.randn(6, 6))

@@ -22,7 +22,7 @@ def schedule(total: int = 100, **settings: Any) -> LearningRate:
 
 
 @pytest.mark.acceptance("8d-9a", "number-A-46")
-@pytest.mark.capability("C-9", "A-9", "A-46", "T-23")
+@pytest.mark.capability("A-9", "A-46")
 @pytest.mark.parametrize(
     ("settings", "points"),
     [

@@ -34,7 +34,7 @@ def first_file(**values: Any) -> Change:
     return change
 
 
-@pytest.mark.capability("G-3", "G-16", "G-17", "G-34")
+@pytest.mark.capability("G-3", "G-16", "G-17", "G-34", "G-X8")
 def test_a_corpus_is_known_by_its_snapshot_and_the_content_of_its_files(tmp_path: Path) -> None:
     corpus = read_corpus(write_corpus(tmp_path), windows=None)
     assert corpus.snapshot_id == "toy-snap-1" and len(corpus.hash) == 64
@@ -45,7 +45,7 @@ def test_a_corpus_is_known_by_its_snapshot_and_the_content_of_its_files(tmp_path
 
 
 @pytest.mark.acceptance("input-G-16", "input-G-18", "input-G-38")
-@pytest.mark.capability("G-16", "G-17", "G-34", "G-38")
+@pytest.mark.capability("G-16", "G-17", "G-34", "G-38", "G-X15", "G-X16")
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -95,6 +95,7 @@ def test_all_problems_of_a_manifest_are_named_at_once(tmp_path: Path) -> None:
     assert len(caught.value.problems) == 3
 
 
+@pytest.mark.capability("G-X15")
 @pytest.mark.acceptance("input-G-16")
 def test_a_manifest_that_is_missing_or_no_json_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read"):
@@ -210,7 +211,7 @@ def test_counts_that_differ_from_the_manifest_are_refused(tmp_path: Path) -> Non
         read_tables(corpus.tables("population"), "population", split="train", policy=None)
 
 
-@pytest.mark.capability("G-50")
+@pytest.mark.capability("G-50", "G-X21")
 def test_what_is_held_out_is_a_set_of_its_own_and_never_trained_on(tmp_path: Path) -> None:
     corpus = read_corpus(write_corpus(tmp_path), windows=None)
 

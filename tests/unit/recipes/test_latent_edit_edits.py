@@ -270,8 +270,17 @@ def test_nothing_takes_the_place_of_rows_without_being_asked_to() -> None:
         items(windows(is_placed=False)).item(0)
 
 
+@pytest.mark.capability("G-X41")
+def test_types_of_edits_are_as_frequent_as_their_families_are_asked_for() -> None:
+    shares = {"syntheticSnv": 4, "syntheticIndel": 4, "syntheticMnv": 1}
+    made = items(mixture=[{"family": name, "count": count} for name, count in shares.items()])
+    types = [made.item(index).edits[0].type for index in range(len(made))]
+    assert len(types) == 3 * 9
+    assert (types.count(EditType.SNV), types.count(EditType.MNV)) == (12, 3)
+
+
 @pytest.mark.acceptance("8d-11g:latent_edit")
-@pytest.mark.capability("G-77", "G-78")
+@pytest.mark.capability("G-77", "G-78", "G-X42")
 def test_several_edits_of_an_item_do_not_overlap() -> None:
     mixture = [
         {"family": "population", "count": 2, "edits": 2},

@@ -102,7 +102,7 @@ def test_states_that_are_kept_are_those_that_are_made_in_each_step(corpus: Path)
     assert losses[0] != losses[1]
 
 
-@pytest.mark.capability("G-74")
+@pytest.mark.capability("G-74", "G-X35")
 def test_a_second_start_computes_nothing_and_a_third_split_only_what_is_new(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,7 +115,7 @@ def test_a_second_start_computes_nothing_and_a_third_split_only_what_is_new(
         Opened(corpus, encoder={"radius": 4})
 
 
-@pytest.mark.capability("G-74")
+@pytest.mark.capability("G-74", "G-X2", "G-X35")
 def test_the_cache_is_keyed_by_what_makes_a_state_and_by_nothing_else(corpus: Path) -> None:
     def identity(**changes: Any) -> str:
         raw = training({"encoder": {"radius": 3, **changes.pop("encoder", {})}}, **changes)
@@ -144,7 +144,7 @@ def test_the_cache_is_keyed_by_what_makes_a_state_and_by_nothing_else(corpus: Pa
     )
 
 
-@pytest.mark.capability("G-4", "G-73")
+@pytest.mark.capability("G-4", "G-73", "G-X1")
 def test_the_weights_of_a_directory_are_part_of_the_encoder_and_may_be_pinned(
     corpus: Path,
 ) -> None:
@@ -223,6 +223,20 @@ def test_the_predictor_begins_at_the_prediction_that_nothing_changes(corpus: Pat
     assert loss.total.item() < 0.5 * loss.parts["unchanged_loss"].item()
 
 
+@pytest.mark.capability("G-X4", "G-X5")
+def test_predictor_and_encoder_of_edits_have_the_sizes_of_the_file(corpus: Path) -> None:
+    sizes = {"layers": 3, "heads": 2, "width": 8, "actionWidth": 6, "alleleWidth": 12}
+    root = Opened(corpus, predictor=sizes).build().root()
+    (predictor,) = (one for one in root.modules() if isinstance(one, Predictor))
+    (actions,) = (one for one in root.modules() if isinstance(one, ActionEncoder))
+    assert len(predictor.blocks) == 3
+    assert {block.to_state.heads for block in predictor.blocks} == {2}
+    assert predictor.order.shape == (16, 8), "so many edits of an item at most"
+    assert predictor.action_in.weight.shape == (8, 6) and actions.padding.shape == (6,)
+    assert actions.norm.weight.shape == (12,)
+    assert {one.dtype for one in root.parameters()} == {torch.float32}
+
+
 @pytest.mark.capability("G-77")
 def test_a_prediction_depends_on_its_own_edit_and_those_before_it_alone() -> None:
     torch.manual_seed(0)
@@ -240,7 +254,7 @@ def test_a_prediction_depends_on_its_own_edit_and_those_before_it_alone() -> Non
     assert not torch.allclose(other[0, 2], whole[0, 2])
 
 
-@pytest.mark.capability("G-76")
+@pytest.mark.capability("G-76", "G-X5")
 def test_edits_are_read_by_place_type_and_bases_and_padding_is_one_learned_vector() -> None:
     found = mers_of(digits_of(np.array([[b"A"], [b"ACGTAC"], [b"T" * 16]], dtype="S16")))
     assert found[0, 0].tolist() == [sum(4 * 5**power for power in range(5)), NO_MER, NO_MER]
@@ -262,7 +276,7 @@ def test_edits_are_read_by_place_type_and_bases_and_padding_is_one_learned_vecto
     assert not torch.allclose(read[0, 0], read[0, 2])
 
 
-@pytest.mark.capability("G-84")
+@pytest.mark.capability("G-84", "G-X10", "G-X38")
 def test_an_evaluation_sums_up_to_the_numbers_of_the_whole_set(corpus: Path) -> None:
     opened = Opened(corpus, mixture=MIXTURE)
     modules = opened.build()
@@ -297,7 +311,7 @@ def test_an_evaluation_sums_up_to_the_numbers_of_the_whole_set(corpus: Path) -> 
     assert metrics["gain"] == pytest.approx(1 - total / weight / metrics["unchanged_loss"])
 
 
-@pytest.mark.capability("G-15", "G-97")
+@pytest.mark.capability("G-15", "G-97", "G-95")
 def test_what_is_recorded_names_the_corpus_and_no_path_of_this_machine(corpus: Path) -> None:
     opened = Opened(corpus, holdOut={"records": ["w-chr1-1"]})
     text = json.dumps(opened.facts)
@@ -424,6 +438,7 @@ def test_nodes_with_other_weights_of_the_encoder_are_no_peers_either_way(corpus:
     assert len(found) == 4
 
 
+@pytest.mark.capability("G-X20")
 def test_what_is_in_two_sets_is_said_at_every_start(
     corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -77,7 +77,7 @@ def test_a_script_has_an_entry_without_a_seed(tmp_path: Path) -> None:
 
 
 @pytest.mark.acceptance("8d-15d")
-@pytest.mark.capability("G-9")
+@pytest.mark.capability("G-9", "G-X25")
 def test_the_entry_names_versions_and_hardware_and_nothing_private() -> None:
     entry = describe_process(command=["evergrad"], seed=0, world_size=1, generation=1)
     assert entry["versions"]["python"] == platform.python_version()
@@ -193,7 +193,7 @@ def test_keys_that_only_look_like_secrets_are_not(key: str) -> None:
     assert not is_secret(key)
 
 
-@pytest.mark.capability("G-7", "C-1")
+@pytest.mark.capability("G-7", "C-1", "G-X33")
 def test_a_command_keeps_its_words_and_loses_its_secrets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -30,6 +30,8 @@ def test_the_summary_counts_samples_and_skipped_steps_and_hashes_each_file(
 
     summary = json.loads(paths.summary.read_text("utf-8"))
     assert (summary["format"], summary["step"]) == (1, 50)
+    assert summary["run"] == "run" and isinstance(summary["loss"], float)
+    assert summary["status"] and summary["metrics"] == {}
     assert (summary["samples"], summary["newSamples"]) == (50 * 32, 30 * 32)
     assert summary["skippedSteps"] == {"loss": 2}
     rows = {row["file"]: row for row in summary["files"]}

@@ -145,6 +145,7 @@ def test_the_one_before_belongs_to_the_state() -> None:
     assert progress.best_before is not None and progress.best_before["step"] == 3
 
 
+@pytest.mark.capability("T-X10")
 @pytest.mark.parametrize(
     ("before", "is_compared"),
     [

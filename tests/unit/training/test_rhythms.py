@@ -65,6 +65,7 @@ def multiples(every: int | None) -> set[int]:
     return set() if every is None else set(range(every, STEPS + 1, every))
 
 
+@pytest.mark.capability("O-49", "T-33", "C-12")
 @pytest.mark.acceptance("8d-7a")
 @pytest.mark.parametrize(
     ("save", "keep", "evaluate", "is_first"),

@@ -272,6 +272,29 @@ def test_a_host_with_another_frozen_module_leaves_the_others_alone() -> None:
     assert [refuse(rank, steps=[-1, -1, 8]) for rank in range(3)] == [True, True, False]
 
 
+@pytest.mark.capability("G-23")
+def test_deterministic_kernels_are_chosen_before_any_module_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[str] = []
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        seen.append("modules")
+        raise InterruptedError("enough was seen")
+
+    monkeypatch.setattr(build, "choose_determinism", lambda *_: seen.append("determinism"))
+    monkeypatch.setattr(build, "attention_shape", lambda *_, **__: None)
+    monkeypatch.setattr(build, "choose_kernels", lambda *_, **__: None)
+    monkeypatch.setattr(build, "_build_modules", note)
+    world = World(1, rank=0, size=1, device=torch.device("cpu"))
+    with pytest.raises(InterruptedError, match="enough was seen"):
+        build.build_machinery(
+            PLAIN, cast(Opened, None), cast(ModelPlan, None), world, with_weights=True
+        )
+    assert seen == ["determinism", "modules"]
+
+
+@pytest.mark.capability("O-33")
 @pytest.mark.parametrize("asks", [True, False])
 def test_a_resume_builds_again_only_for_the_files_model_and_frees_the_first_set_before(
     monkeypatch: pytest.MonkeyPatch, asks: bool

@@ -1,5 +1,6 @@
 """What a task prepares for itself: nodes on one volume take turns, and its errors stay its own."""
 
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -10,13 +11,14 @@ from typing import Any, cast
 import pytest
 import torch
 
+from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.training import Training
 from evergrad_trainer import lock
 from evergrad_trainer.data.batch import Rows, Stage
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.errors import DataError
 from evergrad_trainer.recipes import opening
-from evergrad_trainer.recipes.own import Code
+from evergrad_trainer.recipes.own import Code, load_own
 
 TRAINING = Training.model_validate(
     {
@@ -45,6 +47,32 @@ class Numbers:
 
     def describe(self, item: int) -> str:
         return str(item)
+
+
+@pytest.mark.capability("A-82")
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("kinds_a", "Task = 7", "it has no loss, or no Options (a Section)"),
+        (
+            "kinds_b",
+            "class Task:\n    Options = dict\n    loss = 1",
+            "it has no loss, or no Options",
+        ),
+        ("kinds_c", "Tusk = None", "there is nothing of this name"),
+    ],
+)
+def test_what_is_no_task_is_refused_as_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, why: str
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / f"{name}.py").write_text(text, "utf-8")
+    training = TRAINING.model_copy(update={"recipe": f"{name}:Task"})
+    with pytest.raises(ConfigurationError) as refused:
+        load_own(training, tmp_path)
+    (problem,) = refused.value.problems
+    assert problem.path == "spec.training.recipe" and problem.why.startswith(why)
+    assert problem.what == f"Task is no task of {name}.py" and problem.remedy
 
 
 @pytest.fixture

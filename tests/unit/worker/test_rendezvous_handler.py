@@ -317,6 +317,7 @@ def test_torch_finds_the_backend_and_loading_it_is_cheap() -> None:
 # ---- from plan to group ------------------------------------------------------------------------------------
 
 
+@pytest.mark.capability("O-42")
 def test_a_group_is_joined_by_plan_ready_and_go(handler: EvergradRendezvousHandler) -> None:
     client = FakeClient.newest
     first = client.hello()

@@ -46,6 +46,7 @@ _log = logging.getLogger(__name__)
 _START_FACTS = (
     "model",
     "parameters",
+    "trainable_parameters",
     "precision",
     "parallelism",
     "tokens_per_step",

@@ -55,9 +55,12 @@ class ProgressLines(BaseObserver):
         if info.takes_over:
             # The line was printed at the first start; the world event that follows names who came or went.
             return
+        trained = info.trainable_parameters
+        is_part = trained is not None and trained < info.parameters
+        part = f"trainable={short_count(trained)} " if is_part and trained is not None else ""
         self._print(
             f"start run={info.name} step={info.start_step}/{info.total_steps} model={info.model} "
-            f"parameters={short_count(info.parameters)} processes={info.world_size} "
+            f"parameters={short_count(info.parameters)} {part}processes={info.world_size} "
             f"precision={info.precision} "
             f"parallelism={info.parallelism} {info.unit_read}_per_step={info.tokens_per_step} "
             f"directory={info.run_directory}"

@@ -181,6 +181,11 @@ def describe_run(session: Session, machinery: Machinery) -> RunInfo:
         tokens_per_step=plan.numbers.tokens_per_step,
         samples_per_step=plan.numbers.samples_per_step,
         parameters=sum(parameter.numel() for parameter in machinery.model.parameters()),
+        trainable_parameters=sum(
+            parameter.numel()
+            for parameter in machinery.model.parameters()
+            if parameter.requires_grad
+        ),
         precision=runtime.precision,
         parallelism=runtime.parallelism,
         model=plan.model.name,
