@@ -12,6 +12,7 @@ import pytest
 from browser import Browser, open_browser
 from page_site import Site
 
+from evergrad_coordinator.causes import USES
 from evergrad_coordinator.edge.live import MOST_PAGES
 from evergrad_coordinator.rules.track import MOST_ROWS
 from evergrad_operator.fleet_page import FleetPage
@@ -101,6 +102,14 @@ def test_it_shows_the_run_and_loads_nothing_but_itself(browser: Browser, site: S
         == 3
     )
     assert "400" in text_of(browser, "checkpoints")
+    # Three nodes trained for 400 seconds, and the page says what else their time was.
+    uses = browser.run(
+        "return [...document.querySelectorAll('#uses tbody tr')]"
+        ".map(one => [...one.children].map(cell => cell.textContent))"
+    )
+    assert uses[0][:2] == ["training", "19m59s"]
+    assert [row[3] for row in uses] == [USES[row[0]] for row in uses]
+    assert sum(float(row[2].rstrip("%")) for row in uses) == pytest.approx(100, abs=0.5)
     # Every curve is drawn: something of each canvas is not empty.
     wait(
         browser,
@@ -154,7 +163,7 @@ def test_a_keyboard_reads_the_curves_and_presses_the_buttons(
         "return [...document.querySelectorAll('button, [tabindex]')].filter(one => one.offsetParent)"
         ".map(one => one.tabIndex)"
     )
-    assert len(names) >= 2 + 7 + 4 and set(names) == {0}
+    assert len(names) >= 2 + 7 + 5 and set(names) == {0}
     browser.run("document.getElementById('log').click()")
     assert (
         browser.run("return document.getElementById('log').getAttribute('aria-pressed')")
