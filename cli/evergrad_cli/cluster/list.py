@@ -49,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--phase", metavar="PHASE", help="only runs in this phase, e.g. Running"
     )
     parser.add_argument(
-        "--wide", action="store_true", help="with pod-hours, GPU-hours, waste, reason and message"
+        "--wide",
+        action="store_true",
+        help="with pod-hours, GPU-hours, waste, reason and message",
     )
     add_cluster_arguments(parser)
 

@@ -275,7 +275,9 @@ def test_eight_hours_at_ten_steps_a_second_stay_within_the_bounds(num_metrics: i
         if second % 600 == 0 or second == 8 * 3600 - 1:
             rewind(history)
             text = json.dumps(
-                take_update(history, build_page_status(group, now=float(second)), now=float(second))
+                take_update(
+                    history, build_page_status(group, now=float(second)), now=float(second)
+                )
             )
             largest = max(largest, len(text))
         else:
