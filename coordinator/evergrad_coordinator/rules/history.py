@@ -121,7 +121,8 @@ def build_page_status(group: Group, *, now: float) -> dict[str, Any]:
     # Milliseconds are for programs, which subtract them. A page shows whole seconds, in the order of the
     # catalogue, and gets the texts once: they never change.
     usage = status.pop("usage")["milliseconds"]
-    status["uses"] = {use: round(usage[use] / 1000) for use in USES if usage.get(use)}
+    seconds = {use: round(usage.get(use, 0) / 1000) for use in USES}
+    status["uses"] = {use: amount for use, amount in seconds.items() if amount}
     status["useTexts"] = dict(USES)
     return status
 

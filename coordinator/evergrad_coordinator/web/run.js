@@ -170,7 +170,7 @@
     if (!uses) return;
     const rows = Object.entries(uses).map(([one, seconds]) =>
       [one, duration(seconds), `${(100 * seconds / total).toFixed(1)}%`, useTexts[one] ?? ""]);
-    showTable(byId("uses"), [["Use", ""], ["Node time", "number"], ["Share", "number"], ["What it is", ""]], rows, "No node has been here.");
+    showTable(byId("uses"), [["Use", "name"], ["Node time", "number"], ["Share", "number"], ["What it is", ""]], rows, "No node has been here.");
   }
 
   // ---- plots -------------------------------------------------------------------------------------------------
