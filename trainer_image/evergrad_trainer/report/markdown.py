@@ -12,7 +12,6 @@ _WORLD_NOTE = "Training went on with the state in memory: no restart, no checkpo
 _RESULTS_NOTE = (
     "Checkpoints that `evergrad evaluate` has measured, while the run lived or after it."
 )
-_POD_TIME_NOTE = "Counted by the cluster, from the creation of each pod to its end."
 _MARKUP = str.maketrans({"<": "&lt;", ">": "&gt;", "&": "&amp;"})
 
 
@@ -49,10 +48,8 @@ def render_markdown(facts: Facts, *, created: str) -> str:
                 ("Spent on", "Time", "Share", "Time of all processes"), rows, right={1, 2, 3}
             ),
         ]
-    if facts.pod_time:
-        title = "## Where the time of pods went"
-        parts += [title, f"{escape(facts.pod_time.summary)}. {_POD_TIME_NOTE}"]
-        parts.append(_render(facts.pod_time.table))
+    if pods := facts.pod_time:
+        parts += ["## Where the time of pods went", escape(pods.summary), _render(pods.table)]
     for title, table, empty in (
         ("Evaluations", facts.evaluations, "Nothing was evaluated."),
         ("Checkpoints", facts.checkpoints, "No checkpoint has been published yet."),

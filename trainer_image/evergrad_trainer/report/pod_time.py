@@ -18,6 +18,8 @@ from evergrad_trainer.report.tables import Table, build_table
 
 _UNITS: Final = {"podHours": "pod-hours", "gpuHours": "GPU-hours", "waste": "waste", "cost": ""}
 
+_NOTE: Final = "Counted by the cluster, from the creation of each pod to its end."
+
 
 @dataclass(frozen=True)
 class PodTime:
@@ -74,4 +76,4 @@ def read_pod_time(text: str, *, source: str, run: str | None) -> PodTime:
     ]
     titles = ("Spent on", "Asked for", "Time of pods", "Share")
     table = build_table(titles, rows, numeric=titles[2:])
-    return PodTime(", ".join(sums), table, dict(usage))
+    return PodTime(f"{', '.join(sums)}. {_NOTE}", table, dict(usage))
