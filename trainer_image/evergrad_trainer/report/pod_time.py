@@ -12,6 +12,7 @@ import yaml
 
 from evergrad_coordinator.causes import USEFUL, USES
 from evergrad_coordinator.text import duration, percent
+from evergrad_manifest.errors import Problem
 from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.report.figures import as_mapping
 from evergrad_trainer.report.tables import Table, build_table
@@ -37,18 +38,20 @@ def read_pod_time(text: str, *, source: str, run: str | None) -> PodTime:
 
     Raises RunDirectoryError for what is no TrainingRun, for another run's, and for one without uses.
     """
-    hint = "Write it with: kubectl get trun NAME -o json"
+    remedy = "Write it with: kubectl get trun NAME -o json"
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise RunDirectoryError(f"{source}: is neither JSON nor YAML. {hint}") from error
+        problem = Problem(source, "is neither JSON nor YAML", remedy=remedy)
+        raise RunDirectoryError(problem) from error
     if not isinstance(value, Mapping) or value.get("kind") != "TrainingRun":
-        raise RunDirectoryError(f"{source}: is not one TrainingRun. {hint}")
+        raise RunDirectoryError(Problem(source, "is not one TrainingRun", remedy=remedy))
 
     # A report with the bill of another run would be believed.
     name = as_mapping(value.get("metadata")).get("name")
     if run is not None and name != run:
-        raise RunDirectoryError(f"{source}: is run {name}, and the report is on {run}. {hint}")
+        what = f"is run {name}, and the report is on {run}"
+        raise RunDirectoryError(Problem(source, what, remedy=remedy))
     usage = as_mapping(as_mapping(value.get("status")).get("usage"))
     seconds = {
         use: amount
@@ -58,8 +61,12 @@ def read_pod_time(text: str, *, source: str, run: str | None) -> PodTime:
     total = sum(seconds.values())
     if not total:
         raise RunDirectoryError(
-            f"{source}: its status has no usage: no operator has counted its pods yet. "
-            "Ask again once a pod of it has run."
+            Problem(
+                source,
+                "its status has no usage",
+                "no operator has counted its pods yet",
+                "Ask again once a pod of it has run",
+            )
         )
 
     sums = [f"{usage[key]} {unit}".rstrip() for key, unit in _UNITS.items() if usage.get(key)]
