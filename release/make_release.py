@@ -74,6 +74,7 @@ def build_chart(release: Release) -> None:
                 )
         if release.source:
             name_source(copy / "Chart.yaml", release)
+            name_runbooks(copy, release)
         chart.helm("package", copy, "--destination", scratch)
         (packed,) = Path(scratch).glob("*.tgz")
         repack(packed, release.folder / packed.name, seconds=release.seconds)
@@ -93,6 +94,23 @@ def name_source(file: Path, release: Release) -> None:
         ]
     )
     file.write_text(yaml.safe_dump(described, sort_keys=False, allow_unicode=True), "utf-8")
+
+
+def name_runbooks(chart_copy: Path, release: Release) -> None:
+    """Make the alerts' links lead to the pages of this version, as the default of their value.
+
+    Raises BedError where a file does not name the default: its links would stay dead without a word.
+    """
+    url = f"{release.source}/blob/v{release.version}/docs/runbooks"
+    for name, before, after in (
+        ("values.yaml", "runbooks: docs/runbooks ", f"runbooks: {url} "),
+        ("README.md", "`docs/runbooks`", f"`{url}`"),
+    ):
+        file = chart_copy / name
+        text = file.read_text("utf-8")
+        if text.count(before) != 1:
+            raise BedError(f"{file}: does not have {before!r} once; mend name_runbooks.")
+        file.write_text(text.replace(before, after), "utf-8")
 
 
 def repack(packed: Path, target: Path, *, seconds: int) -> None:

@@ -523,7 +523,7 @@ STATUS: Object = {
     },
     "checkpoint": {"step": 1200},
     "restarts": {"total": 2, "byCause": {"NodeLost": 2}},
-    "usage": {"gpuHours": "14.2", "waste": "3.1%"},
+    "usage": {"podHours": "20.5", "gpuHours": "14.2", "waste": "3.1%"},
     "conditions": [
         {
             "type": "Ready",
@@ -570,8 +570,15 @@ def test_kubectl_get_shows_what_the_status_says(server: Server) -> None:
     ]
     wide = server.kubectl("get", "truntest", "columns", "-o", "wide")
     heads, cells = wide.splitlines()
-    assert heads.split()[10:] == ["GENERATION", "GPU-HOURS", "WASTE", "REASON", "MESSAGE"]
-    assert cells.split()[-6:] == ["14.2", "3.1%", "Training", "Four", "nodes", "train."]
+    assert heads.split()[10:] == [
+        "GENERATION",
+        "POD-HOURS",
+        "GPU-HOURS",
+        "WASTE",
+        "REASON",
+        "MESSAGE",
+    ]
+    assert cells.split()[-7:] == ["20.5", "14.2", "3.1%", "Training", "Four", "nodes", "train."]
 
 
 def test_kubectl_explains_every_field(server: Server) -> None:

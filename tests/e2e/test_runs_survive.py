@@ -320,4 +320,5 @@ def test_the_time_of_all_pods_is_counted_through_kills_and_deletions(
     assert sum(counted.values()) / 1000 == pytest.approx(lifetime, rel=0.001)
     assert usage["byCause"]["training"] > 0 and usage["byCause"]["startup"] > 0
     wide = runs.kubectl("get", RESOURCE, run.name, "-o", "wide")
+    assert "POD-HOURS" in wide and usage["podHours"] in wide
     assert "GPU-HOURS" in wide and usage["waste"] in wide

@@ -91,12 +91,12 @@ class Browser:
             if message["method"] == "Network.requestWillBeSent"
         ]
 
-    def view(self, *, width: int, scheme: str) -> Image.Image:
-        """A picture of the whole page at a width, in the light or dark scheme."""
+    def view(self, *, width: int, scheme: str, height: int = 900) -> Image.Image:
+        """A picture of the whole page at a width, in the light or dark scheme. ``height``: of the window."""
         self.tell(
             "Emulation.setDeviceMetricsOverride",
             width=width,
-            height=900,
+            height=height,
             deviceScaleFactor=1,
             mobile=False,
         )

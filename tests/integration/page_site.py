@@ -1,4 +1,4 @@
-"""A coordinator's page with a run whose time is the test's: hours pass as fast as they are read."""
+"""Pages whose runs are the test's: a coordinator's, with hours that pass as fast as they are read, and that of all runs."""
 
 import asyncio
 import dataclasses
@@ -27,6 +27,7 @@ from evergrad_coordinator.edge.journal import MemoryStore
 from evergrad_coordinator.edge.live import LiveFeed
 from evergrad_coordinator.edge.server import Server
 from evergrad_coordinator.protocol import Evaluation
+from evergrad_operator.fleet_page import FleetPage
 
 R = TypeVar("R")
 
@@ -117,6 +118,8 @@ class Site:
 
     def _report(self) -> None:
         training, step = self.group.training, self.step
+        # The simulated cluster stands still; its nodes go on with what they did last.
+        self.group.ledger.close_interval(now=self.clock.now)
         wave = math.sin(step * 12.9898) * 0.5
         training.step, training.updated_at = step, self.clock.now
         training.total_steps = 1_000_000 if step > 2000 else 2000
@@ -138,3 +141,44 @@ class Site:
 
     def note(self, event: str, **fields: Any) -> None:
         self.call(lambda: self.feed.log(event, **fields))
+
+
+@contextmanager
+def fleet_page(runs: list[dict[str, Any]]) -> Iterator[str]:
+    """The address of the operator's page of these runs, served by a loop of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    page = FleetPage(lambda: list(runs))
+    try:
+        port = asyncio.run_coroutine_threadsafe(page.listen(0), loop).result(60)
+        yield f"http://127.0.0.1:{port}/"
+    finally:
+        asyncio.run_coroutine_threadsafe(page.close(), loop).result(60)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def run_of(name: str, phase: str, step: int, **more: Any) -> dict[str, Any]:
+    progress: dict[str, Any] = {
+        "step": step,
+        "totalSteps": 20000,
+        "loss": f"{2 + 100 / (step + 50):.3f}",
+    }
+    if phase == "Running":
+        progress |= {"tokensPerSecond": f"{step / 100:.3g}k", "eta": f"{20 - step // 1000}h12m"}
+    return {
+        "metadata": {"name": name, "namespace": "lab", "creationTimestamp": f"2026-03-01T12:00:{step % 60:02d}Z"},
+        "spec": {},
+        "status": {"phase": phase, "nodes": {"summary": "3/4"}, "progress": progress, **more},
+    }  # fmt: skip
+
+
+FLEET = [
+    run_of("docs-lm", "Running", 1200, message="3 nodes, 3 workers", checkpoint={"step": 1200}),
+    run_of("code-lm", "Running", 9100, message="4 nodes, 4 workers", checkpoint={"step": 9000}),
+    run_of("preference", "Waiting", 300, message="1 nodes are here; at least 2 are needed", restarts={"total": 4}),
+    run_of("<b>molecules</b>", "Failed", 40, message="data.sources[0].path: there is no such file"),
+    run_of("small", "Complete", 20000, message="all workers ended well"),
+]  # fmt: skip

@@ -1,13 +1,20 @@
 """The coordinator that `evergrad run` starts on this machine, seen by its launcher."""
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from urllib.request import urlopen
 
-from evergrad_trainer.node.local import CoordinatorSettings, LocalCoordinator
+import pytest
+
+from evergrad_coordinator.contract import ExitCode
+from evergrad_trainer.node.local import CoordinatorSettings, LocalCoordinator, run_local
 
 
-def test_nobody_waits_for_an_outcome_that_no_node_can_bring(tmp_path: Path) -> None:
-    coordinator = LocalCoordinator(
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[LocalCoordinator]:
+    one = LocalCoordinator(
         CoordinatorSettings(
             run="r",
             min_nodes=1,
@@ -20,13 +27,47 @@ def test_nobody_waits_for_an_outcome_that_no_node_can_bring(tmp_path: Path) -> N
             address=tmp_path / "address.json",
         )
     )
-    try:
-        coordinator.start()
-        # Far above the limit of the test: it ends because no node is connected, or not at all.
-        assert coordinator.wait(1e6) is None
-        assert coordinator.is_running
-        # `evergrad open` finds its page by this file, which is there as long as it is.
-        assert json.loads((tmp_path / "address.json").read_text())["statusPort"] > 0
-    finally:
-        coordinator.close()
+    yield one
+    one.close()
+
+
+def test_nobody_waits_for_an_outcome_that_no_node_can_bring(
+    coordinator: LocalCoordinator, tmp_path: Path
+) -> None:
+    coordinator.start()
+    # Far above the limit of the test: it ends because no node is connected, or not at all.
+    assert coordinator.wait(1e6) is None
+    assert coordinator.is_running
+    # `evergrad open` finds its page by this file, which is there as long as it is.
+    assert json.loads((tmp_path / "address.json").read_text())["statusPort"] > 0
+    coordinator.close()
     assert not (tmp_path / "address.json").exists()
+
+
+class NodesThatLookAtThePage:
+    """Nodes of which none trains: as they start, they open the page whose address was printed."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+        self.are_over = True
+        self.ended: dict[int, int] = {}
+        self.page = ""
+
+    def start(self) -> None:
+        first, _, _ = self._capsys.readouterr().out.partition("\n")
+        found = re.fullmatch(r"page (http://127\.0\.0\.1:[1-9][0-9]*/)", first)
+        assert found is not None, first
+        with urlopen(found[1], timeout=100) as answer:
+            self.page = answer.read().decode("utf-8")
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+def test_the_address_of_the_page_is_printed_first_and_serves_it(
+    coordinator: LocalCoordinator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = NodesThatLookAtThePage(capsys)
+    # No node says how the run has ended.
+    assert run_local(coordinator, nodes) == ExitCode.INTERNAL  # type: ignore[arg-type]
+    assert "<title>Evergrad</title>" in nodes.page

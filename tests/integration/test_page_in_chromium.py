@@ -1,20 +1,17 @@
 """The page of a run in a real browser: live, without the network, with a keyboard, at any width, for hours."""
 
-import asyncio
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
 from browser import Browser, open_browser
-from page_site import Site
+from page_site import FLEET, Site, fleet_page, run_of
 
+from evergrad_coordinator.causes import USES
 from evergrad_coordinator.edge.live import MOST_PAGES
 from evergrad_coordinator.rules.track import MOST_ROWS
-from evergrad_operator.fleet_page import FleetPage
 
 PATIENCE_MS = 100_000
 """Long enough for a busy machine."""
@@ -101,6 +98,14 @@ def test_it_shows_the_run_and_loads_nothing_but_itself(browser: Browser, site: S
         == 3
     )
     assert "400" in text_of(browser, "checkpoints")
+    # Three nodes trained for 400 seconds, and the page says what else their time was.
+    uses = browser.run(
+        "return [...document.querySelectorAll('#uses tbody tr')]"
+        ".map(one => [...one.children].map(cell => cell.textContent))"
+    )
+    assert uses[0][:2] == ["training", "19m59s"]
+    assert [row[3] for row in uses] == [USES[row[0]] for row in uses]
+    assert sum(float(row[2].rstrip("%")) for row in uses) == pytest.approx(100, abs=0.5)
     # Every curve is drawn: something of each canvas is not empty.
     wait(
         browser,
@@ -154,7 +159,7 @@ def test_a_keyboard_reads_the_curves_and_presses_the_buttons(
         "return [...document.querySelectorAll('button, [tabindex]')].filter(one => one.offsetParent)"
         ".map(one => one.tabIndex)"
     )
-    assert len(names) >= 2 + 7 + 4 and set(names) == {0}
+    assert len(names) >= 2 + 7 + 5 and set(names) == {0}
     browser.run("document.getElementById('log').click()")
     assert (
         browser.run("return document.getElementById('log').getAttribute('aria-pressed')")
@@ -310,47 +315,6 @@ def test_more_pages_than_the_bound_are_told_so(browser: Browser, site: Site) -> 
             one.close()
     # Those that are closed make room again.
     open_page(browser, site, step=5)
-
-
-@contextmanager
-def fleet_page(runs: list[dict[str, Any]]) -> Iterator[str]:
-    """The address of the operator's page of these runs, served by a loop of its own."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    page = FleetPage(lambda: list(runs))
-    try:
-        port = asyncio.run_coroutine_threadsafe(page.listen(0), loop).result(60)
-        yield f"http://127.0.0.1:{port}/"
-    finally:
-        asyncio.run_coroutine_threadsafe(page.close(), loop).result(60)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
-
-
-def run_of(name: str, phase: str, step: int, **more: Any) -> dict[str, Any]:
-    progress: dict[str, Any] = {
-        "step": step,
-        "totalSteps": 20000,
-        "loss": f"{2 + 100 / (step + 50):.3f}",
-    }
-    if phase == "Running":
-        progress |= {"tokensPerSecond": f"{step / 100:.3g}k", "eta": f"{20 - step // 1000}h12m"}
-    return {
-        "metadata": {"name": name, "namespace": "lab", "creationTimestamp": f"2026-03-01T12:00:{step % 60:02d}Z"},
-        "spec": {},
-        "status": {"phase": phase, "nodes": {"summary": "3/4"}, "progress": progress, **more},
-    }  # fmt: skip
-
-
-FLEET = [
-    run_of("docs-lm", "Running", 1200, message="3 nodes, 3 workers", checkpoint={"step": 1200}),
-    run_of("code-lm", "Running", 9100, message="4 nodes, 4 workers", checkpoint={"step": 9000}),
-    run_of("preference", "Waiting", 300, message="1 nodes are here; at least 2 are needed", restarts={"total": 4}),
-    run_of("<b>molecules</b>", "Failed", 40, message="data.sources[0].path: there is no such file"),
-    run_of("small", "Complete", 20000, message="all workers ended well"),
-]  # fmt: skip
 
 
 def test_the_page_of_all_runs_lists_sorts_and_finds_them(browser: Browser) -> None:

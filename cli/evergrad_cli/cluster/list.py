@@ -49,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--phase", metavar="PHASE", help="only runs in this phase, e.g. Running"
     )
     parser.add_argument(
-        "--wide", action="store_true", help="with GPU-hours, waste, reason and message"
+        "--wide",
+        action="store_true",
+        help="with pod-hours, GPU-hours, waste, reason and message",
     )
     add_cluster_arguments(parser)
 
@@ -91,7 +93,7 @@ def render(
     headers = (
         *(("NAMESPACE",) if with_namespace else ()),
         *_HEADERS,
-        *(("GPU-HOURS", "WASTE", "REASON", "MESSAGE") if is_wide else ()),
+        *(("POD-HOURS", "GPU-HOURS", "WASTE", "REASON", "MESSAGE") if is_wide else ()),
     )
     rows = []
     for run in runs:
@@ -110,7 +112,8 @@ def render(
         ]
         # The operator writes usage as text, rounded already.
         if is_wide:
-            used = [str(run.usage.get(key) or NOTHING) for key in ("gpuHours", "waste")]
+            keys = ("podHours", "gpuHours", "waste")
+            used = [str(run.usage.get(key) or NOTHING) for key in keys]
             row += [*used, run.reason or NOTHING, run.message or NOTHING]
         rows.append(row)
     return table(headers, rows)

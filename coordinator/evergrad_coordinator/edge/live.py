@@ -17,12 +17,12 @@ from evergrad_coordinator.rules.history import (
     MOST_EVENTS,
     SHOWN_EVENTS,
     History,
+    build_page_status,
     note_event,
     observe,
     rewind,
     take_update,
 )
-from evergrad_coordinator.rules.status import build_status
 
 MOST_PAGES = 8
 """Pages that are open at once; further ones are answered 503."""
@@ -149,9 +149,5 @@ class LiveFeed:
 
     def _encode_update(self, group: Group) -> bytes:
         now = self._clock()
-        # Counters that grow all the time are for programs: each page would get them each second.
-        status = {
-            key: value for key, value in build_status(group, now=now).items() if key != "usage"
-        }
-        update = take_update(self._history, status, now=now)
+        update = take_update(self._history, build_page_status(group, now=now), now=now)
         return encode_event({**update, "beganAt": self._began_at_unix})

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from evergrad_coordinator.causes import CHANGES, read_change
+from evergrad_coordinator.causes import CHANGES, USES, read_change
 from evergrad_coordinator.rules.group import Group
-from evergrad_coordinator.rules.status import count_current_workers
+from evergrad_coordinator.rules.status import build_status, count_current_workers
 from evergrad_coordinator.rules.track import Track
 
 MOST_EVENTS: Final = 200
@@ -131,6 +131,18 @@ def note_event(
     history.events.add([elapsed, event, said[:_MOST_CHARACTERS]])
 
 
+def build_page_status(group: Group, *, now: float) -> dict[str, Any]:
+    """Build the status for a page: ``build_status`` with the uses of time in the form that people read."""
+    status = build_status(group, now=now)
+    # Milliseconds are for programs, which subtract them. A page shows whole seconds, in the order of the
+    # catalogue, and gets the texts once: they never change.
+    usage = status.pop("usage")["milliseconds"]
+    seconds = {use: round(usage.get(use, 0) / 1000) for use in USES}
+    status["uses"] = {use: amount for use, amount in seconds.items() if amount}
+    status["useTexts"] = dict(USES)
+    return status
+
+
 def rewind(history: History) -> None:
     """Forget what was sent: the next update is all there is, for a page that has just been opened."""
     for track in (history.steps, history.times, *history.evaluations.values()):
@@ -142,7 +154,7 @@ def rewind(history: History) -> None:
 def take_update(history: History, status: Mapping[str, Any], *, now: float) -> dict[str, Any]:
     """Return what has changed since the last call, as JSON values; parts without a change are left out.
 
-    ``status``: as it is now, in the form of ``build_status``.
+    ``status``: as it is now, in the form of ``build_page_status``.
     """
     # An ellipsis for what was never sent: None is a value, which the page must get as well.
     changed = {

@@ -75,7 +75,7 @@
     // A page that is made of a run's files has no nodes.
     byId("members").parentElement.hidden = !run.status.nodes;
     if (changed.has("members")) showMembers();
-    if (changed.has("status")) showRestarts();
+    if (changed.has("status")) { showRestarts(); showUses(); }
     if (changed.has("checkpoints")) {
       const rows = run.checkpoints.slice().reverse().map(([at, step]) => [clock(at), count(step)]);
       showTable(byId("checkpoints"), [["Time", "time"], ["Step", "number"]], rows, "None yet.");
@@ -161,6 +161,16 @@
     const causes = [...new Set([...Object.keys(restarts), ...Object.keys(lostSeconds)])].sort();
     const rows = causes.map((one) => [one.replaceAll("_", " "), count(restarts[one] ?? 0), duration(lostSeconds[one] ?? 0)]);
     showTable(byId("restarts"), [["Cause", ""], ["Number", "number"], ["Nobody trained for", "number"]], rows, "None: trained in one go.");
+  }
+
+  // Node time by use. A page that is made of a run's files has none: only a coordinator counts it.
+  function showUses() {
+    const { uses, useTexts = {} } = run.status, total = sum(uses);
+    byId("uses").parentElement.hidden = !uses;
+    if (!uses) return;
+    const rows = Object.entries(uses).map(([one, seconds]) =>
+      [one, duration(seconds), `${(100 * seconds / total).toFixed(1)}%`, useTexts[one] ?? ""]);
+    showTable(byId("uses"), [["Use", "name"], ["Node time", "number"], ["Share", "number"], ["What it is", ""]], rows, "No node has been here.");
   }
 
   // ---- plots -------------------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ _COLUMNS: Final = (
         "Serial of the group that trains.",
         1,
     ),
+    ("Pod-hours", "string", ".status.usage.podHours", "Of all its pods.", 1),
     ("GPU-hours", "string", ".status.usage.gpuHours", "Of its pods on hosts.", 1),
     ("Waste", "string", ".status.usage.waste", "Share that trained nothing new.", 1),
     ("Reason", "string", ".status.reason", "Why it is in its phase.", 1),

@@ -154,8 +154,18 @@ def test_the_list_looks_as_kubectl_prints_runs(make_run: Make) -> None:
         "docs-lm   Running   3/4     1200/20000   2.413   41.2k   5h12m   1100         2          60m",
         "new       Pending   –       –            –       –       –       –            0          60m",
     ]
-    assert "REASON" in render_list(found, now=NOW, is_wide=True)[0]
     assert render_list(found, now=NOW, with_namespace=True)[1].startswith("lab ")
+
+
+def test_the_wide_list_shows_what_a_run_has_used_with_and_without_accelerators(
+    make_run: Make,
+) -> None:
+    used = {"podHours": "41.20", "gpuHours": "0.00", "waste": "6%"}
+    found = [parse_run(make_run(usage=used)), parse_run(make_run("new", usage=None))]
+    head, used_row, new_row = render_list(found, now=NOW, is_wide=True)
+    assert head.split()[-5:] == ["POD-HOURS", "GPU-HOURS", "WASTE", "REASON", "MESSAGE"]
+    assert used_row.split()[10:13] == ["41.20", "0.00", "6%"]
+    assert new_row.split()[10:13] == ["–", "–", "–"]
 
 
 def test_a_status_of_any_shape_can_be_shown(make_run: Make) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from simulated_cluster import Cluster, make_settings
 
+from evergrad_coordinator.causes import USES
 from evergrad_coordinator.edge.live import MOST_UNSENT_BYTES
 from evergrad_coordinator.metrics.columns import MOST_DECLARED
 from evergrad_coordinator.protocol import Evaluation, Progress
@@ -14,13 +15,13 @@ from evergrad_coordinator.rules.history import (
     MOST_CHECKPOINTS,
     MOST_EVENTS,
     History,
+    build_page_status,
     note_event,
     observe,
     rewind,
     take_update,
 )
 from evergrad_coordinator.rules.state import MOST_SETS
-from evergrad_coordinator.rules.status import build_status
 from evergrad_coordinator.rules.track import MOST_COLUMNS, MOST_ROWS, Track
 
 
@@ -141,7 +142,7 @@ def report(group: Group, step: int, *, now: float, **values: Any) -> None:
 
 def read(history: History, group: Group, *, now: float) -> dict[str, Any]:
     observe(history, group, now=now)
-    return take_update(history, build_status(group, now=now), now=now)
+    return take_update(history, build_page_status(group, now=now), now=now)
 
 
 def test_a_report_of_a_node_is_seen_with_all_of_its_numbers() -> None:
@@ -209,6 +210,22 @@ def test_only_the_parts_of_the_status_that_differ_are_sent() -> None:
     }
 
 
+def test_a_page_gets_what_the_time_of_nodes_was_used_for_and_the_texts_once() -> None:
+    group, history = make_group(), History(began_at=0.0)
+    ledger = group.ledger
+    ledger.nodes = {"training": 3, "idle": 1}
+    ledger.close_interval(now=10.0)
+    first = read(history, group, now=10.0)["status"]
+    assert first["uses"] == {"training": 30, "idle": 10}
+    assert first["useTexts"] == USES
+    # What programs subtract is not for a page.
+    assert "usage" not in first
+    ledger.close_interval(now=20.4)
+    assert read(history, group, now=20.4)["status"] == {"uses": {"training": 61, "idle": 20}}
+    ledger.close_interval(now=20.401)
+    assert "status" not in read(history, group, now=20.401)
+
+
 def test_a_page_that_is_opened_later_gets_all_there_is() -> None:
     group, history = make_group(), History(began_at=0.0)
     for second in range(50):
@@ -216,7 +233,7 @@ def test_a_page_that_is_opened_later_gets_all_there_is() -> None:
         note_event(history, "gone", {"node": second, "why": "silence"}, now=second)
         read(history, group, now=float(second))
     rewind(history)
-    update = take_update(history, build_status(group, now=50.0), now=50.0)
+    update = take_update(history, build_page_status(group, now=50.0), now=50.0)
     assert update["steps"]["x"] == list(range(50))
     assert len(update["events"]) == len(update["checkpoints"]) == 50
     assert update["events"][3] == [3, "gone", "node 3 is gone: silence"]
@@ -258,11 +275,13 @@ def test_eight_hours_at_ten_steps_a_second_stay_within_the_bounds(num_metrics: i
         if second % 600 == 0 or second == 8 * 3600 - 1:
             rewind(history)
             text = json.dumps(
-                take_update(history, build_status(group, now=float(second)), now=float(second))
+                take_update(
+                    history, build_page_status(group, now=float(second)), now=float(second)
+                )
             )
             largest = max(largest, len(text))
         else:
-            take_update(history, build_status(group, now=float(second)), now=float(second))
+            take_update(history, build_page_status(group, now=float(second)), now=float(second))
     assert group.training.step == 288_000
     tracks = [history.steps, history.times, *history.evaluations.values()]
     assert all(len(one.x) <= MOST_ROWS for one in tracks)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from simulated_cluster import make_settings
+from simulated_cluster import Cluster, make_settings
 
 from evergrad_coordinator.edge import live
 from evergrad_coordinator.edge.http import MAX_CONNECTIONS, StatusServer
@@ -19,7 +19,12 @@ from evergrad_coordinator.edge.journal import MemoryStore
 from evergrad_coordinator.edge.live import MOST_PAGES, LiveFeed, pause_after
 from evergrad_coordinator.edge.page import build_page, is_own_request
 from evergrad_coordinator.edge.server import Server
+from evergrad_coordinator.metrics.columns import MOST_DECLARED
+from evergrad_coordinator.protocol import Evaluation, Progress, decode_from_node
+from evergrad_coordinator.rules.events import on_message
 from evergrad_coordinator.rules.group import new_group
+from evergrad_coordinator.rules.state import MOST_SETS
+from evergrad_coordinator.wire import encode
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -216,6 +221,76 @@ def test_updates_take_half_a_percent_of_a_core_at_most(cost_seconds: float) -> N
     pause = pause_after(cost_seconds)
     assert pause >= live.UPDATE_SECONDS
     assert cost_seconds / pause <= 0.005 + 1e-12
+
+
+class OpenPage:
+    """The connection of a page that reads at once; counts what it is sent."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.transport = self
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def write(self, data: bytes) -> None:
+        self.num_bytes += len(data)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_metrics", [3, MOST_DECLARED])
+def test_eight_hours_at_ten_steps_a_second_take_below_a_percent_of_a_core(
+    num_metrics: int,
+) -> None:
+    """Each second of 28,800: a report of rank 0, the reading of the group, and what an open page is sent.
+
+    Time of the processor, and readings without the brake that makes them rarer on a slow machine.
+    """
+    cluster = Cluster(make_settings(expect=2, max_nodes=2))
+    for name in range(2):
+        cluster.start(name)
+    cluster.run_until_running()
+    group, peer = cluster.group, cluster.nodes[0].peer
+    assert peer is not None
+    began_at, seconds = cluster.now, 8 * 3600
+    second, page = 0, OpenPage()
+    feed = LiveFeed(clock=lambda: began_at + second)
+    feed._group = group
+    feed.open(page)  # type: ignore[arg-type]
+
+    spent = 0.0
+    for second in range(1, seconds + 1):
+        report = Progress(
+            group.generation, 10 * second, total_steps=10 * seconds, loss=12.345678 / second,
+            tokens_per_second=54321.987, eta_seconds=float(seconds - second),
+            checkpoint_step=10 * (second - second % 60) or -1,
+            values={f"metric_{number}": 1 / (second + number) for number in range(num_metrics)},
+            evaluations={
+                f"set_{number}": Evaluation(10 * (second - second % 120), {"loss": 1 / second})
+                for number in range(MOST_SETS)
+            },
+            evaluation_seconds=second / 20, saving_seconds=second / 40,
+        )  # fmt: skip
+        line = encode(report)
+        begin = time.thread_time()
+        on_message(group, peer, decode_from_node(line), now=began_at + second)
+        if second % 600 == 0:
+            # Somebody else opens the page too.
+            feed.open(OpenPage())  # type: ignore[arg-type]
+            feed._pages.popitem()
+        feed.update()
+        spent += time.thread_time() - begin
+
+    assert group.training.step == 10 * seconds
+    assert feed._history.steps.x[-1] == 10 * seconds
+    # A page has followed all the time.
+    assert page.num_bytes > 100 * seconds
+    bound = seconds / 100
+    print(
+        f"{num_metrics} metrics: {spent:.1f} s of a core in 8 hours, {100 * spent / seconds:.3f}%; "
+        f"{bound / spent:.1f} times below the bound of {bound:.0f} s"
+    )
+    assert spent < bound
 
 
 @pytest.mark.parametrize(

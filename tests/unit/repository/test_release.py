@@ -109,6 +109,10 @@ def test_the_packed_chart_names_the_registry_and_the_sources_and_leaves_its_test
     assert "localhost/" not in "".join(files.values())
     values = yaml.safe_load(files["values.yaml"])
     assert values["image"]["repository"] == f"{REGISTRY}/evergrad-operator"
+    # An alert's link leads to the runbook of this version: Alertmanager knows no other place to begin from.
+    runbooks = f"{SOURCE}/blob/v{VERSION}/docs/runbooks"
+    assert values["metrics"]["rules"]["runbooks"] == runbooks
+    assert f"| `metrics.rules.runbooks` | `{runbooks}` |" in files["README.md"]
     described = yaml.safe_load(files["Chart.yaml"])
     assert described["sources"] == [SOURCE]
     assert (

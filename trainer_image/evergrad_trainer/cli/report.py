@@ -9,6 +9,7 @@ NAME = "report"
 EXAMPLES = """\
   evergrad report runs/docs-lm
   evergrad report runs/docs-lm --output /tmp/docs-lm
+  kubectl get trun docs-lm -o json | evergrad report docs-lm --cluster-run -
   evergrad report runs/docs-lm --json | jq .goodput.ratio"""
 
 
@@ -17,6 +18,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="where to write (default: the run directory)"
+    )
+    parser.add_argument(
+        "--cluster-run",
+        type=Path,
+        metavar="FILE",
+        help="the run's object, of `kubectl get trun NAME -o json` (- for standard input): adds pod-hours, "
+        "GPU-hours, waste and cost",
     )
     parser.add_argument(
         "--json",
@@ -34,7 +42,9 @@ def execute(args: argparse.Namespace) -> int:
     from evergrad_trainer.report.build import write_report
     from evergrad_trainer.run_directory import dumps_strict
 
-    paths = write_report(args.run, output=args.output)
+    # The file of that name is this process's standard input, on Linux and macOS alike.
+    object_path = Path("/dev/stdin") if args.cluster_run == Path("-") else args.cluster_run
+    paths = write_report(args.run, output=args.output, cluster_run=object_path)
     if not args.json:
         print(f"report: {paths.html}")
         print(f"        {paths.markdown}")

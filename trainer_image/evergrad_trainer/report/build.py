@@ -33,16 +33,22 @@ class ReportPaths:
 
 
 def write_report(
-    run_directory: Path, *, output: Path | None = None, now: float | None = None
+    run_directory: Path,
+    *,
+    output: Path | None = None,
+    cluster_run: Path | None = None,
+    now: float | None = None,
 ) -> ReportPaths:
-    """Write page, text and summary into ``output`` (default: the run directory). The same files give the same
-    report but for its time.
+    """Write page, text and summary into ``output`` (default: the run directory).
+
+    The same files give the same report but for its time. ``cluster_run``: file with the run's object of a
+    cluster, for the time of its pods.
 
     Raises RunDirectoryError for what is no run directory, for unreadable files, and where the report cannot
     be written.
     """
     # Everything is read before the first byte is written: a bad row must not leave half a report.
-    facts = gather_facts(RunDirectory(run_directory))
+    facts = gather_facts(RunDirectory(run_directory), cluster_run=cluster_run)
     created = utc(time.time() if now is None else now)
     target = output or run_directory
     with reported(target, what="cannot be created"):

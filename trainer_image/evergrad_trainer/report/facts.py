@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from evergrad_trainer.report.figures import (
     summary_figures,
     time_shares,
 )
+from evergrad_trainer.report.pod_time import PodTime, read_pod_time
 from evergrad_trainer.report.tables import (
     Table,
     change_table,
@@ -35,7 +37,7 @@ from evergrad_trainer.report.tables import (
     world_cause_table,
     world_table,
 )
-from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.run_directory import RunDirectory, reported
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ class Facts:
     """Items over which the loss is a mean."""
     unit_read: str
     """Unit of what the run has read: tokens, or samples where they are no text."""
+    pod_time: PodTime | None = None
+    """Time of the run's pods; None where no cluster's object of the run was given."""
 
     @property
     def loss_unit(self) -> str:
@@ -79,8 +83,11 @@ class Facts:
         return "nats per token" if self.loss_items == TOKENS else f"mean over {self.loss_items}"
 
 
-def gather_facts(directory: RunDirectory) -> Facts:
-    """Read everything. Raises RunDirectoryError for files that are no run's; a run without steps is fine."""
+def gather_facts(directory: RunDirectory, *, cluster_run: Path | None = None) -> Facts:
+    """Read everything. ``cluster_run``: file with the run's object of a cluster, if there is one.
+
+    Raises RunDirectoryError for files that are no run's; a run without steps is fine.
+    """
     directory.require_run()
     history = read_history(directory)
     goodput = account(history.steps, history.events, history.evaluations)
@@ -106,6 +113,11 @@ def gather_facts(directory: RunDirectory) -> Facts:
         tokens_per_step=started.get("tokens_per_step"),
         samples_per_step=started.get("samples_per_step"),
     )
+    pod_time = None
+    if cluster_run is not None:
+        with reported(cluster_run, what="cannot be read"):
+            content = cluster_run.read_text("utf-8")
+        pod_time = read_pod_time(content, source=str(cluster_run), run=started.get("run"))
     return Facts(
         name=str(started.get("run") or directory.path.resolve().name),
         subtitle=describe_run(started, goodput),
@@ -129,6 +141,7 @@ def gather_facts(directory: RunDirectory) -> Facts:
         metrics={str(name): one for name, one in metrics.items() if isinstance(one, Mapping)},
         loss_items=items,
         unit_read=unit,
+        pod_time=pod_time,
     )
 
 

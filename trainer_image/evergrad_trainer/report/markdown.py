@@ -48,6 +48,8 @@ def render_markdown(facts: Facts, *, created: str) -> str:
                 ("Spent on", "Time", "Share", "Time of all processes"), rows, right={1, 2, 3}
             ),
         ]
+    if pods := facts.pod_time:
+        parts += ["## Where the time of pods went", escape(pods.summary), _render(pods.table)]
     for title, table, empty in (
         ("Evaluations", facts.evaluations, "Nothing was evaluated."),
         ("Checkpoints", facts.checkpoints, "No checkpoint has been published yet."),

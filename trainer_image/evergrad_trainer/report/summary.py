@@ -59,6 +59,8 @@ def summarise(facts: Facts) -> dict[str, Any]:
         "restarts": [dict(restart.__dict__) for restart in goodput.restarts],
         "world_changes": [dict(change.__dict__) for change in goodput.changes],
         "warnings": list(facts.warnings),
+        # As in the status of the run, whose hours are texts. Only where the run's object was given.
+        **({} if facts.pod_time is None else {"usage": dict(facts.pod_time.raw)}),
     }
 
 

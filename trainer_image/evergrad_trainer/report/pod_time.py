@@ -1,0 +1,86 @@
+"""Time of a run's pods, as its cluster counted it: a section that no run directory alone can give a report.
+
+The operator counts how long pods live, also in a queue and before their first process, and mounts no volume.
+A report gets the numbers from the run's object, such as ``kubectl get trun NAME -o json`` prints it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import yaml
+
+from evergrad_coordinator.causes import USEFUL, USES
+from evergrad_coordinator.text import duration, percent
+from evergrad_manifest.errors import Problem
+from evergrad_trainer.errors import RunDirectoryError
+from evergrad_trainer.report.figures import as_mapping
+from evergrad_trainer.report.tables import Table, build_table
+
+_UNITS: Final = {"podHours": "pod-hours", "gpuHours": "GPU-hours", "waste": "waste", "cost": ""}
+
+_NOTE: Final = "Counted by the cluster, from the creation of each pod to its end."
+
+
+@dataclass(frozen=True)
+class PodTime:
+    """Time of a run's pods. ``summary``: its sums in words; ``raw``: as in the status."""
+
+    summary: str
+    table: Table
+    raw: Mapping[str, Any]
+
+
+def read_pod_time(text: str, *, source: str, run: str | None) -> PodTime:
+    """Read ``status.usage`` of a TrainingRun, as JSON or YAML.
+
+    ``source``: where ``text`` comes from; ``run``: name of the run that the report is on, if known.
+
+    Raises RunDirectoryError for what is no TrainingRun, for another run's, and for one without uses.
+    """
+    remedy = "Write it with: kubectl get trun NAME -o json"
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        problem = Problem(source, "is neither JSON nor YAML", remedy=remedy)
+        raise RunDirectoryError(problem) from error
+    if not isinstance(value, Mapping) or value.get("kind") != "TrainingRun":
+        raise RunDirectoryError(Problem(source, "is not one TrainingRun", remedy=remedy))
+
+    # A report with the bill of another run would be believed.
+    name = as_mapping(value.get("metadata")).get("name")
+    if run is not None and name != run:
+        what = f"is run {name}, and the report is on {run}"
+        raise RunDirectoryError(Problem(source, what, remedy=remedy))
+    usage = as_mapping(as_mapping(value.get("status")).get("usage"))
+    seconds = {
+        use: amount
+        for use, amount in as_mapping(usage.get("byCause")).items()
+        if use in USES and isinstance(amount, int) and amount >= 0
+    }
+    total = sum(seconds.values())
+    if not total:
+        raise RunDirectoryError(
+            Problem(
+                source,
+                "its status has no usage",
+                "no operator has counted its pods yet",
+                "Ask again once a pod of it has run",
+            )
+        )
+
+    sums = [f"{usage[key]} {unit}".rstrip() for key, unit in _UNITS.items() if usage.get(key)]
+    # In the order of the catalogue: what the run asked for comes first.
+    rows = [
+        (
+            text_of_use,
+            "yes" if use in USEFUL else "",
+            duration(seconds[use]),
+            percent(seconds[use] / total),
+        )
+        for use, text_of_use in USES.items()
+        if seconds.get(use)
+    ]
+    titles = ("Spent on", "Asked for", "Time of pods", "Share")
+    table = build_table(titles, rows, numeric=titles[2:])
+    return PodTime(f"{', '.join(sums)}. {_NOTE}", table, dict(usage))
