@@ -46,13 +46,15 @@ class Facts:
 class Metrics:
     """Metrics that are counted as things happen, in a registry of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, revision: str = "unknown") -> None:
+        """``revision``: the commit that this program was built from."""
         # A second series for each counter, with its time of creation, would double the scrape for nothing.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         build = self._gauge("build_info")
         build.labels(
             metadata.version("evergrad-operator"),
+            revision,
             platform.python_version(),
             metadata.version("kopf"),
         ).set(1)

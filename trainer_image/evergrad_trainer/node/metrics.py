@@ -18,6 +18,9 @@ from evergrad_coordinator.metrics import NODE
 from evergrad_coordinator.pace import Pace
 from evergrad_coordinator.protocol import MAX_GENERATION, Evaluation, Progress
 from evergrad_trainer.checkpoint.layout import parse_checkpoint_name
+from evergrad_trainer.device_memory import KINDS as MEMORY_KINDS
+from evergrad_trainer.device_memory import Sizes
+from evergrad_trainer.node.workers import Worker
 from evergrad_trainer.observers.events import parse_event_row, seconds_of
 from evergrad_trainer.observers.instruments import build_series
 from evergrad_trainer.observers.live_state import SHORT_WINDOW_SECONDS, Rate
@@ -60,6 +63,8 @@ class NodeMetrics:
         self._pace = Pace()
         self.progress: Progress | None = None
         """Where training is, as rank 0 said last; None where rank 0 never was on this node."""
+        self._workers: dict[int, Worker] = {}
+        """The newest process of each local rank."""
         self._series: _Series | None = (
             None if exporter is None else _Series(exporter, run, node)
         )
@@ -163,8 +168,20 @@ class NodeMetrics:
         if self._exporter is not None:
             self._exporter.rank_0_left()
 
-    def worker_started(self) -> None:
+    def worker_started(self, worker: Worker) -> None:
+        """One more process, in the place of any before it with its local rank."""
+        self._workers[worker.local_rank] = worker
         self._with(lambda series: series.add("node_worker_starts_total", 1))
+
+    def show_memory(self) -> None:
+        """Show what each worker holds of its device, as it said last."""
+        for local_rank, worker in self._workers.items():
+            # A process that has ended holds nothing, and one on a CPU says nothing: no value is not 0.
+            sizes = None if worker.state == "ended" else worker.heartbeat.held_bytes
+            place = str(local_rank)
+            self._with(
+                lambda series, place=place, sizes=sizes: series.show_memory(place, sizes)
+            )
 
     def set_workers(self, count: int) -> None:
         self._with(lambda series: series.set("node_workers", count))
@@ -190,6 +207,8 @@ class _Series:
 
     def __init__(self, exporter: PrometheusExporter, run: str, node: str) -> None:
         self._place = (run, node)
+        self._with_memory: set[str] = set()
+        """Local ranks whose memory is shown."""
         made = build_series(NODE, "run", "node", registry=exporter.registry)
         self._gauges = {name: one for name, one in made.items() if isinstance(one, Gauge)}
         self._counters = {name: one for name, one in made.items() if isinstance(one, Counter)}
@@ -203,6 +222,17 @@ class _Series:
 
     def add(self, name: str, amount: float, *labels: str) -> None:
         self._counters[name].labels(*self._place, *labels).inc(amount)
+
+    def show_memory(self, local_rank: str, sizes: Sizes | None) -> None:
+        """Show a worker's memory of its device, or none."""
+        gauge = self._gauges["device_memory_bytes"]
+        if sizes is not None:
+            for kind, size in zip(MEMORY_KINDS, sizes, strict=True):
+                gauge.labels(*self._place, local_rank, kind).set(size)
+        elif local_rank in self._with_memory:
+            for kind in MEMORY_KINDS:
+                gauge.remove(*self._place, local_rank, kind)
+        (self._with_memory.add if sizes else self._with_memory.discard)(local_rank)
 
     def show(self, values: Mapping[str, int | float]) -> None:
         """Show the values that a script has reported."""
