@@ -15,6 +15,7 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
+    ProcessCollector,
     disable_created_metrics,
     generate_latest,
 )
@@ -51,6 +52,8 @@ class Metrics:
         # A second series for each counter, with its time of creation, would double the scrape for nothing.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
+        # Memory and processor time of this process, under the names that every client library gives them.
+        ProcessCollector(registry=self.registry)
         build = self._gauge("build_info")
         build.labels(
             metadata.version("evergrad-operator"),

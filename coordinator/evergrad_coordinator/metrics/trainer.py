@@ -306,6 +306,15 @@ NODE: Final[tuple[Series, ...]] = (
         "`allocated`). With CUDA only: absent on a CPU, for scripts, and without a supervisor.",
     ),
     Series(
+        "worker_resident_memory_bytes",
+        "gauge",
+        "Memory of the host that a worker's process holds",
+        unit="bytes",
+        aggregate="sum",
+        labels=("node", "local_rank"),
+        note="Pages that workers share count for each; `process_resident_memory_bytes` is the supervisor's.",
+    ),
+    Series(
         "script_step",
         "gauge",
         "Step of a script, as it reports it",

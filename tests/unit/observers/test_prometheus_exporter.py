@@ -3,6 +3,7 @@ that."""
 
 import json
 import math
+import os
 import re
 import socket
 import threading
@@ -513,7 +514,7 @@ def test_memory_of_devices_is_shown_by_worker_and_absent_where_there_is_none(
     metrics = NodeMetrics("docs-lm", "0", exporter)
     heartbeats = [WorkerHeartbeat(), WorkerHeartbeat()]
     workers = [
-        SimpleNamespace(local_rank=place, heartbeat=heartbeat, state="inside")
+        SimpleNamespace(local_rank=place, heartbeat=heartbeat, state="inside", pid=os.getpid())
         for place, heartbeat in enumerate(heartbeats)
     ]
     for worker in workers:
@@ -537,9 +538,17 @@ def test_memory_of_devices_is_shown_by_worker_and_absent_where_there_is_none(
     # The process is gone, and its memory is free; the next one in its place has not trained yet.
     workers[0].state = "ended"
     assert shown() == of_second
-    following = SimpleNamespace(local_rank=1, heartbeat=WorkerHeartbeat(), state="starting")
+    resident = "evergrad_worker_resident_memory_bytes"
+    (size,) = [value for (name, _), value in _samples(exporter).items() if name == resident]
+    assert size > 2**20
+    # Above the most that a kernel gives.
+    gone = 2**22 + 1
+    following = SimpleNamespace(
+        local_rank=1, heartbeat=WorkerHeartbeat(), state="starting", pid=gone
+    )
     metrics.worker_started(following)  # type: ignore[arg-type]
     assert shown() == {}
+    assert not [name for name, _ in _samples(exporter) if name == resident]
 
 
 def test_a_port_in_use_is_refused_with_the_field_that_set_it() -> None:

@@ -1,6 +1,7 @@
 """Alerts and dashboards of the chart: generated, complete, and right as Prometheus reads them."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -12,12 +13,14 @@ import pytest
 import yaml
 from bed import chart, toolbox
 
-from evergrad_coordinator.metrics import COORDINATOR, NODE, OPERATOR, TRAINER
+from evergrad_coordinator.causes import CHANGES, ENDINGS, SKIPS
+from evergrad_coordinator.metrics import COORDINATOR, NODE, OPERATOR, PREFIX, TRAINER
 from evergrad_monitoring.alerts import ALERTS, OF_RUNS, THRESHOLDS
 from evergrad_monitoring.dashboards import DASHBOARDS
 from evergrad_monitoring.generate import render_all
-from evergrad_monitoring.names import labels_of, metric
+from evergrad_monitoring.names import PROCESS, labels_of, metric, process
 from evergrad_monitoring.queries import Query, collect_queries
+from evergrad_operator.names import Phase
 
 WHO = 'run_namespace="a", run="x"'
 RUNNING = f'evergrad_operator_run_phase{{{WHO}, phase="Running"}}'
@@ -327,6 +330,11 @@ def test_a_metric_that_nothing_exports_cannot_be_named() -> None:
     for name in ("no_such_metric", "step_count", "step_duration_seconds"):
         with pytest.raises(KeyError):
             metric(name)
+    with pytest.raises(KeyError):
+        process("process_open_fds", 'job="x"')
+    for selector in ("", 'node="0"'):
+        with pytest.raises(ValueError, match="matcher"):
+            process(PROCESS[0], selector)
 
 
 def test_each_alert_has_a_page_and_each_page_its_alert(root: Path) -> None:
@@ -519,7 +527,7 @@ def test_counters_stand_under_a_rate_and_none_has_a_window_of_its_own_by_acciden
             continue
         # Only what the operator reads off a status is shown as a total.
         bare = re.sub(r"(rate|increase)\([^()]*\)", "", query.expression)
-        totals = re.findall(r"evergrad_\w+_total\b", bare)
+        totals = re.findall(r"(?:evergrad|process)_\w+_total\b", bare)
         of_statuses = {
             f"evergrad_operator_run_{x}_total" for x in ("restarts", "pods_replaced")
         }
@@ -546,13 +554,14 @@ def test_every_query_names_metrics_and_labels_that_are_there(
         for one in (*TRAINER, *NODE, *COORDINATOR, *OPERATOR)
         for suffix in suffixes.get(one.kind, ("",))
     }
+    known |= dict.fromkeys(PROCESS, labels_of("step") - {"run"})
     kinds = {query.kind for query in queries}
     assert kinds == {"panel", "annotation", "variable", "alert", "page"}
     for query in queries:
         text = query.fill(VARIABLES)
-        names = set(re.findall(r"\bevergrad_\w+", text))
+        names = set(re.findall(r"\b(?:evergrad|process)_\w+", text))
         assert names and names <= set(known), f"{query.where}: {names - set(known)}"
-        for name, selector in re.findall(r"\b(evergrad_\w+)\{([^}]*)\}", text):
+        for name, selector in re.findall(r"\b((?:evergrad|process)_\w+)\{([^}]*)\}", text):
             matched = set(re.findall(r"(\w+)\s*(?:=|!)", selector))
             assert matched <= known[name], f"{query.where}: {matched - known[name]}"
         grouped = re.findall(r"\b(?:by|on|ignoring|without) \(([^)]*)\)", text)
@@ -606,3 +615,66 @@ def test_a_gap_is_no_line_and_marks_show_where_processes_and_pods_were_replaced(
     for mark in marks:
         assert mark["enable"] is True
         assert mark["datasource"]["uid"] == "${datasource}"
+
+
+LEGENDS = {
+    "cause": len(CHANGES),
+    "reason": len(ENDINGS),
+    "phase": len(Phase),
+    "state": 4,
+    "kind": 3,
+    "why": len(SKIPS),
+    "monitor": 4,
+    "result": 3,
+    "work": 5,
+    "resource": 12,
+    "verb": 6,
+}
+"""Labels whose values our own code bounds, with how many there are at most."""
+
+
+def bound_of(expression: str, legend: str) -> float:
+    """Most series of a query that its legend tells apart; infinite where nothing bounds them."""
+    if found := re.match(r"topk\((\d+), ", expression):
+        return int(found[1])
+    labels = re.findall(r"\{\{(\w+)\}\}", legend)
+    return math.prod(LEGENDS.get(label, math.inf) for label in labels)
+
+
+def test_no_legend_of_a_panel_has_more_than_twenty_series() -> None:
+    for uid, panel in panels():
+        if panel["type"] not in ("timeseries", "state-timeline"):
+            continue
+        bounds = {
+            target["refId"]: bound_of(target["expr"], target["legendFormat"])
+            for target in panel["targets"]
+        }
+        assert sum(bounds.values()) <= 20, f"{uid}: {panel['title']}: {bounds}"
+
+
+def test_a_query_without_a_bound_is_found() -> None:
+    assert bound_of("max(x)", "x") == 1
+    assert bound_of("sum by (cause) (x)", "{{cause}}") == len(CHANGES)
+    assert bound_of("sum by (dataset) (x)", "{{dataset}}") == math.inf
+    assert bound_of("topk(10, sum by (dataset) (x))", "{{dataset}}") == 10
+
+
+def test_every_query_of_a_dashboard_names_whose_series_it_is_about(
+    queries: tuple[Query, ...],
+) -> None:
+    """Two installations, or two runs of one name, would be added up otherwise."""
+    matchers = {
+        "evergrad-fleet": ('run_namespace=~"$run_namespace"',),
+        "evergrad-run": ('run_namespace="$run_namespace"', 'run="$run"'),
+        "evergrad-operator": ('job=~"$job"',),
+    }
+    operators = {"operator_run_queue_seconds", "operator_run_startup_seconds"}
+    of_no_run = {f"{PREFIX}{name}_bucket" for name in operators}
+    for query in queries:
+        if query.kind not in ("panel", "annotation"):
+            continue
+        wanted = matchers[query.where.partition(":")[0]]
+        found = re.findall(r"\b((?:evergrad|process)_\w+)(\{[^}]*\})?", query.expression)
+        for name, selector in found:
+            if name not in of_no_run:
+                assert all(one in selector for one in wanted), f"{query.where}: {name}"

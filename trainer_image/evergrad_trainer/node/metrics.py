@@ -6,9 +6,11 @@ It lives through every restart of workers.
 import dataclasses
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import Counter, Gauge
@@ -174,14 +176,14 @@ class NodeMetrics:
         self._with(lambda series: series.add("node_worker_starts_total", 1))
 
     def show_memory(self) -> None:
-        """Show what each worker holds of its device, as it said last."""
+        """Show what each worker holds: of its device as it said last, of the host as the kernel says."""
         for local_rank, worker in self._workers.items():
             # A process that has ended holds nothing, and one on a CPU says nothing: no value is not 0.
             sizes = None if worker.state == "ended" else worker.heartbeat.held_bytes
-            place = str(local_rank)
-            self._with(
-                lambda series, place=place, sizes=sizes: series.show_memory(place, sizes)
-            )
+            resident = None if worker.state == "ended" else read_resident_bytes(worker.pid)
+            if self._series is not None:
+                self._series.show_memory(str(local_rank), sizes)
+                self._series.show_resident(str(local_rank), resident)
 
     def set_workers(self, count: int) -> None:
         self._with(lambda series: series.set("node_workers", count))
@@ -208,7 +210,9 @@ class _Series:
     def __init__(self, exporter: PrometheusExporter, run: str, node: str) -> None:
         self._place = (run, node)
         self._with_memory: set[str] = set()
-        """Local ranks whose memory is shown."""
+        """Local ranks whose memory of a device is shown."""
+        self._with_resident: set[str] = set()
+        """Local ranks whose memory of the host is shown."""
         made = build_series(NODE, "run", "node", registry=exporter.registry)
         self._gauges = {name: one for name, one in made.items() if isinstance(one, Gauge)}
         self._counters = {name: one for name, one in made.items() if isinstance(one, Counter)}
@@ -234,6 +238,15 @@ class _Series:
                 gauge.remove(*self._place, local_rank, kind)
         (self._with_memory.add if sizes else self._with_memory.discard)(local_rank)
 
+    def show_resident(self, local_rank: str, size: int | None) -> None:
+        """Show a worker's memory of the host, or none."""
+        gauge = self._gauges["worker_resident_memory_bytes"]
+        if size is not None:
+            gauge.labels(*self._place, local_rank).set(size)
+        elif local_rank in self._with_resident:
+            gauge.remove(*self._place, local_rank)
+        (self._with_resident.discard if size is None else self._with_resident.add)(local_rank)
+
     def show(self, values: Mapping[str, int | float]) -> None:
         """Show the values that a script has reported."""
         for name in ("step", "loss", "tokens_per_second"):
@@ -247,6 +260,17 @@ def _finite(values: Mapping[str, Any]) -> dict[str, float]:
         name: float(value) for name, value in values.items() if isinstance(value, int | float)
     }
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
+def read_resident_bytes(pid: int) -> int | None:
+    """Memory of the host that a process holds, pages that it shares with others included; None where it is
+    gone."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf(
+            "SC_PAGE_SIZE"
+        )
+    except (OSError, IndexError):
+        return None
 
 
 def read_generation(report: Mapping[str, object]) -> int:
