@@ -63,6 +63,9 @@
 {{- if $runs.metricsFrom }}
 {{- $_ := set $settings "METRICS_FROM" (join "," $runs.metricsFrom) }}
 {{- end }}
+{{- if .Values.metrics.annotations }}
+{{- $_ := set $settings "SCRAPE_ANNOTATIONS" true }}
+{{- end }}
 {{- with ($runs.allowed | default dict).serviceAccountNames }}
 {{- $_ := set $settings "ALLOWED_SERVICE_ACCOUNTS" (join "," .) }}
 {{- end }}

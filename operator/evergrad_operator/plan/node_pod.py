@@ -17,6 +17,7 @@ from evergrad_operator.plan.common import (
     build_metadata,
     build_pod_security,
     build_pull_secrets,
+    build_scrape_annotations,
     build_tolerations,
     escape,
     without_none,
@@ -107,6 +108,8 @@ def build_node_pod(
         names.LABEL_ATTEMPT: str(node.attempt),
     }
     metadata["annotations"] = {
+        # A team's own come after the installation's: it may have another way to be scraped, or none.
+        **build_scrape_annotations(port, config),
         **template.annotations,
         **queue_annotations,
         names.ANNOTATION_RESTART: str(memory.restart),
