@@ -431,6 +431,58 @@ def test_no_alert_fires_where_all_is_well_though_it_may_look_otherwise(
     check_rules(promtool, tmp_path, rules, tests)
 
 
+def test_the_cost_of_teams_is_that_of_the_pages_example(
+    promtool: str, queries: tuple[Query, ...], tmp_path: Path
+) -> None:
+    by_comment = {query.where.partition(": ")[2]: query.expression for query in queries}
+    (cost,) = (
+        text for name, text in by_comment.items() if name.startswith("cost of each team")
+    )
+    hours = by_comment["accelerator-hours of each team in a week"]
+    labels = 'run_namespace="a", run="x"'
+    pods, gpus = (f"evergrad_operator_run_{one}_seconds_total" for one in ("pod", "gpu"))
+    # A minute between two values: so many seconds for the two pods of one run, and for the pod of the other.
+    two, one = 2 * 60, 60
+    series = {
+        f'evergrad_operator_run_labels{{{labels}, label_team="words", pod="o"}}': "1x360 stale",
+        f'evergrad_operator_run_labels{{{labels}, label_team="words", pod="p"}}': "_x360 1x2000 stale",
+        f'{pods}{{{labels}, cause="queue", pod="o"}}': f"0+{two}x60 {60 * two}x300 stale",
+        f'{pods}{{{labels}, cause="queue", pod="p"}}': f"_x360 {60 * two}x2000 stale",
+        # Half of it is waste, which costs as much. The operator is replaced on the way, and counts on.
+        f'{pods}{{{labels}, cause="training", pod="o"}}': f"0x59 0+{two}x300 stale",
+        f'{pods}{{{labels}, cause="recovery", pod="p"}}': f"_x360 0+{two}x300 {300 * two}x1700 stale",
+        f'{gpus}{{{labels}, cause="training", pod="o"}}': f"0x59 0+{4 * two}x300 stale",
+        f'{gpus}{{{labels}, cause="recovery", pod="p"}}': f"_x360 0+{4 * two}x300 {1200 * two}x1700 stale",
+    }
+    # Of the same name in another namespace, without an accelerator.
+    other = 'run_namespace="b", run="x"'
+    series[f'evergrad_operator_run_labels{{{other}, label_team="vision", pod="o"}}'] = (
+        "1x2000 stale"
+    )
+    series[f'{pods}{{{other}, cause="training", pod="o"}}'] = (
+        f"0+{one}x1200 {1200 * one}x800 stale"
+    )
+
+    def sample(team: str, value: float) -> dict[str, Any]:
+        return {"labels": f'{{label_team="{team}"}}', "value": value}
+
+    test = case(
+        "teams",
+        series,
+        # Two days after both series have gone.
+        "96h",
+        f"round({cost})",
+        sample("words", 202),
+        sample("vision", 2),
+    )
+    test["promql_expr_test"].append(
+        {"expr": f"round({hours})", "eval_time": "96h", "exp_samples": [sample("words", 80)]}
+    )
+    document = {"rule_files": [], "evaluation_interval": "1m", "tests": [test]}
+    (tmp_path / "teams.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
+    assert "SUCCESS" in check(promtool, "test", "rules", tmp_path / "teams.yaml")
+
+
 def test_an_alert_that_is_disabled_is_not_rendered_and_a_threshold_is_a_value() -> None:
     if toolbox.missing(("helm",)):
         pytest.skip("helm is not built. make chart-lint builds it, with Go.")
