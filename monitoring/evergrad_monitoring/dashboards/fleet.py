@@ -26,7 +26,6 @@ def build_fleet() -> Dashboard:
     """All runs of the namespaces that are chosen."""
     kept = metric("productive_seconds_total", _HERE)
     lost = metric("lost_seconds_total", _HERE)
-    gpus = metric("operator_run_gpu_seconds_total", _HERE)
     board = begin_dashboard(
         "Evergrad: fleet",
         FLEET,
@@ -72,14 +71,6 @@ def build_fleet() -> Dashboard:
                 "In the time that is shown.",
                 "short",
                 f"sum(increase({metric('operator_run_pods_replaced_total', _HERE)}[$__range])) or vector(0)",
-            )
-        )
-        .with_panel(
-            number(
-                "GPU-hours",
-                "Of all accelerators that held a host, in the time that is shown.",
-                "short",
-                f"sum(increase({gpus}[$__range])) / 3600 or vector(0)",
             )
         )
     )
@@ -165,6 +156,16 @@ def _add_pods(board: Dashboard) -> Dashboard:
     by_team = (
         f"sum by (label_team) (sum by ({LABELS}) (rate({wasted}[$__rate_interval])) "
         f"* on ({LABELS}) group_left (label_team) {teams})"
+    )
+    gpus = metric("operator_run_gpu_seconds_total", _HERE)
+    board = board.with_panel(
+        number(
+            "GPU-hours",
+            "Of all accelerators that held a host, in the time that is shown.",
+            "short",
+            f"sum(increase({gpus}[$__range])) / 3600 or vector(0)",
+            span=24,
+        )
     )
     return board.with_panel(
         plot(

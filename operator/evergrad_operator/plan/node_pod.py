@@ -108,8 +108,7 @@ def build_node_pod(
         names.LABEL_ATTEMPT: str(node.attempt),
     }
     metadata["annotations"] = {
-        # A team's own come after the installation's: it may have another way to be scraped, or none.
-        **build_scrape_annotations(port, config),
+        **build_scrape_annotations(port, config),  # before the team's own, which win
         **template.annotations,
         **queue_annotations,
         names.ANNOTATION_RESTART: str(memory.restart),
