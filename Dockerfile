@@ -110,6 +110,8 @@ LABEL org.opencontainers.image.title="evergrad-operator" \
       org.opencontainers.image.version="$VERSION" \
       org.opencontainers.image.revision="$REVISION" \
       org.opencontainers.image.licenses="Apache-2.0"
+# Read by the operator's settings alone, for build_info. In the last layer: a commit changes nothing below it.
+ENV EVERGRAD_REVISION=$REVISION
 EXPOSE 8080 29400 29401
 USER 10001:10001
 ENTRYPOINT ["python", "-m", "evergrad_operator"]

@@ -47,6 +47,22 @@ def metric(name: str, selector: str = "") -> str:
     return f"{exported}{{{selector}}}"
 
 
+PROCESS: Final = ("process_resident_memory_bytes", "process_cpu_seconds_total")
+"""Metrics of a process that every client library has, under names without a prefix."""
+
+
+def process(name: str, selector: str) -> str:
+    """A metric of PROCESS with a selector of labels that targets have. Raises KeyError and ValueError as
+    `metric` does: everything that is scraped has such a metric, so that none is shown without a selector."""
+    if name not in PROCESS:
+        raise KeyError(name)
+    for matcher in selector.split(", "):
+        parsed = _MATCHER.fullmatch(matcher)
+        if parsed is None or parsed[1] not in _OF_TARGETS:
+            raise ValueError(f"{name}: {matcher!r} is no matcher of a label that a target has")
+    return f"{name}{{{selector}}}"
+
+
 def labels_of(name: str) -> frozenset[str]:
     """All labels of a metric of the catalogue as Prometheus stores it. ``name`` is as in `metric`."""
     base, _, suffix = name.rpartition("_")

@@ -25,6 +25,8 @@ class Config:
     metrics_from: tuple[str, ...] = ()
     """Name of a namespace whose pods may scrape nodes and coordinators; none: nodes are open to all,
     coordinators to none."""
+    scrape_annotations: bool = False
+    """Annotate nodes and coordinators with prometheus.io/*, for a Prometheus that finds targets by them."""
     disruption_budgets: bool = True
     """Make a PodDisruptionBudget for each run whose group has formed."""
     operator_namespace: str = ""

@@ -15,6 +15,7 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
+    ProcessCollector,
     disable_created_metrics,
     generate_latest,
 )
@@ -46,13 +47,17 @@ class Facts:
 class Metrics:
     """Metrics that are counted as things happen, in a registry of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, revision: str = "unknown") -> None:
+        """``revision``: the commit that this program was built from."""
         # A second series for each counter, with its time of creation, would double the scrape for nothing.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
+        # Memory and processor time of this process, under the names that every client library gives them.
+        ProcessCollector(registry=self.registry)
         build = self._gauge("build_info")
         build.labels(
             metadata.version("evergrad-operator"),
+            revision,
             platform.python_version(),
             metadata.version("kopf"),
         ).set(1)

@@ -50,7 +50,7 @@ class Service:
     def __init__(self, settings: Settings, connection: Connection) -> None:
         self._settings = settings
         self._connection = connection
-        self.metrics = metrics = Metrics()
+        self.metrics = metrics = Metrics(revision=settings.revision)
         self._stop = asyncio.Event()
         self._tasks: list[asyncio.Task[Any]] = []
         self._fault: BaseException | None = None

@@ -82,6 +82,7 @@ _OPTIONS: Final[tuple[tuple[str, Any, str], ...]] = (
         "folder with tls.crt and tls.key that another keeps; empty: the operator makes them",
     ),
     ("webhook-early", False, "there is a MutatingWebhookConfiguration of that name, too"),
+    ("revision", "unknown", "commit of the sources, as the image has it; for build_info"),
     ("log-level", "info", "debug, info, warning or error"),
     ("log-format", "text", "text or json"),
 )
@@ -118,6 +119,7 @@ class Settings:
     webhook_configuration: str
     webhook_early: bool
     webhook_files: str
+    revision: str
     log_level: str
     log_format: str
 

@@ -48,6 +48,8 @@ MATRIX: dict[str, dict[str, Any]] = {
             "extraEnv": [{"name": "TZ", "value": "UTC"}],
         },
         "replicas": 3,
+        "dnsConfig": {"options": [{"name": "ndots", "value": "2"}]},
+        "service": {"annotations": {"example.com/zone": "a"}},
         "podLabels": {"a": "b"},
         "podAnnotations": {"c": "d"},
         "nodeSelector": {"kubernetes.io/os": "linux"},

@@ -22,6 +22,8 @@ DEVICE = "example.com/gpu"
 STEP = 2.0
 """Seconds between two points of a range query: as often as something is scraped."""
 SILENT = {
+    "evergrad-run: Memory of the fullest device (A)": "no host has a CUDA device",
+    "evergrad-run: Memory of devices by worker (A)": "no host has a CUDA device",
     "evergrad-run: Metrics of the recipe (A)": "pretrain measures nothing besides its loss",
     "evergrad-run: Tokens per second (B)": "no script trains",
     "TrainingRunStalled": "the run makes steps all the time",

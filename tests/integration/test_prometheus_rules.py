@@ -2,6 +2,7 @@
 answers every query of its dashboards."""
 
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -9,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -24,9 +25,11 @@ from evergrad_operator.facts import RunFacts
 from evergrad_operator.metrics import Facts, FactsCollector, Metrics
 from evergrad_operator.usage import Usage
 from evergrad_trainer.node.metrics import NodeMetrics
+from evergrad_trainer.node.workers import Worker
 from evergrad_trainer.observers.metrics_server import MetricsServer
 from evergrad_trainer.observers.prometheus import PrometheusExporter
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo
+from evergrad_trainer.worker.heartbeat import WorkerHeartbeat
 
 RUN = {"run_namespace": "team-a", "run": "docs-lm"}
 PATIENCE = 200
@@ -126,6 +129,13 @@ class World:
             NodeMetrics("docs-lm", str(index), exporter)
             for index, exporter in zip((0, 1, 0), self.exporters, strict=True)
         ]
+        for node in self.nodes:
+            # A worker with a device, which this machine lacks.
+            heartbeat = WorkerHeartbeat()
+            heartbeat.hold((10**9, 2 * 10**9, 3 * 10**9))
+            place = {"local_rank": 0, "state": "inside", "pid": os.getpid()}
+            node.worker_started(cast(Worker, SimpleNamespace(heartbeat=heartbeat, **place)))
+            node.show_memory()
         self.coordinator = Coordinator(folder, run="docs-lm")
         stack.callback(self.coordinator.end)
         self.coordinator.wait_until_listening()

@@ -17,7 +17,9 @@
   "IN_FLIGHT" .Values.operator.inFlight
   "RESYNC_SECONDS" .Values.operator.resyncSeconds
   "POLL_SECONDS" .Values.operator.pollSeconds
-  "PAGE_PORT" .Values.operator.pagePort
+  "PAGE_PORT" (ternary 0 .Values.operator.pagePort .Values.hostNetwork)
+  "PORT" .Values.operator.port
+  "LEASE" .Values.operator.leaderElection
   "OPERATOR_IMAGE" (include "evergrad.image" (dict "image" .Values.image "version" .Chart.AppVersion))
   "TRAINER_IMAGE" (include "evergrad.image" (dict "image" .Values.trainer.image "version" .Chart.AppVersion))
   "IMAGE_PULL_POLICY" .Values.trainer.image.pullPolicy
@@ -62,6 +64,9 @@
 {{- end }}
 {{- if $runs.metricsFrom }}
 {{- $_ := set $settings "METRICS_FROM" (join "," $runs.metricsFrom) }}
+{{- end }}
+{{- if .Values.metrics.annotations }}
+{{- $_ := set $settings "SCRAPE_ANNOTATIONS" true }}
 {{- end }}
 {{- with ($runs.allowed | default dict).serviceAccountNames }}
 {{- $_ := set $settings "ALLOWED_SERVICE_ACCOUNTS" (join "," .) }}

@@ -112,7 +112,8 @@ OPERATOR: Final[tuple[Series, ...]] = (
         "gauge",
         "Always 1; what the operator is made of",
         aggregate="none",
-        labels=("version", "python", "kopf"),
+        labels=("version", "revision", "python", "kopf"),
+        note="`revision`: the commit that the image was built from; `unknown` where the build named none.",
     ),
     Series(
         "operator_leader",

@@ -285,7 +285,7 @@ NODE: Final[tuple[Series, ...]] = (
         "Worker processes this node has started",
         unit="processes",
         labels=("node",),
-        note="More than its workers means that some were replaced.",
+        note="More than its workers means that some were replaced: what restarts is the difference.",
     ),
     Series(
         "node_breaks_total",
@@ -294,6 +294,25 @@ NODE: Final[tuple[Series, ...]] = (
         unit="breaks",
         labels=("node", "cause"),
         note="By [cause](#causes).",
+    ),
+    Series(
+        "device_memory_bytes",
+        "gauge",
+        "Memory of a worker's device, as of its last step",
+        unit="bytes",
+        aggregate="sum",
+        labels=("node", "local_rank", "kind"),
+        note="`allocated` (by tensors), `reserved` (by torch's allocator for them), `peak` (the most of "
+        "`allocated`). With CUDA only: absent on a CPU, for scripts, and without a supervisor.",
+    ),
+    Series(
+        "worker_resident_memory_bytes",
+        "gauge",
+        "Memory of the host that a worker's process holds",
+        unit="bytes",
+        aggregate="sum",
+        labels=("node", "local_rank"),
+        note="Pages that workers share count for each; `process_resident_memory_bytes` is the supervisor's.",
     ),
     Series(
         "script_step",

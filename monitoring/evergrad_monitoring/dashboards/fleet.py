@@ -14,6 +14,7 @@ from evergrad_monitoring.dashboards.parts import (
     number,
     plot,
     rows,
+    top,
 )
 from evergrad_monitoring.names import RUN as LABELS
 from evergrad_monitoring.names import metric
@@ -73,7 +74,8 @@ def build_fleet() -> Dashboard:
             )
         )
     )
-    return _add_pods(_add_nodes(_add_plots(board))).with_panel(_runs())
+    board = _add_pods(_add_nodes(_add_plots(board)))
+    return board.with_panel(_failures()).with_panel(_runs())
 
 
 def _add_plots(board: Dashboard) -> Dashboard:
@@ -155,6 +157,16 @@ def _add_pods(board: Dashboard) -> Dashboard:
         f"sum by (label_team) (sum by ({LABELS}) (rate({wasted}[$__rate_interval])) "
         f"* on ({LABELS}) group_left (label_team) {teams})"
     )
+    gpus = metric("operator_run_gpu_seconds_total", _HERE)
+    board = board.with_panel(
+        number(
+            "GPU-hours",
+            "Of all accelerators that held a host, in the time that is shown.",
+            "short",
+            f"sum(increase({gpus}[$__range])) / 3600 or vector(0)",
+            span=24,
+        )
+    )
     return board.with_panel(
         plot(
             "Pods by what their time goes to",
@@ -168,7 +180,7 @@ def _add_pods(board: Dashboard) -> Dashboard:
             "Wasted accelerators by team",
             "Accelerators that hold a host and train nothing new, by the label team of their runs.",
             "short",
-            (by_team, "{{label_team}}"),
+            (top(by_team), "{{label_team}}"),
             shape="stack",
         )
     )
@@ -176,6 +188,20 @@ def _add_pods(board: Dashboard) -> Dashboard:
 
 def _median(name: str) -> str:
     return f"histogram_quantile(0.5, sum by (le) (rate({metric(f'{name}_bucket')}[1h])))"
+
+
+def _failures() -> table.Panel:
+    """Why pods ended, over all runs."""
+    ended = metric("operator_run_restarts_total", _HERE)
+    return rows(
+        "Failures by reason",
+        "Why pods ended and were replaced: since their runs began, how many runs it met, and lately.",
+        {
+            "Pods": f"sum by (reason) ({ended})",
+            "Runs": f"count by (reason) ({ended} > 0)",
+            "In the time that is shown": f"sum by (reason) (increase({ended}[$__range]))",
+        },
+    )
 
 
 def _runs() -> table.Panel:
@@ -194,6 +220,7 @@ def _runs() -> table.Panel:
             "Pods replaced": f"max by ({LABELS}) ({replaced})",
             "Phase": f"max by ({LABELS}, phase) ({metric('operator_run_phase', _HERE)})",
         },
+        states="Phase",
         links={
             "run": f"/d/{RUN}?var-run_namespace=${{__data.fields.run_namespace}}&var-run=${{__value.raw}}"
         },

@@ -9,8 +9,9 @@ from evergrad_monitoring.dashboards.parts import (
     choose,
     number,
     plot,
+    top,
 )
-from evergrad_monitoring.names import metric
+from evergrad_monitoring.names import metric, process
 
 _JOB = 'job=~"$job"'
 
@@ -61,7 +62,7 @@ def build_operator() -> Dashboard:
             )
         )
     )
-    return _add_outside(_add_passes(board))
+    return _add_process(_add_outside(_add_passes(board)))
 
 
 def _add_passes(board: Dashboard) -> Dashboard:
@@ -91,7 +92,7 @@ def _add_passes(board: Dashboard) -> Dashboard:
                 "What failed, in the API server's words, or `Defect` for a fault of the operator.",
                 "short",
                 (
-                    (
+                    top(
                         "sum by (reason) "
                         f"(rate({metric('operator_reconcile_errors_total', _JOB)}[$__rate_interval]))"
                     ),
@@ -119,7 +120,7 @@ def _add_outside(board: Dashboard) -> Dashboard:
                 "By verb and answer.",
                 "reqps",
                 (
-                    (
+                    top(
                         "sum by (verb, code) "
                         f"(rate({metric('operator_api_requests_total', _JOB)}[$__rate_interval]))"
                     ),
@@ -165,5 +166,33 @@ def _add_outside(board: Dashboard) -> Dashboard:
                     "lag",
                 ),
             )
+        )
+    )
+
+
+def _add_process(board: Dashboard) -> Dashboard:
+    """What the operator's own process takes of its host."""
+    return board.with_panel(
+        plot(
+            "Memory",
+            "Resident memory of each replica. Above its limit the pod is ended.",
+            "bytes",
+            (
+                top(f"max by (pod) ({process('process_resident_memory_bytes', _JOB)})"),
+                "{{pod}}",
+            ),
+        )
+    ).with_panel(
+        plot(
+            "Processor",
+            "Cores that each replica uses.",
+            "short",
+            (
+                top(
+                    "sum by (pod) "
+                    f"(rate({process('process_cpu_seconds_total', _JOB)}[$__rate_interval]))"
+                ),
+                "{{pod}}",
+            ),
         )
     )

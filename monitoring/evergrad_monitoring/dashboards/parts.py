@@ -5,6 +5,7 @@ dashboard linter.
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any, Final, Literal, TypeVar
 
 from grafana_foundation_sdk.builders import (
@@ -42,6 +43,15 @@ _WIDTH: Final = 24
 Query = tuple[str, str]
 """PromQL and the legend of its series."""
 P = TypeVar("P", timeseries.Panel, stat.Panel, table.Panel, heatmap.Panel, statetimeline.Panel)
+
+
+MOST_SERIES: Final = 10
+"""Series of a query that may have any number of them. A legend of more than twenty is no legend."""
+
+
+def top(expression: str) -> str:
+    """The largest series of a query at each moment, for labels whose values nobody bounds."""
+    return f"topk({MOST_SERIES}, {expression})"
 
 
 def plot(
@@ -91,25 +101,32 @@ def buckets(title: str, description: str, unit: str, expression: str) -> heatmap
 
 
 def rows(
-    title: str, description: str, columns: dict[str, str], *, links: dict[str, str]
+    title: str,
+    description: str,
+    columns: Mapping[str, str],
+    *,
+    states: str = "",
+    links: Mapping[str, str] | None = None,
 ) -> table.Panel:
-    """A table with a row a run: the newest value of each query, joined by the labels they share.
+    """A table with a row a run, or whatever else the queries are by: their newest values, joined by the
+    labels that they share.
 
-    ``columns``: heading to PromQL. ``links``: URL that a cell leads to, by its column.
+    ``columns``: heading to PromQL. ``states``: heading of the query whose labels say all, its value being
+    always 1. ``links``: URL that a cell leads to, by its column.
     """
     panel = _begin(table.Panel(), title, description, [], _WIDTH).unit("short")
-    headings = {}
+    headings, excluded = {}, {"Time": True}
     for number_, (heading, expression) in enumerate(columns.items()):
         query = _query(expression, heading, number_).instant().format(PromQueryFormat.TABLE)
         panel = panel.with_target(query)
         headings[f"Value #{_letter(number_)}"] = heading
-    for column, url in links.items():
+        if heading == states:
+            excluded[f"Value #{_letter(number_)}"] = True
+    for column, url in (links or {}).items():
         link = {"title": "Open", "url": url, "targetBlank": False}
         panel = panel.override_by_name(
             column, [DynamicConfigValue(id_val="links", value=[link])]
         )
-    # Of the states in the phase's series only the label says something; the value is always 1.
-    excluded = {"Time": True, f"Value #{_letter(len(columns))}": True}
     order = {"excludeByName": excluded, "renameByName": headings, "indexByName": {}}
     panel = panel.with_transformation(DataTransformerConfig(id_val="merge", options={}))
     return panel.with_transformation(DataTransformerConfig(id_val="organize", options=order))

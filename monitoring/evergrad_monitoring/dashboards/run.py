@@ -14,11 +14,13 @@ from evergrad_monitoring.dashboards.parts import (
     number,
     plot,
     states,
+    top,
 )
 from evergrad_monitoring.names import metric
 
 _WINDOW: Final = "[$__rate_interval]"
 _HELD: Final = 'state=~"starting|running"'
+_ALLOCATED: Final = 'kind="allocated"'
 _HIDDEN_BEHIND: Final = "Absent where nothing of the run is scraped, as while it waits."
 
 
@@ -43,6 +45,7 @@ def build_run() -> Dashboard:
         _add_cost,
         _add_saves,
         _add_nodes,
+        _add_memory,
         _add_pods_beside,
     ):
         board = add(board)
@@ -112,7 +115,7 @@ def _add_learning(board: Dashboard) -> Dashboard:
                 "Loss",
                 f"Training: mean of the last ten steps. Evaluation: each set's last. {_HIDDEN_BEHIND}",
                 "short",
-                (f"max by (split, dataset) ({_of('loss')})", "{{split}} {{dataset}}"),
+                (top(f"max by (split, dataset) ({_of('loss')})"), "{{split}} {{dataset}}"),
                 shape="any",
             )
         )
@@ -129,7 +132,10 @@ def _add_learning(board: Dashboard) -> Dashboard:
                 "Evaluations",
                 "All metrics of evaluations but the loss.",
                 "short",
-                (f"max by (dataset, metric) ({_of('eval_metric')})", "{{dataset}} {{metric}}"),
+                (
+                    top(f"max by (dataset, metric) ({_of('eval_metric')})"),
+                    "{{dataset}} {{metric}}",
+                ),
                 shape="any",
             )
         )
@@ -138,7 +144,7 @@ def _add_learning(board: Dashboard) -> Dashboard:
                 "Metrics of the recipe",
                 "What the recipe itself measures in each step.",
                 "short",
-                (f"max by (metric) ({_of('task_metric')})", "{{metric}}"),
+                (top(f"max by (metric) ({_of('task_metric')})"), "{{metric}}"),
                 shape="any",
             )
         )
@@ -253,7 +259,7 @@ def _add_cost(board: Dashboard) -> Dashboard:
                 "Changes cost no finished step; the cause is theirs. Pods are counted since the run began.",
                 "short",
                 (
-                    f"sum by (cause) (increase({_of('world_changes_total')}{_WINDOW}))",
+                    top(f"sum by (cause) (increase({_of('world_changes_total')}{_WINDOW}))"),
                     "{{cause}}",
                 ),
                 (
@@ -309,6 +315,57 @@ def _add_nodes(board: Dashboard) -> Dashboard:
     )
 
 
+def _add_memory(board: Dashboard) -> Dashboard:
+    """Memory of the devices and of the hosts."""
+    device = _of("device_memory_bytes")
+    return (
+        board.with_panel(
+            plot(
+                "Memory of the fullest device",
+                "By tensors now and at most, and by torch's allocator. Absent on a CPU.",
+                "bytes",
+                (f"max by (kind) ({device})", "{{kind}}"),
+            )
+        )
+        .with_panel(
+            plot(
+                "Memory of devices by worker",
+                "Held by tensors; the ten workers that hold the most. Absent on a CPU.",
+                "bytes",
+                (
+                    top(
+                        f"max by (node, local_rank) ({_of('device_memory_bytes', _ALLOCATED)})"
+                    ),
+                    "node {{node}}, worker {{local_rank}}",
+                ),
+            )
+        )
+        .with_panel(
+            plot(
+                "Resident memory by worker",
+                "Of the host; the ten workers that hold the most. Pages that workers share count for each.",
+                "bytes",
+                (
+                    top(f"max by (node, local_rank) ({_of('worker_resident_memory_bytes')})"),
+                    "node {{node}}, worker {{local_rank}}",
+                ),
+            )
+        )
+        .with_panel(
+            plot(
+                "Attempts",
+                "Pods that were replaced since the run began, and worker processes that nodes started.",
+                "short",
+                (f"max({_of('operator_run_pods_replaced_total')})", "pods replaced"),
+                (
+                    f"sum(increase({_of('node_worker_starts_total')}{_WINDOW}))",
+                    "worker processes started",
+                ),
+            )
+        )
+    )
+
+
 def _add_pods_beside(board: Dashboard) -> Dashboard:
     """Preparation of the data and evaluation of checkpoints, in pods of their own."""
     return (
@@ -335,7 +392,7 @@ def _add_pods_beside(board: Dashboard) -> Dashboard:
                 "Results of the newest checkpoint that a pod has evaluated, by set and metric.",
                 "short",
                 (
-                    f"max by (set, metric) ({_of('operator_run_evaluation_value')})",
+                    top(f"max by (set, metric) ({_of('operator_run_evaluation_value')})"),
                     "{{set}} {{metric}}",
                 ),
                 shape="any",

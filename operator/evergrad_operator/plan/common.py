@@ -64,6 +64,18 @@ def with_hash(child: JsonObject) -> JsonObject:
     }
 
 
+def build_scrape_annotations(port: int, config: Config) -> dict[str, str]:
+    """Build the annotations by which a Prometheus without Prometheus Operator finds a pod's metrics; none
+    where the installation does not ask for them, or ``port`` is 0."""
+    if not (config.scrape_annotations and port):
+        return {}
+    return {
+        "prometheus.io/scrape": "true",
+        "prometheus.io/port": str(port),
+        "prometheus.io/path": "/metrics",
+    }
+
+
 def build_pod_security(config: Config) -> JsonObject:
     """Build a pod's security context, as Pod Security's level *restricted* asks for."""
     return {

@@ -14,6 +14,7 @@ from evergrad_operator.plan.common import (
     build_metadata,
     build_pod_security,
     build_pull_secrets,
+    build_scrape_annotations,
     build_tolerations,
     without_none,
 )
@@ -74,7 +75,10 @@ def build_coordinator_pod(
         queue = {key: run.labels[key] for key in names.PROPAGATED_LABELS if key in run.labels}
     # Ours come last: a template must not take a pod out of its run.
     metadata["labels"] = {**labels, **queue, **ours}
+    # Where the policies of runs let nobody to coordinators, a target there would be down for ever.
+    is_reached = bool(config.metrics_from) or not config.network_policies
     metadata["annotations"] = {
+        **build_scrape_annotations(names.STATUS_PORT if is_reached else 0, config),
         **annotations,
         names.ANNOTATION_RESTART: str(memory.restart),
     }

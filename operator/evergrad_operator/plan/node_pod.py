@@ -17,6 +17,7 @@ from evergrad_operator.plan.common import (
     build_metadata,
     build_pod_security,
     build_pull_secrets,
+    build_scrape_annotations,
     build_tolerations,
     escape,
     without_none,
@@ -107,6 +108,7 @@ def build_node_pod(
         names.LABEL_ATTEMPT: str(node.attempt),
     }
     metadata["annotations"] = {
+        **build_scrape_annotations(port, config),  # before the team's own, which win
         **template.annotations,
         **queue_annotations,
         names.ANNOTATION_RESTART: str(memory.restart),

@@ -3,6 +3,7 @@ that."""
 
 import json
 import math
+import os
 import re
 import socket
 import threading
@@ -10,7 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from evergrad_trainer.observers.instruments import PHASES
 from evergrad_trainer.observers.prometheus import PrometheusExporter
 from evergrad_trainer.observers.relay import Relay, deliver
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo
+from evergrad_trainer.worker.heartbeat import WorkerHeartbeat
 
 INFO = RunInfo(
     "docs-lm",
@@ -506,6 +508,49 @@ def test_process_and_python_metrics_are_served_and_creation_times_are_not(
     assert "process_resident_memory_bytes" in text
     assert "python_info" in text
     assert "_created" not in text
+
+
+def test_memory_of_devices_is_shown_by_worker_and_absent_where_there_is_none(
+    exporter: PrometheusExporter,
+) -> None:
+    metrics = NodeMetrics("docs-lm", "0", exporter)
+    heartbeats = [WorkerHeartbeat(), WorkerHeartbeat()]
+    workers = [
+        SimpleNamespace(local_rank=place, heartbeat=heartbeat, state="inside", pid=os.getpid())
+        for place, heartbeat in enumerate(heartbeats)
+    ]
+    for worker in workers:
+        metrics.worker_started(worker)  # type: ignore[arg-type]
+
+    def shown() -> dict[tuple[str, str], float]:
+        metrics.show_memory()
+        return {
+            (dict(labels)["local_rank"], dict(labels)["kind"]): value
+            for (name, labels), value in _samples(exporter).items()
+            if name == "evergrad_device_memory_bytes"
+        }
+
+    # As on a CPU: no series, and not 0.
+    assert shown() == {}
+    heartbeats[1].hold((10, 30, 20))
+    of_second = {("1", "allocated"): 10, ("1", "reserved"): 30, ("1", "peak"): 20}
+    assert shown() == of_second
+    heartbeats[0].hold((1, 3, 2))
+    assert len(shown()) == 6
+    # The process is gone, and its memory is free; the next one in its place has not trained yet.
+    workers[0].state = "ended"
+    assert shown() == of_second
+    resident = "evergrad_worker_resident_memory_bytes"
+    (size,) = [value for (name, _), value in _samples(exporter).items() if name == resident]
+    assert size > 2**20
+    # Above the most that a kernel gives.
+    gone = 2**22 + 1
+    following = SimpleNamespace(
+        local_rank=1, heartbeat=WorkerHeartbeat(), state="starting", pid=gone
+    )
+    metrics.worker_started(following)  # type: ignore[arg-type]
+    assert shown() == {}
+    assert not [name for name, _ in _samples(exporter) if name == resident]
 
 
 def test_a_port_in_use_is_refused_with_the_field_that_set_it() -> None:

@@ -110,7 +110,15 @@ def script() -> Simulation:
     )
 
 
-WORLDS = {"minimal": minimal, "full": full, "script": script}
+def annotated() -> Simulation:
+    world = minimal()
+    world.config = dataclasses.replace(
+        CONFIG, scrape_annotations=True, metrics_from=("monitoring",)
+    )
+    return world
+
+
+WORLDS = {"minimal": minimal, "full": full, "script": script, "annotated": annotated}
 
 
 @pytest.mark.parametrize("name", list(WORLDS))
@@ -862,6 +870,40 @@ def test_what_a_template_asks_for_a_training_pod_alone_is_not_asked_for_the_coor
         key.startswith(("evergrad.dev/", "app.kubernetes.io/")) for key in metadata["labels"]
     )
     assert list(metadata["annotations"]) == ["evergrad.dev/restart"]
+
+
+def test_pods_are_annotated_for_a_prometheus_that_looks_for_it_where_the_installation_asks() -> (
+    None
+):
+    def scraped(spec: Mapping[str, Any], **changes: Any) -> dict[str, dict[str, str]]:
+        world = Simulation(make_run(nodes={"min": 1, "max": 1}, **spec))
+        world.config = dataclasses.replace(CONFIG, **changes)
+        world.reconcile()
+        return {
+            pod["metadata"]["name"]: {
+                key.removeprefix("prometheus.io/"): value
+                for key, value in pod["metadata"]["annotations"].items()
+                if key.startswith("prometheus.io/")
+            }
+            for pod in world.plan.create
+        }
+
+    node, coordinator = "docs-lm-0-0", "docs-lm-coordinator-0"
+    of_node = {"scrape": "true", "port": "29402", "path": "/metrics"}
+    of_coordinator = {**of_node, "port": "29401"}
+    assert scraped({}) == {node: {}, coordinator: {}}
+    on: dict[str, Any] = {"scrape_annotations": True}
+    opened = scraped({}, **on, metrics_from=("monitoring",))
+    assert opened == {node: of_node, coordinator: of_coordinator}
+    # Nobody reaches a coordinator that policies close, and all do where there are none.
+    assert scraped({}, **on)[coordinator] == {}
+    assert scraped({}, **on, network_policies=False)[coordinator] == of_coordinator
+    # A team's own annotations are its own.
+    own = {"annotations": {"prometheus.io/scrape": "false"}}
+    assert scraped({"template": own}, **on)[node] == {**of_node, "scrape": "false"}
+    # Any free port is known to nobody before the node is there.
+    training = {**make_run()["spec"]["training"], "metrics": {"port": 0}}
+    assert scraped({"training": training}, **on)[node] == {}
 
 
 def budget_of_coordinator(world: Simulation) -> int:

@@ -1,5 +1,6 @@
 """What describes the chart: README, schema, and the annotations that Artifact Hub reads."""
 
+import base64
 import importlib.util
 import json
 import re
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -143,6 +145,16 @@ def test_the_example_for_artifact_hub_is_a_valid_run(
     assert load_manifest(file).run.metadata.name == "example"
 
 
+def test_the_icon_is_the_drawing_beside_the_chart(
+    root: Path, described: dict[str, Any]
+) -> None:
+    kind, _, data = described["icon"].partition(",")
+    assert kind == "data:image/svg+xml;base64"
+    drawing = base64.b64decode(data)
+    assert drawing == (root / "charts/evergrad/icon.svg").read_bytes()
+    assert ElementTree.fromstring(drawing).tag == "{http://www.w3.org/2000/svg}svg"
+
+
 def test_the_changes_are_of_kinds_that_artifact_hub_knows(described: dict[str, Any]) -> None:
     known = {"added", "changed", "deprecated", "removed", "fixed", "security"}
     changes = annotation(described, "changes")
@@ -151,3 +163,15 @@ def test_the_changes_are_of_kinds_that_artifact_hub_knows(described: dict[str, A
         assert set(one) == {"kind", "description"}
         assert one["kind"] in known
         assert re.fullmatch(r".{10,200}\.", one["description"])
+
+
+def test_the_changes_name_what_the_changelog_adds_for_whoever_installs(
+    root: Path, described: dict[str, Any]
+) -> None:
+    unreleased = (root / "CHANGELOG.md").read_text().partition("## [0.1.0]")[0]
+    told = " ".join(one["description"] for one in annotation(described, "changes"))
+    for word in (
+        *("rofiles", "angs", "price", "evergrad prune", "IPv6", "managedBy", "webhook"),
+        *("alerts", "dashboards", "metricsFrom", "operatorPolicy", "hostNetwork", "token"),
+    ):
+        assert word in told and word in unreleased, word

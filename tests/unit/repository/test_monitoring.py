@@ -1,6 +1,7 @@
 """Alerts and dashboards of the chart: generated, complete, and right as Prometheus reads them."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -12,12 +13,14 @@ import pytest
 import yaml
 from bed import chart, toolbox
 
-from evergrad_coordinator.metrics import COORDINATOR, NODE, OPERATOR, TRAINER
+from evergrad_coordinator.causes import CHANGES, ENDINGS, SKIPS
+from evergrad_coordinator.metrics import COORDINATOR, NODE, OPERATOR, PREFIX, TRAINER
 from evergrad_monitoring.alerts import ALERTS, OF_RUNS, THRESHOLDS
 from evergrad_monitoring.dashboards import DASHBOARDS
 from evergrad_monitoring.generate import render_all
-from evergrad_monitoring.names import labels_of, metric
+from evergrad_monitoring.names import PROCESS, labels_of, metric, process
 from evergrad_monitoring.queries import Query, collect_queries
+from evergrad_operator.names import Phase
 
 WHO = 'run_namespace="a", run="x"'
 RUNNING = f'evergrad_operator_run_phase{{{WHO}, phase="Running"}}'
@@ -327,6 +330,11 @@ def test_a_metric_that_nothing_exports_cannot_be_named() -> None:
     for name in ("no_such_metric", "step_count", "step_duration_seconds"):
         with pytest.raises(KeyError):
             metric(name)
+    with pytest.raises(KeyError):
+        process("process_open_fds", 'job="x"')
+    for selector in ("", 'node="0"'):
+        with pytest.raises(ValueError, match="matcher"):
+            process(PROCESS[0], selector)
 
 
 def test_each_alert_has_a_page_and_each_page_its_alert(root: Path) -> None:
@@ -421,6 +429,58 @@ def test_no_alert_fires_where_all_is_well_though_it_may_look_otherwise(
         query = f"max_over_time(({firing})[{at}:1m])"
         tests.append((name, case(how, series, at, query, {"labels": "{}", "value": 0})))
     check_rules(promtool, tmp_path, rules, tests)
+
+
+def test_the_cost_of_teams_is_that_of_the_pages_example(
+    promtool: str, queries: tuple[Query, ...], tmp_path: Path
+) -> None:
+    by_comment = {query.where.partition(": ")[2]: query.expression for query in queries}
+    (cost,) = (
+        text for name, text in by_comment.items() if name.startswith("cost of each team")
+    )
+    hours = by_comment["accelerator-hours of each team in a week"]
+    labels = 'run_namespace="a", run="x"'
+    pods, gpus = (f"evergrad_operator_run_{one}_seconds_total" for one in ("pod", "gpu"))
+    # A minute between two values: so many seconds for the two pods of one run, and for the pod of the other.
+    two, one = 2 * 60, 60
+    series = {
+        f'evergrad_operator_run_labels{{{labels}, label_team="words", pod="o"}}': "1x360 stale",
+        f'evergrad_operator_run_labels{{{labels}, label_team="words", pod="p"}}': "_x360 1x2000 stale",
+        f'{pods}{{{labels}, cause="queue", pod="o"}}': f"0+{two}x60 {60 * two}x300 stale",
+        f'{pods}{{{labels}, cause="queue", pod="p"}}': f"_x360 {60 * two}x2000 stale",
+        # Half of it is waste, which costs as much. The operator is replaced on the way, and counts on.
+        f'{pods}{{{labels}, cause="training", pod="o"}}': f"0x59 0+{two}x300 stale",
+        f'{pods}{{{labels}, cause="recovery", pod="p"}}': f"_x360 0+{two}x300 {300 * two}x1700 stale",
+        f'{gpus}{{{labels}, cause="training", pod="o"}}': f"0x59 0+{4 * two}x300 stale",
+        f'{gpus}{{{labels}, cause="recovery", pod="p"}}': f"_x360 0+{4 * two}x300 {1200 * two}x1700 stale",
+    }
+    # Of the same name in another namespace, without an accelerator.
+    other = 'run_namespace="b", run="x"'
+    series[f'evergrad_operator_run_labels{{{other}, label_team="vision", pod="o"}}'] = (
+        "1x2000 stale"
+    )
+    series[f'{pods}{{{other}, cause="training", pod="o"}}'] = (
+        f"0+{one}x1200 {1200 * one}x800 stale"
+    )
+
+    def sample(team: str, value: float) -> dict[str, Any]:
+        return {"labels": f'{{label_team="{team}"}}', "value": value}
+
+    test = case(
+        "teams",
+        series,
+        # Two days after both series have gone.
+        "96h",
+        f"round({cost})",
+        sample("words", 202),
+        sample("vision", 2),
+    )
+    test["promql_expr_test"].append(
+        {"expr": f"round({hours})", "eval_time": "96h", "exp_samples": [sample("words", 80)]}
+    )
+    document = {"rule_files": [], "evaluation_interval": "1m", "tests": [test]}
+    (tmp_path / "teams.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
+    assert "SUCCESS" in check(promtool, "test", "rules", tmp_path / "teams.yaml")
 
 
 def test_an_alert_that_is_disabled_is_not_rendered_and_a_threshold_is_a_value() -> None:
@@ -519,7 +579,7 @@ def test_counters_stand_under_a_rate_and_none_has_a_window_of_its_own_by_acciden
             continue
         # Only what the operator reads off a status is shown as a total.
         bare = re.sub(r"(rate|increase)\([^()]*\)", "", query.expression)
-        totals = re.findall(r"evergrad_\w+_total\b", bare)
+        totals = re.findall(r"(?:evergrad|process)_\w+_total\b", bare)
         of_statuses = {
             f"evergrad_operator_run_{x}_total" for x in ("restarts", "pods_replaced")
         }
@@ -546,13 +606,14 @@ def test_every_query_names_metrics_and_labels_that_are_there(
         for one in (*TRAINER, *NODE, *COORDINATOR, *OPERATOR)
         for suffix in suffixes.get(one.kind, ("",))
     }
+    known |= dict.fromkeys(PROCESS, labels_of("step") - {"run"})
     kinds = {query.kind for query in queries}
     assert kinds == {"panel", "annotation", "variable", "alert", "page"}
     for query in queries:
         text = query.fill(VARIABLES)
-        names = set(re.findall(r"\bevergrad_\w+", text))
+        names = set(re.findall(r"\b(?:evergrad|process)_\w+", text))
         assert names and names <= set(known), f"{query.where}: {names - set(known)}"
-        for name, selector in re.findall(r"\b(evergrad_\w+)\{([^}]*)\}", text):
+        for name, selector in re.findall(r"\b((?:evergrad|process)_\w+)\{([^}]*)\}", text):
             matched = set(re.findall(r"(\w+)\s*(?:=|!)", selector))
             assert matched <= known[name], f"{query.where}: {matched - known[name]}"
         grouped = re.findall(r"\b(?:by|on|ignoring|without) \(([^)]*)\)", text)
@@ -606,3 +667,66 @@ def test_a_gap_is_no_line_and_marks_show_where_processes_and_pods_were_replaced(
     for mark in marks:
         assert mark["enable"] is True
         assert mark["datasource"]["uid"] == "${datasource}"
+
+
+LEGENDS = {
+    "cause": len(CHANGES),
+    "reason": len(ENDINGS),
+    "phase": len(Phase),
+    "state": 4,
+    "kind": 3,
+    "why": len(SKIPS),
+    "monitor": 4,
+    "result": 3,
+    "work": 5,
+    "resource": 12,
+    "verb": 6,
+}
+"""Labels whose values our own code bounds, with how many there are at most."""
+
+
+def bound_of(expression: str, legend: str) -> float:
+    """Most series of a query that its legend tells apart; infinite where nothing bounds them."""
+    if found := re.match(r"topk\((\d+), ", expression):
+        return int(found[1])
+    labels = re.findall(r"\{\{(\w+)\}\}", legend)
+    return math.prod(LEGENDS.get(label, math.inf) for label in labels)
+
+
+def test_no_legend_of_a_panel_has_more_than_twenty_series() -> None:
+    for uid, panel in panels():
+        if panel["type"] not in ("timeseries", "state-timeline"):
+            continue
+        bounds = {
+            target["refId"]: bound_of(target["expr"], target["legendFormat"])
+            for target in panel["targets"]
+        }
+        assert sum(bounds.values()) <= 20, f"{uid}: {panel['title']}: {bounds}"
+
+
+def test_a_query_without_a_bound_is_found() -> None:
+    assert bound_of("max(x)", "x") == 1
+    assert bound_of("sum by (cause) (x)", "{{cause}}") == len(CHANGES)
+    assert bound_of("sum by (dataset) (x)", "{{dataset}}") == math.inf
+    assert bound_of("topk(10, sum by (dataset) (x))", "{{dataset}}") == 10
+
+
+def test_every_query_of_a_dashboard_names_whose_series_it_is_about(
+    queries: tuple[Query, ...],
+) -> None:
+    """Two installations, or two runs of one name, would be added up otherwise."""
+    matchers = {
+        "evergrad-fleet": ('run_namespace=~"$run_namespace"',),
+        "evergrad-run": ('run_namespace="$run_namespace"', 'run="$run"'),
+        "evergrad-operator": ('job=~"$job"',),
+    }
+    operators = {"operator_run_queue_seconds", "operator_run_startup_seconds"}
+    of_no_run = {f"{PREFIX}{name}_bucket" for name in operators}
+    for query in queries:
+        if query.kind not in ("panel", "annotation"):
+            continue
+        wanted = matchers[query.where.partition(":")[0]]
+        found = re.findall(r"\b((?:evergrad|process)_\w+)(\{[^}]*\})?", query.expression)
+        for name, selector in found:
+            if name not in of_no_run:
+                assert all(one in selector for one in wanted), f"{query.where}: {name}"

@@ -3,7 +3,9 @@
 import multiprocessing
 
 import pytest
+import torch
 
+from evergrad_trainer.device_memory import DeviceMemory
 from evergrad_trainer.worker import heartbeat as heartbeat_module
 from evergrad_trainer.worker.heartbeat import WorkerHeartbeat
 
@@ -41,3 +43,37 @@ def test_the_supervisor_reads_what_another_process_has_begun() -> None:
     process.join(60)
     assert process.exitcode == 0
     assert (heartbeat.step, heartbeat.slot) == (4, 2)
+
+
+def test_no_memory_of_a_device_is_known_before_the_worker_has_said_some() -> None:
+    heartbeat = WorkerHeartbeat()
+    assert heartbeat.held_bytes is None
+    heartbeat.beat(1, 0)
+    heartbeat.hold((3, 2**40, 5))
+    assert heartbeat.held_bytes == (3, 2**40, 5)
+    assert (heartbeat.step, heartbeat.slot) == (1, 0)
+
+
+def test_memory_is_read_on_devices_with_an_account_and_only_where_somebody_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def memory_stats(device: torch.device) -> dict[str, int]:
+        asked.append(device)
+        return {
+            "allocated_bytes.all.current": 10,
+            "reserved_bytes.all.current": 30,
+            "allocated_bytes.all.peak": 20,
+        }
+
+    monkeypatch.setattr(torch.cuda, "memory_stats", memory_stats)
+    heartbeat, memory = WorkerHeartbeat(), DeviceMemory()
+    memory.note(torch.device("cuda", 1))
+    assert asked == []
+    memory.report_to(heartbeat.hold)
+    memory.note(torch.device("cpu"))
+    assert asked == [] and heartbeat.held_bytes is None
+    memory.note(torch.device("cuda", 1))
+    assert asked == [torch.device("cuda", 1)]
+    assert heartbeat.held_bytes == (10, 30, 20)

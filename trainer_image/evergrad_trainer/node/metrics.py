@@ -6,9 +6,11 @@ It lives through every restart of workers.
 import dataclasses
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import Counter, Gauge
@@ -18,6 +20,9 @@ from evergrad_coordinator.metrics import NODE
 from evergrad_coordinator.pace import Pace
 from evergrad_coordinator.protocol import MAX_GENERATION, Evaluation, Progress
 from evergrad_trainer.checkpoint.layout import parse_checkpoint_name
+from evergrad_trainer.device_memory import KINDS as MEMORY_KINDS
+from evergrad_trainer.device_memory import Sizes
+from evergrad_trainer.node.workers import Worker
 from evergrad_trainer.observers.events import parse_event_row, seconds_of
 from evergrad_trainer.observers.instruments import build_series
 from evergrad_trainer.observers.live_state import SHORT_WINDOW_SECONDS, Rate
@@ -60,6 +65,8 @@ class NodeMetrics:
         self._pace = Pace()
         self.progress: Progress | None = None
         """Where training is, as rank 0 said last; None where rank 0 never was on this node."""
+        self._workers: dict[int, Worker] = {}
+        """The newest process of each local rank."""
         self._series: _Series | None = (
             None if exporter is None else _Series(exporter, run, node)
         )
@@ -163,8 +170,20 @@ class NodeMetrics:
         if self._exporter is not None:
             self._exporter.rank_0_left()
 
-    def worker_started(self) -> None:
+    def worker_started(self, worker: Worker) -> None:
+        """One more process, in the place of any before it with its local rank."""
+        self._workers[worker.local_rank] = worker
         self._with(lambda series: series.add("node_worker_starts_total", 1))
+
+    def show_memory(self) -> None:
+        """Show what each worker holds: of its device as it said last, of the host as the kernel says."""
+        for local_rank, worker in self._workers.items():
+            # A process that has ended holds nothing, and one on a CPU says nothing: no value is not 0.
+            sizes = None if worker.state == "ended" else worker.heartbeat.held_bytes
+            resident = None if worker.state == "ended" else read_resident_bytes(worker.pid)
+            if self._series is not None:
+                self._series.show_memory(str(local_rank), sizes)
+                self._series.show_resident(str(local_rank), resident)
 
     def set_workers(self, count: int) -> None:
         self._with(lambda series: series.set("node_workers", count))
@@ -190,6 +209,10 @@ class _Series:
 
     def __init__(self, exporter: PrometheusExporter, run: str, node: str) -> None:
         self._place = (run, node)
+        self._with_memory: set[str] = set()
+        """Local ranks whose memory of a device is shown."""
+        self._with_resident: set[str] = set()
+        """Local ranks whose memory of the host is shown."""
         made = build_series(NODE, "run", "node", registry=exporter.registry)
         self._gauges = {name: one for name, one in made.items() if isinstance(one, Gauge)}
         self._counters = {name: one for name, one in made.items() if isinstance(one, Counter)}
@@ -204,6 +227,26 @@ class _Series:
     def add(self, name: str, amount: float, *labels: str) -> None:
         self._counters[name].labels(*self._place, *labels).inc(amount)
 
+    def show_memory(self, local_rank: str, sizes: Sizes | None) -> None:
+        """Show a worker's memory of its device, or none."""
+        gauge = self._gauges["device_memory_bytes"]
+        if sizes is not None:
+            for kind, size in zip(MEMORY_KINDS, sizes, strict=True):
+                gauge.labels(*self._place, local_rank, kind).set(size)
+        elif local_rank in self._with_memory:
+            for kind in MEMORY_KINDS:
+                gauge.remove(*self._place, local_rank, kind)
+        (self._with_memory.add if sizes else self._with_memory.discard)(local_rank)
+
+    def show_resident(self, local_rank: str, size: int | None) -> None:
+        """Show a worker's memory of the host, or none."""
+        gauge = self._gauges["worker_resident_memory_bytes"]
+        if size is not None:
+            gauge.labels(*self._place, local_rank).set(size)
+        elif local_rank in self._with_resident:
+            gauge.remove(*self._place, local_rank)
+        (self._with_resident.discard if size is None else self._with_resident.add)(local_rank)
+
     def show(self, values: Mapping[str, int | float]) -> None:
         """Show the values that a script has reported."""
         for name in ("step", "loss", "tokens_per_second"):
@@ -217,6 +260,17 @@ def _finite(values: Mapping[str, Any]) -> dict[str, float]:
         name: float(value) for name, value in values.items() if isinstance(value, int | float)
     }
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
+def read_resident_bytes(pid: int) -> int | None:
+    """Memory of the host that a process holds, pages that it shares with others included; None where it is
+    gone."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf(
+            "SC_PAGE_SIZE"
+        )
+    except (OSError, IndexError):
+        return None
 
 
 def read_generation(report: Mapping[str, object]) -> int:

@@ -161,7 +161,7 @@ class Supervisor:
     def adopt(self, worker: Worker) -> Worker:
         """Listen to a worker that was just started."""
         self._processes.watch(worker)
-        self._metrics.worker_started()
+        self._metrics.worker_started(worker)
         return worker
 
     def take(self, report: Report) -> None:
@@ -282,6 +282,7 @@ class Supervisor:
             self._processes.end_orphans()
             self._on_tick()
             self._progress.flush_if_due()
+            self._metrics.show_memory()
             away = self.conversation.seconds_since_contact
             # Workers that have ended well cannot be ruled by others, and the place they had vouches for their
             # end.

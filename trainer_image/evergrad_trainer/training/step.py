@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from evergrad_manifest.errors import Problem
 from evergrad_trainer import torch_private
 from evergrad_trainer.data.batch import Batch
+from evergrad_trainer.device_memory import DEVICE_MEMORY
 from evergrad_trainer.errors import PeerLostError
 from evergrad_trainer.models.determinism import raise_if_not_deterministic
 from evergrad_trainer.models.randomness import Purpose, seed_generators
@@ -90,6 +91,7 @@ class Stepper:
         if not is_skipped:
             skipped, problems = self._follow(step, totals, grad_norm, overflow, scale=scale)
         clock.mark("optimizer")
+        DEVICE_MEMORY.note(world.device)
 
         outcome = totals.outcome(
             step,

@@ -4,17 +4,19 @@ import multiprocessing
 import time
 
 _STEP, _SLOT, _BEGUN, _LONGEST, _MOVED = range(5)
+_MEMORY = slice(5, 8)
 
 
 class WorkerHeartbeat:
-    """Which step and slot a worker computes, how long its longest slot took, and how much state it has moved.
+    """Which step and slot a worker computes, how long its longest slot took, how much state it has moved, and
+    how much memory of its device it holds.
 
     One writer, one reader.
     """
 
     def __init__(self) -> None:
         """In the supervisor, before the worker is started."""
-        self._values = multiprocessing.RawArray("d", [-1.0, -1.0, 0.0, 0.0, 0.0])
+        self._values = multiprocessing.RawArray("d", [-1.0, -1.0, 0.0, 0.0, 0.0] + 3 * [-1.0])
 
     def beat(self, step: int, slot: int) -> None:
         """The worker is about to compute ``slot`` of ``step``."""
@@ -33,6 +35,16 @@ class WorkerHeartbeat:
     def move(self, num_bytes: int) -> None:
         """The worker has read or received so many bytes more of a state."""
         self._values[_MOVED] += num_bytes
+
+    def hold(self, sizes: tuple[int, int, int]) -> None:
+        """The worker holds so many bytes of its device: see :mod:`evergrad_trainer.device_memory`."""
+        self._values[_MEMORY] = [float(size) for size in sizes]
+
+    @property
+    def held_bytes(self) -> tuple[int, int, int] | None:
+        """Memory of the device, as the worker said last; None before, and on a CPU."""
+        allocated, reserved, peak = (int(size) for size in self._values[_MEMORY])
+        return None if min(allocated, reserved, peak) < 0 else (allocated, reserved, peak)
 
     @property
     def moved_bytes(self) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from evergrad_coordinator.contract import ExitCode
 from evergrad_trainer.bytes_moved import MOVED
 from evergrad_trainer.checkpoint.generations import claim_exactly, claim_generation
+from evergrad_trainer.device_memory import DEVICE_MEMORY
 from evergrad_trainer.distributed import (
     choose_device,
     join_world,
@@ -228,6 +229,7 @@ def _build_alone(
     has_weights = not has_checkpoints(session.directory)
     # First of all: the supervisor takes a start for hung in which nothing is read for too long.
     MOVED.report_to(heartbeat.move)
+    DEVICE_MEMORY.report_to(heartbeat.hold)
     machinery = build_state(session, with_weights=has_weights)
     session.mark("model")
     run = build_run(session, machinery, build_checkpoints(session, machinery))
