@@ -48,6 +48,8 @@ class Config:
     ReadWriteMany."""
     allowed_service_accounts: tuple[str, ...] = ()
     """Name of a service account that runs may have; none: no run has one."""
+    allow_run_deletion: bool = False
+    """Delete runs that ask for it a while after their end."""
     node_ephemeral_storage: str = ""
     """Ephemeral storage that a node of a run requests, where neither its requests nor its limits name it;
     empty: none."""
@@ -114,4 +116,8 @@ class Config:
     @property
     def installation(self) -> Installation:
         """The part that runs are checked against."""
-        return Installation(self.allowed_service_accounts, self.storage_access_mode)
+        return Installation(
+            self.allowed_service_accounts,
+            self.storage_access_mode,
+            deletes_runs=self.allow_run_deletion,
+        )

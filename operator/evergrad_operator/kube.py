@@ -196,19 +196,24 @@ class Kube:
         name: str,
         *,
         uid: str | None = None,
+        resource_version: str | None = None,
         grace: int | None = None,
     ) -> bool:
-        """Delete one object, but no other of the same name. Returns False if it was gone.
+        """Delete one object, but no other of the same name, and none that was changed since
+        ``resource_version``.
 
-        ``grace``: seconds until it is killed, or None for the object's own.
+        ``grace``: seconds until it is killed, or None for the object's own. Returns False if it was gone or
+        is not that one any more.
         """
         options: dict[str, Any] = {
             "kind": "DeleteOptions",
             "apiVersion": "v1",
             "propagationPolicy": "Background",
         }
-        if uid:
-            options["preconditions"] = {"uid": uid}
+        conditions = {"uid": uid, "resourceVersion": resource_version}
+        preconditions = {name: value for name, value in conditions.items() if value}
+        if preconditions:
+            options["preconditions"] = preconditions
         if grace is not None:
             options["gracePeriodSeconds"] = grace
         try:
@@ -216,8 +221,8 @@ class Kube:
                 Request("DELETE", kind, kind.path(namespace, name), "delete", body=options)
             )
         except ApiError as error:
-            # 409 under a precondition: the name belongs to another object by now.
-            if error.status == 404 or (error.status == 409 and uid is not None):
+            # 409 under a precondition: the name belongs to another object by now, or it was changed.
+            if error.status == 404 or (error.status == 409 and preconditions):
                 return False
             raise
         return True

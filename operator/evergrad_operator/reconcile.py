@@ -147,6 +147,9 @@ class Reconciler:
     async def _reconcile(self, key: Key, raw: Raw) -> float | None:
         # Observe, decide and plan from what is known. The claim comes first: no watch shows a user's own.
         hints = self._hints.setdefault(key, Hints(uid_of(raw)))
+        if hints.applied.is_run_deleted:
+            # The watch is yet to show it, or a finalizer of somebody else holds it.
+            return None
         work = Pass(key, raw, hints, group_kind=await self.gang_api.find())
         await self._confirmer.look_at_claim(work, oldest=CLAIM_SECONDS)
         work = replace(work, profile=await self._find_profile(raw))
@@ -185,6 +188,9 @@ class Reconciler:
         doable = plan if is_confirmed else replace(plan, create=(), delete=())
         refusals = hints.applied.refusals
         results = await self._applier.apply(key, seen, doable, hints.applied)
+        if hints.applied.is_run_deleted:
+            log.info("%s/%s: deleted, as spec.ttlDeletes asks for", *key)
+            return None
         self.gang_api.note(results)
         note_results(self._metrics, key, seen, plan=doable, results=results, now=self.clock())
         refusals.keep(frozenset(list_steps(plan)))
