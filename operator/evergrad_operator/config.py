@@ -94,6 +94,9 @@ class Config:
     longest_host_backoff_seconds: float = 300.0
     """Longest wait, in seconds, before the next try of a node that one host after the other fails: a broken
     host stays so."""
+    give_back_seconds: float = 1200.0
+    """Seconds that pods of a run below its minimum wait for a host before all are given back: a cluster that
+    grows needs minutes for that."""
     short_life_seconds: float = 20.0
     """Lifetime, in seconds, below which a pod was hardly worth its start: after three in a row replacements
     wait, too."""
