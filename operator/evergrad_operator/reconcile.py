@@ -131,6 +131,10 @@ class Reconciler:
                 # Another controller has all of the run, its status, too.
                 self._specs.forget(key)
                 return None
+            kept = self._hints.get(key)
+            if kept is not None and kept.applied.is_run_deleted:
+                # The watch is yet to show it, or a finalizer of somebody else holds it.
+                return None
 
             async with asyncio.timeout(RECONCILE_SECONDS):
                 delay = await self._reconcile(key, raw)
@@ -147,9 +151,6 @@ class Reconciler:
     async def _reconcile(self, key: Key, raw: Raw) -> float | None:
         # Observe, decide and plan from what is known. The claim comes first: no watch shows a user's own.
         hints = self._hints.setdefault(key, Hints(uid_of(raw)))
-        if hints.applied.is_run_deleted:
-            # The watch is yet to show it, or a finalizer of somebody else holds it.
-            return None
         work = Pass(key, raw, hints, group_kind=await self.gang_api.find())
         await self._confirmer.look_at_claim(work, oldest=CLAIM_SECONDS)
         work = replace(work, profile=await self._find_profile(raw))
