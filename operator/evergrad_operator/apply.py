@@ -5,6 +5,7 @@ lost lease is raised: nothing may be written any more then.
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,7 @@ from evergrad_operator.progress import Coordinators
 from evergrad_operator.refusals import Refusals, Step
 from evergrad_operator.store import CHILDREN, CLAIMS, PODS
 
+log = logging.getLogger(__name__)
 APPLY_SECONDS: Final = 30.0
 """Longest time of all steps of a plan together: a pass has time left to write what was not done.
 
@@ -324,6 +326,7 @@ class Applier:
             )
             if was_there and kind is RUN:
                 work.applied.is_run_deleted = True
+                log.info("%s/%s: deleted, as its time to live is over", *work.key)
             if not was_there and kind is POD and end.uid:
                 # Its end came in a gap of the watch.
                 for pod in self._cache.pods(work.key):

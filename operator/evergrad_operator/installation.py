@@ -33,7 +33,7 @@ class Installation:
 NOTHING_ALLOWED: Final = Installation()
 NO_DELETION: Final = Problem(
     "spec.ttlDeletes",
-    f"{DELETES_RUN} is not allowed in this installation",
+    "Run is not allowed in this installation",
     "its operator has no right to delete TrainingRuns",
     "Write Children, or have runs.allowed.deletion of the chart set",
 )

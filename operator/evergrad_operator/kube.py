@@ -199,21 +199,17 @@ class Kube:
         resource_version: str | None = None,
         grace: int | None = None,
     ) -> bool:
-        """Delete one object, but no other of the same name, and none that was changed since
-        ``resource_version``.
+        """Delete one object, but no other of the same name. Returns False if it was gone, or has changed.
 
-        ``grace``: seconds until it is killed, or None for the object's own. Returns False if it was gone or
-        is not that one any more.
+        ``grace``: seconds until it is killed, or None for the object's own.
         """
+        conditions = {"uid": uid, "resourceVersion": resource_version}
         options: dict[str, Any] = {
             "kind": "DeleteOptions",
             "apiVersion": "v1",
             "propagationPolicy": "Background",
+            "preconditions": {name: value for name, value in conditions.items() if value},
         }
-        conditions = {"uid": uid, "resourceVersion": resource_version}
-        preconditions = {name: value for name, value in conditions.items() if value}
-        if preconditions:
-            options["preconditions"] = preconditions
         if grace is not None:
             options["gracePeriodSeconds"] = grace
         try:
@@ -222,7 +218,7 @@ class Kube:
             )
         except ApiError as error:
             # 409 under a precondition: the name belongs to another object by now, or it was changed.
-            if error.status == 404 or (error.status == 409 and preconditions):
+            if error.status == 404 or (error.status == 409 and uid is not None):
                 return False
             raise
         return True
