@@ -92,6 +92,8 @@ class Defaults(Section):
     """Seconds after its start at which a run that is not complete fails."""
     ttl_seconds_after_finished: Whole | None = Field(default=None, ge=0, le=LONGEST_SECONDS)
     """Seconds after the end until what the run made is deleted, but never its volume."""
+    ttl_deletes: Literal["Children", "Run"] | None = None
+    """Whether the run itself is deleted then, too."""
 
 
 class Allows(Section):

@@ -32,10 +32,17 @@ _NEEDED: Final[tuple[tuple[str, Kind, str], ...]] = (
 """Verb, kind and subresource without which no run can be served."""
 
 
-async def check_access(kube: Kube, scopes: Sequence[str | None], *, gang: str = "none") -> None:
+async def check_access(
+    kube: Kube,
+    scopes: Sequence[str | None],
+    *,
+    gang: str = "none",
+    deletes_runs: bool = False,
+) -> None:
     """Fail for missing rights or a missing CRD in any of ``scopes``; None is the whole cluster.
 
-    ``gang``: the installation's kind of gang, whose PodGroups the operator makes.
+    ``gang``: the installation's kind of gang, whose PodGroups the operator makes. ``deletes_runs``: whether
+    it deletes runs.
     Raises SettingsError, and ApiError for what a new start may mend.
     """
     needed = _NEEDED + tuple(
@@ -43,6 +50,8 @@ async def check_access(kube: Kube, scopes: Sequence[str | None], *, gang: str = 
         for kind in POD_GROUPS.get(gang, ())[:1]
         for verb in ("list", "create", "patch")
     )
+    if deletes_runs:
+        needed = (*needed, ("delete", RUN, ""))
     for scope in scopes:
         asked = (
             kube.may(verb, kind, namespace=scope, subresource=sub) for verb, kind, sub in needed

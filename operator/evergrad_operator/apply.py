@@ -5,6 +5,7 @@ lost lease is raised: nothing may be written any more then.
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +14,7 @@ from typing import Any, Final, Protocol
 from evergrad_operator import names
 from evergrad_operator.cache import NEW_POD_STATUS, InformerCache
 from evergrad_operator.errors import ApiError, LeaseLostError, OperatorError
-from evergrad_operator.kinds import CLAIM, POD, SERVICE, Kind, Raw, kind_of
+from evergrad_operator.kinds import CLAIM, POD, RUN, SERVICE, Kind, Raw, kind_of
 from evergrad_operator.names import Key
 from evergrad_operator.observe import (
     BOUNDS_NOT_TAKEN,
@@ -29,6 +30,7 @@ from evergrad_operator.progress import Coordinators
 from evergrad_operator.refusals import Refusals, Step
 from evergrad_operator.store import CHILDREN, CLAIMS, PODS
 
+log = logging.getLogger(__name__)
 APPLY_SECONDS: Final = 30.0
 """Longest time of all steps of a plan together: a pass has time left to write what was not done.
 
@@ -91,9 +93,10 @@ class Cluster(Protocol):
         name: str,
         *,
         uid: str | None = None,
+        resource_version: str | None = None,
         grace: int | None = None,
     ) -> bool:
-        """Delete one object; False if it was gone."""
+        """Delete one object; False if it was gone, or is not that one any more."""
 
     async def serves(self, kind: Kind) -> bool:
         """Return whether there is such a kind."""
@@ -323,8 +326,12 @@ class Applier:
                 namespace,
                 end.name,
                 uid=uid,
+                resource_version=end.resource_version or None,
                 grace=end.grace_seconds,
             )
+            if was_there and kind is RUN:
+                work.applied.is_run_deleted = True
+                log.info("%s/%s: deleted, as its time to live is over", *work.key)
             if not was_there and kind is POD and end.uid:
                 # Its end came in a gap of the watch.
                 for pod in self._cache.pods(work.key):

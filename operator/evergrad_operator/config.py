@@ -50,6 +50,8 @@ class Config:
     ReadWriteMany."""
     allowed_service_accounts: tuple[str, ...] = ()
     """Name of a service account that runs may have; none: no run has one."""
+    allow_run_deletion: bool = False
+    """Delete runs that ask for it a while after their end."""
     node_ephemeral_storage: str = ""
     """Ephemeral storage that a node of a run requests, where neither its requests nor its limits name it;
     empty: none."""
@@ -94,6 +96,9 @@ class Config:
     longest_host_backoff_seconds: float = 300.0
     """Longest wait, in seconds, before the next try of a node that one host after the other fails: a broken
     host stays so."""
+    give_back_seconds: float = 1200.0
+    """Seconds that pods of a run below its minimum wait for a host before all are given back: a cluster that
+    grows needs minutes for that."""
     short_life_seconds: float = 20.0
     """Lifetime, in seconds, below which a pod was hardly worth its start: after three in a row replacements
     wait, too."""
@@ -116,4 +121,8 @@ class Config:
     @property
     def installation(self) -> Installation:
         """The part that runs are checked against."""
-        return Installation(self.allowed_service_accounts, self.storage_access_mode)
+        return Installation(
+            self.allowed_service_accounts,
+            self.storage_access_mode,
+            deletes_runs=self.allow_run_deletion,
+        )

@@ -20,7 +20,7 @@ class Action(StrEnum):
     FINISH = "Finish"
     """The run is over: nothing is made, what is left ends."""
     CLEAN = "Clean"
-    """The run has been over for long: its children go, the volume stays."""
+    """The run has been over for long: its children go, or the run with all of them; the volume stays."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Decision:
     seconds.
 
     ``record``: what the PVC shall say of the run, None to leave it. ``gang``: None for a run without a queue.
-    ``joins_group``: nodes that are made now are in the run's PodGroup. ``is_blocked``: nothing goes on before
-    a person has done what ``message`` says.
+    ``joins_group``: nodes that are made now are in the run's PodGroup. ``deletes_run``: the TrainingRun
+    itself goes, too. ``is_blocked``: nothing goes on before a person has done what ``message`` says.
     """
 
     action: Action
@@ -89,5 +89,6 @@ class Decision:
     evaluation: EvaluationPod | None = None
     bounds: Bounds | None = None
     record: Record | None = None
+    deletes_run: bool = False
     is_blocked: bool = False
     requeue_after: float | None = None

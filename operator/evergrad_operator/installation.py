@@ -14,6 +14,8 @@ from evergrad_manifest.values.numbers import show
 from evergrad_operator.raw import get_int, get_map
 
 _SETTING: Final = "runs.allowed.serviceAccountNames of the chart"
+DELETES_RUN: Final = "Run"
+"""Value of ``spec.ttlDeletes`` by which a run asks for its own deletion."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,18 @@ class Installation:
     """Names of the accounts that runs may have."""
     access_mode: str = ""
     """Access mode of new volumes whose run names none."""
+    deletes_runs: bool = False
+    """Whether the operator deletes runs that ask for it a while after their end."""
 
 
 NOTHING_ALLOWED: Final = Installation()
+NO_DELETION: Final = Problem(
+    "spec.ttlDeletes",
+    "Run is not allowed in this installation",
+    "its operator has no right to delete TrainingRuns",
+    "Write Children, or have runs.allowed.deletion of the chart set",
+)
+"""A run that asks for its own deletion where that is not allowed."""
 
 
 def find_refusals(
@@ -49,6 +60,9 @@ def find_refusals(
         )
         what = f"{show(account)} is not a service account that this installation allows"
         found.append(Problem(ACCOUNT, what, why, remedy))
+
+    if spec.get("ttlDeletes") == DELETES_RUN and not installation.deletes_runs:
+        found.append(NO_DELETION)
 
     # A default that the run does not see in its file, and that would leave all nodes but one without a place.
     storage, nodes = get_map(spec, "storage"), get_map(spec, "nodes")

@@ -196,19 +196,20 @@ class Kube:
         name: str,
         *,
         uid: str | None = None,
+        resource_version: str | None = None,
         grace: int | None = None,
     ) -> bool:
-        """Delete one object, but no other of the same name. Returns False if it was gone.
+        """Delete one object, but no other of the same name. Returns False if it was gone, or has changed.
 
         ``grace``: seconds until it is killed, or None for the object's own.
         """
+        conditions = {"uid": uid, "resourceVersion": resource_version}
         options: dict[str, Any] = {
             "kind": "DeleteOptions",
             "apiVersion": "v1",
             "propagationPolicy": "Background",
+            "preconditions": {name: value for name, value in conditions.items() if value},
         }
-        if uid:
-            options["preconditions"] = {"uid": uid}
         if grace is not None:
             options["gracePeriodSeconds"] = grace
         try:
@@ -216,7 +217,7 @@ class Kube:
                 Request("DELETE", kind, kind.path(namespace, name), "delete", body=options)
             )
         except ApiError as error:
-            # 409 under a precondition: the name belongs to another object by now.
+            # 409 under a precondition: the name belongs to another object by now, or it was changed.
             if error.status == 404 or (error.status == 409 and uid is not None):
                 return False
             raise

@@ -23,6 +23,8 @@ class Applied:
     is_in_doubt: bool = False
     """Whether a pod may exist that the cache does not have: the answer to its creation never came."""
     token_posted_at: float = float("-inf")
+    is_run_deleted: bool = False
+    """Whether the run was deleted, its time to live being over, and the watch is yet to show it."""
 
 
 @dataclass

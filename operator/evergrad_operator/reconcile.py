@@ -131,6 +131,10 @@ class Reconciler:
                 # Another controller has all of the run, its status, too.
                 self._specs.forget(key)
                 return None
+            kept = self._hints.get(key)
+            if kept is not None and kept.applied.is_run_deleted:
+                # The watch is yet to show it, or a finalizer of somebody else holds it.
+                return None
 
             async with asyncio.timeout(RECONCILE_SECONDS):
                 delay = await self._reconcile(key, raw)
@@ -179,24 +183,24 @@ class Reconciler:
             work = replace(work, raw=self._cache.run(key) or work.raw)
             found = self._assess(work)
 
-        # A step that is refused does not hold up the others. It is reported in this same pass, and tried
-        # again after a pause of its own.
+        # A refused step holds up no other. This pass reports it; it is tried again after a pause of its own.
         seen, decision, plan = found.seen, found.decision, found.plan
         doable = plan if is_confirmed else replace(plan, create=(), delete=())
-        refusals = hints.applied.refusals
         results = await self._applier.apply(key, seen, doable, hints.applied)
+        if hints.applied.is_run_deleted:
+            return None
         self.gang_api.note(results)
         note_results(self._metrics, key, seen, plan=doable, results=results, now=self.clock())
-        refusals.keep(frozenset(list_steps(plan)))
-        if refusals.failures() != seen.failures:
+        work.refusals.keep(frozenset(list_steps(plan)))
+        if work.refusals.failures() != seen.failures:
             # Only the refusals are new: a fresh look would take pods that this pass ended for lost ones.
-            seen = replace(seen, failures=refusals.failures())
+            seen = replace(seen, failures=work.refusals.failures())
             decision = decide(seen, self._config, self.clock())
         self._follower.follow(key, seen)
 
         # The time of the next retry is read before the status is written: a retry that falls due during the
         # write would otherwise count as one that waits behind another step, and cause no pass.
-        retry_after = refusals.seconds_to_next(self.clock())
+        retry_after = work.refusals.seconds_to_next(self.clock())
         token_after = None if plan.token is None else TOKEN_SECONDS
 
         # One write of the status at the end, so that no half of a pass is ever seen.

@@ -121,8 +121,12 @@ class Service:
         try:
             if self._settings.page_port:
                 await self._fleet_page.listen(self._settings.page_port)
+            config = self._settings.config
             await check_access(
-                self.kube, self._settings.scopes, gang=self._settings.config.gang
+                self.kube,
+                self._settings.scopes,
+                gang=config.gang,
+                deletes_runs=config.allow_run_deletion,
             )
             self._spawn("event loop lag", self.vitals.measure_lag(self.metrics))
             # The webhook starts before the lease is held: a standby answers, too.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_runs import RESOURCE, Run, Runs, make_manifest, wait_for
+from cluster_runs import GROUP, RESOURCE, Run, Runs, make_manifest, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
@@ -182,3 +182,23 @@ def test_a_run_that_was_stored_unchecked_can_be_suspended_marked_and_deleted(
     runs.kubectl("delete", target, "--wait=false")
     runs.kubectl("patch", target, "--type=merge", "-p", '{"metadata":{"finalizers":null}}')
     wait_for(lambda: runs.list("trainingruns") == [], "the run's end")
+
+
+@pytest.mark.long
+def test_of_a_run_of_another_controller_nothing_appears_and_nothing_is_written(
+    runs: Runs,
+) -> None:
+    manifest = make_manifest("theirs", steps=20, changes={"managedBy": "example.com/other"})
+    theirs = runs.apply(manifest)
+    # The operator has seen it once it works on what was applied after it.
+    ours = runs.start("ours", steps=20, managedBy="evergrad.dev/operator")
+    wait_for(ours.pods, "the pods of the operator's own run")
+    runs.kubectl("label", f"{RESOURCE}/theirs", "a=b")
+    ours.wait_for_phase("Complete", seconds=600)
+
+    selector = f"{GROUP}/run=theirs"
+    kinds = ("pods", "configmaps", "services", "secrets", "poddisruptionbudgets")
+    assert {kind: runs.list(kind, selector) for kind in kinds} == {kind: [] for kind in kinds}
+    assert runs.get("persistentvolumeclaims", "theirs") is None
+    assert theirs.status() == {"observedGeneration": -1}
+    assert not any(one["involvedObject"]["name"] == "theirs" for one in runs.list("events"))

@@ -255,3 +255,49 @@ def test_the_page_of_all_runs_is_reached_by_port_forward_alone(
                 )
         finally:
             forwarding.kill()
+
+
+@pytest.mark.long
+def test_prune_deletes_what_is_left_of_complete_runs_and_keeps_the_only_checkpoints(
+    runs: Runs, cli: Cli
+) -> None:
+    whole = runs.start("whole", steps=20, nodes={"min": 1, "max": 1})
+    whole.wait_for_phase("Complete", seconds=600)
+    cut = runs.start("cut", steps=100000, nodes={"min": 1, "max": 1})
+    cut.wait_for_step(5, seconds=600)
+    other = runs.start("other", steps=20, nodes={"min": 1, "max": 1})
+    other.wait_for_phase("Complete", seconds=600)
+    for name in ("whole", "cut"):
+        runs.kubectl("delete", RESOURCE, name, "--wait=true")
+        selector = f"evergrad.dev/run={name}"
+        wait_for(lambda of=selector: not runs.list("pods", of), f"the end of {name}'s pods")
+
+    def prune(*arguments: str) -> dict[str, dict[str, str]]:
+        """What goes and what stays, kind/name → the reason."""
+        said = cli.ask("prune", *arguments)
+        assert said["failures"] == []
+        return {
+            key: {f"{one['kind']}/{one['name']}": one["why"] for one in said[key]}
+            for key in ("leftovers", "kept")
+        }
+
+    # Without --yes nothing goes, and the volume of the run that exists is nobody's leftover.
+    listed = prune()
+    (gone,) = listed["leftovers"]
+    assert gone.endswith("/whole") and "was complete" in listed["leftovers"][gone]
+    (kept,) = listed["kept"]
+    assert kept.endswith("/cut") and "its checkpoints are here" in listed["kept"][kept]
+    assert runs.get("persistentvolumeclaims", "whole") is not None
+
+    assert [*prune("--yes")["leftovers"]] == [gone]
+    wait_for(lambda: runs.get("persistentvolumeclaims", "whole") is None, "the claim's end")
+    assert runs.get("persistentvolumeclaims", "cut") is not None
+    assert runs.get("trainingruns", "other") is not None
+
+    # A run that has ended goes with --older-than, and leaves its claim for the next time.
+    assert not prune("--older-than", "1h")["leftovers"]
+    assert [
+        one.rpartition("/")[2] for one in prune("--older-than", "0s", "--yes")["leftovers"]
+    ] == ["other"]
+    wait_for(lambda: runs.get("trainingruns", "other") is None, "the run's end")
+    assert runs.get("persistentvolumeclaims", "other") is not None

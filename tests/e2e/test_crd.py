@@ -422,6 +422,7 @@ MUTABLE = {
     "spec.failurePolicy.maxFailuresWithoutProgress": 9,
     "spec.activeDeadlineSeconds": 100,
     "spec.ttlSecondsAfterFinished": 100,
+    "spec.ttlDeletes": "Run",
     "spec.restartNonce": "again",
     "spec.imagePullPolicy": "Always",
 }

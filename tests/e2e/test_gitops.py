@@ -3,12 +3,23 @@ what is edited in Git changes while it trains."""
 
 import json
 import subprocess
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from bed import toolbox
-from cluster_runs import ENDLESS, GROUP, RESOURCE, ROOT, Run, Runs, make_manifest, wait_for
+from cluster_runs import (
+    ENDLESS,
+    GROUP,
+    RESOURCE,
+    ROOT,
+    Run,
+    Runs,
+    documents,
+    make_manifest,
+    wait_for,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 HEALTH = "examples/gitops/argocd/resource_customizations/evergrad.dev/TrainingRun/health.lua"
@@ -16,6 +27,9 @@ SECOND = "argocd-controller"
 """The field manager of another tool that has the same file."""
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 OWNED = ("generation", "labels", "annotations", "finalizers", "ownerReferences")
+
+
+SECTION = {"resources": {"requests": {"cpu": "50m", "memory": "128Mi"}}}
 
 
 class Git:
@@ -92,6 +106,64 @@ def test_through_a_whole_run_no_diff_and_no_apply_shows_or_makes_a_change(
     wait_for(lambda: run.status()["nodes"]["max"] == 1, "the new bounds")
 
     wait_for(lambda: run.status()["progress"].get("step", 0) > step, "a step after the pause")
+
+
+def sample_until(git: Git, run: Run, *phases: str) -> set[str]:
+    """Compare and apply the file again and again, at least once in one of ``phases``.
+
+    Returns the phases through which whole samples were taken.
+    """
+    seen: set[str] = set()
+    until = time.monotonic() + 900
+    while not seen & set(phases):
+        assert time.monotonic() < until, f"{phases}: not within 900 s; {run.status()}"
+        before = run.status().get("phase", "Pending")
+        git.assert_in_sync(f"phase {before}")
+        if run.status().get("phase", "Pending") == before:
+            seen.add(before)
+    return seen
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize(
+    ("held", "changes"),
+    [("Preparing", {"preparation": SECTION}), ("Starting", {})],
+    ids=["preparing", "starting"],
+)
+def test_at_no_moment_from_the_first_to_the_last_a_diff_or_an_apply_shows_a_change(
+    runs: Runs, held: str, changes: dict[str, Any]
+) -> None:
+    """The pods wait for a ConfigMap, so that a slow machine is seen in this phase as a quick one is."""
+    manifest = make_manifest("sampled", steps=60, changes=changes)
+    later = {"name": "documents", "configMap": {"name": "later"}}
+    manifest["spec"]["template"]["volumes"] = [later]
+    git = Git(runs, manifest)
+    git.sync()
+    run = runs.adopt("sampled")
+    # A ConfigMap that is missing for long is an obstacle: the phase is Waiting then.
+    seen = sample_until(git, run, held, "Waiting")
+    file = runs.scratch / "documents.jsonl"
+    file.write_text(documents())
+    runs.kubectl("create", "configmap", "later", f"--from-file=documents.jsonl={file}")
+    seen |= sample_until(git, run, "Complete")
+    assert seen & {held, "Waiting"} and "Complete" in seen, seen
+    assert run.get()["metadata"]["generation"] == 1
+
+
+@pytest.mark.long
+def test_a_failed_run_shows_no_change_either(runs: Runs) -> None:
+    sources = [{"name": "docs", "type": "jsonl", "path": "/documents/nowhere.jsonl"}]
+    git = Git(
+        runs,
+        make_manifest(
+            "failing", steps=60, changes={"training": {"data": {"sources": sources}}}
+        ),
+    )
+    git.sync()
+    run = runs.adopt("failing")
+    assert "Failed" in sample_until(git, run, "Failed")
+    assert run.get()["metadata"]["generation"] == 1
 
 
 @pytest.mark.long

@@ -3,11 +3,21 @@
 from typing import Any
 
 import pytest
-from cluster_runs import CHECKPOINT_INTERVAL, ENDLESS, Reference, Run, Runs, wait_for
+from cluster_runs import (
+    CHECKPOINT_INTERVAL,
+    ENDLESS,
+    RESOURCE,
+    Reference,
+    Run,
+    Runs,
+    wait_for,
+)
 from operator_watch import API_AWAY
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
+PLACE = "example.com/place"
+"""A made-up device, of which the hosts have just so many as a test needs."""
 SPREAD = [
     {
         "maxSkew": 1,
@@ -86,3 +96,35 @@ def test_17_both_nodes_lost_at_once_cost_the_steps_after_the_last_checkpoint(
     generations = list(run.generations())
     assert generations == sorted(generations)
     assert run.status()["failures"]["withoutProgress"] == 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2400)
+@pytest.mark.operator_ends
+def test_a_run_below_its_minimum_gives_its_pods_back_and_another_uses_the_hosts(
+    runs: Runs, operator: Any, faults: Any
+) -> None:
+    faults.set_gpus("n1", 1, resource=PLACE)
+    place = {"resources": {"requests": {PLACE: "1"}, "limits": {PLACE: "1"}}}
+    operator.upgrade(settings=["operator.extraArgs={--give-back-seconds=20}"])
+    try:
+        short = runs.start("short", steps=ENDLESS, nodes={"min": 2, "max": 2}, **place)
+        wait_for(
+            lambda: short.status().get("reason") == "PodsGivenBack", "the pods to be given back"
+        )
+        assert short.status()["phase"] == "Waiting"
+        assert "fewer than 2 nodes found a host within 20s" in short.status()["message"]
+        wait_for(lambda: not short.pods(), "the pods' end")
+        assert short.status()["restarts"]["total"] == 0
+        assert not short.is_so("Stalled")
+        # The place is free for others, which is what it is given back for.
+        other = runs.start("other", steps=ENDLESS, nodes={"min": 1, "max": 1}, **place)
+        other.wait_for_step(5, seconds=600)
+        runs.kubectl("delete", RESOURCE, "other", "--wait=true")
+
+        # Hosts come; the run asks again by itself, after a pause of some minutes.
+        faults.set_gpus("n2", 1, resource=PLACE)
+        short.wait_for_pods(0, 1, seconds=900)
+        short.wait_for_step(5, seconds=600)
+    finally:
+        operator.upgrade()

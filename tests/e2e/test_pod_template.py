@@ -1,6 +1,7 @@
 """What a template adds to the pods of a run, on a real kubelet: an account that the installation allows, a
 token of it, variables of whole objects, and init containers."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,6 +45,16 @@ TEMPLATE: dict[str, Any] = {
         }
     ],
 }
+RESTRICTED: dict[str, Any] = {
+    "automountServiceAccountToken": False,
+    "securityContext": {
+        "runAsNonRoot": True,
+        "runAsUser": 10001,
+        "runAsGroup": 10001,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    },
+}
+CONTAINER = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 DATA = {"data": {"sources": [{"name": "docs", "path": "/data/documents.jsonl"}]}}
 
 
@@ -126,3 +137,90 @@ def test_a_pod_that_writes_more_than_its_limit_is_evicted_and_the_run_says_what_
     condition = run.condition("Failed")
     assert condition["reason"] == "OutOfEphemeralStorage"
     assert "spec.resources.limits.ephemeral-storage" in condition["message"]
+
+
+SCRIPT = """
+import os, pathlib, time
+names = ("HUB_TOKEN", "GREETING", "POD_NAME", "FIXED")
+pathlib.Path("given").write_text(" ".join(os.environ.get(name, "-") for name in names))
+while not pathlib.Path("end").exists():
+    time.sleep(0.2)
+"""
+
+
+def test_a_script_has_values_of_other_objects_and_a_volume_for_its_pod_alone(
+    runs: Runs,
+) -> None:
+    runs.kubectl("create", "configmap", "script", f"--from-literal=train.py={SCRIPT}")
+    runs.kubectl("create", "configmap", "settings", "--from-literal=GREETING=hello")
+    runs.kubectl("create", "secret", "generic", "hub", "--from-literal=token=first")
+    values = {
+        "HUB_TOKEN": {"secretKeyRef": {"name": "hub", "key": "token"}},
+        "GREETING": {"configMapKeyRef": {"name": "settings", "key": "GREETING"}},
+        "POD_NAME": {"fieldRef": {"fieldPath": "metadata.name"}},
+    }
+    run = runs.start(
+        "alone",
+        steps=1,
+        nodes={"min": 1, "max": 1},
+        training=None,
+        script={
+            "command": ["/script/train.py"],
+            "env": {"FIXED": "as-written"},
+            "valueFrom": values,
+        },
+        storage={"accessModes": ["ReadWriteOncePod"]},
+        template={
+            "volumes": [{"name": "script", "configMap": {"name": "script"}}],
+            "volumeMounts": [{"name": "script", "mountPath": "/script"}],
+        },
+    )
+
+    def given() -> str:
+        path = run.directory() / "given"
+        return path.read_text() if path.exists() else ""
+
+    run.wait_for_pods(0, seconds=600)
+    wait_for(given, "what the script was given", seconds=600)
+    assert given() == "first hello alone-0-0 as-written"
+    claim = runs.get("persistentvolumeclaims", "alone") or {}
+    assert claim["spec"]["accessModes"] == ["ReadWriteOncePod"]
+    # A pod that mounts it beside the run's is not placed.
+    reader = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "beside"},
+        "spec": {
+            **RESTRICTED,
+            "containers": [
+                {
+                    "name": "beside",
+                    "image": run.live_pods()[0]["spec"]["containers"][0]["image"],
+                    "command": ["sleep", "1000"],
+                    "securityContext": CONTAINER,
+                    "volumeMounts": [{"name": "data", "mountPath": "/data"}],
+                }
+            ],
+            "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "alone"}}],
+        },
+    }
+    runs.kubectl("apply", "-f", "-", text=json.dumps(reader))
+
+    def is_kept_out() -> bool:
+        pod = runs.get("pods", "beside") or {}
+        conditions = pod.get("status", {}).get("conditions", [])
+        return any(
+            (one["type"], one.get("reason")) == ("PodScheduled", "Unschedulable")
+            for one in conditions
+        )
+
+    wait_for(is_kept_out, "the scheduler's refusal of a second pod")
+    runs.kubectl("delete", "pod", "beside", "--now")
+
+    # Values may change without a new run: the next pod has them.
+    runs.kubectl("patch", "secret", "hub", "-p", '{"stringData":{"token":"second"}}')
+    run.patch({"restartNonce": "again"})
+    wait_for(lambda: given().startswith("second hello alone-0-"), "the new value", seconds=600)
+    assert given().split()[2] != "alone-0-0"
+    (run.directory() / "end").touch()
+    run.wait_for_phase("Complete", seconds=600)

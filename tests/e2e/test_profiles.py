@@ -4,11 +4,16 @@ where it is wrong."""
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from cluster_runs import ENDLESS, Runs, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(1200)]
+DEVICE = "rdma/hca"
+ENFORCE = "pod-security.kubernetes.io/enforce"
+CAP_IPC_LOCK = 14
+"""Number of the capability, by linux/capability.h."""
 
 
 def put_profile(runs: Runs, text: str) -> None:
@@ -71,3 +76,44 @@ def test_a_wrong_profile_is_named_and_the_run_begins_when_it_is_corrected(runs: 
         assert run.pods() == []
         put_profile(runs, "defaults: {ttlSecondsAfterFinished: 86400}")
         run.wait_for_phase("Complete", seconds=600)
+
+
+@pytest.mark.operator_ends
+def test_an_rdma_device_comes_with_the_right_to_lock_memory_where_a_profile_allows_it(
+    runs: Runs, operator: Any, faults: Any
+) -> None:
+    faults.set_gpus("n1", 1, resource=DEVICE)
+    # Pod Security admits the capability on this level only.
+    runs.kubectl("label", "--overwrite", "namespace", runs.namespace, f"{ENFORCE}=privileged")
+    changes = {
+        "nodes": {"min": 1, "max": 1},
+        "resources": {"requests": {DEVICE: "1"}, "limits": {DEVICE: "1"}},
+    }
+    refused = runs.start("without", steps=ENDLESS, **changes)
+    refused.wait_for_phase("Waiting")
+    assert refused.status()["reason"] == "InvalidSpec"
+    assert DEVICE in refused.status()["message"]
+    assert refused.pods() == []
+
+    operator.upgrade(settings=[f"runs.profiles.fabric.allows.rdma={{{DEVICE}}}"])
+    try:
+        run = runs.start("with", steps=ENDLESS, profile="fabric", **changes)
+        run.wait_for_step(5, seconds=600)
+        pod = run.live_pods()[0]
+        (trainer,) = [one for one in pod["spec"]["containers"] if one["name"] == "trainer"]
+        assert trainer["securityContext"]["capabilities"] == {
+            "drop": ["ALL"],
+            "add": ["IPC_LOCK"],
+        }
+        assert pod["spec"]["nodeName"] == "n1"
+        # The kernel's word for it: a program may take it, and it is the only one.
+        said = runs.kubectl(
+            "exec", pod["metadata"]["name"], "-c", "trainer", "--", "cat", "/proc/1/status"
+        )
+        bounding = next(line for line in said.splitlines() if line.startswith("CapBnd:"))
+        assert int(bounding.split()[1], 16) == 1 << CAP_IPC_LOCK
+        (coordinator,) = run.live_pods(role="coordinator").values()
+        for container in coordinator["spec"]["containers"]:
+            assert "add" not in container["securityContext"]["capabilities"]
+    finally:
+        operator.upgrade()

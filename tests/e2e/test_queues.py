@@ -11,10 +11,15 @@ import pytest
 from bed.kueue import NAMESPACES, QUEUES, Kueue
 from cluster_runs import ENDLESS, GROUP, RESOURCE, Run, Runs, make_manifest, merged, wait_for
 
+from evergrad_operator.times import parse_time
+
 pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(1200)]
 QUEUE = "kueue.x-k8s.io/queue-name"
 PRIORITY = "kueue.x-k8s.io/priority-class"
 FINALIZER = "kueue.x-k8s.io/managed"
+WORKLOADS = "workloads.kueue.x-k8s.io"
+QUOTA_SECONDS = 10.0
+"""Longest time between the end of what held quota and its return, by the cluster's own times."""
 NODE = 100
 """Processor time of a node, in thousandths, which is what the queue counts."""
 
@@ -207,10 +212,73 @@ def scheduled_at(pod: dict[str, Any]) -> str:
     )
 
 
+@dataclass
+class Watched:
+    """What watches of Kueue's records and of pods have shown, complete once the watches have ended."""
+
+    queue: Queue
+    workloads: list[dict[str, Any]]
+    pods: list[dict[str, Any]]
+
+    def assert_given_back(self, run: Run, *, condition: str = "") -> None:
+        """The quota of a run came back in time.
+
+        ``condition``: its transition is where the time begins; without one, the end of the run's last node.
+        """
+        newest = {one["object"]["metadata"]["name"]: one["object"] for one in self.workloads}
+        newest |= {one["metadata"]["name"]: one for one in self.queue.workloads()}
+        times = {name: lost_at(one) for name, one in newest.items() if run.name in name}
+        assert times and all(times.values()), f"{run.name}: {times}"
+        begin = parse_time(run.condition(condition)["lastTransitionTime"]) if condition else 0.0
+        if not condition:
+            last = {one["object"]["metadata"]["name"]: one["object"] for one in self.pods}
+            nodes = [one for one in last.values() if is_node_of(run, one)]
+            begin = max(map(ended_at, nodes))
+        assert begin
+        took = {name: min(given) - begin for name, given in times.items()}
+        assert max(took.values()) <= QUOTA_SECONDS, f"{run.name}: {took}"
+
+
+@contextlib.contextmanager
+def watched(queue: Queue) -> Iterator[Watched]:
+    """Watch inside the block, at whose end the quota must be back."""
+    runs = queue.runs
+    with runs.watch(WORKLOADS) as workloads, runs.watch("pods") as pods:
+        yield Watched(queue, workloads, pods)
+
+
+def is_node_of(run: Run, pod: dict[str, Any]) -> bool:
+    """Whether a pod is a node of the run, which alone takes quota."""
+    labels = pod["metadata"].get("labels", {})
+    return (labels.get(f"{GROUP}/run"), labels.get(f"{GROUP}/role")) == (run.name, "node")
+
+
+def lost_at(workload: dict[str, Any]) -> list[float]:
+    """Times at which a record of Kueue came to hold no quota; empty while it holds some."""
+    ends = (("Finished", "True"), ("QuotaReserved", "False"))
+    found = [
+        one["lastTransitionTime"]
+        for one in workload.get("status", {}).get("conditions", [])
+        if (one["type"], one["status"]) in ends
+    ]
+    found.append(workload["metadata"].get("deletionTimestamp"))
+    return [at for text in found if (at := parse_time(text)) is not None]
+
+
+def ended_at(pod: dict[str, Any]) -> float:
+    """Time at which a pod's containers ended; of one that shows no end, the end of its grace."""
+    states = [one["state"] for one in pod["status"].get("containerStatuses", [])]
+    ends = [one["terminated"]["finishedAt"] for one in states if "terminated" in one]
+    texts = ends or [pod["metadata"].get("deletionTimestamp")]
+    return max(parse_time(text) or 0.0 for text in texts)
+
+
 def test_quota_is_given_back_on_completion(queue: Queue) -> None:
-    run = queue.start("complete", steps=60)
-    run.wait_for_phase("Complete", seconds=600)
-    queue.wait_for_use(0)
+    with watched(queue) as seen:
+        run = queue.start("complete", steps=60)
+        run.wait_for_phase("Complete", seconds=600)
+        queue.wait_for_use(0)
+    seen.assert_given_back(run, condition="Complete")
     # Kueue gives the quota back first, and lets the pods go a moment later.
     wait_for(
         lambda: (
@@ -228,9 +296,11 @@ def test_quota_is_given_back_on_failure_and_the_next_run_starts(queue: Queue) ->
         lambda: queue.used() == 3 * NODE or run.status().get("phase") == "Failed", "admission"
     )
     next_run = queue.start("next", nodes=(3, 3))
-    run.wait_for_phase("Failed", seconds=600)
-    queue.wait_for_use(3)
-    train(next_run)
+    with watched(queue) as seen:
+        run.wait_for_phase("Failed", seconds=600)
+        queue.wait_for_use(3)
+        train(next_run)
+    seen.assert_given_back(run, condition="Failed")
     assert all(
         any(one["type"] == "Finished" for one in workload["status"].get("conditions", []))
         for workload in queue.workloads()
@@ -245,9 +315,11 @@ def test_quota_is_given_back_on_suspension_and_a_run_resumes_with_a_quota_for_on
     run.wait_for_pods(0, 1, 2, seconds=600)
     train(run)
     step = run.newest_step()
-    run.patch({"suspend": True})
-    run.wait_for_phase("Suspended", seconds=600)
-    queue.wait_for_use(0)
+    with watched(queue) as seen:
+        run.patch({"suspend": True})
+        run.wait_for_phase("Suspended", seconds=600)
+        queue.wait_for_use(0)
+    seen.assert_given_back(run, condition="Suspended")
     run.patch({"suspend": False})
     run.wait_for_pods(0, 1, 2, seconds=600)
     run.wait_for_step(step + 10)
@@ -257,9 +329,11 @@ def test_quota_is_given_back_on_suspension_and_a_run_resumes_with_a_quota_for_on
 def test_quota_is_given_back_on_deletion(queue: Queue) -> None:
     run = queue.start("deleted")
     run.wait_for_pods(0, 1, 2, seconds=600)
-    run.runs.kubectl("delete", RESOURCE, run.name, "--wait=false")
-    queue.wait_for_use(0)
-    wait_for(lambda: not run.pods(), "the pods' end")
+    with watched(queue) as seen:
+        run.runs.kubectl("delete", RESOURCE, run.name, "--wait=false")
+        queue.wait_for_use(0)
+        wait_for(lambda: not run.pods(), "the pods' end")
+    seen.assert_given_back(run)
 
 
 def test_a_run_that_is_deleted_in_the_queue_never_takes_quota(queue: Queue) -> None:
@@ -281,10 +355,11 @@ def test_quota_is_given_back_on_deletion_without_an_operator(
 ) -> None:
     run = queue.start("orphaned")
     run.wait_for_pods(0, 1, 2, seconds=600)
-    with operator.gone():
+    with operator.gone(), watched(queue) as seen:
         run.runs.kubectl("delete", RESOURCE, run.name, "--wait=false")
         queue.wait_for_use(0)
         wait_for(lambda: not run.pods(), "the pods' end")
+    seen.assert_given_back(run)
 
 
 def test_a_higher_priority_takes_an_elastic_node_first_and_the_gang_trains_on(

@@ -264,3 +264,38 @@ def test_a_volume_goes_with_its_run_where_the_file_says_so_and_the_mind_may_be_c
     wait_for(
         lambda: runs.get("persistentvolumeclaims", "passing") is None, "the end of the claim"
     )
+
+
+@pytest.mark.long
+@pytest.mark.operator_ends
+def test_a_run_deletes_itself_after_its_time_to_live_only_where_the_installation_allows_it(
+    runs: Runs, operator: Any
+) -> None:
+    manifest = make_manifest(
+        "passing-by", steps=20, changes={"ttlSecondsAfterFinished": 1, "ttlDeletes": "Run"}
+    )
+    with pytest.raises(AssertionError, match=r"runs\.allowed\.deletion"):
+        runs.apply(manifest)
+    operator.upgrade(settings=["runs.allowed.deletion=true"])
+    try:
+        runs.apply(manifest)
+        wait_for(
+            lambda: runs.get("trainingruns", "passing-by") is None, "the run's end", seconds=600
+        )
+        selector = "evergrad.dev/run=passing-by"
+        kinds = ("pods", "configmaps", "services", "secrets", "networkpolicies")
+        wait_for(
+            lambda: not any(runs.list(kind, selector) for kind in kinds), "the children's end"
+        )
+        claim = runs.get("persistentvolumeclaims", "passing-by") or {}
+        assert '"complete"' in claim["metadata"]["annotations"]["run.evergrad.dev/passing-by"]
+
+        # Made anew, it is complete without a pod.
+        manifest["spec"]["ttlSecondsAfterFinished"] = 3600
+        again = runs.apply(manifest)
+        again.wait_for_phase("Complete")
+        assert again.condition("Complete")["reason"] == "AlreadyComplete"
+        assert again.pods() == []
+        runs.kubectl("delete", RESOURCE, "passing-by", "--wait=true")
+    finally:
+        operator.upgrade()

@@ -6,7 +6,18 @@ from datetime import datetime
 from typing import Any
 
 import pytest
-from cluster_runs import ENDLESS, RESOURCE, Reference, Run, Runs, wait_for
+from cluster_runs import (
+    CHECKPOINT_INTERVAL,
+    ENDLESS,
+    GROUP,
+    RESOURCE,
+    Reference,
+    Run,
+    Runs,
+    make_manifest,
+    read_rows,
+    wait_for,
+)
 
 from evergrad_operator.names import LABEL_ROLE as ROLE
 from evergrad_operator.times import parse_time
@@ -322,3 +333,43 @@ def test_the_time_of_all_pods_is_counted_through_kills_and_deletions(
     wide = runs.kubectl("get", RESOURCE, run.name, "-o", "wide")
     assert "POD-HOURS" in wide and usage["podHours"] in wide
     assert "GPU-HOURS" in wide and usage["waste"] in wide
+
+
+@pytest.mark.long
+def test_a_run_in_training_that_is_restored_without_its_status_goes_on_from_its_checkpoint(
+    runs: Runs, reference: Reference
+) -> None:
+    manifest = make_manifest("restored", steps=ENDLESS)
+    run = runs.apply(manifest)
+    run.wait_for_pods(0, 1)
+    run.wait_for_step(CHECKPOINT_INTERVAL + 10, seconds=600)
+    wait_for(run.checkpoints, "a checkpoint")
+
+    # Nothing of the operator stands between two steps: without their TrainingRun the pods train on.
+    runs.kubectl("delete", RESOURCE, "restored", "--cascade=orphan", "--wait=true")
+    volume = runs.volume("restored") / "restored"
+
+    def rows() -> list[dict[str, Any]]:
+        return read_rows(volume / "metrics.jsonl")
+
+    orphaned_at = rows()[-1]["step"]
+    wait_for(lambda: rows()[-1]["step"] > orphaned_at + 5, "steps without a TrainingRun")
+
+    # What nobody owns is taken away by hand, as docs/storage.md says; a backup has none of it.
+    selector = f"{GROUP}/run=restored"
+    kinds = ("pods", "configmaps", "services", "secrets", "poddisruptionbudgets")
+    kinds += ("networkpolicies",)
+    runs.kubectl("delete", ",".join(kinds), "-l", selector, "--wait=false")
+    wait_for(lambda: not any(runs.list(kind, selector) for kind in kinds), "the end of orphans")
+    assert runs.get("persistentvolumeclaims", "restored") is not None
+    before, saved = (
+        rows(),
+        max(int(one.name.split("-")[1]) for one in (volume / "checkpoints").glob("step-*")),
+    )
+
+    again = runs.apply(manifest)
+    again.wait_for_step(before[-1]["step"] + 20, seconds=600)
+    after = again.rows()[len(before) :]
+    assert min(row["step"] for row in after) > saved
+    assert min(row["generation"] for row in after) > max(row["generation"] for row in before)
+    again.expect_same_as(reference)

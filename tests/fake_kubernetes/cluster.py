@@ -67,10 +67,13 @@ class FakeCluster:
         name: str,
         *,
         uid: str | None = None,
+        resource_version: str | None = None,
         grace: int | None = None,
     ) -> bool:
         try:
-            self._try(lambda: self.store.delete(kind.plural, namespace, name, uid))
+            self._try(
+                lambda: self.store.delete(kind.plural, namespace, name, uid, resource_version)
+            )
         except ApiError as error:
             if error.status in (404, 409):
                 return False

@@ -122,8 +122,9 @@ class FakeServer:
         if method == "PUT":
             return web.json_response(store.replace(plural, body))
         if method == "DELETE":
-            uid = (body.get("preconditions") or {}).get("uid")
-            return web.json_response(store.delete(plural, namespace, name, uid))
+            conditions = body.get("preconditions") or {}
+            uid, version = conditions.get("uid"), conditions.get("resourceVersion")
+            return web.json_response(store.delete(plural, namespace, name, uid, version))
         if request.content_type == "application/apply-patch+yaml":
             return web.json_response(store.apply(plural, body, subresource))
         return web.json_response(store.merge(plural, namespace, name, body))

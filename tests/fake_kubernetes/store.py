@@ -161,12 +161,22 @@ class Store:
             raise RefusedError(409, "Conflict")
         return self._store("MODIFIED", place, {**known, **body}, write)
 
-    def delete(self, plural: str, namespace: str, name: str, uid: str | None = None) -> Raw:
+    def delete(
+        self,
+        plural: str,
+        namespace: str,
+        name: str,
+        uid: str | None = None,
+        resource_version: str | None = None,
+    ) -> Raw:
         """Pods that run get a deletion timestamp, as with a grace; everything else goes."""
-        known = self.get(plural, namespace, name)
+        self.get(plural, namespace, name)
         write = self._begin("delete", (plural, namespace, name))
+        known = self.get(plural, namespace, name)
         if uid is not None and known["metadata"]["uid"] != uid:
             raise RefusedError(409, "Conflict", "uid precondition")
+        if resource_version not in (None, known["metadata"]["resourceVersion"]):
+            raise RefusedError(409, "Conflict", "resourceVersion precondition")
         is_running = plural == "pods" and (known.get("status") or {}).get("phase") == "Running"
         is_held = is_running or bool(known["metadata"].get("finalizers"))
         if is_held and "deletionTimestamp" not in known["metadata"]:

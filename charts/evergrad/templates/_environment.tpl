@@ -71,6 +71,9 @@
 {{- with ($runs.allowed | default dict).serviceAccountNames }}
 {{- $_ := set $settings "ALLOWED_SERVICE_ACCOUNTS" (join "," .) }}
 {{- end }}
+{{- if ($runs.allowed | default dict).deletion }}
+{{- $_ := set $settings "ALLOW_RUN_DELETION" true }}
+{{- end }}
 {{- range $kind, $bounds := $runs.ephemeralStorage }}
 {{- with $bounds.request }}
 {{- $_ := set $settings (printf "%s_EPHEMERAL_STORAGE" (upper $kind)) . }}

@@ -89,7 +89,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- define "evergrad.rules" -}}
 - apiGroups: [evergrad.dev]
   resources: [trainingruns]
-  verbs: [list, watch]
+  verbs: [list, watch{{ if (.Values.runs.allowed | default dict).deletion }}, delete{{ end }}]
 - apiGroups: [evergrad.dev]
   resources: [trainingruns/status]
   verbs: [patch]

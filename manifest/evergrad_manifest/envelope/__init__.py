@@ -201,6 +201,8 @@ class Spec(Section):
     """
     ttl_seconds_after_finished: Whole | None = Field(default=None, ge=0, le=LONGEST_SECONDS)
     """Seconds after the end until what the run made is deleted, but never its volume; default: it stays."""
+    ttl_deletes: Literal["Children", "Run"] | None = None
+    """Run: the run itself, too, where the installation allows it; default: Children."""
     failure_policy: FailurePolicy = FailurePolicy()
     """When a failing run is given up."""
     preparation: Preparation | None = None

@@ -29,6 +29,7 @@ from evergrad_operator.plan.pod_group import build_pod_group, is_fixed
 from evergrad_operator.plan.preparation_pod import build_preparation_pod
 from evergrad_operator.plan.service import build_service
 from evergrad_operator.plan.token import build_token_secret
+from evergrad_operator.raw import get_map, get_text
 
 Object = Mapping[str, Any]
 _POD_GROUP: Final = "PodGroup"
@@ -48,8 +49,8 @@ _SWITCHED: Final = ("PodDisruptionBudget", "NetworkPolicy")
 class Deletion:
     """One object to delete.
 
-    ``uid``: a precondition, empty for none. ``grace_seconds``: None leaves it to the object. ``version``: of
-    a kind that several API groups have.
+    ``uid`` and ``resource_version``: preconditions, empty for none. ``grace_seconds``: None leaves it to the
+    object. ``version``: of a kind that several API groups have.
     """
 
     kind: str
@@ -57,6 +58,7 @@ class Deletion:
     uid: str = ""
     grace_seconds: int | None = None
     version: str = ""
+    resource_version: str = ""
 
 
 @dataclass(frozen=True)
@@ -138,14 +140,28 @@ def plan_children(
         token=build_token_secret(run, token) if create or waits_for_volumes else None,
         apply=apply,
         bounds=decision.bounds,
-        delete=_plan_deletions(observation, decision, frozenset(wanted)),
+        delete=_plan_deletions(
+            observation, decision, frozenset(wanted), is_claim_due=claim is not None
+        ),
         create=create,
     )
 
 
 def _plan_deletions(
-    observation: Observation, decision: Decision, wanted: frozenset[tuple[str, str]]
+    observation: Observation,
+    decision: Decision,
+    wanted: frozenset[tuple[str, str]],
+    *,
+    is_claim_due: bool,
 ) -> tuple[Deletion, ...]:
+    # A run that goes takes everything it owns along. Its claim first follows storage.whenDeleted: one that is
+    # to stay must have no owner by then. A run that was changed since it was looked at stays, too.
+    if decision.deletes_run:
+        run = observation.run
+        version = get_text(get_map(run.raw, "metadata"), "resourceVersion")
+        the_run = Deletion(names.KIND, run.name, run.uid, resource_version=version)
+        return () if is_claim_due else (the_run,)
+
     is_running = decision.action == Action.RUN
     # The uid is a precondition: a successor of the same name must not be deleted in its place.
     delete = [

@@ -14,8 +14,6 @@ from evergrad_operator.policies.context import ReconcileContext
 from evergrad_operator.policies.waiting import explain_refusal
 from evergrad_operator.times import format_duration, format_time
 
-PATIENCE_SECONDS: Final = 1200.0
-"""Time that pods of a run below its minimum wait for a host: a cluster that grows needs minutes for that."""
 FIRST_PAUSE_SECONDS: Final = 300.0
 LONGEST_PAUSE_SECONDS: Final = 3600.0
 
@@ -38,7 +36,7 @@ def give_back_if_short(context: ReconcileContext) -> tuple[ReconcileContext, flo
     if not is_short or not (waiting or is_refused):
         return context, None
     since = max(pod.created_at for pod in waiting or context.live)
-    left = since + PATIENCE_SECONDS - context.now
+    left = since + context.config.give_back_seconds - context.now
     if left > 0:
         return context, left
 
@@ -56,7 +54,8 @@ def give_back_if_short(context: ReconcileContext) -> tuple[ReconcileContext, flo
 
 def describe_give_back(context: ReconcileContext) -> str:
     """Return why no pod is there, and when the next ones come."""
-    least, waited = context.run.spec.nodes.min, format_duration(PATIENCE_SECONDS)
+    least = context.run.spec.nodes.min
+    waited = format_duration(context.config.give_back_seconds)
     return (
         f"fewer than {least} nodes found a host within {waited}; their pods are given back, so that others "
         f"can use the hosts, and all are asked for again at {format_time(context.memory.come_again_at)}"

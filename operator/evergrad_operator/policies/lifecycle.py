@@ -5,7 +5,8 @@ from dataclasses import replace
 from typing import Final
 
 from evergrad_operator.decision import Action, Decision, PodDeletion
-from evergrad_operator.memory import Budget, HostFaults
+from evergrad_operator.installation import DELETES_RUN, NO_DELETION
+from evergrad_operator.memory import Budget, Finish, HostFaults
 from evergrad_operator.names import Phase, Reason
 from evergrad_operator.observe import Record
 from evergrad_operator.pods import PodState
@@ -26,6 +27,8 @@ _PREPARING_LEAVES: Final = "the pod that prepares the data leaves; what it has f
 _EVALUATION_LEAVES: Final = "the pod that evaluates leaves; what it has measured is kept"
 _FIRST_WORDS_SECONDS: Final = 30.0
 """Time that a coordinator has to give a first answer before a suspended run lets it go."""
+_DELETION_RETRY_SECONDS: Final = 10.0
+"""Time until a run is looked at again that was to be deleted, and was changed by somebody meanwhile."""
 
 
 def remove(pods: Iterable[PodState]) -> tuple[PodDeletion, ...]:
@@ -77,7 +80,7 @@ def conclude(context: ReconcileContext) -> Decision:
     """Conclude a run that is over: pods at work may end by themselves, then the coordinator goes; much
     later all children.
 
-    Ended pods stay for their logs until ``ttlSecondsAfterFinished``.
+    Ended pods stay for their logs until ``ttlSecondsAfterFinished``, as a run with ``ttlDeletes: Run`` does.
     """
     finish, config, now = context.memory.finish, context.config, context.now
     if finish is None:
@@ -87,17 +90,10 @@ def conclude(context: ReconcileContext) -> Decision:
     is_evaluated = (
         not is_evaluation_due(context.memory, context.observation) and not context.evaluating
     )
-    if ttl is not None and now >= finish.at + ttl and is_evaluated:
-        seen = context.observation
-        everything = (*context.nodes, *seen.coordinators, *seen.preparations, *seen.evaluations)
-        return Decision(
-            Action.CLEAN,
-            finish.phase,
-            finish.reason,
-            _said(context),
-            context.memory,
-            pods_to_delete=remove(everything),
-        )
+    # A run that was complete before it was made is there for as long: somebody has just made it.
+    expiry = None if ttl is None else max(finish.at, context.run.created_at) + ttl
+    if expiry is not None and now >= expiry and is_evaluated:
+        return _clean(context, finish)
 
     # The pods of a failed run have time to write their last words, unless nothing may go on at all.
     grace = finish.at + config.fail_grace_seconds if finish.phase == Phase.FAILED else finish.at
@@ -120,8 +116,32 @@ def conclude(context: ReconcileContext) -> Decision:
             None if is_due or not at_work else grace - now,
             context.seconds_to_unreachable,
             # Beyond that time the end of an evaluation causes the pass.
-            None if ttl is None or now >= finish.at + ttl else finish.at + ttl - now,
+            None if expiry is None or now >= expiry else expiry - now,
         ),
+    )
+
+
+def _clean(context: ReconcileContext, finish: Finish) -> Decision:
+    """Return the last decision about a run: its children go, and where it asks for that, the run, too."""
+    seen, record = context.observation, _completed_record(context)
+    # Without the record on the volume the same file, applied again, would train again. The end must also have
+    # been written where others read it: they wait for it.
+    is_noted = record is None and seen.status.finish is not None
+    wants_deletion = context.run.spec.ttl_deletes == DELETES_RUN
+    is_allowed = wants_deletion and context.config.allow_run_deletion
+    deletes_run = is_allowed and is_noted
+    everything = (*context.nodes, *seen.coordinators, *seen.preparations, *seen.evaluations)
+    return Decision(
+        Action.CLEAN,
+        finish.phase,
+        finish.reason,
+        _said(context),
+        context.memory,
+        # With the run, the garbage collector takes its pods, by their owner references.
+        pods_to_delete=() if deletes_run else remove(everything),
+        record=record,
+        deletes_run=deletes_run,
+        requeue_after=_DELETION_RETRY_SECONDS if is_allowed else None,
     )
 
 
@@ -129,6 +149,9 @@ def _said(context: ReconcileContext) -> str:
     """Return the message of the run's end, and which later edits of the file have no effect on it."""
     finish, nonce = context.memory.finish, context.run.spec.restart_nonce
     message = finish.message if finish else ""
+    # The webhook refuses this, but may have been down, and the right may have been taken away since.
+    if context.run.spec.ttl_deletes == DELETES_RUN and not context.config.allow_run_deletion:
+        message += f"; the run will not be deleted: {NO_DELETION}"
     if finish is None or finish.phase != Phase.COMPLETE:
         return message
 

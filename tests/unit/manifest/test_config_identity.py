@@ -47,6 +47,7 @@ OPERATIONAL = [
     "spec.restartNonce=again",
     "spec.activeDeadlineSeconds=60",
     "spec.ttlSecondsAfterFinished=60",
+    "spec.ttlDeletes=Run",
     "spec.storage.path=elsewhere/first",
     "spec.failurePolicy.maxFailuresWithoutProgress=9",
     "spec.training.stop={afterStep: 3}",

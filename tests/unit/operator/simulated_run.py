@@ -97,6 +97,8 @@ class Simulation:
         """Times of creation and end of every pod but coordinators', as the API server has shown them."""
         self.decision: Decision
         self.plan: Plan
+        self.is_deleted = False
+        """Whether the operator has deleted the run itself."""
         self.writes = 0
         self.writes_left: int | None = None
         """After so many writes the operator dies before the next one."""
@@ -204,7 +206,9 @@ class Simulation:
             )
         for deletion in plan.delete:
             self._write()
-            if deletion.kind == "Pod":
+            if deletion.kind == names.KIND:
+                self.is_deleted = True
+            elif deletion.kind == "Pod":
                 self.delete(deletion.name)
             else:
                 self.children.pop((deletion.kind, deletion.name))

@@ -68,6 +68,7 @@ def test_verbs_do_what_they_say_and_no_request_is_spent_on_discovery() -> None:
         assert [raw["metadata"]["name"] for raw in raws] == ["c", "d"] and version > 0
         uid = found["metadata"]["uid"]
         assert not await kube.delete(CONFIG_MAP, "ns", "c", uid="another")
+        assert not await kube.delete(CONFIG_MAP, "ns", "c", uid=uid, resource_version="1")
         assert await kube.delete(CONFIG_MAP, "ns", "c", uid=uid)
         assert not await kube.delete(CONFIG_MAP, "ns", "c", uid=uid)
         assert await kube.may("list", RUN, namespace=None)

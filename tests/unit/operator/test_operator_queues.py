@@ -1,6 +1,7 @@
 """A run in a queue: a model of Kueue admits, evicts and finishes its pods, and counts the quota they hold."""
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,11 @@ import simulated_run
 from fake_kubernetes.kueue import FINALIZER, GROUP, QUEUE, Kueue
 from fake_kubernetes.simulation import KEY, Simulation
 
+from evergrad_operator.config import Config
 from evergrad_operator.kueue import parse_place
 from evergrad_operator.observe import ApplyFailure
-from evergrad_operator.policies.give_back import PATIENCE_SECONDS
 
+PATIENCE_SECONDS = simulated_run.CONFIG.give_back_seconds
 LABELS = {QUEUE: "gpus", "kueue.x-k8s.io/priority-class": "normal"}
 
 
@@ -479,9 +481,11 @@ def test_an_operator_killed_at_any_write_of_a_queued_run_leads_to_the_same_end(
     assert other == {}, expected
 
 
-def contend(uid: str = "") -> simulated_run.Simulation:
+def contend(
+    uid: str = "", *, config: Config = simulated_run.CONFIG
+) -> simulated_run.Simulation:
     """A run of which one node has a host, and the other finds none."""
-    world = simulated_run.Simulation()
+    world = simulated_run.Simulation(config=config)
     world.raw["metadata"]["uid"] = uid or world.raw["metadata"]["uid"]
     world.set_spec(nodes={"min": 2, "max": 2})
     world.reconcile()
@@ -489,6 +493,16 @@ def contend(uid: str = "") -> simulated_run.Simulation:
     world.unschedulable("docs-lm-1-0", "0/2 nodes are available: 2 Insufficient cpu.")
     world.progress = simulated_run.make_progress(0, phase="Waiting", nodes={"ready": 0})
     return world
+
+
+def test_how_long_pods_wait_for_a_host_is_the_installations_to_say() -> None:
+    config = dataclasses.replace(simulated_run.CONFIG, give_back_seconds=90.0)
+    world = contend(config=config)
+    assert world.settle().requeue_after == 90
+    world.age(90)
+    world.settle()
+    world.leave()
+    assert "fewer than 2 nodes found a host within 1m30s" in world.settle().message
 
 
 def test_a_run_that_stays_below_its_minimum_gives_its_pods_back_and_asks_again_later() -> None:

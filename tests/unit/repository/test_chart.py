@@ -257,6 +257,17 @@ def test_the_right_to_make_groups_of_pods_comes_with_gangs_alone(gang: str, grou
     assert (config.gang, config.scheduler_name) == (gang, "gangs")
 
 
+def test_the_right_to_delete_runs_comes_with_the_value_that_lets_runs_ask_for_it() -> None:
+    assert not parse_settings([], environment(chart.render({}))).config.allow_run_deletion
+    values = {"rbac": {"aggregatedRoles": False}, "runs": {"allowed": {"deletion": True}}}
+    objects = chart.render(values)
+    role, _ = of_kind(objects, "ClusterRole")
+    more = {("evergrad.dev", "trainingruns"): {"list", "watch", "delete"}}
+    assert rights_of(role) == RIGHTS | REVIEWS | more
+    assert parse_settings([], environment(objects)).config.allow_run_deletion
+    chart.render({"runs": {"allowed": None}})
+
+
 def test_viewers_read_runs_editors_change_them_and_nobody_gets_pods_by_it() -> None:
     roles = {
         one["metadata"]["name"].rpartition("-")[2]: one
