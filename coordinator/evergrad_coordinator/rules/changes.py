@@ -44,13 +44,7 @@ def remove_node(group: Group, node: Node, why: str, now: float) -> None:
     # anew.
     if proposal and node.key not in proposal.members:
         proposal.waits_for.discard(node.key)
-    is_lost = (
-        world is not None
-        and not world.is_over
-        and node.key in world.places.keys() - world.done
-        and not node.is_leaving
-    )
-    if is_lost:
+    if world and not world.is_over and node.key in world.lost:
         group.hasten(now)
     else:
         group.change(now)

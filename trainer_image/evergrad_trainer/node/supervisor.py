@@ -106,9 +106,8 @@ class Supervisor:
         self._progress = ProgressSender(self.conversation.send)
         self._records = RecordReader(metrics, self._progress)
         self._store: TCPStore | None = None
-        """Of the newest plan that this node has answered."""
         self._next_store: tuple[int, TCPStore] | None = None
-        """Of the newest plan, with its generation."""
+        """Of the newest plan, with its generation; the other one is of the newest that was answered."""
         self._is_cut_off = False
         self._departure = Departure(
             self.conversation,
@@ -180,8 +179,7 @@ class Supervisor:
             case WorkersReady(workers=0):
                 self.conversation.send(Ready(report.generation, 0, 0, -1))
             case WorkersReady():
-                # Opened before the word is said: the members connect to it as soon as all are ready.
-                # The old group's is closed only now: its workers may have used it up to here.
+                # The members connect to it once all are ready; only now is that of the old group closed.
                 self._store = self._open_store_of(report.generation)
                 self._progress.flush()
                 self.conversation.send(
@@ -248,8 +246,7 @@ class Supervisor:
                 self._workers.change(
                     order, cause=message.cause, detail=why, is_only_holder=is_only_holder
                 )
-                # While the workers are on their way out of the old group, and not once all wait for this
-                # node.
+                # While workers leave the old group, and not once all wait for this node.
                 self._open_store_of(message.generation)
             case Go():
                 self.is_draining = False
