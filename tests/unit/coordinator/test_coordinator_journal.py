@@ -151,7 +151,8 @@ def test_a_number_whose_sync_failed_is_written_once_more(
 ) -> None:
     store = FileStore(tmp_path / "state")
     assert store.advance(0, 5)
-    sync, write, written = os.fdatasync, os.pwrite, []
+    sync, write = os.fdatasync, os.pwrite
+    written: list[int] = []
 
     def fail_once(descriptor: int) -> None:
         if len(written) == 1:
