@@ -137,12 +137,13 @@ def _kill_node(group: Group, index: int) -> Sample:
         "the first step after a node's SIGKILL",
     )
     steps = group.steps.wait_further(row, 3)
+    start = {"launch": row["begun"] - before, **row["start"]}
     return {
         "node": index,
         "seconds": row["time"] - before,
         "step_seconds": statistics.median(steps),
         "steps_lost": max(0, last - row["step"] + 1),
-        "start": {name: round(seconds, 2) for name, seconds in row["start"].items()},
+        "start": {name: round(seconds, 2) for name, seconds in start.items()},
     }
 
 

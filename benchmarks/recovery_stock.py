@@ -124,6 +124,7 @@ def main() -> None:
         "model": built - met,
         "reload": time.time() - built,
     }
+    beginning = {"begun": _BEGUN, "start": start}
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
     steps = os.open(
         arguments.output / "steps.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600
@@ -147,8 +148,7 @@ def main() -> None:
             }
             os.write(
                 steps,
-                json.dumps(row | ({"start": start} if step == first + 1 else {})).encode()
-                + b"\n",
+                json.dumps(row | (beginning if step == first + 1 else {})).encode() + b"\n",
             )
             if step % arguments.save_every == 0:
                 save(checkpoint, model, optimizer, step)

@@ -30,7 +30,7 @@ from evergrad_coordinator.secret import obtain_token
 
 _TIMES = {
     "start_wait": "for --expect nodes at the start",
-    "debounce": "events within that time are one change",
+    "debounce": "events within that time are one change; a lost member waits for 5 ms of it",
     "silence": "after which a silent node is lost",
     "lease": "from the last contact of workers until they stop",
     "ready_limit": "for a node to be out of its group",

@@ -44,7 +44,10 @@ def remove_node(group: Group, node: Node, why: str, now: float) -> None:
     # anew.
     if proposal and node.key not in proposal.members:
         proposal.waits_for.discard(node.key)
-    group.change(now)
+    if world and not world.is_over and node.key in world.lost:
+        group.hasten(now)
+    else:
+        group.change(now)
     if group.nodes:
         if proposal and not proposal.waits_for:
             settle(group, now)

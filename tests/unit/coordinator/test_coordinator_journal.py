@@ -97,6 +97,7 @@ def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
         '{"generation": "7"}',
         '{"generation": -1}',
         '{"generation": true}',
+        '{"generation": 129, "again": 130}',
         "ü",
     ],
 )
@@ -118,4 +119,73 @@ def test_what_is_on_disk_is_json(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "state")
     store.advance(0, 12)
     store.close()
-    assert json.loads((tmp_path / "state").read_text()) == {"generation": 12}
+    assert json.loads((tmp_path / "state").read_text()) == {"generation": 12, "again": 12}
+
+
+def test_numbers_after_the_first_are_written_in_place_and_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, path = FileStore(tmp_path / "state"), tmp_path / "state"
+    assert store.advance(0, 999)
+    before, synced = path.stat(), []
+    sync = os.fdatasync
+
+    def note(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fdatasync", note)
+    monkeypatch.setattr(os, "fsync", lambda _: pytest.fail("the name and the length stay"))
+    assert store.advance(999, 1000)
+    after = path.stat()
+    assert (after.st_ino, after.st_size) == (before.st_ino, before.st_size)
+    assert synced == [before.st_ino]
+    store.close()
+    again = FileStore(path)
+    assert again.load() == 1000
+    again.close()
+
+
+def test_a_number_whose_sync_failed_is_written_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileStore(tmp_path / "state")
+    assert store.advance(0, 5)
+    sync, write = os.fdatasync, os.pwrite
+    written: list[int] = []
+
+    def fail_once(descriptor: int) -> None:
+        if len(written) == 1:
+            raise OSError(5, "Input/output error")
+        sync(descriptor)
+
+    def note(descriptor: int, data: bytes, offset: int) -> int:
+        written.append(json.loads(data)["generation"])
+        return write(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "fdatasync", fail_once)
+    monkeypatch.setattr(os, "pwrite", note)
+    with pytest.raises(OSError, match="Input/output"):
+        store.advance(5, 6)
+    # After an error the system may hold the data for written: only another write brings them to the disk.
+    assert store.advance(5, 6) and written == [6, 6]
+    assert not store.advance(5, 6)
+    store.close()
+
+
+def test_a_file_of_an_older_release_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text('{"generation": 5}\n')
+    store = FileStore(tmp_path / "state")
+    assert store.load() == 5
+    assert store.advance(5, 6) and store.advance(6, 7) and store.load() == 7
+    store.close()
+
+
+def test_a_file_that_was_replaced_meanwhile_is_not_written_out_of_sight(tmp_path: Path) -> None:
+    store, path = FileStore(tmp_path / "state"), tmp_path / "state"
+    assert store.advance(0, 5)
+    other = tmp_path / "other"
+    other.write_text('{"generation": 5}')
+    other.replace(path)
+    assert store.advance(5, 6) and json.loads(path.read_text())["generation"] == 6
+    store.close()

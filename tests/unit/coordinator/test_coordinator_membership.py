@@ -265,6 +265,61 @@ def test_events_within_the_debounce_make_one_plan() -> None:
     assert cluster.group.generation == 2
 
 
+def due_in(cluster: Cluster) -> float:
+    """Seconds until the next review."""
+    return events.next_tick(cluster.group, now=cluster.now) - cluster.now
+
+
+def test_a_lost_member_is_answered_sooner_than_a_join() -> None:
+    cluster, nodes = start_running("012", min_nodes=1)
+    debounce = cluster.settings.debounce_seconds
+    cluster.start(3)
+    assert due_in(cluster) == pytest.approx(debounce)
+    nodes[1].die()
+    assert due_in(cluster) == pytest.approx(0.005)
+
+
+def test_members_lost_soon_after_a_plan_wait_for_each_other() -> None:
+    cluster, nodes = start_running("0123", min_nodes=1)
+    debounce = cluster.settings.debounce_seconds
+    nodes[1].die()
+    cluster.now += due_in(cluster)
+    cluster.carry_out(events.on_tick(cluster.group, now=cluster.now))
+    assert cluster.group.generation == 2 and cluster.group.planned_at == cluster.now
+
+    nodes[2].die()
+    assert due_in(cluster) == pytest.approx(debounce)
+    cluster.now += debounce / 2
+    nodes[3].die()
+    assert due_in(cluster) == pytest.approx(debounce / 2)
+    cluster.run_until_running()
+    assert cluster.group.generation == 3
+
+
+def test_connections_that_all_end_within_a_moment_stop_no_group() -> None:
+    cluster, nodes = start_running("012")
+    for node in nodes:
+        node.disconnect()
+        cluster.now += 0.001
+    cluster.run_until_running()
+    assert cluster.group.generation == 1 and nodes[0].group and not of_kind(nodes[0], Plan)[1:]
+
+
+@pytest.mark.parametrize("deed", ["leaves", "is no member", "is done"])
+def test_a_node_that_the_group_does_not_miss_is_no_hurry(deed: str) -> None:
+    recovery = "fresh" if deed == "is done" else "in-process"
+    cluster, nodes = start_running("012", max_nodes=3, min_nodes=1, recovery=recovery)
+    node = cluster.start(9) if deed == "is no member" else nodes[2]
+    if deed == "leaves":
+        node.is_leaving = True
+        node.say(Leaving())
+    if deed == "is done":
+        node.say(Done(1))
+    cluster.group.review_at = None
+    node.die()
+    assert due_in(cluster) == pytest.approx(cluster.settings.debounce_seconds)
+
+
 @pytest.mark.capability("O-42")
 def test_a_member_lost_while_getting_ready_makes_a_new_plan() -> None:
     cluster, nodes = start_running("0123")

@@ -39,7 +39,7 @@ from evergrad_coordinator.protocol import (
     decode_from_node,
 )
 from evergrad_coordinator.wire import encode
-from evergrad_trainer.node import conversation, stopping
+from evergrad_trainer.node import conversation, stopping, supervisor
 from evergrad_trainer.node.metrics import NodeMetrics
 from evergrad_trainer.node.reports import NoWorkers, WorkersLeft, WorkersReady
 from evergrad_trainer.node.settings import NodeSettings
@@ -293,6 +293,43 @@ def test_each_plan_is_answered_with_a_store_of_its_own(tmp_path: Path) -> None:
         assert (await peer.hear(Left)).is_saved is False
 
     assert play(tmp_path, script) == 76
+
+
+def test_the_next_store_is_opened_with_the_plan_and_the_old_one_lasts_until_its_group_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[int] = []
+    open_store = supervisor.open_store
+
+    def note(address: str) -> Any:
+        store = open_store(address)
+        opened.append(store.port)
+        return store
+
+    monkeypatch.setattr(supervisor, "open_store", note)
+
+    def is_open(port: int) -> bool:
+        with contextlib.suppress(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=SECONDS).close()
+            return True
+        return False
+
+    async def script(scene: Scene) -> None:
+        peer = await scene.welcome()
+        scene.supervisor.take(WorkersReady(3, workers=1, step=5))
+        await peer.hear(Ready)
+
+        # A plan that is not hard: the group trains on up to its boundary, with its store.
+        peer.say(Plan(generation=4, hard=False, is_member=True, reason="a node joins"))
+        await until(lambda: len(opened) == 2)
+        assert is_open(opened[0])
+
+        scene.supervisor.take(WorkersReady(4, workers=1, step=6))
+        assert (await peer.hear(Ready)).port == opened[1]
+        assert len(opened) == 2 and not is_open(opened[0])
+        peer.say(End(exit_code=0, reason="Complete"))
+
+    assert play(tmp_path, script) == 0
 
 
 def test_a_checkpoint_is_announced_once_with_its_own_step(tmp_path: Path) -> None:

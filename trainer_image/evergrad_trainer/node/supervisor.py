@@ -106,6 +106,8 @@ class Supervisor:
         self._progress = ProgressSender(self.conversation.send)
         self._records = RecordReader(metrics, self._progress)
         self._store: TCPStore | None = None
+        self._next_store: tuple[int, TCPStore] | None = None
+        """Of the newest plan, with its generation; the other one is of the newest that was answered."""
         self._is_cut_off = False
         self._departure = Departure(
             self.conversation,
@@ -177,8 +179,8 @@ class Supervisor:
             case WorkersReady(workers=0):
                 self.conversation.send(Ready(report.generation, 0, 0, -1))
             case WorkersReady():
-                # Opened before the word is said: the members connect to it as soon as all are ready.
-                self._store = open_store(self._settings.address)
+                # The members connect to it once all are ready; only now is that of the old group closed.
+                self._store = self._open_store_of(report.generation)
                 self._progress.flush()
                 self.conversation.send(
                     Ready(report.generation, report.workers, self._store.port, report.step)
@@ -244,6 +246,8 @@ class Supervisor:
                 self._workers.change(
                     order, cause=message.cause, detail=why, is_only_holder=is_only_holder
                 )
+                # While workers leave the old group, and not once all wait for this node.
+                self._open_store_of(message.generation)
             case Go():
                 self.is_draining = False
                 # Two nodes that both show the run's series would count everything twice.
@@ -265,6 +269,12 @@ class Supervisor:
                 print(f"error: {message.message}", file=sys.stderr, flush=True)
                 # It concerns this host or its image: another one may be let in, and the run is not to blame.
                 self._end.note_host(ErrorKind.ENVIRONMENT, f" was refused: {message.message}")
+
+    def _open_store_of(self, generation: int) -> TCPStore:
+        """Open the store of a plan, unless it is open. Raises HostError."""
+        if self._next_store is None or self._next_store[0] != generation:
+            self._next_store = generation, open_store(self._settings.address)
+        return self._next_store[1]
 
     def _leave_at_once(self) -> None:
         """Asked twice, or out of time: workers are killed, and nobody is waited for."""
