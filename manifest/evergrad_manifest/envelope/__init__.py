@@ -57,7 +57,7 @@ class Metadata(Section):
     namespace: str | None = Field(
         default=None, min_length=1, max_length=LONGEST_LABEL, pattern=DNS_LABEL
     )
-    """Kubernetes namespace; has no meaning for ``evergrad run``."""
+    """Kubernetes namespace, on a cluster alone."""
     labels: dict[str, str] = Field(default_factory=dict)
     """Labels of the object; they do not change the run."""
     annotations: dict[str, str] = Field(default_factory=dict)
@@ -168,25 +168,25 @@ class Spec(Section):
     profile: str | None = Field(
         default=None, min_length=1, max_length=LONGEST_LABEL, pattern=DNS_LABEL
     )
-    """Profile of the installation, for what the file leaves out; default: ``default``. No meaning for
-    ``evergrad run``."""
+    """Profile of the installation, for what the file leaves out; default: ``default``. On a cluster
+    alone."""
     nodes: Nodes = Nodes()
     """How many machines share the run."""
     workers_per_node: Whole | None = Field(default=None, ge=1, le=64)
     """Training processes a node; default: its accelerators, else 1."""
     resources: Resources = Resources()
-    """Resources of each node's pod; has no meaning for ``evergrad run``."""
+    """Resources of each node's pod, on a cluster alone."""
     storage: Storage = Storage()
     """The volume that holds the run directory; ``evergrad run`` uses ``runs/<name>`` instead."""
     template: Template = Template()
-    """The allowed part of a pod template; has no meaning for ``evergrad run``."""
+    """The allowed part of a pod template, on a cluster alone."""
     image: str | None = Field(default=None, min_length=1, max_length=1024)
     """Image of the training pods; default: the operator's, kept for the whole run.
 
-    No meaning for ``evergrad run``.
+    On a cluster alone.
     """
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
-    """When a node pulls the image; default: the operator's setting. No meaning for ``evergrad run``."""
+    """When a node pulls the image; default: the operator's setting."""
     managed_by: str | None = Field(default=None, max_length=63, pattern=_DOMAIN_PATH)
     """Controller of the run, as a Job's; default: evergrad.dev/operator, which leaves others' runs alone."""
     suspend: Switch = False
@@ -197,16 +197,16 @@ class Spec(Section):
     active_deadline_seconds: Whole | None = Field(default=None, ge=1, le=LONGEST_SECONDS)
     """Seconds after its start at which a run that is not complete fails; default: no end.
 
-    No meaning for ``evergrad run``.
+    On a cluster alone.
     """
     ttl_seconds_after_finished: Whole | None = Field(default=None, ge=0, le=LONGEST_SECONDS)
     """Seconds after the end until what the run made is deleted, but never its volume; default: it stays."""
     ttl_deletes: Literal["Children", "Run"] | None = None
-    """Run: the run itself, too, where the installation allows it; default: Children."""
+    """Run: the run, too, where that is allowed. Default: Children."""
     failure_policy: FailurePolicy = FailurePolicy()
     """When a failing run is given up."""
     preparation: Preparation | None = None
-    """Prepare the data in a pod of its own first; default: the nodes do. No meaning for ``evergrad run``."""
+    """Prepare the data in a pod of its own first; default: the nodes do. On a cluster alone."""
     evaluation: CheckpointEvaluation | None = None
     """Evaluate each checkpoint in a pod of its own; default: the run evaluates its sets between steps. No
     meaning for ``evergrad run``."""

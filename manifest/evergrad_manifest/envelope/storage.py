@@ -43,7 +43,7 @@ class Storage(Section):
     access_modes: tuple[AccessMode, ...] | None = Field(
         default=None, min_length=1, max_length=2
     )
-    """Access modes of the new volume. Default: ReadWriteOnce where ``nodes.max`` is 1, else ReadWriteMany.
+    """Access modes of the new volume. Default: ReadWriteOnce for one node, else ReadWriteMany.
     The pods of a run whose volume is ReadWriteOnce are placed on one host; ReadWriteOncePod is for
     one node."""
     claim_name: str | None = Field(default=None, min_length=1)

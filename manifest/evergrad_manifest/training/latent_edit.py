@@ -131,7 +131,7 @@ class LatentEdit(Section):
     encoder: EditEncoder = EditEncoder.model_validate({})
     """How states are made."""
     predictor: EditPredictor = EditPredictor.model_validate({})
-    """Sizes of the modules that are trained."""
+    """Sizes of what is trained."""
     alpha: Real = Field(default=1.0, ge=0, le=1e6)
     """Weight of 1 less the cosine in the loss."""
     beta: Real = Field(default=0.1, ge=0, le=1e6)

@@ -109,7 +109,7 @@ class Monitor(Section):
     patience: Count | None = Field(default=None, ge=1, le=10**9)
     """Looks without anything better; plateau only, and required there."""
     min_delta: Real = Field(default=0.0, ge=0, le=1e6)
-    """The amount that a value must be better by; plateau only."""
+    """Smallest improvement; plateau only."""
 
 
 _CREDENTIALS_OF: Final = {

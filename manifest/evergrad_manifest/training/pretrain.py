@@ -135,7 +135,7 @@ class Data(Section):
     ``documents``: the same, but none sees another. ``none``: one row a sample. Rows (sft) have
     the default documents, and cannot be concatenated."""
     mixing: Literal["shares", "passes"] = "shares"
-    """The meaning of weights. ``passes``: how often an epoch passes over each source, exactly (2: twice)."""
+    """Meaning of weights. ``passes``: exact passes over each source in an epoch (2: twice)."""
     overfit_first_batch: Switch = False
     """Train on the samples of the first step again and again: shows that a model can learn them."""
     held_out: HeldOut | None = None

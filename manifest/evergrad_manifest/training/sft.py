@@ -45,10 +45,7 @@ class RowSettings(Section):
     learn: Literal["completions", "everything"] = "completions"
     """Tokens that carry loss: assistant turns and completions, or prompts as well."""
     too_long: Literal["refuse", "skip", "truncate"] = "refuse"
-    """Action for a row of more than ``sequenceLength`` + 1 tokens: stop, leave it out, or cut its end off.
-
-    Rows that are left out or cut are counted.
-    """
+    """Action for a row of more than ``sequenceLength`` + 1 tokens: stop, leave it out, or cut its end off."""
 
     @property
     def fields(self) -> tuple[str, str, str]:

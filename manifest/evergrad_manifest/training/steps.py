@@ -181,7 +181,7 @@ class EarlyStop(Section):
     patience: Count = Field(ge=1, le=10**9)
     """Looks in a row without anything better, after which the run stops."""
     min_delta: Real = Field(default=0.0, ge=0, le=1e6)
-    """The amount that a value must be better by."""
+    """Smallest improvement."""
 
 
 class Stop(Section):

@@ -106,8 +106,7 @@ class Supervisor:
         self._progress = ProgressSender(self.conversation.send)
         self._records = RecordReader(metrics, self._progress)
         self._store: TCPStore | None = None
-        self._next_store: tuple[int, TCPStore] | None = None
-        """Of the newest plan, with its generation; the other one is of the newest that was answered."""
+        self._planned_store: tuple[int, TCPStore] | None = None
         self._is_cut_off = False
         self._departure = Departure(
             self.conversation,
@@ -271,10 +270,10 @@ class Supervisor:
                 self._end.note_host(ErrorKind.ENVIRONMENT, f" was refused: {message.message}")
 
     def _open_store_of(self, generation: int) -> TCPStore:
-        """Open the store of a plan, unless it is open. Raises HostError."""
-        if self._next_store is None or self._next_store[0] != generation:
-            self._next_store = generation, open_store(self._settings.address)
-        return self._next_store[1]
+        """Open the store of the newest plan, unless it is open. Raises HostError."""
+        if self._planned_store is None or self._planned_store[0] != generation:
+            self._planned_store = generation, open_store(self._settings.address)
+        return self._planned_store[1]
 
     def _leave_at_once(self) -> None:
         """Asked twice, or out of time: workers are killed, and nobody is waited for."""
