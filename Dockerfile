@@ -125,5 +125,7 @@ LABEL org.opencontainers.image.title="evergrad-trainer" \
       org.opencontainers.image.version="$VERSION" \
       org.opencontainers.image.revision="$REVISION" \
       org.opencontainers.image.licenses="Apache-2.0"
+# Huge pages for the heap, where the kernel gives them to those that ask: see cli/evergrad_cli/huge_pages.py.
+ENV GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 USER 10001:10001
 ENTRYPOINT ["evergrad"]

@@ -11,6 +11,7 @@ from importlib import metadata
 from typing import NoReturn, Protocol, cast
 
 from evergrad_cli import __version__
+from evergrad_cli.huge_pages import begin_anew_with_huge_pages
 from evergrad_coordinator.contract import ExitCode
 from evergrad_manifest.errors import EvergradError, InputError, Problem, describe_problem
 
@@ -82,6 +83,8 @@ _OWN_PACKAGES = (
     "evergrad_trainer",
 )
 _INTERRUPTED = 130
+_TRAINING_COMMANDS = ("run", "node", "evaluate")
+"""Commands that compute for long enough that the heap's pages count."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,6 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # each.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     arguments = sys.argv[1:] if argv is None else list(argv)
+    if argv is None and arguments[:1] and arguments[0] in _TRAINING_COMMANDS:
+        # Before anything is imported that would have to be imported once more.
+        begin_anew_with_huge_pages()
     parser = _Parser(
         prog="evergrad",
         description=(

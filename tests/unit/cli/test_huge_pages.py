@@ -1,0 +1,108 @@
+"""Which commands begin anew with huge pages, and where."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from evergrad_cli import huge_pages, main
+from evergrad_cli.huge_pages import VARIABLE, choose_tunables
+
+WANTED = "glibc.malloc.hugetlb=1"
+ASKED = "always [madvise] never"
+
+
+@pytest.mark.parametrize(
+    ("present", "chosen"),
+    [
+        ("", WANTED),
+        ("glibc.malloc.arena_max=2", f"glibc.malloc.arena_max=2:{WANTED}"),
+        (WANTED, None),
+        ("glibc.malloc.hugetlb=0", None),
+        ("glibc.malloc.hugetlb=2:glibc.malloc.arena_max=2", None),
+    ],
+)
+def test_a_choice_that_there_is_stays_and_other_tunables_are_kept(
+    present: str, chosen: str | None
+) -> None:
+    assert choose_tunables(present, libc="glibc 2.36", pages=ASKED) == chosen
+
+
+@pytest.mark.parametrize(
+    ("libc", "pages"),
+    [
+        ("glibc 2.34", ASKED),
+        ("glibc 2.4", ASKED),
+        ("", ASKED),
+        ("musl 1.2", ASKED),
+        ("glibc 2.36", "[always] madvise never"),
+        ("glibc 2.36", "always madvise [never]"),
+        ("glibc 2.36", ""),
+    ],
+)
+def test_nothing_is_asked_where_it_would_change_nothing(libc: str, pages: str) -> None:
+    assert choose_tunables("", libc=libc, pages=pages) is None
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ...]]:
+    """What the process was replaced by, on a machine whose kernel gives huge pages to those that ask."""
+    kernel = tmp_path / "enabled"
+    kernel.write_text(ASKED + "\n", encoding="ascii")
+    monkeypatch.setattr(huge_pages, "_KERNELS_CHOICE", kernel)
+    monkeypatch.setattr(os, "confstr", lambda name: "glibc 2.36")
+    monkeypatch.setattr(sys, "orig_argv", ["python3", "-m", "evergrad_cli", "run", "a.yaml"])
+    monkeypatch.setenv(VARIABLE, "glibc.malloc.arena_max=2")
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(os, "execve", lambda *arguments: calls.append(arguments))
+    return calls
+
+
+def test_the_same_command_begins_with_the_tunables_and_the_rest_of_the_environment(
+    begun: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTHER", "kept")
+    huge_pages.begin_anew_with_huge_pages()
+    ((program, arguments, environment),) = begun
+    assert program == sys.executable
+    assert arguments == [sys.executable, "-m", "evergrad_cli", "run", "a.yaml"]
+    assert environment[VARIABLE] == f"glibc.malloc.arena_max=2:{WANTED}"
+    assert environment["OTHER"] == "kept"
+
+
+def test_a_process_that_has_huge_pages_is_not_replaced_again(
+    begun: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, WANTED)
+    huge_pages.begin_anew_with_huge_pages()
+    assert begun == []
+
+
+def test_a_command_goes_on_where_it_cannot_be_begun_anew(
+    begun: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> NoReturn:
+        begun.append(arguments)
+        raise PermissionError
+
+    monkeypatch.setattr(os, "execve", refuse)
+    huge_pages.begin_anew_with_huge_pages()
+    assert len(begun) == 1
+
+
+def test_only_programs_that_train_begin_anew(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(main, "begin_anew_with_huge_pages", lambda: asked.append("anew"))
+    for command in ("run", "node", "evaluate", "validate", "list"):
+        monkeypatch.setattr(sys, "argv", ["evergrad", command, "--help"])
+        with pytest.raises(SystemExit):
+            main.main()
+        # A caller from Python has a process of its own, which is not ours to replace.
+        with pytest.raises(SystemExit):
+            main.main([command, "--help"])
+    assert asked == ["anew"] * 3
+    capsys.readouterr()
