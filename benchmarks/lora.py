@@ -1,8 +1,9 @@
 """Adapters of rank 8 of a 50M Llama: Evergrad beside peft under transformers' Trainer.
 
 Both train the same adapters, one beside each linear layer, on samples of the same length, with fused AdamW
-and clipping. Speed: both in one process, in turns of some steps, and they change places each turn. Memory:
-the kernel's peak of a process of its own (``VmHWM``), Python and torch included, with what that side imports.
+and clipping. Each is a process of its own, Evergrad's with huge pages, as ``evergrad run`` begins. Speed:
+turns of some steps, and they change places each turn. Memory: the kernel's peak of a process that trains one
+turn (``VmHWM``), Python and torch included, with what that side imports.
 """
 
 import argparse
@@ -17,7 +18,9 @@ from typing import Any
 
 import torch
 from common import Row, build_training, interval_of_median, make_prepared_data, print_rows
+from sides import Turns, start_sides, take_turns
 
+from evergrad_cli.huge_pages import begin_anew_with_huge_pages
 from evergrad_manifest.training import Lora, Model, Training
 from evergrad_trainer.distributed import set_threads
 from evergrad_trainer.models.build import build_model, plan_model
@@ -133,27 +136,23 @@ def _peak_bytes(kind: str) -> float:
     return float(result.stdout.split()[-1]) * 1024
 
 
-def _take_turns(*, rounds: int) -> dict[str, list[float]]:
-    """Tokens/s of each turn, by name."""
+def _serve(kind: str) -> None:
+    """Be one side: answer each turn with its tokens/s."""
+    turns = Turns()
     set_threads(2)
     training = build_recipe()
     tokens = (TURN - 1) * SLOTS * SAMPLES * LENGTH
-    speeds: dict[str, list[float]] = {name: [] for name in TURNS}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        opened = make_prepared_data(training, folder)
-        turns = {kind: build(opened, training, folder) for kind, build in TURNS.items()}
-        for number in range(rounds):
-            # The one that comes second finds other caches: the two change places.
-            for kind in list(turns)[:: -1 if number % 2 else 1]:
-                speeds[kind].append(tokens / turns[kind]())
-    return speeds
+        turn = TURNS[kind](make_prepared_data(training, folder), training, folder)
+        turns.serve(lambda: tokens / turn())
 
 
 def measure(*, rounds: int = 8) -> list[Row]:
     """Tokens/s and peaks of both, and their ratios."""
     what = "LoRA of rank 8, 50M Llama, fp32, CPU"
-    speeds = _take_turns(rounds=rounds)
+    with start_sides(tuple(TURNS), __file__, []) as sides:
+        speeds = take_turns(sides, num_turns=rounds)
     ratios = [own / other for own, other in zip(speeds[EVERGRAD], speeds[TRAINER], strict=True)]
     low, high = interval_of_median(ratios)
     # Each in a process of its own: what one has allocated once, the kernel counts for ever.
@@ -186,8 +185,13 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--train", choices=tuple(TURNS), help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=tuple(TURNS), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if EVERGRAD in (options.train, options.side):
+        begin_anew_with_huge_pages()
     if options.train:
         _train(options.train)
+    elif options.side:
+        _serve(options.side)
     else:
         print_rows(measure(rounds=options.rounds))

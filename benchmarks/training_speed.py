@@ -1,20 +1,22 @@
 """Tokens a second of a Llama: Evergrad against a hand-written torch loop and transformers' Trainer.
 
-All three train the same model on the same batches in one process, taking turns of a few steps, so that
-whatever else the machine does hits them alike. Turns are taken inside a Trainer callback; what is timed for
-the Trainer is its own part of each turn: its data, its loop and its log, as its users have them. Evergrad
-reads its data while it trains; the hand-written loop has its batches in memory. What Evergrad's loop and its
-records add to a step is less than a thousandth, as ``overhead.py`` measures.
+All three train the same model on the same batches, each in a process of its own, taking turns of a step, so
+that whatever else the machine does hits them alike. Evergrad's process begins as ``evergrad run`` does, with
+huge pages; the others as their users start them. The Trainer waits in a callback, and what is timed is its
+own part of each turn: its data, its loop and its log. Evergrad reads its data while it trains; the
+hand-written loop has its batches in memory. What Evergrad's loop and its records add to a step is less than a
+thousandth, as ``overhead.py`` measures.
 """
 
 import argparse
 import itertools
+import json
 import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,10 @@ from common import (
     make_prepared_data,
     print_rows,
 )
+from sides import Turns, start_sides, take_turns
 from torch.nn import functional
 
+from evergrad_cli.huge_pages import begin_anew_with_huge_pages
 from evergrad_manifest.training import Training
 from evergrad_trainer.data.stream import TrainingStream
 from evergrad_trainer.distributed import set_threads
@@ -44,6 +48,7 @@ _STEPS_IN_MEMORY = 8
 """Steps whose batches the hand-written loop and the Trainer train again and again."""
 _WARM_UP = 2
 """First turns of each, which compile and allocate, and do not count."""
+EVERGRAD, HAND, TRAINER = "evergrad", "hand loop", "Trainer"
 
 
 def evergrad_turn(
@@ -182,27 +187,9 @@ def measure(setting: Setting | None = None, *, rounds: int = 10) -> list[Row]:
     """Median tokens/s of each, and Evergrad's ratio to the others (median over turns)."""
     setting = setting or Setting()
     training = setting.training()
-    if setting.device == "cpu":
-        set_threads(setting.threads)
-    warnings.simplefilter("ignore")
-
-    # All three in one process: two of them wait while the third trains.
-    with tempfile.TemporaryDirectory() as folder:
-        opened = make_prepared_data(training, Path(folder))
-        stream = opened.data.train
-        turns = {
-            "evergrad": evergrad_turn(opened, training, device=setting.device),
-            "hand loop": hand_turn(
-                stream, training, compiled=setting.compiled, device=setting.device
-            ),
-        }
-        seconds = _take_turns(
-            turns,
-            stream,
-            training,
-            setting,
-            num_turns=rounds + _WARM_UP,
-        )
+    names = (EVERGRAD, HAND, TRAINER)
+    with start_sides(names, __file__, ["--setting", json.dumps(asdict(setting))]) as sides:
+        seconds = take_turns(sides, num_turns=rounds + _WARM_UP)
     kept = {name: values[_WARM_UP:] for name, values in seconds.items()}
 
     # Tokens/s are for scale: a minute later the machine gives others.
@@ -216,9 +203,9 @@ def measure(setting: Setting | None = None, *, rounds: int = 10) -> list[Row]:
         wall = statistics.median(one for one, _ in values)
         rows.append(Row(what, name, tokens / wall, "tokens/s"))
 
-    goals = {"hand loop": 0.98, "Trainer": 1.15 if setting.compiled else 1.03}
+    goals = {HAND: 0.98, TRAINER: 1.15 if setting.compiled else 1.03}
     for name, goal in goals.items():
-        pairs = list(zip(kept["evergrad"], kept[name], strict=True))
+        pairs = list(zip(kept[EVERGRAD], kept[name], strict=True))
         wall_ratios = [other[0] / own[0] for own, other in pairs]
         rows.append(
             _ratio_row(
@@ -236,34 +223,49 @@ def measure(setting: Setting | None = None, *, rounds: int = 10) -> list[Row]:
     return rows
 
 
-def _take_turns(
-    turns: dict[str, Callable[[], None]],
-    stream: TrainingStream,
-    training: Training,
-    setting: Setting,
-    *,
-    num_turns: int,
-) -> dict[str, list[tuple[float, float]]]:
-    """Let the Trainer train, and the others between two of its steps; (wall, processor) seconds of each
-    turn, by name."""
+def _serve(side: str, setting: Setting) -> None:
+    """Be one side: train a step a turn and answer with its (wall, processor) seconds."""
+    turns = Turns()
+    training = setting.training()
+    if setting.device == "cpu":
+        set_threads(setting.threads)
+    warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as folder:
+        opened = make_prepared_data(training, Path(folder))
+        stream = opened.data.train
+        if side == TRAINER:
+            _serve_trainer(turns, stream, training, setting)
+            return
+        turn = (
+            evergrad_turn(opened, training, device=setting.device)
+            if side == EVERGRAD
+            else hand_turn(stream, training, compiled=setting.compiled, device=setting.device)
+        )
+        clock = Clock(setting.device)
+
+        def timed() -> tuple[float, float]:
+            clock.take()
+            turn()
+            return clock.take()
+
+        turns.serve(timed)
+
+
+def _serve_trainer(
+    turns: Turns, stream: TrainingStream, training: Training, setting: Setting
+) -> None:
+    """Let the Trainer train, a step for each turn."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in (*turns, "Trainer")}
-
-    class Turns(TrainerCallback):
-        """Lets the others train every few steps of the Trainer, and times all three."""
+    class Waits(TrainerCallback):
+        """Answers behind each step, and waits for the next turn."""
 
         clock = Clock(setting.device)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step % STEPS_A_TURN:
-                return
-            seconds["Trainer"].append(self.clock.take())
-            # The one that comes second finds other caches: the two change places.
-            order = list(turns.items())[:: -1 if len(seconds["Trainer"]) % 2 else 1]
-            for name, turn in order:
-                turn()
-                seconds[name].append(self.clock.take())
+            turns.answer(self.clock.take())
+            control.should_training_stop = not turns.wait()
+            self.clock.take()
 
     # Its defaults, but for what the recipe says: so its users run it.
     plan = plan_model(training.model, base_directory=Path(), vocab_size=257)
@@ -272,7 +274,7 @@ def _take_turns(
             output_dir=output,
             per_device_train_batch_size=training.batching.micro_batch_size,
             gradient_accumulation_steps=SLOTS,
-            max_steps=STEPS_A_TURN * num_turns,
+            max_steps=100_000,
             learning_rate=1e-3,
             weight_decay=0.1,
             optim="adamw_torch_fused",
@@ -285,13 +287,14 @@ def _take_turns(
             disable_tqdm=True,
             dataloader_num_workers=0,
         )
-        Trainer(
+        trainer = Trainer(
             model=build_model(plan, seed=0, precision="fp32"),
             args=arguments,
             train_dataset=Windows(stream),
-            callbacks=[Turns()],
-        ).train()
-    return seconds
+            callbacks=[Waits()],
+        )
+        if turns.wait():
+            trainer.train()
 
 
 def _ratio_row(
@@ -319,10 +322,17 @@ if __name__ == "__main__":
         default=2,
         help="with 1, ratios of processor time too, which other work on the cores moves less",
     )
+    parser.add_argument("--side", choices=(EVERGRAD, HAND, TRAINER), help=argparse.SUPPRESS)
+    parser.add_argument("--setting", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    chosen = Setting(
-        precision=options.precision,
-        compiled=options.compile,
-        threads=options.threads,
-    )
-    print_rows(measure(chosen, rounds=options.rounds))
+    if options.side:
+        if options.side == EVERGRAD:
+            begin_anew_with_huge_pages()
+        _serve(options.side, Setting(**json.loads(options.setting)))
+    else:
+        chosen = Setting(
+            precision=options.precision,
+            compiled=options.compile,
+            threads=options.threads,
+        )
+        print_rows(measure(chosen, rounds=options.rounds))
