@@ -2,6 +2,7 @@
 
 import math
 import re
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -160,6 +161,39 @@ def test_the_update_is_that_of_one_big_batch_over_its_valid_tokens(exact: bool) 
     )
     gradients = zip(model.parameters(), plain.parameters(), strict=True)
     assert all(torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-7) for a, b in gradients)  # type: ignore[arg-type]
+
+
+class Traced(torch.autograd.Function):
+    """Passes a loss through, and keeps an object for as long as the graph is there."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, kept: object) -> torch.Tensor:
+        ctx.kept = kept
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
+def test_the_graph_of_a_slot_is_gone_when_the_next_one_begins() -> None:
+    class Kept:
+        pass
+
+    graphs: list[weakref.ref[Kept]] = []
+    alive: list[int] = []
+
+    class TracedModel(Model):
+        def loss_of(self, tensors: Tensors, stage: Stage) -> Loss:
+            alive.append(sum(graph() is not None for graph in graphs))
+            kept = Kept()
+            graphs.append(weakref.ref(kept))
+            total = Traced.apply(super().loss_of(tensors, stage).total, kept)
+            return Loss(total)
+
+    make_stepper(TracedModel()).run(1, world(), QUIET)
+    # Its nodes would lie between what the next slot allocates, and the heap would grow with each slot.
+    assert alive == [0, 0, 0, 0]
 
 
 @pytest.mark.acceptance("number-T-54")

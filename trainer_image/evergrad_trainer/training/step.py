@@ -208,7 +208,11 @@ class Stepper:
             share *= parts.loss_scale.value
         (loss.total * share).backward()
         parts.gradients.after_backward()
-        return loss
+        # Without the graph: its small nodes would lie between the holes that activations leave in the heap,
+        # and keep those of the next slot from fitting in.
+        return Loss(
+            loss.total.detach(), {name: part.detach() for name, part in loss.parts.items()}
+        )
 
     def _follow(
         self, step: int, totals: Totals, norm: float, overflow: Problem | None, *, scale: float
