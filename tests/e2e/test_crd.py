@@ -248,7 +248,10 @@ ALONE = {
         {"spec.training.horizon": {}},
         "must validate one and only one schema (oneOf)",
     ),
-    "two models": ({"spec.training.model.path": "elsewhere"}, "exactly one of config and path"),
+    "two models": (
+        {"spec.training.model.path": "elsewhere"},
+        "exactly one of config, path and preset",
+    ),
     "two volumes": (
         {"spec.storage": {"size": "1Gi", "claimName": "mine"}},
         "size and claimName are both set",
