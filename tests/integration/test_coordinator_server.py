@@ -229,6 +229,9 @@ async def test_a_journal_that_cannot_be_written_stops_changes_and_no_training(
     folder.mkdir()
     coordinator = start("--state", str(folder / "state"), "--expect", "2")
     nodes = await form_group(coordinator, 2)
+    # Another file of that name, as after a restore: it is to be made anew, and cannot be.
+    (folder / "copy").write_bytes((folder / "state").read_bytes())
+    (folder / "copy").replace(folder / "state")
     (folder / "state.tmp").mkdir()
     nodes.append(Node(coordinator.port, "2"))
     await poll(lambda: coordinator.get("/readyz")[0] == 503, "readiness to end")

@@ -94,5 +94,7 @@ class WorkerProcesses:
             output.close()
         code = worker.process.exitcode
         self._workers().end(worker, int(ExitCode.INTERNAL) if code is None else code)
+        # Also where a group that is over had no use for its end: a closed process has no number to look at.
+        worker.state = "ended"
         worker.process.close()
         worker.last_lines = None
