@@ -177,13 +177,14 @@ class NodeMetrics:
 
     def show_memory(self) -> None:
         """Show what each worker holds: of its device as it said last, of the host as the kernel says."""
+        # Called at each tick: where nothing is served, nothing is read.
+        if self._series is None:
+            return
         for local_rank, worker in self._workers.items():
             # A process that has ended holds nothing, and one on a CPU says nothing: no value is not 0.
             sizes = None if worker.state == "ended" else worker.heartbeat.held_bytes
             resident = None if worker.state == "ended" else read_resident_bytes(worker.pid)
-            if self._series is not None:
-                self._series.show_memory(str(local_rank), sizes)
-                self._series.show_resident(str(local_rank), resident)
+            self._series.show_memory(str(local_rank), sizes, resident)
 
     def set_workers(self, count: int) -> None:
         self._with(lambda series: series.set("node_workers", count))
@@ -209,10 +210,8 @@ class _Series:
 
     def __init__(self, exporter: PrometheusExporter, run: str, node: str) -> None:
         self._place = (run, node)
-        self._with_memory: set[str] = set()
-        """Local ranks whose memory of a device is shown."""
-        self._with_resident: set[str] = set()
-        """Local ranks whose memory of the host is shown."""
+        self._shown: set[tuple[str, ...]] = set()
+        """Name and labels of gauges that may have no value, and have one."""
         made = build_series(NODE, "run", "node", registry=exporter.registry)
         self._gauges = {name: one for name, one in made.items() if isinstance(one, Gauge)}
         self._counters = {name: one for name, one in made.items() if isinstance(one, Counter)}
@@ -227,25 +226,20 @@ class _Series:
     def add(self, name: str, amount: float, *labels: str) -> None:
         self._counters[name].labels(*self._place, *labels).inc(amount)
 
-    def show_memory(self, local_rank: str, sizes: Sizes | None) -> None:
-        """Show a worker's memory of its device, or none."""
-        gauge = self._gauges["device_memory_bytes"]
-        if sizes is not None:
-            for kind, size in zip(MEMORY_KINDS, sizes, strict=True):
-                gauge.labels(*self._place, local_rank, kind).set(size)
-        elif local_rank in self._with_memory:
-            for kind in MEMORY_KINDS:
-                gauge.remove(*self._place, local_rank, kind)
-        (self._with_memory.add if sizes else self._with_memory.discard)(local_rank)
+    def show_memory(self, local_rank: str, sizes: Sizes | None, resident: int | None) -> None:
+        """Show a worker's memory of its device and of the host, or none."""
+        for kind, size in zip(MEMORY_KINDS, sizes or (None,) * len(MEMORY_KINDS), strict=True):
+            self._set_or_remove("device_memory_bytes", size, local_rank, kind)
+        self._set_or_remove("worker_resident_memory_bytes", resident, local_rank)
 
-    def show_resident(self, local_rank: str, size: int | None) -> None:
-        """Show a worker's memory of the host, or none."""
-        gauge = self._gauges["worker_resident_memory_bytes"]
-        if size is not None:
-            gauge.labels(*self._place, local_rank).set(size)
-        elif local_rank in self._with_resident:
-            gauge.remove(*self._place, local_rank)
-        (self._with_resident.discard if size is None else self._with_resident.add)(local_rank)
+    def _set_or_remove(self, name: str, value: int | None, *labels: str) -> None:
+        """Set a gauge; for None no series of these labels is shown."""
+        if value is not None:
+            self._gauges[name].labels(*self._place, *labels).set(value)
+            self._shown.add((name, *labels))
+        elif (name, *labels) in self._shown:
+            self._gauges[name].remove(*self._place, *labels)
+            self._shown.remove((name, *labels))
 
     def show(self, values: Mapping[str, int | float]) -> None:
         """Show the values that a script has reported."""
