@@ -375,18 +375,30 @@ class Runs:
                 time.sleep(0.5)
 
 
+RESTRICTED: dict[str, Any] = {
+    "automountServiceAccountToken": False,
+    "securityContext": {
+        "runAsNonRoot": True,
+        "runAsUser": 10001,
+        "runAsGroup": 10001,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    },
+}
+"""Part of the spec of a pod, as the restricted profile of Pod Security wants it."""
+CONTAINER: dict[str, Any] = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+}
+"""Security context of a container in it."""
+
+
 def _reader(name: str, claim: str, image: str) -> dict[str, Any]:
     """A pod that can look into a volume."""
-    security = {
-        "allowPrivilegeEscalation": False,
-        "capabilities": {"drop": ["ALL"]},
-        "readOnlyRootFilesystem": True,
-    }
     container = {
         "name": "reader",
         "image": image,
         "command": ["sleep", "3600"],
-        "securityContext": security,
+        "securityContext": {**CONTAINER, "readOnlyRootFilesystem": True},
         "volumeMounts": [{"name": "volume", "mountPath": "/volume", "readOnly": True}],
     }
     return {
@@ -394,13 +406,7 @@ def _reader(name: str, claim: str, image: str) -> dict[str, Any]:
         "kind": "Pod",
         "metadata": {"name": name},
         "spec": {
-            "automountServiceAccountToken": False,
-            "securityContext": {
-                "runAsNonRoot": True,
-                "runAsUser": 10001,
-                "runAsGroup": 10001,
-                "seccompProfile": {"type": "RuntimeDefault"},
-            },
+            **RESTRICTED,
             "containers": [container],
             "volumes": [{"name": "volume", "persistentVolumeClaim": {"claimName": claim}}],
         },

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from cluster_runs import ENDLESS, Runs, wait_for
+from cluster_runs import CONTAINER, ENDLESS, RESTRICTED, Runs, wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(1200)]
 FETCH = """
@@ -45,16 +45,6 @@ TEMPLATE: dict[str, Any] = {
         }
     ],
 }
-RESTRICTED: dict[str, Any] = {
-    "automountServiceAccountToken": False,
-    "securityContext": {
-        "runAsNonRoot": True,
-        "runAsUser": 10001,
-        "runAsGroup": 10001,
-        "seccompProfile": {"type": "RuntimeDefault"},
-    },
-}
-CONTAINER = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 DATA = {"data": {"sources": [{"name": "docs", "path": "/data/documents.jsonl"}]}}
 
 

@@ -51,6 +51,13 @@ _OF_MICRO = (
 )
 
 
+def assert_refused_with(refuse: Refuse, key: str, said: str) -> None:
+    path = f"spec.training.{key}"
+    [problem] = [one for one in refuse(f"{path}=2") if one.path == path]
+    assert "is an option of other trainers" in str(problem)
+    assert said in str(problem)
+
+
 @pytest.mark.acceptance("8d-8e", "input-4e-10", "input-5e-12")
 @pytest.mark.capability("A-26", "A-31", "A-52", "A-60", "A-81", "G-X3", "G-X9")
 @pytest.mark.parametrize(
@@ -223,10 +230,7 @@ def test_what_is_not_built_is_refused_with_its_reason(
 def test_a_part_of_another_trainers_section_is_refused_with_its_reason(
     refuse: Refuse, key: str, said: str
 ) -> None:
-    path = f"spec.training.{key}"
-    [problem] = [one for one in refuse(f"{path}=2") if one.path == path]
-    assert "is an option of other trainers" in str(problem)
-    assert said in str(problem)
+    assert_refused_with(refuse, key, said)
 
 
 def test_a_name_that_counts_in_one_section_is_an_unknown_key_elsewhere() -> None:
@@ -274,10 +278,7 @@ def test_a_name_that_counts_in_one_section_is_an_unknown_key_elsewhere() -> None
 def test_what_other_systems_do_around_a_run_is_refused_with_its_reason(
     refuse: Refuse, key: str, said: str
 ) -> None:
-    path = f"spec.training.{key}"
-    [problem] = [one for one in refuse(f"{path}=2") if one.path == path]
-    assert "is an option of other trainers" in str(problem)
-    assert said in str(problem)
+    assert_refused_with(refuse, key, said)
 
 
 @pytest.mark.capability("T-X1")
