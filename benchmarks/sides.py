@@ -84,7 +84,7 @@ class Turns:
     """The other end: within the process of a side."""
 
     def __init__(self) -> None:
-        # Whatever a library prints goes elsewhere.
+        # Libraries print, too: their words go to the standard error.
         self._answers: TextIO = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)
 

@@ -273,7 +273,7 @@ def test_prune_deletes_what_is_left_of_complete_runs_and_keeps_the_only_checkpoi
         wait_for(lambda of=selector: not runs.list("pods", of), f"the end of {name}'s pods")
 
     def prune(*arguments: str) -> dict[str, dict[str, str]]:
-        """What goes and what stays, kind/name → the reason."""
+        """Objects that go and that stay, kind/name → the reason."""
         said = cli.ask("prune", *arguments)
         assert said["failures"] == []
         return {

@@ -214,7 +214,7 @@ def scheduled_at(pod: dict[str, Any]) -> str:
 
 @dataclass
 class Watched:
-    """What watches of Kueue's records and of pods have shown, complete once the watches have ended."""
+    """Objects that watches of Kueue's records and of pods have shown, complete once the watches have ended."""
 
     queue: Queue
     workloads: list[dict[str, Any]]

@@ -9,7 +9,7 @@ Compared = Literal["exactly", "closely", "by request", "told"]
 """How compare-runs takes a column: it must be equal; within the tolerance; only with --exact; it is shown,
 and never counts as a difference."""
 Kind = Literal["integer", "real", "hash", "word"]
-"""What a value is. A hash is 16 hex digits; a word is of a vocabulary of ``causes``."""
+"""The kind of a value. A hash is 16 hex digits; a word is of a vocabulary of ``causes``."""
 
 
 @dataclass(frozen=True)

@@ -155,4 +155,4 @@ AROUND: Final = (
         "items of one family have the same number of edits",
     ),
 )
-"""What other systems do before, after or beside the training of one model on data that are there."""
+"""Duties that other systems have before, after or beside the training of one model on data that are there."""

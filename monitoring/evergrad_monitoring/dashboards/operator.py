@@ -171,7 +171,7 @@ def _add_outside(board: Dashboard) -> Dashboard:
 
 
 def _add_process(board: Dashboard) -> Dashboard:
-    """What the operator's own process takes of its host."""
+    """Memory and processor time of the operator's own process."""
     return board.with_panel(
         plot(
             "Memory",

@@ -48,7 +48,7 @@ def test_nothing_is_asked_where_it_would_change_nothing(libc: str, pages: str) -
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ...]]:
-    """What the process was replaced by, on a machine whose kernel gives huge pages to those that ask."""
+    """Programs that replaced the process, on a machine whose kernel gives huge pages to those that ask."""
     kernel = tmp_path / "enabled"
     kernel.write_text(ASKED + "\n", encoding="ascii")
     monkeypatch.setattr(huge_pages, "_KERNELS_CHOICE", kernel)
