@@ -8,9 +8,10 @@ parameter, which a process that trains alone holds.
 Four processes of one machine build a Llama of 1.3B parameters (or a smaller one), initialise it, and train
 some steps of two slots each. The peak is the kernel's of the whole process (``VmHWM``), less what it held
 before it built the model (Python, torch, transformers: at these sizes not small, and it does not grow). What
-the allocator keeps, and buffers of collectives, count. Pages of files count in each process that maps them,
-as if it were alone: those mapped before the model are in what is subtracted, the others have a row of their
-own.
+the allocator keeps, and buffers of collectives, count; glibc is told to keep nothing of 1 MiB and more
+(``--keeping``: to keep what it likes, up to 32 MiB a piece, as it does for users), since its holes are those
+of no accelerator's allocator. Pages of files count in each process that maps them, as if it were alone: those
+mapped before the model are in what is subtracted, the others have a row of their own.
 """
 
 import argparse
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 WORLD_SIZE = 4
 _STEPS, _SLOTS = 2, 2
 _LENGTH = 64
+_KEEP_NOTHING_LARGE = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
+"""glibc: pieces from 1 MiB on are mapped one by one, and given back when they are freed."""
 """Tokens of a sample: so few that activations are nothing beside the state."""
 SHAPES = {
     # hidden, intermediate, layers, heads, vocabulary
@@ -62,11 +65,12 @@ def held() -> Held:
     return Held(now, peak, files)
 
 
-def measure(*, parameters: str = "350M") -> list[Row]:
+def measure(*, parameters: str = "350M", is_keeping: bool = False) -> list[Row]:
     """The largest peak of the four processes."""
-    found = _run_ranks(parameters)
+    found = _run_ranks(parameters, {} if is_keeping else _KEEP_NOTHING_LARGE)
     what = (
         f"FSDP2 of {WORLD_SIZE} processes, {parameters} Llama, bf16 products, fp32 state, CPU"
+        f"{', holes kept' if is_keeping else ''}"
     )
     num_parameters = found[0]["parameters"]
     state = 12 * num_parameters
@@ -104,7 +108,7 @@ def measure(*, parameters: str = "350M") -> list[Row]:
     ]
 
 
-def _run_ranks(parameters: str) -> list[dict[str, int]]:
+def _run_ranks(parameters: str, allocator: dict[str, str]) -> list[dict[str, int]]:
     """Start the four processes; the figures of each."""
     from elastic_nodes import free_port
 
@@ -118,7 +122,7 @@ def _run_ranks(parameters: str) -> list[dict[str, int]]:
         command = [sys.executable, __file__, "--rank", folder, "--parameters", parameters]
         try:
             for rank in range(WORLD_SIZE):
-                variables = {**os.environ, **place, "RANK": str(rank)}
+                variables = {**os.environ, **allocator, **place, "RANK": str(rank)}
                 process = subprocess.Popen(
                     command, env=variables, stdout=subprocess.PIPE, text=True
                 )
@@ -253,9 +257,10 @@ def _build_once_small(training: Any, folder: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parameters", choices=SHAPES, default="350M")
+    parser.add_argument("--keeping", action="store_true", help="glibc keeps what it likes")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
         _be_rank(options.rank, options.parameters)
     else:
-        print_rows(measure(parameters=options.parameters))
+        print_rows(measure(parameters=options.parameters, is_keeping=options.keeping))
