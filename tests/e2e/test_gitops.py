@@ -2,7 +2,6 @@
 what is edited in Git changes while it trains."""
 
 import json
-import subprocess
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -213,8 +212,6 @@ def test_an_edit_of_the_recipe_is_refused_with_its_field_and_changes_nothing(
 def test_argo_cds_engine_trains_one_wave_after_the_other_and_prunes_what_git_has_no_more(
     runs: Runs, cluster: Any
 ) -> None:
-    program = toolbox.build("argolua") / "argosync"
-
     def make_file(name: str, *, wave: int) -> dict[str, Any]:
         manifest = make_manifest(name, steps=20)
         manifest["metadata"] |= {
@@ -234,16 +231,8 @@ def test_argo_cds_engine_trains_one_wave_after_the_other_and_prunes_what_git_has
             "seconds": 900,
             "objects": files,
         }
-        done = subprocess.run(
-            [program],
-            input=json.dumps(question),
-            capture_output=True,
-            text=True,
-            timeout=1000,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return {one["name"]: one["status"] for one in json.loads(done.stdout)}
+        answers = toolbox.ask("argosync", question, timeout=1000)
+        return {one["name"]: one["status"] for one in answers}
 
     first, second = (
         make_file(name, wave=wave) for wave, name in enumerate(("first", "second"))
