@@ -4,6 +4,7 @@ what is edited in Git changes while it trains."""
 import json
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from cluster_runs import (
     make_manifest,
     wait_for,
 )
+from cluster_shell import Shell
+from pages import read_commands
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 HEALTH = "examples/gitops/argocd/resource_customizations/evergrad.dev/TrainingRun/health.lua"
@@ -252,3 +255,38 @@ def test_argo_cds_engine_trains_one_wave_after_the_other_and_prunes_what_git_has
     assert sync(first)["second"] == "Pruned"
     wait_for(lambda: runs.get("trainingruns", "second") is None, "the run's end")
     assert runs.get("persistentvolumeclaims", "second") is not None
+
+
+def test_the_scripts_for_argo_cd_are_applied_beside_what_its_config_map_has(
+    cluster: Any, tmp_path: Path
+) -> None:
+    if not cluster.is_bed:
+        pytest.skip("makes and deletes the namespace argocd, which another cluster may have.")
+    shell = Shell(cluster, tmp_path)
+    [apply] = read_commands("docs/gitops.md")
+    shell.run("kubectl create namespace argocd")
+    try:
+        shell.run("kubectl create configmap argocd-cm -n argocd --from-literal=url=https://cd")
+        assert "serverside-applied" in shell.run(apply)
+        data = json.loads(shell.run("kubectl get configmap argocd-cm -n argocd -o json"))["data"]
+    finally:
+        shell.run("kubectl delete namespace argocd --wait=false")
+    assert data["url"] == "https://cd"
+    script = data["resource.customizations.health.evergrad.dev_TrainingRun"]
+    assert script == (ROOT / HEALTH).read_text("utf-8")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2400)
+def test_the_experiments_of_the_example_are_complete_without_git_as_its_page_says(
+    runs: Runs, tmp_path: Path
+) -> None:
+    shell = Shell(runs.cluster, tmp_path, namespace=runs.namespace)
+    *applied, wait = read_commands("examples/gitops/README.md")
+    for command in applied:
+        shell.run(command)
+    names = [one["metadata"]["name"] for one in runs.list("trainingruns")]
+    for name in names:
+        runs.adopt(name)
+    assert len(names) == 7, names
+    assert shell.run(wait, seconds=2000).count("condition met") == 7
