@@ -35,7 +35,7 @@ def test_a_program_is_asked_in_json_and_its_words_are_kept_where_it_fails(
     program.chmod(0o755)
     assert toolbox.ask("lua", {"objects": [1]}) == {"objects": [1]}
     program.write_text("#!/bin/sh\necho no health script >&2; exit 3\n")
-    with pytest.raises(BedError, match="exit code 3.\nno health script"):
+    with pytest.raises(BedError, match=r"exit code 3\.\nno health script"):
         toolbox.ask("lua", {})
 
 
@@ -47,7 +47,7 @@ def test_a_program_is_unavailable_only_where_it_is_neither_built_nor_can_be(
     assert toolbox.unavailable("argosync") == (
         "argosync is not built, and there is no `go` to build it."
     )
-    monkeypatch.setattr(toolbox, "_built", lambda name: Path(name))
+    monkeypatch.setattr(toolbox, "_built", Path)
     assert toolbox.unavailable("argosync") is None
 
 

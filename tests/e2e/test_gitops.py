@@ -268,7 +268,9 @@ def test_the_scripts_for_argo_cd_are_applied_beside_what_its_config_map_has(
     try:
         shell.run("kubectl create configmap argocd-cm -n argocd --from-literal=url=https://cd")
         assert "serverside-applied" in shell.run(apply)
-        data = json.loads(shell.run("kubectl get configmap argocd-cm -n argocd -o json"))["data"]
+        data = json.loads(shell.run("kubectl get configmap argocd-cm -n argocd -o json"))[
+            "data"
+        ]
     finally:
         shell.run("kubectl delete namespace argocd --wait=false")
     assert data["url"] == "https://cd"

@@ -76,7 +76,10 @@ def test_two_terminals_train_an_example_script_as_its_page_says(
     )
     nodes = [node.replace("EVERGRAD_NODE=0", f"EVERGRAD_NODE={index}") for index in (0, 1)]
     assert nodes[0] != nodes[1]
-    with in_a_terminal_of_its_own(coordinate, tmp_path) as coordinator, ThreadPoolExecutor(2) as pool:
+    with (
+        in_a_terminal_of_its_own(coordinate, tmp_path) as coordinator,
+        ThreadPoolExecutor(2) as pool,
+    ):
         wait_for(
             lambda: (tmp_path / "runs/demo.token").exists() or coordinator.poll() is not None,
             "the token",
@@ -161,5 +164,7 @@ def test_adapters_are_installed_in_a_clone_as_their_page_says(
 ) -> None:
     install, *_ = read_blocks("docs/adapters.md")
     play(install, clone, environment=fresh)
-    printed = play("pip check; python -c 'import peft'; evergrad run --help", clone, environment=fresh)
+    printed = play(
+        "pip check; python -c 'import peft'; evergrad run --help", clone, environment=fresh
+    )
     assert "No broken requirements found" in printed

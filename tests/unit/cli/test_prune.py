@@ -2,13 +2,12 @@
 
 import json
 import os
-import shlex
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pages import read_commands
+from pages import make_environment, play, read_commands
 
 from evergrad_cli.cluster.unused import find_old_runs, find_unused_claims
 from evergrad_cli.leftovers import find_leftovers
@@ -289,21 +288,14 @@ def test_a_folder_of_runs_is_pruned_only_with_yes(
 
 
 def test_the_commands_of_the_page_list_and_delete_what_it_says_in_its_order(
-    api: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    api: Any, tmp_path: Path
 ) -> None:
     serve(api)
     make_directory(tmp_path / "runs/first")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("KUBECONFIG", api.kubeconfig)
-
+    environment = make_environment(KUBECONFIG=api.kubeconfig)
     shown, deleted = [], []
     for command in read_commands("docs/pruning.md"):
-        program, *arguments = shlex.split(command)
-        assert program == "evergrad" and main(arguments) == 0, command
-        shown.append(capsys.readouterr().out)
+        shown.append(play(command, tmp_path, environment=environment))
         deleted.append([one.path.rpartition("/")[2] for one in api.sent("DELETE")])
     assert "Nothing was deleted. 1 would be" in shown[0]
     assert "Nothing was deleted. 2 would be" in shown[1]
