@@ -126,6 +126,9 @@ def fresh(tmp_path: Path) -> dict[str, str]:
     Evergrad. pip asks no index: what it cannot find, no index carries."""
     venv, index = tmp_path / "venv", tmp_path / "index"
     subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+    # Where Python brings setuptools with it, it may be older than what an isolated build would fetch.
+    remove = [venv / "bin/pip", "--disable-pip-version-check", "uninstall", "--quiet", "--yes"]
+    subprocess.run([*remove, "setuptools"], check=True)
     index.mkdir()
     for path in Path(sysconfig.get_path("purelib")).iterdir():
         if not path.name.startswith(("evergrad", "__editable__")) and path.suffix != ".pth":
