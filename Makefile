@@ -62,7 +62,7 @@ UNITS = --durations=40 -n $(JOBS) --dist loadfile --no-loadscope-reorder tests/i
 define prepare_cluster
 @if [ -z '$(KUBECONFIG)' ] && PYTHONPATH=$(CURDIR)/tests $(BIN)/python -c 'import sys, bed; sys.exit(bed.unavailable() is not None)'; then \
 	export PYTHONPATH=$(CURDIR)/tests && for profile in $(1); do \
-		$(BIN)/python -m bed prepare --profile $$profile || exit 1; done$(if $(3), && $(BIN)/python -m bed tools $(3))$(if $(2), && $(BIN)/python -m bed.product_images); fi
+		$(BIN)/python -m bed prepare --profile $$profile || exit 1; done$(if $(3), && $(BIN)/python -m bed tools $(3))$(if $(2), && $(BIN)/python -m bed.product_images --any-revision); fi
 endef
 
 # What is shown while the tests of units and processes run behind it. Images are built beside those: most of their steps take one core.

@@ -35,7 +35,7 @@ MORE = (
     ("", "kubectl get pods -l evergrad.dev/run=quickstart"),
 )
 AFTER = (
-    ("What is left", "kubectl describe trun quickstart | tail -n 25"),
+    ("After the run", "kubectl describe trun quickstart | tail -n 25"),
     ("", "kubectl logs -l evergrad.dev/run=quickstart,evergrad.dev/index=0 --tail=4"),
     ("", "evergrad list; evergrad checkpoints quickstart"),
     ("", "kubectl apply -f examples/quickstart/; sleep 5; kubectl get trun quickstart"),

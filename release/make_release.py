@@ -21,7 +21,7 @@ import sbom
 import yaml
 from bed import chart, images, product_images
 from bed.places import REPOSITORY
-from bed.shell import BedError, run
+from bed.shell import BedError, git, run
 
 FOLDERS = ("coordinator", "manifest", "cli", "operator", "trainer_image")
 SUMS = "SHA256SUMS"
@@ -130,7 +130,7 @@ def repack(packed: Path, target: Path, *, seconds: int) -> None:
 def build_images(release: Release) -> str:
     """Both images as OCI archives; the build of torch that the trainer's has."""
     chosen = product_images.settings()
-    product_images.ensure(is_loaded=False)
+    product_images.ensure(is_loaded=False, revision=product_images.find_revision())
     for target in product_images.TARGETS:
         name = product_images.name_of(target, release.version)
         file = release.folder / f"evergrad-{target}-{release.version}.oci.tar"
@@ -200,15 +200,14 @@ def find_problems(version: str, *, tag: str | None, folder: Path) -> Iterator[st
         return
     if tag != f"v{version}":
         yield f"--tag {tag}: the tree is of version {version}. Tag it v{version}, or raise the version."
-    if run(["git", "-c", "safe.directory=*", "status", "--porcelain"], directory=REPOSITORY):
+    if git("status", "--porcelain", directory=REPOSITORY):
         yield f"--tag {tag}: the tree differs from its commit. Commit or remove the changes."
 
 
 def find_seconds() -> int:
     """The time that every file bears: SOURCE_DATE_EPOCH, or that of the commit."""
     given = os.environ.get("SOURCE_DATE_EPOCH")
-    command = ["git", "-c", "safe.directory=*", "log", "-1", "--format=%ct"]
-    return int(given or run(command, directory=REPOSITORY))
+    return int(given or git("log", "-1", "--format=%ct", directory=REPOSITORY))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

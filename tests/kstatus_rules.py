@@ -4,8 +4,6 @@ itself.
 After pkg/kstatus/status of sigs.k8s.io/cli-utils v0.37.2.
 """
 
-import json
-import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,13 +32,4 @@ def judge(raw: Mapping[str, Any]) -> str:
 
 def ask_kstatus(objects: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return kstatus's own answers."""
-    program = toolbox.binary("kstatus")
-    done = subprocess.run(
-        [program],
-        input=json.dumps(list(objects)),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    return [one["status"] for one in json.loads(done.stdout)]
+    return [one["status"] for one in toolbox.ask("kstatus", list(objects))]

@@ -67,18 +67,17 @@ def identity(image: str) -> str | None:
     return run(command, environment=environment(), check=False).strip() or None
 
 
+def label(image: str, name: str) -> str | None:
+    """The value of one of the image's labels; None where it has none, or is not in the storage."""
+    form = f'{{{{index .Labels "{name}"}}}}'
+    command = ["podman", "image", "inspect", "--format", form, image]
+    return run(command, environment=environment(), check=False).strip() or None
+
+
 def ensure_base() -> str:
     """The name of the base image (Debian with Python and the public certificates); made by debootstrap where
     it is missing."""
-    command = [
-        "podman",
-        "image",
-        "inspect",
-        "--format",
-        '{{index .Labels "evergrad.recipe"}}',
-        BASE,
-    ]
-    if run(command, environment=environment(), check=False).strip() != _BASE_RECIPE:
+    if label(BASE, "evergrad.recipe") != _BASE_RECIPE:
         with tempfile.TemporaryDirectory(dir=_scratch()) as scratch:
             make_base(Path(scratch, "root"))
     return BASE

@@ -5,7 +5,7 @@ the bed.
 
 An image is named after what it is made of: localhost/evergrad-TARGET:CONTENT, and the same under `dev` and
 under the version. The dependencies are a layer of their own below the code, so after a change of code only
-that layer is new.
+that layer is new. The commit stands in the image's settings alone: another one makes no layer anew.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from bed import images, loading
 from bed.places import REPOSITORY
-from bed.shell import BedError, run
+from bed.shell import BedError, git, run
 
 BASES = {
     "operator": ("requirements/operator.txt",),
@@ -34,6 +34,8 @@ PACKAGES = {
     "trainer": ("coordinator", "manifest", "cli", "trainer_image"),
 }
 TARGETS = tuple(PACKAGES)
+REVISION_LABEL = "org.opencontainers.image.revision"
+NO_REVISION = "unknown"
 
 
 @dataclass(frozen=True)
@@ -83,23 +85,23 @@ def settings() -> Settings:
     )
 
 
+def find_revision(folder: Path = REPOSITORY) -> str:
+    """Return the commit of a tree, with `-dirty` after it where the tree differs from it; `unknown` where
+    there is no git, no repository or no commit."""
+    try:
+        commit = git("rev-parse", "HEAD", directory=folder).strip()
+        # A file that git would add counts: the images may be made of it.
+        is_dirty = git("status", "--porcelain", directory=folder) != ""
+    except BedError:
+        return NO_REVISION
+    return f"{commit}-dirty" if is_dirty else commit
+
+
 def sources(target: str) -> list[Path]:
     """The files the image is made of, by path: those git tracks or would add."""
-    command = [
-        "git",
-        "-c",
-        "safe.directory=*",
-        "ls-files",
-        "-z",
-        "--cached",
-        "--others",
-        "--exclude-standard",
-        "--",
-    ]
-    listed = run(
-        [*command, "Dockerfile", ".dockerignore", *BASES[target], *PACKAGES[target]],
-        directory=REPOSITORY,
-    )
+    files = ("Dockerfile", ".dockerignore", *BASES[target], *PACKAGES[target])
+    words = ("ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *files)
+    listed = git(*words, directory=REPOSITORY)
     return sorted(
         file
         for name in set(listed.split("\0"))
@@ -117,17 +119,19 @@ def content_of(target: str, chosen: Settings) -> str:
     return digest.hexdigest()[:12]
 
 
-def build(target: str, chosen: Settings) -> str:
+def build(target: str, chosen: Settings, *, revision: str | None = None) -> str:
     """Build where the storage has no image of this content; returns the name with the content in it.
 
-    Raises BedError.
+    ``revision``: the commit that the image is to name; None: an image that is there may name any, and a new
+    one names that of the tree. Raises BedError.
     """
     name = name_of(target, content_of(target, chosen))
-    if images.identity(name) is None:
+    is_there = images.identity(name) is not None
+    if not is_there or revision not in (None, images.label(name, REVISION_LABEL)):
         begun = time.monotonic()
         print(f"{time.strftime('%T')}  {name}: building …", flush=True)
         with tempfile.TemporaryDirectory() as scratch:
-            _build(target, name, chosen, Path(scratch))
+            _build(target, name, chosen, Path(scratch), revision=revision or find_revision())
         print(
             f"{time.strftime('%T')}  {name}: built in {time.monotonic() - begun:.0f} s",
             flush=True,
@@ -169,7 +173,13 @@ def _forget_others(target: str, name: str) -> None:
 
 
 def _build(
-    target: str, name: str, chosen: Settings, scratch: Path, *, tree: Path = REPOSITORY
+    target: str,
+    name: str,
+    chosen: Settings,
+    scratch: Path,
+    *,
+    revision: str,
+    tree: Path = REPOSITORY,
 ) -> None:
     log = images.folder() / f"build-{target}.log"
     command = [
@@ -188,6 +198,8 @@ def _build(
         f"BASE_IMAGE={chosen.base}",
         "--build-arg",
         f"VERSION={version()}",
+        "--build-arg",
+        f"REVISION={revision}",
     ]
     command += ["--pull-never"] if chosen.base.startswith("localhost/") else []
     if target == "trainer":
@@ -242,17 +254,20 @@ def _pip_secrets(scratch: Path) -> list[str]:
     return ["--secret", f"id=pip.conf,src={scratch / 'pip.conf'}", *secrets]
 
 
-def ensure(targets: Sequence[str] = TARGETS, *, is_loaded: bool = True) -> tuple[str, ...]:
+def ensure(
+    targets: Sequence[str] = TARGETS, *, is_loaded: bool = True, revision: str | None = None
+) -> tuple[str, ...]:
     """The images' names (`dev`), built where something changed and, if wanted, in the bed's nodes.
 
-    Raises BedError.
+    ``revision``: the commit that they are to name; None: any, so that tests build nothing for a commit that
+    changes no image. Raises BedError.
     """
     images.folder().mkdir(parents=True, exist_ok=True)
     with open(images.folder() / "product.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two at once would build the same twice
         chosen = settings()
         for target in targets:
-            build(target, chosen)
+            build(target, chosen, revision=revision)
         if is_loaded:
             loading.load(
                 [name_of(target, tag) for target in targets for tag in ("dev", version())]
@@ -275,19 +290,10 @@ def ensure_earlier(commit: str, *, tag: str) -> tuple[str, ...]:
             with tempfile.TemporaryDirectory(dir=images.folder()) as scratch:
                 archive, tree = Path(scratch, "archive.tar"), Path(scratch, "tree")
                 if images.identity(name) is None:
-                    git = [
-                        "git",
-                        "-c",
-                        "safe.directory=*",
-                        "archive",
-                        "--output",
-                        archive,
-                        commit,
-                    ]
-                    run(git, directory=REPOSITORY)
+                    git("archive", "--output", archive, commit, directory=REPOSITORY)
                     tree.mkdir()
                     run(["tar", "-C", tree, "-xf", archive])
-                    _build(target, name, chosen, Path(scratch), tree=tree)
+                    _build(target, name, chosen, Path(scratch), revision=commit, tree=tree)
                 images.pack(images.archive(name), set(), archive)
                 loading.load([archive])
     return names
@@ -303,12 +309,21 @@ def main() -> int:
         "targets", nargs="*", metavar="TARGET", help=f"{' or '.join(TARGETS)} (default: both)"
     )
     parser.add_argument("--no-load", action="store_true", help="only build")
+    parser.add_argument(
+        "--any-revision",
+        action="store_true",
+        help="keep an image of the same content that names another commit",
+    )
     arguments = parser.parse_args()
     targets = arguments.targets or TARGETS
     if unknown := [target for target in targets if target not in TARGETS]:
         parser.error(f"{unknown[0]}: no image of ours. There are {' and '.join(TARGETS)}.")
     try:
-        ensure(targets, is_loaded=not arguments.no_load)
+        ensure(
+            targets,
+            is_loaded=not arguments.no_load,
+            revision=None if arguments.any_revision else find_revision(),
+        )
     except BedError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -119,7 +119,7 @@ def configure(
         "namespaces": [{"metadata": {"name": name}} for name in namespaces],
         "objects": list(objects),
     }
-    said = json.loads(run([toolbox.binary("promconfig")], text=json.dumps(question)))
+    said = toolbox.ask("promconfig", question)
     return Configuration(said["config"], said["rules"])
 
 

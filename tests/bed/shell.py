@@ -47,6 +47,11 @@ def run(
     return result.stdout
 
 
+def git(*words: object, directory: Path) -> str:
+    """Run git and return stdout, also in a folder that belongs to another user. Raises BedError."""
+    return run(["git", "-c", "safe.directory=*", *words], directory=directory)
+
+
 def wait_until(
     what: str, condition: Callable[[], bool], *, seconds: float, pause: float = 0.05
 ) -> float:

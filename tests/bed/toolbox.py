@@ -10,6 +10,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bed.places import cache
 from bed.shell import BedError, last_lines, run
@@ -109,6 +110,22 @@ def binary(name: str) -> Path:
 def missing(names: tuple[str, ...]) -> list[str]:
     """Those of the tools that the cache does not have."""
     return [name for name in names if _built(name) is None]
+
+
+def unavailable(name: str) -> str | None:
+    """Return why a binary cannot be had here, as the reason of a skipped test; None where it can."""
+    if shutil.which("go") is None and missing((tool_of(name),)):
+        return f"{name} is not built, and there is no `go` to build it."
+    return None
+
+
+def ask(name: str, question: Any, *, timeout: float = 120) -> Any:
+    """Return a binary's answer to one question, both as JSON; built first where the cache does not have it.
+
+    ``timeout``: seconds that the answer may take, without the build. Raises BedError with the binary's words
+    where it ends with another exit code than 0.
+    """
+    return json.loads(run([binary(name)], text=json.dumps(question), timeout=timeout))
 
 
 def build(name: str) -> Path:

@@ -7,6 +7,7 @@ import pytest
 from bed import images, requirements, storage, toolbox
 from bed.api import Api
 from bed.places import node_named
+from bed.shell import BedError
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,31 @@ def test_a_tool_is_known_by_its_own_name_and_by_its_programs() -> None:
     assert toolbox.tool_of("kubectl") == toolbox.tool_of("kubernetes") == "kubernetes"
     with pytest.raises(ValueError, match="ruby: no tool of the bed"):
         toolbox.tool_of("ruby")
+
+
+def test_a_program_is_asked_in_json_and_its_words_are_kept_where_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "program"
+    monkeypatch.setattr(toolbox, "binary", lambda name: program)
+    program.write_text("#!/bin/sh\ncat\n")
+    program.chmod(0o755)
+    assert toolbox.ask("lua", {"objects": [1]}) == {"objects": [1]}
+    program.write_text("#!/bin/sh\necho no health script >&2; exit 3\n")
+    with pytest.raises(BedError, match=r"exit code 3\.\nno health script"):
+        toolbox.ask("lua", {})
+
+
+def test_a_program_is_unavailable_only_where_it_is_neither_built_nor_can_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(toolbox.shutil, "which", lambda name: None)
+    monkeypatch.setattr(toolbox, "_built", lambda name: None)
+    assert toolbox.unavailable("argosync") == (
+        "argosync is not built, and there is no `go` to build it."
+    )
+    monkeypatch.setattr(toolbox, "_built", Path)
+    assert toolbox.unavailable("argosync") is None
 
 
 @pytest.mark.parametrize("name", toolbox.TOOLS)

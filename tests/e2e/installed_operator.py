@@ -128,6 +128,11 @@ class Operator:
         """After it was killed or upgraded."""
         wait_for(self.is_ready, "the operator's readiness")
 
+    def wait_for_rollout(self) -> None:
+        """After an upgrade or a rollback by somebody who did not wait."""
+        self.kubectl("rollout", "status", "deployment", "-l", SELECTOR, "--timeout=200s")
+        self.wait_until_ready()
+
     def kill(self, faults: Any) -> None:
         """SIGKILL, and a new one as soon as there can be: a container that is killed often is restarted ever
         later."""

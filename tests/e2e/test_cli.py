@@ -15,6 +15,8 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from cluster_runs import RESOURCE, Runs, make_manifest, wait_for
+from cluster_shell import Shell
+from pages import read_blocks
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 EVERGRAD = Path(sys.executable).with_name("evergrad")
@@ -93,6 +95,19 @@ def test_a_run_is_submitted_followed_and_looked_at_to_its_end(runs: Runs, cli: C
     assert cli.ask("submit", file)["result"] == "unchanged"
     assert "never trains again" in cli.call("restart", "whole", code=64).stderr
     assert "has failed" not in cli.call("wait", "whole", "--for", "failed", code=70).stderr
+
+
+@pytest.mark.long
+def test_the_first_command_of_the_page_submits_a_run_and_watches_it_to_its_end(
+    runs: Runs, tmp_path: Path
+) -> None:
+    (tmp_path / "trainingrun.yaml").write_text(json.dumps(make_manifest("watched", steps=60)))
+    _, submit, *_ = read_blocks("docs/cluster-cli.md")
+    shell = Shell(runs.cluster, tmp_path, namespace=runs.namespace)
+    run = runs.adopt("watched")
+    printed = shell.run(submit, folder=tmp_path)
+    assert "trainingrun/watched is complete" in printed
+    assert run.status()["phase"] == "Complete"
 
 
 def test_suspend_resume_and_restart_wait_for_their_effect(runs: Runs, cli: Cli) -> None:

@@ -4,11 +4,14 @@ Training never notices.
 """
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster_runs import ENDLESS, RESOURCE, Reference, Run, Runs, wait_for
+from cluster_shell import Shell
 from operator_watch import API_AWAY
+from pages import read_commands
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
@@ -62,6 +65,23 @@ def test_09_an_operator_killed_while_it_makes_a_run_leaves_the_same_children(
 
 
 # An API server that is away for longer than the operator's lease is good for ends the operator.
+@pytest.mark.long
+@pytest.mark.operator_ends
+def test_the_page_of_its_alert_shows_the_lease_and_the_last_words_of_an_operator_that_ended(
+    cluster: Any, operator: Any, faults: Any, tmp_path: Path
+) -> None:
+    pod = operator.pod()["metadata"]["name"]
+    before = operator.restarts()[pod]
+    faults.kill_container(operator.namespace, pod)
+    wait_for(lambda: operator.restarts().get(pod, 0) > before, "the container's restart")
+    operator.wait_until_ready()
+    shell = Shell(cluster, tmp_path)
+    look, logs = read_commands("docs/runbooks/TrainingOperatorDown.md")
+    shown = shell.run(look)
+    assert f"pod/{pod}" in shown and "lease.coordination.k8s.io/evergrad" in shown
+    assert shell.run(logs).strip()
+
+
 @pytest.mark.operator_ends
 @pytest.mark.operator_errors("ends: ", API_AWAY)
 def test_11_a_restarted_api_server_and_etcd_are_not_noticed(

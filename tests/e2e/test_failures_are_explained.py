@@ -2,12 +2,16 @@
 a storm."""
 
 import json
+import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster_runs import RESOURCE, Run, Runs, wait_for
+from cluster_shell import Shell
+from pages import read_commands
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
@@ -43,6 +47,22 @@ def expect_waiting(run: Run, reason: str, *words: str) -> None:
     assert len(run.pods()) <= max(pods, 2)
 
 
+@pytest.fixture
+def shell(runs: Runs, tmp_path: Path) -> Shell:
+    """In no namespace of its own: pages of alerts name it in each command."""
+    return Shell(runs.cluster, tmp_path)
+
+
+def play_runbook(shell: Shell, page: str, run: Run) -> str:
+    """What the commands of a page of an alert show of this run, each of which has to name it."""
+    shown = []
+    for command in read_commands(page):
+        command = command.replace("NAMESPACE", run.runs.namespace)
+        shown.append(shell.run(re.sub(r"\bRUN\b", run.name, command)))
+        assert run.name in shown[-1], command
+    return "\n".join(shown)
+
+
 def count_pods_ever(runs: Runs, run: Run) -> int:
     """Number of pods of the run that were ever made, by their events."""
     events = runs.list("events")
@@ -54,11 +74,15 @@ def count_pods_ever(runs: Runs, run: Run) -> int:
     return len({name for name in names if name.startswith(f"{run.name}-")})
 
 
-def test_12_a_wrong_data_path_fails_at_once_and_names_the_field(runs: Runs) -> None:
+def test_12_a_wrong_data_path_fails_at_once_and_names_the_field(
+    runs: Runs, shell: Shell
+) -> None:
     sources = [{"name": "docs", "type": "jsonl", "path": "/documents/nowhere.jsonl"}]
     run = runs.start("wrong-path", steps=20, training={"data": {"sources": sources}})
     expect_failed(run, "UserError", "/documents/nowhere.jsonl")
     assert len(run.pods()) <= 2, "a wrong configuration was tried again"
+    shown = play_runbook(shell, "docs/runbooks/TrainingRunFailed.md", run)
+    assert "/documents/nowhere.jsonl" in shown
 
 
 def test_12_a_wrong_shape_fails_at_once_and_says_what_fits(runs: Runs) -> None:
@@ -74,7 +98,7 @@ def test_12_a_wrong_shape_fails_at_once_and_says_what_fits(runs: Runs) -> None:
     assert len(run.pods()) <= 2
 
 
-def test_12_out_of_memory_ends_after_its_budget_and_says_so(runs: Runs) -> None:
+def test_12_out_of_memory_ends_after_its_budget_and_says_so(runs: Runs, shell: Shell) -> None:
     run = runs.start(
         "small-memory",
         steps=20,
@@ -84,6 +108,8 @@ def test_12_out_of_memory_ends_after_its_budget_and_says_so(runs: Runs) -> None:
     )
     expect_failed(run, "OutOfMemory", "150Mi", "memory")
     assert count_pods_ever(runs, run) <= 5
+    shown = play_runbook(shell, "docs/runbooks/TrainingRunRestartStorm.md", run)
+    assert "OutOfMemory" in shown
 
 
 def test_12_an_image_that_does_not_exist_is_waited_for_with_a_reason(runs: Runs) -> None:
@@ -109,9 +135,13 @@ def test_12_an_exceeded_quota_is_waited_for_and_trains_when_there_is_room(runs: 
     run.wait_for_phase("Complete", seconds=600)
 
 
-def test_12_no_node_that_fits_is_waited_for_with_the_schedulers_words(runs: Runs) -> None:
+def test_12_no_node_that_fits_is_waited_for_with_the_schedulers_words(
+    runs: Runs, shell: Shell
+) -> None:
     run = runs.start("unschedulable", steps=20, template={"nodeSelector": {"no-such": "label"}})
     expect_waiting(run, "Unschedulable", "node affinity/selector")
+    shown = play_runbook(shell, "docs/runbooks/TrainingRunNotStarting.md", run)
+    assert "node affinity/selector" in shown
 
 
 def test_12_a_missing_volume_is_waited_for_by_name(runs: Runs) -> None:

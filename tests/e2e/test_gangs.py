@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from bed.coscheduling import GROUPS, SCHEDULER, Coscheduling
 from cluster_runs import ENDLESS, GROUP, RESOURCE, Run, Runs, wait_for
+from cluster_shell import Shell
+from pages import read_commands
 
 pytestmark = [
     pytest.mark.long,
@@ -14,21 +16,25 @@ pytestmark = [
     pytest.mark.operator_ends,
     pytest.mark.timeout(1200),
 ]
-SETTINGS = ("runs.gang=coscheduling", f"runs.schedulerName={SCHEDULER}")
 PLACE = "example.com/place"
 """A made-up device, of which the hosts have just so many as a test needs."""
 
 
 @pytest.fixture(scope="module")
-def scheduler(cluster: Any, operator: Any) -> Iterator[Coscheduling]:
-    """The gang scheduler, and an operator that places runs by it."""
+def scheduler(
+    cluster: Any, operator: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Coscheduling]:
+    """The gang scheduler, and an operator that places runs by it, as the page on queues makes it."""
     if not cluster.is_bed:
         pytest.skip("the gang scheduler is started beside the bed only.")
     one = Coscheduling(cluster.api)
     try:
         one.bring_type()
         one.start()
-        operator.upgrade(settings=SETTINGS)
+        shell = Shell(cluster, tmp_path_factory.mktemp("shell"))
+        [command] = read_commands("docs/queues.md", "## Gangs without a queue")
+        shell.run(command)
+        operator.wait_for_rollout()
         yield one
     finally:
         operator.upgrade()

@@ -2,9 +2,9 @@
 what is edited in Git changes while it trains."""
 
 import json
-import subprocess
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +20,8 @@ from cluster_runs import (
     make_manifest,
     wait_for,
 )
+from cluster_shell import Shell
+from pages import read_commands
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 HEALTH = "examples/gitops/argocd/resource_customizations/evergrad.dev/TrainingRun/health.lua"
@@ -213,8 +215,6 @@ def test_an_edit_of_the_recipe_is_refused_with_its_field_and_changes_nothing(
 def test_argo_cds_engine_trains_one_wave_after_the_other_and_prunes_what_git_has_no_more(
     runs: Runs, cluster: Any
 ) -> None:
-    program = toolbox.build("argolua") / "argosync"
-
     def make_file(name: str, *, wave: int) -> dict[str, Any]:
         manifest = make_manifest(name, steps=20)
         manifest["metadata"] |= {
@@ -234,16 +234,8 @@ def test_argo_cds_engine_trains_one_wave_after_the_other_and_prunes_what_git_has
             "seconds": 900,
             "objects": files,
         }
-        done = subprocess.run(
-            [program],
-            input=json.dumps(question),
-            capture_output=True,
-            text=True,
-            timeout=1000,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return {one["name"]: one["status"] for one in json.loads(done.stdout)}
+        answers = toolbox.ask("argosync", question, timeout=1000)
+        return {one["name"]: one["status"] for one in answers}
 
     first, second = (
         make_file(name, wave=wave) for wave, name in enumerate(("first", "second"))
@@ -263,3 +255,40 @@ def test_argo_cds_engine_trains_one_wave_after_the_other_and_prunes_what_git_has
     assert sync(first)["second"] == "Pruned"
     wait_for(lambda: runs.get("trainingruns", "second") is None, "the run's end")
     assert runs.get("persistentvolumeclaims", "second") is not None
+
+
+def test_the_scripts_for_argo_cd_are_applied_beside_what_its_config_map_has(
+    cluster: Any, tmp_path: Path
+) -> None:
+    if not cluster.is_bed:
+        pytest.skip("makes and deletes the namespace argocd, which another cluster may have.")
+    shell = Shell(cluster, tmp_path)
+    [apply] = read_commands("docs/gitops.md")
+    shell.run("kubectl create namespace argocd")
+    try:
+        shell.run("kubectl create configmap argocd-cm -n argocd --from-literal=url=https://cd")
+        assert "serverside-applied" in shell.run(apply)
+        data = json.loads(shell.run("kubectl get configmap argocd-cm -n argocd -o json"))[
+            "data"
+        ]
+    finally:
+        shell.run("kubectl delete namespace argocd --wait=false")
+    assert data["url"] == "https://cd"
+    script = data["resource.customizations.health.evergrad.dev_TrainingRun"]
+    assert script == (ROOT / HEALTH).read_text("utf-8")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2400)
+def test_the_experiments_of_the_example_are_complete_without_git_as_its_page_says(
+    runs: Runs, tmp_path: Path
+) -> None:
+    shell = Shell(runs.cluster, tmp_path, namespace=runs.namespace)
+    *applied, wait = read_commands("examples/gitops/README.md")
+    for command in applied:
+        shell.run(command)
+    names = [one["metadata"]["name"] for one in runs.list("trainingruns")]
+    for name in names:
+        runs.adopt(name)
+    assert len(names) == 7, names
+    assert shell.run(wait, seconds=2000).count("condition met") == 7

@@ -269,6 +269,24 @@ def test_an_image_says_what_it_is(
     assert labels["version"] == product_images.version()
 
 
+@pytest.mark.long
+def test_another_commit_changes_what_an_image_says_and_none_of_its_layers(
+    operator_image: str,
+) -> None:
+    before = described(operator_image)
+    first = before["Config"]["Labels"][product_images.REVISION_LABEL]
+    product_images.ensure(("operator",), is_loaded=False, revision="0123abc")
+    stamped = described(operator_image)
+    assert stamped["Config"]["Labels"][product_images.REVISION_LABEL] == "0123abc"
+    assert "EVERGRAD_REVISION=0123abc" in stamped["Config"]["Env"]
+    assert stamped["RootFS"]["Layers"] == before["RootFS"]["Layers"]
+    # Tests take what is there, of any commit; the next ones find the image as it was.
+    product_images.ensure(("operator",), is_loaded=False)
+    assert described(operator_image)["Id"] == stamped["Id"]
+    product_images.ensure(("operator",), is_loaded=False, revision=first)
+    assert described(operator_image)["Config"] == before["Config"]
+
+
 def test_a_second_build_of_the_same_does_nothing(
     built: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,6 +22,12 @@ QUOTA_SECONDS = 10.0
 """Longest time between the end of what held quota and its return, by the cluster's own times."""
 NODE = 100
 """Processor time of a node, in thousandths, which is what the queue counts."""
+PLACE = "example.com/place"
+"""A made-up device, of which a host has as many as it has room for nodes."""
+RACK = "example.com/rack"
+"""Label of hosts that is a level of the topology."""
+RACKS = {"n1": 1, "n2": 2}
+"""Host, alone in the rack of its name → nodes for which it has room."""
 
 
 @dataclass
@@ -36,8 +42,9 @@ class Queue:
         """Name of its LocalQueue and of its ClusterQueue."""
         return self.runs.namespace
 
-    def create(self, *, nodes: int) -> None:
-        """A queue with room for so many nodes."""
+    def create(self, *, nodes: int, levels: tuple[str, ...] = ()) -> None:
+        """A queue with room for so many nodes. ``levels``: labels of hosts that are a topology, in which each
+        node takes a PLACE."""
         self.runs.kubectl(
             "label", "--overwrite", "namespace", self.runs.namespace, f"{NAMESPACES}=true"
         )
@@ -45,11 +52,21 @@ class Queue:
             {"name": "cpu", "nominalQuota": f"{nodes * NODE}m"},
             {"name": "memory", "nominalQuota": "64Gi"},
         ]
+        flavor, spec = "default", {}
+        if levels:
+            resources.append({"name": PLACE, "nominalQuota": str(nodes)})
+            flavor = self.name
+            # Kueue wants a label of hosts beside a topology: this one all of them have.
+            spec = {
+                "spec": {"nodeLabels": {"kubernetes.io/os": "linux"}, "topologyName": self.name}
+            }
+            topology = {"spec": {"levels": [{"nodeLabel": level} for level in levels]}}
+            self._apply("Topology", self.name, topology)
         group = {
-            "coveredResources": ["cpu", "memory"],
-            "flavors": [{"name": "default", "resources": resources}],
+            "coveredResources": [one["name"] for one in resources],
+            "flavors": [{"name": flavor, "resources": resources}],
         }
-        self._apply("ResourceFlavor", "default", {})
+        self._apply("ResourceFlavor", flavor, spec)
         self._apply(
             "ClusterQueue",
             self.name,
@@ -166,6 +183,39 @@ def queue(manager: Kueue, runs: Runs) -> Iterator[Queue]:
         yield one
     finally:
         one.remove()
+
+
+@pytest.fixture
+def racks(manager: Kueue, runs: Runs, faults: Any) -> Iterator[Queue]:
+    """A queue whose quota is larger than what the hosts of its topology have room for."""
+    one = Queue(runs, manager)
+    for host, places in RACKS.items():
+        faults.set_gpus(host, places, resource=PLACE)
+        runs.kubectl("label", "--overwrite", "node", host, f"{RACK}={host}")
+    one.create(nodes=5, levels=(RACK, "kubernetes.io/hostname"))
+    try:
+        yield one
+    finally:
+        one.remove()
+        for kind in ("resourceflavors.kueue.x-k8s.io", "topologies.kueue.x-k8s.io"):
+            runs.kubectl("delete", kind, one.name, "--wait=false", check=False)
+        for host in RACKS:
+            runs.kubectl("label", "node", host, f"{RACK}-")
+
+
+def start_in_one_rack(queue: Queue, name: str, *, nodes: tuple[int, int]) -> Run:
+    """A run that asks for a rack as the page on queues says."""
+    return queue.start(
+        name,
+        nodes=nodes,
+        resources={"requests": {PLACE: "1"}, "limits": {PLACE: "1"}},
+        template={"annotations": {"kueue.x-k8s.io/podset-required-topology": RACK}},
+    )
+
+
+def hosts(run: Run) -> dict[int, str]:
+    """Index of each node → its host."""
+    return {index: pod["spec"]["nodeName"] for index, pod in run.live_pods().items()}
 
 
 def train(run: Run, *, steps: int = 10) -> None:
@@ -510,3 +560,35 @@ def test_a_run_without_a_queue_says_which_label_to_set_and_goes_on_with_it(
         wait_for(
             lambda: not run.runs.list("pods", f"{GROUP}/run={run.name}"), "all the pods' end"
         )
+
+
+def test_a_gang_that_asks_for_a_topology_gets_one_rack_or_waits_for_one(racks: Queue) -> None:
+    first = start_in_one_rack(racks, "first", nodes=(2, 3))
+    first.wait_for_pods(0, 1, 2, seconds=600)
+    first.wait_for_world(3)
+    # Spread over the hosts, the two would have trained as well; the node above the minimum takes what is left.
+    assert hosts(first) == {0: "n2", 1: "n2", 2: "n1"}
+
+    # There is quota for two more, and no rack with room for both.
+    first.runs.kubectl(
+        *("patch", RESOURCE, "first", "--type=merge"),
+        *("--patch", json.dumps({"spec": {"nodes": {"max": 2}}})),
+    )
+    first.wait_for_pods(0, 1)
+    second = start_in_one_rack(racks, "second", nodes=(2, 2))
+    wait_until_queued(second, racks)
+    first.runs.kubectl("delete", RESOURCE, "first", "--wait=false")
+    second.wait_for_pods(0, 1, seconds=600)
+    train(second)
+    assert hosts(second) == {0: "n2", 1: "n2"}
+
+
+def test_a_lost_node_of_a_gang_comes_back_to_its_rack(racks: Queue) -> None:
+    run = start_in_one_rack(racks, "lost", nodes=(2, 2))
+    run.wait_for_pods(0, 1, seconds=600)
+    run.wait_for_world(2)
+    run.runs.kubectl("delete", "pod", f"{run.name}-0-0", "--wait=false")
+    run.wait_for_attempt(0, 1, seconds=600)
+    run.wait_for_world(2)
+    train(run)
+    assert hosts(run) == {0: "n2", 1: "n2"}

@@ -3,24 +3,13 @@
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 1800
-
-
-def commands_of(readme: Path) -> str:
-    """All shell blocks of a README, as one script that stops at the first failure."""
-    return "set -e\n" + "\n".join(
-        re.findall(r"```sh\n(.*?)```", readme.read_text("utf-8"), re.DOTALL)
-    )
+from pages import ROOT, SECONDS, make_environment, read_blocks
 
 
 @pytest.mark.long
@@ -33,12 +22,12 @@ def test_the_elastic_walk_runs_as_written_and_ends_with_equal_bits(tmp_path: Pat
         manifest.read_text("utf-8").replace("horizon: {steps: 120}", "horizon: {steps: 80}"),
         "utf-8",
     )
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    script = commands_of(ROOT / "examples/elastic/README.md")
+    # One script, in a session of its own, that stops at the first failure.
+    script = "\n".join(["set -e", *read_blocks("examples/elastic/README.md")])
     process = subprocess.Popen(
         ["bash", "-c", script],
         cwd=tmp_path,
-        env=environment,
+        env=make_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

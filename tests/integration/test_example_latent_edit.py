@@ -1,38 +1,19 @@
 """The walk through examples/latent-edit: its commands do what its words say."""
 
 import json
-import os
-import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 1800
+from pages import ROOT, SECONDS, play, read_blocks
 
 
 @pytest.mark.long
 @pytest.mark.timeout(SECONDS + 20)
 def test_the_walk_of_edits_runs_as_written(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    readme = (ROOT / "examples/latent-edit/README.md").read_text("utf-8")
-    script = "set -e\n" + "\n".join(re.findall(r"```sh\n(.*?)```", readme, re.DOTALL))
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", "-c", script],
-        cwd=tmp_path,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-8000:]
-    assert "placed/train.jsonl: has " in done.stdout, "another corpus was refused"
+    printed = play("\n".join(read_blocks("examples/latent-edit/README.md")), tmp_path)
+    assert "placed/train.jsonl: has " in printed, "another corpus was refused"
 
     def rows(run: str, name: str) -> list[dict[str, object]]:
         text = (tmp_path / "runs" / run / name).read_text("utf-8")

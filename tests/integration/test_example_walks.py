@@ -2,42 +2,13 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 1800
-_BLOCK = re.compile(r"```sh\n(.*?)```", re.DOTALL)
-
-
-def play(folder: Path, script: str) -> str:
-    """Run ``script`` in ``folder`` up to its first failure, and return what it prints."""
-    environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        ["bash", "-c", f"set -e\n{script}"],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-8000:]
-    return done.stdout
-
-
-def read_blocks(example: str) -> list[str]:
-    return _BLOCK.findall((ROOT / f"examples/{example}/README.md").read_text("utf-8"))
+from pages import ROOT, SECONDS, play, read_blocks
 
 
 @pytest.fixture
@@ -51,7 +22,7 @@ def copy(tmp_path: Path) -> Path:
 @pytest.mark.long
 @pytest.mark.timeout(SECONDS + 20)
 def test_the_walk_of_an_own_task_runs_as_written(copy: Path) -> None:
-    printed = play(copy, "\n".join(read_blocks("custom")))
+    printed = play("\n".join(read_blocks("examples/custom/README.md")), copy)
     assert '"name":"average"' in printed
     assert (copy / "runs/averaged/complete.json").is_file()
 
@@ -59,7 +30,7 @@ def test_the_walk_of_an_own_task_runs_as_written(copy: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(SECONDS + 20)
 def test_the_walk_of_rows_runs_as_written(copy: Path) -> None:
-    printed = play(copy, "\n".join(read_blocks("sft")))
+    printed = play("\n".join(read_blocks("examples/sft/README.md")), copy)
     assert "heldOut-generated" in printed and '"exact_match"' in printed
     assert (copy / "runs/letters-sft/complete.json").is_file()
 
@@ -70,21 +41,66 @@ def test_the_walk_of_pythons_documentation_runs_as_written_but_for_its_kill(
     copy: Path,
 ) -> None:
     # Fewer steps than a reader would want to watch.
-    manifest = copy / "examples/pydoc/trainingrun.yaml"
-    text = manifest.read_text("utf-8")
-    assert "steps: 300" in text
-    manifest.write_text(text.replace("steps: 300", "steps: 30"), "utf-8")
-    # `make run` is the second block in other words. The kill would end every such run of the machine.
-    blocks = [block for block in read_blocks("pydoc") if not block.startswith(("make", "kill"))]
-    script = "\n".join(blocks).replace("horizon.steps=400", "horizon.steps=40")
+    replace(copy / "examples/pydoc/trainingrun.yaml", "steps: 300", "steps: 30")
+    # `make run` is the second block in other words; the kill is the next test's.
+    make, train, kill, *others = read_blocks("examples/pydoc/README.md")
+    assert make.startswith("make run") and kill.startswith("kill -9 ")
     # Sums of two nodes and of one are rounded differently: the comparison may find a step that differs.
+    script = "\n".join([train, *others]).replace("horizon.steps=400", "horizon.steps=40")
     compared = "evergrad compare-runs runs/pydoc-lm runs/undisturbed"
     assert compared in script
-    play(copy, script.replace(compared, f"{compared} || [ $? = 1 ]"))
-    rows = (copy / "runs/pydoc-lm/metrics.jsonl").read_text("utf-8").splitlines()
-    assert json.loads(rows[-1])["step"] == 40
+    play(script.replace(compared, f"{compared} || [ $? = 1 ]"), copy)
+    assert read_rows(copy)[-1]["step"] == 40
     assert (copy / "runs/pydoc-lm/report.html").is_file()
     assert list((copy / "runs/exported").glob("*.safetensors"))
+
+
+def replace(manifest: Path, old: str, new: str) -> None:
+    text = manifest.read_text("utf-8")
+    assert text.count(old) == 1
+    manifest.write_text(text.replace(old, new), "utf-8")
+
+
+def read_rows(copy: Path) -> list[dict[str, Any]]:
+    text = (copy / "runs/pydoc-lm/metrics.jsonl").read_text("utf-8")
+    # A line that was cut by a kill is none.
+    return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(SECONDS + 20)
+def test_a_run_that_is_killed_as_the_page_says_goes_on_after_its_newest_checkpoint(
+    copy: Path,
+) -> None:
+    # The page's pgrep finds such runs of the whole machine. In a namespace of processes there are no others.
+    alone = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    alone += [] if os.geteuid() == 0 else ["--map-root-user"]
+    if subprocess.run([*alone, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("this user can make no namespace of processes.")
+    # Its first checkpoint comes long before its end, on a quick machine too.
+    manifest = copy / "examples/pydoc/trainingrun.yaml"
+    replace(manifest, "checkpoint: {every: {steps: 50}", "checkpoint: {every: {steps: 10}")
+    _, train, kill, *_ = read_blocks("examples/pydoc/README.md")
+    write, run = train.splitlines()
+
+    # In a file, so that no shell has among its words what pgrep looks for.
+    saved = "runs/pydoc-lm/checkpoints/step-10"
+    (copy / "rude.sh").write_text(
+        f"{write}\n{run} &\nuntil [ -d {saved} ]; do kill -0 $!; sleep 0.05; done\n"
+        f"{kill}wait $! || [ $? = 137 ]\n",
+        "utf-8",
+    )
+    play(f"{' '.join(alone)} bash -e rude.sh", copy)
+    assert not (copy / "runs/pydoc-lm/complete.json").exists()
+    before = read_rows(copy)
+
+    play(run, copy)
+    again = [row for row in read_rows(copy) if row["generation"] > before[-1]["generation"]]
+    assert again[0]["step"] > 10 and again[0]["step"] % 10 == 1 and again[-1]["step"] == 300
+    # Steps that are trained twice take the same samples.
+    hashes = {row["step"]: row["sample_hash"] for row in before}
+    repeated = [row for row in again if row["step"] in hashes]
+    assert all(row["sample_hash"] == hashes[row["step"]] for row in repeated)
 
 
 def test_the_commands_that_write_documents_run_as_written(copy: Path) -> None:
@@ -94,6 +110,6 @@ def test_the_commands_that_write_documents_run_as_written(copy: Path) -> None:
     ):
         (copy / name).mkdir()
         (copy / name / "part.jsonl").write_text(json.dumps(line) + "\n", "utf-8")
-    play(copy, "\n".join(read_blocks("documents")))
+    play("\n".join(read_blocks("examples/documents/README.md")), copy)
     assert len((copy / "computed.jsonl").read_text("utf-8").splitlines()) == 4
     assert (copy / "assay.jsonl").read_text("utf-8")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from elastic_helpers import STEPS, Cluster, elastic_recipe, fault, train_undisturbed
+from pages import play, read_blocks
 from run_helpers import (
     DONE,
     MODEL,
@@ -92,6 +93,18 @@ def test_a_run_of_adapters_that_was_killed_goes_on_to_the_same_bits(
     adapted.run(directory="killed", expect=-9, faults=[killed])
     adapted.run(directory="killed")
     assert_equal(adapted, adapted.at("killed"))
+
+
+@pytest.mark.long
+def test_the_commands_of_the_page_export_a_whole_model_and_the_adapters_alone(
+    adapted: Experiment, tmp_path: Path
+) -> None:
+    _, export = read_blocks("docs/adapters.md")
+    play(export.replace("runs/tuned", str(adapted.at("undisturbed"))), tmp_path)
+    assert (tmp_path / "tuned/config.json").is_file()
+    assert not (tmp_path / "tuned/adapter_config.json").exists()
+    files = {path.name for path in (tmp_path / "adapter").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= files
 
 
 @pytest.mark.long

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from coordinator_processes import Coordinator
+from pages import make_environment, play, read_blocks
 from run_helpers import metric_rows, recipe
 
 EVERGRAD = Path(sys.executable).with_name("evergrad")
@@ -120,6 +121,26 @@ def test_nodes_of_a_script_write_its_run_directory_and_begin_nothing_that_is_com
     )
     out, _ = late.communicate(timeout=60)
     assert (late.returncode, "is complete" in out) == (0, True)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_node_is_added_by_hand_as_the_page_on_elastic_runs_says(
+    experiment: Any, tmp_path: Path
+) -> None:
+    experiment.write(recipe(horizon={"steps": 2}))
+    (experiment.path / "tiny.yaml").rename(experiment.path / "trainingrun.yaml")
+    [block] = read_blocks("docs/elastic.md")
+    coordinator = Coordinator(tmp_path, "--start-wait", "0.1", run="tiny", most=1)
+    try:
+        address = f"127.0.0.1:{coordinator.wait_until_listening().port}"
+        command = block.replace("HOST:PORT", address).replace("FILE", str(tmp_path / "token"))
+        environment = make_environment(GLOO_SOCKET_IFNAME="lo")
+        play(command, experiment.path, environment=environment, seconds=200)
+    finally:
+        coordinator.end()
+    rows = metric_rows(experiment.path / "runs/docs-lm")
+    assert [row["step"] for row in rows] == [1, 2]
 
 
 @pytest.mark.timeout(600)

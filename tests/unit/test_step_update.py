@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from evergrad_manifest.training import Optimizer, Schedule
-from evergrad_trainer import torch_private
+from evergrad_trainer import device_memory, torch_private
 from evergrad_trainer.data.batch import Batch, Stage
 from evergrad_trainer.data.order import SampleId
 from evergrad_trainer.data.prefetch import Prefetcher
@@ -261,6 +261,20 @@ def test_a_slot_is_over_when_its_device_has_run_it_not_when_it_was_launched(
     stepper.heartbeat = diary
     stepper.run(3, world(), QUIET)
     assert diary.entries == ["slot 0", "slot 1", "slot 2", "slot 3", "computed", "rest"]
+
+
+def test_the_memory_of_the_device_is_reported_after_each_step_to_whoever_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = (3, 5, 4)
+    monkeypatch.setattr(device_memory, "read_device_memory", lambda device: sizes)
+    stepper = make_stepper(Model())
+    stepper.run(1, world(), QUIET)
+    held: list[tuple[int, int, int]] = []
+    stepper.on_memory = held.append
+    for step in (2, 3):
+        stepper.run(step, world(), QUIET)
+    assert held == [sizes, sizes]
 
 
 class Diary(torch_private.TorchDispatchMode):

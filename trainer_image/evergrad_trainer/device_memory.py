@@ -23,22 +23,7 @@ def read_device_memory(device: torch.device) -> Sizes | None:
     )
 
 
-class DeviceMemory:
-    """Passes the sizes on to whoever watches this process; where nobody does, nothing is read."""
-
-    def __init__(self) -> None:
-        self._on_read: Callable[[Sizes], None] | None = None
-
-    def report_to(self, on_read: Callable[[Sizes], None]) -> None:
-        """Call ``on_read`` with the sizes after each step, in the thread that trains."""
-        self._on_read = on_read
-
-    def note(self, device: torch.device) -> None:
-        """A step on ``device`` is over."""
-        if self._on_read is None:
-            return
-        if (sizes := read_device_memory(device)) is not None:
-            self._on_read(sizes)
-
-
-DEVICE_MEMORY = DeviceMemory()
+def report_device_memory(device: torch.device, on_read: Callable[[Sizes], None] | None) -> None:
+    """Call ``on_read`` with the sizes where ``device`` has an account; nothing is read for nobody."""
+    if on_read is not None and (sizes := read_device_memory(device)) is not None:
+        on_read(sizes)

@@ -45,7 +45,7 @@ class MissingClientError(ClusterInputError):
 
     def __init__(self) -> None:
         why = "commands for a cluster need it; training does not"
-        remedy = "Install it, in a clone of Evergrad: pip install ./coordinator './trainer_image[cluster]'"
+        remedy = "Install it, in a clone of Evergrad: pip install ./coordinator ./manifest './cli[cluster]'"
         super().__init__(Problem("", "the Kubernetes client is not installed", why, remedy))
 
 

@@ -146,7 +146,7 @@ def test_without_the_client_the_message_says_how_to_install_it(tmp_path: Path) -
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
     )
     assert result.returncode == 64
-    assert "pip install ./coordinator './trainer_image[cluster]'" in result.stderr
+    assert "pip install ./coordinator ./manifest './cli[cluster]'" in result.stderr
 
 
 def test_a_long_list_is_read_page_by_page(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pages import make_environment, play, read_commands
 
 from evergrad_cli.cluster.unused import find_old_runs, find_unused_claims
 from evergrad_cli.leftovers import find_leftovers
@@ -284,6 +285,22 @@ def test_a_folder_of_runs_is_pruned_only_with_yes(
     assert left == ["step-4"]
     assert not any((tmp_path / "first" / "checkpoints" / ".trash").iterdir())
     assert len(list((half / "checkpoints").glob("step-*"))) == 4
+
+
+def test_the_commands_of_the_page_list_and_delete_what_it_says_in_its_order(
+    api: Any, tmp_path: Path
+) -> None:
+    serve(api)
+    make_directory(tmp_path / "runs/first")
+    environment = make_environment(KUBECONFIG=api.kubeconfig)
+    shown, deleted = [], []
+    for command in read_commands("docs/pruning.md"):
+        shown.append(play(command, tmp_path, environment=environment))
+        deleted.append([one.path.rpartition("/")[2] for one in api.sent("DELETE")])
+    assert "Nothing was deleted. 1 would be" in shown[0]
+    assert "Nothing was deleted. 2 would be" in shown[1]
+    assert deleted[0] == deleted[1] == [] and sorted(deleted[2]) == ["done", "gone"]
+    assert "Nothing was deleted. 4 would be" in shown[3] and deleted[3] == deleted[2]
 
 
 def test_the_newest_checkpoint_cannot_be_asked_away(

@@ -2,8 +2,6 @@
 
 import json
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -193,9 +191,9 @@ def test_the_size_of_the_definition_is_printed_with_its_limit(
 @pytest.mark.timeout(1800)
 def test_the_rules_cost_less_than_two_thirds_of_what_an_api_server_allows() -> None:
     """As Kubernetes' own code estimates them, which an API server does when the definition is applied."""
-    if shutil.which("go") is None and toolbox.missing(("celcost",)):
-        pytest.skip("celcost is not built, and there is no `go` to build it.")
-    found = ask_for_costs(build_definition())
+    if reason := toolbox.unavailable("celcost"):
+        pytest.skip(reason)
+    found = toolbox.ask("celcost", build_definition())
     print(json.dumps({key: value for key, value in found.items() if key != "rules"}))
     assert len(found["rules"]) >= sum(map(len, RULES.values()))
     assert found["total"] > 0 and found["limitOfAll"] == 100_000_000
@@ -209,25 +207,12 @@ def test_the_rules_cost_less_than_two_thirds_of_what_an_api_server_allows() -> N
         "items": {"type": "string"},
         VALIDATIONS: [{"rule": "self.all(one, self.exists_one(other, other == one))"}],
     }
-    beyond = ask_for_costs(definition)
+    beyond = toolbox.ask("celcost", definition)
     assert beyond["total"] > beyond["limitOfAll"]
     assert {one["path"] for one in beyond["rules"]} == {
         *(one["path"] for one in found["rules"]),
         "spec.words",
     }
-
-
-def ask_for_costs(definition: dict[str, Any]) -> dict[str, Any]:
-    done = subprocess.run(
-        [toolbox.binary("celcost")],
-        input=json.dumps(definition),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout))
 
 
 def test_the_file_is_what_the_builder_says_without_aliases() -> None:

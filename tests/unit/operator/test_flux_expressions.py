@@ -1,8 +1,5 @@
 """The health expressions for Flux: by Flux's own code, on every state of a run."""
 
-import json
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +32,11 @@ def find_check() -> dict[str, Any]:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_flux_waits_for_the_end_of_a_run_and_gives_up_where_a_person_must_act() -> None:
-    if shutil.which("go") is None and toolbox.missing(("fluxhealth",)):
-        pytest.skip("fluxhealth is not built, and there is no `go` to build it.")
+    if reason := toolbox.unavailable("fluxhealth"):
+        pytest.skip(reason)
     samples = make_samples()
     question = {"check": find_check(), "objects": list(samples.values())}
-    done = subprocess.run(
-        [toolbox.binary("fluxhealth")],
-        input=json.dumps(question),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    answers = json.loads(done.stdout)
+    answers = toolbox.ask("fluxhealth", question)
     found = {name: one["status"] for name, one in zip(samples, answers, strict=True)}
     assert [one["error"] for one in answers if one["error"]] == []
     assert {name for name, status in found.items() if status == "Current"} == AT_ITS_END

@@ -2,7 +2,6 @@
 done before the operator has seen it, and only what a person must mend is a failure."""
 
 import itertools
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -69,9 +68,8 @@ def every_status() -> Iterator[tuple[str, dict[str, Any]]]:
 @pytest.fixture(scope="session")
 def kstatus() -> None:
     """The real program; a few seconds where it has to be built."""
-    if shutil.which("go") is None and toolbox.missing(("kstatus",)):
-        pytest.skip("kstatus is not built, and there is no `go` to build it.")
-    toolbox.build("kstatus")
+    if reason := toolbox.unavailable("kstatus"):
+        pytest.skip(reason)
 
 
 def test_a_run_that_no_operator_has_seen_is_in_progress() -> None:

@@ -5,9 +5,6 @@ By the Lua that Argo CD has in it, and in `make test-long` by Argo CD v3.0.0 its
 """
 
 import importlib.util
-import json
-import shutil
-import subprocess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,14 +33,14 @@ def make_scripts() -> ModuleType:
 
 
 @pytest.fixture(scope="module", params=PROGRAMS)
-def program(request: pytest.FixtureRequest) -> Path:
+def program(request: pytest.FixtureRequest) -> str:
     name = str(request.param)
-    if shutil.which("go") is None and toolbox.missing((name,)):
-        pytest.skip(f"{name} is not built, and there is no `go` to build it.")
-    return toolbox.binary(name)
+    if reason := toolbox.unavailable(name):
+        pytest.skip(reason)
+    return name
 
 
-def ask(program: Path, runs: list[Any], *, data: dict[str, str]) -> list[dict[str, Any]]:
+def ask(program: str, runs: list[Any], *, data: dict[str, str]) -> list[dict[str, Any]]:
     """Health, actions by name and what each action would store, of each run; ``data``: of argocd-cm."""
     key = "resource.customizations.{}.evergrad.dev_TrainingRun"
     actions = yaml.safe_load(data[key.format("actions")])
@@ -53,16 +50,7 @@ def ask(program: Path, runs: list[Any], *, data: dict[str, str]) -> list[dict[st
         "actions": {one["name"]: one["action.lua"] for one in actions["definitions"]},
         "objects": runs,
     }
-    done = subprocess.run(
-        [program],
-        input=json.dumps(question),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    answers: list[dict[str, Any]] = json.loads(done.stdout)
+    answers: list[dict[str, Any]] = toolbox.ask(program, question)
     for answer in answers:
         if isinstance(answer["actions"], list):
             listed = {one.pop("name"): one for one in answer["actions"]}
@@ -87,7 +75,7 @@ def test_the_config_map_has_the_scripts_as_they_are(data: dict[str, str]) -> Non
 
 
 def test_argo_cd_shows_each_state_of_a_run_as_its_test_data_say(
-    program: Path, data: dict[str, str]
+    program: str, data: dict[str, str]
 ) -> None:
     tests = load(SCRIPTS / "health_test.yaml")["tests"]
     assert {one["inputPath"] for one in tests} == {
@@ -99,7 +87,7 @@ def test_argo_cd_shows_each_state_of_a_run_as_its_test_data_say(
 
 
 def test_argo_cd_waits_for_a_run_that_has_no_status_at_all(
-    program: Path, data: dict[str, str]
+    program: str, data: dict[str, str]
 ) -> None:
     run = load(SCRIPTS / "testdata/new.yaml")
     del run["status"]
@@ -109,7 +97,7 @@ def test_argo_cd_waits_for_a_run_that_has_no_status_at_all(
 
 
 def test_a_running_run_can_count_as_healthy_with_one_more_line(
-    program: Path, data: dict[str, str]
+    program: str, data: dict[str, str]
 ) -> None:
     lines = [
         line
@@ -132,7 +120,7 @@ def test_a_running_run_can_count_as_healthy_with_one_more_line(
 
 
 def test_argo_cd_offers_what_makes_sense_in_each_state(
-    program: Path, data: dict[str, str]
+    program: str, data: dict[str, str]
 ) -> None:
     tests = load(SCRIPTS / "actions/action_test.yaml")["discoveryTests"]
     runs = [load(SCRIPTS / "actions" / one["inputPath"]) for one in tests]
@@ -142,7 +130,7 @@ def test_argo_cd_offers_what_makes_sense_in_each_state(
 
 
 def test_each_action_changes_the_field_it_is_for_and_nothing_else(
-    program: Path, data: dict[str, str]
+    program: str, data: dict[str, str]
 ) -> None:
     tests = load(SCRIPTS / "actions/action_test.yaml")["actionTests"]
     assert tuple(sorted(one["action"] for one in tests)) == ACTIONS
@@ -153,7 +141,7 @@ def test_each_action_changes_the_field_it_is_for_and_nothing_else(
 
 
 def test_a_second_click_on_restart_before_the_first_had_its_effect_restarts_once(
-    program: Path, data: dict[str, str]
+    program: str, data: dict[str, str]
 ) -> None:
     run = load(SCRIPTS / "testdata/running.yaml")
     [first] = ask(program, [run], data=data)

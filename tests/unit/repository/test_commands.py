@@ -6,15 +6,13 @@ import csv
 import re
 import shlex
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from pages import BLOCK, ROOT
 
 from evergrad_cli.main import build_whole_parser
 
-ROOT = Path(__file__).resolve().parents[3]
 TABLE = ROOT / "docs/commands.csv"
-_BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PAGES = ("*.md", "docs/**/*.md", "examples/*/README.md", "benchmarks/*.md")
 _VARIABLE = re.compile(r"^[A-Z_]+=\S* ")
 
@@ -22,7 +20,7 @@ _VARIABLE = re.compile(r"^[A-Z_]+=\S* ")
 def find_blocks() -> Iterator[tuple[str, str]]:
     """Each page's blocks of commands."""
     for page in sorted({page for pattern in _PAGES for page in ROOT.glob(pattern)}):
-        for block in _BLOCK.findall(page.read_text("utf-8")):
+        for block in BLOCK.findall(page.read_text("utf-8")):
             yield page.relative_to(ROOT).as_posix(), block
 
 

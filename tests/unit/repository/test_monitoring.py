@@ -342,7 +342,9 @@ def test_each_alert_has_a_page_and_each_page_its_alert(root: Path) -> None:
     assert pages == {alert.name for alert in ALERTS} == set(CASES)
     for name in pages:
         text = (root / f"docs/runbooks/{name}.md").read_text("utf-8")
-        assert all(f"\n## {part}\n" in text for part in ("What it means", "Look", "Do")), name
+        assert all(
+            f"\n## {part}\n" in text for part in ("Meaning", "Diagnosis", "Mitigation")
+        ), name
 
 
 def test_the_defaults_of_thresholds_are_those_of_the_chart(root: Path) -> None:

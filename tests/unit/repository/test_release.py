@@ -17,6 +17,7 @@ import pytest
 import yaml
 from bed import toolbox
 from bed.product_images import version
+from pages import play, read_commands
 
 VERSION = version()
 EPOCH = 1_700_000_000
@@ -75,6 +76,15 @@ def test_a_release_holds_wheels_chart_bills_and_checksums_that_hold(made: Path) 
     for name in WHEELS:
         with zipfile.ZipFile(made / name) as archive:
             assert archive.testzip() is None
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_make_a_release_whose_sums_hold(made: Path) -> None:
+    _, make, check = read_commands("docs/releasing.md")
+    # What the fixture has run, with options for another folder and the places of publication.
+    assert make == "make release RELEASE=--without-images"
+    said = play(check, made.parent)
+    assert said.count(": OK\n") == len(list(made.iterdir())) - 1
 
 
 @pytest.mark.slow

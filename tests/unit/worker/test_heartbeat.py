@@ -5,7 +5,7 @@ import multiprocessing
 import pytest
 import torch
 
-from evergrad_trainer.device_memory import DeviceMemory
+from evergrad_trainer.device_memory import report_device_memory
 from evergrad_trainer.worker import heartbeat as heartbeat_module
 from evergrad_trainer.worker.heartbeat import WorkerHeartbeat
 
@@ -68,12 +68,11 @@ def test_memory_is_read_on_devices_with_an_account_and_only_where_somebody_looks
         }
 
     monkeypatch.setattr(torch.cuda, "memory_stats", memory_stats)
-    heartbeat, memory = WorkerHeartbeat(), DeviceMemory()
-    memory.note(torch.device("cuda", 1))
+    heartbeat = WorkerHeartbeat()
+    report_device_memory(torch.device("cuda", 1), None)
     assert asked == []
-    memory.report_to(heartbeat.hold)
-    memory.note(torch.device("cpu"))
+    report_device_memory(torch.device("cpu"), heartbeat.hold)
     assert asked == [] and heartbeat.held_bytes is None
-    memory.note(torch.device("cuda", 1))
+    report_device_memory(torch.device("cuda", 1), heartbeat.hold)
     assert asked == [torch.device("cuda", 1)]
     assert heartbeat.held_bytes == (10, 30, 20)

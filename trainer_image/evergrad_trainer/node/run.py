@@ -19,7 +19,6 @@ from evergrad_coordinator.edge.heartbeat import Heartbeat
 from evergrad_coordinator.protocol import Beat
 from evergrad_manifest.training import Metrics
 from evergrad_trainer import torch_private
-from evergrad_trainer.device_memory import DEVICE_MEMORY
 from evergrad_trainer.node.fresh import FreshWorkers
 from evergrad_trainer.node.log import speaking_as, warn_of_silence
 from evergrad_trainer.node.metrics import NodeMetrics
@@ -206,9 +205,12 @@ def _run_fresh(
 ) -> int:
     """One worker of a typed run whose world lasts as long as itself."""
     gc.disable()  # until its first step is done
-    DEVICE_MEMORY.report_to(heartbeat.hold)
     return run_session(
-        plan, generation=generation, relay=Relay(channel.observe), tell=channel.send
+        plan,
+        generation=generation,
+        relay=Relay(channel.observe),
+        tell=channel.send,
+        on_memory=heartbeat.hold,
     )
 
 

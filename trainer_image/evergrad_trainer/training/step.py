@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from evergrad_manifest.errors import Problem
 from evergrad_trainer import torch_private
 from evergrad_trainer.data.batch import Batch
-from evergrad_trainer.device_memory import DEVICE_MEMORY
+from evergrad_trainer.device_memory import Sizes, report_device_memory
 from evergrad_trainer.errors import PeerLostError
 from evergrad_trainer.models.determinism import raise_if_not_deterministic
 from evergrad_trainer.models.randomness import Purpose, seed_generators
@@ -44,8 +44,9 @@ class Stepper:
     def __init__(self, parts: StepParts, settings: StepSettings) -> None:
         self._parts = parts
         self._settings = settings
-        # Replaced by the worker, whose supervisor looks at it.
+        # Both are replaced by the worker, whose supervisor looks at them.
         self.heartbeat: StepHeartbeat = NoHeartbeat()
+        self.on_memory: Callable[[Sizes], None] | None = None
 
     def run(
         self, step: int, world: World, flags: tuple[bool, ...], *, is_skipped: bool = False
@@ -91,7 +92,7 @@ class Stepper:
         if not is_skipped:
             skipped, problems = self._follow(step, totals, grad_norm, overflow, scale=scale)
         clock.mark("optimizer")
-        DEVICE_MEMORY.note(world.device)
+        report_device_memory(world.device, self.on_memory)
 
         outcome = totals.outcome(
             step,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from evergrad_coordinator.contract import ExitCode
 from evergrad_trainer.bytes_moved import MOVED
 from evergrad_trainer.checkpoint.generations import claim_exactly, claim_generation
-from evergrad_trainer.device_memory import DEVICE_MEMORY
+from evergrad_trainer.device_memory import Sizes
 from evergrad_trainer.distributed import (
     choose_device,
     join_world,
@@ -55,13 +55,15 @@ def run_session(
     generation: int | None = None,
     relay: Observer | None = None,
     tell: Callable[[Failed], object] = lambda words: None,
+    on_memory: Callable[[Sizes], None] | None = None,
 ) -> int:
     """Train in this process as the launcher's rank says; returns the exit code. Wrong input is reported, not
     raised.
 
     ``generation``: the number a coordinator has given this world; without one the next free number is
     claimed. ``relay``: gets rank 0's records in the place of an endpoint of its own. ``tell``: gets the error
-    that ends this process.
+    that ends this process. ``on_memory``: gets the memory of the device after each step, where it has an
+    account.
     """
     signals = StopSignals()
     signals.install()
@@ -73,7 +75,7 @@ def run_session(
         directory.create()
         logs = setup_logging(directory, rank=launch.rank)
         session = open_in_world(plan, directory, signals, generation=generation)
-        code = _live_in_world(session, relay)
+        code = _live_in_world(session, relay, on_memory)
     except Exception as error:  # noqa: BLE001 - the edge of the process: everything becomes a message and an exit code
         failure = report_failure(session, error, rank=launch.rank)
         # Never agreed: the next generation has other processes, which start from a checkpoint and may do
@@ -128,7 +130,9 @@ def open_in_world(
     )
 
 
-def _live_in_world(session: Session, relay: Observer | None) -> int:
+def _live_in_world(
+    session: Session, relay: Observer | None, on_memory: Callable[[Sizes], None] | None
+) -> int:
     """Build for the world that is there, and live in it to the end of the run or of the world."""
     writer = Writer(session, relay=relay)
     if session.world.is_main:
@@ -143,6 +147,7 @@ def _live_in_world(session: Session, relay: Observer | None) -> int:
     life = Life(Held.DIRTY if are_there else Held.FRESH)
     try:
         run = build_run(session, machinery, checkpoints)
+        run.stepper.on_memory = on_memory
         worlds = OnlyWorld(session.world)
         end = Lifecycle(session, machinery, run, worlds=worlds, writer=writer, life=life).live()
         checkpoints.close()
@@ -229,11 +234,10 @@ def _build_alone(
     has_weights = not has_checkpoints(session.directory)
     # First of all: the supervisor takes a start for hung in which nothing is read for too long.
     MOVED.report_to(heartbeat.move)
-    DEVICE_MEMORY.report_to(heartbeat.hold)
     machinery = build_state(session, with_weights=has_weights)
     session.mark("model")
     run = build_run(session, machinery, build_checkpoints(session, machinery))
-    run.stepper.heartbeat = heartbeat
+    run.stepper.heartbeat, run.stepper.on_memory = heartbeat, heartbeat.hold
     run.stepper.warm_up(session.world)
     session.mark("warm_up")
     # The built parts stay. From here on garbage is collected as it comes, not in one go in the middle of a

@@ -1,0 +1,37 @@
+"""A shell in which the cluster of the tests is chosen, as a person has it who plays a page."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from pages import ROOT, make_environment, play
+
+
+class Shell:
+    """Runs commands with kubectl, helm and evergrad on the path and a namespace chosen."""
+
+    def __init__(self, cluster: Any, folder: Path, *, namespace: str = "default") -> None:
+        kubeconfig, programs = folder / "kubeconfig", folder / "bin"
+        shutil.copy(cluster.kubeconfig, kubeconfig)
+        programs.mkdir()
+        for name in ("kubectl", "helm"):
+            (programs / name).symlink_to(getattr(cluster, name))
+        # What these programs know of a server they keep for hours; tests bring kinds and take them away.
+        variables = make_environment(
+            KUBECONFIG=str(kubeconfig), KUBECACHEDIR=str(folder / "kubectl-cache")
+        )
+        self._environment = {**variables, "PATH": f"{programs}:{variables['PATH']}"}
+        self.run(f"kubectl config set-context --current --namespace {namespace}")
+
+    def run(
+        self,
+        command: str,
+        *,
+        codes: tuple[int, ...] = (0,),
+        seconds: float = 700,
+        folder: Path = ROOT,
+    ) -> str:
+        """What a command prints, by default from the repository's root; it ends with one of ``codes``."""
+        return play(
+            command, folder, environment=self._environment, codes=codes, seconds=seconds
+        )
