@@ -176,13 +176,14 @@ def _execute(args: argparse.Namespace, on_progress: OnProgress | None) -> int:
     if args.show_samples or training.recipe not in RECIPES or not training.data.sources:
         from evergrad_trainer.data.shown import show_samples
         from evergrad_trainer.recipes.opening import open_recipe
+        from evergrad_trainer.worker.position import find_other
 
         opened = open_recipe(training, prepared, base_directory, prepared_directory=directory)
         if args.show_samples:
-            stream, tokens = (
-                opened.data.train,
-                load_tokenizer(training.tokenizer, base_directory),
-            )
+            # The first step of a run that has the position of another one is behind that.
+            other = find_other(loaded.run, base_directory)
+            stream = opened.starting_at(other and other.start, training).data.train
+            tokens = load_tokenizer(training.tokenizer, base_directory)
             samples = show_samples(stream, tokens, count=args.show_samples, asked_by=_SHOW)
     if args.json:
         document = {

@@ -119,14 +119,14 @@ class Preference(Pretrain):
         if self.settings.reference is not None:
             path = base / self.settings.reference
             return _Named("spec.training.preference.reference", path)
-        # The weights that a run begins with are not those that ``model`` describes. One that goes on with all
-        # of another run's state goes on beside that run's reference.
+        # The weights that a run begins with are not those that ``model`` describes. One that goes on behind
+        # another run's step goes on beside that run's reference.
         for _ in range(_LONGEST_CHAIN):
             begun = training.init_from
             if begun is None:
                 return None
             path = base / begun.path
-            if begun.load != "everything":
+            if not begun.goes_on:
                 return _Named(_INITIAL_FIELD, path, begun.step)
             # A path is a run's directory, the checkpoints in it, or one of them.
             for folder in (path, *path.absolute().parents[:2]):
