@@ -47,7 +47,7 @@ SECOND = {
         "type": "pieces",
         "pieces": [
             {"until": 6, "ratio": 0.1},
-            {"until": 8, "ratio": 1.0},
+            {"until": 8, "ratio": 1},
             {"until": 14, "ratio": 0.5},
         ],
     },

@@ -172,7 +172,7 @@ class InitFrom(Section):
     """A run directory (its newest valid checkpoint), one checkpoint, or a transformers directory, which has
     weights only."""
     step: Whole | None = Field(default=None, ge=1, le=10**12)
-    """Of a run directory: the checkpoint of this step; default: the newest."""
+    """Step of the checkpoint in a run directory; default: the newest."""
     load: Literal["weights", "optimizer", "position", "everything"] = "weights"
     """``weights``; ``optimizer``: also its state; ``position``: also step and place in each source, in any
     mixture; ``everything``: a resume, in the same data."""

@@ -86,9 +86,7 @@ def test_a_resume_finds_the_places_that_the_run_began_with() -> None:
     assert place_sources(placed, mixture) == placed
 
 
-def test_of_two_sources_with_the_same_items_the_one_that_kept_its_name_goes_on_as_itself() -> (
-    None
-):
+def test_a_source_that_kept_its_name_goes_on_as_itself_beside_one_with_the_same_items() -> None:
     twins = DataStart((Place("one", "A", 0, 5), Place("two", "A", 1, 9)), 3, (), "before")
     assert place_sources(twins, [("two", "A")]).sources == (Place("two", "A", 1, 9),)
     placed = place_sources(twins, [("other", "A"), ("two", "A"), ("third", "A")])
@@ -177,7 +175,7 @@ def test_the_fingerprint_has_the_position_and_is_as_it_was_without_one() -> None
 
 
 def test_the_end_of_a_source_counts_what_it_gave_before() -> None:
-    # In turns from source 0 on. Of its 10 items it has given 7; the other has given all of its 4 already.
+    # In turns from source 0 on, which has given 7 of its 10 items; the other has given all of its 4.
     places = [Place("b", "B", 0, 7), Place("a", "A", 1, 18)]
     mixture = Mixture([10, 4], weights=[1, 1], seed=0, places=places)
     assert exhausted_after(mixture, Fraction(1), "first") == 0

@@ -18,7 +18,7 @@ from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.state.registry import CURSOR, from_extra
 
 FIELD: Final = "spec.training.initFrom"
-NO_POSITION: Final = ("model", "optimizer", "schedule", "ema", "horizon", "runtime")
+_NO_POSITION: Final = ("model", "optimizer", "schedule", "ema", "horizon", "runtime")
 """Sections of a recipe that have no say in which samples a step has."""
 _MIXTURE: Final = ("spec.training.data.sources", "spec.training.data.mixing")
 """Fields that may differ where the position of each source is kept."""
@@ -106,7 +106,7 @@ def position_changes(stored: Mapping[str, Any], own: Mapping[str, Any]) -> list[
     return [
         change
         for change in changed_fields(stored, own)
-        if change[0].split(".")[2].split("[")[0] not in NO_POSITION
+        if change[0].split(".")[2].split("[")[0] not in _NO_POSITION
     ]
 
 
