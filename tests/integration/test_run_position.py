@@ -183,7 +183,10 @@ def test_a_chain_of_runs_takes_up_a_source_that_one_of_them_had_left_out(
 def test_what_has_no_place_in_another_mixture_is_refused(first: Experiment) -> None:
     base = merge(EXACT, SECOND)
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"reproducibility": {"seed": 6}}, "spec.training.reproducibility.seed: 6 here, and 5 in"),
+        (
+            {"reproducibility": {"seed": 6}},
+            "spec.training.reproducibility.seed: 6 here, and 5 in",
+        ),
         (
             {"batching": {"globalBatchSize": 8}},
             "spec.training.batching.globalBatchSize: 8 here, and 4 in",
@@ -208,7 +211,9 @@ def test_what_has_no_place_in_another_mixture_is_refused(first: Experiment) -> N
 
     # A checkpoint alone does not say which sources its position is one of.
     copied = shutil.copytree(first.at() / "checkpoints" / "step-6", first.path / "step-6")
-    first.write(recipe(**merge(base, {"initFrom": {"path": "step-6", "step": None}})), name="copy")
+    first.write(
+        recipe(**merge(base, {"initFrom": {"path": "step-6", "step": None}})), name="copy"
+    )
     refused = first.run(name="copy", expect=USER_ERROR)
     assert "does not lie in the directory of its run" in refused.err
     assert Path(copied).is_dir()

@@ -115,13 +115,10 @@ def test_mixtures_that_begin_elsewhere_are_as_they_are_by_hand(passes: bool) -> 
     """B of 5 items has given 7: it goes on with the third of its second pass, keyed by its old number."""
     places = [Place("b", "B", 1, 7), Place("c", "C", 2, 0)]
     mixture: Order = Mixture([5, 4], weights=[1, 1], seed=3, places=places)
-    turns = [0, 1] * 4
     if passes:
-        # Halves of one place each: the second source comes first.
         mixture = PassMixture([5, 4], counts=[1, 1], seed=3, places=places)
-        turns = [1, 0] * 4
     located = [mixture.locate(position) for position in range(8)]
-    assert [one.source for one in located] == turns
+    assert [one.source for one in located] == [0, 1] * 4
     kept = [(1, 2), (1, 3), (1, 4), (2, 0)]
     assert [one for one in located if one.source == 0] == [
         SampleId(0, epoch, Permutation(seed=3, source=1, epoch=epoch, size=5)(index))
@@ -141,7 +138,7 @@ def test_a_kept_source_gives_exactly_what_follows_and_a_new_one_begins(passes: b
 
     # The old run, had it gone on, would have given these items of B, one after the other.
     read = old.cursor(6)["b"]
-    whole = samples(old, "b", range(1, 200))
+    whole = samples(old, "b", range(1, 400))
     kept = samples(new, "bee", range(7, 30))
     assert kept == whole[read : read + len(kept)] and len(kept) > 20
     # C has a pass over all of its items first.

@@ -232,7 +232,12 @@ def test_a_start_before_the_first_checkpoint_takes_as_much_as_the_run_began_with
 ) -> None:
     fresh = make(load="weights")
     fresh.recorded = {
-        "begunFrom": {"checkpoint": "step-5", "path": "first", "hash": "abc", "load": "position"}
+        "begunFrom": {
+            "checkpoint": "step-5",
+            "path": "first",
+            "hash": "abc",
+            "load": "position",
+        }
     }
     assert "load: weights here, and this run began with position" in refused(fresh)
 

@@ -136,7 +136,11 @@ def test_fields_that_decide_items_and_order_are_named_and_the_others_may_differ(
 ) -> None:
     data = {"sources": [{"name": "b", "path": "b.jsonl"}], "sequenceLength": 32}
     said = other.refusal(
-        make_run(data=data, reproducibility={"seed": 4}, batching={"globalBatchSize": 4, "microBatchSize": 2})
+        make_run(
+            data=data,
+            reproducibility={"seed": 4},
+            batching={"globalBatchSize": 4, "microBatchSize": 2},
+        )
     )
     for field in (
         "data.sequenceLength: 32 here, and 64 in",

@@ -110,6 +110,7 @@ class Mixture:
         self.sizes = tuple(sizes)
         if min(self.sizes) < 1:
             raise ValueError("every source of a mixture has at least one window")
+        self._orders = ItemOrders(self.sizes, seed=seed, places=places)
         self.shares = tuple(quantise_weights(weights))
         # The theorem behind the order of sources is about two of them or more.
         order = np.zeros(PERIOD, dtype=np.int64)
@@ -117,12 +118,11 @@ class Mixture:
             order = _order_of_sources(self.shares)
 
         # Two tables of a period: which source a position has, and the how many-th of that source it is.
-        self._places = [np.flatnonzero(order == source) for source in range(len(self.sizes))]
+        self._positions = [np.flatnonzero(order == source) for source in range(len(self.sizes))]
         self._source_at = order.astype(np.uint64)
         self._rank_at = np.empty(PERIOD, dtype=np.uint64)
-        for places in self._places:
-            self._rank_at[places] = np.arange(places.size, dtype=np.uint64)
-        self._orders = ItemOrders(self.sizes, seed=seed, places=places)
+        for positions in self._positions:
+            self._rank_at[positions] = np.arange(positions.size, dtype=np.uint64)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -143,8 +143,8 @@ class Mixture:
         index. In closed form."""
         periods, within = divmod(position, PERIOD)
         return [
-            taken + periods * share + int(np.searchsorted(places, within))
-            for taken, share, places in zip(
-                self._orders.taken, self.shares, self._places, strict=True
+            taken + periods * share + int(np.searchsorted(positions, within))
+            for taken, share, positions in zip(
+                self._orders.taken, self.shares, self._positions, strict=True
             )
         ]

@@ -133,7 +133,9 @@ class ItemOrders:
     its index.
     """
 
-    def __init__(self, sizes: Sequence[int], *, seed: int, places: Sequence[Place] = ()) -> None:
+    def __init__(
+        self, sizes: Sequence[int], *, seed: int, places: Sequence[Place] = ()
+    ) -> None:
         own_sizes = tuple(sizes)
         numbers = [one.number for one in places] or list(range(len(own_sizes)))
         self.taken = tuple(one.taken for one in places) or (0,) * len(own_sizes)

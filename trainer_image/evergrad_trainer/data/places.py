@@ -108,7 +108,9 @@ def place_sources(start: DataStart | None, sources: Sequence[tuple[str, str]]) -
                 found[index] = fits[0]
                 earlier.remove(fits[0])
     placed = tuple(
-        replace(found[index], name=name) if index in found else Place(name, items, next(numbers))
+        replace(found[index], name=name)
+        if index in found
+        else Place(name, items, next(numbers))
         for index, (name, items) in enumerate(sources)
     )
     return replace(start, sources=placed, left_out=tuple(earlier))

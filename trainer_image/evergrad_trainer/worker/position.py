@@ -90,7 +90,9 @@ def _compare(before: TrainingRun, run: TrainingRun, *, where: str) -> list[Probl
     seeds = [one.training.reproducibility.seed_of_data for one in (before, run)]
     why = "a source goes on at its own place only where its items and their order are the same"
     return [
-        Problem(field, f"{show_value(new)} here, and {show_value(old)} in {where}", why, _REMEDY)
+        Problem(
+            field, f"{show_value(new)} here, and {show_value(old)} in {where}", why, _REMEDY
+        )
         for field, old, new in changes
         if not field.startswith(_MIXTURE)
         and not DECIDED_BY_CONTENT.fullmatch(field)
