@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +55,19 @@ SECOND = {
 }
 
 
-@pytest.fixture
-def first(experiment: Experiment) -> Experiment:
-    """A run of 8 steps on A and B, in ``runs/tiny``."""
+@pytest.fixture(scope="module")
+def continued(make_experiment: Callable[[], Experiment]) -> Experiment:
+    """A run of 8 steps on A and B, in ``runs/tiny``, and one that goes on behind its sixth, in
+    ``runs/next``."""
+    experiment = make_experiment()
     for seed, name in enumerate("abc"):
         write_documents(experiment.path / f"{name}.jsonl", count=4, seed=seed)
     (experiment.path / "moved").mkdir()
     shutil.copy(experiment.path / "b.jsonl", experiment.path / "moved" / "b.jsonl")
     experiment.write(recipe(**EXACT, **FIRST))
     experiment.run()
+    experiment.write(recipe(**merge(EXACT, SECOND)), name="next")
+    experiment.run(name="next")
     return experiment
 
 
@@ -101,18 +105,15 @@ def expected_hashes(record: Mapping[str, Any], taken: int, steps: range) -> dict
 
 @pytest.mark.capability("O-22", "O-61", "G-11")
 def test_training_goes_on_in_another_mixture_with_what_follows_in_each_source(
-    first: Experiment,
+    continued: Experiment,
 ) -> None:
     from evergrad_trainer.checkpoint.weights import read_extra
 
-    first.write(recipe(**merge(EXACT, SECOND)), name="next")
-    first.run(name="next")
-
     # Six steps of four samples, one in four of which was B's.
-    cursor = read_extra(first.at() / "checkpoints" / "step-6")["cursor"]
+    cursor = read_extra(continued.at() / "checkpoints" / "step-6")["cursor"]
     assert cursor == {"a": 18, "b": 6}
-    rows = curve(first.at("next"))
-    record = json.loads((first.at("next") / "run.json").read_text())
+    rows = curve(continued.at("next"))
+    record = json.loads((continued.at("next") / "run.json").read_text())
     assert sorted(rows) == list(range(7, 15))
     expected = expected_hashes(record, cursor["b"], range(7, 15))
     assert {step: int(row["sample_hash"], 16) for step, row in rows.items()} == expected
@@ -122,7 +123,7 @@ def test_training_goes_on_in_another_mixture_with_what_follows_in_each_source(
     # The learning rate is warmed again behind the step, to this file's peak.
     rates = [rows[step]["learning_rate"] for step in (7, 8, 14)]
     assert rates == pytest.approx([0.55e-3, 1e-3, 0.5e-3])
-    (begun,) = events(first.at("next"), "begun_from")
+    (begun,) = events(continued.at("next"), "begun_from")
     assert (begun["load"], begun["from_step"], begun["sources"]) == (
         "position",
         6,
@@ -138,31 +139,31 @@ def test_training_goes_on_in_another_mixture_with_what_follows_in_each_source(
 
 @pytest.mark.capability("O-22", "G-11")
 def test_a_position_in_another_mixture_goes_on_with_the_same_bits_after_kills_and_with_two_workers(
-    first: Experiment,
+    continued: Experiment,
 ) -> None:
-    for name in ("next", "killed"):
-        first.write(recipe(**merge(EXACT, SECOND)), name=name)
-    first.run(name="next")
+    other = shutil.copytree(continued.at(), continued.at("other"))
+    changes = merge(SECOND, {"initFrom": {"path": "runs/other"}})
+    continued.write(recipe(**merge(EXACT, changes)), name="killed")
 
     # Killed before its first checkpoint it begins again from the same.
-    first.run(name="killed", expect=-9, faults=[fault("update", call=2, action="SIGKILL")])
-    assert checkpoints(first.at("killed")) == []
-    first.run("--stop-after-steps", "3", name="killed", expect=STOPPED_SAVED)
+    continued.run(name="killed", expect=-9, faults=[fault("update", call=2, action="SIGKILL")])
+    assert checkpoints(continued.at("killed")) == []
+    continued.run("--stop-after-steps", "3", name="killed", expect=STOPPED_SAVED)
     # From its own checkpoint on it needs the other run no more.
-    shutil.move(first.at(), first.path / "away")
-    first.run("--workers", "2", "--stop-after-steps", "2", name="killed", expect=STOPPED_SAVED)
-    first.run(name="killed")
-    assert steps_of(first.at("killed"))[-1] == 14
-    assert_same_curve(first.at("next"), first.at("killed"))
-    assert_same_state(first.at("next"), first.at("killed"))
+    shutil.rmtree(other)
+    continued.run(
+        "--workers", "2", "--stop-after-steps", "2", name="killed", expect=STOPPED_SAVED
+    )
+    continued.run(name="killed")
+    assert steps_of(continued.at("killed"))[-1] == 14
+    assert_same_curve(continued.at("next"), continued.at("killed"))
+    assert_same_state(continued.at("next"), continued.at("killed"))
 
 
 @pytest.mark.long
 def test_a_chain_of_runs_takes_up_a_source_that_one_of_them_had_left_out(
-    first: Experiment,
+    continued: Experiment,
 ) -> None:
-    first.write(recipe(**merge(EXACT, SECOND)), name="next")
-    first.run(name="next")
     third = merge(
         SECOND,
         {
@@ -172,15 +173,15 @@ def test_a_chain_of_runs_takes_up_a_source_that_one_of_them_had_left_out(
             "schedule": None,
         },
     )
-    first.write(recipe(**merge(EXACT, third)), name="third")
-    first.run(name="third")
-    (begun,) = events(first.at("third"), "begun_from")
+    continued.write(recipe(**merge(EXACT, third)), name="third")
+    continued.run(name="third")
+    (begun,) = events(continued.at("third"), "begun_from")
     # Eight steps of four samples between them, three of four of which were B's.
     assert begun["sources"] == {"a": 18, "b": 6 + 24}
 
 
 @pytest.mark.long
-def test_what_has_no_place_in_another_mixture_is_refused(first: Experiment) -> None:
+def test_what_has_no_place_in_another_mixture_is_refused(continued: Experiment) -> None:
     base = merge(EXACT, SECOND)
     cases: list[tuple[dict[str, Any], str]] = [
         (
@@ -204,16 +205,18 @@ def test_what_has_no_place_in_another_mixture_is_refused(first: Experiment) -> N
     ]
     for number, (changes, said) in enumerate(cases):
         name = f"refused-{number}"
-        first.write(recipe(**merge(base, changes)), name=name)
-        refused = first.run(name=name, expect=USER_ERROR)
+        continued.write(recipe(**merge(base, changes)), name=name)
+        refused = continued.run(name=name, expect=USER_ERROR)
         assert said in refused.err, refused.err
-        assert steps_of(first.at(name)) == []
+        assert steps_of(continued.at(name)) == []
 
     # A checkpoint alone does not say which sources its position is one of.
-    copied = shutil.copytree(first.at() / "checkpoints" / "step-6", first.path / "step-6")
-    first.write(
+    copied = shutil.copytree(
+        continued.at() / "checkpoints" / "step-6", continued.path / "step-6"
+    )
+    continued.write(
         recipe(**merge(base, {"initFrom": {"path": "step-6", "step": None}})), name="copy"
     )
-    refused = first.run(name="copy", expect=USER_ERROR)
+    refused = continued.run(name="copy", expect=USER_ERROR)
     assert "does not lie in the directory of its run" in refused.err
     assert Path(copied).is_dir()

@@ -169,8 +169,8 @@ class InitFrom(Section):
     """State of another run to begin with."""
 
     path: LocalPath = Field(min_length=1)
-    """A run directory (its newest valid checkpoint), one checkpoint, or a transformers directory, which has
-    weights only."""
+    """A run directory (its newest valid checkpoint), one checkpoint, or a transformers directory (weights
+    alone)."""
     step: Whole | None = Field(default=None, ge=1, le=10**12)
     """Step of the checkpoint in a run directory; default: the newest."""
     load: Literal["weights", "optimizer", "position", "everything"] = "weights"
