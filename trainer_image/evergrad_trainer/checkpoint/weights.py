@@ -8,11 +8,17 @@ from typing import Any
 import torch
 
 from evergrad_coordinator.contract import RunFile
-from evergrad_manifest.errors import Problem, raise_if
+from evergrad_manifest.errors import Problem
 from evergrad_trainer.checkpoint.layout import MANIFEST, parse_checkpoint_name
 from evergrad_trainer.checkpoint.manifest import InvalidCheckpointError, UnknownFormatError
 from evergrad_trainer.checkpoint.reader import Reader
-from evergrad_trainer.checkpoint.restoring import Restored, load_newest, open_table, read_state
+from evergrad_trainer.checkpoint.restoring import (
+    Restored,
+    load_newest,
+    open_table,
+    raise_problems,
+    read_state,
+)
 from evergrad_trainer.checkpoint.search import Choice, Search, choose_together
 from evergrad_trainer.checkpoint.store import open_store
 from evergrad_trainer.checkpoint.tensor_table import Table
@@ -62,7 +68,7 @@ def look_at(path: Path, *, step: int | None = None) -> tuple[Path, Choice]:
     choice = choose_together(search, [], _ALONE)
     if choice.trouble:
         raise VolumeError(choice.trouble)
-    raise_if([Problem(**one) for one in choice.problems], CheckpointError)
+    raise_problems(choice.problems)
     if not choice.checkpoint:
         raise CheckpointError(Problem(str(path), "holds no checkpoint", remedy=_NAME_ONE))
     return directory / choice.checkpoint, choice
