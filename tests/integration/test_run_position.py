@@ -181,6 +181,26 @@ def test_a_chain_of_runs_takes_up_a_source_that_one_of_them_had_left_out(
 
 
 @pytest.mark.long
+def test_all_that_reads_a_run_reads_one_that_began_at_a_position(continued: Experiment) -> None:
+    # Samples of its first step: a new source has its first window there, and B is in its first pass still.
+    shown = continued.command("prepare", "next.yaml", "--show-samples", "4", "--json").expect(0)
+    samples = [one["sample"] for one in json.loads(shown.out)["firstStep"]]
+    assert [one.split("/")[0] for one in samples].count("kept") == 3
+
+    # A resume in another directory has its bits, and so has an evaluation of it there.
+    held = {"evaluation": {"sources": [{"name": "held", "path": "documents.jsonl"}]}}
+    changes = merge(
+        SECOND, {**held, "initFrom": {"path": "runs/next", "step": 12, "load": "everything"}}
+    )
+    continued.write(recipe(**merge(EXACT, changes)), name="fork")
+    continued.run(name="fork")
+    assert steps_of(continued.at("fork")) == [13, 14]
+    assert_same_state(continued.at("next"), continued.at("fork"))
+    evaluated = continued.command("evaluate", str(continued.at("fork"))).expect(0)
+    assert "held" in evaluated.out
+
+
+@pytest.mark.long
 def test_what_has_no_place_in_another_mixture_is_refused(continued: Experiment) -> None:
     base = merge(EXACT, SECOND)
     cases: list[tuple[dict[str, Any], str]] = [

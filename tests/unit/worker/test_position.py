@@ -114,6 +114,18 @@ def test_no_other_level_looks_for_a_position(other: Other, load: str | None) -> 
     assert other.find(make_run(load)) is None
 
 
+def test_a_resume_in_another_directory_begins_where_that_run_began(other: Other) -> None:
+    began = START.go_on(2, cursor={"a": 6, "b": 2}, data_fingerprint="earlier")
+    other.write(dataStart=began.to_json())
+    found = other.find(make_run("everything"))
+    assert found is not None and found.start == began
+    # Its data are compared as a whole.
+    check_content(found, found.start, prepared_of(("x", "X"), tokenizer="other"))
+    # A position is one behind its checkpoint's step.
+    found = other.find(make_run())
+    assert found is not None and (found.start.after_step, found.start.data_before) == (6, "f")
+
+
 def test_a_position_needs_the_record_of_its_run(other: Other) -> None:
     other.write(dataFingerprint="another")
     assert "does not lie in the directory of its run" in other.refusal(make_run())

@@ -1,4 +1,4 @@
-"""Finds where the data of a fresh run go on that has the position of another run, in another mixture."""
+"""Finds where the data of a fresh run begin that goes on behind another run's step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from evergrad_trainer.data.places import DATA_START, DataStart
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.errors import CheckpointError
 from evergrad_trainer.resume import read_run
-from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.run_directory import find_record
 from evergrad_trainer.state.registry import CURSOR, from_extra
 
 FIELD: Final = "spec.training.initFrom"
@@ -28,35 +28,45 @@ _REMEDY: Final = "Set it back, or load the optimizer, and with it the weights, a
 
 @dataclass(frozen=True)
 class OtherRun:
-    """The run whose position is taken: where its data stood, and what they had been prepared to."""
+    """The run that is gone on with: where the data begin behind its step, and what they had been prepared to.
+
+    ``prepared``: None where they have to be the same data, which are compared as a whole.
+    """
 
     start: DataStart
-    prepared: Prepared
+    prepared: Prepared | None
     where: str
 
 
 def find_other(run: TrainingRun, base_directory: Path) -> OtherRun | None:
-    """The run whose position ``run`` takes where it is fresh; None where it takes none.
+    """The run behind whose step ``run`` goes on where it is fresh; None where its data begin by themselves.
 
-    Raises CheckpointError, and VolumeError where it cannot be read now.
+    Raises CheckpointError and RunDirectoryError, and VolumeError where it cannot be read now.
     """
     wanted = run.training.init_from
-    if wanted is None or wanted.load != "position":
+    if wanted is None or not wanted.goes_on:
         return None
     path = base_directory / wanted.path
+    if wanted.load == "everything":
+        # A resume in another directory: its data begin where that run's began.
+        found = find_record(path)
+        start = None
+        if found is not None and DATA_START in found[1]:
+            start = DataStart.from_json(found[1][DATA_START])
+        return OtherRun(start, None, str(path)) if start is not None and start.goes_on else None
     if (path / "config.json").is_file():
         # Refused where the state is loaded, in the words that all levels have.
         return None
 
     # By sizes alone: the load reads all of it, and refuses another checkpoint than this one.
     checkpoint, choice = look_at(path, step=wanted.step)
-    directory = RunDirectory(checkpoint.parent.parent)
-    record = directory.read_resolved()
-    if record is None or record.get("dataFingerprint") != choice.data_fingerprint:
+    found = find_record(checkpoint)
+    if found is None or found[1].get("dataFingerprint") != choice.data_fingerprint:
         what = f"{checkpoint} does not lie in the directory of its run"
         why = "run.json there says which sources the position is one of"
         remedy = "Name that directory, with `step` for one of its checkpoints"
         raise CheckpointError(Problem(f"{FIELD}.path", what, why, remedy))
+    directory, record = found
     raise_if(_compare(read_run(directory, record), run, where=str(checkpoint)), CheckpointError)
     cursor = from_extra(choice.extra).get(CURSOR, {})
     start = _start_behind(record, cursor, step=choice.step, where=str(checkpoint))
@@ -118,7 +128,8 @@ def check_content(other: OtherRun, start: DataStart | None, prepared: Prepared) 
     ``start``: where the data of this run begin. Raises CheckpointError: a source whose samples are cut
     otherwise would begin anew, as if it were another one.
     """
-    before = other.prepared
+    if (before := other.prepared) is None:
+        return
     if prepared.tokenizer_identity != before.tokenizer_identity:
         here, there = prepared.tokenizer_identity, before.tokenizer_identity
         what = f"its content is {here}, and {there} in {other.where}"
