@@ -19,6 +19,7 @@ from evergrad_manifest.identity import (
     recipe_of,
     to_wire,
 )
+from evergrad_trainer.data.places import DATA_START, DataStart
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.run_directory import RunDirectory
@@ -37,7 +38,8 @@ class RunState:
 
     For a script both are unknown: None and 0. ``model``: what its model was resolved to; None where an older
     version began it. ``config_hash``, ``data_fingerprint``: those of the recipe and of the data that it
-    began with, which its checkpoints carry; empty for a fresh run.
+    began with, which its checkpoints carry; empty for a fresh run. ``start``: where its data began; None
+    where an older version began it, or it has several stages.
     """
 
     state: Literal["fresh", "begun", "complete"]
@@ -46,6 +48,7 @@ class RunState:
     model: dict[str, Any] | None = None
     config_hash: str = ""
     data_fingerprint: str = ""
+    start: DataStart | None = None
 
 
 def inspect_directory(directory: RunDirectory, run: TrainingRun, *, extend: bool) -> RunState:
@@ -78,7 +81,6 @@ def inspect_directory(directory: RunDirectory, run: TrainingRun, *, extend: bool
     changes = [
         (path, old, new)
         for path, old, new in changed_fields(recipe_of(before), recipe_of(run))
-        # Another place is no other content.
         if not (DECIDED_BY_CONTENT.fullmatch(path) and ABSENT not in (old, new))
     ]
     # The horizon alone may grow, and only where that was asked for: it shapes the schedule.
@@ -107,6 +109,7 @@ def inspect_directory(directory: RunDirectory, run: TrainingRun, *, extend: bool
         model=resolved.get("model"),
         config_hash=resolved.get("configHash", ""),
         data_fingerprint=resolved.get("dataFingerprint", ""),
+        start=DataStart.from_json(resolved[DATA_START]) if DATA_START in resolved else None,
     )
 
 

@@ -388,3 +388,16 @@ class RunDirectory:
             except FileNotFoundError:
                 return None
             return StopRequest(time=made, note=lines[0].strip() if lines else "")
+
+
+def find_record(path: Path) -> tuple[RunDirectory, dict[str, Any]] | None:
+    """The run that ``path`` belongs to, with its ``run.json``; None where it belongs to none.
+
+    ``path``: its directory, the folder of its checkpoints, or one of them. Raises RunDirectoryError or
+    VolumeError.
+    """
+    for folder in (path, *path.absolute().parents[:2]):
+        directory = RunDirectory(folder)
+        if (record := directory.read_resolved()) is not None:
+            return directory, record
+    return None

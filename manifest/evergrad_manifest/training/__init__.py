@@ -175,7 +175,7 @@ class Training(Section):
     evaluation: Evaluation = Evaluation()
     """Loss on text that is not trained on."""
     init_from: InitFrom | None = None
-    """Weights to begin a fresh run with; ignored when the run already has checkpoints."""
+    """State that a fresh run begins with; ignored once it has checkpoints."""
     reproducibility: Reproducibility = Reproducibility()
     """Settings that make two runs equal."""
     runtime: Runtime = Runtime()

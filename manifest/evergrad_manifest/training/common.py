@@ -169,13 +169,39 @@ class InitFrom(Section):
     """State of another run to begin with."""
 
     path: LocalPath = Field(min_length=1)
-    """A run directory (its newest valid checkpoint), one checkpoint, or a transformers directory, which has
-    weights only."""
+    """A run directory (its newest valid checkpoint), one checkpoint, or a transformers directory (weights
+    alone)."""
     step: Whole | None = Field(default=None, ge=1, le=10**12)
-    """The step whose checkpoint is taken of a run directory; default: the newest."""
-    load: Literal["weights", "optimizer", "everything"] = "weights"
-    """``weights``; ``optimizer``: also its state; ``everything``: also the position, so that training goes on
-    with the checkpoint's next step."""
+    """Step of the checkpoint in a run directory; default: the newest."""
+    load: Literal["weights", "optimizer", "position", "everything"] = "weights"
+    """``weights``; ``optimizer``: also its state; ``position``: also step and place in each source, in any
+    mixture; ``everything``: a resume, in the same data."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether training goes on with the checkpoint's next step."""
+        return self.load in ("position", "everything")
+
+
+def check_position(view: View) -> Iterator[Problem]:
+    """A position in another mixture is one in one mixture, and its length is known without the first one."""
+    path = f"{TRAINING}.initFrom.load"
+    if not view.is_given(path) or view.get(path) != "position":
+        return
+    if view.is_given(f"{TRAINING}.twoStageKl"):
+        why = "each stage has a mixture of its own, and a position is that of one"
+        remedy = "Use everything, in the same data, or optimizer"
+        yield Problem(path, "position has no meaning with stages", why, remedy)
+    horizon = f"{TRAINING}.horizon"
+    if view.is_given(f"{horizon}.epochs") and not view.is_given(f"{horizon}.exhausted"):
+        what = "epochs have no meaning with initFrom.load position"
+        why = "the steps of the other run were passes over another mixture"
+        remedy = "Write steps or tokens, those of the other run with them, or add `exhausted`"
+        yield Problem(f"{horizon}.epochs", what, why, remedy)
+    if view.get(f"{TRAINING}.data.overfitFirstBatch") is True:
+        what = "has no meaning with initFrom.load position"
+        why = "all steps would have the samples of the first, and no source would go on"
+        yield Problem(f"{TRAINING}.data.overfitFirstBatch", what, why, "Remove it")
 
 
 RECOMPUTATION_BY_SWITCH: Final = {True: "full", False: "none"}
@@ -288,4 +314,4 @@ def check_endpoint(view: View, section: str) -> Iterator[Problem]:
         )
 
 
-RULES: Final = (check_rhythms, check_export, check_runtime, check_metrics)
+RULES: Final = (check_rhythms, check_export, check_position, check_runtime, check_metrics)

@@ -13,6 +13,7 @@ from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.checkpoint.weights import (
     find_checkpoint,
     load_weights,
+    look_at,
     open_tensors,
 )
 from evergrad_trainer.errors import CheckpointError
@@ -159,3 +160,32 @@ def test_a_tensor_is_converted_as_it_is_read(run: Path, make_state: MakeState) -
     same = stored.read("model.weight")
     weight = make_state(20)["model.weight"]
     assert torch.equal(same, weight) and torch.equal(narrow, weight.bfloat16())
+
+
+def test_a_look_finds_what_a_load_would_take_and_reads_no_tensors(run: Path) -> None:
+    where, choice = look_at(run)
+    assert (where, choice.step, choice.data_fingerprint) == (
+        run / "checkpoints" / "step-20",
+        20,
+        "data",
+    )
+    assert (
+        look_at(run / "checkpoints" / "step-10")[1].step == look_at(run, step=10)[1].step == 10
+    )
+    # One that is cut short is passed over, and whether bits are right is left to the load.
+    shards = sorted((run / "checkpoints" / "step-20").glob("rank-*.bin"))
+    flipped = bytearray(shards[0].read_bytes())
+    flipped[0] ^= 1
+    shards[0].write_bytes(flipped)
+    assert look_at(run)[1].step == 20
+    os.truncate(shards[0], 1)
+    assert look_at(run)[1].step == 10
+
+
+def test_a_look_at_no_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:
+    for path, step, said in (
+        (tmp_path / "nowhere", None, "holds no checkpoint"),
+        (run, 15, "there are those of 20, 10"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            look_at(path, step=step)

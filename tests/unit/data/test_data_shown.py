@@ -77,7 +77,10 @@ def stream_of(tensors: dict[str, Any]) -> Any:
     """A stream of one slot of one sample."""
     batch = Batch(tensors, weight=1, samples=(SampleId(0, 0, 0),), hash=0)
     return SimpleNamespace(
-        slots_per_step=1, slot=lambda step, slot: batch, describe=lambda sample: "a/0"
+        first_step=1,
+        slots_per_step=1,
+        slot=lambda step, slot: batch,
+        describe=lambda sample: "a/0",
     )
 
 

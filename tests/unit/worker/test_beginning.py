@@ -13,8 +13,17 @@ from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.training import Checkpoint, InitFrom, Model, Reproducibility
 from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.checkpoint.restoring import Restored
+from evergrad_trainer.data.places import DataStart, Place
 from evergrad_trainer.errors import CheckpointError
-from evergrad_trainer.state.registry import COUNTERS, OPTIMIZER, Registry, to_extra
+from evergrad_trainer.state.registry import (
+    COUNTERS,
+    CURSOR,
+    OBSERVERS,
+    OPTIMIZER,
+    Agreement,
+    Registry,
+    to_extra,
+)
 from evergrad_trainer.training.progress import Progress
 from evergrad_trainer.worker import beginning
 from evergrad_trainer.worker.session import Session
@@ -62,12 +71,22 @@ class Fresh:
         self.asked: list[dict[str, Any]] = []
         self.entered = 0
         self.recorded: dict[str, Any] = {}
-        values = {COUNTERS: COUNTED, OPTIMIZER: {"step": 4.0}, "recipe": RECIPE}
+        self.cursors: list[Any] = []
+        self.watching = Scalars()
+        values: dict[str, Any] = {
+            COUNTERS: COUNTED,
+            OPTIMIZER: {"step": 4.0},
+            CURSOR: {"a": 18},
+            OBSERVERS: {"monitors": {"mean": 2.0}},
+            "recipe": RECIPE,
+        }
         self.extra = to_extra(values)
         self.fingerprint = "data"
         registry = Registry()
         registry.register(COUNTERS, self.progress)
         registry.register(OPTIMIZER, self.optimizer)
+        registry.register(CURSOR, Agreement(value=dict, check=self.cursors.append))
+        registry.register(OBSERVERS, self.watching)
         wanted = {"path": "theirs", **fields}
         training = SimpleNamespace(
             init_from=InitFrom.model_validate(wanted),
@@ -83,7 +102,7 @@ class Fresh:
             ),
             directory=SimpleNamespace(read_resolved=lambda: self.recorded),
             world=World(generation=1, rank=0, size=1, device=torch.device("cpu")),
-            data=SimpleNamespace(fingerprint="data"),
+            data=SimpleNamespace(fingerprint="data", train=SimpleNamespace(start=None)),
             identity=Identity("fork", "hash", "data", recipe=RECIPE),
             emit=lambda type_, fields: self.events.append((type_, fields)),
             begun_from=None,
@@ -171,6 +190,56 @@ def test_everything_goes_on_at_the_position_and_leaves_what_belongs_to_the_other
     facts = fresh.session.begun_from
     assert (facts["checkpoint"], facts["step"], facts["hash"]) == ("step-5", 5, "abc")
     assert fresh.events[0][0] == "begun_from"
+    assert (fresh.cursors, fresh.watching.loaded) == (
+        [{"a": 18}],
+        {"monitors": {"mean": 2.0}},
+    )
+
+
+@pytest.mark.capability("O-22", "O-61")
+def test_a_position_goes_on_without_what_was_measured_in_the_other_mixture(make: Make) -> None:
+    fresh = make(load="position")
+    fresh.session.data.train.start = DataStart((Place("a", "A", 0, 18),), 5, (), "data")
+    # The data are others, and the cursor is one in their mixture.
+    fresh.session.data.fingerprint = "here"
+    fresh.begin()
+    assert fresh.asked[0]["prefix"] == ("",)
+    progress = fresh.progress
+    assert (progress.finished_steps, progress.updates, progress.run_id) == (5, 4, "ours")
+    assert (fresh.optimizer.loaded, fresh.entered) == ({"step": 4.0}, 0)
+    assert (fresh.cursors, fresh.watching.loaded) == ([], {})
+    assert fresh.events[0][1]["sources"] == {"a": 18}
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        None,
+        DataStart((Place("a", "A", 0, 18),), 4, (), "data"),
+        DataStart((Place("a", "A", 0, 18),), 5, (), "other"),
+    ],
+)
+def test_a_position_is_that_of_the_state_which_is_loaded(
+    make: Make, start: DataStart | None
+) -> None:
+    fresh = make(load="position")
+    fresh.session.data.train.start = start
+    assert "the data were opened to go on behind another one" in refused(fresh)
+
+
+def test_a_start_before_the_first_checkpoint_takes_as_much_as_the_run_began_with(
+    make: Make,
+) -> None:
+    fresh = make(load="weights")
+    fresh.recorded = {
+        "begunFrom": {
+            "checkpoint": "step-5",
+            "path": "first",
+            "hash": "abc",
+            "load": "position",
+        }
+    }
+    assert "load: weights here, and this run began with position" in refused(fresh)
 
 
 def refused(fresh: Fresh) -> str:
@@ -216,7 +285,13 @@ def test_a_start_before_the_first_checkpoint_begins_with_what_the_run_began_with
 ) -> None:
     fresh = make()
     fresh.recorded = {
-        "begunFrom": {"checkpoint": "step-3", "path": "first", "step": 3, "hash": "abc"}
+        "begunFrom": {
+            "checkpoint": "step-3",
+            "path": "first",
+            "step": 3,
+            "hash": "abc",
+            "load": "weights",
+        }
     }
     fresh.begin()
     fresh.recorded["begunFrom"]["hash"] = "other"

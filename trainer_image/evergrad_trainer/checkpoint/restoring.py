@@ -186,7 +186,7 @@ def _load_first_whole(
         if choice.problems and unread:
             # To refuse is to end the run for good, and what could not be read this time may be whole.
             raise VolumeError(unread[0])
-        _raise_problems(choice.problems)
+        raise_problems(choice.problems)
         if not choice.checkpoint:
             return choice, rejected
         rejected += [Rejected(**passed) for passed in choice.rejected]
@@ -288,7 +288,7 @@ def _load_parts(
     answers = world.gather_json(
         {"problems": [asdict(problem) for problem in problems], "refusal": refusal}
     )
-    _raise_problems(next((answer["problems"] for answer in answers if answer["problems"]), []))
+    raise_problems(next((answer["problems"] for answer in answers if answer["problems"]), []))
     refusals = [answer["refusal"] for answer in answers if answer["refusal"]]
     if not refusals:
         return None
@@ -322,7 +322,7 @@ def _load_and_pass_along(
     opened = world.broadcast_json(
         {"problems": [asdict(problem) for problem in problems], "refusal": refusal}
     )
-    _raise_problems(opened["problems"])
+    raise_problems(opened["problems"])
     if not opened["refusal"] and pass_along(state, world, fill=fill):
         return None
     # The transfer has ended on all ranks, whole or not; only rank 0 has the reason.
@@ -380,5 +380,6 @@ def _read_patiently(search: Search, choice: Choice, read: Callable[[], Result]) 
     return retry(read, where=where, what="the checkpoint cannot be read")
 
 
-def _raise_problems(problems: list[dict[str, Any]]) -> None:
+def raise_problems(problems: list[dict[str, Any]]) -> None:
+    """Raise CheckpointError where rank 0 has found any."""
     raise_if([Problem(**problem) for problem in problems], CheckpointError)

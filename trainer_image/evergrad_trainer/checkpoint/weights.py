@@ -12,15 +12,24 @@ from evergrad_manifest.errors import Problem
 from evergrad_trainer.checkpoint.layout import MANIFEST, parse_checkpoint_name
 from evergrad_trainer.checkpoint.manifest import InvalidCheckpointError, UnknownFormatError
 from evergrad_trainer.checkpoint.reader import Reader
-from evergrad_trainer.checkpoint.restoring import Restored, load_newest, open_table, read_state
-from evergrad_trainer.checkpoint.search import Search
+from evergrad_trainer.checkpoint.restoring import (
+    Restored,
+    load_newest,
+    open_table,
+    raise_problems,
+    read_state,
+)
+from evergrad_trainer.checkpoint.search import Choice, Search, choose_together
 from evergrad_trainer.checkpoint.store import open_store
 from evergrad_trainer.checkpoint.tensor_table import Table
-from evergrad_trainer.errors import CheckpointError
+from evergrad_trainer.errors import CheckpointError, VolumeError
 from evergrad_trainer.world import World
 
 WEIGHTS = "model."
 """Keys of a state that are the model's begin so."""
+
+_ALONE = World(generation=0, rank=0, size=1, device=torch.device("cpu"))
+_NAME_ONE = "Name a run directory that has one, or one checkpoint"
 
 
 def load_weights(
@@ -43,12 +52,26 @@ def load_weights(
     wanted = {key: value for key, value in state.items() if key.startswith(prefix)}
     store = open_store(directory)
     search = Search(store, checksums=checksums, prefix=prefix, only=only, step=step)
-    alone = World(generation=0, rank=0, size=1, device=torch.device("cpu"))
-    found = load_newest(search, wanted, world=world or alone)
+    found = load_newest(search, wanted, world=world or _ALONE)
     if found is None:
-        remedy = "Name a run directory that has one, or one checkpoint"
-        raise CheckpointError(Problem(str(path), "holds no checkpoint", remedy=remedy))
+        raise CheckpointError(Problem(str(path), "holds no checkpoint", remedy=_NAME_ONE))
     return found[0]
+
+
+def look_at(path: Path, *, step: int | None = None) -> tuple[Path, Choice]:
+    """The checkpoint that ``load_weights`` would take of ``path``, as far as the sizes of its files tell.
+
+    Nothing but its manifest is read. Raises CheckpointError, and VolumeError where it cannot be read now.
+    """
+    directory, only = _find(path)
+    search = Search(open_store(directory), checksums=False, only=only, step=step)
+    choice = choose_together(search, [], _ALONE)
+    if choice.trouble:
+        raise VolumeError(choice.trouble)
+    raise_problems(choice.problems)
+    if not choice.checkpoint:
+        raise CheckpointError(Problem(str(path), "holds no checkpoint", remedy=_NAME_ONE))
+    return directory / choice.checkpoint, choice
 
 
 class StoredTensors:

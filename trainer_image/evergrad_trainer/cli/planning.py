@@ -111,6 +111,7 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
         process_start=process_start_time(),
         marks=marks,
         opened=opened,
+        start=opened.data.train.start,
         task_hash=task_hash,
         task_files=hash_task_files(training, base),
         keep_waiting=request.keep_waiting,
@@ -120,6 +121,7 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
 def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str]":
     """Prepare the data and open the task on them, with the hash of the files it is read from.
 
+    The data begin where they began before, or where the run has left them whose position this one takes.
     Raises InputError.
     """
     from evergrad_manifest.task_files import hash_task
@@ -132,8 +134,14 @@ def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str]":
     )
     from evergrad_trainer.recipes.opening import open_recipe
     from evergrad_trainer.worker.opening import has_steps
+    from evergrad_trainer.worker.position import check_content, find_other
 
     training, base = request.loaded.run.training, request.loaded.base_directory
+    has_trained, start = has_steps(request.directory), request.run_state.start
+    # Before anything is prepared: what it refuses does not depend on that.
+    other = None
+    if not has_trained and (start is None or not start.goes_on):
+        other = find_other(request.loaded.run, base)
     shared = request.directory.path.parent / PREPARED_FOLDER
     if request.run_state.recorded is not None:
         check_unchanged(
@@ -152,20 +160,22 @@ def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str]":
     if request.run_state.recorded is not None:
         check_prepared(request.run_state.recorded, prepared)
 
-    # A node whose copy of a task fails must not end a run that others train.
-    has_trained = request.is_one_of_many and has_steps(request.directory)
     # Hashed just before they are opened: preparing may have taken hours.
     task_hash = hash_task(training, base)
     opened = open_recipe(
         training,
         prepared,
         base,
-        has_trained=has_trained,
+        # A node whose copy of a task fails must not end a run that others train.
+        has_trained=request.is_one_of_many and has_trained,
         prepared_directory=resolve_prepared_directory(
             training, base_directory=base, default=shared
         ),
         run_directory=request.directory.path,
     )
+    opened = opened.starting_at(start if other is None else other.start, training)
+    if other is not None:
+        check_content(other, opened.data.train.start, prepared)
     return prepared, opened, task_hash
 
 

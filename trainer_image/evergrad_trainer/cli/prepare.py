@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, Final, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Final, Protocol, TextIO
 
 from evergrad_coordinator.contract import PREPARED_FOLDER, PREPARING, ExitCode
 from evergrad_coordinator.secret import read_token
 from evergrad_coordinator.text import count, duration, short_count, size
 from evergrad_manifest.errors import ConfigurationError, Problem
-from evergrad_manifest.reading.loader import add_manifest_arguments, load_from
+from evergrad_manifest.reading.loader import LoadedManifest, add_manifest_arguments, load_from
 from evergrad_manifest.training import RECIPES, Training
 from evergrad_trainer.cli.pod import (
     StatusPage,
@@ -29,6 +29,9 @@ from evergrad_trainer.data.preparation.progress import OnProgress
 from evergrad_trainer.data.prepare import PrepareProgress, prepare, resolve_prepared_directory
 from evergrad_trainer.data.prepared import Prepared, PreparedSource
 from evergrad_trainer.data.tokenizers import load_tokenizer
+
+if TYPE_CHECKING:
+    from evergrad_trainer.recipes.opening import Opened
 
 NAME = "prepare"
 EXAMPLES = """\
@@ -174,16 +177,11 @@ def _execute(args: argparse.Namespace, on_progress: OnProgress | None) -> int:
     )
     samples: list[dict[str, Any]] = []
     if args.show_samples or training.recipe not in RECIPES or not training.data.sources:
-        from evergrad_trainer.data.shown import show_samples
         from evergrad_trainer.recipes.opening import open_recipe
 
         opened = open_recipe(training, prepared, base_directory, prepared_directory=directory)
         if args.show_samples:
-            stream, tokens = (
-                opened.data.train,
-                load_tokenizer(training.tokenizer, base_directory),
-            )
-            samples = show_samples(stream, tokens, count=args.show_samples, asked_by=_SHOW)
+            samples = _show_samples(loaded, opened, base_directory, number=args.show_samples)
     if args.json:
         document = {
             "preparedDirectory": str(directory),
@@ -203,6 +201,20 @@ def _execute(args: argparse.Namespace, on_progress: OnProgress | None) -> int:
             texts = (json.dumps(text, ensure_ascii=False) for text in one["texts"])
             print("", one["sample"], *texts, sep="\n")
     return int(ExitCode.DONE)
+
+
+def _show_samples(
+    loaded: LoadedManifest, opened: "Opened", base_directory: Path, *, number: int
+) -> list[dict[str, Any]]:
+    """Samples of the first step, which may lie behind the position of another run."""
+    from evergrad_trainer.data.shown import show_samples
+    from evergrad_trainer.worker.position import find_other
+
+    training = loaded.run.training
+    if (other := find_other(loaded.run, base_directory)) is not None:
+        opened = opened.starting_at(other.start, training)
+    tokens = load_tokenizer(training.tokenizer, base_directory)
+    return show_samples(opened.data.train, tokens, count=number, asked_by=_SHOW)
 
 
 def prepare_with_progress(

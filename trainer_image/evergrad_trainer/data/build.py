@@ -1,13 +1,14 @@
 """Wiring of a task's sources into the stream and the sets that the loop reads."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from evergrad_manifest.derive import HorizonNumbers, derive_steps
 from evergrad_manifest.training import Training
 from evergrad_trainer.data.batch import Source, Stage
 from evergrad_trainer.data.evaluation_sets import EvaluationSet
+from evergrad_trainer.data.places import DataStart
 from evergrad_trainer.data.stream import Batching, TrainingStream
 
 
@@ -31,6 +32,16 @@ class Data:
             exhausted_after=self.exhausted_after,
         )
 
+    def starting_at(self, start: DataStart, training: Training) -> "Data":
+        """The same data, begun where another run has left its own. Raises ConfigurationError."""
+        train = self.train.starting_at(start)
+        return replace(
+            self,
+            train=train,
+            fingerprint=train.fingerprint,
+            exhausted_after=_find_end(train, training),
+        )
+
 
 def build_data(
     training: Training, stages: Sequence[Stage], evaluation: Mapping[str, Sequence[Source]]
@@ -47,10 +58,6 @@ def build_data(
     train = TrainingStream(
         stages, seed=training.reproducibility.seed_of_data, batching=batching
     )
-    horizon, exhausted_after = training.horizon, None
-    if horizon.exhausted is not None:
-        epochs = Fraction(repr(horizon.epochs or 0.0))
-        exhausted_after = train.exhausted_after(epochs, horizon.exhausted)
     limits = {one.name: one.samples for one in training.evaluation.sets}
     sets = tuple(
         EvaluationSet(
@@ -65,5 +72,13 @@ def build_data(
         train=train,
         evaluation=sets,
         fingerprint=train.fingerprint,
-        exhausted_after=exhausted_after,
+        exhausted_after=_find_end(train, training),
     )
+
+
+def _find_end(train: TrainingStream, training: Training) -> int | None:
+    """Samples after which a horizon that ends by its sources ends; None for any other."""
+    if training.horizon.exhausted is None:
+        return None
+    epochs = Fraction(repr(training.horizon.epochs or 0.0))
+    return train.exhausted_after(epochs, training.horizon.exhausted)

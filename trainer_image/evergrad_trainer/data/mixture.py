@@ -12,12 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
-from evergrad_trainer.data.order import Permutation, SampleId
+from evergrad_trainer.data.order import ItemOrders, SampleId
+from evergrad_trainer.data.places import Place
 
 PERIOD: Final = 65536
 """Positions after which the pattern of sources repeats; weights are rounded to 1/65536."""
-
-_CACHED_PERMUTATIONS: Final = 256
 
 
 def quantise_weights(weights: Sequence[float], *, fields: Sequence[str] = ()) -> list[int]:
@@ -96,13 +95,22 @@ class Mixture:
     permuted.
 
     ``sizes`` are windows a source (at least 1), ``weights`` relative shares. A source's epoch ends inside a
-    step where it must: the next position of that source is the first of its next epoch.
+    step where it must: the next position of that source is the first of its next epoch. ``places``: as in
+    ``ItemOrders``.
     """
 
-    def __init__(self, sizes: Sequence[int], *, weights: Sequence[float], seed: int) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        *,
+        weights: Sequence[float],
+        seed: int,
+        places: Sequence[Place] = (),
+    ) -> None:
         self.sizes = tuple(sizes)
         if min(self.sizes) < 1:
             raise ValueError("every source of a mixture has at least one window")
+        self._orders = ItemOrders(self.sizes, seed=seed, places=places)
         self.shares = tuple(quantise_weights(weights))
         # The theorem behind the order of sources is about two of them or more.
         order = np.zeros(PERIOD, dtype=np.int64)
@@ -110,20 +118,11 @@ class Mixture:
             order = _order_of_sources(self.shares)
 
         # Two tables of a period: which source a position has, and the how many-th of that source it is.
-        self._places = [np.flatnonzero(order == source) for source in range(len(self.sizes))]
+        self._positions = [np.flatnonzero(order == source) for source in range(len(self.sizes))]
         self._source_at = order.astype(np.uint64)
         self._rank_at = np.empty(PERIOD, dtype=np.uint64)
-        for places in self._places:
-            self._rank_at[places] = np.arange(places.size, dtype=np.uint64)
-
-        own_sizes = self.sizes
-
-        @lru_cache(maxsize=_CACHED_PERMUTATIONS)
-        def permutation(source: int, epoch: int) -> Permutation:
-            return Permutation(seed=seed, source=source, epoch=epoch, size=own_sizes[source])
-
-        # Kept: a slot's samples are nearly always of the epochs that the slot before had.
-        self._permutation = permutation
+        for positions in self._positions:
+            self._rank_at[positions] = np.arange(positions.size, dtype=np.uint64)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -135,15 +134,17 @@ class Mixture:
         # Plain integers: for the few positions of a slot this is several times quicker than arrays.
         period, within = divmod(position, PERIOD)
         source = int(self._source_at[within])
-        running = period * self.shares[source] + int(self._rank_at[within])
-        epoch, index = divmod(running, self.sizes[source])
-        permutation = self._permutation(source, epoch)
-        return SampleId(source, epoch, permutation(index))
+        return self._orders.item(
+            source, period * self.shares[source] + int(self._rank_at[within])
+        )
 
     def cursor(self, position: int) -> list[int]:
-        """Samples each source has given before ``position``: its next running index. In closed form."""
+        """Samples each source has given before ``position``, with those before the stream: its next running
+        index. In closed form."""
         periods, within = divmod(position, PERIOD)
         return [
-            periods * share + int(np.searchsorted(places, within))
-            for share, places in zip(self.shares, self._places, strict=True)
+            taken + periods * share + int(np.searchsorted(positions, within))
+            for taken, share, positions in zip(
+                self._orders.taken, self.shares, self._positions, strict=True
+            )
         ]

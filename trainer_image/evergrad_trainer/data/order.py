@@ -4,12 +4,15 @@ Everything here is a contract: a change would silently reorder every run that is
 pinned by the tests. Reference: docs/decisions/0002-data-order.md.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from evergrad_trainer.data.places import Place
 from evergrad_trainer.mixing import GAMMA, MASK, mix
 
 Integers = npt.NDArray[np.uint64]
@@ -22,6 +25,7 @@ _ROUNDS: Final = 8
 tried."""
 _FEW: Final = 16
 """Number of values up to which plain integers are quicker than arrays."""
+_CACHED_PERMUTATIONS: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,3 +124,34 @@ class Permutation:
             scrambled *= np.uint64(_ROUND_B)
             left, right = right, left ^ (scrambled >> shift)
         return left << half | right
+
+
+class ItemOrders:
+    """The endless sequence of each source's items: pass after pass over it, each newly permuted.
+
+    ``places``: where each begins, and what its passes are keyed by; without them at its first item, keyed by
+    its index.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], *, seed: int, places: Sequence[Place] = ()
+    ) -> None:
+        own_sizes = tuple(sizes)
+        numbers = [one.number for one in places] or list(range(len(own_sizes)))
+        self.taken = tuple(one.taken for one in places) or (0,) * len(own_sizes)
+        """Items that each source has given before the first of these."""
+        self._sizes = own_sizes
+
+        @lru_cache(maxsize=_CACHED_PERMUTATIONS)
+        def permutation(source: int, epoch: int) -> Permutation:
+            return Permutation(
+                seed=seed, source=numbers[source], epoch=epoch, size=own_sizes[source]
+            )
+
+        # Kept: a slot's samples are nearly always of the epochs that the slot before had.
+        self._permutation = permutation
+
+    def item(self, source: int, index: int) -> SampleId:
+        """The item at ``index`` (0-based) of the sequence of ``source``."""
+        epoch, place = divmod(self.taken[source] + index, self._sizes[source])
+        return SampleId(source, epoch, self._permutation(source, epoch)(place))

@@ -6,14 +6,12 @@ Closed forms of whole numbers, without a table: any position and any cursor in O
 
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import lru_cache
 from itertools import accumulate
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
-from evergrad_trainer.data.order import Permutation, SampleId
-
-_CACHED_PERMUTATIONS: Final = 256
+from evergrad_trainer.data.order import ItemOrders, SampleId
+from evergrad_trainer.data.places import Place
 
 
 class Order(Protocol):
@@ -31,7 +29,7 @@ class Order(Protocol):
         """The sample at ``position`` (0-based)."""
 
     def cursor(self, position: int) -> list[int]:
-        """Samples each source has given before ``position``."""
+        """Samples each source has given before ``position``, with those before the stream."""
 
 
 def count_passes(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
@@ -64,23 +62,25 @@ class PassMixture:
     The sources are halved again and again: of the first q places of a group of t, of which n are those of its
     first half, that half has (q·n + ⌊t/2⌋) div t. Thus it is never more than half a place off its share, and
     has exactly n of all t. A source goes on where it stood in the epoch before, through its own passes, each
-    newly permuted as in ``Mixture``.
+    newly permuted as in ``Mixture``. ``places``: as in ``ItemOrders``.
     """
 
-    def __init__(self, sizes: Sequence[int], *, counts: Sequence[int], seed: int) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        *,
+        counts: Sequence[int],
+        seed: int,
+        places: Sequence[Place] = (),
+    ) -> None:
         if min(sizes) < 1 or min(counts) < 1:
             raise ValueError("every source of a mixture has at least one window, and gives one")
-        self.sizes = own_sizes = tuple(sizes)
+        self.sizes = tuple(sizes)
         self.counts = tuple(counts)
         self.epoch = sum(counts)
         """Samples an epoch."""
         self._before = [0, *accumulate(counts)]
-
-        @lru_cache(maxsize=_CACHED_PERMUTATIONS)
-        def permutation(source: int, epoch: int) -> Permutation:
-            return Permutation(seed=seed, source=source, epoch=epoch, size=own_sizes[source])
-
-        self._permutation = permutation
+        self._orders = ItemOrders(self.sizes, seed=seed, places=places)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -100,14 +100,16 @@ class PassMixture:
                 low, place = middle, place - given
 
         # ``low`` is the source, and ``place`` how many of its samples this epoch came before.
-        running = epochs * self.counts[low] + place
-        epoch, index = divmod(running, self.sizes[low])
-        return SampleId(low, epoch, self._permutation(low, epoch)(index))
+        return self._orders.item(low, epochs * self.counts[low] + place)
 
     def cursor(self, position: int) -> list[int]:
-        """Samples each source has given before ``position``: its next running index. In closed form."""
+        """Samples each source has given before ``position``, with those before the stream: its next running
+        index. In closed form."""
         epochs, place = divmod(position, self.epoch)
-        found = [epochs * count for count in self.counts]
+        found = [
+            taken + epochs * count
+            for taken, count in zip(self._orders.taken, self.counts, strict=True)
+        ]
         groups = [(0, len(found), place)]
         while groups:
             low, high, places = groups.pop()
@@ -127,10 +129,17 @@ class PassMixture:
 
 
 def exhausted_after(order: Order, epochs: Fraction, which: Literal["first", "all"]) -> int:
-    """Positions after which the first source, or the last of all, has given ``epochs`` times its samples."""
+    """Positions after which the first source, or the last of all, has given ``epochs`` times its samples.
+
+    What it gave before the stream counts.
+    """
     ends = []
     for source, size in enumerate(order.sizes):
         wanted = -(-size * epochs.numerator // epochs.denominator)
+        if order.cursor(0)[source] >= wanted:
+            # It had given them before the stream began.
+            ends.append(0)
+            continue
         # Counts never fall with the position, so that the first position with enough is found by halving.
         low, high = 0, wanted
         while order.cursor(high)[source] < wanted:

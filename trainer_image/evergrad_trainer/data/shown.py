@@ -17,7 +17,8 @@ def show_samples(
     A sample of two rows, a pair, has two texts. ``asked_by``: the option, for messages. Raises
     ConfigurationError where batches hold no tokens, and DataError.
     """
-    batches = (stream.slot(1, slot) for slot in range(stream.slots_per_step))
+    first = stream.first_step
+    batches = (stream.slot(first, slot) for slot in range(stream.slots_per_step))
     samples = ((batch, row) for batch in batches for row in range(len(batch.samples)))
     shown = []
     for batch, row in islice(samples, count):

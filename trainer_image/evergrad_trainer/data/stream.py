@@ -13,10 +13,12 @@ from typing import Any, Literal
 import torch
 import xxhash
 
+from evergrad_manifest.errors import ConfigurationError, Problem
 from evergrad_trainer.data.batch import Batch, Rows, Source, Stage
 from evergrad_trainer.data.mixture import Mixture
 from evergrad_trainer.data.order import SampleId, absorb, sample_hash
 from evergrad_trainer.data.passes import Order, PassMixture, count_passes, exhausted_after
+from evergrad_trainer.data.places import DataStart, Place, place_sources
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,21 @@ class Batching:
 class TrainingStream:
     """Samples of all sources, mixed and permuted stage by stage, cut into steps of M = G / b slots."""
 
-    def __init__(self, stages: Sequence[Stage], *, seed: int, batching: Batching) -> None:
-        """Raises ValueError unless the ends of the stages rise, and only the last has none."""
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        *,
+        seed: int,
+        batching: Batching,
+        start: DataStart | None = None,
+    ) -> None:
+        """``start``: where another run has left its data.
+
+        Raises ValueError unless the ends of the stages rise, and only the last has none; ConfigurationError
+        for a position in several stages.
+        """
         self.stages = tuple(stages)
+        self._seed = seed
         self.slots_per_step = batching.global_batch_size // batching.micro_batch_size
         self._batching = batching
         ends = [stage.until for stage in stages[:-1]]
@@ -48,11 +62,21 @@ class TrainingStream:
             raise ValueError(
                 f"stages end at steps that rise, and only the last one is open; these end at {ends}"
             )
+        self.start: DataStart | None = None
+        """Where the sources begin; None with several stages, each of which begins at its first items."""
+        if len(stages) == 1:
+            named = [(name, one.fingerprint) for name, (one, _) in stages[0].sources.items()]
+            self.start = place_sources(start, named)
+        elif start is not None:
+            what = f"position is that of one mixture, and the task has {len(stages)} stages"
+            remedy = "Load everything to go on in the same data, or the optimizer alone"
+            raise ConfigurationError(Problem("spec.training.initFrom.load", what, "", remedy))
+        places = self.start.sources if self.start is not None and self.start.goes_on else ()
         self._orders: list[_StageOrder] = []
         for number, stage in enumerate(stages):
             # Each stage has an order of its own; the first stage's is that of a run without stages.
             own_seed = absorb(seed, number) >> 1 if number else seed
-            self._orders.append(_StageOrder(stage, own_seed))
+            self._orders.append(_StageOrder(stage, own_seed, places))
         # A sample's source is its place among the sources of all stages, one stage after the other.
         # They go on counting, so that an id names one sample of the whole run.
         self._first_source = [0]
@@ -66,14 +90,26 @@ class TrainingStream:
             self.num_samples = self._orders[0].mixture.epoch
         self.fingerprint = self._compute_fingerprint(seed)
 
+    @property
+    def first_step(self) -> int:
+        """The first step that has samples here: 1, or that behind the position of another run."""
+        return self._steps_before(0) + 1
+
+    def starting_at(self, start: DataStart) -> "TrainingStream":
+        """The same stages, begun where another run has left its data. Raises ConfigurationError."""
+        return TrainingStream(
+            self.stages, seed=self._seed, batching=self._batching, start=start
+        )
+
     def slot(self, step: int, slot: int) -> Batch:
-        """The micro-batch of a slot (from 0) of a step (from 1).
+        """The micro-batch of a slot (from 0) of a step (from ``first_step``).
 
         Raises DataError if a file cannot be read any more.
         """
-        if step < 1 or not 0 <= slot < self.slots_per_step:
+        if step < self.first_step or not 0 <= slot < self.slots_per_step:
             raise IndexError(
-                f"step {step}, slot {slot}: steps count from 1, slots from 0 to {self.slots_per_step - 1}"
+                f"step {step}, slot {slot}: steps count from {self.first_step}, "
+                f"slots from 0 to {self.slots_per_step - 1}"
             )
         number = self.stage_number(step)
         order = self._orders[number]
@@ -114,7 +150,8 @@ class TrainingStream:
     def cursor(self, finished_step: int) -> dict[str, int]:
         """Samples each source has given when ``finished_step`` steps are done: its next index, by name.
 
-        Names of a run with several stages begin with the stage's number.
+        Those that it gave in a run before this one count. Names of a run with several stages begin with the
+        stage's number.
         """
         # In closed form for each stage: a resume does not replay the stream.
         found: dict[str, int] = {}
@@ -132,13 +169,14 @@ class TrainingStream:
         return found
 
     def exhausted_after(self, epochs: Fraction, which: Literal["first", "all"]) -> int:
-        """Samples after which the first source, or the last, has given ``epochs`` times its own.
+        """Samples of all steps after which the first source, or the last, has given ``epochs`` times its own.
 
         Raises ValueError for several stages.
         """
         if len(self._orders) > 1:
             raise ValueError("horizon.exhausted needs a single stage, and the task has several")
-        return exhausted_after(self._orders[0].mixture, epochs, which)
+        before = self._steps_before(0) * self._batching.global_batch_size
+        return before + exhausted_after(self._orders[0].mixture, epochs, which)
 
     def describe(self, sample: SampleId) -> str:
         """The sample's id and its place in its source, for messages."""
@@ -147,7 +185,9 @@ class TrainingStream:
         return f"{name}/epoch {sample.epoch}/window {sample.window} ({place})"
 
     def _steps_before(self, number: int) -> int:
-        return self._ends[number - 1] if number else 0
+        if number:
+            return self._ends[number - 1]
+        return 0 if self.start is None else self.start.after_step
 
     def _compute_fingerprint(self, seed: int) -> str:
         """Equal exactly where every step has the same samples with the same content."""
@@ -165,6 +205,9 @@ class TrainingStream:
         ]
         for one in facts if self._batching.overfits else ():
             one["overfit"] = True
+        if self.start is not None and self.start.goes_on:
+            places = [[one.number, one.taken] for one in self.start.sources]
+            facts[0]["start"] = {"after": self.start.after_step, "places": places}
         # Runs of one stage, as all were before there were stages, keep their fingerprint.
         known = facts[0]
         if len(facts) > 1:
@@ -176,7 +219,7 @@ class TrainingStream:
 class _StageOrder:
     """The mixture of one stage's sources, and their items."""
 
-    def __init__(self, stage: Stage, seed: int) -> None:
+    def __init__(self, stage: Stage, seed: int, places: Sequence[Place]) -> None:
         self.stage = stage
         self.sources: list[tuple[str, Source]] = [
             (name, one) for name, (one, _) in stage.sources.items()
@@ -186,9 +229,9 @@ class _StageOrder:
         self.mixture: Order
         if stage.counts_passes:
             counts = count_passes(sizes, weights)
-            self.mixture = PassMixture(sizes, counts=counts, seed=seed)
+            self.mixture = PassMixture(sizes, counts=counts, seed=seed, places=places)
         else:
-            self.mixture = Mixture(sizes, weights=weights, seed=seed)
+            self.mixture = Mixture(sizes, weights=weights, seed=seed, places=places)
 
     def read(self, samples: Sequence[SampleId]) -> Rows:
         """The samples' rows, one after the other; ``source`` of each counts within this stage."""

@@ -145,7 +145,7 @@ def open_run(
         base,
         has_trained=True,
         prepared_directory=None if is_prepared else root,
-    )
+    ).starting_at(run_state.start, training)
 
     # Before a model is built, which may take minutes.
     sets = choose_sets(opened.data.evaluation, asked_sets)

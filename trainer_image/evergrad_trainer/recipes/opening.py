@@ -15,6 +15,7 @@ from evergrad_manifest.spelling import nearest
 from evergrad_manifest.task_files import hash_task
 from evergrad_manifest.training import METRICS_OF_ALL, Training
 from evergrad_trainer.data.build import Data, build_data
+from evergrad_trainer.data.places import DataStart
 from evergrad_trainer.data.preparation.disk_errors import disk_errors
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.lock import exclusive
@@ -40,6 +41,15 @@ class Opened:
     observers: Lasting = field(default_factory=lambda: Lasting(()))
     prepared: Prepared | None = None
     """The data that the sources read, with those that the task itself has prepared."""
+
+    def starting_at(self, start: DataStart | None, training: Training) -> "Opened":
+        """The same, with data that begin where another run has left its own, if ``start`` says so.
+
+        Raises ConfigurationError.
+        """
+        if start is None or not start.goes_on:
+            return self
+        return replace(self, data=self.data.starting_at(start, training))
 
 
 def open_recipe(

@@ -108,10 +108,11 @@ class Stepper:
         """Compile and allocate what the first step would, and change nothing: one slot, whose gradients are
         thrown away."""
         parts = self._parts
-        batch = parts.prefetcher.take(1, 0)
+        step = parts.stream.first_step
+        batch = parts.prefetcher.take(step, 0)
         # No collective: the slot is not the last one, so that nothing is summed over ranks.
         parts.gradients.begin(world)
-        self._forward_backward(1, 0, batch, device=world.device, scale=0.0, is_last=False)
+        self._forward_backward(step, 0, batch, device=world.device, scale=0.0, is_last=False)
         parts.gradients.forget()
 
     def forget_buffers(self) -> None:

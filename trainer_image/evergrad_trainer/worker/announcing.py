@@ -14,6 +14,7 @@ from evergrad_manifest.derive import is_model_trained
 from evergrad_manifest.differences import ABSENT, Change
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.identity import changed_settings, from_wire
+from evergrad_trainer.data.places import DATA_START
 from evergrad_trainer.models.compilation import should_compile
 from evergrad_trainer.models.compile_cache import save_compiled
 from evergrad_trainer.models.determinism import describe_determinism
@@ -36,23 +37,9 @@ def announce(session: Session, machinery: Machinery) -> None:
     if not session.world.is_main:
         return
     plan, progress, world = session.plan, session.progress, session.world
-    derived = {to_camel(key): value for key, value in dataclasses.asdict(plan.numbers).items()}
-    base = os.path.relpath(plan.base_directory, plan.run_directory)
-    record = resolved_record(
-        plan.run,
-        plan.prepared,
-        identity=session.identity,
-        base_directory=base,
-        derived=derived,
-        model=plan.model.describe(),
-    )
-    record["runId"] = progress.run_id
     # Read before it is written over: what differs from the start before is announced below.
     before = session.directory.read_resolved()
-    begun_from = session.begun_from or (before or {}).get(BEGUN_FROM)
-    if begun_from is not None:
-        record[BEGUN_FROM] = begun_from
-    session.directory.write_resolved(record)
+    session.directory.write_resolved(_build_record(session, before or {}))
     if session.directory.is_complete():
         session.directory.unmark_complete()
     processes = read_processes(session.directory)
@@ -91,6 +78,26 @@ def announce(session: Session, machinery: Machinery) -> None:
         _announce_versions(session, processes[-1], entry)
     if before is not None and before["derived"]["totalSteps"] < plan.numbers.total_steps:
         _announce_extension(session, from_steps=int(before["derived"]["totalSteps"]))
+
+
+def _build_record(session: Session, before: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of ``run.json``. ``before``: what stands there of an earlier start."""
+    plan = session.plan
+    derived = {to_camel(key): value for key, value in dataclasses.asdict(plan.numbers).items()}
+    record = resolved_record(
+        plan.run,
+        plan.prepared,
+        identity=session.identity,
+        base_directory=os.path.relpath(plan.base_directory, plan.run_directory),
+        derived=derived,
+        model=plan.model.describe(),
+    )
+    record["runId"] = session.progress.run_id
+    if (start := session.data.train.start) is not None:
+        record[DATA_START] = start.to_json()
+    if (begun_from := session.begun_from or before.get(BEGUN_FROM)) is not None:
+        record[BEGUN_FROM] = begun_from
+    return record
 
 
 def _announce_changes(session: Session, before: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from evergrad_manifest.differences import changed_fields, show_value
+from evergrad_manifest.differences import show_value
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 from evergrad_manifest.training import InitFrom
 from evergrad_trainer.checkpoint.files import hash_bytes, hash_file
@@ -17,8 +17,10 @@ from evergrad_trainer.models.weights import load_model_directory
 from evergrad_trainer.records import EventType
 from evergrad_trainer.state.registry import (
     COUNTERS,
+    CURSOR,
     FROZEN,
     MODEL,
+    OBSERVERS,
     OPTIMIZER,
     SNAPSHOTS,
     Values,
@@ -27,13 +29,11 @@ from evergrad_trainer.state.registry import (
 )
 from evergrad_trainer.training.build import Machinery
 from evergrad_trainer.training.calls import enter_first
+from evergrad_trainer.worker.position import FIELD, position_changes
 from evergrad_trainer.worker.session import BEGUN_FROM, Session
 
-_FIELD: Final = "spec.training.initFrom"
-_NO_POSITION: Final = ("model", "optimizer", "schedule", "ema", "horizon", "runtime")
-"""Sections of a recipe that have no say in which samples a step has."""
 _COUNTED: Final = ("step", "evaluated_step", "updates", "skipped", "non_finite")
-"""Counters that go on in a run which begins with all of another one's state. The others are of its own
+"""Counters that go on in a run which goes on behind another one's step. The others are of its own
 directory: the run's id, the best of its checkpoints, wishes of its observers."""
 
 
@@ -54,7 +54,7 @@ def begin(session: Session, machinery: Machinery) -> None:
         given = {"load": wanted.load != "weights", "step": wanted.step is not None}
         why = "a transformers directory has weights, and neither steps nor an optimizer's state"
         problems = [
-            Problem(f"{_FIELD}.{key}", f"{wanted.path} cannot give this", why, "Remove it")
+            Problem(f"{FIELD}.{key}", f"{wanted.path} cannot give this", why, "Remove it")
             for key, is_given in given.items()
             if is_given
         ]
@@ -63,7 +63,7 @@ def begin(session: Session, machinery: Machinery) -> None:
             names = ", ".join(machinery.modules.trained)
             why = f"its weights are those of a model, and what is trained is {names}"
             remedy = "Name a run of this recipe, or leave initFrom out"
-            problems.append(Problem(f"{_FIELD}.path", what, why, remedy))
+            problems.append(Problem(f"{FIELD}.path", what, why, remedy))
         raise_if(problems, ConfigurationError)
         config = session.plan.model.require_config()
         load_model_directory(path, machinery.state(), config=config)
@@ -83,16 +83,17 @@ def begin(session: Session, machinery: Machinery) -> None:
             "step": loaded.step,
             "hash": loaded.checksum,
         }
-    if wanted.load != "everything":
+    if not wanted.goes_on:
         # The task made its values from the initial weights, which are replaced by others here.
         seed = session.plan.run.training.reproducibility.seed
         enter_first(machinery.opened, machinery.modules, seed=seed, cut=machinery.cut())
     _check_same(recorded, source, path)
-    facts = {"path": str(path), **source, "load": wanted.load}
-    session.begun_from = facts
-    seconds = round(time.monotonic() - started, 6)
+    session.begun_from = facts = {"path": str(path), **source, "load": wanted.load}
     # Every event has a step of its own: this run's.
     fields = {("from_step" if key == "step" else key): value for key, value in facts.items()}
+    if wanted.load == "position" and (start := session.data.train.start) is not None:
+        fields["sources"] = {one.name: one.taken for one in start.sources}
+    seconds = round(time.monotonic() - started, 6)
     session.emit(EventType.BEGUN_FROM, {**fields, "seconds": seconds})
 
 
@@ -109,7 +110,7 @@ def _agree(session: Session, wanted: InitFrom | None) -> Mapping[str, Any] | Non
     if any(row[0] != rows[0][0] for row in rows):
         raise ConfigurationError(
             Problem(
-                _FIELD,
+                FIELD,
                 "differs between the nodes of this run",
                 "all of them begin with one state",
                 "Give all nodes the same file",
@@ -118,6 +119,15 @@ def _agree(session: Session, wanted: InitFrom | None) -> Mapping[str, Any] | Non
     recorded = rows[0][1]
     if recorded is not None and wanted is None:
         _check_same(recorded, None, Path())
+    if recorded is not None and wanted is not None and recorded["load"] != wanted.load:
+        raise CheckpointError(
+            Problem(
+                f"{FIELD}.load",
+                f"{wanted.load} here, and this run began with {recorded['load']}",
+                "its steps would be those of two runs",
+                f"Set it back to {recorded['load']}, or give the changed run a directory of its own",
+            )
+        )
     return recorded  # type: ignore[no-any-return]
 
 
@@ -136,7 +146,7 @@ def _check_same(
         )
     raise CheckpointError(
         Problem(
-            _FIELD,
+            FIELD,
             f"this run began with {before}, and {now}",
             "its steps would be those of two runs",
             "Name what it began with, or give the changed run a directory of its own",
@@ -150,7 +160,7 @@ def _load(session: Session, machinery: Machinery, wanted: InitFrom, path: Path) 
     prefix = tuple(f"{name}." for name in ([MODEL] if MODEL in trained else trained))
     if wanted.load == "optimizer":
         prefix = tuple(f"{name}." for name in (*trained, OPTIMIZER))
-    elif wanted.load == "everything":
+    elif wanted.goes_on:
         prefix = ("",)
     # Collectives: rank 0 chooses and reads, the others get what it has read.
     loaded = load_weights(
@@ -169,19 +179,26 @@ def _load(session: Session, machinery: Machinery, wanted: InitFrom, path: Path) 
         what = f"the adapters in {path} were trained beside other frozen weights"
         why = "what they add would mean nothing beside these"
         remedy = "Use the model that they were trained with, or leave initFrom out"
-        raise CheckpointError(Problem(f"{_FIELD}.path", what, why, remedy))
+        raise CheckpointError(Problem(f"{FIELD}.path", what, why, remedy))
     if wanted.load == "optimizer":
         machinery.registry.load_values(values, only={OPTIMIZER})
-    elif wanted.load == "everything":
-        _check_position(session, loaded, values)
+    elif wanted.goes_on:
+        keeps_data = wanted.load == "everything"
+        _check_position(session, loaded, values, keeps_data=keeps_data)
         counters = {key: values[COUNTERS][key] for key in _COUNTED if key in values[COUNTERS]}
         session.state_from = str(loaded.path)
-        machinery.registry.load_values({**values, COUNTERS: {**counters, "best": None}})
+        # The cursor is one in another mixture, and observers have measured the losses of that.
+        left_out = () if keeps_data else (CURSOR, OBSERVERS)
+        goes_on = {name: own for name, own in values.items() if name not in left_out}
+        machinery.registry.load_values({**goes_on, COUNTERS: {**counters, "best": None}})
     return loaded
 
 
-def _check_position(session: Session, loaded: Restored, values: Mapping[str, Values]) -> None:
-    """The steps behind the checkpoint's exist here, and have the samples that they have there."""
+def _check_position(
+    session: Session, loaded: Restored, values: Mapping[str, Values], *, keeps_data: bool
+) -> None:
+    """The steps behind the checkpoint's exist here. With the same data they have the samples that they have
+    there, with another mixture those that follow on what its sources have given."""
     where, total = str(loaded.path), session.plan.numbers.total_steps
     problems = []
     if loaded.step >= total:
@@ -190,15 +207,20 @@ def _check_position(session: Session, loaded: Restored, values: Mapping[str, Val
         problems.append(
             Problem("spec.training.horizon", what, "nothing is left to train", remedy)
         )
-    if loaded.data_fingerprint != session.data.fingerprint:
+    start = session.data.train.start
+    if not keeps_data:
+        # Found before the data were opened, by a look at its manifest alone.
+        found = None if start is None else (start.data_before, start.after_step)
+        if found != (loaded.data_fingerprint, loaded.step):
+            what = f"{loaded.path.name} was loaded, and the data were opened to go on behind another one"
+            why = "the newest one is damaged, or has come since"
+            remedy = "Set spec.training.initFrom.step, or start again"
+            problems.append(Problem(where, what, why, remedy))
+    elif loaded.data_fingerprint != session.data.fingerprint:
         why = "the position of a state is one in the data that it was trained on"
-        remedy = "Set it back, or load the optimizer, and with it the weights, alone"
+        remedy = "Set it back, keep the position in other sources (`position`), or load the optimizer alone"
         stored, own = recipe_in(loaded.extra), session.identity.recipe
-        changes = [
-            (field, old, new)
-            for field, old, new in changed_fields(stored, own)
-            if stored and own and field.split(".")[2].split("[")[0] not in _NO_POSITION
-        ]
+        changes = position_changes(stored, own) if stored and own else []
         problems += [
             Problem(
                 field, f"{show_value(new)} here, and {show_value(old)} in {where}", why, remedy

@@ -36,13 +36,14 @@ def open_plan(plan: SessionPlan) -> Opened:
                 f"{where}: it, or a module beside it that it imports, has changed since this node started; "
                 "two versions never train together. Change it back, or start all nodes again."
             )
-        return open_recipe(
+        opened = open_recipe(
             plan.run.training,
             plan.prepared,
             plan.base_directory,
             has_trained=has_trained,
             run_directory=plan.run_directory,
         )
+        return opened.starting_at(plan.start, plan.run.training)
     if has_trained:
         plan.opened.code.note_trained()
     return plan.opened

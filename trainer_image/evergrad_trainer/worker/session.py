@@ -13,6 +13,7 @@ from evergrad_manifest.identity import hashed_recipe
 from evergrad_trainer.checkpoint.held import HeldFiles
 from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.data.build import Data
+from evergrad_trainer.data.places import DataStart
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.models.build import ModelPlan
 from evergrad_trainer.observers.base import Observer
@@ -56,6 +57,8 @@ class SessionPlan:
     """The same file by file: hashes by the paths from the task's folder."""
     keep_waiting: int = 0
     """How many checkpoints stay until pods have evaluated them; 0 where the run evaluates its sets itself."""
+    start: DataStart | None = None
+    """Where the data begin; None: each stage at its first samples."""
     ahead: HeldFiles | None = None
     """The newest checkpoint's files, which this process has begun to read before anything else."""
 

@@ -22,7 +22,7 @@ from evergrad_trainer.models.weights import load_model_directory
 from evergrad_trainer.objectives.token_log_probs import row_log_probs
 from evergrad_trainer.recipes.preference.loss import LogProbs, pair_losses, pair_metrics
 from evergrad_trainer.recipes.pretrain import Pretrain
-from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.run_directory import find_record
 from evergrad_trainer.state.providers import module_tensors
 from evergrad_trainer.task import Loss, Modules, Source, Stage, Tensors
 
@@ -119,25 +119,21 @@ class Preference(Pretrain):
         if self.settings.reference is not None:
             path = base / self.settings.reference
             return _Named("spec.training.preference.reference", path)
-        # The weights that a run begins with are not those that ``model`` describes. One that goes on with all
-        # of another run's state goes on beside that run's reference.
+        # The weights that a run begins with are not those that ``model`` describes. One that goes on behind
+        # another run's step goes on beside that run's reference.
         for _ in range(_LONGEST_CHAIN):
             begun = training.init_from
             if begun is None:
                 return None
             path = base / begun.path
-            if begun.load != "everything":
+            if not begun.goes_on:
                 return _Named(_INITIAL_FIELD, path, begun.step)
-            # A path is a run's directory, the checkpoints in it, or one of them.
-            for folder in (path, *path.absolute().parents[:2]):
-                record = RunDirectory(folder).read_resolved()
-                if record is not None:
-                    break
-            else:
+            if (found := find_record(path)) is None:
                 what = f"{path} is not in the directory of a run"
                 raise ModelError(Problem(_INITIAL_FIELD, what, _WHY_READ, _NAME_IT))
+            directory, record = found
             training = from_wire(record["manifest"]).training
-            base = folder / record["baseDirectory"]
+            base = directory.path / record["baseDirectory"]
             other = training.pair_settings
             if other is not None and other.reference is not None:
                 return _Named(_INITIAL_FIELD, base / other.reference)

@@ -1,0 +1,200 @@
+"""The position of another run: where it is found, and what keeps it from being one here."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.identity import from_wire
+from evergrad_trainer.checkpoint.manifest import Identity
+from evergrad_trainer.checkpoint.search import Choice
+from evergrad_trainer.data.places import DATA_START, DataStart, Place, place_sources
+from evergrad_trainer.data.prepared import Prepared, PreparedSource, TokenSequence
+from evergrad_trainer.errors import CheckpointError
+from evergrad_trainer.resume import resolved_record
+from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.worker import position
+from evergrad_trainer.worker.position import OtherRun, check_content, find_other
+
+START = DataStart((Place("a", "A", 0), Place("b", "B", 1)))
+
+
+def prepared_of(*sources: tuple[str, str], tokenizer: str = "byte") -> Prepared:
+    """Prepared sources by name and content."""
+    return Prepared(
+        tuple(
+            PreparedSource(name, Path(name), content, content, TokenSequence("uint16", ()))
+            for name, content in sources
+        ),
+        evaluation=(),
+        tokenizer_identity=tokenizer,
+        vocab_size=257,
+        end_of_document=256,
+    )
+
+
+def make_run(load: str | None = "position", **training: Any) -> TrainingRun:
+    values: dict[str, Any] = {
+        "model": {"config": {"model_type": "llama"}},
+        "data": {"sources": [{"name": "b", "path": "b.jsonl"}], "sequenceLength": 64},
+        "batching": {"globalBatchSize": 8, "microBatchSize": 2},
+        "optimizer": {"learningRate": 1e-3},
+        "horizon": {"steps": 100},
+    }
+    if load is not None:
+        values["initFrom"] = {"path": "theirs", "load": load}
+    return from_wire(
+        {
+            "apiVersion": "evergrad.dev/v1alpha1",
+            "kind": "TrainingRun",
+            "metadata": {"name": "next"},
+            "spec": {"training": values | training},
+        }
+    )
+
+
+class Other:
+    """A run in ``theirs`` that was saved behind its sixth step."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path = path
+        self.directory = RunDirectory(path / "theirs")
+        self.directory.create()
+        checkpoint = self.directory.path / "checkpoints" / "step-6"
+        self.choice = Choice(
+            "step-6",
+            step=6,
+            data_fingerprint="f",
+            extra={"step": 6, "cursor": {"a": 18, "b": 7}},
+        )
+        monkeypatch.setattr(position, "look_at", lambda path, step: (checkpoint, self.choice))
+        self.write()
+
+    def write(self, run: TrainingRun | None = None, **fields: Any) -> None:
+        record = resolved_record(
+            run or make_run(None),
+            prepared_of(("a", "A"), ("b", "B")),
+            identity=Identity("theirs", "recipe", "f"),
+            base_directory=".",
+            derived={},
+            model={},
+        )
+        record[DATA_START] = START.to_json()
+        record |= fields
+        self.directory.write_resolved(
+            {key: value for key, value in record.items() if value is not None}
+        )
+
+    def find(self, run: TrainingRun) -> OtherRun | None:
+        return find_other(run, self.path)
+
+    def refusal(self, run: TrainingRun) -> str:
+        with pytest.raises(CheckpointError) as error:
+            self.find(run)
+        return str(error.value)
+
+
+@pytest.fixture
+def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Other:
+    return Other(tmp_path, monkeypatch)
+
+
+def test_a_position_is_each_sources_place_behind_the_checkpoints_step(other: Other) -> None:
+    found = other.find(make_run())
+    assert found is not None
+    assert found.start == DataStart(
+        (Place("a", "A", 0, 18), Place("b", "B", 1, 7)), 6, data_before="f"
+    )
+
+
+@pytest.mark.parametrize("load", [None, "weights", "optimizer", "everything"])
+def test_no_other_level_looks_for_a_position(other: Other, load: str | None) -> None:
+    assert other.find(make_run(load)) is None
+
+
+def test_a_resume_in_another_directory_begins_where_that_run_began(other: Other) -> None:
+    began = START.go_on(2, cursor={"a": 6, "b": 2}, data_fingerprint="earlier")
+    other.write(dataStart=began.to_json())
+    found = other.find(make_run("everything"))
+    assert found is not None and found.start == began
+    # Its data are compared as a whole.
+    check_content(found, found.start, prepared_of(("x", "X"), tokenizer="other"))
+    # A position is one behind its checkpoint's step.
+    found = other.find(make_run())
+    assert found is not None and (found.start.after_step, found.start.data_before) == (6, "f")
+
+
+def test_a_position_needs_the_record_of_its_run(other: Other) -> None:
+    other.write(dataFingerprint="another")
+    assert "does not lie in the directory of its run" in other.refusal(make_run())
+    other.directory.resolved.unlink()
+    assert "spec.training.initFrom.path" in other.refusal(make_run())
+
+
+def test_a_run_of_several_stages_or_of_an_older_version_has_no_position(other: Other) -> None:
+    other.write(dataStart=None)
+    assert "has not recorded where its sources begin" in other.refusal(make_run())
+
+
+def test_a_checkpoint_of_other_sources_than_the_record_has_is_refused(other: Other) -> None:
+    other.choice = replace(other.choice, extra={"step": 6, "cursor": {"x": 7}})
+    assert "step-6 is not at a position in the sources of its run" in other.refusal(make_run())
+
+
+def test_fields_that_decide_items_and_order_are_named_and_the_others_may_differ(
+    other: Other,
+) -> None:
+    data = {"sources": [{"name": "b", "path": "b.jsonl"}], "sequenceLength": 32}
+    said = other.refusal(
+        make_run(
+            data=data,
+            reproducibility={"seed": 4},
+            batching={"globalBatchSize": 4, "microBatchSize": 2},
+        )
+    )
+    for field in (
+        "data.sequenceLength: 32 here, and 64 in",
+        "batching.globalBatchSize: 4 here, and 8 in",
+        "reproducibility.seed: 4 here, and 0 in",
+    ):
+        assert f"spec.training.{field}" in said
+    assert "sources" not in said
+    # The seed of the data is the same, and neither of the others has a say in them.
+    assert other.find(
+        make_run(
+            reproducibility={"seed": 4, "dataSeed": 0, "elastic": "exact"},
+            optimizer={"learningRate": 2e-3},
+            horizon={"steps": 500},
+        )
+    )
+
+
+def test_weights_of_sources_and_how_they_are_mixed_may_differ(other: Other) -> None:
+    sources = [
+        {"name": "b", "path": "elsewhere.jsonl", "weight": 9},
+        {"name": "c", "path": "c.jsonl"},
+    ]
+    data = {"sources": sources, "sequenceLength": 64, "mixing": "passes"}
+    assert other.find(make_run(data=data)) is not None
+
+
+def test_another_tokenizer_makes_other_samples_of_every_source(other: Other) -> None:
+    found = other.find(make_run())
+    assert found is not None
+    with pytest.raises(CheckpointError, match="its content is other, and byte in"):
+        check_content(found, found.start, prepared_of(("b", "B"), tokenizer="other"))
+
+
+def test_content_that_is_cut_into_other_samples_is_refused(other: Other) -> None:
+    found = other.find(make_run())
+    assert found is not None
+    prepared = prepared_of(("c", "C"), ("bee", "B"))
+    placed = place_sources(found.start, [("c", "C"), ("bee", "B")])
+    check_content(found, placed, prepared)
+    # With `samples` its items are others, and its content is not.
+    placed = place_sources(found.start, [("c", "C"), ("bee", "B of 3")])
+    with pytest.raises(CheckpointError) as error:
+        check_content(found, placed, prepared)
+    assert "spec.training.data.sources[1]: bee is b of" in str(error.value)
