@@ -89,6 +89,14 @@ def test_recomputed_blocks_have_the_bits_of_those_that_keep_everything(
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_blocks_that_are_computed_again_are_compiled_and_share_their_graphs(mode: str) -> None:
+    torch._dynamo.utils.counters.clear()
+    train(build(mode, dropout=0.0, is_compiled=True))
+    # One for the first block, whose input has no gradient, and one for the other two.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
 def test_selective_recomputation_keeps_less_than_everything_and_more_than_nothing() -> None:
     none, full, selective = (
         kept_bytes(build(mode, dropout=0.0, is_compiled=False))

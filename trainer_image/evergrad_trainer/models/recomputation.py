@@ -1,7 +1,7 @@
 """Recomputation of activations block by block: less memory for the backward pass, the same bits."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,13 +36,25 @@ def recompute(blocks: Sequence[nn.Module], *, is_selective: bool) -> None:
     for block in blocks:
         # The method and not the module is wrapped: compilation then finds the recomputation inside of its
         # graph, and FSDP2's gathers stay outside of both.
-        plain = block.forward
         options: dict[str, Any] = {"use_reentrant": False}
         if is_selective:
             options["context_fn"] = functools.partial(
                 create_selective_checkpoint_contexts, _choose_policy
             )
-        block.forward = functools.partial(checkpoint, plain, **options)
+        block.forward = _recomputed(block.forward, functools.partial(checkpoint, **options))
+
+
+def _recomputed(plain: Callable[..., Any], checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``plain`` with its inside computed again, as a function of this file.
+
+    The compiler begins with the first frame that is not torch's own. With torch's function as the block's
+    method it met none before ``checkpoint``, which it does not enter, and compiled nothing.
+    """
+
+    def forward(*arguments: Any, **named: Any) -> Any:
+        return checkpoint(plain, *arguments, **named)
+
+    return forward
 
 
 def _choose_policy(
