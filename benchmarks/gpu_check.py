@@ -108,6 +108,35 @@ def check_compile(device: str, is_tiny: bool) -> list[Row]:
     ]
 
 
+def check_offload(device: str, is_tiny: bool) -> list[Row]:
+    """Inputs of blocks that wait in host memory give the gradients of those that stay, and leave the
+    device's memory."""
+    import torch
+
+    ids = torch.arange(256, device=device).reshape(1, 256)
+    gradients, kept = {}, {}
+    for mode in ("full", "offload"):
+        machinery, stage = _build(device, "bf16-autocast", compiled=False, recomputation=mode)
+        before = torch.cuda.memory_allocated() if device == "cuda" else 0
+        with machinery.autocast():
+            loss = machinery.loss_of({"input_ids": ids, "labels": ids}, stage).total / 256
+        kept[mode] = (torch.cuda.memory_allocated() if device == "cuda" else 0) - before
+        loss.backward()
+        gradients[mode] = [one.grad.cpu() for one in machinery.model.parameters()]
+    pairs = zip(gradients["full"], gradients["offload"], strict=True)
+    differing = sum(not torch.equal(one, other) for one, other in pairs)
+    _require(differing == 0, f"{differing} gradients have other bits with offload")
+    if device != "cuda":
+        return [Row("offload", "gradients with other bits", differing, "")]
+    _require(
+        kept["offload"] < kept["full"], f"a forward pass keeps bytes on the device: {kept}"
+    )
+    return [
+        Row("offload", f"kept by a forward pass, {mode}", size / 2**20, "MiB")
+        for mode, size in kept.items()
+    ]
+
+
 def check_fsdp2(device: str, is_tiny: bool) -> list[Row]:
     """FSDP2 in a world of one device: the same first loss as the whole model, gradients in fp32."""
     import torch
@@ -298,6 +327,7 @@ PARTS: dict[str, Callable[[str, bool], list[Row]]] = {
     "environment": check_environment,
     "precision": check_precisions,
     "compile": check_compile,
+    "offload": check_offload,
     "fsdp2": check_fsdp2,
     "world": check_world,
     "abort": check_abort,
@@ -323,35 +353,40 @@ def _curve(
     compiled: bool,
     steps: int = 4,
 ) -> list[float]:
-    """Losses of some steps of the 10M model, built and compiled as a run builds it."""
+    """Losses of some steps of the 10M model."""
+    import torch
+
+    machinery, stage = _build(device, precision, compiled=compiled)
+    ids = torch.arange(64, device=device).reshape(1, 64)
+    batch = {"input_ids": ids, "labels": ids}
+    losses = []
+    for _ in range(steps):
+        with machinery.autocast():
+            loss = machinery.loss_of(batch, stage).total / 64
+        loss.backward()
+        machinery.optimizer.step()
+        machinery.optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def _build(
+    device: str, precision: str, *, compiled: bool, recomputation: str = "none"
+) -> tuple[Any, Any]:
+    """The 10M model, built and compiled as a run builds it, and the stage that it trains."""
     import torch
     from common import build_training, open_without_data
 
     from evergrad_trainer.training.build import build_machinery
     from evergrad_trainer.world import World
 
-    where = torch.device(device)
     training = build_training(precision=precision, compile_mode="on" if compiled else "off")
-    world = World(1, 0, 1, where)
+    runtime = training.runtime.model_copy(update={"activation_checkpointing": recomputation})
+    training = training.model_copy(update={"runtime": runtime})
     opened = open_without_data(training)
-    machinery = build_machinery(
-        training,
-        opened,
-        _plan("10M"),
-        world,
-        with_weights=True,
-    )
-    ids = torch.arange(64, device=where).reshape(1, 64)
-    batch = {"input_ids": ids, "labels": ids}
-    losses = []
-    for _ in range(steps):
-        with machinery.autocast():
-            loss = machinery.loss_of(batch, opened.data.train.stages[0]).total / 64
-        loss.backward()
-        machinery.optimizer.step()
-        machinery.optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
+    world = World(1, 0, 1, torch.device(device))
+    machinery = build_machinery(training, opened, _plan("10M"), world, with_weights=True)
+    return machinery, opened.data.train.stages[0]
 
 
 def _alone_in_a_group(device: str) -> None:

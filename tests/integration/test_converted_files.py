@@ -12,7 +12,18 @@ from typing import Any
 import pytest
 import yaml
 from latent_corpus import ENCODER, write_corpus
-from run_helpers import DONE, MODEL, STOPPED_SAVED, Experiment, curve, merge, write_documents
+from run_helpers import (
+    DONE,
+    MODEL,
+    STOPPED_SAVED,
+    Experiment,
+    checkpoints,
+    curve,
+    merge,
+    read_lines,
+    recipe,
+    write_documents,
+)
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "migrating"
 BYTES = {"tokenizer": {"type": "byte", "path": None}}
@@ -117,3 +128,47 @@ def test_the_converted_file_of_a_page_runs(experiment: Experiment, page: str) ->
     assert [*rows] == list(range(1, one.steps + 1))
     assert rows[one.steps].get("metrics", {}).keys() >= one.metrics
     assert all(row["loss"] > 0 and row["valid_tokens"] > 0 for row in rows.values())
+
+
+CHEMLACTICA: dict[str, Any] = {
+    "model": {"config": {**MODEL, "attention_dropout": 0.1}},
+    "data": {"heldOut": {"count": 6}},
+    "optimizer": {
+        "type": "adamw",
+        "betas": [0.9, 0.95],
+        "learningRate": 6e-4,
+        "weightDecay": 0.1,
+        "clipNorm": 1.0,
+    },
+    "schedule": {"type": "linear", "warmup": 4},
+    "evaluation": {"every": {"steps": 2}},
+    "checkpoint": {"every": {"steps": 1}, "keep": 4},
+    "runtime": {"precision": "bf16-autocast"},
+}
+"""Its train config with the warm-up of a short run, and without TF32, which a CPU does not have."""
+
+
+@pytest.mark.capability("C-49")
+def test_the_train_config_of_chemlactica_is_what_a_run_of_it_does(
+    experiment: Experiment,
+) -> None:
+    experiment.write(recipe(**CHEMLACTICA))
+    experiment.run()
+    rows, directory = curve(experiment.at()), experiment.at()
+    rates = [rows[step]["learning_rate"] for step in sorted(rows)]
+    quarters = [1, 2, 3, 4, 4, 3, 2, 1]
+    assert rates == pytest.approx([6e-4 * quarter / 4 for quarter in quarters])
+    assert checkpoints(directory) == [5, 6, 7, 8]
+    assert [row["step"] for row in read_lines(directory / "evaluation.jsonl")] == [2, 4, 6, 8]
+    text = (directory / "run.json").read_text("utf-8")
+    assert all(f'"{name}"' in text for name in ("attention_dropout", "betas", "clipNorm"))
+
+    # Dropout and bf16 are there in what is computed.
+    def first_step(name: str, **changes: Any) -> dict[str, Any]:
+        experiment.write(recipe(**merge(CHEMLACTICA, changes)), name=name)
+        experiment.run("--stop-after-steps", "1", name=name, expect=STOPPED_SAVED)
+        return curve(experiment.at(name))[1]
+
+    plain = first_step("plain", model={"config": {"attention_dropout": 0.0}})
+    assert plain["loss"] != rows[1]["loss"]
+    assert first_step("wide", runtime={"precision": "fp32"})["loss"] != rows[1]["loss"]

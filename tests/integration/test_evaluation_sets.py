@@ -37,7 +37,7 @@ def rows(directory: Path) -> list[dict[str, Any]]:
     return read_lines(directory / "evaluation.jsonl")
 
 
-@pytest.mark.capability("C-28", "O-47", "O-65", "T-27")
+@pytest.mark.capability("C-28", "O-47", "O-65", "T-27", "T-X11")
 def test_cadence_and_size_of_a_set_change_on_a_live_run_without_a_bit_of_its_training(
     experiment: Experiment,
 ) -> None:
@@ -77,10 +77,12 @@ def test_cadence_and_size_of_a_set_change_on_a_live_run_without_a_bit_of_its_tra
     assert_same_curve(experiment.at("undisturbed"), experiment.at())
     assert_same_state(experiment.at("undisturbed"), experiment.at(), prefix="model.")
 
-    # Batches of another size have the same tokens, and a result of their own.
+    # Batches of another size have the same tokens, and a result of their own. The last one has too few
+    # samples: the places that are filled up count nothing.
     larger = ("--set", "heldOut", "--micro-batch-size", "5")
     ended = experiment.command("evaluate", "runs/tiny", *larger, "--json").expect(DONE)
     (result,) = json.loads(ended.out)["results"]
+    assert 0 < 5 * result["batches"] - result["samples"] < 5
     last = next(row for row in rows(experiment.at()) if row["step"] == 8)
     assert result["tokens"] == last["tokens"]
     assert result["loss"] == pytest.approx(last["loss"], rel=1e-5)
@@ -95,7 +97,7 @@ def test_cadence_and_size_of_a_set_change_on_a_live_run_without_a_bit_of_its_tra
     }
 
 
-@pytest.mark.capability("T-47", "T-6")
+@pytest.mark.capability("T-47", "T-6", "T-X9")
 def test_the_best_checkpoint_follows_a_metric_of_an_evaluator_of_a_task(
     experiment: Experiment,
 ) -> None:
@@ -124,6 +126,13 @@ def test_the_best_checkpoint_follows_a_metric_of_an_evaluator_of_a_task(
     (row,) = json.loads(ended.out)["results"]
     same = ("step", "loss", "perplexity", "metrics", "tokens")
     assert {key: row[key] for key in same} == {key: found[best][key] for key in same}
+    # What the evaluator has measured is in a file of the run, and stays there.
+    written = json.loads((experiment.path / row["file"]).read_text("utf-8"))
+    assert (experiment.path / row["file"]).parent == experiment.at() / "evaluations"
+    assert {key: written[key] for key in ("name", *same)} == {
+        "name": "average",
+        **{key: found[best][key] for key in same},
+    }
     table = experiment.command("evaluate", "runs/tiny", "--checkpoint", str(best)).expect(DONE)
     assert f"average/accuracy: {row['metrics']['accuracy']}" in table.out
 

@@ -67,7 +67,7 @@ def test_parts_run_in_processes_of_their_own_and_one_that_fails_is_named(
     tmp_path: Path,
 ) -> None:
     passed = gpu_check(
-        tmp_path, "--device", "cpu", "--tiny", "fsdp2", "world", "abort", "staging"
+        tmp_path, "--device", "cpu", "--tiny", "offload", "fsdp2", "world", "abort", "staging"
     )
     found = json.loads((tmp_path / "gpu.json").read_text())["parts"]
     assert passed.returncode == 0, passed.stdout

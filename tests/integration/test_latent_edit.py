@@ -9,8 +9,9 @@ from statistics import mean
 from typing import Any
 
 import pytest
-from latent_corpus import LENGTH, edit_row, seal, training, write_corpus, write_lines
+from latent_corpus import ENCODER, LENGTH, edit_row, seal, training, write_corpus, write_lines
 from run_helpers import (
+    DONE,
     STOPPED_SAVED,
     USER_ERROR,
     Experiment,
@@ -236,6 +237,56 @@ def test_wrong_corpora_are_refused_before_anything_is_trained(experiment: Experi
             }
         },
     )
+
+
+def write_encoder(folder: Path) -> None:
+    """A directory as a pretrained encoder comes: configuration, tokenizer, and weights that are not looked
+    into."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    folder.mkdir()
+    letters = {
+        letter: number for number, letter in enumerate(["N", "A", "C", "G", "T", "</s>"])
+    }
+    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="N"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8")
+    (folder / "config.json").write_text(json.dumps({**ENCODER, "vocab_size": 6}), "utf-8")
+    (folder / "model.safetensors").write_bytes(b"weights")
+
+
+@pytest.mark.capability("G-X23")
+def test_preflight_says_what_the_directory_of_an_encoder_lacks(experiment: Experiment) -> None:
+    folder = experiment.path / "encoder"
+    write_encoder(folder)
+    own = {
+        "model": {"path": "encoder"},
+        "tokenizer": {"type": "transformers", "path": "encoder"},
+    }
+    write(experiment, **own)
+
+    def findings(expect: int) -> list[str]:
+        ended = experiment.command("preflight", "tiny.yaml", "--json").expect(expect)
+        found = json.loads(ended.out)["findings"]
+        return [json.dumps(one) for one in found if one["level"] != "ok"]
+
+    assert findings(DONE) == []
+    (folder / "model.safetensors").unlink()
+    (found,) = findings(DONE)
+    assert "spec.training.model.path" in found and "has no weights" in found
+    # A file that names the hash of its weights trains with no others.
+    pinned = {"encoder": {"radius": 3, "weightHash": f"sha256:{'0' * 64}"}}
+    write(experiment, pinned, **own)
+    assert "weightHash: there is no file of weights" in experiment.run(expect=USER_ERROR).err
+    write(experiment, **own)
+    (folder / "config.json").rename(folder / "elsewhere")
+    assert any("holds no config.json" in one for one in findings(USER_ERROR))
+    (folder / "elsewhere").rename(folder / "config.json")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    assert any("holds no tokenizer" in one for one in findings(USER_ERROR))
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from evergrad_trainer.checkpoint.store import open_store
 from evergrad_trainer.data.batch import Stage
 from evergrad_trainer.data.token_source import INPUT_IDS, LABELS
 from evergrad_trainer.errors import DivergedError, HostError
+from evergrad_trainer.models import recomputation
 from evergrad_trainer.models.build import build_model, plan_model
 from evergrad_trainer.models.parallel import build_gradient_sum
 from evergrad_trainer.objectives.causal_lm import causal_lm_loss
@@ -271,32 +273,46 @@ COMBINED = (
     {"lossChunk": 5, "compile": "on"},
     {"activationCheckpointing": "selective"},
     {"activationCheckpointing": "full", "compile": "on"},
+    {"activationCheckpointing": "offload"},
+    {"activationCheckpointing": "offload", "compile": "on"},
     {"lossChunk": 5, "compile": "on", "activationCheckpointing": "selective"},
 )
 
 
-def combine(world: World, directory: Path) -> dict[str, float]:
-    """How far the gradients of each combination are from those of shards alone."""
-    compiled = nn.Module.compile
+def combine(world: World, directory: Path) -> dict[str, tuple[float, int]]:
+    """How far the gradients of each combination are from those of shards alone, and how many inputs of blocks
+    went to the host."""
+    compiled, copy, left = nn.Module.compile, recomputation.copy_to_host, Counter[str]()
 
     def compile_plainly(self: nn.Module, **options: Any) -> None:
         # Traced and cut into graphs as ever; only the kernels are torch's own, so that no compiler is needed.
         compiled(self, backend="aot_eager", **options)
 
+    def counting(tensor: torch.Tensor) -> torch.Tensor:
+        left[name] += 1
+        return copy(tensor)
+
     nn.Module.compile = compile_plainly  # type: ignore[method-assign]
+    recomputation.copy_to_host = counting
     expected = train(build(world, directory, {}), world, steps=1)[0]
-    return {
-        str(runtime): largest_difference(
-            train(build(world, directory, runtime), world, steps=1)[0], expected
-        )
-        for runtime in COMBINED
-    }
+    differences = {}
+    for runtime in COMBINED:
+        name = str(runtime)
+        gradients = train(build(world, directory, runtime), world, steps=1)[0]
+        differences[name] = largest_difference(gradients, expected)
+    return {name: (value, left[name]) for name, value in differences.items()}
 
 
+@pytest.mark.capability("A-23")
 def test_chunked_losses_compiled_blocks_and_recomputation_go_together_with_shards(
     tmp_path: Path,
 ) -> None:
     ranks = processes.values(processes.run_world(combine, size=2, directory=tmp_path / "run"))
     for found in ranks:
         assert len(found) == len(COMBINED)
-        assert {name: value for name, value in found.items() if value > 1e-6} == {}
+        assert {name: value for name, (value, _) in found.items() if value > 1e-6} == {}
+        # One input of each of the two blocks.
+        assert {name: left for name, (_, left) in found.items()} == {
+            str(runtime): 2 * (runtime.get("activationCheckpointing") == "offload")
+            for runtime in COMBINED
+        }

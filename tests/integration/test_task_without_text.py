@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 from run_helpers import (
+    INTERNAL,
     STOPPED_SAVED,
     USER_ERROR,
     Experiment,
     assert_same_curve,
     assert_same_state,
+    events,
     fault,
     read_lines,
 )
@@ -171,3 +173,89 @@ def test_errors_of_its_preparation_and_sources_are_named(
     write_curve(experiment, TASK.replace(old, new, 1))
     err = experiment.run(expect=USER_ERROR).err
     assert said in err and "Traceback" not in err
+
+
+def change(text: str, *pairs: tuple[str, str]) -> str:
+    for old, new in pairs:
+        assert old in text
+        text = text.replace(old, new, 1)
+    return text
+
+
+@pytest.mark.acceptance("input-G-29")
+@pytest.mark.capability("G-29")
+def test_a_module_that_cannot_be_moved_is_named_where_the_run_ends(
+    experiment: Experiment,
+) -> None:
+    stuck = """
+
+        def refuse(device):
+            raise RuntimeError("the device does not answer")
+
+        head.to = refuse
+        return Modules("""
+    write_curve(experiment, change(TASK, ("\n        return Modules(", stuck)))
+    err = experiment.run(expect=INTERNAL).err
+    named = "while the module head was moved to cpu"
+    assert "RuntimeError: the device does not answer" in err and named in err
+    assert read_lines(experiment.at() / "metrics.jsonl") == []
+    (failed,) = events(experiment.at(), "failed")
+    assert failed["message"] == f"the device does not answer\n{named}"
+
+
+READ = "rows = self.table[list(items)]"
+NOTED = """
+        import threading
+        name = threading.current_thread().name
+        with open("readers", "a") as log:
+            log.write(f"{name}\\n")
+        """
+WAITING = """
+        # The next samples are asked for before a loss is computed, which takes as long as reading them.
+        import time
+        latest = time.monotonic() + 60
+        while "prefetch" not in open("readers").read() and time.monotonic() < latest:
+            time.sleep(0.01)
+        """
+FIRST_OF_LOSS = 'hidden = torch.tanh(modules.trained["body"]'
+
+
+@pytest.mark.acceptance("input-T-50")
+@pytest.mark.capability("T-50")
+def test_samples_are_read_ahead_in_a_thread_and_an_error_there_ends_the_run(
+    experiment: Experiment,
+) -> None:
+    noted = (READ, NOTED.lstrip("\n ") + READ)
+    waiting = (FIRST_OF_LOSS, WAITING.lstrip("\n ") + FIRST_OF_LOSS)
+    write_curve(experiment, change(TASK, noted, waiting))
+    experiment.run(directory="whole")
+    readers = (experiment.path / "readers").read_text().splitlines()
+    assert {"MainThread", "evergrad-prefetch"} == set(readers)
+
+    (experiment.path / "readers").unlink()
+    torn = 'if "prefetch" in name:\n            raise OSError("the table is torn")\n        '
+    write_curve(experiment, change(TASK, (READ, NOTED.lstrip("\n ") + torn + READ), waiting))
+    err = experiment.run(directory="torn", expect=None).err
+    assert "the table is torn" in err
+    assert read_lines(experiment.at("torn") / "metrics.jsonl") == []
+    (failed,) = events(experiment.at("torn"), "failed")
+    assert "the table is torn" in failed["message"]
+
+
+TIMEOUTS = """
+        from torch.distributed import distributed_c10d
+        group = distributed_c10d._get_default_group()
+        seconds = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        with open("timeouts", "a") as log:
+            log.write(f"{seconds}\\n")
+"""
+
+
+@pytest.mark.capability("C-54")
+def test_exchanges_of_a_run_wait_as_long_as_the_file_says(experiment: Experiment) -> None:
+    after = "def after_update(self, modules, metrics):"
+    text = change(TASK, (f"{after}\n        pass", after + TIMEOUTS))
+    runtime = {"device": "cpu", "precision": "fp32", "collectiveTimeoutSeconds": 7200}
+    write_curve(experiment, text, runtime=runtime)
+    experiment.run("--workers", "2")
+    assert (experiment.path / "timeouts").read_text().split() == ["7200.0"] * 20

@@ -385,6 +385,26 @@ def test_what_does_not_fit_comes_with_its_parts_and_the_largest_model_that_would
     assert "no model fits. Use runtime.activationCheckpointing" in refused
 
 
+@pytest.mark.capability("A-23")
+def test_activations_that_are_offloaded_must_fit_the_host_of_an_accelerator() -> None:
+    facts = replace(FACTS, parameters=10**9, hidden_size=2048, num_layers=16)
+    device = replace(MACHINE, num_accelerators=2, accelerator_memory_bytes=10**11)
+    plan = training(runtime={"activationCheckpointing": "offload"})
+
+    def check(machine: Machine) -> tuple[str, str]:
+        first, _ = check_memory(plan, facts, machine, num_workers=2, world_size=2)
+        return first.level, str(first.problem)
+
+    level, text = check(replace(device, memory_bytes=10**10))
+    field = "spec.training.runtime.activationCheckpointing"
+    assert level == "ok" and text.startswith(f"{field}: offload leaves about ")
+    level, text = check(replace(device, memory_bytes=10**4))
+    assert level == "error" and "9.77 KiB are there" in text and "Write full" in text
+    # What is left where it is saves nothing, and trains all the same.
+    level, text = check(replace(MACHINE, memory_bytes=10**11))
+    assert level == "warning" and "no other memory than the host's" in text
+
+
 @pytest.mark.acceptance("input-T-42")
 @pytest.mark.acceptance("number-T-41")
 @pytest.mark.capability("T-21", "T-41", "T-42")

@@ -52,6 +52,7 @@ from evergrad_trainer.preflight_memory import (
     Finding,
     Level,
     check_base,
+    check_frozen,
     check_memory,
     model_facts,
 )
@@ -110,6 +111,7 @@ def examine(
         facts = None if plan.config is None else model_facts(plan)
     except InputError as error:
         findings += [Finding("error", problem) for problem in error.problems]
+    findings += check_frozen(training, plan)
     if facts is not None and is_model_trained(training):
         # Fewer workers hold larger shards each. Nodes that share this machine give memory back as they leave.
         bounds = {"world_size": max(num_workers, min(sizes)), "most_workers": max(sizes)}

@@ -1,5 +1,5 @@
-"""Two checks of preflight that look at the model: its size beside the memory of this machine, and what
-adapters stand beside."""
+"""Checks of preflight that look at the model: its size beside the memory of this machine, and the weights
+that adapters or a predictor stand beside."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from evergrad_coordinator.text import size
+from evergrad_manifest.derive import is_model_trained
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Training
 from evergrad_manifest.training.steps import divisors_of
@@ -81,6 +82,8 @@ def check_memory(
     need = memory_of(facts, training, **plan)
     trained = "" if facts.trained is None else f" ({facts.trained:,} of them trained)"
     text = f"{facts.parameters:,} parameters{trained} need about {size(need.total * sharers)}"
+    if training.runtime.activation_checkpointing == "offload":
+        yield _check_host(need.host * num_workers, machine.memory_bytes)
     if available is None:
         yield Finding(
             "warning", Problem("memory", text, "how much this machine has could not be read")
@@ -121,6 +124,20 @@ def check_memory(
             "smaller model; docs/model-sizes.md has a table"
         )
         yield Finding("error", Problem("memory", what, why, remedy, is_of_host=True))
+
+
+def _check_host(left: int, available: int | None) -> Finding:
+    """Check that this machine has room for the activations that its workers leave in its own memory."""
+    field = "spec.training.runtime.activationCheckpointing"
+    if not left:
+        why = "workers on CPUs have no other memory than the host's"
+        return Finding("warning", Problem(field, "offload needs what full needs", why))
+    what = f"offload leaves about {size(left)} in the memory of this machine"
+    if available is None or left <= available:
+        return Finding("ok", Problem(field, what))
+    why = f"{size(available)} are there, and the process would be killed"
+    remedy = "Write full, or lower batching.microBatchSize"
+    return Finding("error", Problem(field, what, why, remedy, is_of_host=True))
 
 
 def _room(
@@ -178,16 +195,25 @@ def check_base(
             ),
         )
     if training.init_from is not None:
-        path = base_directory / training.init_from.path
-        yield from (Finding("error", problem) for problem in check_initial(path, lora))
+        beginning = base_directory / training.init_from.path
+        yield from (Finding("error", problem) for problem in check_initial(beginning, lora))
     if plan.weights is None:
         where = "path" if training.model.path is not None else "config"
-        yield Finding(
-            "warning",
-            Problem(
-                f"spec.training.model.{where}",
-                "has no weights, and model.lora freezes what the seed makes",
-                "adapters change little in what a model computes",
-                "Name a directory with weights as model.path",
-            ),
-        )
+        why = "adapters change little in what a model computes"
+        yield _warn_of_seed(where, "model.lora", why)
+
+
+def check_frozen(training: Training, plan: ModelPlan | None) -> Iterator[Finding]:
+    """Check that the directory of a model that the recipe leaves as it is has weights. One that the file
+    describes by a configuration is meant to be of the seed."""
+    if plan is None or plan.weights is not None or training.model.path is None:
+        return
+    if not is_model_trained(training):
+        why = "such a model computes nothing that was learned"
+        yield _warn_of_seed("path", f"recipe {training.recipe}", why)
+
+
+def _warn_of_seed(where: str, freezing: str, why: str) -> Finding:
+    what = f"has no weights, and {freezing} freezes what the seed makes"
+    remedy = "Name a directory with weights as model.path"
+    return Finding("warning", Problem(f"spec.training.model.{where}", what, why, remedy))

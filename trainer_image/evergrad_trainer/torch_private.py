@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d
 from torch.utils import _python_dispatch
 
@@ -92,6 +93,19 @@ def forget_passes(module: Any) -> None:
     """
     if module._get_fsdp_state()._is_root:
         module.reset_iter_state()
+
+
+def wrap_call(
+    module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Put ``wrap`` around what a call of ``module`` computes: around its graph where it is compiled.
+
+    ``Module.compile`` traces whatever stands around ``forward``, and has no public place outside of that.
+    """
+    if module._compiled_call_impl is None:
+        module.forward = wrap(module.forward)
+    else:
+        module._compiled_call_impl = wrap(module._compiled_call_impl)
 
 
 def attention_backend(query: torch.Tensor, key: torch.Tensor) -> str:

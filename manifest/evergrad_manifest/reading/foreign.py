@@ -39,15 +39,16 @@ FOREIGN: Final = (
     ),
     Foreign(
         (
-            *(
-                "activation_checkpoint_cpu_offload",
-                "activation_offloading",
-                "offload_activations",
-            ),
-            *("tiled_mlp_compute", "tiled_mlp"),
+            *("activation_checkpoint_cpu_offload", "activation_offloading"),
+            *("offload_activations", "cpu_checkpointing"),
         ),
+        (f"{_T}.runtime.activationCheckpointing",),
+        "its value `offload` leaves the inputs of recomputed blocks in host memory",
+    ),
+    Foreign(
+        ("tiled_mlp_compute", "tiled_mlp"),
         (f"{_T}.runtime.activationCheckpointing", f"{_T}.runtime.lossChunk"),
-        "memory is saved by recomputation, which leaves nothing on the host and cuts no model's layers up",
+        "memory is saved by recomputation, which cuts no model's layers up",
     ),
     Foreign(
         ("tiled_logits_compute", "use_liger_kernel", "fused_linear_cross_entropy"),

@@ -217,7 +217,7 @@ def _read_switch_as(words: Mapping[bool, str], given: Any) -> BeforeValidator:
     return BeforeValidator(read, json_schema_input_type=given)
 
 
-Recomputation = Literal["none", "full", "selective"] | bool
+Recomputation = Literal["none", "full", "offload", "selective"] | bool
 OnOff = Literal["auto", "on", "off"] | bool
 
 
@@ -236,11 +236,11 @@ class Runtime(Section):
     """torch.compile; ``auto``: on with an accelerator."""
     # The first versions knew only true and false here, and their files have to go on.
     activation_checkpointing: Annotated[
-        Literal["none", "full", "selective"],
+        Literal["none", "full", "offload", "selective"],
         _read_switch_as(RECOMPUTATION_BY_SWITCH, Recomputation),
     ] = "none"
-    """Recompute each transformer block in the backward pass. ``full`` (or true): least memory, about a third
-    more time; ``selective``: matrix products and attention are kept, and the rest is computed again."""
+    """Recompute transformer blocks in the backward pass: a third more time. ``full`` (or true): their
+    inputs are kept; ``offload``: in host memory; ``selective``: matrix products and attention, too."""
     matmul_precision: Literal["highest", "high"] = "highest"
     """Matrix products of fp32 values: in fp32, or in TF32 (``high``), which accelerators have."""
     attention: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"

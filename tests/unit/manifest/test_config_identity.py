@@ -59,6 +59,7 @@ OPERATIONAL = [
         "spec.training.runtime={compile: on, parallelism: fsdp2, shards: 2, activationCheckpointing: true, "
         "threads: 3, device: cpu}"
     ),
+    "spec.training.runtime.activationCheckpointing=offload",
     "spec.training.logging={every: {steps: 1}}",
     "spec.training.metrics={port: 0}",
     "spec.training.data.preparedDirectory=elsewhere",

@@ -120,6 +120,10 @@ def assert_refused_with(refuse: Refuse, key: str, said: str) -> None:
         ("spec.training.checkpoint.save_end_of_training", "saved at the end in any case"),
         ("spec.training.exit_iteration_this_run", "`evergrad run --stop-after-steps`"),
         ("spec.training.data.stop_mode", "Write spec.training.horizon.exhausted."),
+        (
+            "spec.training.activation_checkpoint_cpu_offload",
+            "recomputed blocks in host memory. Write spec.training.runtime.activationCheckpointing.",
+        ),
         ("spec.training.data.sample_ratio", "Write spec.training.data.sources[].samples."),
         ("spec.training.data.sample_seed", "Write spec.training.reproducibility.dataSeed."),
     ],
@@ -132,9 +136,7 @@ def test_an_option_of_other_trainers_is_refused_with_what_to_write(
 
 
 @pytest.mark.acceptance("input-A-18")
-@pytest.mark.capability(
-    "A-18", "A-19", "A-22", "A-23", "A-24", "A-83", "C-48", "C-61", "C-63", "C-64"
-)
+@pytest.mark.capability("A-18", "A-19", "A-22", "A-24", "A-83", "C-48", "C-61", "C-63", "C-64")
 @pytest.mark.capability(
     "A-7", "A-84", "A-29", "A-34", "A-47", "A-70", "O-23", "O-26", "O-72", "O-79", "T-43"
 )
@@ -154,7 +156,6 @@ def test_an_option_of_other_trainers_is_refused_with_what_to_write(
         ),
         ("expert_parallel_size", "experts are sharded with the rest of the model by fsdp2"),
         ("enable_routing_replay", "and so the same routes. Write spec.training.runtime"),
-        ("activation_checkpoint_cpu_offload", "leaves nothing on the host"),
         ("tiled_mlp_compute", "cuts no model's layers up"),
         ("launcher", "and no other scheduler is used. Remove it."),
         ("python_profile", "Write spec.training.logging.profile."),

@@ -113,6 +113,24 @@ def test_recomputing_and_narrower_products_keep_less() -> None:
     assert need(LLAMA_8B, training()).activations == plain.activations // 2
 
 
+@pytest.mark.capability("A-23")
+def test_inputs_of_blocks_that_are_offloaded_take_the_memory_of_the_host() -> None:
+    full, offloaded = (
+        need(LLAMA_8B, training({"activationCheckpointing": mode}))
+        for mode in ("full", "offload")
+    )
+    # 4,096 tokens of 4,096 values in bf16, for each of 32 blocks.
+    assert (full.host, offloaded.host) == (0, 2**30)
+    assert full.total - offloaded.total == offloaded.host
+    # Without an accelerator both memories are one.
+    on_cpu = {"world_size": 8, "on_accelerator": False, "compiles": False}
+    one, other = (
+        memory_of(LLAMA_8B, training({"activationCheckpointing": mode}), **on_cpu)
+        for mode in ("full", "offload")
+    )
+    assert one == other
+
+
 def test_logits_in_chunks_take_the_memory_of_a_chunk_and_of_the_heads_gradient() -> None:
     whole, chunked = (need(LLAMA_8B, training(runtime)) for runtime in ({}, {"lossChunk": 512}))
     assert chunked.logits == whole.logits // 8 + 4 * 128_256 * 4096 < whole.logits

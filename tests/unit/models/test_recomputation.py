@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
-from evergrad_trainer.models.recomputation import recompute
+from evergrad_trainer.models import recomputation
+from evergrad_trainer.models.recomputation import offload_inputs, recompute
 
 # torch itself hides the warning, by a filter that does not stand where warnings are errors.
 pytestmark = pytest.mark.filterwarnings(
@@ -49,6 +50,8 @@ def build(mode: str, *, dropout: float, is_compiled: bool) -> nn.Sequential:
     if is_compiled:
         for block in blocks:
             block.compile(backend="aot_eager", dynamic=False)
+    if mode == "offload":
+        offload_inputs(blocks)
     return model
 
 
@@ -77,7 +80,7 @@ def no_graph_is_left() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("mode", ["full", "offload", "selective"])
 def test_recomputed_blocks_have_the_bits_of_those_that_keep_everything(
     mode: str, is_compiled: bool
 ) -> None:
@@ -89,6 +92,14 @@ def test_recomputed_blocks_have_the_bits_of_those_that_keep_everything(
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
+@pytest.mark.parametrize("mode", ["none", "full", "offload", "selective"])
+def test_blocks_that_are_computed_again_are_compiled_and_share_their_graphs(mode: str) -> None:
+    torch._dynamo.utils.counters.clear()
+    train(build(mode, dropout=0.0, is_compiled=True))
+    # One for the first block, whose input has no gradient, and one for the other two.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
 def test_selective_recomputation_keeps_less_than_everything_and_more_than_nothing() -> None:
     none, full, selective = (
         kept_bytes(build(mode, dropout=0.0, is_compiled=False))
@@ -96,3 +107,55 @@ def test_selective_recomputation_keeps_less_than_everything_and_more_than_nothin
     )
     assert full < 0.5 * selective
     assert selective < 0.8 * none
+
+
+def leave_outside(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in memory that torch's allocator knows nothing of, as an accelerator's nothing of the host's."""
+    content = bytearray(tensor.numpy().tobytes())
+    return torch.frombuffer(content, dtype=tensor.dtype).view(tensor.shape)
+
+
+@pytest.mark.capability("A-23")
+def test_offloaded_blocks_keep_no_input_in_the_memory_of_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recomputation, "copy_to_host", leave_outside)
+    full, offloaded = (
+        kept_bytes(build(mode, dropout=0.0, is_compiled=False)) for mode in ("full", "offload")
+    )
+    # The first of three blocks is given data, which have no gradient and are not the model's.
+    assert full - offloaded == 2 * 4 * TOKENS * WIDTH
+
+
+@pytest.mark.capability("A-23")
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_the_backward_pass_computes_from_the_inputs_that_were_left_on_the_host(
+    monkeypatch: pytest.MonkeyPatch, is_compiled: bool
+) -> None:
+    expected = train(build("none", dropout=0.0, is_compiled=False))
+    left: list[torch.Tensor] = []
+
+    def leave(tensor: torch.Tensor) -> torch.Tensor:
+        left.append(leave_outside(tensor))
+        return left[-1]
+
+    monkeypatch.setattr(recomputation, "copy_to_host", leave)
+    model = build("offload", dropout=0.0, is_compiled=is_compiled)
+    found = train(model)
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    # The inputs alone: no weight goes there, also where a graph saves it.
+    assert [tuple(one.shape) for one in left] == [(1, TOKENS, WIDTH)] * 2
+
+    model.zero_grad()
+    monkeypatch.setattr(recomputation, "copy_to_host", torch.zeros_like)
+    spoiled = train(model)
+    assert torch.equal(spoiled["loss"], expected["loss"])
+    assert not torch.equal(spoiled["2.up.weight"], expected["2.up.weight"])
+
+
+def test_a_view_with_gaps_stays_on_its_device() -> None:
+    whole = torch.arange(6.0).view(2, 3)
+    copy = recomputation.copy_to_host(whole)
+    assert torch.equal(copy, whole) and copy.data_ptr() != whole.data_ptr()
+    gaps = whole[:, :2]
+    assert recomputation.copy_to_host(gaps) is gaps

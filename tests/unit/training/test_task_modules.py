@@ -387,3 +387,14 @@ def test_a_module_that_cannot_be_moved_to_its_device_is_named() -> None:
     with pytest.raises(torch.OutOfMemoryError) as failed:
         build._move_to(torch.device("cpu"), given, (), cast(Any, None))
     assert failed.value.__notes__ == ["while the module predictor was moved to cpu"]
+
+
+@pytest.mark.capability("G-29")
+def test_modules_on_the_cpu_stay_what_they_are_where_the_run_is_on_it() -> None:
+    modules = Modules(trained={"encoder": linear()}, frozen={"teacher": linear()})
+    parts = (modules.trained["encoder"], modules.frozen["teacher"])
+    before = [(one, one.data_ptr()) for part in parts for one in part.parameters()]
+    build._move_to(torch.device("cpu"), modules, (), cast(Any, None))
+    after = [(one, one.data_ptr()) for part in parts for one in part.parameters()]
+    assert all(one is other for (one, _), (other, _) in zip(before, after, strict=True))
+    assert [where for _, where in before] == [where for _, where in after]

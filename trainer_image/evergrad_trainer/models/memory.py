@@ -11,7 +11,7 @@ from evergrad_manifest.training import Optimizer, Training
 
 _ACTIVATIONS_PER_LAYER = 17
 """Values of hidden size a token kept per transformer block for the backward pass, without recomputation."""
-_KEPT_PER_LAYER = {"full": 1, "selective": 12}
+_KEPT_PER_LAYER = {"full": 1, "offload": 1, "selective": 12}
 """The same with recomputation: the input alone, or with the results of matrix products and attention, which
 are about 12 for a Llama with grouped queries."""
 _ACCELERATOR_CONTEXT = int(1.5 * 2**30)
@@ -66,6 +66,8 @@ class Need:
     activations: int
     logits: int
     fixed: int
+    host: int = 0
+    """Memory of the host that an accelerator's process needs for activations; no part of ``total``."""
 
     @property
     def total(self) -> int:
@@ -139,11 +141,13 @@ def memory_of(
     tokens = training.batching.micro_batch_size * training.sample_tokens
     inner = tokens * facts.hidden_size * _ACTIVATIONS_PER_LAYER * product
     if runtime.activation_checkpointing == "none":
-        activations = inner * facts.num_layers
+        activations, host = inner * facts.num_layers, 0
     else:
         # Values that are kept of every block, and one block that is computed again.
-        kept = _KEPT_PER_LAYER[runtime.activation_checkpointing]
-        activations = inner + tokens * facts.hidden_size * kept * product * facts.num_layers
+        values_kept = _KEPT_PER_LAYER[runtime.activation_checkpointing]
+        kept = tokens * facts.hidden_size * values_kept * product * facts.num_layers
+        is_offloaded = runtime.activation_checkpointing == "offload" and on_accelerator
+        activations, host = (inner, kept) if is_offloaded else (inner + kept, 0)
     # As the products give them, in fp32, and their gradient in fp32. In chunks, the head's gradient is summed
     # in fp32 beside them.
     chunk_tokens = loss_chunk(training)
@@ -152,7 +156,7 @@ def memory_of(
     if chunk_tokens is not None:
         logits += 4 * facts.vocab_size * facts.hidden_size
     fixed = _ACCELERATOR_CONTEXT if on_accelerator else 0
-    return Need(state, gathered, activations, logits, fixed)
+    return Need(state, gathered, activations, logits, fixed, host)
 
 
 def largest_fit(

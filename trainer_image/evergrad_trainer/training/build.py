@@ -27,7 +27,7 @@ from evergrad_trainer.models.parallel import (
     shard,
 )
 from evergrad_trainer.models.randomness import Purpose, seed_generators
-from evergrad_trainer.models.recomputation import recompute
+from evergrad_trainer.models.recomputation import offload_inputs, recompute
 from evergrad_trainer.optim.average import Average
 from evergrad_trainer.optim.build import build_optimizer
 from evergrad_trainer.optim.loss_scale import LossScale, build_loss_scale
@@ -151,6 +151,8 @@ def build_machinery(
     # The same graphs in worlds of every size, so that exact mode gives the same bits in each; before
     # sharding, so that FSDP2's gathers stay outside of them.
     has_blocks = is_compiled and _compile_blocks(modules)
+    if mode == "offload":
+        offload_inputs(find_blocks(modules))
 
     # Collective with several copies of the state, where it is cut.
     cut_frozen, whole_hashes = _cut(modules, runtime, world if is_sharded else None)
