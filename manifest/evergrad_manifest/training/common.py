@@ -239,8 +239,8 @@ class Runtime(Section):
         Literal["none", "full", "offload", "selective"],
         _read_switch_as(RECOMPUTATION_BY_SWITCH, Recomputation),
     ] = "none"
-    """Recompute transformer blocks in the backward pass: a third more time. ``full`` (or true): their
-    inputs are kept; ``offload``: in host memory; ``selective``: matrix products and attention, too."""
+    """Recompute transformer blocks in the backward pass: a third more time. ``full`` (or true): inputs
+    are kept; ``offload``: in host memory; ``selective``: matrix products and attention, too."""
     matmul_precision: Literal["highest", "high"] = "highest"
     """Matrix products of fp32 values: in fp32, or in TF32 (``high``), which accelerators have."""
     attention: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
