@@ -242,6 +242,26 @@ def test_a_start_before_the_first_checkpoint_takes_as_much_as_the_run_began_with
     assert "load: weights here, and this run began with position" in refused(fresh)
 
 
+def test_another_step_than_the_run_began_behind_is_refused_by_what_it_began_with(
+    make: Make,
+) -> None:
+    fresh = make(load="position", step=5)
+    fresh.recorded = {
+        "begunFrom": {
+            "checkpoint": "step-4",
+            "path": "first",
+            "step": 4,
+            "hash": "other",
+            "load": "position",
+        }
+    }
+    # As run.json has it of the start before: the file's new step has no say in it.
+    fresh.session.data.train.start = DataStart((Place("a", "A", 0, 15),), 4, (), "data")
+    said = refused(fresh)
+    assert "this run began with step-4 of first, and step-5 of" in said
+    assert "the data were opened" not in said
+
+
 def refused(fresh: Fresh) -> str:
     with pytest.raises(CheckpointError) as error:
         fresh.begin()

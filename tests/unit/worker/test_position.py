@@ -126,6 +126,23 @@ def test_a_resume_in_another_directory_begins_where_that_run_began(other: Other)
     assert found is not None and (found.start.after_step, found.start.data_before) == (6, "f")
 
 
+def test_a_resume_from_a_link_to_a_checkpoint_begins_where_that_checkpoints_run_began(
+    other: Other,
+) -> None:
+    began = START.go_on(2, cursor={"a": 6, "b": 2}, data_fingerprint="earlier")
+    other.write(dataStart=began.to_json())
+    checkpoint = other.directory.checkpoints / "step-6"
+    checkpoint.mkdir()
+    # Two folders above the link there is no run.
+    link = other.path / "links" / "newest"
+    link.parent.mkdir()
+    link.symlink_to(checkpoint)
+    found = other.find(
+        make_run(None, initFrom={"path": "links/newest", "load": "everything"})
+    )
+    assert found is not None and found.start == began
+
+
 def test_a_position_needs_the_record_of_its_run(other: Other) -> None:
     other.write(dataFingerprint="another")
     assert "does not lie in the directory of its run" in other.refusal(make_run())

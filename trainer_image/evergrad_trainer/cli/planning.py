@@ -137,10 +137,10 @@ def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str]":
     from evergrad_trainer.worker.position import check_content, find_other
 
     training, base = request.loaded.run.training, request.loaded.base_directory
-    has_trained, start = has_steps(request.directory), request.run_state.start
+    start = request.run_state.start
     # Before anything is prepared: what it refuses does not depend on that.
     other = None
-    if not has_trained and (start is None or not start.goes_on):
+    if (start is None or not start.goes_on) and not has_steps(request.directory):
         other = find_other(request.loaded.run, base)
     shared = request.directory.path.parent / PREPARED_FOLDER
     if request.run_state.recorded is not None:
@@ -160,14 +160,15 @@ def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str]":
     if request.run_state.recorded is not None:
         check_prepared(request.run_state.recorded, prepared)
 
-    # Hashed just before they are opened: preparing may have taken hours.
+    # Asked and hashed just before they are opened: preparing may have taken hours, in which others have
+    # trained. A node whose copy of a task fails must not end their run.
+    has_trained = request.is_one_of_many and has_steps(request.directory)
     task_hash = hash_task(training, base)
     opened = open_recipe(
         training,
         prepared,
         base,
-        # A node whose copy of a task fails must not end a run that others train.
-        has_trained=request.is_one_of_many and has_trained,
+        has_trained=has_trained,
         prepared_directory=resolve_prepared_directory(
             training, base_directory=base, default=shared
         ),

@@ -75,19 +75,14 @@ def begin(session: Session, machinery: Machinery) -> None:
             digest = hash_bytes("\n".join(hashes).encode())
         # Collective: one answer, also where a directory is another one on another host.
         digest = str(session.world.broadcast_json(digest))
-        source = {"checkpoint": "", "step": 0, "hash": digest}
+        source: dict[str, Any] = {"checkpoint": "", "step": 0, "hash": digest}
+        _check_same(recorded, source, path)
     else:
-        loaded = _load(session, machinery, wanted, path)
-        source = {
-            "checkpoint": loaded.path.name,
-            "step": loaded.step,
-            "hash": loaded.checksum,
-        }
+        source = _load(session, machinery, wanted, path, recorded=recorded)
     if not wanted.goes_on:
         # The task made its values from the initial weights, which are replaced by others here.
         seed = session.plan.run.training.reproducibility.seed
         enter_first(machinery.opened, machinery.modules, seed=seed, cut=machinery.cut())
-    _check_same(recorded, source, path)
     session.begun_from = facts = {"path": str(path), **source, "load": wanted.load}
     # Every event has a step of its own: this run's.
     fields = {("from_step" if key == "step" else key): value for key, value in facts.items()}
@@ -154,8 +149,18 @@ def _check_same(
     )
 
 
-def _load(session: Session, machinery: Machinery, wanted: InitFrom, path: Path) -> Restored:
-    """Fill the state from a checkpoint of another run, as far as is asked for."""
+def _load(
+    session: Session,
+    machinery: Machinery,
+    wanted: InitFrom,
+    path: Path,
+    *,
+    recorded: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Fill the state from a checkpoint of another run, as far as is asked for; which one that was.
+
+    ``recorded``: the one that an earlier start of this run began with.
+    """
     trained = machinery.modules.trained
     prefix = tuple(f"{name}." for name in ([MODEL] if MODEL in trained else trained))
     if wanted.load == "optimizer":
@@ -171,6 +176,9 @@ def _load(session: Session, machinery: Machinery, wanted: InitFrom, path: Path) 
         step=wanted.step,
         prefix=prefix,
     )
+    source = {"checkpoint": loaded.path.name, "step": loaded.step, "hash": loaded.checksum}
+    # Before the state is compared with the data, which were opened as that start had them.
+    _check_same(recorded, source, path)
     values = from_extra(loaded.extra)
     # Adapters of another run were trained beside the weights that they stand beside here.
     name = f"{MODEL}.base"
@@ -191,7 +199,7 @@ def _load(session: Session, machinery: Machinery, wanted: InitFrom, path: Path) 
         left_out = () if keeps_data else (CURSOR, OBSERVERS)
         goes_on = {name: own for name, own in values.items() if name not in left_out}
         machinery.registry.load_values({**goes_on, COUNTERS: {**counters, "best": None}})
-    return loaded
+    return source
 
 
 def _check_position(

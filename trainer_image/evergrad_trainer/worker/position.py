@@ -48,8 +48,9 @@ def find_other(run: TrainingRun, base_directory: Path) -> OtherRun | None:
         return None
     path = base_directory / wanted.path
     if wanted.load == "everything":
-        # A resume in another directory: its data begin where that run's began.
-        found = find_record(path)
+        # A resume in another directory: its data begin where that run's began. Behind links, as the load
+        # reads it: the folders above a link are not those above the checkpoint.
+        found = find_record(path.resolve())
         start = None
         if found is not None and DATA_START in found[1]:
             start = DataStart.from_json(found[1][DATA_START])
