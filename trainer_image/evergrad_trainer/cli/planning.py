@@ -160,15 +160,14 @@ def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str]":
     if request.run_state.recorded is not None:
         check_prepared(request.run_state.recorded, prepared)
 
-    # Asked and hashed just before they are opened: preparing may have taken hours, in which others have
-    # trained. A node whose copy of a task fails must not end their run.
-    has_trained = request.is_one_of_many and has_steps(request.directory)
+    # Hashed just before they are opened, and steps looked for then: preparing may have taken hours, in which
+    # others have trained. A node whose copy of a task fails must not end their run.
     task_hash = hash_task(training, base)
     opened = open_recipe(
         training,
         prepared,
         base,
-        has_trained=has_trained,
+        has_trained=request.is_one_of_many and has_steps(request.directory),
         prepared_directory=resolve_prepared_directory(
             training, base_directory=base, default=shared
         ),
