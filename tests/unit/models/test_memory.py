@@ -122,6 +122,10 @@ def test_inputs_of_blocks_that_are_offloaded_take_the_memory_of_the_host() -> No
     # 4,096 tokens of 4,096 values in bf16, for each of 32 blocks.
     assert (full.host, offloaded.host) == (0, 2**30)
     assert full.total - offloaded.total == offloaded.host
+    # Pinned memory comes in powers of two.
+    wider = replace(LLAMA_8B, hidden_size=LLAMA_8B.hidden_size + 1)
+    plan = training({"activationCheckpointing": "offload"})
+    assert need(wider, plan).host == 2 * offloaded.host
     # Without an accelerator both memories are one.
     on_cpu = {"world_size": 8, "on_accelerator": False, "compiles": False}
     one, other = (

@@ -145,9 +145,11 @@ def memory_of(
     else:
         # Values that are kept of every block, and one block that is computed again.
         values_kept = _KEPT_PER_LAYER[runtime.activation_checkpointing]
-        kept = tokens * facts.hidden_size * values_kept * product * facts.num_layers
-        is_offloaded = runtime.activation_checkpointing == "offload" and on_accelerator
-        activations, host = (inner, kept) if is_offloaded else (inner + kept, 0)
+        kept = tokens * facts.hidden_size * values_kept * product
+        activations, host = inner + kept * facts.num_layers, 0
+        if runtime.activation_checkpointing == "offload" and on_accelerator:
+            # torch takes pinned memory in powers of two.
+            activations, host = inner, (1 << (kept - 1).bit_length()) * facts.num_layers
     # As the products give them, in fp32, and their gradient in fp32. In chunks, the head's gradient is summed
     # in fp32 beside them.
     chunk_tokens = loss_chunk(training)
