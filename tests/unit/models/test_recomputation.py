@@ -134,7 +134,7 @@ def test_an_input_that_is_given_by_name_is_offloaded_too(
 ) -> None:
     monkeypatch.setattr(recomputation, "copy_to_host", leave_outside)
     model = Named()
-    recompute([model.block])
+    recompute([model.block], is_selective=False)
     kept = kept_bytes(model)
     offload_inputs([model.block])
     assert kept - kept_bytes(model) == 4 * TOKENS * WIDTH
