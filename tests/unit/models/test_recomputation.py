@@ -115,31 +115,6 @@ def leave_outside(tensor: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(content, dtype=tensor.dtype).view(tensor.shape)
 
 
-class Named(nn.Module):
-    """A model that names what it gives its block, as a task of one's own may."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.block = Block(0.0)
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.block(values=self.first(values))
-        return result
-
-
-@pytest.mark.capability("A-23")
-def test_an_input_that_is_given_by_name_is_offloaded_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(recomputation, "copy_to_host", leave_outside)
-    model = Named()
-    recompute([model.block], is_selective=False)
-    kept = kept_bytes(model)
-    offload_inputs([model.block])
-    assert kept - kept_bytes(model) == 4 * TOKENS * WIDTH
-
-
 @pytest.mark.capability("A-23")
 def test_offloaded_blocks_keep_no_input_in_the_memory_of_the_device(
     monkeypatch: pytest.MonkeyPatch,

@@ -86,13 +86,14 @@ def offload_inputs(blocks: Sequence[nn.Module]) -> None:
 def _call_with_inputs_on_host(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Call a block while its inputs are saved in host memory.
 
-    Its inputs are the tensors that have a gradient: what all blocks share, such as masks and tables of
-    angles, has none, and would be copied once for each. Storages are compared and not tensors, since FSDP2 and
+    Its inputs are the positional tensors that have a gradient: what all blocks share, such as masks and
+    tables of angles, would be copied once for each, and what is given by name torch's checkpoint holds without
+    saving it. Storages are compared and not tensors, since FSDP2 and
     graphs save views of what they are called with.
     """
     inputs = {
         one.untyped_storage().data_ptr()
-        for one in (*arguments, *named.values())
+        for one in arguments
         if isinstance(one, torch.Tensor) and one.requires_grad
     }
 
