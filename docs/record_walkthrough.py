@@ -30,7 +30,7 @@ MORE = (
     ),
     (
         "",
-        "kubectl get trun quickstart -w & sleep 5; kubectl delete pod quickstart-1-0 --wait=false; sleep 30; kill $!",
+        "kubectl get trun quickstart -w & sleep 1; kubectl delete pod quickstart-1-0 --wait=false; sleep 30; kill $!",
     ),
     ("", "kubectl get pods -l evergrad.dev/run=quickstart"),
 )
