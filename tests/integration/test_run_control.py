@@ -123,6 +123,7 @@ def test_the_command_stops_on_sigterm_with_its_state_saved(experiment: Experimen
     last = steps_of(experiment.at())[-1]
     assert checkpoints(experiment.at())[-1] == last
     assert f"stop step={last} reason=signal saved=true" in out
+    assert f"to go on behind step {last}: the same command\n" in out
     assert [event["exit_code"] for event in events(experiment.at(), "end")] == [STOPPED_SAVED]
 
 
@@ -149,7 +150,9 @@ def test_a_stop_file_stops_the_run_is_removed_and_the_run_goes_on(
     experiment.run(directory="undisturbed")
     experiment.at().mkdir(parents=True)
     (experiment.at() / "stop").touch()
-    experiment.run(expect=STOPPED_SAVED)
+    stopped = experiment.run(expect=STOPPED_SAVED)
+    last = steps_of(experiment.at())[-1]
+    assert f"to go on behind step {last}: the same command\n" in stopped.out
     assert steps_of(experiment.at()) == [1]
     assert checkpoints(experiment.at()) == [1]
     assert not (experiment.at() / "stop").exists()

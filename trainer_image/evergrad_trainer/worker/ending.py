@@ -77,12 +77,10 @@ def close_run(
 
     if reason == "non_finite":
         print(f"error: {session.progress.refusal}", file=sys.stderr)
+    later = f"evergrad report {session.directory.path}"
     if reason == "signal":
         # The state is saved, and a report can be made at any time.
-        print(
-            f"stopped after step {step}; for a report: evergrad report {session.directory.path}",
-            flush=True,
-        )
+        print(f"stopped after step {step}; for a report: {later}", flush=True)
     else:
         from evergrad_trainer.report.build import write_report
 
@@ -90,8 +88,9 @@ def close_run(
             print(f"report: {write_report(session.directory.path).html}", flush=True)
         except Exception as error:  # noqa: BLE001 - the training is done and saved; a report can be made again at any time
             _log.exception("the report could not be written")
-            hint = f"Try: evergrad report {session.directory.path}"
-            print(f"warning: the report could not be written: {error}. {hint}", file=sys.stderr)
+            print(f"warning: no report was made: {error}. Try: {later}", file=sys.stderr)
+    if code == ExitCode.STOPPED_SAVED and reason != "non_finite":
+        print(f"to go on behind step {step}: the same command", flush=True)
     if not is_saved:
         message = "error: the state of the last steps could not be saved; the newest checkpoint is older"
         print(message, file=sys.stderr)
