@@ -7,7 +7,7 @@ docs/model-sizes.md has what was calculated and what was measured.
 from dataclasses import dataclass, replace
 
 from evergrad_manifest.derive import loss_chunk, num_logits, num_references
-from evergrad_manifest.training import Optimizer, Training
+from evergrad_manifest.training import Optimizer, Runtime, Training
 
 _ACTIVATIONS_PER_LAYER = 17
 """Values of hidden size a token kept per transformer block for the backward pass, without recomputation."""
@@ -137,19 +137,13 @@ def memory_of(
         # A compiled block gives all its gradients at once, beside the buckets that they are added to.
         gathered = block * weight if compiles and world_size > 1 else 0
 
-    # The bytes that the forward pass keeps for the backward pass.
     tokens = training.batching.micro_batch_size * training.sample_tokens
-    inner = tokens * facts.hidden_size * _ACTIVATIONS_PER_LAYER * product
-    if runtime.activation_checkpointing == "none":
-        activations, host = inner * facts.num_layers, 0
-    else:
-        # Values that are kept of every block, and one block that is computed again.
-        values_kept = _KEPT_PER_LAYER[runtime.activation_checkpointing]
-        kept = tokens * facts.hidden_size * values_kept * product
-        activations, host = inner + kept * facts.num_layers, 0
-        if runtime.activation_checkpointing == "offload" and on_accelerator:
-            # torch takes pinned memory in powers of two.
-            activations, host = inner, (1 << (kept - 1).bit_length()) * facts.num_layers
+    activations, host = _activations(
+        facts,
+        runtime,
+        values=tokens * facts.hidden_size * product,
+        on_accelerator=on_accelerator,
+    )
     # As the products give them, in fp32, and their gradient in fp32. In chunks, the head's gradient is summed
     # in fp32 beside them.
     chunk_tokens = loss_chunk(training)
@@ -159,6 +153,22 @@ def memory_of(
         logits += 4 * facts.vocab_size * facts.hidden_size
     fixed = _ACCELERATOR_CONTEXT if on_accelerator else 0
     return Need(state, gathered, activations, logits, fixed, host)
+
+
+def _activations(
+    facts: ModelFacts, runtime: Runtime, *, values: int, on_accelerator: bool
+) -> tuple[int, int]:
+    """The bytes that the forward pass keeps for the backward pass: of the process, and of its host beside
+    it. ``values``: bytes of a value of hidden size for each token."""
+    inner = values * _ACTIVATIONS_PER_LAYER
+    if runtime.activation_checkpointing == "none":
+        return inner * facts.num_layers, 0
+    # Values that are kept of every block, and one block that is computed again.
+    kept = values * _KEPT_PER_LAYER[runtime.activation_checkpointing]
+    if runtime.activation_checkpointing == "offload" and on_accelerator:
+        # torch takes pinned memory in powers of two.
+        return inner, (1 << (kept - 1).bit_length()) * facts.num_layers
+    return inner + kept * facts.num_layers, 0
 
 
 def largest_fit(

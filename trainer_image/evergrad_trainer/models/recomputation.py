@@ -87,9 +87,9 @@ def _call_with_inputs_on_host(call: Callable[..., Any], *arguments: Any, **named
     """Call a block while its inputs are saved in host memory.
 
     Its inputs are the positional tensors that have a gradient: what all blocks share, such as masks and
-    tables of angles, would be copied once for each, and what is given by name torch's checkpoint holds without
-    saving it. Storages are compared and not tensors, since FSDP2 and
-    graphs save views of what they are called with.
+    tables of angles, would be copied once for each, and what is given by name torch's checkpoint holds
+    without saving it. Storages are compared and not tensors, since FSDP2 and graphs save views of what they
+    are called with.
     """
     inputs = {
         one.untyped_storage().data_ptr()
