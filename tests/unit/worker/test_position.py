@@ -137,9 +137,7 @@ def test_a_resume_from_a_link_to_a_checkpoint_begins_where_that_checkpoints_run_
     link = other.path / "links" / "newest"
     link.parent.mkdir()
     link.symlink_to(checkpoint)
-    found = other.find(
-        make_run(None, initFrom={"path": "links/newest", "load": "everything"})
-    )
+    found = other.find(make_run(None, initFrom={"path": "links/newest", "load": "everything"}))
     assert found is not None and found.start == began
 
 
