@@ -211,14 +211,24 @@ def _build(
             f"wheels={chosen.wheels or scratch / 'wheels'}",
         ]
     command += _pip_secrets(scratch)
+    # buildah compares the steps of its cache before it fills in arguments, and takes those of another commit.
+    stamp = scratch / "stamp"
+    stamp.mkdir()
+    lines = [f"FROM {name}", f'LABEL {REVISION_LABEL}="{revision}"']
+    if target == "operator":
+        lines.append(f'ENV EVERGRAD_REVISION="{revision}"')
+    (stamp / "Dockerfile").write_text("\n".join(lines) + "\n")
+    stamping = ["buildah", "bud", "--layers", "--pull-never", "--tag", name]
+    code = 0
     with open(log, "w") as out:
-        code = subprocess.call(
-            [*command, str(tree)],
-            env={**os.environ, **images.environment()},
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-        )
+        for words in ([*command, str(tree)], [*stamping, str(stamp)]):
+            code = code or subprocess.call(
+                words,
+                env={**os.environ, **images.environment()},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
     if code != 0:
         end = "\n".join(
             line[:300] for line in log.read_text(errors="replace").splitlines()[-15:]

@@ -49,11 +49,14 @@ def test_without_git_no_revision_is_known(
 
 @pytest.fixture
 def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The commands of builds; the storage has an image of each content, of the commit `old`."""
+    """The commands of builds, and lines of what stamps an image; the storage has an image of each content, of
+    the commit `old`."""
     commands: list[list[str]] = []
 
     def call(command: list[str], **options: object) -> int:
-        commands.append(command)
+        is_of_tree = "--build-arg" in command
+        stamp = Path(command[-1], "Dockerfile")
+        commands.append(command if is_of_tree else stamp.read_text().splitlines())
         return 0
 
     monkeypatch.setattr(product_images.subprocess, "call", call)
@@ -69,15 +72,22 @@ def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def test_an_image_that_names_another_commit_is_built_again_only_where_the_commit_is_asked_for(
     builds: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+
+    def check(revision: str) -> None:
+        built, stamped = builds
+        assert f"REVISION={revision}" in built
+        assert f'LABEL {product_images.REVISION_LABEL}="{revision}"' in stamped
+        builds.clear()
+
     for target in TARGETS:
         name = product_images.build(target, CHOSEN)
         assert name == product_images.build(target, CHOSEN, revision="old")
         assert builds == []
         assert name == product_images.build(target, CHOSEN, revision="new")
-        assert "REVISION=new" in builds.pop()
+        check("new")
     monkeypatch.setattr(images, "identity", lambda image: image.endswith("base:1") or None)
     product_images.build("operator", CHOSEN)
-    assert "REVISION=now" in builds.pop()
+    check("now")
 
 
 @pytest.mark.parametrize("target", TARGETS)
