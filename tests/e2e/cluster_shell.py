@@ -16,7 +16,7 @@ class Shell:
         programs.mkdir()
         for name in ("kubectl", "helm"):
             (programs / name).symlink_to(getattr(cluster, name))
-        # What these programs know of a server they keep for hours; tests bring kinds and take them away.
+        # These programs keep for hours what they know of a server; tests bring kinds and take them away.
         variables = make_environment(
             KUBECONFIG=str(kubeconfig), KUBECACHEDIR=str(folder / "kubectl-cache")
         )
@@ -31,7 +31,10 @@ class Shell:
         seconds: float = 700,
         folder: Path = ROOT,
     ) -> str:
-        """What a command prints, by default from the repository's root; it ends with one of ``codes``."""
+        """Run a command, by default from the repository's root, and return what it prints.
+
+        It ends with one of ``codes``.
+        """
         return play(
             command, folder, environment=self._environment, codes=codes, seconds=seconds
         )

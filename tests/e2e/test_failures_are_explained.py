@@ -54,7 +54,7 @@ def shell(runs: Runs, tmp_path: Path) -> Shell:
 
 
 def play_runbook(shell: Shell, page: str, run: Run) -> str:
-    """What the commands of a page of an alert show of this run, each of which has to name it."""
+    """Play the commands of an alert's page, each of which has to name this run, and return what they show."""
     shown = []
     for command in read_commands(page):
         command = command.replace("NAMESPACE", run.runs.namespace)

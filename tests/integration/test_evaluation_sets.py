@@ -126,7 +126,7 @@ def test_the_best_checkpoint_follows_a_metric_of_an_evaluator_of_a_task(
     (row,) = json.loads(ended.out)["results"]
     same = ("step", "loss", "perplexity", "metrics", "tokens")
     assert {key: row[key] for key in same} == {key: found[best][key] for key in same}
-    # What the evaluator has measured is in a file of the run, and stays there.
+    # The evaluator's measurements are in a file of the run, and stay there.
     written = json.loads((experiment.path / row["file"]).read_text("utf-8"))
     assert (experiment.path / row["file"]).parent == experiment.at() / "evaluations"
     assert {key: written[key] for key in ("name", *same)} == {

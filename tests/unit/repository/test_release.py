@@ -81,7 +81,7 @@ def test_a_release_holds_wheels_chart_bills_and_checksums_that_hold(made: Path) 
 @pytest.mark.slow
 def test_the_commands_of_the_page_make_a_release_whose_sums_hold(made: Path) -> None:
     _, make, check = read_commands("docs/releasing.md")
-    # What the fixture has run, with options for another folder and the places of publication.
+    # The fixture has run this command, with options for another folder and the places of publication.
     assert make == "make release RELEASE=--without-images"
     said = play(check, made.parent)
     assert said.count(": OK\n") == len(list(made.iterdir())) - 1
