@@ -182,6 +182,17 @@ def test_a_group_keeps_its_priority_class_which_cannot_change_until_the_run_has_
     assert group_of(world)["spec"]["priorityClassName"] == "high"
 
 
+def test_a_restart_of_all_pods_gives_the_group_their_new_priority_class() -> None:
+    world = in_gangs("podGroup", BETA, template={"priorityClassName": "low"}).run(40)
+    world.set_spec(template={"priorityClassName": "high"}, restartNonce="again")
+    for _ in range(6):
+        world.reconcile()
+        world.leave()
+    pods = [pod for name, pod in world.pods.items() if name in world.live()]
+    assert [pod["spec"]["priorityClassName"] for pod in pods] == ["high"] * 3
+    assert group_of(world)["spec"]["priorityClassName"] == "high"
+
+
 def test_a_suspended_run_of_coscheduling_keeps_its_group() -> None:
     world = in_gangs("coscheduling", COSCHEDULING).run(40)
     world.set_spec(suspend=True)
