@@ -182,6 +182,17 @@ def test_a_group_keeps_its_priority_class_which_cannot_change_until_the_run_has_
     assert group_of(world)["spec"]["priorityClassName"] == "high"
 
 
+def test_a_scheduler_that_refuses_a_pod_of_a_group_is_quoted() -> None:
+    world = in_gangs("podGroup", BETA)
+    world.reconcile()
+    said = "all pods in a single pod group should have the same .spec.schedulerName set"
+    for name in world.live():
+        world.unschedulable(name, said, reason="SchedulerError")
+    decision = world.reconcile()
+    assert (decision.phase, decision.reason) == ("Waiting", "Unschedulable")
+    assert said in decision.message and "spec.restartNonce" in decision.message
+
+
 def test_a_restart_of_all_pods_gives_the_group_their_new_priority_class() -> None:
     world = in_gangs("podGroup", BETA, template={"priorityClassName": "low"}).run(40)
     world.set_spec(template={"priorityClassName": "high"}, restartNonce="again")
