@@ -167,9 +167,9 @@ def _plan_deletions(
     delete = [
         Deletion("Pod", pod.name, pod.uid, pod.grace_seconds) for pod in decision.pods_to_delete
     ]
-    # All children go at the end; before that, only one that was switched off, and Kubernetes' PodGroup of a run
-    # that is suspended: its priority class cannot change. A missing ConfigMap or Service is applied, never
-    # deleted.
+    # All children go at the end; before that, only one that was switched off, and Kubernetes' PodGroup of a
+    # run that is suspended, or restarted as a whole: its priority class cannot change. A missing ConfigMap or
+    # Service is applied, never deleted.
     is_idle = decision.action == Action.STOP and all(pod.end for pod in observation.nodes)
     for kind, name in observation.hashes:
         group = observation.group_kind if kind == _POD_GROUP else None
