@@ -22,7 +22,7 @@ rules:
 # Kubelets renew their leases every second, but have to wait on a machine whose cores are all taken. Those of
 # kwok do every 40 s. A node is NotReady after so many seconds without a sign of life.
 NODE_GRACE = {"full": 12, "next": 12, "kwok": 50}
-# What the newer control plane is for: PodGroups, in all versions that it has, so that a client has a choice.
+# The newer control plane is there for PodGroups, in all versions that it has, so that a client has a choice.
 NEXT_GATES = "--feature-gates=GenericWorkload=true"
 NEXT_APIS = "--runtime-config=scheduling.k8s.io/v1beta1=true,scheduling.k8s.io/v1alpha3=true"
 COREDNS = """\

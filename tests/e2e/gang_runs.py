@@ -1,4 +1,4 @@
-"""What any gang scheduler has to do with runs, for the tests of each."""
+"""Steps that any gang scheduler has to take with runs, for the tests of each."""
 
 from dataclasses import dataclass
 from typing import Any
