@@ -232,13 +232,8 @@ async def serve(
         if options.address_file:
             write_address(options.address_file, {"port": port, "statusPort": status_port})
     except OSError as error:
-        log_line(
-            "failed",
-            message=(
-                f"{options.host or 'any address'}: cannot listen or say where; {error}. Choose "
-                "other ports or another --address-file."
-            ),
-        )
+        what = f"{options.host or 'any address'}: cannot listen or say where; {error}."
+        log_line("failed", message=f"{what} Choose other ports or another --address-file.")
         return ExitCode.USER_ERROR
     log_line(
         "listening", run=settings.run, port=port, statusPort=status_port, generation=generation

@@ -74,12 +74,7 @@ class Service:
         )
         self.sync.on_event = lambda name: metrics.last_event.labels(name).set_to_current_time()
 
-        def queue_news(key: Key, is_urgent: bool) -> None:
-            self.queue.add(key, after=0.0 if is_urgent else _PROGRESS_PAUSE)
-
-        poll = PollSettings(every=settings.poll_seconds, port=settings.coordinator_port)
-        self.coordinators = Coordinators(poll, on_news=queue_news)
-        self.coordinators.on_failure = lambda cause: metrics.poll_failures.labels(cause).inc()
+        self.coordinators = _build_coordinators(settings, self.queue, metrics)
 
         # The work on single runs.
         recorder = Recorder(self.kube, on_post=lambda name: metrics.events.labels(name).inc())
@@ -294,6 +289,18 @@ def _build_gate(settings: Settings) -> LeaseGate | OpenGate:
         settings.lease_seconds,
     )
     return LeaseGate(lease)
+
+
+def _build_coordinators(
+    settings: Settings, queue: WorkQueue[Key], metrics: Metrics
+) -> Coordinators:
+    def queue_news(key: Key, is_urgent: bool) -> None:
+        queue.add(key, after=0.0 if is_urgent else _PROGRESS_PAUSE)
+
+    poll = PollSettings(every=settings.poll_seconds, port=settings.coordinator_port)
+    coordinators = Coordinators(poll, on_news=queue_news)
+    coordinators.on_failure = lambda cause: metrics.poll_failures.labels(cause).inc()
+    return coordinators
 
 
 def _build_webhook(

@@ -105,7 +105,8 @@ def export_checkpoint(
     CheckpointError, ModelError or DataError.
     """
     if output.exists():
-        why, remedy = "an export never overwrites", "Choose another --output, or move it away"
+        why = "an export never overwrites"
+        remedy = "Choose another --output, or move it away"
         raise RunDirectoryError(Problem(str(output), "exists already", why, remedy))
     # Mistakes of the run's files show before the checkpoint is hashed, which may take minutes.
     training, base = _read_run(run_directory, weights=weights, is_adapter=is_adapter)
@@ -116,13 +117,11 @@ def export_checkpoint(
     if dtype is not None:
         model.to(_DTYPES[dtype])  # type: ignore[arg-type]
     checkpoint = find_checkpoint(run_directory, step=step)
-    found = _Weights(
-        open_tensors(checkpoint, prefix=f"{MODEL}.", checksums=False),
-        open_tensors(checkpoint, prefix=f"{EMA}.", checksums=False)
-        if weights == AVERAGE
-        else None,
-        str(checkpoint),
-    )
+    trained = open_tensors(checkpoint, prefix=f"{MODEL}.", checksums=False)
+    average = None
+    if weights == AVERAGE:
+        average = open_tensors(checkpoint, prefix=f"{EMA}.", checksums=False)
+    found = _Weights(trained, average, str(checkpoint))
     found.check(module_tensors(model))
 
     # Beside the final name, so that the rename is one of the same file system.

@@ -35,14 +35,19 @@ def observe_machine(
     The accelerator's facts come from the caller: only ``distributed.py`` may touch a device.
     """
     return Machine(
-        cores=len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1,
+        cores=usable_cores(),
         memory_bytes=usable_memory_bytes(),
         num_accelerators=num_accelerators,
         accelerator_memory_bytes=accelerator_memory_bytes,
         has_cpp_compiler=has_cpp_compiler(),
     )
+
+
+def usable_cores() -> int:
+    """The cores that this process may use, which in a container are fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def usable_memory_bytes() -> int | None:

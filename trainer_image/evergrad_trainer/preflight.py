@@ -22,8 +22,6 @@ from evergrad_manifest.derive import (
 )
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import InputError, Problem
-from evergrad_manifest.script import Script
-from evergrad_manifest.script_files import is_module_found, script_problems
 from evergrad_manifest.training import RECIPES, Training
 from evergrad_manifest.training.optimization import OF_OPTIMIZER
 from evergrad_trainer.data.preparation.files import (
@@ -56,6 +54,7 @@ from evergrad_trainer.preflight_memory import (
     check_memory,
     model_facts,
 )
+from evergrad_trainer.preflight_script import check_script, check_script_workers
 
 _SLOWEST_BF16_DECAY = 1 - 2**-8
 """Half a step of bf16, relative: a slower decay is lost in rounding."""
@@ -99,18 +98,9 @@ def examine(
         *(Finding("error", problem) for problem in check_trackers(training)),
     ]
 
-    # A model that cannot be read ends none of the other checks: all problems are found at once.
-    plan: ModelPlan | None = None
-    facts: ModelFacts | None = None
+    plan, facts, problems = _read_model(training, base_directory)
+    findings += [Finding("error", problem) for problem in problems]
     size: int | None = None
-    try:
-        tokenizer = load_tokenizer(training.tokenizer, base_directory)
-        plan = plan_model(
-            training.model, base_directory=base_directory, vocab_size=tokenizer.vocab_size
-        )
-        facts = None if plan.config is None else model_facts(plan)
-    except InputError as error:
-        findings += [Finding("error", problem) for problem in error.problems]
     findings += check_frozen(training, plan)
     if facts is not None and is_model_trained(training):
         # Fewer workers hold larger shards each. Nodes that share this machine give memory back as they leave.
@@ -131,57 +121,19 @@ def examine(
     return Examination(tuple(findings), plan)
 
 
-def check_script(script: Script, base_directory: Path) -> Iterator[Finding]:
-    """Check that the program and its working directory are there.
-
-    A module is only looked for, since an import hook may know it.
-    """
-    problems = script_problems(script, base_directory=base_directory)
-    yield from (Finding("error", problem) for problem in problems)
-    program = script.program
-    if program.kind == "module" and not is_module_found(script, base_directory=base_directory):
-        why = "it is neither in the working directory nor on this interpreter's path"
-        remedy = "Check its name and workingDirectory, or install it"
-        yield Finding(
-            "warning",
-            Problem(
-                "spec.script.command[1]",
-                f"the module {program.name!r} was not found",
-                why,
-                remedy,
-            ),
+def _read_model(
+    training: Training, base_directory: Path
+) -> tuple[ModelPlan | None, ModelFacts | None, tuple[Problem, ...]]:
+    """Read the model's plan and facts, or its problems: it ends none of the other checks."""
+    plan: ModelPlan | None = None
+    try:
+        tokenizer = load_tokenizer(training.tokenizer, base_directory)
+        plan = plan_model(
+            training.model, base_directory=base_directory, vocab_size=tokenizer.vocab_size
         )
-    elif not problems:
-        yield Finding(
-            "ok", Problem("spec.script.command", f"the {program.kind} {program.name} is there")
-        )
-
-
-def check_script_workers(
-    run: TrainingRun, machine: Machine, *, num_workers: int
-) -> Iterator[Finding]:
-    """Count the processes that the script will see, and check that each of them has an accelerator."""
-    least, most = run.spec.nodes.min, run.spec.nodes.max or run.spec.nodes.min
-    if 0 < machine.num_accelerators < num_workers:
-        what = f"{num_workers} workers share {machine.num_accelerators} accelerators"
-        remedy = f"Use at most {machine.num_accelerators} workers a node, or leave workersPerNode out"
-        yield Finding(
-            "warning",
-            Problem(
-                "spec.workersPerNode",
-                what,
-                "the script chooses the device by LOCAL_RANK",
-                remedy,
-            ),
-        )
-        return
-    worlds = (
-        f"{least * num_workers}"
-        if least == most
-        else f"{least * num_workers} to {most * num_workers}"
-    )
-    noun = "worker" if worlds == "1" else "workers"
-    yield Finding("ok", Problem("spec.nodes", f"{worlds} {noun} in all, {num_workers} a node"))
+        return plan, None if plan.config is None else model_facts(plan), ()
+    except InputError as error:
+        return plan, None, tuple(error.problems)
 
 
 def describe_size(training: Training, base_directory: Path) -> str:

@@ -99,23 +99,11 @@ def check_memory(
         more = f"with a microBatchSize of up to {micro}, too" if is_larger else ""
         yield Finding("ok", Problem("memory", f"{text} of {size(available)}", more))
     else:
+        what = f"{text} ({need.list_parts(sharers)}) and {size(available)} are there"
         fit = largest_fit(facts, training, available=available // sharers, **plan)
-        largest = (
-            "no model fits"
-            if fit is None
-            else f"about {fit.parameters / 1e6:,.0f}M parameters would fit"
-        )
-        # The memory that the processes need together, without parts that are nothing.
-        parts = {
-            "state": need.state,
-            "gathered": need.gathered,
-            "activations": need.activations,
-            "logits": need.logits,
-        }
-        listed = ", ".join(
-            f"{name} {size(part * sharers)}" for name, part in parts.items() if part
-        )
-        what = f"{text} ({listed}) and {size(available)} are there"
+        largest = "no model fits"
+        if fit is not None:
+            largest = f"about {fit.parameters / 1e6:,.0f}M parameters would fit"
         why = f"the process would be killed; in this plan {largest}"
         # No micro-batch is small enough where the state alone is too large.
         lower = "Use" if micro is None else f"Lower batching.microBatchSize to {micro}, or use"

@@ -224,12 +224,9 @@ class _Construction:
         # An alias is expanded where it is used: a page of text can become a million values.
         self._count += 1
         if self._count > MAX_VALUES:
+            what = f"aliases expand to more than {MAX_VALUES} values"
             remedy = "Write the values out where they are needed"
-            raise _UnusableDocumentError(
-                Problem(
-                    self._label, f"aliases expand to more than {MAX_VALUES} values", "", remedy
-                )
-            )
+            raise _UnusableDocumentError(Problem(self._label, what, "", remedy))
 
         # Followed by the nodes that are being built, since an alias is its anchor's own node.
         if id(node) in self._open or len(self._open) > MAX_DEPTH:
@@ -238,13 +235,9 @@ class _Construction:
                 if id(node) in self._open
                 else f"aliases nest deeper than {MAX_DEPTH} levels"
             )
+            where = f"{self._label}:{_line(node)}"
             raise _UnusableDocumentError(
-                Problem(
-                    f"{self._label}:{_line(node)}",
-                    "cannot be expanded",
-                    why,
-                    "Remove the alias",
-                )
+                Problem(where, "cannot be expanded", why, "Remove the alias")
             )
 
         # The first place stays: a key's line is noted before its value, and `<<` must not move what it

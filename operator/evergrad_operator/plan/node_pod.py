@@ -96,24 +96,33 @@ def build_node_pod(
     if node.joins_group and not has_label:
         pod["schedulingGroup"] = {"podGroupName": run.name}
 
+    labels = {names.LABEL_GANG: run.name} if has_label else {}
+    metadata = _build_node_metadata(run, memory, config, node, labels=labels)
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": without_none(pod)}
+
+
+def _build_node_metadata(
+    run: TrainingRun, memory: Memory, config: Config, node: Node, *, labels: JsonObject
+) -> JsonObject:
     # Ours come last: a template must not take a pod out of its run.
     metadata = build_metadata(run, names.node_pod_name(run.name, node.index, node.attempt))
     queue_labels, queue_annotations = _build_queue(run, node)
     metadata["labels"] = {
         **build_user_labels(run),
-        **({names.LABEL_GANG: run.name} if has_label else {}),
+        **labels,
         **queue_labels,
         **build_labels(run, role=names.ROLE_NODE),
         names.LABEL_INDEX: str(node.index),
         names.LABEL_ATTEMPT: str(node.attempt),
     }
+    # The team's own annotations win over those of scraping.
     metadata["annotations"] = {
-        **build_scrape_annotations(port, config),  # before the team's own, which win
-        **template.annotations,
+        **build_scrape_annotations(metrics_port(run), config),
+        **run.spec.template.annotations,
         **queue_annotations,
         names.ANNOTATION_RESTART: str(memory.restart),
     }
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": without_none(pod)}
+    return metadata
 
 
 def build_trainer_volumes(

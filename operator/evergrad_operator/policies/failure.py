@@ -3,6 +3,7 @@
 from typing import Final
 
 from evergrad_coordinator.causes import PodCause
+from evergrad_operator.answer import Progress
 from evergrad_operator.memory import LastFailure
 from evergrad_operator.names import Phase, Reason
 from evergrad_operator.packing import pack_ranges
@@ -39,6 +40,26 @@ _REMEDIES: Final = {
 }
 
 
+def _read_failure(progress: Progress) -> tuple[Reason, str]:
+    """Read from a coordinator's answer why the run has failed, and in which words."""
+    failure = progress.last_failure
+    said = progress.message or (failure.message if failure else "")
+    cause = failure.cause if failure else ""
+    if progress.reason == "UserError" or cause == "user_error":
+        reason = Reason.USER_ERROR
+    elif cause == "out_of_memory":
+        reason = Reason.OUT_OF_MEMORY
+    elif "no space left on device" in said.lower():
+        reason = Reason.VOLUME_FULL
+    else:
+        reason = Reason.WORKER_CRASH
+    # The coordinator's text most often names the node already.
+    where = ""
+    if failure is not None and f"node {failure.node}" not in said:
+        where = f"node {failure.node}, rank {failure.rank}, exit code {failure.exit_code}: "
+    return reason, stop(where + (quote(said) or progress.reason))
+
+
 def fail_if_due(context: ReconcileContext) -> ReconcileContext | None:
     """Return the context with the run failed; None where no failure ends it."""
     # First the nodes: an exit code 64 counts once it is confirmed.
@@ -67,22 +88,7 @@ def fail_if_due(context: ReconcileContext) -> ReconcileContext | None:
     # Then the coordinator's outcome: it counts the workers that fail inside the pods.
     progress = context.progress
     if progress is not None and progress.phase == "Failed":
-        failure = progress.last_failure
-        said = progress.message or (failure.message if failure else "")
-        cause = failure.cause if failure else ""
-        if progress.reason == "UserError" or cause == "user_error":
-            reason = Reason.USER_ERROR
-        elif cause == "out_of_memory":
-            reason = Reason.OUT_OF_MEMORY
-        elif "no space left on device" in said.lower():
-            reason = Reason.VOLUME_FULL
-        else:
-            reason = Reason.WORKER_CRASH
-        # The coordinator's text most often names the node already.
-        where = ""
-        if failure is not None and f"node {failure.node}" not in said:
-            where = f"node {failure.node}, rank {failure.rank}, exit code {failure.exit_code}: "
-        text = stop(where + (quote(said) or progress.reason))
+        reason, text = _read_failure(progress)
         return context.finished(Phase.FAILED, reason, f"{text} {_REMEDIES[reason]}")
 
     # At last the budget. A status of another version may have a cause that this one has not.

@@ -6,7 +6,7 @@ from typing import Final
 
 from evergrad_operator.decision import Action, Decision, PodDeletion
 from evergrad_operator.installation import DELETES_RUN, NO_DELETION
-from evergrad_operator.memory import Budget, Finish, HostFaults
+from evergrad_operator.memory import Finish, begin_anew
 from evergrad_operator.names import Phase, Reason
 from evergrad_operator.observe import Record
 from evergrad_operator.pods import PodState
@@ -255,25 +255,12 @@ def _drain(context: ReconcileContext, reason: Reason) -> Decision:
             ),
         )
 
-    # Time and budget begin anew.
-    memory = replace(
-        memory,
-        start_time=None,
-        budget=Budget(at=memory.budget.at),
-        faults=HostFaults(
-            hosts=memory.faults.hosts, at=memory.faults.at, seen=memory.faults.seen
-        ),
-        given_back=0,
-        come_again_at=0.0,
-        has_formed=False,
-        input_errors=(),
-    )
     return Decision(
         Action.STOP,
         Phase.SUSPENDED,
         reason,
         _describe_pause(context, reason),
-        memory,
+        begin_anew(memory),
         pods_to_delete=remove((*context.nodes, *coordinators, *ended)),
         # Only a person can say whether the step or the recipe is to blame for a loss that is not finite.
         is_blocked=reason == Reason.NON_FINITE,

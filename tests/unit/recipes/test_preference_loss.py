@@ -24,7 +24,7 @@ from evergrad_trainer.recipes import load_task
 from evergrad_trainer.recipes.preference import task as preference_task
 from evergrad_trainer.recipes.preference.loss import LogProbs, pair_losses, pair_metrics
 from evergrad_trainer.task import Loss, Modules, Source, Stage, Task
-from evergrad_trainer.training.build import build_limits
+from evergrad_trainer.training.limits import build_limits
 
 ROWS = [
     {"prompt": "ab", "chosen": "c", "rejected": "b"},

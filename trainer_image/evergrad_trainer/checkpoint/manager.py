@@ -194,10 +194,7 @@ class CheckpointManager:
             self._fence.look()
 
     def wait(self) -> None:
-        """Wait for a save under way and report it.
-
-        Raises SaveError, or FencedError if that save met a newer claim.
-        """
+        """Wait for a save under way and report it. Raises SaveError; FencedError if it met a newer claim."""
         outcome = self._land_flight()
         if outcome is not None and outcome.fenced is not None:
             raise outcome.fenced

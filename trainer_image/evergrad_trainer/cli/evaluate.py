@@ -108,17 +108,7 @@ def execute(args: argparse.Namespace) -> int:
     if args.termination_log is not None:
         with last_words(args.termination_log):
             return try_patiently(functools.partial(_execute_in_pod, args))
-    if args.compare and (args.watch or args.weights or not args.tolerance >= 0):
-        what = "--watch" if args.watch else f"--tolerance {args.tolerance}"
-        why = "one checkpoint is compared, within a difference of at least 0"
-        if args.weights:
-            what, why = "--weights", "the weights are those that the run itself has evaluated"
-        raise InputError(
-            Problem("--compare", f"cannot be combined with {what}", why, "Leave it out")
-        )
-    if args.micro_batch_size is not None and args.micro_batch_size < 1:
-        what = f"{args.micro_batch_size} is below 1"
-        raise InputError(Problem("--micro-batch-size", what, "", "Give a positive number"))
+    _check_arguments(args)
     recorded, compared = read_recorded(args.run), list[Compared]()
     store, signals = open_store(args.run / RunFile.CHECKPOINTS), StopSignals()
     with contextlib.ExitStack() as stack:
@@ -153,6 +143,20 @@ def execute(args: argparse.Namespace) -> int:
         for one in compared:
             print(f"{one.name}: {one.verdict}")
     return int(ExitCode.DONE) if all(one.is_equal for one in compared) else DIFFERENT
+
+
+def _check_arguments(args: argparse.Namespace) -> None:
+    if args.compare and (args.watch or args.weights or not args.tolerance >= 0):
+        what = "--watch" if args.watch else f"--tolerance {args.tolerance}"
+        why = "one checkpoint is compared, within a difference of at least 0"
+        if args.weights:
+            what, why = "--weights", "the weights are those that the run itself has evaluated"
+        raise InputError(
+            Problem("--compare", f"cannot be combined with {what}", why, "Leave it out")
+        )
+    if args.micro_batch_size is not None and args.micro_batch_size < 1:
+        what = f"{args.micro_batch_size} is below 1"
+        raise InputError(Problem("--micro-batch-size", what, "", "Give a positive number"))
 
 
 def _execute_in_pod(args: argparse.Namespace) -> int:

@@ -242,21 +242,7 @@ def _settings(args: argparse.Namespace) -> "NodeSettings":
             Problem("--workers", f"{args.workers} is below 1", "", "Give a positive number")
         )
     # A node without the run's token would be refused by the coordinator, in words less clear than these.
-    token = ""
-    if args.token_file is None:
-        problems.append(
-            Problem("--token-file", "is missing", "", "Give the file that evergrad run prints")
-        )
-    else:
-        try:
-            token = read_token(args.token_file)
-        except (OSError, ValueError) as error:
-            what, is_of_host = f"{args.token_file} cannot be read", is_host_trouble(error)
-            problems.append(
-                Problem(
-                    "--token-file", what, str(error), "Check the path", is_of_host=is_of_host
-                )
-            )
+    token = _read_token(args.token_file, problems)
     raise_if(problems, ConfigurationError)
     host, port = coordinator or ("", 0)
     return NodeSettings(
@@ -271,6 +257,21 @@ def _settings(args: argparse.Namespace) -> "NodeSettings":
         grace_seconds=NodeSettings.grace_seconds if args.grace is None else args.grace,
         termination_log=args.termination_log,
     )
+
+
+def _read_token(path: Path | None, problems: list[Problem]) -> str:
+    if path is None:
+        remedy = "Give the file that evergrad run prints"
+        problems.append(Problem("--token-file", "is missing", "", remedy))
+        return ""
+    try:
+        return read_token(path)
+    except (OSError, ValueError) as error:
+        what, is_of_host = f"{path} cannot be read", is_host_trouble(error)
+        problems.append(
+            Problem("--token-file", what, str(error), "Check the path", is_of_host=is_of_host)
+        )
+        return ""
 
 
 def _own_address(host: str, port: int) -> str:

@@ -1,7 +1,6 @@
 """Prepare: source files → token files, once a fingerprint, in parallel, resumable, published by
 one rename."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +43,7 @@ from evergrad_trainer.data.prepared import (
 )
 from evergrad_trainer.data.tokenizers import load_tokenizer
 from evergrad_trainer.errors import DataError
+from evergrad_trainer.machine import usable_cores
 
 __all__ = [
     "PrepareProgress",
@@ -115,11 +115,7 @@ def prepare(
             for source, content, one in zip(entries, contents, recipes, strict=True)
         ]
         raise_if([] if may_prepare else _find_unprepared(preparations), DataError)
-        if not workers:
-            # The cores this process may use, which in a container are fewer than the machine has.
-            has_affinity = hasattr(os, "sched_getaffinity")
-            workers = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-        prepared = _prepare_all(preparations, report, workers=workers)
+        prepared = _prepare_all(preparations, report, workers=workers or usable_cores())
     return Prepared(
         sources=tuple(prepared[: len(sources)]),
         evaluation=tuple(prepared[len(sources) :]),

@@ -27,7 +27,12 @@ from evergrad_trainer.models.compilation import should_compile
 from evergrad_trainer.models.compile_cache import load_compiled
 from evergrad_trainer.optim.average import AVERAGE, TRAINED, check_has_average
 from evergrad_trainer.recipes.opening import Opened, open_recipe
-from evergrad_trainer.resume import check_tokenizer_unchanged, inspect_directory, read_run
+from evergrad_trainer.resume import (
+    RunState,
+    check_tokenizer_unchanged,
+    inspect_directory,
+    read_run,
+)
 from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.training.build import (
     Machinery,
@@ -108,6 +113,21 @@ def read_recorded(path: Path) -> RecordedRun:
     return RecordedRun(directory, run, path / record["baseDirectory"], prepared)
 
 
+def _prepare_again(
+    recorded: RecordedRun, run_state: RunState, prepare_data: PrepareData, *, shared: Path
+) -> Prepared:
+    """Prepare data that are gone: they must be those that the run was trained on."""
+    run, base = recorded.run, recorded.base_directory
+    check_unchanged(
+        recorded.prepared, run.training, base_directory=base, prepared_directory=shared
+    )
+    prepared = prepare_data(run, base, shared)
+    check_tokenizer_unchanged(run_state, prepared)
+    # Each folder was expanded again: a file may have come since it was compared.
+    check_prepared(recorded.prepared, prepared)
+    return prepared
+
+
 def open_run(
     recorded: RecordedRun,
     asked_sets: Collection[str],
@@ -131,12 +151,7 @@ def open_run(
     run_state = inspect_directory(recorded.directory, run, extend=True)
     shared = path.absolute().parent / PREPARED_FOLDER
     if _is_missing(prepared):
-        # Data that are prepared now must be those that the run was trained on.
-        check_unchanged(prepared, training, base_directory=base, prepared_directory=shared)
-        prepared = prepare_data(run, base, shared)
-        check_tokenizer_unchanged(run_state, prepared)
-        # Each folder was expanded again: a file may have come since it was compared.
-        check_prepared(recorded.prepared, prepared)
+        prepared = _prepare_again(recorded, run_state, prepare_data, shared=shared)
     is_prepared = prepared.folder is not None and prepared.folder.is_dir()
     root = resolve_prepared_directory(training, base_directory=base, default=shared)
     opened = open_recipe(

@@ -113,6 +113,13 @@ class Farewell:
             self.is_saved = record.is_saved
 
 
+def pass_on_broken(worker: Worker, record: say.Broken) -> Broken:
+    """Tell the coordinator what a worker says of the end of its group."""
+    is_numeric = record.kind == ErrorKind.NUMERIC
+    cause: BreakCause = "numeric" if is_numeric else "peer_lost"
+    return Broken(record.generation, cause, worker.rank, record.step, message=record.text)
+
+
 class InProcessWorkers:
     """Level 1: a worker's process lasts as long as the node, whatever becomes of its groups."""
 
@@ -245,11 +252,8 @@ class InProcessWorkers:
                 if self._change.generation > self._answered:
                     worker.channel.send(self._change, wait=False)
             case say.Ready():
-                worker.state, worker.ready_generation, worker.step = (
-                    "idle",
-                    record.generation,
-                    record.step,
-                )
+                worker.state = "idle"
+                worker.ready_generation, worker.step = record.generation, record.step
                 if self._inside is not None and self._inside.generation < record.generation:
                     self._inside = None
                 self._check_ready()
@@ -263,18 +267,7 @@ class InProcessWorkers:
                 # From here on this node has no place in a group, also for a coordinator that comes back.
                 if self._inside is not None and self._inside.generation == record.generation:
                     self._inside = None
-                cause: BreakCause = (
-                    "numeric" if record.kind == ErrorKind.NUMERIC else "peer_lost"
-                )
-                self._tell(
-                    Broken(
-                        record.generation,
-                        cause,
-                        worker.rank,
-                        record.step,
-                        message=record.text,
-                    )
-                )
+                self._tell(pass_on_broken(worker, record))
             case say.Failed():
                 worker.failure, worker.step = record, record.step
             case say.Result():

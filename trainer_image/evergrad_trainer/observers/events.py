@@ -85,9 +85,9 @@ def describe_event(event: Event) -> str | None:
     """Describe a transition in one line, ``kind key=value …``; None for those that nobody needs to see."""
     fields, num_bytes = event.fields, event.fields.get("bytes")
     # A value of one word, so that a line can be split at its blanks.
-    saved = (
-        size(num_bytes).replace(" ", "") if isinstance(num_bytes, int | float) else "unknown"
-    )
+    saved = "unknown"
+    if isinstance(num_bytes, int | float):
+        saved = size(num_bytes).replace(" ", "")
     before, paused = fields.get("from_world_size"), fields.get("paused_seconds")
     cause = fields.get("detail") or fields.get("cause")
     line = {

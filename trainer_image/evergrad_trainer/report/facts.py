@@ -103,11 +103,10 @@ def gather_facts(directory: RunDirectory, *, cluster_run: Path | None = None) ->
     counting = history.steps.take(last)
 
     started = _find_started(resolved, history.events)
-
     # The manifest is shown as it was resolved; its paths may name who ran it.
     manifest = resolved.get("manifest", resolved)
     text = yaml.safe_dump(manifest, sort_keys=False, allow_unicode=True, width=110)
-    metrics = as_mapping(started.get("metrics"))
+    named = as_mapping(started.get("metrics"))
     items = str(started.get("loss_items", TOKENS))
     unit = unit_read(
         tokens_per_step=started.get("tokens_per_step"),
@@ -138,7 +137,7 @@ def gather_facts(directory: RunDirectory, *, cluster_run: Path | None = None) ->
         steps=counting,
         superseded=history.steps.take(~is_counting),
         history=history,
-        metrics={str(name): one for name, one in metrics.items() if isinstance(one, Mapping)},
+        metrics={str(key): one for key, one in named.items() if isinstance(one, Mapping)},
         loss_items=items,
         unit_read=unit,
         pod_time=pod_time,

@@ -10,13 +10,12 @@ from evergrad_trainer.recipes.opening import Opened, open_recipe
 from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.training.build import (
     Machinery,
-    build_best,
     build_comparison,
     build_evaluations,
-    build_limits,
     build_stepper,
 )
 from evergrad_trainer.training.calls import build_finish
+from evergrad_trainer.training.limits import build_best, build_limits
 from evergrad_trainer.training.run import Run
 from evergrad_trainer.worker.announcing import announce_first_step
 from evergrad_trainer.worker.session import Session, SessionPlan
