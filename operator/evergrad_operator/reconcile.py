@@ -20,7 +20,7 @@ from evergrad_operator.apply import (
     list_steps,
 )
 from evergrad_operator.cache import InformerCache
-from evergrad_operator.changes import compare_settings, is_edited
+from evergrad_operator.changes import is_edited
 from evergrad_operator.claim_index import claim_of
 from evergrad_operator.config import Config
 from evergrad_operator.confirm import Confirmer
@@ -30,7 +30,7 @@ from evergrad_operator.gang_api import GangApi
 from evergrad_operator.kinds import CLAIM, Raw
 from evergrad_operator.metrics import Metrics
 from evergrad_operator.names import Key
-from evergrad_operator.observe import AppliedSettings, Observation, observe, observe_gone
+from evergrad_operator.observe import Observation, observe, observe_gone
 from evergrad_operator.pass_metrics import list_created, note_error, note_results
 from evergrad_operator.passes import Hints, Pass, step_of_list
 from evergrad_operator.plan import Plan, plan_children
@@ -39,7 +39,7 @@ from evergrad_operator.preparation import Report, find_report
 from evergrad_operator.profiles import RunProfile, find_kept, resolve
 from evergrad_operator.progress import Coordinators
 from evergrad_operator.recorder import Recorder
-from evergrad_operator.spec import SpecCache, TrainingRun, is_managed_here
+from evergrad_operator.spec import SpecCache, is_managed_here
 from evergrad_operator.status import Outcome
 from evergrad_operator.status_writer import StatusWriter
 from evergrad_operator.store import uid_of
@@ -165,7 +165,9 @@ class Reconciler:
         # Ask for what no watch shows, and assess again only if there was something to ask.
         is_news = await self._follower.ask_about_ends(work, found.seen)
         if is_edited(found.seen):
-            work = replace(work, applied=await self._fetch_applied(key, found.seen.run))
+            # Before the ConfigMap is applied anew it still has the settings of the pods.
+            applied = await self._confirmer.fetch_applied(key, found.seen.run)
+            work = replace(work, applied=applied)
             is_news = True
         if is_news:
             found = self._assess(work)
@@ -215,11 +217,6 @@ class Reconciler:
             return kept
         own = await self._confirmer.fetch_profile(raw["metadata"]["namespace"])
         return resolve(raw, self._config.profiles, own)
-
-    async def _fetch_applied(self, key: Key, run: TrainingRun) -> AppliedSettings | None:
-        """Return the settings that the pods have: before it is applied anew, the ConfigMap holds them."""
-        manifest = await self._confirmer.fetch_manifest(key, run.uid)
-        return None if manifest is None else compare_settings(manifest, run)
 
     # ---- observe, decide, plan: values in, values out ------------------------------------------------------
 

@@ -65,6 +65,12 @@ class Reading:
     attempt: int
     counted: Counts
 
+    def grown_since(self, earlier: "Reading") -> dict[Use, int]:
+        """Find what the coordinator has counted since it was read last."""
+        before = earlier.counted if earlier.attempt == self.attempt else {}
+        grown = {use: amount - before.get(use, 0) for use, amount in self.counted.items()}
+        return {use: amount for use, amount in grown.items() if amount > 0}
+
 
 @dataclass(frozen=True)
 class Usage:
@@ -124,7 +130,7 @@ def count(
                 tally.add(use, amount, life.num_accelerators)
 
     # The use of joined nodes is known once the coordinator has reported it.
-    weights = _find_growth(usage.seen, reading)
+    weights = {} if reading is None else reading.grown_since(usage.seen)
     if not weights and fallback is not None:
         weights = {fallback: 1}
     if weights:
@@ -156,15 +162,6 @@ def count(
         ),
         closed=frozenset(closed),
     )
-
-
-def _find_growth(seen: Reading, reading: Reading | None) -> dict[Use, int]:
-    """Find what a coordinator has counted since it was read last."""
-    if reading is None:
-        return {}
-    before = seen.counted if seen.attempt == reading.attempt else {}
-    grown = {use: amount - before.get(use, 0) for use, amount in reading.counted.items()}
-    return {use: amount for use, amount in grown.items() if amount > 0}
 
 
 def _divide(

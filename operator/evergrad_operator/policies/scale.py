@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Final
 
-from evergrad_coordinator.causes import PodCause
 from evergrad_operator.decision import Bounds, Gang, PodDeletion
 from evergrad_operator.images import pin_image
 from evergrad_operator.memory import Memory
@@ -39,21 +38,6 @@ class Scale:
     requeue_after: float | None
 
 
-def _find_last_holders(context: ReconcileContext) -> set[int]:
-    """The nodes that have to wait for the pod that leaves.
-
-    Where only a leaving pod may hold the state, a successor, the same node to the coordinator, would cut its
-    save short. A pod on a lost node is not waited for: whatever it holds cannot be reached.
-    """
-    if any(other.is_running for other in context.live):
-        return set()
-    return {
-        pod.index
-        for pod in context.leaving
-        if pod.is_running and pod.disruption != PodCause.NODE_LOST
-    }
-
-
 def decide_scale(context: ReconcileContext) -> Scale:
     """Decide on the pods of a run that trains or wants to."""
     newest, surplus = _find_newest(context)
@@ -67,7 +51,8 @@ def decide_scale(context: ReconcileContext) -> Scale:
     # after a fault of their host.
     missing = [index for index in range(context.run.spec.nodes.largest) if index not in newest]
     is_waiting = is_backing_off(context)
-    held = _find_last_holders(context)
+    # The same node to the coordinator: a successor would cut the save of the last holder short.
+    held = context.last_holders
     faults = context.memory.faults
     is_faulty = context.now < faults.retry_at
     faulty = faults.nodes.intersection(missing if is_faulty else ())
