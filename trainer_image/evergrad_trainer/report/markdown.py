@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 from evergrad_trainer import __version__
 from evergrad_trainer.report.facts import Facts
-from evergrad_trainer.report.tables import Share, Table
+from evergrad_trainer.report.figures import Share
+from evergrad_trainer.report.tables import Table
 
 _SPECIAL = re.compile(r"([\\`*_\[\]|~#])")
 _WORLD_NOTE = "Training went on with the state in memory: no restart, no checkpoint read."
