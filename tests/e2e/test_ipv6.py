@@ -10,12 +10,13 @@ import os
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bed import places
 from bed.api import Api
 from bed.fixtures import OTHER_CLUSTER, Cluster, other_cluster, require_bed
 from bed.places import REPOSITORY, STORAGE_CLASS
@@ -27,11 +28,12 @@ from operator_watch import OperatorWatch
 from script_runs import finish, start_script
 
 from evergrad_coordinator.addresses import join_address, plain_host
+from evergrad_operator.names import JOIN_PORT, METRICS_PORT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(1200)]
-NUMBER = "5"
+NUMBER = "5" if places.NUMBER != 5 else "6"
 KUBECONFIG = REPOSITORY / f".cluster{NUMBER}" / "kubeconfig"
-JOIN_PORT, METRICS_PORT, WEBHOOK_PORT = 29400, 29402, 9443
+WEBHOOK_PORT = 9443
 SPREAD = {"requests": {"cpu": "1100m"}}
 """More than half of a node: a pod on each."""
 Place = tuple[str, int]
@@ -127,9 +129,9 @@ def read_place(text: str) -> Place:
     return plain_host(str(ipaddress.ip_address(packed))), int(port, 16)
 
 
-def read_connections(operator_or_runs: Any, pod: str) -> list[tuple[Place, Place]]:
+def read_connections(kubectl: Callable[..., str], pod: str) -> list[tuple[Place, Place]]:
     """Both ends of every connection of a pod with another, its own first."""
-    text = operator_or_runs.kubectl("exec", pod, "--", "cat", "/proc/net/tcp", "/proc/net/tcp6")
+    text = kubectl("exec", pod, "--", "cat", "/proc/net/tcp", "/proc/net/tcp6")
     lines = [line.split() for line in text.splitlines()]
     found = [(read_place(one[1]), read_place(one[2])) for one in lines if one[3] == "01"]
     return [ends for ends in found if not ipaddress.ip_address(ends[1][0]).is_loopback]
@@ -166,7 +168,7 @@ def test_nodes_train_with_each_other_over_ipv6_through_a_killed_pod(
     addresses = {index: pod["status"]["podIP"] for index, pod in pods.items()}
     for index, pod in pods.items():
         name = pod["metadata"]["name"]
-        far = [end for _, end in read_connections(runs, name)]
+        far = [end for _, end in read_connections(runs.kubectl, name)]
         assert (service["spec"]["clusterIP"], JOIN_PORT) in far
         assert addresses[1 - index] in {host for host, _ in far}
         assert {version_of(host) for host, _ in far} == {6}
@@ -197,7 +199,7 @@ def test_a_script_meets_over_ipv6_again_after_a_killed_pod_and_completes(runs: R
     other = run.live_pods()[0]["status"]["podIP"]
 
     def hosts() -> set[str]:
-        return {far[0] for _, far in read_connections(runs, name)}
+        return {far[0] for _, far in read_connections(runs.kubectl, name)}
 
     wait_for(lambda: other in hosts(), "the new pod's connection with the other node")
     assert {version_of(host) for host in hosts()} == {6}
@@ -221,7 +223,7 @@ def test_the_operator_is_asked_over_ipv6_and_refuses_in_its_own_words(
         return runs.kubectl("apply", "-f", "-", text=json.dumps(bad), check=False)
 
     assert "spec.training.schedule.warmup: " in refusal()
-    ends = read_connections(operator, pod["metadata"]["name"])
+    ends = read_connections(operator.kubectl, pod["metadata"]["name"])
     assert {version_of(far[0]) for near, far in ends if near[1] == WEBHOOK_PORT} == {6}
     assert {version_of(far[0]) for _, far in ends} == {6}
     assert "evergrad_operator_leader" in operator.metrics()
