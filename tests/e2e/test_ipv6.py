@@ -78,8 +78,8 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[OtherBed]:
     families: str = request.param
     # One that is left of a session that was killed may have other families.
     call(families, "bed", "down")
-    call(families, "bed", "up")
     try:
+        call(families, "bed", "up")
         yield OtherBed(
             KUBECONFIG,
             Api(KUBECONFIG),
