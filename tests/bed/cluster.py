@@ -15,9 +15,11 @@ from bed.faults import Faults
 from bed.places import (
     BRIDGE_END,
     CLUSTER,
+    FAMILIES,
     KUBECONFIG,
     NODES,
     REPOSITORY,
+    SERVICES,
     Node,
     cache,
     logs,
@@ -272,6 +274,12 @@ def _say_that_it_is_up(profile: str) -> None:
     if not api.is_there("/readyz"):
         _say("it is up, but its API server does not answer: putting everything back")
         Faults(api).restore()
+    services = api.get("/apis/networking.k8s.io/v1/servicecidrs/kubernetes")["spec"]["cidrs"]
+    if services != [family.services for family in FAMILIES]:
+        raise BedError(
+            f"The bed that is up has Services at {', '.join(services)} and not at {SERVICES}. Take it down "
+            "first (make cluster-down), or name its families in EVERGRAD_BED_FAMILIES."
+        )
     _say(f"up already; KUBECONFIG={KUBECONFIG}")
 
 

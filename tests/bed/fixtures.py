@@ -62,15 +62,14 @@ class Cluster:
             loading.load(images)
 
 
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
-    """The cluster named by EVERGRAD_E2E_KUBECONFIG; else the bed, brought up and taken down unless it was up
-    already."""
+def other_cluster() -> Path | None:
+    """The kubeconfig that EVERGRAD_E2E_KUBECONFIG names, unless that is the bed's."""
     named = os.environ.get(OTHER_CLUSTER)
-    if named and Path(named).resolve() != KUBECONFIG.resolve():
-        file = Path(named)
-        yield Cluster(file, Api(file), is_bed=False, storage_class=os.environ.get(OTHER_CLASS))
-        return
+    return Path(named) if named and Path(named).resolve() != KUBECONFIG.resolve() else None
+
+
+def require_bed() -> None:
+    """Skip, or fail where nothing may be left out, on a machine that cannot run the bed."""
     reason = unavailable()
     if reason and os.environ.get(REQUIRED):
         pytest.fail(
@@ -78,6 +77,17 @@ def cluster() -> Iterator[Cluster]:
         )
     if reason:
         pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """The cluster named by EVERGRAD_E2E_KUBECONFIG; else the bed, brought up and taken down unless it was up
+    already."""
+    file = other_cluster()
+    if file is not None:
+        yield Cluster(file, Api(file), is_bed=False, storage_class=os.environ.get(OTHER_CLASS))
+        return
+    require_bed()
     was_up = Bed.is_up()
     Bed.up()
     try:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from bed.places import API_SERVER, API_SERVICE, CONTROL_ADDRESS, NODES
+from bed.places import API_SERVER, FAMILIES, NODES
 from bed.shell import run
 
 CURVE = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "30")
@@ -35,10 +35,12 @@ def certificates() -> dict[str, Certificate]:
         "kubernetes.default.svc.cluster.local",
         "localhost",
     )
-    names = ",".join(
-        [f"DNS:{name}" for name in services]
-        + [f"IP:{ip}" for ip in (API_SERVICE, CONTROL_ADDRESS, "127.0.0.1")]
-    )
+    addresses = [
+        *(family.api_service for family in FAMILIES),
+        *(family.machines.format(1) for family in FAMILIES),
+        "127.0.0.1",
+    ]
+    names = ",".join([*(f"DNS:{name}" for name in services), *(f"IP:{ip}" for ip in addresses)])
     found = {
         "apiserver": Certificate("/CN=kube-apiserver", names),
         "apiserver-kubelet": Certificate("/O=system:masters/CN=kube-apiserver-kubelet-client"),
@@ -52,7 +54,8 @@ def certificates() -> dict[str, Certificate]:
     }
     for node in NODES:
         found[f"{node.name}-server"] = Certificate(
-            f"/CN=system:node:{node.name}", f"DNS:{node.name},IP:{node.address}"
+            f"/CN=system:node:{node.name}",
+            ",".join([f"DNS:{node.name}", *(f"IP:{ip}" for ip in node.addresses)]),
         )
         found[f"{node.name}-client"] = Certificate(
             f"/O=system:nodes/CN=system:node:{node.name}"

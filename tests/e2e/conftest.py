@@ -16,7 +16,14 @@ import pytest
 from bed.fixtures import cluster, faults  # noqa: F401 - fixtures
 
 # The suite imports tests by path, so that helpers must be put where an ordinary import finds them.
-for _name in ("cluster_runs", "cluster_shell", "operator_watch", "installed_operator"):
+for _name in (
+    "cluster_runs",
+    "cluster_cli",
+    "cluster_shell",
+    "script_runs",
+    "operator_watch",
+    "installed_operator",
+):
     if _name not in sys.modules:
         _spec = importlib.util.spec_from_file_location(
             _name, Path(__file__).with_name(f"{_name}.py")

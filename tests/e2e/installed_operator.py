@@ -12,6 +12,8 @@ from urllib.parse import quote
 from cluster_runs import wait_for
 from operator_watch import count_restarts
 
+from evergrad_coordinator.addresses import join_address
+
 ROOT = Path(__file__).resolve().parents[2]
 RELEASE, NAMESPACE = "evergrad", "evergrad-system"
 SELECTOR = "app.kubernetes.io/name=evergrad,app.kubernetes.io/component=operator"
@@ -172,7 +174,7 @@ class Operator:
         """Its /metrics."""
         pod = self.pod()
         with urllib.request.urlopen(
-            f"http://{pod['status']['podIP']}:8080/metrics", timeout=20
+            f"http://{join_address(pod['status']['podIP'], 8080)}/metrics", timeout=20
         ) as answer:
             return str(answer.read().decode())
 

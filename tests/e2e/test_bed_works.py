@@ -19,7 +19,7 @@ name = os.environ["HOSTNAME"]
 pathlib.Path("/data", name).write_text("here")
 while len(list(pathlib.Path("/data").iterdir())) < 2:
     time.sleep(0.05)
-address = socket.gethostbyname("kubernetes.default.svc.cluster.local")
+address = socket.getaddrinfo("kubernetes.default.svc.cluster.local", None)[0][4][0]
 print(f"uid={os.getuid()} address={address} files={sorted(os.listdir('/data'))}", flush=True)
 time.sleep(3600)
 """
