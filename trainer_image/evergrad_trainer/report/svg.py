@@ -137,6 +137,8 @@ _FONT = re.compile(r"font: (\d+(?:\.\d+)?)px [^;\"]*")
 _FAMILY = re.compile(r"font-family: [^;\"]*;? ?")
 _NO_ROTATION = re.compile(r' transform="rotate\(-0 [^"]*"')
 _LONG_NUMBER = re.compile(r"\d+\.\d{3,}")
+_STYLE_OF = re.compile(r' style="([^"]*)"')
+_DECLARATION = re.compile(r"([a-z-]+): ([^;]+)(?:; ?)?")
 _TAG = re.compile(r"<[^>]+>")
 _ID = re.compile(r' id="([^"]+)"')
 _REFERENCE = re.compile(r'(url\(#|href="#)([^")]+)')
@@ -168,6 +170,8 @@ def clean(svg: str, *, key: str, label: str) -> str:
         ),
         svg,
     )
+    # A policy that allows styles by their hashes allows none of an element's own: SVG's attributes say the same.
+    svg = _STYLE_OF.sub(lambda style: _DECLARATION.sub(r' \1="\2"', style[1]), svg)
     # Placeholders become CSS variables, so that a dark page has its own colours.
     svg = _COLOR.sub(lambda match: _COLOR_OF[match[0]], svg)
     return re.sub(r"\n\s*", "\n", svg).strip()
