@@ -64,8 +64,9 @@ def build_policy(scripts: Sequence[str], style: str) -> str:
 
     By hashes, so that nothing else that ever got into the page could run.
     """
+    allowed = " ".join(map(_hash, scripts)) or "'none'"
     return (
-        f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {_hash(style)}; "
+        f"default-src 'none'; script-src {allowed}; style-src {_hash(style)}; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
 

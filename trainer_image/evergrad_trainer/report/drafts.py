@@ -93,8 +93,9 @@ def loss_plot(facts: Facts) -> Draft:
     window = max(1, len(steps) // 50)
     loss = _finite(steps.loss)
     is_smoothed = window > 1
+    trend = smooth(loss, window)
     raw = envelope(steps.step, loss)
-    smoothed = means(steps.step, smooth(loss, window), points=500)
+    smoothed = means(steps.step, trend, points=500)
     lost = broken(superseded.step, _finite(superseded.loss))
     # Each attempt is a line of its own until there are too many points to draw.
     if len(lost) > 4000:
@@ -128,7 +129,7 @@ def loss_plot(facts: Facts) -> Draft:
     legend = [Legend("each step", "s1", "faint" if is_smoothed else "line")]
     if is_smoothed:
         legend.append(Legend(f"mean of {window} steps", "s1"))
-        curves.append(rows.means(smooth(loss, window)))
+        curves.append(rows.means(trend))
     if len(lost):
         legend.append(Legend("lost and trained again", "s2"))
         curves.append(rows.scattered(superseded.step, _finite(superseded.loss)))
@@ -251,8 +252,9 @@ def norm_plot(facts: Facts) -> Draft:
     """Plan the plot of the gradient norm."""
     norms = _finite(facts.steps.grad_norm)
     window = max(1, len(norms) // 50)
+    trend = smooth(norms, window)
     raw = envelope(facts.steps.step, norms)
-    smoothed = means(facts.steps.step, smooth(norms, window), points=400)
+    smoothed = means(facts.steps.step, trend, points=400)
     median = real(float(np.nanmedian(norms)), 3) if np.isfinite(norms).any() else "–"
 
     def paint(axes: "Axes") -> None:
@@ -272,7 +274,7 @@ def norm_plot(facts: Facts) -> Draft:
         paint,
         unit="norm",
         scale=_scale_of(norms) or "zero",
-        chart=_smoothed_chart(facts, norms, window),
+        chart=_chart_of_trend(facts, trend, each=norms if window > 1 else None),
     )
 
 
@@ -281,8 +283,9 @@ def metric_plot(facts: Facts, name: str) -> Draft:
     declared = facts.metrics.get(name, {})
     values = _finite(facts.steps.metrics[name])
     window = max(1, len(values) // 50)
+    trend = smooth(values, window)
     raw = envelope(facts.steps.step, values)
-    smoothed = means(facts.steps.step, smooth(values, window), points=400)
+    smoothed = means(facts.steps.step, trend, points=400)
     known = values[np.isfinite(values)]
     last = compact(float(known[-1])) if len(known) else "–"
 
@@ -304,7 +307,7 @@ def metric_plot(facts: Facts, name: str) -> Draft:
         legend,
         paint,
         unit=declared.get("unit", ""),
-        chart=_smoothed_chart(facts, values, window),
+        chart=_chart_of_trend(facts, trend, each=values if window > 1 else None),
     )
 
 
@@ -409,11 +412,13 @@ def world_plot(facts: Facts) -> Draft:
     )
 
 
-def _smoothed_chart(facts: Facts, values: Reals, window: int) -> Chart:
-    """Make the chart of each step, where that is not the mean of ``window`` steps, and of that mean."""
+def _chart_of_trend(facts: Facts, trend: Reals, *, each: Reals | None) -> Chart:
+    """Make the chart of a trend, and of the values of each step under it where these differ."""
     rows = Rows(facts.steps.step)
-    trend = rows.means(smooth(values, window))
-    return Chart(rows.x, [rows.bands(values), trend] if window > 1 else [trend])
+    curves = [rows.means(trend)]
+    if each is not None:
+        curves.insert(0, rows.bands(each))
+    return Chart(rows.x, curves)
 
 
 def _line(

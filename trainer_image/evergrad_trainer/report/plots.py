@@ -71,7 +71,7 @@ def build_plots(facts: Facts) -> tuple[Plot, ...]:
     drafts += [metric_plot(facts, name) for name in list(steps.metrics)[:_MOST_METRICS]]
     if facts.goodput.changes:
         drafts.append(world_plot(facts))
-    plots = [_draw(draft, span) for draft in drafts]
+    plots = [_draw(draft, span, key=f"plot{number}") for number, draft in enumerate(drafts)]
 
     # The place of a missing plot says why it is missing: a reader looks for it there.
     if not evaluations:
@@ -79,9 +79,9 @@ def build_plots(facts: Facts) -> tuple[Plot, ...]:
     return tuple(plots)
 
 
-def _draw(draft: Draft, span: tuple[float, float]) -> Plot:
-    # The key makes ids that do not change from one report to the next.
-    key = draft.title.partition(",")[0].lower().replace(" ", "-")
+def _draw(draft: Draft, span: tuple[float, float], *, key: str) -> Plot:
+    # The key makes ids that do not change from one report to the next, and is no name from the run: ids are
+    # not escaped.
     forms = [("", NARROW)]
     if draft.wide is not None:
         # The page's style shows one of the two, by the width of the window.
