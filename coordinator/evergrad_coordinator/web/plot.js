@@ -168,16 +168,18 @@ class Plot {
   }
 
   onKey(event) {
-    const { chart } = this, { length } = this.x;
+    const { chart } = this;
     if (event.key === "Escape") {
       Plot.all.forEach((one) => { if (one.kind.sync === this.kind.sync) one.reset(); });
       return;
     }
-    const now = chart.cursor.idx ?? length - 1, page = Math.max(1, Math.round(length / 20));
-    const next = { ArrowLeft: now - 1, ArrowRight: now + 1, PageUp: now - page, PageDown: now + page, Home: 0, End: length - 1 }[event.key];
-    if (next === undefined || !length) return;
+    // Of what was enlarged, the part that is shown: no cursor stands outside.
+    const [first, last] = chart.series[0].idxs;
+    const now = chart.cursor.idx ?? last, page = Math.max(1, Math.round((last - first) / 20));
+    const next = { ArrowLeft: now - 1, ArrowRight: now + 1, PageUp: now - page, PageDown: now + page, Home: first, End: last }[event.key];
+    if (next === undefined || !this.x.length) return;
     event.preventDefault();
-    const index = Math.min(length - 1, Math.max(0, next)), value = chart.data[1][index];
+    const index = Math.min(last, Math.max(first, next)), value = chart.data[1][index];
     chart.setCursor({ left: chart.valToPos(this.x[index], "x"), top: value == null ? 0 : chart.valToPos(value, "y") });
     setText(byId("spoken"), `${this.kind.title}: ${this.reading.textContent}`);
   }

@@ -108,13 +108,7 @@ def loss_plot(facts: Facts) -> Draft:
     def paint(axes: "Axes") -> None:
         # Under the curves, so that they stay readable where there were many.
         for step in restarts:
-            axes.axvline(
-                step,
-                color=COLORS["muted"],
-                linewidth=0.8,
-                alpha=0.7,
-                dashes=(3, 3),
-            )
+            axes.axvline(step, color=COLORS["muted"], linewidth=0.8, alpha=0.7, dashes=(3, 3))
         if is_smoothed:
             _line(axes, raw, "s1", width=0.9, opacity=0.38)
         else:

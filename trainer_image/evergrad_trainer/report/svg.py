@@ -170,7 +170,12 @@ def clean(svg: str, *, key: str, label: str) -> str:
         svg,
     )
     # A policy that allows styles by their hashes allows none of an element's own: SVG's attributes say the same.
-    svg = _STYLE_OF.sub(lambda style: _DECLARATION.sub(r' \1="\2"', style[1]), svg)
+    svg = _TAG.sub(
+        lambda tag: _STYLE_OF.sub(
+            lambda style: _DECLARATION.sub(r' \1="\2"', style[1]), tag[0]
+        ),
+        svg,
+    )
     # Placeholders become CSS variables, so that a dark page has its own colours.
     svg = _COLOR.sub(lambda match: _COLOR_OF[match[0]], svg)
     svg = re.sub(r"\n\s*", "\n", svg).strip()
