@@ -84,7 +84,9 @@ def test_the_page_loads_nothing_but_itself_and_says_nothing_on_the_console(
 
 def shown(browser: Browser, selector: str) -> list[list[float]]:
     """Left, right and height of each element that has a size."""
-    boxes = f"[...document.querySelectorAll('{selector}')].map(one => one.getBoundingClientRect())"
+    boxes = (
+        f"[...document.querySelectorAll('{selector}')].map(one => one.getBoundingClientRect())"
+    )
     return list(
         browser.run(
             f"return {boxes}.filter(box => box.width).map(box => [box.left, box.right, box.height])"
@@ -291,7 +293,9 @@ def test_without_scripts_the_pictures_are_shown(
         assert browser.run("return document.querySelectorAll('.uplot').length") == 0
         pictures = shown(browser, "svg.plot")
         assert len(pictures) == NUM_PLOTS
-        assert all(0 <= left < right <= width and height > 100 for left, right, height in pictures)
+        assert all(
+            0 <= left < right <= width and height > 100 for left, right, height in pictures
+        )
         assert shown(browser, "#hint") == []
         assert browser.log("browser") == []
     finally:

@@ -1,5 +1,7 @@
-"""Renders the report as one HTML file that fetches nothing. It is whole without scripts; where they may run, its
-own ones, and no other, put charts in the place of the pictures."""
+"""Renders the report as one HTML file that fetches nothing and is whole without scripts.
+
+Where scripts may run, its own ones, and no other, put charts in the place of the pictures.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +16,6 @@ from evergrad_trainer.report.facts import Facts
 from evergrad_trainer.report.plots import Plot
 from evergrad_trainer.report.series import MOST_ROWS
 from evergrad_trainer.report.svg import COLORS
-
 
 _SCRIPT = "report.js"
 
@@ -46,7 +47,9 @@ def render_html(facts: Facts, plots: Sequence[Plot], *, created: str) -> str:
 
     # The same chart library as the live page's, from the same files. A report without plots has no script.
     charts = _charts_of(plots)
-    own = environment.get_template("report.css.jinja").render(shares=facts.shares, colors=COLORS)
+    own = environment.get_template("report.css.jinja").render(
+        shares=facts.shares, colors=COLORS
+    )
     style = "".join(map(read_web, CHART_STYLES)) + own
     scripts = []
     if charts["charts"]:

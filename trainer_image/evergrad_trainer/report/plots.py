@@ -1,5 +1,7 @@
-"""The report's plots: pictures drawn by matplotlib as SVG whose colours are the page's CSS variables, and charts,
-which a browser draws in their place where scripts may run."""
+"""The report's plots: pictures drawn by matplotlib as SVG whose colours are the page's CSS variables.
+
+Where scripts may run, a browser draws charts in their place.
+"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any

@@ -169,7 +169,7 @@ def clean(svg: str, *, key: str, label: str) -> str:
         ),
         svg,
     )
-    # A policy that allows styles by their hashes allows none of an element's own: SVG's attributes say the same.
+    # The page's policy allows no style of a single element; attributes of SVG say the same.
     svg = _TAG.sub(
         lambda tag: _STYLE_OF.sub(
             lambda style: _DECLARATION.sub(r' \1="\2"', style[1]), tag[0]
