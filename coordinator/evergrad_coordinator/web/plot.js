@@ -83,7 +83,7 @@ class Plot {
       const least = curves.length + 1 + 2 * index;
       return { series: [least + 1, least], fill: () => fade(curve.color, 22) };
     });
-    // Of a stack, each curve's area ends at the one below.
+    // In a stack, each curve's area ends at the one below.
     if (kind.form === "stack") curves.slice(1).forEach((_, index) => bands.push({ series: [index + 2, index + 1] }));
     return {
       width: this.width(), height: kind.height, legend: { show: false },
@@ -173,7 +173,7 @@ class Plot {
       Plot.all.forEach((one) => { if (one.kind.sync === this.kind.sync) one.reset(); });
       return;
     }
-    // Of what was enlarged, the part that is shown: no cursor stands outside.
+    // Only what is shown is read: no cursor stands outside of what was enlarged.
     const [first, last] = chart.series[0].idxs;
     const now = chart.cursor.idx ?? last, page = Math.max(1, Math.round((last - first) / 20));
     const next = { ArrowLeft: now - 1, ArrowRight: now + 1, PageUp: now - page, PageDown: now + page, Home: first, End: last }[event.key];

@@ -51,7 +51,7 @@ def render_html(facts: Facts, plots: Sequence[Plot], *, created: str) -> str:
         shares=facts.shares, colors=COLORS
     )
     style = "".join(map(read_web, CHART_STYLES)) + own
-    scripts = []
+    scripts: list[str] = []
     if charts["charts"]:
         scripts = [*map(read_web, CHART_SCRIPTS), (folder / _SCRIPT).read_text("utf-8")]
     return environment.get_template("report.html.jinja").render(

@@ -69,7 +69,7 @@ def _spans(length: int, number: int) -> list[tuple[int, int]]:
 
 
 def _edges(length: int, number: int) -> Integers:
-    # Of spans of equal numbers of steps, of which the first begins at 0 and the last ends at the end.
+    # Edges of spans of equal numbers of steps, of which the first begins at 0 and the last ends at the end.
     return np.linspace(0, length, min(number, length) + 1).astype(np.int64)
 
 
