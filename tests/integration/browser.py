@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+PATIENCE_MS = 100_000
+"""Long enough for a busy machine."""
 FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -109,6 +111,17 @@ class Browser:
 
     def close(self) -> None:
         self._ask("DELETE", "")
+
+
+def wait(browser: Browser, condition: str) -> None:
+    """Wait until a condition of the page holds."""
+    script = f"""
+      const until = Date.now() + {PATIENCE_MS};
+      return new Promise((resolve) => {{
+        const look = () => ({condition}) ? resolve(true) : Date.now() > until ? resolve(false) : setTimeout(look, 50);
+        look();
+      }});"""
+    assert browser.run(script), f"{condition}: {browser.run('return document.body.innerText')}"
 
 
 @contextlib.contextmanager

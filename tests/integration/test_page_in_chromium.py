@@ -6,15 +6,13 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
-from browser import Browser, open_browser
+from browser import Browser, open_browser, wait
 from page_site import FLEET, Site, fleet_page, run_of
 
 from evergrad_coordinator.causes import USES
 from evergrad_coordinator.edge.live import MOST_PAGES
 from evergrad_coordinator.rules.track import MOST_ROWS
 
-PATIENCE_MS = 100_000
-"""Long enough for a busy machine."""
 MOST_BYTES = 50 * 1024 * 1024
 
 
@@ -32,17 +30,6 @@ def site(browser: Browser) -> Iterator[Site]:
         # Left before its server is: a page that is away from its coordinator says so on the console.
         browser.open("about:blank")
     browser.log("browser")
-
-
-def wait(browser: Browser, condition: str) -> None:
-    """Wait until a condition of the page holds."""
-    script = f"""
-      const until = Date.now() + {PATIENCE_MS};
-      return new Promise((resolve) => {{
-        const look = () => ({condition}) ? resolve(true) : Date.now() > until ? resolve(false) : setTimeout(look, 50);
-        look();
-      }});"""
-    assert browser.run(script), f"{condition}: {browser.run('return document.body.innerText')}"
 
 
 def text_of(browser: Browser, id: str) -> str:

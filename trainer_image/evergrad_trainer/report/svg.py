@@ -137,6 +137,8 @@ _FONT = re.compile(r"font: (\d+(?:\.\d+)?)px [^;\"]*")
 _FAMILY = re.compile(r"font-family: [^;\"]*;? ?")
 _NO_ROTATION = re.compile(r' transform="rotate\(-0 [^"]*"')
 _LONG_NUMBER = re.compile(r"\d+\.\d{3,}")
+_STYLE_OF = re.compile(r' style="([^"]*)"')
+_DECLARATION = re.compile(r"([a-z-]+): ([^;]+)(?:; ?)?")
 _TAG = re.compile(r"<[^>]+>")
 _ID = re.compile(r' id="([^"]+)"')
 _REFERENCE = re.compile(r'(url\(#|href="#)([^")]+)')
@@ -152,8 +154,7 @@ def clean(svg: str, *, key: str, label: str) -> str:
     svg = re.sub(r"<!--.*?-->", "", svg, flags=re.DOTALL)
     svg = svg.replace("xlink:href", "href")
     view_box = re.search(r'viewBox="[^"]+"', svg)
-    opening = f'<svg class="plot" role="img" aria-label="{escape(label)}" {view_box[0] if view_box else ""}>'
-    svg = opening + svg[svg.index(">") + 1 :]
+    svg = svg[svg.index(">") + 1 :]
     # Several plots share a page, where ids must be unique; those nobody refers to are only ballast.
     used = {match[2] for match in _REFERENCE.finditer(svg)}
     svg = _ID.sub(lambda match: f' id="{key}-{match[1]}"' if match[1] in used else "", svg)
@@ -168,6 +169,16 @@ def clean(svg: str, *, key: str, label: str) -> str:
         ),
         svg,
     )
+    # The page's policy allows no style of a single element; attributes of SVG say the same.
+    svg = _TAG.sub(
+        lambda tag: _STYLE_OF.sub(
+            lambda style: _DECLARATION.sub(r' \1="\2"', style[1]), tag[0]
+        ),
+        svg,
+    )
     # Placeholders become CSS variables, so that a dark page has its own colours.
     svg = _COLOR.sub(lambda match: _COLOR_OF[match[0]], svg)
-    return re.sub(r"\n\s*", "\n", svg).strip()
+    svg = re.sub(r"\n\s*", "\n", svg).strip()
+    # Last: nothing of the above is meant for the label's own numbers.
+    opening = f'<svg class="plot" role="img" aria-label="{escape(label)}" {view_box[0] if view_box else ""}>'
+    return f"{opening}\n{svg}"
