@@ -29,6 +29,7 @@ from evergrad_trainer.optim.average import AVERAGE, TRAINED, check_has_average
 from evergrad_trainer.recipes.opening import Opened, open_recipe
 from evergrad_trainer.resume import check_tokenizer_unchanged, inspect_directory, read_run
 from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.run_record import read_key
 from evergrad_trainer.training.build import (
     Machinery,
     build_evaluations,
@@ -104,8 +105,9 @@ def read_recorded(path: Path) -> RecordedRun:
                 "Evaluate it with a program of your own, which reads what the script has saved",
             )
         )
-    prepared = Prepared.from_json(record["prepared"])
-    return RecordedRun(directory, run, path / record["baseDirectory"], prepared)
+    prepared = read_key(directory, record, "prepared", Prepared)
+    base = path / read_key(directory, record, "baseDirectory", str)
+    return RecordedRun(directory, run, base, prepared)
 
 
 def open_run(
