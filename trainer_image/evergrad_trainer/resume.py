@@ -113,16 +113,24 @@ def inspect_directory(directory: RunDirectory, run: TrainingRun, *, extend: bool
     state: Literal["begun", "complete"] = (
         "complete" if directory.is_complete() and not horizon else "begun"
     )
+    return _read_state(directory, resolved, state)
+
+
+def _read_state(
+    directory: RunDirectory, resolved: Mapping[str, Any], state: Literal["begun", "complete"]
+) -> RunState:
+    """What ``run.json`` says of a typed run. Raises RunDirectoryError for a damaged or missing key."""
     begun_from = read_optional(directory, resolved, BEGUN_FROM, BegunFrom)
+    model = read_optional(directory, resolved, "model", ModelRecord)
     return RunState(
         state,
         total_steps=read_key(directory, resolved, "derived.totalSteps", int),
         recorded=read_key(directory, resolved, "prepared", Prepared),
-        model=read_optional(directory, resolved, "model", ModelRecord) and resolved["model"],
+        model=None if model is None else resolved["model"],
         config_hash=read_optional(directory, resolved, "configHash", str) or "",
         data_fingerprint=read_optional(directory, resolved, "dataFingerprint", str) or "",
         start=read_start(directory, resolved),
-        load=begun_from.load if begun_from is not None else "",
+        load="" if begun_from is None else begun_from.load,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from evergrad_manifest.differences import ABSENT, show_value
-from evergrad_manifest.errors import Problem, raise_if
+from evergrad_manifest.errors import Problem
 from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.run_directory import RunDirectory, dumps_strict
 
@@ -54,7 +54,7 @@ def read_key(
 
     # As JSON and strictly: a text is no number, while a list may be a tuple, and a text a path.
     try:
-        return _adapter(kind).validate_json(dumps_strict(value), strict=True)
+        read: Value = _adapter(kind).validate_json(dumps_strict(value), strict=True)
     except ValidationError as error:
         problems = []
         for one in error.errors(include_url=False):
@@ -67,8 +67,8 @@ def read_key(
             what = f"is {show_value(one['input'])}"
             why = one["msg"].replace("Input should be", "it should be")
             problems.append(_problem(directory, where, what, why))
-        raise_if(problems, RunDirectoryError)
-        raise
+        raise RunDirectoryError(*problems) from None
+    return read
 
 
 def read_optional(
@@ -91,5 +91,5 @@ def _problem(directory: RunDirectory, key: str, what: str, why: str = "") -> Pro
 
 
 @functools.cache
-def _adapter(kind: type[Value]) -> TypeAdapter[Value]:
+def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)

@@ -120,8 +120,7 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
 
 
 def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str, tuple[str, ...]]":
-    """Prepare the data and open the task on them, with the hash of the files it is read from and warnings
-    about sources.
+    """Prepare the data and open the task on them, with the hash of its files and doubts about sources.
 
     The data begin where they began before, or where the run has left them whose position this one takes.
     Raises InputError.
@@ -176,9 +175,8 @@ def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str, tuple[str, .
         run_directory=request.directory.path,
     )
     opened = opened.starting_at(start if other is None else other.start, training)
-    doubts: tuple[str, ...] = ()
-    if other is not None:
-        doubts = check_content(other, opened.data.train.start, prepared)
+    begun = opened.data.train.start
+    doubts = () if other is None else check_content(other, begun, prepared)
     return prepared, opened, task_hash, doubts
 
 

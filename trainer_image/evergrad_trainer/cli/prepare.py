@@ -219,7 +219,8 @@ def _show_samples(
     if (other := find_other(run, base_directory)) is not None:
         opened = opened.starting_at(other.start, training)
         if opened.prepared is not None:
-            check_content(other, opened.data.train.start, opened.prepared)
+            for doubt in check_content(other, opened.data.train.start, opened.prepared):
+                print(f"warning: {doubt}", file=sys.stderr)
     stream = opened.data.train
     own = Identity(
         run.metadata.name, config_hash(run), opened.data.fingerprint, recipe=hashed_recipe(run)

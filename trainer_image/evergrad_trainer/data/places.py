@@ -44,7 +44,7 @@ class StartRecord(BaseModel):
     from the places, where older versions expect no further key.
     """
 
-    model_config = ConfigDict(alias_generator=to_camel)
+    model_config = ConfigDict(alias_generator=to_camel)  # type: ignore[pydantic-alias]  # read from JSON only
 
     after_step: NonNegativeInt
     sources: tuple[PlaceRecord, ...]

@@ -82,7 +82,7 @@ def begin(session: Session, machinery: Machinery) -> None:
         # The task made its values from the initial weights, which are replaced by others here.
         seed = session.plan.run.training.reproducibility.seed
         enter_first(machinery.opened, machinery.modules, seed=seed, cut=machinery.cut())
-    facts = {"path": str(path), **source, "load": wanted.load}
+    facts: dict[str, Any] = {"path": str(path), **source, "load": wanted.load}
     if wanted.load == "position" and (start := session.data.train.start) is not None:
         facts["sources"] = {one.name: one.taken for one in start.sources}
     session.begun_from = facts

@@ -15,7 +15,7 @@ from evergrad_trainer.data.places import DataStart
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.errors import CheckpointError
 from evergrad_trainer.resume import read_run, read_start
-from evergrad_trainer.run_directory import find_record, searched_folders
+from evergrad_trainer.run_directory import RunDirectory, find_record, searched_folders
 from evergrad_trainer.run_record import read_key, read_optional
 from evergrad_trainer.state.registry import CURSOR, from_extra, recipe_in
 
@@ -74,9 +74,9 @@ def find_other(run: TrainingRun, base_directory: Path) -> OtherRun | None:
     # By sizes alone: the load reads all of it, and refuses another checkpoint than this one.
     checkpoint, choice = look_at(path, step=wanted.step)
     why = "it says which sources the position is one of"
-    raise_if(find_unrecorded(checkpoint, choice.data_fingerprint, why=why), CheckpointError)
-    found = find_record(checkpoint)
-    assert found is not None  # noqa: S101 - it is a problem above
+    found, problems = _find_own_record(checkpoint, choice.data_fingerprint, why=why)
+    if found is None:
+        raise CheckpointError(*problems)
     directory, record = found
     raise_if(_compare(read_run(directory, record), run, where=str(checkpoint)), CheckpointError)
     prepared = read_key(directory, record, "prepared", Prepared)
@@ -84,7 +84,7 @@ def find_other(run: TrainingRun, base_directory: Path) -> OtherRun | None:
         why = "the run has several stages, each with an order of its own, or an older version began it"
         remedy = (
             "Load everything in the same data, or the optimizer alone; of an older version, go on with that "
-            "run once (--extend), which writes it down"
+            "run once (with --extend where it is complete), which writes it down"
         )
         what = f"the run of {checkpoint} has not recorded where its sources begin"
         raise CheckpointError(Problem(f"{FIELD}.load", what, why, remedy))
@@ -102,25 +102,26 @@ def find_other(run: TrainingRun, base_directory: Path) -> OtherRun | None:
     return OtherRun(start, prepared, str(checkpoint))
 
 
-def find_unrecorded(checkpoint: Path, data_fingerprint: str, *, why: str) -> list[Problem]:
-    """A problem where ``run.json`` of the checkpoint's run is not in one of the folders that it is looked for
-    in: the checkpoint was copied without it, or beside that of another run.
+def _find_own_record(
+    checkpoint: Path, data_fingerprint: str, *, why: str
+) -> tuple[tuple[RunDirectory, dict[str, Any]] | None, list[Problem]]:
+    """The directory and ``run.json`` of the run that a checkpoint is of; without one, the problem.
 
-    ``why``: what it is read for.
+    The checkpoint may have been copied without it, or beside that of another run. ``why``: what it is read
+    for.
     """
-    folders = list(searched_folders(checkpoint))
     found = find_record(checkpoint)
     if found is None:
-        looked = f"{', '.join(map(str, folders[:-1]))} or {folders[-1]}"
-        what = f"no run.json of its run is in {looked}"
+        *folders, last = map(str, searched_folders(checkpoint))
+        what = f"no run.json of its run is in {', '.join(folders)} or {last}"
     else:
         directory, record = found
         if read_optional(directory, record, "dataFingerprint", str) == data_fingerprint:
-            return []
+            return found, []
         what = f"{directory.resolved} is not that of the run of {checkpoint}"
     what = f"{checkpoint} does not lie in the directory of its run: {what}"
-    remedy = f"Name it in that directory, or copy its run.json into {folders[-1]}"
-    return [Problem(f"{FIELD}.path", what, why, remedy)]
+    remedy = f"Name it in that directory, or copy its run.json into {searched_folders(checkpoint)[-1]}"
+    return None, [Problem(f"{FIELD}.path", what, why, remedy)]
 
 
 def differing_data(checkpoint: Path, stored: Stored, own: Identity) -> list[Problem]:
@@ -140,7 +141,8 @@ def differing_data(checkpoint: Path, stored: Stored, own: Identity) -> list[Prob
             "it says where the data of a run begin that went on from another one, and the checkpoint was "
             "trained on others than these"
         )
-        if problems := find_unrecorded(checkpoint, stored.data_fingerprint, why=says):
+        _, problems = _find_own_record(checkpoint, stored.data_fingerprint, why=says)
+        if problems:
             return problems
     return [
         Problem(
