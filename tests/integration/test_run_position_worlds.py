@@ -49,7 +49,7 @@ def continued(path: str = "runs/first", **changes: Any) -> dict[str, Any]:
         "horizon": {"steps": 14},
         "checkpoint": {"every": {"steps": 4}},
     }
-    return training_of(**merge(own, changes))
+    return merge(training_of(**own), changes)
 
 
 def begin(experiment: Experiment, *arguments: str, **changes: Any) -> Experiment:
@@ -141,12 +141,12 @@ def test_a_sharded_run_goes_on_at_a_position_and_after_kills_with_the_same_bits(
     experiment.run(*two, name="next", directory="whole")
 
     # Killed before its first checkpoint it begins again; then it is stopped, and killed behind one.
-    early = fault("step", call=3, action="SIGKILL", to="command")
+    early = fault("step", call=2, action="SIGKILL", to="command")
     experiment.run(*two, name="next", directory="killed", expect=-9, faults=[early])
     assert checkpoints(experiment.at("killed")) == []
     stop = (*two, "--stop-after-steps", "3")
     experiment.run(*stop, name="next", directory="killed", expect=STOPPED_SAVED)
-    late = fault("step", call=5, action="SIGKILL", to="command")
+    late = fault("step", call=3, action="SIGKILL", to="command")
     experiment.run(*two, name="next", directory="killed", expect=-9, faults=[late])
     experiment.run(*two, name="next", directory="killed")
 

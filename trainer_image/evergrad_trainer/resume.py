@@ -119,7 +119,10 @@ def inspect_directory(directory: RunDirectory, run: TrainingRun, *, extend: bool
 def _read_state(
     directory: RunDirectory, resolved: Mapping[str, Any], state: Literal["begun", "complete"]
 ) -> RunState:
-    """What ``run.json`` says of a typed run. Raises RunDirectoryError for a damaged or missing key."""
+    """Read the state of a typed run from its ``run.json``.
+
+    Raises RunDirectoryError for a damaged or missing key.
+    """
     begun_from = read_optional(directory, resolved, BEGUN_FROM, BegunFrom)
     model = read_optional(directory, resolved, "model", ModelRecord)
     return RunState(

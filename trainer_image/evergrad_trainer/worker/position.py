@@ -234,7 +234,7 @@ def check_content(
     ]
     raise_if(problems, CheckpointError)
 
-    # What is new by its name and by its content needs no warning: its 0 samples are in the event.
+    # A source that is new by name and content needs no warning: its 0 samples are in the event.
     unknown = [one.name for one in left_out if not one.content]
     doubts = {}
     for name in others & {one.name for one in earlier}:
