@@ -16,14 +16,15 @@ from evergrad_manifest.training.two_stage_kl import CHUNK_TOKENS, problem_of_bou
 class HorizonNumbers:
     """The length of a run in every unit.
 
-    Counts are of the whole run; ``tokens`` and ``samples`` count padding too.
+    Counts are of the whole run, with the steps of another one that it goes on from; ``tokens`` and
+    ``samples`` count padding too.
     """
 
     total_steps: int
     samples: int
     tokens: int
     epochs: float
-    """Passes over all sources together."""
+    """Passes over all sources together, behind the position in other sources that the run begins at."""
     samples_per_step: int
     tokens_per_step: int
     slots_per_step: int
@@ -40,11 +41,16 @@ def slots_per_step(batching: Batching) -> int:
 
 
 def derive_steps(
-    training: Training, *, num_samples: int, exhausted_after: int | None = None
+    training: Training,
+    *,
+    num_samples: int,
+    exhausted_after: int | None = None,
+    steps_before: int = 0,
 ) -> HorizonNumbers:
     """The run's length over ``num_samples`` training samples (windows of all sources together).
 
     ``exhausted_after``: samples after which sources have given the epochs of a horizon with ``exhausted``.
+    ``steps_before``: steps of the whole run that another one has trained, in other sources.
     Raises ConfigurationError when there is no sample, or when warm-up, decay or the stop step do not fit into
     the horizon.
     """
@@ -86,7 +92,7 @@ def derive_steps(
         total_steps=total,
         samples=total * per_step,
         tokens=total * per_step * length,
-        epochs=total * per_step / num_samples,
+        epochs=max(0, total - steps_before) * per_step / num_samples,
         samples_per_step=per_step,
         tokens_per_step=per_step * length,
         slots_per_step=slots_per_step(training.batching),

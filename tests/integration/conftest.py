@@ -16,6 +16,7 @@ for _name in (
     "elastic_helpers",
     "chaos_helpers",
     "recipe_runs",
+    "position_helpers",
     "browser",
     "page_site",
 ):

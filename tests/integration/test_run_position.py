@@ -2,11 +2,12 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from position_helpers import expected_hashes, sizes_in
 from run_helpers import (
     STOPPED_SAVED,
     USER_ERROR,
@@ -71,38 +72,6 @@ def continued(make_experiment: Callable[[], Experiment]) -> Experiment:
     return experiment
 
 
-def sizes_in(record: Mapping[str, Any]) -> dict[str, int]:
-    """Windows of 16 tokens of each source: each but the first token is a label once."""
-    return {
-        one["name"]: -(-(sum(shard["tokens"] for shard in one["train"]["shards"]) - 1) // 16)
-        for one in record["prepared"]["sources"]
-    }
-
-
-def expected_hashes(record: Mapping[str, Any], taken: int, steps: range) -> dict[int, int]:
-    """The hash of each step's samples, computed from the definition of the order alone.
-
-    B is the source 1 of the first run, and C the third source that this chain of runs has seen.
-    """
-    from evergrad_trainer.data.mixture import Mixture
-    from evergrad_trainer.data.order import Permutation, SampleId, sample_hash
-
-    sizes = [sizes_in(record)[name] for name in ("c", "kept")]
-    turns = Mixture(sizes, weights=[1, 3], seed=0)
-    numbers, given = (2, 1), [0, taken]
-    hashes: dict[int, int] = {}
-    for step in steps:
-        total = 0
-        for at in range((step - 1) * 4, step * 4):
-            source = turns.locate(at - (steps.start - 1) * 4).source
-            epoch, index = divmod(given[source], sizes[source])
-            given[source] += 1
-            order = Permutation(seed=5, source=numbers[source], epoch=epoch, size=sizes[source])
-            total += sample_hash(at, SampleId(source, epoch, order(index)))
-        hashes[step] = total % 2**64
-    return hashes
-
-
 @pytest.mark.capability("O-22", "O-61", "G-11")
 def test_training_goes_on_in_another_mixture_with_what_follows_in_each_source(
     continued: Experiment,
@@ -115,10 +84,18 @@ def test_training_goes_on_in_another_mixture_with_what_follows_in_each_source(
     rows = curve(continued.at("next"))
     record = json.loads((continued.at("next") / "run.json").read_text())
     assert sorted(rows) == list(range(7, 15))
-    expected = expected_hashes(record, cursor["b"], range(7, 15))
+    # B is the source 1 of the first run, and C the third source that this chain of runs has seen.
+    sizes = sizes_in(record)
+    expected = expected_hashes(
+        [sizes["c"], sizes["kept"]],
+        weights=[1, 3],
+        numbers=[2, 1],
+        taken=[0, cursor["b"]],
+        steps=range(7, 15),
+    )
     assert {step: int(row["sample_hash"], 16) for step, row in rows.items()} == expected
     # The pass of B that the first run began in is finished, and the next one begun.
-    assert 6 + 24 > sizes_in(record)["kept"] > 6
+    assert 6 + 24 > sizes["kept"] > 6
 
     # The learning rate is warmed again behind the step, to this file's peak.
     rates = [rows[step]["learning_rate"] for step in (7, 8, 14)]

@@ -201,6 +201,21 @@ def test_other_data_are_refused_before_the_run_is_claimed(directory: RunDirector
     )
 
 
+def test_a_missing_beginning_of_data_is_named_where_a_run_went_on_in_the_same_data(
+    directory: RunDirectory,
+) -> None:
+    record = {
+        **(directory.read_resolved() or {}),
+        "begunFrom": {**BEGUN_FROM, "load": "everything"},
+    }
+    directory.write_resolved(record)
+    run_state = inspect_directory(directory, make_run(), extend=False)
+    # An older version wrote none.
+    check_data_unchanged(directory, run_state, fingerprint="f")
+    with pytest.raises(RunDirectoryError, match=r"since run.json has no dataStart"):
+        check_data_unchanged(directory, run_state, fingerprint="other")
+
+
 def test_a_tokenizer_of_another_content_is_refused_wherever_it_lies() -> None:
     run_state = RunState("begun", 100, PREPARED)
     check_tokenizer_unchanged(run_state, PREPARED)
@@ -243,6 +258,87 @@ def test_leftovers_of_nobody_are_not_trained_over(directory: RunDirectory, name:
     directory.resolved.unlink()
     (directory.path / name).write_text("x")
     assert "holds " in (text := refusal(directory, make_run())) and "but no run.json" in text
+
+
+START: dict[str, Any] = {
+    "afterStep": 6,
+    "sources": [{"name": "docs", "fingerprint": "D", "number": 0, "taken": 18}],
+    "leftOut": [],
+    "dataBefore": "f",
+}
+BEGUN_FROM = {"path": "a", "checkpoint": "step-6", "step": 6, "hash": "h", "load": "position"}
+MISSING = object()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("manifest", MISSING, "manifest is missing"),
+        ("manifest", ["x"], 'manifest is ["x"]; it should be'),
+        ("derived", MISSING, "derived is missing"),
+        ("derived", 5, "derived is 5; it should be an object"),
+        ("derived", {}, "derived.totalSteps is missing"),
+        (
+            "derived",
+            {"totalSteps": "100"},
+            "derived.totalSteps is '100'; it should be a valid int",
+        ),
+        ("prepared", MISSING, "prepared is missing"),
+        (
+            "prepared",
+            {**PREPARED.to_json(), "sources": [{}]},
+            "prepared.sources[0].name is missing",
+        ),
+        ("prepared", {**PREPARED.to_json(), "vocab_size": None}, "prepared.vocab_size is null"),
+        ("model", {"transformers": "5.0.0"}, "model.config is missing"),
+        ("model", {**MODEL, "config": []}, "model.config is []"),
+        ("configHash", 5, "configHash is 5"),
+        ("dataFingerprint", {}, "dataFingerprint is {}"),
+        ("begunFrom", {"load": "position"}, "begunFrom.hash is missing"),
+        ("dataStart", MISSING, "dataStart is missing"),
+        ("dataStart", [], "dataStart is []"),
+        ("dataStart", {"afterStep": 0}, "dataStart.sources is missing"),
+        (
+            "dataStart",
+            {**START, "afterStep": -1},
+            "dataStart.afterStep is -1; it should be greater",
+        ),
+        ("dataStart", {**START, "sources": [{"number": "x"}]}, "sources[0].number is 'x'"),
+        ("dataStart", {**START, "sources": [{"number": 0}]}, "sources[0].taken is missing"),
+        ("dataStart", {**START, "leftOut": None}, "dataStart.leftOut is missing"),
+        ("dataStart", {**START, "dataBefore": ""}, "dataStart.dataBefore is missing"),
+    ],
+)
+def test_a_damaged_key_of_run_json_is_named(
+    directory: RunDirectory, key: str, value: Any, said: str
+) -> None:
+    record = {**(directory.read_resolved() or {}), "begunFrom": BEGUN_FROM, "dataStart": START}
+    directory.write_resolved(record)
+    start = inspect_directory(directory, make_run(), extend=False).start
+    assert start is not None and start.to_json() == {**START, "content": {}}
+    record[key] = value
+    directory.write_resolved({key: one for key, one in record.items() if one is not MISSING})
+    text = refusal(directory, make_run())
+    assert f"{directory.resolved}: " in text and said in text, text
+    assert "Restore it from a backup. Without one, begin another run" in text
+
+
+def test_keys_that_only_another_version_knows_are_no_damage(directory: RunDirectory) -> None:
+    record = directory.read_resolved() or {}
+    prepared = {**record["prepared"], "later": 1}
+    start = {**START, "later": 1, "sources": [{**START["sources"][0], "later": 1}]}
+    directory.write_resolved({**record, "prepared": prepared, "dataStart": start, "later": 1})
+    run_state = inspect_directory(directory, make_run(), extend=False)
+    assert run_state.recorded == PREPARED
+    assert run_state.start is not None and run_state.start.sources[0].taken == 18
+
+
+def test_a_start_that_was_refused_before_its_first_step_may_be_tried_again(
+    directory: RunDirectory,
+) -> None:
+    directory.resolved.unlink()
+    directory.metrics.write_text("")
+    assert inspect_directory(directory, make_run(), extend=False) == RunState("fresh")
 
 
 @pytest.mark.acceptance("8d-4g")

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from evergrad_manifest.errors import Problem, raise_if
-from evergrad_manifest.identity import from_wire
 from evergrad_manifest.training import Training
 from evergrad_trainer.checkpoint.layout import parse_checkpoint_name
 from evergrad_trainer.checkpoint.restoring import compare_tensors
@@ -35,7 +34,9 @@ from evergrad_trainer.models.adapters import (
 from evergrad_trainer.models.build import ModelPlan, build_empty_model, build_model, plan_model
 from evergrad_trainer.models.safetensors_files import TensorForm, write_weights
 from evergrad_trainer.optim.average import AVERAGE, TRAINED, check_has_average
+from evergrad_trainer.resume import read_run
 from evergrad_trainer.run_directory import RunDirectory, reported
+from evergrad_trainer.run_record import read_key
 from evergrad_trainer.state.providers import module_tensors
 from evergrad_trainer.state.registry import EMA, FROZEN, MODEL, from_extra
 from evergrad_trainer.task import Modules
@@ -168,12 +169,12 @@ def _read_run(run_directory: Path, *, weights: str, is_adapter: bool) -> tuple[T
         raise RunDirectoryError(
             Problem(str(directory.resolved), what, why, "Restore it from a backup")
         )
-    training = from_wire(resolved["manifest"]).training
+    training = read_run(directory, resolved).training
     if is_adapter and training.model.lora is None:
         what, why = "has no adapters", "spec.training.model.lora is not set"
         raise RunDirectoryError(Problem(str(run_directory), what, why, "Leave --adapter out"))
     check_has_average(training, weights, where=str(run_directory))
-    return training, run_directory / resolved["baseDirectory"]
+    return training, run_directory / read_key(directory, resolved, "baseDirectory", str)
 
 
 def _write_model(

@@ -390,13 +390,18 @@ class RunDirectory:
             return StopRequest(time=made, note=lines[0].strip() if lines else "")
 
 
+def searched_folders(path: Path) -> tuple[Path, ...]:
+    """The folders that ``run.json`` of a run that ``path`` belongs to is looked for in."""
+    return (path, *path.absolute().parents[:2])
+
+
 def find_record(path: Path) -> tuple[RunDirectory, dict[str, Any]] | None:
     """The run that ``path`` belongs to, with its ``run.json``; None where it belongs to none.
 
     ``path``: its directory, the folder of its checkpoints, or one of them. Raises RunDirectoryError or
     VolumeError.
     """
-    for folder in (path, *path.absolute().parents[:2]):
+    for folder in searched_folders(path):
         directory = RunDirectory(folder)
         if (record := directory.read_resolved()) is not None:
             return directory, record

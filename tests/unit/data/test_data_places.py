@@ -13,7 +13,7 @@ from evergrad_trainer.data.batch import Rows, Stage
 from evergrad_trainer.data.mixture import Mixture
 from evergrad_trainer.data.order import Permutation, SampleId
 from evergrad_trainer.data.passes import Order, PassMixture, exhausted_after
-from evergrad_trainer.data.places import DataStart, Place, place_sources
+from evergrad_trainer.data.places import DataStart, Place, StartRecord, place_sources
 from evergrad_trainer.data.stream import Batching, TrainingStream
 
 BATCHING = Batching(global_batch_size=4, micro_batch_size=2)
@@ -67,7 +67,25 @@ def test_a_fresh_run_has_each_source_at_its_first_item() -> None:
     assert place_sources(None, [("a", "A"), ("b", "B")]) == BOTH
     assert not BOTH.goes_on and LEFT.goes_on
     for start in (BOTH, LEFT, place_sources(LEFT, [("c", "C")])):
-        assert DataStart.from_json(start.to_json()) == start
+        assert DataStart.from_record(StartRecord.model_validate(start.to_json())) == start
+
+
+def test_the_content_of_a_source_is_kept_while_runs_leave_it_out() -> None:
+    first = BOTH.go_on(
+        6,
+        cursor={"a": 18, "b": 7},
+        data_fingerprint="one",
+        contents={"a": "files", "b": "more"},
+    )
+    second = place_sources(first, [("b", "B")])
+    # As an older version reads it, which takes every key of a place for a field.
+    written = second.to_json()
+    assert {*written["leftOut"][0]} == {"name", "fingerprint", "number", "taken"}
+    third = DataStart.from_record(StartRecord.model_validate(written)).go_on(
+        9, cursor={"b": 19}, data_fingerprint="two"
+    )
+    assert third.left_out == (Place("a", "A", 0, 18, "files"),)
+    assert third.sources == (Place("b", "B", 1, 19, "more"),)
 
 
 def test_a_source_is_known_by_its_content_and_goes_on_under_any_name() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -108,6 +109,18 @@ def test_lines_are_printed_every_n_steps_and_at_every_notable_event(
         "save step=1240 seconds=0.61 size=11.8MiB",
         "warning two lines",
         "stop step=1241 reason=signal saved=true",
+    ]
+
+
+def test_a_line_says_how_many_samples_each_source_of_another_run_had_given() -> None:
+    stream = io.StringIO()
+    lines = ProgressLines(stream, every=20, clock=Clock())
+    fields: dict[str, Any] = {"path": "runs/first", "from_step": 6, "load": "position"}
+    lines.event(Event(EventType.BEGUN_FROM, 0.0, 6, 3, {**fields, "sources": {"b": 18, "c": 0}}))
+    lines.event(Event(EventType.BEGUN_FROM, 0.0, 6, 3, {**fields, "load": "everything"}))
+    assert stream.getvalue().splitlines() == [
+        'begun_from path=runs/first step=6 load=position sources={"b":18,"c":0}',
+        "begun_from path=runs/first step=6 load=everything",
     ]
 
 

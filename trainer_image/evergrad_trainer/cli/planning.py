@@ -82,7 +82,7 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
     model = examination.plan
     assert model is not None  # noqa: S101 - without a plan there is an error, which is raised
     check_model_unchanged(directory, run_state, model.describe())
-    prepared, opened, task_hash = _prepare(request)
+    prepared, opened, task_hash, doubts = _prepare(request)
     numbers = opened.data.derive_steps(training)
     if steps_without_data(training) is None:
         # A horizon in epochs has its number of steps only now.
@@ -112,14 +112,15 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
         marks=marks,
         opened=opened,
         start=opened.data.train.start,
+        doubts=doubts,
         task_hash=task_hash,
         task_files=hash_task_files(training, base),
         keep_waiting=request.keep_waiting,
     )
 
 
-def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str]":
-    """Prepare the data and open the task on them, with the hash of the files it is read from.
+def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str, tuple[str, ...]]":
+    """Prepare the data and open the task on them, with the hash of its files and doubts about sources.
 
     The data begin where they began before, or where the run has left them whose position this one takes.
     Raises InputError.
@@ -174,9 +175,9 @@ def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str]":
         run_directory=request.directory.path,
     )
     opened = opened.starting_at(start if other is None else other.start, training)
-    if other is not None:
-        check_content(other, opened.data.train.start, prepared)
-    return prepared, opened, task_hash
+    begun = opened.data.train.start
+    doubts = () if other is None else check_content(other, begun, prepared)
+    return prepared, opened, task_hash, doubts
 
 
 def _examine(request: PlanRequest) -> "Examination":

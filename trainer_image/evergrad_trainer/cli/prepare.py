@@ -206,15 +206,28 @@ def _execute(args: argparse.Namespace, on_progress: OnProgress | None) -> int:
 def _show_samples(
     loaded: LoadedManifest, opened: "Opened", base_directory: Path, *, number: int
 ) -> list[dict[str, Any]]:
-    """Samples of the first step, which may lie behind the position of another run."""
-    from evergrad_trainer.data.shown import show_samples
-    from evergrad_trainer.worker.position import find_other
+    """Samples of the first step that a fresh run trains, which may lie behind the step of another run.
 
-    training = loaded.run.training
-    if (other := find_other(loaded.run, base_directory)) is not None:
+    Raises what a start of the run raises that would not train on them.
+    """
+    from evergrad_manifest.identity import config_hash, hashed_recipe
+    from evergrad_trainer.checkpoint.manifest import Identity
+    from evergrad_trainer.data.shown import show_samples
+    from evergrad_trainer.worker.position import check_content, find_first_step, find_other
+
+    run, training = loaded.run, loaded.run.training
+    if (other := find_other(run, base_directory)) is not None:
         opened = opened.starting_at(other.start, training)
+        if opened.prepared is not None:
+            for doubt in check_content(other, opened.data.train.start, opened.prepared):
+                print(f"warning: {doubt}", file=sys.stderr)
+    stream = opened.data.train
+    own = Identity(
+        run.metadata.name, config_hash(run), opened.data.fingerprint, recipe=hashed_recipe(run)
+    )
+    step = find_first_step(run, base_directory, own)
     tokens = load_tokenizer(training.tokenizer, base_directory)
-    return show_samples(opened.data.train, tokens, count=number, asked_by=_SHOW)
+    return show_samples(stream, tokens, step=step, count=number, asked_by=_SHOW)
 
 
 def prepare_with_progress(

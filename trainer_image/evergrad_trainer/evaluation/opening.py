@@ -34,6 +34,7 @@ from evergrad_trainer.resume import (
     read_run,
 )
 from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.run_record import read_key
 from evergrad_trainer.training.build import (
     Machinery,
     build_evaluations,
@@ -109,8 +110,9 @@ def read_recorded(path: Path) -> RecordedRun:
                 "Evaluate it with a program of your own, which reads what the script has saved",
             )
         )
-    prepared = Prepared.from_json(record["prepared"])
-    return RecordedRun(directory, run, path / record["baseDirectory"], prepared)
+    prepared = read_key(directory, record, "prepared", Prepared)
+    base = path / read_key(directory, record, "baseDirectory", str)
+    return RecordedRun(directory, run, base, prepared)
 
 
 def _prepare_again(

@@ -90,6 +90,9 @@ def describe_event(event: Event) -> str | None:
         saved = size(num_bytes).replace(" ", "")
     before, paused = fields.get("from_world_size"), fields.get("paused_seconds")
     cause = fields.get("detail") or fields.get("cause")
+    # Behind a position each source has given so many samples before; one of 0 begins at its first.
+    given = fields.get("sources")
+    places = f"sources={json.dumps(given, separators=(',', ':'))}" if given else ""
     line = {
         EventType.SAVE: lambda: (
             f"step={saved_step(event)} seconds={_get(fields, 'seconds')} size={saved}"
@@ -104,7 +107,7 @@ def describe_event(event: Event) -> str | None:
             f"checkpoint={fields.get('checkpoint')} seconds={_get(fields, 'seconds')}"
         ),
         EventType.BEGUN_FROM: lambda: (
-            f"path={fields.get('path')} step={fields.get('from_step')} load={fields.get('load')}"
+            f"path={fields.get('path')} step={fields.get('from_step')} load={fields.get('load')} {places}"
         ),
         EventType.EXTENDED: lambda: (
             f"from={fields.get('from_steps')} to={fields.get('to_steps')}"

@@ -23,8 +23,9 @@ from evergrad_trainer.optim.schedule import build_schedule
 from evergrad_trainer.provenance.record import read_processes, record_process
 from evergrad_trainer.records import TOKENS, Event, EventType, RunInfo
 from evergrad_trainer.resume import resolved_record
+from evergrad_trainer.run_record import BEGUN_FROM
 from evergrad_trainer.training.build import Machinery
-from evergrad_trainer.worker.session import BEGUN_FROM, Session
+from evergrad_trainer.worker.session import Session
 
 _VERSIONS = ("evergrad", "torch", "transformers")
 """Packages that compute a step: a change of these may change its last bits."""
