@@ -82,12 +82,19 @@ test-e2e: $(INSTALLED) ## the tests on a cluster: a two-node Kubernetes that the
 	$(call prepare_cluster,full,images)
 	OMP_NUM_THREADS=1 EVERGRAD_E2E_KUBECONFIG='$(KUBECONFIG)' $(BIN)/python -m pytest $(if $(KUBECONFIG),,tests/bed_tests) tests/e2e --verbose --durations=0 --durations-min=1 $(E2E)
 
+# The newer control plane has a bed of its own, which comes and goes with these tests.
+define test_next
+OMP_NUM_THREADS=1 EVERGRAD_E2E_KUBECONFIG= EVERGRAD_BED=$(or $(EVERGRAD_BED),3) EVERGRAD_BED_PROFILE=next \
+	$(BIN)/python -m pytest -m long tests/e2e/test_pod_groups.py --verbose --durations=0 --durations-min=1
+endef
+
 test-long: $(INSTALLED) ## the tests that take minutes and rarely find anything, which `make test` leaves out
 	$(call stage,long tests)
-	$(call prepare_cluster,full kwok,images,kueue coscheduling promconfig prometheus)
+	$(call prepare_cluster,full next kwok,images,kueue coscheduling promconfig prometheus)
 	OMP_NUM_THREADS=1 EVERGRAD_E2E_KUBECONFIG='$(KUBECONFIG)' $(BIN)/python tests/side_by_side.py \
 		--front '$(BIN)/python -m pytest -m long $(if $(KUBECONFIG),,tests/bed_tests) tests/e2e --verbose --durations=0 --durations-min=1' \
 		--behind '$(BIN)/python -m pytest -m long $(UNITS)'
+	$(if $(KUBECONFIG),,$(call test_next))
 
 chaos: $(INSTALLED) ## kill and freeze a run EVENTS=300 times, drawn by SEED=7, and compare it with an undisturbed one; KIND=transfer, asynchronous, coordinator
 	$(call stage,chaos)

@@ -316,7 +316,7 @@ class Applier:
         return await self._try(work, _step_of("apply", body), put)
 
     async def _end(self, work: _Work, end: Deletion) -> ApplyResult:
-        """Delete one object, and forget a pod that is gone already."""
+        """Delete one object, and forget what no watch would show to be gone."""
         kind = kind_of({"kind": end.kind, "apiVersion": end.version})
 
         async def delete() -> None:
@@ -332,6 +332,9 @@ class Applier:
             if was_there and kind is RUN:
                 work.applied.is_run_deleted = True
                 log.info("%s/%s: deleted, as its time to live is over", *work.key)
+            child = self._cache.children(work.key).get((end.kind, end.name))
+            if child is not None:
+                self._cache.forget(CHILDREN, child)
             if not was_there and kind is POD and end.uid:
                 # Its end came in a gap of the watch.
                 for pod in self._cache.pods(work.key):

@@ -57,8 +57,9 @@ class Confirmer:
                 self._cache.see(PODS, pod)
             for pod in find_vanished(self._cache.pods(key), pods, version=version):
                 self._cache.forget(PODS, pod)
-            # New pods need the ConfigMap and the Service; no watch shows that somebody has deleted one.
-            for kind in (CONFIG_MAP, SERVICE) if plan.create else ():
+            # New pods need the ConfigMap, the Service and their group; no watch shows that one is gone.
+            needed = (CONFIG_MAP, SERVICE, *([work.group_kind] if work.group_kind else []))
+            for kind in needed if plan.create else ():
                 children = self._cache.children(key).items()
                 known = [child for (of, _), child in children if of == kind.kind]
                 if not known:

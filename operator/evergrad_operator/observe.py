@@ -170,6 +170,8 @@ class Observation:
     evaluations: tuple[PodState, ...] = ()
     group_kind: Kind | None = None
     """The PodGroup that the installation's gangs are made of; None where the API server has none."""
+    group_priority: str = ""
+    """The priority class that the run's PodGroup was made with."""
     troubled_hosts: tuple[str, ...] = ()
     """Hosts that have lately failed several runs of the installation."""
     gone: tuple[tuple[PodState, float], ...] = ()
@@ -240,6 +242,7 @@ def observe(
         if raw is claim or owns(run.uid, raw)
     }
     overlapping = (_parse_other(raw, run) for raw in others)
+    group = get_map(children.get(("PodGroup", run.name), {}), "metadata", "annotations")
     return Observation(
         run=run,
         status=status,
@@ -252,6 +255,7 @@ def observe(
         failures=tuple(failures),
         preparations=tuple(pod for pod in states if pod.role == names.ROLE_PREPARATION),
         evaluations=tuple(pod for pod in states if pod.role == names.ROLE_EVALUATION),
+        group_priority=get_text(group, names.ANNOTATION_GROUP_PRIORITY),
     )
 
 

@@ -98,7 +98,8 @@ def _parser() -> argparse.ArgumentParser:
             "--profile",
             choices=cluster.PROFILES,
             default="full",
-            help="kwok: control plane and kwok only, no nodes",
+            help="next: the control plane of a newer Kubernetes, with PodGroups; kwok: control plane and kwok only, "
+            "no nodes",
         )
     commands.add_parser(
         "images", help="make the pause image and the base image where they are missing"

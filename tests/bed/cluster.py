@@ -30,10 +30,7 @@ from bed.places import pki as keys
 from bed.requirements import unavailable
 from bed.shell import BedError, last_lines, run, wait_until
 
-PROFILES = ("full", "kwok")
-# Kubelets renew their leases every second, but have to wait on a machine whose cores are all taken. Those of
-# kwok do every 40 s.
-_NODE_GRACE = {"full": 12, "kwok": 50}
+PROFILES = ("full", "next", "kwok")
 
 
 class Bed:
@@ -136,7 +133,7 @@ def _start(profile: str) -> None:
     for name in toolbox.NEEDED[profile]:
         toolbox.build(name)
     root = None
-    if profile == "full":
+    if profile != "kwok":
         _make_images()
         root = golden.root()
     begun = time.monotonic()
@@ -147,16 +144,16 @@ def _start(profile: str) -> None:
     _write_cluster_folder()
     control_plane.start_box()
     control_plane.start_etcd()
-    control_plane.start_apiserver(audited=profile == "full")
+    control_plane.start_apiserver(profile)
     api = Api(KUBECONFIG)
-    nodes = NODES if profile == "full" else ()
+    nodes = () if profile == "kwok" else NODES
     with ThreadPoolExecutor(3) as pool:
         boxed = [pool.submit(_start_node_box, entry, root) for entry in nodes]
         ready = control_plane.wait_for_apiserver(api)
         for done in boxed:
             done.result()
         _say(f"API server ready after {ready:.1f} s")
-        control_plane.start_controllers(grace_seconds=_NODE_GRACE[profile])
+        control_plane.start_controllers(profile)
         if profile == "kwok":
             control_plane.start_kwok()
         else:

@@ -14,7 +14,6 @@ from bed.shell import BedError, last_lines, wait_until
 
 SCHEDULER: Final = "scheduler-plugins-scheduler"
 """The name that pods give in ``schedulerName`` to be placed by it, as the project's own chart calls it."""
-GROUPS: Final = "/apis/scheduling.x-k8s.io/v1alpha1"
 _MODULE: Final = "sigs.k8s.io/scheduler-plugins"
 
 

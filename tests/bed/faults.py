@@ -173,7 +173,7 @@ class Faults:
 
     def start_apiserver(self) -> None:
         """Start it again; returns when it is ready."""
-        control_plane.start_apiserver(audited=state.read().profile == "full")
+        control_plane.start_apiserver(state.read().profile)
         control_plane.wait_for_apiserver(self._api)
 
     def kill_etcd(self) -> None:

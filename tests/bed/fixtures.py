@@ -22,6 +22,8 @@ OTHER_IMAGES = (
     "EVERGRAD_E2E_IMAGES"  # the operator's and the trainer's, with a comma between them
 )
 
+BED_PROFILE = "EVERGRAD_BED_PROFILE"  # of the bed that is brought up
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -89,7 +91,7 @@ def cluster() -> Iterator[Cluster]:
         return
     require_bed()
     was_up = Bed.is_up()
-    Bed.up()
+    Bed.up(os.environ.get(BED_PROFILE, "full"))
     try:
         yield Cluster(KUBECONFIG, Api(KUBECONFIG), is_bed=True, storage_class=STORAGE_CLASS)
     finally:

@@ -23,6 +23,7 @@ for _name in (
     "script_runs",
     "operator_watch",
     "installed_operator",
+    "gang_runs",
 ):
     if _name not in sys.modules:
         _spec = importlib.util.spec_from_file_location(

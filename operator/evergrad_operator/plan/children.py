@@ -25,7 +25,7 @@ from evergrad_operator.plan.disruption_budget import (
 from evergrad_operator.plan.evaluation_pod import build_evaluation_pod
 from evergrad_operator.plan.network_policy import build_network_policy
 from evergrad_operator.plan.node_pod import Node, build_node_pod
-from evergrad_operator.plan.pod_group import build_pod_group, is_fixed
+from evergrad_operator.plan.pod_group import build_pod_group, is_fixed, is_of_kubernetes
 from evergrad_operator.plan.preparation_pod import build_preparation_pod
 from evergrad_operator.plan.service import build_service
 from evergrad_operator.plan.token import build_token_secret
@@ -167,12 +167,16 @@ def _plan_deletions(
     delete = [
         Deletion("Pod", pod.name, pod.uid, pod.grace_seconds) for pod in decision.pods_to_delete
     ]
-    # All children go at the end; before that, only one that was switched off. A missing ConfigMap or Service
-    # is applied, never deleted.
+    # All children go at the end; before that, only one that was switched off, and Kubernetes' PodGroup of a
+    # run that is suspended, or restarted as a whole: its priority class cannot change. A missing ConfigMap or
+    # Service is applied, never deleted.
+    is_idle = decision.action == Action.STOP and all(pod.end for pod in observation.nodes)
     for kind, name in observation.hashes:
+        group = observation.group_kind if kind == _POD_GROUP else None
         is_switched_off = kind in _SWITCHED and is_running and (kind, name) not in wanted
-        if is_switched_off or (decision.action == Action.CLEAN and kind in OWNED_KINDS):
-            group = observation.group_kind if kind == _POD_GROUP else None
+        is_renewed = is_idle and group is not None and is_of_kubernetes(group)
+        is_over = decision.action == Action.CLEAN and kind in OWNED_KINDS
+        if is_switched_off or is_renewed or is_over:
             delete.append(Deletion(kind, name, version=group.version if group else ""))
     return tuple(delete)
 
@@ -213,7 +217,8 @@ def _build_wanted(
     has_group = (_POD_GROUP, run.name) in observation.hashes
     is_ours = has_group or decision.joins_group
     if group is not None and is_ours and not (has_group and is_fixed(group)):
-        wanted.append(build_pod_group(run, group))
+        priority = _find_group_priority(observation)
+        wanted.append(build_pod_group(run, group, priority_class=priority))
     return {
         (child["kind"], child["metadata"]["name"]): with_hash(pass_labels(child, run, config))
         for child in wanted
@@ -271,5 +276,14 @@ def _build_pods(
             is_on_one_host=is_on_one_host,
             gang=decision.gang,
             joins_group=decision.joins_group,
+            group_priority=_find_group_priority(observation),
         )
         yield build_node_pod(run, memory, config, node, token=token)
+
+
+def _find_group_priority(observation: Observation) -> str:
+    """Return the priority class of the run's PodGroup: that of the template, unless the group is there
+    already, which keeps its own."""
+    if (_POD_GROUP, observation.run.name) in observation.hashes:
+        return observation.group_priority
+    return observation.run.spec.template.priority_class_name or ""

@@ -44,7 +44,7 @@ class Node:
     """The node of a run that a pod is to be.
 
     ``is_on_one_host``: whether all of the run's pods must be on the same host. ``gang``: of a run in a queue.
-    ``joins_group``: whether it is in the run's PodGroup.
+    ``joins_group``: whether it is in the run's PodGroup, whose priority class is ``group_priority``.
     """
 
     index: int
@@ -52,6 +52,7 @@ class Node:
     is_on_one_host: bool = False
     gang: Gang | None = None
     joins_group: bool = False
+    group_priority: str = ""
 
 
 def build_node_pod(
@@ -95,6 +96,7 @@ def build_node_pod(
     has_label = node.joins_group and config.gang == COSCHEDULING
     if node.joins_group and not has_label:
         pod["schedulingGroup"] = {"podGroupName": run.name}
+        pod["priorityClassName"] = node.group_priority
 
     labels = {names.LABEL_GANG: run.name} if has_label else {}
     metadata = _build_node_metadata(run, memory, config, node, labels=labels)

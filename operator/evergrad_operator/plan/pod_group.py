@@ -2,6 +2,7 @@
 
 from typing import Any, Final
 
+from evergrad_operator import names
 from evergrad_operator.kinds import POD_GROUPS, Kind
 from evergrad_operator.plan.common import JsonObject, build_metadata
 from evergrad_operator.spec import TrainingRun
@@ -11,20 +12,33 @@ _FIXED: Final = "scheduling.k8s.io/v1alpha2"
 """The version whose groups cannot change: Kubernetes 1.36."""
 
 
-def build_pod_group(run: TrainingRun, kind: Kind) -> JsonObject:
+def build_pod_group(run: TrainingRun, kind: Kind, *, priority_class: str) -> JsonObject:
     """Build the group. All nodes of the run are in it, and ``nodes.min`` of them have to find a host at once;
-    those above the minimum then come one by one."""
+    those above the minimum then come one by one.
+
+    ``priority_class``: of the nodes' pods, empty for none.
+    """
     least = run.spec.nodes.min
-    spec: dict[str, Any] = {"schedulingPolicy": {"gang": {"minCount": least}}}
-    if kind in POD_GROUPS[COSCHEDULING]:
-        spec = {"minMember": least}
+    # The name of the run, as pods have had it in their label where the group was the user's.
+    metadata = build_metadata(run, run.name)
+    spec: dict[str, Any] = {"minMember": least}
+    if is_of_kubernetes(kind):
+        spec = {"schedulingPolicy": {"gang": {"minCount": least}}}
+        if priority_class:
+            # Kubernetes' scheduler places no pod whose priority is not its group's.
+            spec["priorityClassName"] = priority_class
+            metadata["annotations"] = {names.ANNOTATION_GROUP_PRIORITY: priority_class}
     return {
         "apiVersion": kind.version,
         "kind": kind.kind,
-        # The name of the run, as pods have had it in their label where the group was the user's.
-        "metadata": build_metadata(run, run.name),
+        "metadata": metadata,
         "spec": spec,
     }
+
+
+def is_of_kubernetes(kind: Kind) -> bool:
+    """Whether this is Kubernetes' own PodGroup."""
+    return kind not in POD_GROUPS[COSCHEDULING]
 
 
 def is_fixed(kind: Kind) -> bool:

@@ -249,6 +249,10 @@ _ROLES: Final = {
     ),
 }
 """How a pod is called that is no node, by role, and how it finds a host."""
+_REFUSED: Final = (
+    "The scheduler tries again; where pods of one PodGroup differ in scheduler or priority, another "
+    "spec.restartNonce makes all of them anew"
+)
 
 
 def explain_pod(pod: PodState, context: ReconcileContext) -> Obstacle | None:
@@ -291,6 +295,9 @@ def explain_pod(pod: PodState, context: ReconcileContext) -> Obstacle | None:
             Reason.UNSCHEDULABLE,
             f"{where}: no node fits: {said or 'no details'}. {smaller}; the pod waits for them",
         )
+    if reason == "SchedulerError":
+        text = f"{where}: the scheduler refuses it: {said or 'no details'}. {_REFUSED}"
+        return Obstacle(Reason.UNSCHEDULABLE, text)
     if reason == "PodInitializing" and said and context.now - pod.created_at > _SLOW_SECONDS:
         remedy = f"See kubectl logs {pod.name} -c, with its name; the pod waits for it"
         return Obstacle(Reason.STARTING, f"{where}: {said}. {remedy}")

@@ -131,6 +131,88 @@ def test_the_group_follows_the_minimum_where_its_version_can_change() -> None:
         assert group_of(world)["spec"] == expected, kind
 
 
+def classes(world: simulated_run.Simulation) -> dict[str, str]:
+    """Priority class of each node that the last pass has made."""
+    return {
+        name: pod["spec"].get("priorityClassName", "")
+        for name, pod in made(world).items()
+        if "coordinator" not in name
+    }
+
+
+def test_the_group_of_kubernetes_has_the_priority_class_of_its_pods() -> None:
+    # Its scheduler places no pod whose priority differs from the group's.
+    for gang, kind, expected in (
+        ("podGroup", BETA, "high"),
+        ("podGroup", ALPHA_3, "high"),
+        ("podGroup", ALPHA_2, "high"),
+        ("coscheduling", COSCHEDULING, None),
+    ):
+        world = in_gangs(gang, kind, template={"priorityClassName": "high"})
+        world.reconcile()
+        assert group_of(world)["spec"].get("priorityClassName") == expected
+        assert set(classes(world).values()) == {"high"}
+
+
+def test_a_group_keeps_its_priority_class_which_cannot_change_until_the_run_has_no_pods() -> (
+    None
+):
+    world = in_gangs("podGroup", BETA, template={"priorityClassName": "low"}).run(40)
+    world.set_spec(template={"priorityClassName": "high"}, nodes={"min": 3, "max": 3})
+    world.age(100)
+    world.end("docs-lm-1-0", 137)
+    world.reconcile()
+    assert classes(world) == {"docs-lm-1-1": "low"}
+    assert group_of(world)["spec"] == {
+        "schedulingPolicy": {"gang": {"minCount": 3}},
+        "priorityClassName": "low",
+    }
+
+    # A suspended run gives its group back once its last pod is gone, and has another one afterwards.
+    world.set_spec(suspend=True)
+    world.reconcile()
+    assert world.live() == [] and ("PodGroup", "docs-lm") in world.children
+    for _ in range(4):
+        world.leave()
+        world.reconcile()
+    assert ("PodGroup", "docs-lm") not in world.children
+    world.set_spec(suspend=False)
+    world.reconcile()
+    assert set(classes(world).values()) == {"high"} and len(classes(world)) == 3
+    assert group_of(world)["spec"]["priorityClassName"] == "high"
+
+
+def test_a_scheduler_that_refuses_a_pod_of_a_group_is_quoted() -> None:
+    world = in_gangs("podGroup", BETA)
+    world.reconcile()
+    said = "all pods in a single pod group should have the same .spec.schedulerName set"
+    for name in world.live():
+        world.unschedulable(name, said, reason="SchedulerError")
+    decision = world.reconcile()
+    assert (decision.phase, decision.reason) == ("Waiting", "Unschedulable")
+    assert said in decision.message and "spec.restartNonce" in decision.message
+
+
+def test_a_restart_of_all_pods_gives_the_group_their_new_priority_class() -> None:
+    world = in_gangs("podGroup", BETA, template={"priorityClassName": "low"}).run(40)
+    world.set_spec(template={"priorityClassName": "high"}, restartNonce="again")
+    for _ in range(6):
+        world.reconcile()
+        world.leave()
+    pods = [pod for name, pod in world.pods.items() if name in world.live()]
+    assert [pod["spec"]["priorityClassName"] for pod in pods] == ["high"] * 3
+    assert group_of(world)["spec"]["priorityClassName"] == "high"
+
+
+def test_a_suspended_run_of_coscheduling_keeps_its_group() -> None:
+    world = in_gangs("coscheduling", COSCHEDULING).run(40)
+    world.set_spec(suspend=True)
+    for _ in range(4):
+        world.reconcile()
+        world.leave()
+    assert ("PodGroup", "docs-lm") in world.children
+
+
 def test_a_run_that_one_node_can_train_needs_no_group() -> None:
     world = in_gangs("coscheduling", None, nodes={"min": 1, "max": 3})
     decision = world.reconcile()
@@ -274,6 +356,18 @@ def test_a_group_of_somebody_else_is_never_taken_over() -> None:
     simulation.reconcile()
     assert simulation.pods() == [] and simulation.status["reason"] == "NameTaken"
     assert simulation.store.get("podgroups", "ns", "run")["spec"] == {"minMember": 9}
+
+
+def test_a_group_that_somebody_has_deleted_is_made_again_before_the_next_pod() -> None:
+    simulation = clustered("coscheduling", COSCHEDULING)
+    simulation.settle()
+    with simulation.by_others():
+        simulation.store.delete("podgroups", "ns", "run")
+        simulation.store.delete("pods", "ns", "run-1-0")
+    simulation.now += 100
+    simulation.settle()
+    assert simulation.pods() == ["run-0-0", "run-1-1"]
+    assert ("podgroups", "run") in simulation.children()
 
 
 def test_a_run_whose_time_after_its_end_is_over_takes_its_group_along() -> None:
