@@ -55,18 +55,11 @@ def derive_steps(
     the horizon.
     """
     if num_samples < 1:
-        raise ConfigurationError(
-            Problem(
-                "spec.training.data.sources"
-                if training.data.sources
-                else "spec.training.recipe",
-                "hold no training sample"
-                if training.data.sources
-                else "the task's sources hold no item",
-                "there is nothing to train on",
-                "Add data",
-            )
-        )
+        where, what = "spec.training.recipe", "the task's sources hold no item"
+        if training.data.sources:
+            where, what = "spec.training.data.sources", "hold no training sample"
+        why = "there is nothing to train on"
+        raise ConfigurationError(Problem(where, what, why, "Add data"))
     per_step, length = training.batching.global_batch_size, training.sample_tokens
     if exhausted_after is None:
         total = total_steps(training, num_samples=num_samples)

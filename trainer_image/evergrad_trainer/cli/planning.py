@@ -144,13 +144,9 @@ def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str, tuple[str, .
     if (start is None or not start.goes_on) and not has_steps(request.directory):
         other = find_other(request.loaded.run, base)
     shared = request.directory.path.parent / PREPARED_FOLDER
-    if request.run_state.recorded is not None:
-        check_unchanged(
-            request.run_state.recorded,
-            training,
-            base_directory=base,
-            prepared_directory=shared,
-        )
+    recorded = request.run_state.recorded
+    if recorded is not None:
+        check_unchanged(recorded, training, base_directory=base, prepared_directory=shared)
 
     if request.requires_prepared:
         prepare(training, base_directory=base, prepared_directory=shared, may_prepare=False)
@@ -158,8 +154,8 @@ def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str, tuple[str, .
     prepared = prepare_with_progress(training, base_directory=base, prepared_directory=shared)
     check_tokenizer_unchanged(request.run_state, prepared)
     # Each folder was expanded again: a file may have come since it was compared.
-    if request.run_state.recorded is not None:
-        check_prepared(request.run_state.recorded, prepared)
+    if recorded is not None:
+        check_prepared(recorded, prepared)
 
     # Hashed just before they are opened, and steps looked for then: preparing may have taken hours, in which
     # others have trained. A node whose copy of a task fails must not end their run.

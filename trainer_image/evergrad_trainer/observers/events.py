@@ -81,6 +81,12 @@ def describe_metrics(metrics: Mapping[str, Mapping[str, str]]) -> str:
     return "; ".join(texts)
 
 
+def _show_known(name: str, value: object) -> str:
+    if not value:
+        return ""
+    return f"{name}={json.dumps(value, ensure_ascii=False, separators=(',', ':'))}"
+
+
 def describe_event(event: Event) -> str | None:
     """Describe a transition in one line, ``kind key=value …``; None for those that nobody needs to see."""
     fields, num_bytes = event.fields, event.fields.get("bytes")
@@ -90,9 +96,6 @@ def describe_event(event: Event) -> str | None:
         saved = size(num_bytes).replace(" ", "")
     before, paused = fields.get("from_world_size"), fields.get("paused_seconds")
     cause = fields.get("detail") or fields.get("cause")
-    # Behind a position each source has given so many samples before; one of 0 begins at its first.
-    given = fields.get("sources")
-    places = f"sources={json.dumps(given, separators=(',', ':'))}" if given else ""
     line = {
         EventType.SAVE: lambda: (
             f"step={saved_step(event)} seconds={_get(fields, 'seconds')} size={saved}"
@@ -107,7 +110,8 @@ def describe_event(event: Event) -> str | None:
             f"checkpoint={fields.get('checkpoint')} seconds={_get(fields, 'seconds')}"
         ),
         EventType.BEGUN_FROM: lambda: (
-            f"path={fields.get('path')} step={fields.get('from_step')} load={fields.get('load')} {places}"
+            f"path={fields.get('path')} step={fields.get('from_step')} load={fields.get('load')} "
+            + _show_known("sources", fields.get("sources"))
         ),
         EventType.EXTENDED: lambda: (
             f"from={fields.get('from_steps')} to={fields.get('to_steps')}"
@@ -128,7 +132,7 @@ def describe_event(event: Event) -> str | None:
             (
                 f"size={fields.get('world_size')}",
                 "" if before is None else f"from={before}",
-                f"cause={json.dumps(cause, ensure_ascii=False)}" if cause else "",
+                _show_known("cause", cause),
                 f"paused={paused:.2f}s" if isinstance(paused, int | float) else "",
             )
         ),
