@@ -121,7 +121,7 @@ class PodState:
     not run, as the kubelet or the scheduler says; ``waiting_image``: the image of the container that waits,
     which may be an init container. ``image``: what was asked for; ``image_id``: what its
     container runs, as the kubelet names it. ``place``: its place in a queue of Kueue. ``gang``: the kind
-    of gang that it was made for, empty for none.
+    of gang that it was made for, empty for none. ``has_token``: whether it was given the run's.
     """
 
     name: str
@@ -148,6 +148,7 @@ class PodState:
     image_id: str
     place: QueuePlace
     gang: str = ""
+    has_token: bool = True
 
     @property
     def is_live(self) -> bool:
@@ -224,6 +225,10 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
         image_id=get_text(container, "imageID"),
         place=parse_place(raw),
         gang=gang,
+        has_token=any(
+            one.get("name") == names.TOKEN_VOLUME
+            for one in get_maps(get_map(raw, "spec"), "volumes")
+        ),
     )
 
 

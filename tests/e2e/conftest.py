@@ -90,10 +90,12 @@ def _operator_stays_well(request: pytest.FixtureRequest) -> Iterator[None]:
         request.session.stash[_IS_UNWATCHED] = True
         return
     watch = request.getfixturevalue("operator_watch")
-    if request.session.stash.get(_IS_UNWATCHED, False):
-        request.getfixturevalue("operator").wait_until_ready()
+    one = request.getfixturevalue("operator")
+    # What a module has installed, or put back, is no end of the operator that a test would have seen.
+    if one.is_changed or request.session.stash.get(_IS_UNWATCHED, False):
+        one.wait_for_rollout()
         watch.look()
-        request.session.stash[_IS_UNWATCHED] = False
+        one.is_changed = request.session.stash[_IS_UNWATCHED] = False
     yield
     request.getfixturevalue("operator").wait_until_ready()
     patterns = [

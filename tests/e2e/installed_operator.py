@@ -27,6 +27,8 @@ class Operator:
     operator_image: str
     trainer_image: str
     namespace: str = NAMESPACE
+    is_changed: bool = False
+    """Whether it was installed anew since somebody looked."""
 
     def helm(self, *arguments: str, seconds: float = 400) -> str:
         """Run helm; what it prints."""
@@ -52,6 +54,7 @@ class Operator:
         settings: Sequence[str] = (),
     ) -> None:
         """Install or upgrade, with ``settings`` for helm's --set, and wait until the operator is ready."""
+        self.is_changed = True
         images = {
             "image": self.operator_image,
             "trainer.image": trainer_image or self.trainer_image,

@@ -116,6 +116,8 @@ class Walk:
             ("CLAIM,quickstart", f"CLAIM,{claim}"),
             (IMAGE, self._image),
             ("-C /volume quickstart", f"-C /volume {name}"),
+            ("get trun quickstart", f"get trun {name}"),
+            ("evergrad report quickstart", f"evergrad report {name}"),
         ):
             assert word in script, script
             script = script.replace(word, own)

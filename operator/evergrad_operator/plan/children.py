@@ -269,6 +269,10 @@ def _build_pods(
         )
 
     is_on_one_host = is_for_one_host(run, config, observation.claim)
+    # A coordinator that an operator before tokens has made turns away whoever brings one.
+    serving = [pod for pod in observation.coordinators if pod.is_live]
+    if decision.coordinator_attempt is None and not all(pod.has_token for pod in serving):
+        token = ""
     for index, attempt in decision.nodes_to_create:
         node = Node(
             index,

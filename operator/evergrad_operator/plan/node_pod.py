@@ -58,9 +58,9 @@ class Node:
 def build_node_pod(
     run: TrainingRun, memory: Memory, config: Config, node: Node, *, token: str
 ) -> JsonObject:
-    """Build the pod of one node. ``token``: the run's."""
+    """Build the pod of one node. ``token``: the run's, empty where its coordinator has none."""
     template, grace, port = run.spec.template, grace_seconds(run), metrics_port(run)
-    arguments = _build_arguments(run, config, index=node.index, grace=grace)
+    arguments = _build_arguments(run, config, index=node.index, grace=grace, token=token)
     ports = [{"name": "metrics", "containerPort": port, "protocol": "TCP"}] if port else []
     resources = bound_disk(
         run.spec.resources, config.node_ephemeral_storage, config.node_ephemeral_storage_limit
@@ -130,7 +130,8 @@ def _build_node_metadata(
 def build_trainer_volumes(
     run: TrainingRun, config: Config, resources: Resources, *, token: str
 ) -> list[Mapping[str, Any]]:
-    """Build the volumes that ``build_trainer_container`` mounts. ``resources``: the container's."""
+    """Build the volumes that ``build_trainer_container`` mounts. ``resources``: the container's; ``token``:
+    the run's, empty for none."""
     # One bound on the host's disk is enough: a limit of the container covers /tmp, too.
     is_bounded = EPHEMERAL_STORAGE in resources.limits
     scratch = without_none({"sizeLimit": None if is_bounded else config.scratch_size})
@@ -140,7 +141,7 @@ def build_trainer_volumes(
         {"name": "evergrad-config", "configMap": {"name": names.config_name(run.name)}},
         {"name": "evergrad-tmp", "emptyDir": scratch},
         {"name": "evergrad-shm", "emptyDir": shared_memory},
-        build_token_volume(run, token),
+        *([build_token_volume(run, token)] if token else []),
         *run.spec.template.volumes,
     ]
 
@@ -193,7 +194,7 @@ def build_trainer_container(
                     "mountPath": contract.CONFIG_PATH,
                     "readOnly": True,
                 },
-                build_token_mount(),
+                *([build_token_mount()] if "--token-file" in arguments else []),
                 {"name": "evergrad-tmp", "mountPath": "/tmp"},
                 {"name": "evergrad-shm", "mountPath": "/dev/shm"},
                 *spec.template.volume_mounts,
@@ -202,7 +203,9 @@ def build_trainer_container(
     )
 
 
-def _build_arguments(run: TrainingRun, config: Config, *, index: int, grace: int) -> list[str]:
+def _build_arguments(
+    run: TrainingRun, config: Config, *, index: int, grace: int, token: str
+) -> list[str]:
     """Build the arguments of ``evergrad``: the node of this index, on the run's volume."""
     host = f"{names.coordinator_service_name(run.name)}.{run.namespace}.{config.cluster_domain or 'svc'}"
     # The kubelet would replace ``$(NAME)`` in the folder's name.
@@ -211,7 +214,7 @@ def _build_arguments(run: TrainingRun, config: Config, *, index: int, grace: int
         "node",
         f"{contract.CONFIG_PATH}/{names.CONFIG_FILE}",
         *("--join", f"{host}:{names.JOIN_PORT}"),
-        *build_token_arguments(),
+        *(build_token_arguments() if token else ()),
         *("--node", str(index)),
         *("--address", "$(EVERGRAD_POD_IP)"),
         *("--run-directory", folder),

@@ -131,6 +131,26 @@ def test_exit_codes_64_end_no_run_that_trained_under_an_older_operator() -> None
     assert sorted(world.live()) == ["docs-lm-0-1", "docs-lm-1-1", "docs-lm-2-1"]
 
 
+def test_a_lost_node_of_a_coordinator_without_a_token_gets_none_until_that_is_replaced() -> None:
+    """It was made by an operator before tokens, and turns away whoever brings one."""
+    world = Simulation().run()
+    spec = world.pods["docs-lm-coordinator-0"]["spec"]
+    spec["volumes"] = [one for one in spec["volumes"] if one["name"] != "evergrad-token"]
+
+    def names_token(pod: str) -> bool:
+        return "evergrad-token" in str(world.pods[pod]) or "--token-file" in str(world.pods[pod])
+
+    world.vanish("docs-lm-1-0")
+    world.settle()
+    assert not names_token("docs-lm-1-1") and names_token("docs-lm-2-0")
+    world.start()
+    world.train(20)
+    world.vanish("docs-lm-coordinator-0")
+    world.vanish("docs-lm-1-1")
+    world.settle()
+    assert names_token("docs-lm-coordinator-1") and names_token("docs-lm-1-2")
+
+
 def test_nodes_that_follow_the_coordinators_outcome_with_64_are_no_restarts() -> None:
     world = Simulation().run()
     world.train(12, phase="Failed", reason="UserError", message="ValueError: the eighth sin")
