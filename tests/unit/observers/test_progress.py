@@ -116,7 +116,9 @@ def test_a_line_says_how_many_samples_each_source_of_another_run_had_given() -> 
     stream = io.StringIO()
     lines = ProgressLines(stream, every=20, clock=Clock())
     fields: dict[str, Any] = {"path": "runs/first", "from_step": 6, "load": "position"}
-    lines.event(Event(EventType.BEGUN_FROM, 0.0, 6, 3, {**fields, "sources": {"b": 18, "c": 0}}))
+    lines.event(
+        Event(EventType.BEGUN_FROM, 0.0, 6, 3, {**fields, "sources": {"b": 18, "c": 0}})
+    )
     lines.event(Event(EventType.BEGUN_FROM, 0.0, 6, 3, {**fields, "load": "everything"}))
     assert stream.getvalue().splitlines() == [
         'begun_from path=runs/first step=6 load=position sources={"b":18,"c":0}',
