@@ -22,7 +22,9 @@ class Averaged(Pretrain):
     """Everything that is not written here is pretraining's."""
 
     Options: ClassVar[type[task.Section]] = Options
-    metrics: ClassVar[Mapping[str, str]] = {"accuracy": "Share of right guesses of a token."}
+    metrics: ClassVar[Mapping[str, str]] = {
+        "accuracy": "Share of right guesses of a token."
+    }
 
     def build(self, build_model: Callable[[], nn.Module]) -> task.Modules:
         modules = super().build(build_model)
@@ -38,7 +40,9 @@ class Averaged(Pretrain):
         for name, weight in modules.trained["model"].named_parameters():
             modules.kept[name].lerp_(task.full_tensor(weight), 1 - self.setup.options.decay)
 
-    def loss(self, modules: task.Modules, batch: task.Tensors, stage: task.Stage) -> task.Loss:
+    def loss(
+        self, modules: task.Modules, batch: task.Tensors, stage: task.Stage
+    ) -> task.Loss:
         output = modules.trained["model"](input_ids=batch["input_ids"])
         return sums(output.logits, batch["labels"])
 
@@ -49,7 +53,9 @@ class Averaged(Pretrain):
         return found
 
 
-def loss_of_average(modules: task.Modules, batch: task.Tensors, stage: task.Stage) -> task.Loss:
+def loss_of_average(
+    modules: task.Modules, batch: task.Tensors, stage: task.Stage
+) -> task.Loss:
     model, inputs = modules.trained["model"], {"input_ids": batch["input_ids"]}
     return sums(functional_call(model, modules.kept, kwargs=inputs).logits, batch["labels"])
 

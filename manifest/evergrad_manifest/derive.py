@@ -72,7 +72,9 @@ def derive_steps(
     raise_if(
         [
             *check_schedule(schedule.warmup, decay, total=total),
-            *check_pieces(schedule.warmup, [one.until for one in schedule.pieces], total=total),
+            *check_pieces(
+                schedule.warmup, [one.until for one in schedule.pieces], total=total
+            ),
             *check_stop(training.stop.after_step, total=total),
             *_check_stages(training, total=total),
         ],
@@ -142,7 +144,9 @@ def _steps_until_exhausted(training: Training, exhausted_after: int) -> int:
         what = f"a source is exhausted after {exhausted_after} samples"
         why = f"a step has {per_step}, and none would be whole"
         remedy = "Add data or epochs, or lower batching.globalBatchSize"
-        raise ConfigurationError(Problem("spec.training.horizon.exhausted", what, why, remedy))
+        raise ConfigurationError(
+            Problem("spec.training.horizon.exhausted", what, why, remedy)
+        )
     return total
 
 
@@ -168,5 +172,7 @@ def steps_without_data(training: Training) -> int | None:
     """Steps of the whole run where they do not depend on the data; None for a horizon in epochs."""
     horizon, per_step = training.horizon, training.batching.global_batch_size
     if horizon.tokens is not None:
-        return steps_for_tokens(horizon.tokens, samples=per_step, length=training.sample_tokens)
+        return steps_for_tokens(
+            horizon.tokens, samples=per_step, length=training.sample_tokens
+        )
     return horizon.steps

@@ -42,7 +42,12 @@ class Confirmer:
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
-        self._cluster, self._cache, self._metrics, self._clock = cluster, cache, metrics, clock
+        self._cluster, self._cache, self._metrics, self._clock = (
+            cluster,
+            cache,
+            metrics,
+            clock,
+        )
         self._claims_seen_at: dict[Key, float] = {}
 
     async def confirm(self, work: Pass, plan: Plan) -> bool:
@@ -112,7 +117,9 @@ class Confirmer:
         if not isinstance(text, str):
             remedy = f"Add the key {NAMESPACE_PROFILE_KEY}, or delete the ConfigMap"
             what = f"has no text {NAMESPACE_PROFILE_KEY}"
-            return NamespaceProfile(problems=(Problem("", what, "it is the profile", remedy),))
+            return NamespaceProfile(
+                problems=(Problem("", what, "it is the profile", remedy),)
+            )
         if not text.strip():
             return NamespaceProfile({})
         document = parse_document(text, label=NAMESPACE_PROFILE_KEY)
@@ -142,7 +149,9 @@ class Confirmer:
 
         return await self._read(work, step, look)
 
-    async def _read(self, work: Pass, step: Step, look: Callable[[], Awaitable[None]]) -> bool:
+    async def _read(
+        self, work: Pass, step: Step, look: Callable[[], Awaitable[None]]
+    ) -> bool:
         """Whether the API server answered.
 
         If not, the refusal is noted like that of a write, so that the status names it and the step waits for

@@ -269,7 +269,8 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
     said = get_pairs(_unpack(notes, "inputErrors"), "said")
     errors = [InputError(node, str(host)) for node, host in said if isinstance(node, int)]
     preparation, evaluation = (
-        (get_map(status, name), get_text(notes, name)) for name in ("preparation", "evaluation")
+        (get_map(status, name), get_text(notes, name))
+        for name in ("preparation", "evaluation")
     )
     return Memory(
         is_known=bool(conditions),

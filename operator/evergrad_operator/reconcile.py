@@ -104,7 +104,9 @@ class Reconciler:
             recorder=recorder,
             metrics=metrics,
             clock=now,
-            price=Price(config.price_gpu_hour, config.price_pod_hour, config.price_currency),
+            price=Price(
+                config.price_gpu_hour, config.price_pod_hour, config.price_currency
+            ),
         )
 
     async def reconcile(self, key: Key) -> float | None:
@@ -188,7 +190,9 @@ class Reconciler:
         if hints.applied.is_run_deleted:
             return None
         self.gang_api.note(results)
-        note_results(self._metrics, key, seen, plan=doable, results=results, now=self.clock())
+        note_results(
+            self._metrics, key, seen, plan=doable, results=results, now=self.clock()
+        )
         work.refusals.keep(frozenset(list_steps(plan)))
         if work.refusals.failures() != seen.failures:
             # Only the refusals are new: a fresh look would take pods that this pass ended for lost ones.

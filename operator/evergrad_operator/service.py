@@ -19,7 +19,12 @@ from evergrad_operator.cache import InformerCache
 from evergrad_operator.connection import Connection, connect
 from evergrad_operator.errors import ApiError, LeaseLostError
 from evergrad_operator.fleet_page import FleetPage
-from evergrad_operator.handlers import build_registry, build_settings, check_kopf, describe_kopf
+from evergrad_operator.handlers import (
+    build_registry,
+    build_settings,
+    check_kopf,
+    describe_kopf,
+)
 from evergrad_operator.health import HealthServer
 from evergrad_operator.kube import Kube
 from evergrad_operator.lease import LeaseGate, LeaseSettings
@@ -72,12 +77,16 @@ class Service:
             scopes=settings.scopes,
             resync_seconds=settings.resync_seconds,
         )
-        self.sync.on_event = lambda name: metrics.last_event.labels(name).set_to_current_time()
+        self.sync.on_event = lambda name: metrics.last_event.labels(
+            name
+        ).set_to_current_time()
 
         self.coordinators = _build_coordinators(settings, self.queue, metrics)
 
         # The work on single runs.
-        recorder = Recorder(self.kube, on_post=lambda name: metrics.events.labels(name).inc())
+        recorder = Recorder(
+            self.kube, on_post=lambda name: metrics.events.labels(name).inc()
+        )
         self.reconciler = Reconciler(
             self.kube,
             cache=self.cache,

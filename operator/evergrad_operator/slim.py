@@ -67,7 +67,9 @@ def slim(raw: Raw, keys: Sequence[str]) -> Raw:
 def slim_metadata(raw: Raw) -> Raw:
     """Return the metadata without managed fields and kubectl's copy of the object."""
     metadata = {
-        key: value for key, value in raw["metadata"].items() if key not in _METADATA_LEFT_OUT
+        key: value
+        for key, value in raw["metadata"].items()
+        if key not in _METADATA_LEFT_OUT
     }
     # kubectl's copy is as large as the object itself.
     annotations = metadata.get("annotations") or {}

@@ -291,7 +291,9 @@ def pack_pods(usage: Usage, attempts: Sequence[int]) -> str:
         states.pop(f"{index}-{attempt}", "-") for index, attempt in enumerate(attempts)
     )
     groups = [(letter, len(list(same))) for letter, same in groupby(letters.rstrip("-"))]
-    packed = "".join(letter if times == 1 else f"{letter}{times}" for letter, times in groups)
+    packed = "".join(
+        letter if times == 1 else f"{letter}{times}" for letter, times in groups
+    )
 
     # Older attempts that still end, and pods that are no nodes: few.
     others = []
@@ -332,7 +334,9 @@ def parse_usage(counters: str, pods: str = "", attempts: Sequence[int] = ()) -> 
         return Usage()
     attempt = get_int(raw, "attempt")
     pending = raw.get("pending")
-    amounts = [one for one in pending if type(one) is int] if isinstance(pending, list) else []
+    amounts = (
+        [one for one in pending if type(one) is int] if isinstance(pending, list) else []
+    )
 
     # Names by state, as ``pack_pods`` writes them; the nodes under "-" have no pod.
     found: dict[str, set[str]] = {state: set() for state in "ojc-"}
@@ -355,7 +359,9 @@ def parse_usage(counters: str, pods: str = "", attempts: Sequence[int] = ()) -> 
         pods=parse_counts(get_map(raw, "pods")),
         accelerators=parse_counts(get_map(raw, "gpus")),
         pending=(amounts[0], amounts[1]) if len(amounts) == 2 else (0, 0),
-        seen=Reading(-1 if attempt is None else attempt, parse_counts(get_map(raw, "seen"))),
+        seen=Reading(
+            -1 if attempt is None else attempt, parse_counts(get_map(raw, "seen"))
+        ),
         open=frozenset(found["o"] | found["j"]),
         joined=frozenset(found["j"]),
         closed=frozenset(found["c"]),
@@ -365,4 +371,6 @@ def parse_usage(counters: str, pods: str = "", attempts: Sequence[int] = ()) -> 
 def parse_counts(raw: Mapping[str, Any]) -> dict[Use, int]:
     """Parse counts by use; others, and what is no count, are left out."""
     found = {use: get_int(raw, use, most=_MOST) for use in USE_NAMES}
-    return {use: amount for use, amount in found.items() if amount is not None and amount >= 0}
+    return {
+        use: amount for use, amount in found.items() if amount is not None and amount >= 0
+    }

@@ -109,7 +109,10 @@ def kill(box: str) -> None:
     )  # a frozen process dies when it is thawed, before it does anything else
     wait_until(f"the end of box {box}", lambda: not is_alive(pid), seconds=60, pause=0.01)
     wait_until(
-        f"the end of what ran in box {box}", lambda: not _living(box), seconds=60, pause=0.01
+        f"the end of what ran in box {box}",
+        lambda: not _living(box),
+        seconds=60,
+        pause=0.01,
     )
 
 
@@ -129,7 +132,11 @@ def inside(
 
 
 def spawn(
-    box: str, name: str, command: Sequence[object], *, environment: dict[str, str] | None = None
+    box: str,
+    name: str,
+    command: Sequence[object],
+    *,
+    environment: dict[str, str] | None = None,
 ) -> None:
     """Start a daemon in the box, with its log and its pid (as seen from outside) under the bed's scratch."""
     shown = work() / box / f"{name}.pid"
@@ -159,7 +166,9 @@ def spawn(
             raise BedError(
                 f"{name} in box {box}: exit code {process.returncode}; see {logs()}/{box}-{name}.log"
             )
-        found.update(set(children_of(process.pid)) & (cgroups.pids_below(box, "sys") - before))
+        found.update(
+            set(children_of(process.pid)) & (cgroups.pids_below(box, "sys") - before)
+        )
         return bool(found)
 
     wait_until(f"{name} in box {box}", has_entered, seconds=60, pause=0.003)
@@ -173,7 +182,9 @@ def daemon_pid(box: str, name: str) -> int:
     except (OSError, ValueError) as error:
         raise BedError(f"{name} in box {box}: never started.") from error
     if not is_alive(pid):
-        raise BedError(f"{name} in box {box}: dead (pid {pid}); see {logs()}/{box}-{name}.log")
+        raise BedError(
+            f"{name} in box {box}: dead (pid {pid}); see {logs()}/{box}-{name}.log"
+        )
     return pid
 
 
@@ -240,7 +251,9 @@ def connect_control() -> None:
         f"route replace {family.services} via {NODES[0].address_in(family)} dev {BRIDGE_END} onlink"
         for family in FAMILIES
     ]
-    network(None, [f"link set {BRIDGE_END} up", *_routes_to_pods(NODES, BRIDGE_END), *services])
+    network(
+        None, [f"link set {BRIDGE_END} up", *_routes_to_pods(NODES, BRIDGE_END), *services]
+    )
     network(pid, _routes_to_pods(NODES, "br0"))
 
 
@@ -250,9 +263,7 @@ def connect_node(node: Node) -> None:
     No default route: pods reach nothing else.
     """
     control, pid = pid_of(CONTROL), pid_of(node.name)
-    here = (
-        f"/proc/{control}/net/dev"  # the cable of the node's former life goes a moment after it
-    )
+    here = f"/proc/{control}/net/dev"  # the cable of the node's former life goes a moment after it
     wait_until(
         f"the end of the link v{node.name}",
         lambda: f"v{node.name}:" not in Path(here).read_text(),

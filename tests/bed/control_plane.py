@@ -33,7 +33,9 @@ rules:
 NODE_GRACE = {"full": 12, "next": 12, "kwok": 50}
 # What the newer control plane is for: PodGroups, in all versions that it has, so that a client has a choice.
 NEXT_GATES = "--feature-gates=GenericWorkload=true"
-NEXT_APIS = "--runtime-config=scheduling.k8s.io/v1beta1=true,scheduling.k8s.io/v1alpha3=true"
+NEXT_APIS = (
+    "--runtime-config=scheduling.k8s.io/v1beta1=true,scheduling.k8s.io/v1alpha3=true"
+)
 COREDNS = """\
 .:53 {{
     bind {address}

@@ -87,7 +87,9 @@ def cluster() -> Iterator[Cluster]:
     already."""
     file = other_cluster()
     if file is not None:
-        yield Cluster(file, Api(file), is_bed=False, storage_class=os.environ.get(OTHER_CLASS))
+        yield Cluster(
+            file, Api(file), is_bed=False, storage_class=os.environ.get(OTHER_CLASS)
+        )
         return
     require_bed()
     was_up = Bed.is_up()
@@ -103,7 +105,9 @@ def cluster() -> Iterator[Cluster]:
 def faults(cluster: Cluster) -> Iterator[Faults]:
     """What can be done to the bed; everything is put back after the test. Skipped on any other cluster."""
     if not cluster.is_bed:
-        pytest.skip(f"Faults are done to the bed only; {OTHER_CLUSTER} names another cluster.")
+        pytest.skip(
+            f"Faults are done to the bed only; {OTHER_CLUSTER} names another cluster."
+        )
     found = Faults(cluster.api)
     try:
         yield found

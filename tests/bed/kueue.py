@@ -141,7 +141,14 @@ def _client(path: str, authority: str) -> dict[str, Any]:
 
 def _render() -> list[Object]:
     chart = toolbox.module("kueue", "sigs.k8s.io/kueue") / "charts/kueue"
-    words = [toolbox.binary("helm"), "template", "kueue", chart, "--namespace", "kueue-system"]
+    words = [
+        toolbox.binary("helm"),
+        "template",
+        "kueue",
+        chart,
+        "--namespace",
+        "kueue-system",
+    ]
     documents: Iterator[Any] = yaml.load_all(run(words), Loader=yaml.CSafeLoader)
     return [one for one in documents if one]
 

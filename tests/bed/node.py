@@ -164,7 +164,11 @@ def is_ready(api: Api, node: Node, *, since: datetime | None = None) -> bool:
     except (ApiError, OSError):
         return False
     ready = next(
-        (entry for entry in found["status"].get("conditions", []) if entry["type"] == "Ready"),
+        (
+            entry
+            for entry in found["status"].get("conditions", [])
+            if entry["type"] == "Ready"
+        ),
         None,
     )
     if ready is None or ready["status"] != "True":

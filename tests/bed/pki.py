@@ -40,10 +40,14 @@ def certificates() -> dict[str, Certificate]:
         *(family.machines.format(1) for family in FAMILIES),
         "127.0.0.1",
     ]
-    names = ",".join([*(f"DNS:{name}" for name in services), *(f"IP:{ip}" for ip in addresses)])
+    names = ",".join(
+        [*(f"DNS:{name}" for name in services), *(f"IP:{ip}" for ip in addresses)]
+    )
     found = {
         "apiserver": Certificate("/CN=kube-apiserver", names),
-        "apiserver-kubelet": Certificate("/O=system:masters/CN=kube-apiserver-kubelet-client"),
+        "apiserver-kubelet": Certificate(
+            "/O=system:masters/CN=kube-apiserver-kubelet-client"
+        ),
         "admin": Certificate("/O=system:masters/CN=admin"),
         "storage": Certificate("/O=system:masters/CN=bed:storage"),
         "kube-controller-manager": Certificate("/CN=system:kube-controller-manager"),
@@ -79,7 +83,9 @@ def write(folder: Path) -> None:
     run([*authority, "-keyout", folder / "ca.key", "-out", folder / "ca.crt"])
     wanted = certificates()
     with ThreadPoolExecutor(8) as pool:
-        for done in [pool.submit(sign, folder, name, pair) for name, pair in wanted.items()]:
+        for done in [
+            pool.submit(sign, folder, name, pair) for name, pair in wanted.items()
+        ]:
             done.result()
     run(
         [

@@ -148,7 +148,8 @@ def cache() -> Path:
     if named:
         return Path(named).resolve()
     return (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").resolve() / "evergrad"
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").resolve()
+        / "evergrad"
     )
 
 

@@ -55,7 +55,9 @@ def test_a_program_is_unavailable_only_where_it_is_neither_built_nor_can_be(
 def test_every_tool_has_pinned_sources(name: str) -> None:
     folder = toolbox.SOURCES / name
     module = (folder / "go.mod").read_text()
-    packages = [package for package in toolbox.TOOLS[name].packages.values() if package != "."]
+    packages = [
+        package for package in toolbox.TOOLS[name].packages.values() if package != "."
+    ]
     assert all(package in module for package in packages)
     assert (folder / "go.sum").exists() or "require" not in module
 
@@ -142,7 +144,9 @@ def test_families_of_a_bed_are_taken_in_the_order_in_which_they_are_named() -> N
     assert [family.name for family in families_named("ipv6,ipv4")] == ["ipv6", "ipv4"]
     assert [family.name for family in families_named("ipv6")] == ["ipv6"]
     for text in ("", "ipv4,ipv4", "ipv6, ipv4", "ipv5"):
-        with pytest.raises(ValueError, match=r"EVERGRAD_BED_FAMILIES: .* Write ipv4 or ipv6"):
+        with pytest.raises(
+            ValueError, match=r"EVERGRAD_BED_FAMILIES: .* Write ipv4 or ipv6"
+        ):
             families_named(text)
     assert in_url("10.100.0.1") == "10.100.0.1"
     assert in_url("fd00:100::1") == "[fd00:100::1]"

@@ -109,7 +109,11 @@ def _operator_stays_well(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _open_runs(cluster: Any, request: pytest.FixtureRequest, scratch: Path) -> Iterator[Any]:  # noqa: F811
+def _open_runs(
+    cluster: Any,  # noqa: F811
+    request: pytest.FixtureRequest,
+    scratch: Path,
+) -> Iterator[Any]:
     """A namespace that enforces the restricted Pod Security profile, with documents to train on."""
     import cluster_runs
 
@@ -121,7 +125,11 @@ def _open_runs(cluster: Any, request: pytest.FixtureRequest, scratch: Path) -> I
     runs = cluster_runs.Runs(cluster, name, scratch)
     objects = [
         *_CLASSES,
-        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}},
+        {
+            "apiVersion": "v1",
+            "kind": "Namespace",
+            "metadata": {"name": name, "labels": labels},
+        },
         {
             "apiVersion": "v1",
             "kind": "ConfigMap",

@@ -43,7 +43,9 @@ class Operator:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=seconds, check=False
         )
-        assert done.returncode == 0, f"helm {' '.join(arguments)}: {done.stdout}{done.stderr}"
+        assert done.returncode == 0, (
+            f"helm {' '.join(arguments)}: {done.stdout}{done.stderr}"
+        )
         return done.stdout
 
     def upgrade(
@@ -91,7 +93,9 @@ class Operator:
             self.namespace,
             *arguments,
         ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=240, check=False
+        )
         assert done.returncode == 0 or not check, (
             f"kubectl {' '.join(arguments)}: {done.stderr}"
         )
@@ -125,7 +129,8 @@ class Operator:
                 one["type"]: one["status"] for one in pod["status"].get("conditions", [])
             }
             return (
-                conditions.get("Ready") == "True" and "deletionTimestamp" not in pod["metadata"]
+                conditions.get("Ready") == "True"
+                and "deletionTimestamp" not in pod["metadata"]
             )
         return False
 

@@ -59,7 +59,13 @@ def attack(
     """What a pod of this namespace with these labels was answered."""
     for kind in ("configmap", "pod"):
         runs.kubectl(
-            "--namespace", namespace, "delete", kind, "stranger", "--ignore-not-found", "--now"
+            "--namespace",
+            namespace,
+            "delete",
+            kind,
+            "stranger",
+            "--ignore-not-found",
+            "--now",
         )
     runs.kubectl(
         "--namespace",
@@ -69,7 +75,9 @@ def attack(
         "stranger",
         f"--from-literal=stranger.py={STRANGER}",
     )
-    pod = build_pod(runs.cluster.product_images()[0], ["attacked", json.dumps(targets)], labels)
+    pod = build_pod(
+        runs.cluster.product_images()[0], ["attacked", json.dumps(targets)], labels
+    )
     runs.kubectl("--namespace", namespace, "apply", "-f", "-", text=json.dumps(pod))
     phase = ("get", "pod", "stranger", "-o", "jsonpath={.status.phase}")
     wait_for(
@@ -82,7 +90,9 @@ def attack(
     return [json.loads(line) for line in log.splitlines()]
 
 
-def build_pod(image: str, arguments: list[str], labels: Mapping[str, str]) -> dict[str, Any]:
+def build_pod(
+    image: str, arguments: list[str], labels: Mapping[str, str]
+) -> dict[str, Any]:
     """A pod of somebody who may make pods, and knows the name of a run."""
     security = {
         "allowPrivilegeEscalation": False,

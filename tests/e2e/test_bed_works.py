@@ -62,7 +62,8 @@ class Room:
             "storageClassName": self.storage_class,
         }
         self.api.create(
-            f"{self.path}/persistentvolumeclaims", {"metadata": {"name": name}, "spec": spec}
+            f"{self.path}/persistentvolumeclaims",
+            {"metadata": {"name": name}, "spec": spec},
         )
 
     def pod(self, name: str, node: str, code: str, claim: str) -> None:
@@ -149,7 +150,9 @@ def test_faults_of_every_kind_pass_and_everything_is_back_afterwards(
     faults.kill_etcd()
     faults.kill_apiserver()
     faults.restore()
-    assert "example.com/gpu" not in room.api.get("/api/v1/nodes/n1")["status"]["allocatable"]
+    assert (
+        "example.com/gpu" not in room.api.get("/api/v1/nodes/n1")["status"]["allocatable"]
+    )
 
     faults.restart_node("n2")
     wait_for(lambda: room.restarts("writer-n2") == 1)

@@ -47,9 +47,15 @@ def test_a_run_is_submitted_followed_and_looked_at_to_its_end(runs: Runs, cli: C
         100.0,
     )
     assert {event["object"] for event in status["events"]} >= {"trainingrun/whole"}
-    assert [run["name"] for run in cli.ask("list", "--phase", "complete")["runs"]] == ["whole"]
+    assert [run["name"] for run in cli.ask("list", "--phase", "complete")["runs"]] == [
+        "whole"
+    ]
     checkpoints = cli.ask("checkpoints", "whole")
-    assert (checkpoints["newestStep"], checkpoints["complete"], checkpoints["claimPhase"]) == (
+    assert (
+        checkpoints["newestStep"],
+        checkpoints["complete"],
+        checkpoints["claimPhase"],
+    ) == (
         60,
         True,
         "Bound",
@@ -63,7 +69,9 @@ def test_a_run_is_submitted_followed_and_looked_at_to_its_end(runs: Runs, cli: C
 def test_the_first_command_of_the_page_submits_a_run_and_watches_it_to_its_end(
     runs: Runs, tmp_path: Path
 ) -> None:
-    (tmp_path / "trainingrun.yaml").write_text(json.dumps(make_manifest("watched", steps=60)))
+    (tmp_path / "trainingrun.yaml").write_text(
+        json.dumps(make_manifest("watched", steps=60))
+    )
     _, submit, *_ = read_blocks("docs/cluster-cli.md")
     shell = Shell(runs.cluster, tmp_path, namespace=runs.namespace)
     run = runs.adopt("watched")
@@ -107,7 +115,9 @@ def test_suspend_resume_and_restart_wait_for_their_effect(runs: Runs, cli: Cli) 
     assert len(attempts) >= 3, output
 
 
-def test_what_cannot_work_is_told_with_its_place_and_what_to_do(runs: Runs, cli: Cli) -> None:
+def test_what_cannot_work_is_told_with_its_place_and_what_to_do(
+    runs: Runs, cli: Cli
+) -> None:
     manifest = make_manifest(
         "wrong",
         steps=20,

@@ -71,7 +71,9 @@ class OtherBed(Cluster):
 @pytest.fixture(scope="module", params=["ipv6,ipv4", "ipv6"])
 def cluster(request: pytest.FixtureRequest) -> Iterator[OtherBed]:
     if other_cluster() is not None:
-        pytest.skip(f"The families are those of beds; {OTHER_CLUSTER} names another cluster.")
+        pytest.skip(
+            f"The families are those of beds; {OTHER_CLUSTER} names another cluster."
+        )
     require_bed()
     if not Path("/proc/net/if_inet6").exists():
         pytest.skip("This machine's kernel has no IPv6.")
@@ -124,7 +126,8 @@ def read_place(text: str) -> Place:
     machine keeps it."""
     address, _, port = text.partition(":")
     packed = b"".join(
-        bytes.fromhex(address[start : start + 8])[::-1] for start in range(0, len(address), 8)
+        bytes.fromhex(address[start : start + 8])[::-1]
+        for start in range(0, len(address), 8)
     )
     return plain_host(str(ipaddress.ip_address(packed))), int(port, 16)
 
@@ -185,14 +188,18 @@ def test_nodes_train_with_each_other_over_ipv6_through_a_killed_pod(
     kill(run, 1)
     run.wait_for_attempt(1, 1)
     wait_for(
-        lambda: (row := run.rows()[-1])["generation"] > generation and row["world_size"] == 2,
+        lambda: (
+            (row := run.rows()[-1])["generation"] > generation and row["world_size"] == 2
+        ),
         "both nodes in a later group",
     )
     run.wait_for_step(run.newest_step() + 20)
     assert run.repeated_steps() == 0
 
 
-def test_a_script_meets_over_ipv6_again_after_a_killed_pod_and_completes(runs: Runs) -> None:
+def test_a_script_meets_over_ipv6_again_after_a_killed_pod_and_completes(
+    runs: Runs,
+) -> None:
     run = start_script(runs, "script")
     kill(run, 1)
     name = run.wait_for_attempt(1, 1)["metadata"]["name"]
@@ -217,7 +224,9 @@ def test_the_operator_is_asked_over_ipv6_and_refuses_in_its_own_words(
 ) -> None:
     pod = operator.pod()
     assert versions_of(pod) == cluster.versions()
-    bad = make_manifest("bad", steps=20, changes={"training": {"schedule": {"warmup": "150%"}}})
+    bad = make_manifest(
+        "bad", steps=20, changes={"training": {"schedule": {"warmup": "150%"}}}
+    )
 
     def refusal() -> str:
         return runs.kubectl("apply", "-f", "-", text=json.dumps(bad), check=False)

@@ -11,7 +11,9 @@ PER_STEP = 4
 def sizes_in(record: Mapping[str, Any]) -> dict[str, int]:
     """Windows of 16 tokens of each source of ``run.json``: each but the first token is a label once."""
     return {
-        one["name"]: -(-(sum(shard["tokens"] for shard in one["train"]["shards"]) - 1) // 16)
+        one["name"]: -(
+            -(sum(shard["tokens"] for shard in one["train"]["shards"]) - 1) // 16
+        )
         for one in record["prepared"]["sources"]
     }
 

@@ -51,7 +51,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[s
 
 
 def _write_run(directory: Path) -> None:
-    spec = importlib.util.spec_from_file_location("synthetic_run", TESTS / "synthetic_run.py")
+    spec = importlib.util.spec_from_file_location(
+        "synthetic_run", TESTS / "synthetic_run.py"
+    )
     assert spec is not None and spec.loader is not None
     synthetic = importlib.util.module_from_spec(spec)
     sys.modules["synthetic_run"] = synthetic
@@ -84,9 +86,7 @@ def test_the_page_loads_nothing_but_itself_and_says_nothing_on_the_console(
 
 def shown(browser: Browser, selector: str) -> list[list[float]]:
     """Left, right and height of each element that has a size."""
-    boxes = (
-        f"[...document.querySelectorAll('{selector}')].map(one => one.getBoundingClientRect())"
-    )
+    boxes = f"[...document.querySelectorAll('{selector}')].map(one => one.getBoundingClientRect())"
     return list(
         browser.run(
             f"return {boxes}.filter(box => box.width).map(box => [box.left, box.right, box.height])"
@@ -143,7 +143,9 @@ def test_nothing_sticks_out_at_any_width(
 ) -> None:
     browser.view(width=width, scheme="light")
     browser.open(site[0])
-    assert browser.run("return [document.documentElement.scrollWidth, window.innerWidth]") == [
+    assert browser.run(
+        "return [document.documentElement.scrollWidth, window.innerWidth]"
+    ) == [
         width,
         width,
     ]

@@ -123,7 +123,9 @@ def test_a_position_in_another_mixture_goes_on_with_the_same_bits_after_kills_an
     continued.write(recipe(**merge(EXACT, changes)), name="killed")
 
     # Killed before its first checkpoint it begins again from the same.
-    continued.run(name="killed", expect=-9, faults=[fault("update", call=2, action="SIGKILL")])
+    continued.run(
+        name="killed", expect=-9, faults=[fault("update", call=2, action="SIGKILL")]
+    )
     assert checkpoints(continued.at("killed")) == []
     continued.run("--stop-after-steps", "3", name="killed", expect=STOPPED_SAVED)
     # From its own checkpoint on it needs the other run no more.
@@ -158,16 +160,21 @@ def test_a_chain_of_runs_takes_up_a_source_that_one_of_them_had_left_out(
 
 
 @pytest.mark.long
-def test_all_that_reads_a_run_reads_one_that_began_at_a_position(continued: Experiment) -> None:
+def test_all_that_reads_a_run_reads_one_that_began_at_a_position(
+    continued: Experiment,
+) -> None:
     # Samples of its first step: a new source has its first window there, and B is in its first pass still.
-    shown = continued.command("prepare", "next.yaml", "--show-samples", "4", "--json").expect(0)
+    shown = continued.command(
+        "prepare", "next.yaml", "--show-samples", "4", "--json"
+    ).expect(0)
     samples = [one["sample"] for one in json.loads(shown.out)["firstStep"]]
     assert [one.split("/")[0] for one in samples].count("kept") == 3
 
     # A resume in another directory has its bits, and so has an evaluation of it there.
     held = {"evaluation": {"sources": [{"name": "held", "path": "documents.jsonl"}]}}
     changes = merge(
-        SECOND, {**held, "initFrom": {"path": "runs/next", "step": 12, "load": "everything"}}
+        SECOND,
+        {**held, "initFrom": {"path": "runs/next", "step": 12, "load": "everything"}},
     )
     continued.write(recipe(**merge(EXACT, changes)), name="fork")
     continued.run(name="fork")
@@ -193,7 +200,10 @@ def test_what_has_no_place_in_another_mixture_is_refused(continued: Experiment) 
             {"data": {"heldOut": {"fraction": 0.2}}},
             "spec.training.data.heldOut",
         ),
-        ({"horizon": {"steps": 6}, "schedule": None}, "spec.training.horizon: ends at step 6"),
+        (
+            {"horizon": {"steps": 6}, "schedule": None},
+            "spec.training.horizon: ends at step 6",
+        ),
         ({"initFrom": {"step": 5}}, "holds no checkpoint of step 5"),
         (
             {"data": {"sources": [{"name": "b", "path": "b.jsonl", "samples": 5}]}},

@@ -91,7 +91,9 @@ def test_samples_of_the_first_step_are_those_that_the_run_trains_on_first(
 
     name = f"shown-{load}"
     chain.write(training_of(X, Y, steps=6, **behind("runs/first", load, step=3)), name=name)
-    shown = chain.command("prepare", f"{name}.yaml", "--show-samples", "4", "--json").expect(0)
+    shown = chain.command(
+        "prepare", f"{name}.yaml", "--show-samples", "4", "--json"
+    ).expect(0)
     total = 0
     for at, one in enumerate(json.loads(shown.out)["firstStep"], start=3 * 4):
         source, epoch, window = one["sample"].partition(" (")[0].split("/")
@@ -184,7 +186,9 @@ def test_a_run_that_an_older_version_began_is_a_position_once_it_is_extended(
     extended = ("--extend", "--set", "spec.training.horizon.steps=7")
     chain.run(*extended, name="first", directory="older")
     chain.run(name="behind-older")
-    chain.write(training_of(X, Y, steps=9, **behind("runs/first", step=6)), name="behind-first")
+    chain.write(
+        training_of(X, Y, steps=9, **behind("runs/first", step=6)), name="behind-first"
+    )
     chain.run(name="behind-first")
     assert steps_of(chain.at("behind-older")) == [7, 8, 9]
     assert_same_state(chain.at("behind-older"), chain.at("behind-first"))

@@ -56,7 +56,9 @@ def begin(experiment: Experiment, *arguments: str, **changes: Any) -> Experiment
     """The other run, of 8 steps on A and B, in ``runs/first``."""
     for seed, name in enumerate(SOURCES):
         write_documents(experiment.path / f"{name}.jsonl", count=4, seed=seed)
-    experiment.write(training_of(**merge({"data": weighted(a=3, b=1)}, changes)), name="first")
+    experiment.write(
+        training_of(**merge({"data": weighted(a=3, b=1)}, changes)), name="first"
+    )
     experiment.run(*arguments, name="first")
     return experiment
 
@@ -110,13 +112,16 @@ def test_a_node_that_joins_before_the_first_checkpoint_goes_on_from_the_memory_o
     # Nothing is saved before the end: whoever comes has the run's record, and the state of a peer.
     first.write(continued(checkpoint={"every": {"steps": 100}}))
     held = [
-        node_fault("hold", "slot", node=node, step=8, name=f"held-{node}") for node in (0, 1)
+        node_fault("hold", "slot", node=node, step=8, name=f"held-{node}")
+        for node in (0, 1)
     ]
     cluster.start(faults=held)
     cluster.until_held("held-0")
     cluster.until_held("held-1")
     assert checkpoints(cluster.directory) == []
-    cluster.start_node(2, faults=[node_fault("hold", "update", node=2, call=2, name="joined")])
+    cluster.start_node(
+        2, faults=[node_fault("hold", "update", node=2, call=2, name="joined")]
+    )
     cluster.until_planned("node 2 joined")
     for node in (0, 1):
         cluster.release(f"held-{node}")
@@ -176,7 +181,10 @@ def test_a_sharded_run_goes_on_at_a_position_and_after_kills_with_the_same_bits(
     ],
 )
 def test_a_position_between_mixtures_by_passes_and_by_shares_goes_on_in_each_source_to_its_end(
-    make_experiment: Callable[[], Experiment], mixing: str, next_mixing: str, which: str | None
+    make_experiment: Callable[[], Experiment],
+    mixing: str,
+    next_mixing: str,
+    which: str | None,
 ) -> None:
     from evergrad_trainer.checkpoint.weights import read_extra
 
@@ -192,7 +200,9 @@ def test_a_position_between_mixtures_by_passes_and_by_shares_goes_on_in_each_sou
     trained = steps_of(experiment.at("whole"))
     record = record_of(experiment.at("whole"))
     sizes = sizes_in(record)
-    assert trained == list(range(7, record["derived"]["totalSteps"] + 1)) and len(trained) > 3
+    assert (
+        trained == list(range(7, record["derived"]["totalSteps"] + 1)) and len(trained) > 3
+    )
     assert hashes_of(experiment.at("whole")) == expected_hashes(
         [sizes["b"], sizes["c"]],
         weights=[2, 0.5],
@@ -203,7 +213,9 @@ def test_a_position_between_mixtures_by_passes_and_by_shares_goes_on_in_each_sou
     )
     # The end counts what B had given before: up to two passes over the first, or at least two over both.
     saved = experiment.at("whole") / "checkpoints" / f"step-{trained[-1]}"
-    passes = {name: count / sizes[name] for name, count in read_extra(saved)["cursor"].items()}
+    passes = {
+        name: count / sizes[name] for name, count in read_extra(saved)["cursor"].items()
+    }
     left = {name: PER_STEP / sizes[name] for name in passes}
     if which == "first":
         assert max(passes.values()) <= 2 and any(

@@ -31,7 +31,12 @@ from evergrad_trainer.models.adapters import (
     merge_adapters,
     write_adapter_config,
 )
-from evergrad_trainer.models.build import ModelPlan, build_empty_model, build_model, plan_model
+from evergrad_trainer.models.build import (
+    ModelPlan,
+    build_empty_model,
+    build_model,
+    plan_model,
+)
 from evergrad_trainer.models.safetensors_files import TensorForm, write_weights
 from evergrad_trainer.optim.average import AVERAGE, TRAINED, check_has_average
 from evergrad_trainer.resume import read_run
@@ -78,7 +83,9 @@ class _Weights:
     def check(self, wanted: Mapping[str, torch.Tensor]) -> None:
         """Raises CheckpointError unless the checkpoint has tensors of these names and shapes."""
         keyed = {f"{MODEL}.{name}": tensor for name, tensor in wanted.items()}
-        raise_if(compare_tensors(self.stored.table, keyed, where=self.where), CheckpointError)
+        raise_if(
+            compare_tensors(self.stored.table, keyed, where=self.where), CheckpointError
+        )
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """One whole tensor; what is not averaged, such as a buffer, as it is."""
@@ -156,7 +163,9 @@ def _write_template(training: Training, folder: Path) -> None:
         (folder / TEMPLATE_FILE).write_text(template, encoding="utf-8")
 
 
-def _read_run(run_directory: Path, *, weights: str, is_adapter: bool) -> tuple[Training, Path]:
+def _read_run(
+    run_directory: Path, *, weights: str, is_adapter: bool
+) -> tuple[Training, Path]:
     """The run's settings, and the directory that their paths are relative to.
 
     Raises RunDirectoryError where it has no file of them, or not what is to be exported.
@@ -172,7 +181,9 @@ def _read_run(run_directory: Path, *, weights: str, is_adapter: bool) -> tuple[T
     training = read_run(directory, resolved).training
     if is_adapter and training.model.lora is None:
         what, why = "has no adapters", "spec.training.model.lora is not set"
-        raise RunDirectoryError(Problem(str(run_directory), what, why, "Leave --adapter out"))
+        raise RunDirectoryError(
+            Problem(str(run_directory), what, why, "Leave --adapter out")
+        )
     check_has_average(training, weights, where=str(run_directory))
     return training, run_directory / read_key(directory, resolved, "baseDirectory", str)
 
@@ -248,7 +259,9 @@ def _write_merged(
     recorded = from_extra(read_extra(Path(found.where))).get(FROZEN, {})
     built = hash_frozen(Modules({MODEL: model}))
     if any(recorded.get(name) != own for name, own in built.items()):
-        what = "its adapters were trained beside other weights than those that are there now"
+        what = (
+            "its adapters were trained beside other weights than those that are there now"
+        )
         why = f"{plan.weights or 'what the seed makes'} has changed since the run began"
         remedy = "Restore it, or export the adapters alone: --adapter"
         raise CheckpointError(Problem(found.where, what, why, remedy))
@@ -280,7 +293,9 @@ def _write_adapters(
     from safetensors.torch import save_file
 
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
-    tensors = {adapter_key(name): found.read(name, one.dtype) for name, one in trained.items()}
+    tensors = {
+        adapter_key(name): found.read(name, one.dtype) for name, one in trained.items()
+    }
     save_file(tensors, directory / ADAPTER_FILE, metadata={"format": "pt"})
     base = "" if plan.weights is None else str(plan.weights.resolve())
     write_adapter_config(model, directory, base=base)

@@ -76,7 +76,9 @@ def has_cpp_compiler() -> bool:
 
 def free_bytes(path: Path) -> int:
     """Free space of the file system that holds ``path`` or its nearest existing parent."""
-    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    existing = next(
+        parent for parent in (path, *path.absolute().parents) if parent.exists()
+    )
     return shutil.disk_usage(existing).free
 
 
@@ -95,7 +97,9 @@ def process_start_time() -> float:
     start-up too."""
     # Ticks since the machine started: the kernel has no other time of a process's start.
     try:
-        fields = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+        fields = (
+            Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+        )
         up = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
     except OSError:
         return time.time()

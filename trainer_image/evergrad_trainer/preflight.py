@@ -107,7 +107,9 @@ def examine(
         bounds = {"world_size": max(num_workers, min(sizes)), "most_workers": max(sizes)}
         findings += check_model(training, facts)
         findings += check_base(training, base_directory, plan)
-        findings += check_memory(training, facts, machine, num_workers=num_workers, **bounds)
+        findings += check_memory(
+            training, facts, machine, num_workers=num_workers, **bounds
+        )
         size = checkpoint_bytes(facts, training)
     # A run that has begun with it goes on: its recipe cannot be changed any more.
     level: Level = "warning" if (run_directory / RunFile.RESOLVED).exists() else "error"
@@ -153,9 +155,7 @@ def describe_size(training: Training, base_directory: Path) -> str:
     need = memory_of(facts, training, world_size=1, on_accelerator=False, compiles=False)
     memory = size(need.total)
     trained = "" if facts.trained is None else f", {facts.trained:,} of them trained"
-    return (
-        f"{facts.parameters:,} parameters{trained}, about {memory} to train them on each worker"
-    )
+    return f"{facts.parameters:,} parameters{trained}, about {memory} to train them on each worker"
 
 
 def check_files(training: Training, base_directory: Path) -> Iterator[Finding]:
@@ -252,17 +252,25 @@ def check_device(training: Training, machine: Machine) -> Iterator[Finding]:
     # Asked for, a compiler is needed; by default the run goes on without one, and that is said.
     on_accelerator = machine.num_accelerators > 0 and training.runtime.device != "cpu"
     wanted = training.runtime.compile
-    if machine.has_cpp_compiler or wanted == "off" or (wanted == "auto" and not on_accelerator):
+    if (
+        machine.has_cpp_compiler
+        or wanted == "off"
+        or (wanted == "auto" and not on_accelerator)
+    ):
         return
     where, what = "spec.training.runtime.compile", "no C++ compiler was found"
     if wanted == "on":
         why = "torch.compile needs one to build kernels"
-        yield Finding("error", Problem(where, what, why, "Install g++, or use compile: off"))
+        yield Finding(
+            "error", Problem(where, what, why, "Install g++, or use compile: off")
+        )
     else:
         why = "compile: auto trains without compilation where none is, and more slowly"
         yield Finding(
             "warning",
-            Problem(where, what, why, "Build the image with a compiler (docs/installing.md)"),
+            Problem(
+                where, what, why, "Build the image with a compiler (docs/installing.md)"
+            ),
         )
 
 
@@ -293,7 +301,9 @@ def check_workers(training: Training, *, num_workers: int) -> Iterator[Finding]:
             ),
         )
     else:
-        yield Finding("ok", Problem("spec.workersPerNode", f"{num_workers} of up to {slots}"))
+        yield Finding(
+            "ok", Problem("spec.workersPerNode", f"{num_workers} of up to {slots}")
+        )
 
 
 def check_shards(training: Training, *, world_sizes: Sequence[int]) -> Iterator[Finding]:
@@ -438,7 +448,9 @@ def check_cadences(training: Training, *, total: int) -> Iterator[Finding]:
     for where, written, first, consequence in firsts:
         if first > total:
             what = f"{written} is beyond the last step {total}"
-            yield Finding("warning", Problem(f"spec.training.{where}", what, "", consequence))
+            yield Finding(
+                "warning", Problem(f"spec.training.{where}", what, "", consequence)
+            )
     has_data = bool(evaluation.sources) or training.data.held_out is not None
     cadences = (evaluation.every, *(one.every for one in evaluation.sets))
     if has_data and all(every is None for every in cadences):

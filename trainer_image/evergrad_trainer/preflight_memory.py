@@ -81,12 +81,15 @@ def check_memory(
     available, sharers, plan = _room(training, machine, num_workers, world_size)
     need = memory_of(facts, training, **plan)
     trained = "" if facts.trained is None else f" ({facts.trained:,} of them trained)"
-    text = f"{facts.parameters:,} parameters{trained} need about {size(need.total * sharers)}"
+    text = (
+        f"{facts.parameters:,} parameters{trained} need about {size(need.total * sharers)}"
+    )
     if training.runtime.activation_checkpointing == "offload":
         yield _check_host(need.host * num_workers, machine.memory_bytes)
     if available is None:
         yield Finding(
-            "warning", Problem("memory", text, "how much this machine has could not be read")
+            "warning",
+            Problem("memory", text, "how much this machine has could not be read"),
         )
         return
 
@@ -106,7 +109,9 @@ def check_memory(
             largest = f"about {fit.parameters / 1e6:,.0f}M parameters would fit"
         why = f"the process would be killed; in this plan {largest}"
         # No micro-batch is small enough where the state alone is too large.
-        lower = "Use" if micro is None else f"Lower batching.microBatchSize to {micro}, or use"
+        lower = (
+            "Use" if micro is None else f"Lower batching.microBatchSize to {micro}, or use"
+        )
         remedy = (
             f"{lower} runtime.activationCheckpointing, runtime.lossChunk, parallelism: fsdp2, or a "
             "smaller model; docs/model-sizes.md has a table"

@@ -19,7 +19,9 @@ def check_script(script: Script, base_directory: Path) -> Iterator[Finding]:
     problems = script_problems(script, base_directory=base_directory)
     yield from (Finding("error", problem) for problem in problems)
     program = script.program
-    if program.kind == "module" and not is_module_found(script, base_directory=base_directory):
+    if program.kind == "module" and not is_module_found(
+        script, base_directory=base_directory
+    ):
         why = "it is neither in the working directory nor on this interpreter's path"
         remedy = "Check its name and workingDirectory, or install it"
         yield Finding(
@@ -33,7 +35,8 @@ def check_script(script: Script, base_directory: Path) -> Iterator[Finding]:
         )
     elif not problems:
         yield Finding(
-            "ok", Problem("spec.script.command", f"the {program.kind} {program.name} is there")
+            "ok",
+            Problem("spec.script.command", f"the {program.kind} {program.name} is there"),
         )
 
 
@@ -61,4 +64,6 @@ def check_script_workers(
         else f"{least * num_workers} to {most * num_workers}"
     )
     noun = "worker" if worlds == "1" else "workers"
-    yield Finding("ok", Problem("spec.nodes", f"{worlds} {noun} in all, {num_workers} a node"))
+    yield Finding(
+        "ok", Problem("spec.nodes", f"{worlds} {noun} in all, {num_workers} a node")
+    )

@@ -23,7 +23,13 @@ from evergrad_trainer.data.places import DATA_START, DataStart, StartRecord
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.run_directory import RunDirectory
-from evergrad_trainer.run_record import BEGUN_FROM, BegunFrom, damaged, read_key, read_optional
+from evergrad_trainer.run_record import (
+    BEGUN_FROM,
+    BegunFrom,
+    damaged,
+    read_key,
+    read_optional,
+)
 
 if TYPE_CHECKING:
     from evergrad_trainer.checkpoint.manifest import Identity
@@ -62,7 +68,9 @@ class RunState:
     load: str = ""
 
 
-def inspect_directory(directory: RunDirectory, run: TrainingRun, *, extend: bool) -> RunState:
+def inspect_directory(
+    directory: RunDirectory, run: TrainingRun, *, extend: bool
+) -> RunState:
     """Compare the manifest with the run that began in ``directory``.
 
     Raises RunDirectoryError if another run lives there, or naming every field of the recipe that differs
@@ -117,7 +125,9 @@ def inspect_directory(directory: RunDirectory, run: TrainingRun, *, extend: bool
 
 
 def _read_state(
-    directory: RunDirectory, resolved: Mapping[str, Any], state: Literal["begun", "complete"]
+    directory: RunDirectory,
+    resolved: Mapping[str, Any],
+    state: Literal["begun", "complete"],
 ) -> RunState:
     """Read the state of a typed run from its ``run.json``.
 
@@ -161,7 +171,9 @@ def read_start(directory: RunDirectory, resolved: Mapping[str, Any]) -> DataStar
 
 def _check_kind(before: TrainingRun, run: TrainingRun, where: str) -> None:
     """A typed run stays one, and so does a script: neither can read what the other saved."""
-    began, now = ("training" if one.spec.script is None else "script" for one in (before, run))
+    began, now = (
+        "training" if one.spec.script is None else "script" for one in (before, run)
+    )
     if began != now:
         raise RunDirectoryError(
             Problem(
@@ -189,7 +201,9 @@ def read_run(directory: RunDirectory, resolved: Mapping[str, Any]) -> TrainingRu
         ) from error
 
 
-def check_extension(directory: RunDirectory, run_state: RunState, *, total_steps: int) -> None:
+def check_extension(
+    directory: RunDirectory, run_state: RunState, *, total_steps: int
+) -> None:
     """A horizon may grow, never shrink. Raises RunDirectoryError."""
     if run_state.state == "begun" and total_steps < run_state.total_steps:
         raise RunDirectoryError(
@@ -240,7 +254,9 @@ def check_data_unchanged(
         why, also = f"that of the data here is {fingerprint!r}", ""
         if run_state.start is None and run_state.load == "everything":
             # The other run may itself have gone on from one in other data.
-            why += f", which begin at their first samples, since run.json has no {DATA_START}"
+            why += (
+                f", which begin at their first samples, since run.json has no {DATA_START}"
+            )
             also = " (and run.json, if it is damaged)"
         raise RunDirectoryError(
             Problem(
@@ -258,7 +274,8 @@ def check_model_unchanged(
     """The model is what the run began with. Raises RunDirectoryError naming every field that differs."""
     if run_state.model is not None:
         raise_if(
-            compare_models(run_state.model, model, where=str(directory.path)), RunDirectoryError
+            compare_models(run_state.model, model, where=str(directory.path)),
+            RunDirectoryError,
         )
 
 
@@ -280,9 +297,7 @@ def compare_models(
         )
     why = "the weights would be those of another function"
     if before["transformers"] != now["transformers"]:
-        why += (
-            f"; transformers was {before['transformers']} then and is {now['transformers']} now"
-        )
+        why += f"; transformers was {before['transformers']} then and is {now['transformers']} now"
     return [
         Problem(
             path,

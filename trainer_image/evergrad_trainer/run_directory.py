@@ -24,7 +24,10 @@ _REASONS = {
         "permission is denied",
         "Choose a directory this user can write, or change its permissions",
     ),
-    errno.EPERM: ("the operation is not permitted", "Choose a directory this user can write"),
+    errno.EPERM: (
+        "the operation is not permitted",
+        "Choose a directory this user can write",
+    ),
     errno.ENOTDIR: (
         "a part of the path is a file, not a directory",
         "Choose another path, or move that file away",
@@ -73,7 +76,11 @@ def dumps_strict(value: Any, *, indent: int | None = None) -> str:
     round-trip bit by bit."""
     separators = (",", ":") if indent is None else (",", ": ")
     dumps = functools.partial(
-        json.dumps, allow_nan=False, indent=indent, separators=separators, ensure_ascii=False
+        json.dumps,
+        allow_nan=False,
+        indent=indent,
+        separators=separators,
+        ensure_ascii=False,
     )
     # Hardly any record has a number that is none: looking through all of them first would cost each line.
     try:
@@ -207,7 +214,9 @@ def _parse_objects(lines: list[bytes]) -> list[dict[str, Any]] | None:
         rows = json.loads(b"[%b]" % b",".join(lines))
     except (ValueError, RecursionError):
         return None
-    return rows if len(rows) == len(lines) and all(type(row) is dict for row in rows) else None
+    return (
+        rows if len(rows) == len(lines) and all(type(row) is dict for row in rows) else None
+    )
 
 
 def parse_object(line: bytes) -> dict[str, Any] | None:
@@ -337,7 +346,9 @@ class RunDirectory:
                 )
             )
         if not any(file.exists() for file in (self.resolved, self.metrics, self.events)):
-            why = f"it has none of {RunFile.RESOLVED}, {RunFile.METRICS} and {RunFile.EVENTS}"
+            why = (
+                f"it has none of {RunFile.RESOLVED}, {RunFile.METRICS} and {RunFile.EVENTS}"
+            )
             raise RunDirectoryError(
                 Problem(
                     problem.path,

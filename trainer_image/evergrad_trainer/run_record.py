@@ -47,7 +47,9 @@ def read_key(
     value: Any = record
     for number, name in enumerate(names):
         if not isinstance(value, Mapping):
-            raise damaged(directory, ".".join(names[:number]), value, "it should be an object")
+            raise damaged(
+                directory, ".".join(names[:number]), value, "it should be an object"
+            )
         if name not in value:
             raise damaged(directory, ".".join(names[: number + 1]))
         value = value[name]

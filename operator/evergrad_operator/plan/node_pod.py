@@ -63,7 +63,9 @@ def build_node_pod(
     arguments = _build_arguments(run, config, index=node.index, grace=grace, token=token)
     ports = [{"name": "metrics", "containerPort": port, "protocol": "TCP"}] if port else []
     resources = bound_disk(
-        run.spec.resources, config.node_ephemeral_storage, config.node_ephemeral_storage_limit
+        run.spec.resources,
+        config.node_ephemeral_storage,
+        config.node_ephemeral_storage_limit,
     )
     pod: JsonObject = {
         # A node that ends is replaced by a new pod, perhaps elsewhere: its host may be broken.
@@ -100,7 +102,12 @@ def build_node_pod(
 
     labels = {names.LABEL_GANG: run.name} if has_label else {}
     metadata = _build_node_metadata(run, memory, config, node, labels=labels)
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": without_none(pod)}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": metadata,
+        "spec": without_none(pod),
+    }
 
 
 def _build_node_metadata(
@@ -135,7 +142,9 @@ def build_trainer_volumes(
     # One bound on the host's disk is enough: a limit of the container covers /tmp, too.
     is_bounded = EPHEMERAL_STORAGE in resources.limits
     scratch = without_none({"sizeLimit": None if is_bounded else config.scratch_size})
-    shared_memory = without_none({"medium": "Memory", "sizeLimit": config.shared_memory_size})
+    shared_memory = without_none(
+        {"medium": "Memory", "sizeLimit": config.shared_memory_size}
+    )
     return [
         {"name": "evergrad-volume", "persistentVolumeClaim": {"claimName": run.claim_name}},
         {"name": "evergrad-config", "configMap": {"name": names.config_name(run.name)}},

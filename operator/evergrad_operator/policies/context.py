@@ -42,7 +42,9 @@ class ReconcileContext:
     @property
     def progress(self) -> Progress | None:
         """The answer of the run's own, newest coordinator."""
-        return self.observation.progress if is_current(self.observation, self.memory) else None
+        return (
+            self.observation.progress if is_current(self.observation, self.memory) else None
+        )
 
     @property
     def ready(self) -> int:

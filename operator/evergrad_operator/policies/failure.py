@@ -9,7 +9,12 @@ from evergrad_operator.names import Phase, Reason
 from evergrad_operator.packing import pack_ranges
 from evergrad_operator.policies.context import ReconcileContext
 from evergrad_operator.policies.host_faults import is_input_error_confirmed
-from evergrad_operator.policies.wording import describe_disk_remedy, describe_end, quote, stop
+from evergrad_operator.policies.wording import (
+    describe_disk_remedy,
+    describe_end,
+    quote,
+    stop,
+)
 from evergrad_operator.times import format_time
 
 _REASONS: Final = {
@@ -32,7 +37,9 @@ _REMEDIES: Final = {
     Reason.VOLUME_FULL: (
         f"Enlarge the PersistentVolumeClaim or delete what is not needed there; then {_THEN}."
     ),
-    Reason.OUT_OF_EPHEMERAL_STORAGE: stop(describe_disk_remedy("spec.resources", then=_THEN)),
+    Reason.OUT_OF_EPHEMERAL_STORAGE: stop(
+        describe_disk_remedy("spec.resources", then=_THEN)
+    ),
     Reason.START_ERROR: f"Check spec.image, spec.template and the node's runtime; then {_THEN}.",
     Reason.WORKER_CRASH: (
         f"Read that node's logs (kubectl logs, or logs/ in the run directory); to try again, {_THEN}."
@@ -76,9 +83,7 @@ def fail_if_due(context: ReconcileContext) -> ReconcileContext | None:
         # The earliest node counts: what the others report may be a consequence.
         _, index, name, message = min(ended)
         said = quote(message)
-        text = (
-            f"node {index} (pod {name}) ended with exit code 64: {said or 'it left no message'}"
-        )
+        text = f"node {index} (pod {name}) ended with exit code 64: {said or 'it left no message'}"
         # A volume that is too small from the start is refused before the first step; it is no fault of the
         # recipe.
         has_no_room = any(words in said for words in _NO_ROOM)
@@ -103,8 +108,12 @@ def fail_if_due(context: ReconcileContext) -> ReconcileContext | None:
         f"Last: {describe_failure(last)}"
     )
     limit = context.run.spec.resources.limits.get("memory")
-    bound = f" The memory limit is {limit}." if reason == Reason.OUT_OF_MEMORY and limit else ""
-    return context.finished(Phase.FAILED, reason, f"{stop(text)}{bound} {_REMEDIES[reason]}")
+    bound = (
+        f" The memory limit is {limit}." if reason == Reason.OUT_OF_MEMORY and limit else ""
+    )
+    return context.finished(
+        Phase.FAILED, reason, f"{stop(text)}{bound} {_REMEDIES[reason]}"
+    )
 
 
 def describe_failure(failure: LastFailure | None) -> str:

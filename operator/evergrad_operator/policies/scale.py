@@ -49,7 +49,9 @@ def decide_scale(context: ReconcileContext) -> Scale:
 
     # Which nodes get a pod now, and which have to wait: for the budget, for the last holder of the state, or
     # after a fault of their host.
-    missing = [index for index in range(context.run.spec.nodes.largest) if index not in newest]
+    missing = [
+        index for index in range(context.run.spec.nodes.largest) if index not in newest
+    ]
     is_waiting = is_backing_off(context)
     # The same node to the coordinator: a successor would cut the save of the last holder short.
     held = context.last_holders
@@ -126,7 +128,9 @@ def _find_newest(context: ReconcileContext) -> tuple[dict[int, PodState], list[P
         pod for pod in context.live if pod.index >= most or newest.get(pod.index) is not pod
     ]
     surplus += [
-        pod for pod in newest.values() if pod.index < most and is_digest_missing(pod, memory)
+        pod
+        for pod in newest.values()
+        if pod.index < most and is_digest_missing(pod, memory)
     ]
     return newest, surplus
 

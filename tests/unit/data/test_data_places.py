@@ -41,7 +41,9 @@ class Items:
 
 
 def stream_of(
-    *sources: tuple[str, str, int, float], start: DataStart | None = None, passes: bool = False
+    *sources: tuple[str, str, int, float],
+    start: DataStart | None = None,
+    passes: bool = False,
 ) -> TrainingStream:
     """A stream over sources by name, content, size and weight."""
     stage = Stage(
@@ -104,7 +106,9 @@ def test_a_resume_finds_the_places_that_the_run_began_with() -> None:
     assert place_sources(placed, mixture) == placed
 
 
-def test_a_source_that_kept_its_name_goes_on_as_itself_beside_one_with_the_same_items() -> None:
+def test_a_source_that_kept_its_name_goes_on_as_itself_beside_one_with_the_same_items() -> (
+    None
+):
     twins = DataStart((Place("one", "A", 0, 5), Place("two", "A", 1, 9)), 3, (), "before")
     assert place_sources(twins, [("two", "A")]).sources == (Place("two", "A", 1, 9),)
     placed = place_sources(twins, [("other", "A"), ("two", "A"), ("third", "A")])
@@ -143,12 +147,16 @@ def test_mixtures_that_begin_elsewhere_are_as_they_are_by_hand(passes: bool) -> 
         for epoch, index in kept
     ]
     new = Permutation(seed=3, source=2, epoch=0, size=4)
-    assert [one.window for one in located if one.source == 1] == [new(at) for at in range(4)]
+    assert [one.window for one in located if one.source == 1] == [
+        new(at) for at in range(4)
+    ]
     assert mixture.cursor(0) == [7, 0] and mixture.cursor(8) == [11, 4]
 
 
 @pytest.mark.parametrize("passes", [False, True])
-def test_a_kept_source_gives_exactly_what_follows_and_a_new_one_begins(passes: bool) -> None:
+def test_a_kept_source_gives_exactly_what_follows_and_a_new_one_begins(
+    passes: bool,
+) -> None:
     old = stream_of(("a", "A", 50, 3.0), ("b", "B", 11, 1.0), passes=passes)
     assert old.start is not None
     start = old.start.go_on(6, cursor=old.cursor(6), data_fingerprint=old.fingerprint)

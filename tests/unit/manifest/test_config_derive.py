@@ -172,7 +172,9 @@ def test_the_second_stage_begins_with_the_first_step_that_starts_at_or_behind_it
     assert (end - 1) * 8192 < boundary <= end * 8192
 
 
-def test_a_boundary_behind_a_horizon_in_epochs_is_refused_once_its_length_is_known() -> None:
+def test_a_boundary_behind_a_horizon_in_epochs_is_refused_once_its_length_is_known() -> (
+    None
+):
     epochs = "spec.training.horizon={epochs: 1}"
     assert derive_steps(staged("8192", epochs), num_samples=64).stage_ends == (1,)
     with pytest.raises(ConfigurationError, match="no step is left for the second stage"):

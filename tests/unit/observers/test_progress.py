@@ -252,7 +252,9 @@ def test_the_bar_shows_all_facts_where_there_is_room(synthetic: ModuleType) -> N
     )
 
 
-def test_the_bar_says_who_went_for_a_while_and_how_many_are_left(synthetic: ModuleType) -> None:
+def test_the_bar_says_who_went_for_a_while_and_how_many_are_left(
+    synthetic: ModuleType,
+) -> None:
     clock = Clock()
     state = State(clock)
     state.start(replace(INFO, world_size=3, takes_over=True))
@@ -305,7 +307,9 @@ def test_a_bar_before_the_first_step_has_no_loss_and_no_eta() -> None:
     assert "loss –" in line and "ETA –" in line
 
 
-def test_a_finished_bar_says_how_long_it_took_instead_of_an_eta(synthetic: ModuleType) -> None:
+def test_a_finished_bar_says_how_long_it_took_instead_of_an_eta(
+    synthetic: ModuleType,
+) -> None:
     clock = Clock()
     state = State(clock)
     state.start(INFO)

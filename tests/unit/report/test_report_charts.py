@@ -37,7 +37,9 @@ def _page(directory: RunDirectory) -> str:
 
 def _charts(html: str) -> dict[str, Any]:
     """The embedded charts by title, each with the numbers of its x."""
-    (text,) = re.findall(r'<script type="application/json" id="charts">(.*?)</script>', html)
+    (text,) = re.findall(
+        r'<script type="application/json" id="charts">(.*?)</script>', html
+    )
     read = json.loads(text)
     return {one["title"]: {**one, "x": read["x"][one["x"]]} for one in read["charts"]}
 
@@ -47,9 +49,7 @@ def _scripts(html: str) -> list[str]:
 
 
 def _hash(text: str) -> str:
-    return (
-        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}'"
-    )
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}'"
 
 
 def _policy(html: str) -> dict[str, list[str]]:
@@ -76,7 +76,9 @@ def _long_run(directory: RunDirectory, synthetic: ModuleType, num_steps: int) ->
         columns[name] = generator.random(num_steps)
     metrics = {f"metric_{number}": generator.random(num_steps) for number in range(12)}
     evaluations = [
-        EvaluationRecord(step, 1, f"set-{number}", float(generator.random()), 1.0, 1, 1.0, 1.0)
+        EvaluationRecord(
+            step, 1, f"set-{number}", float(generator.random()), 1.0, 1, 1.0, 1.0
+        )
         for step in range(100, num_steps + 1, max(100, num_steps // 2000))
         for number in range(6)
     ]
@@ -100,7 +102,9 @@ def test_the_policy_allows_exactly_the_scripts_and_the_style_of_the_page(
     assert policy["script-src"] == [_hash(one) for one in scripts]
     (style,) = re.findall(r"<style>(.*?)</style>", html, re.DOTALL)
     assert policy["style-src"] == [_hash(style)]
-    assert policy["default-src"] == policy["base-uri"] == policy["form-action"] == ["'none'"]
+    assert (
+        policy["default-src"] == policy["base-uri"] == policy["form-action"] == ["'none'"]
+    )
     assert not [one for values in policy.values() for one in values if "unsafe" in one]
     # Elements of other kinds run nothing: one has data, and all have been looked at.
     assert len(re.findall("<script", html)) == len(scripts) + 1
@@ -117,10 +121,14 @@ def test_the_scripts_are_the_live_pages_and_cannot_end_their_element(
         assert f"<script>{script}</script>" in live
     for script in _scripts(html):
         assert not re.search(r"</script|<!--", script, re.IGNORECASE)
-        assert not re.search(r"\bfetch\b|XMLHttpRequest|WebSocket|EventSource|\beval\b", script)
+        assert not re.search(
+            r"\bfetch\b|XMLHttpRequest|WebSocket|EventSource|\beval\b", script
+        )
 
 
-def test_a_report_without_plots_has_no_script(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_a_report_without_plots_has_no_script(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
     run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=0, ended="killed"))
     html = _page(run.directory)
     assert "<script" not in html
@@ -147,7 +155,11 @@ def test_the_embedded_data_are_the_steps_of_the_run(
     each, trend, lost = loss["curves"]
     assert each["parts"] == [_digits(synthetic.step_record(step).loss for step in steps)]
     assert (each["name"], each["color"], each["isFaint"]) == ("each step", "s1", True)
-    assert (trend["name"], trend["color"], trend["isFaint"]) == ("mean of 4 steps", "s1", False)
+    assert (trend["name"], trend["color"], trend["isFaint"]) == (
+        "mean of 4 steps",
+        "s1",
+        False,
+    )
     # Seven steps were lost, and stand where they were trained again.
     assert lost["name"] == "lost and trained again"
     (values,) = lost["parts"]
@@ -165,7 +177,9 @@ def test_the_embedded_data_are_the_steps_of_the_run(
     assert charts["Learning rate"]["scale"] == "zero"
 
 
-def test_every_chart_says_what_its_picture_says(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_every_chart_says_what_its_picture_says(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
     run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=57, ended="killed"))
     run.go_on(synthetic.World(last=90, world_size=1))
     plots = build_plots(gather_facts(run.directory))
@@ -191,7 +205,9 @@ def test_phases_of_one_step_stay_a_picture(tmp_path: Path, synthetic: ModuleType
     assert html.count("data-chart") - html.count("[data-chart]") == len(_charts(html))
 
 
-def test_names_from_the_run_cannot_end_the_data(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_names_from_the_run_cannot_end_the_data(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
     run = synthetic.RunWriter(tmp_path, name=HOSTILE)
     run.set_name = HOSTILE
     run.write(synthetic.Process(last=90, ended="killed"))

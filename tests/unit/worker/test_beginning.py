@@ -199,7 +199,9 @@ def test_everything_goes_on_at_the_position_and_leaves_what_belongs_to_the_other
 
 
 @pytest.mark.capability("O-22", "O-61")
-def test_a_position_goes_on_without_what_was_measured_in_the_other_mixture(make: Make) -> None:
+def test_a_position_goes_on_without_what_was_measured_in_the_other_mixture(
+    make: Make,
+) -> None:
     fresh = make(load="position")
     fresh.session.data.train.start = DataStart((Place("a", "A", 0, 18),), 5, (), "data")
     # The data are others, and the cursor is one in their mixture.
@@ -333,7 +335,10 @@ def test_a_horizon_that_the_other_run_has_reached_is_refused(make: Make) -> None
     fresh = make(load="everything")
     fresh.session.plan.numbers.total_steps = 5
     said = refused(fresh)
-    assert "spec.training.horizon: ends at step 5, and step-5 is the state after step 5" in said
+    assert (
+        "spec.training.horizon: ends at step 5, and step-5 is the state after step 5"
+        in said
+    )
 
 
 def test_a_state_that_needs_another_checkpoint_beside_it_is_refused(make: Make) -> None:
@@ -362,7 +367,9 @@ def test_a_start_before_the_first_checkpoint_begins_with_what_the_run_began_with
     if not names_one:
         fresh.session.plan.run.training.init_from = None
         said = "nothing is named now"
-    with pytest.raises(CheckpointError, match="this run began with step-3 of first, and") as e:
+    with pytest.raises(
+        CheckpointError, match="this run began with step-3 of first, and"
+    ) as e:
         fresh.begin()
     assert said in str(e.value)
 

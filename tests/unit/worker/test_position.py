@@ -70,7 +70,9 @@ class Other:
             data_fingerprint="f",
             extra={"step": 6, "cursor": {"a": 18, "b": 7}},
         )
-        monkeypatch.setattr(position, "look_at", lambda path, step: (checkpoint, self.choice))
+        monkeypatch.setattr(
+            position, "look_at", lambda path, step: (checkpoint, self.choice)
+        )
         self.write()
 
     def write(self, run: TrainingRun | None = None, **fields: Any) -> None:
@@ -124,7 +126,10 @@ def test_a_resume_in_another_directory_begins_where_that_run_began(other: Other)
     check_content(found, found.start, prepared_of(("x", "X"), tokenizer="other"))
     # A position is one behind its checkpoint's step.
     found = other.find(make_run())
-    assert found is not None and (found.start.after_step, found.start.data_before) == (6, "f")
+    assert found is not None and (found.start.after_step, found.start.data_before) == (
+        6,
+        "f",
+    )
 
 
 def test_a_resume_from_a_link_to_a_checkpoint_begins_where_that_checkpoints_run_began(
@@ -138,7 +143,9 @@ def test_a_resume_from_a_link_to_a_checkpoint_begins_where_that_checkpoints_run_
     link = other.path / "links" / "newest"
     link.parent.mkdir()
     link.symlink_to(checkpoint)
-    found = other.find(make_run(None, initFrom={"path": "links/newest", "load": "everything"}))
+    found = other.find(
+        make_run(None, initFrom={"path": "links/newest", "load": "everything"})
+    )
     assert found is not None and found.start == began
 
 
@@ -157,14 +164,18 @@ def test_a_damaged_key_of_the_other_runs_record_is_named(other: Other, key: str)
     assert "Restore it from a backup." in said
 
 
-def test_a_run_of_several_stages_or_of_an_older_version_has_no_position(other: Other) -> None:
+def test_a_run_of_several_stages_or_of_an_older_version_has_no_position(
+    other: Other,
+) -> None:
     other.write(dataStart=None)
     assert "has not recorded where its sources begin" in other.refusal(make_run())
 
 
 def test_a_checkpoint_of_other_sources_than_the_record_has_is_refused(other: Other) -> None:
     other.choice = replace(other.choice, extra={"step": 6, "cursor": {"x": 7}})
-    assert "step-6 is not at a position in the sources of its run" in other.refusal(make_run())
+    assert "step-6 is not at a position in the sources of its run" in other.refusal(
+        make_run()
+    )
 
 
 def test_fields_that_decide_items_and_order_are_named_and_the_others_may_differ(
@@ -215,7 +226,10 @@ def test_content_of_a_source_that_an_earlier_run_left_out_is_refused_where_it_is
     other: Other,
 ) -> None:
     began = DataStart(
-        (Place("a", "A", 0, 3),), 2, (Place("y", "Y of all", 1, 7, "Y"),), data_before="first"
+        (Place("a", "A", 0, 3),),
+        2,
+        (Place("y", "Y of all", 1, 7, "Y"),),
+        data_before="first",
     )
     other.write(dataStart=began.to_json())
     other.choice = replace(other.choice, extra={"step": 6, "cursor": {"a": 18}})

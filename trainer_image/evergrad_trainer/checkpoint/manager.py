@@ -236,7 +236,8 @@ class CheckpointManager:
             del fields["step"]
             self._on_event(EventType.FALLBACK, fields)
         self._on_event(
-            EventType.RESTORED, {"checkpoint": restored.path.name, "seconds": restored.seconds}
+            EventType.RESTORED,
+            {"checkpoint": restored.path.name, "seconds": restored.seconds},
         )
         return restored
 
@@ -261,7 +262,9 @@ class CheckpointManager:
             if flight.background.is_done:
                 self._report(flight)
             else:
-                self._stager = HostStager()  # the thread may still read what the old one holds
+                self._stager = (
+                    HostStager()
+                )  # the thread may still read what the old one holds
 
     def _land_flight(self) -> Outcome | None:
         """Wait for the save under way, if any, and report it; how it ended."""

@@ -117,7 +117,9 @@ def choose_together(search: Search, tried: list[Rejected], world: World) -> Choi
                 answer = asdict(chosen[0])
             elif not thread.is_alive():
                 answer = asdict(
-                    Choice(trouble="the checkpoints could not be validated: see rank 0's log")
+                    Choice(
+                        trouble="the checkpoints could not be validated: see rank 0's log"
+                    )
                 )
             elif time.monotonic() - since > STALL_SECONDS:
                 where = search.store.reader.locate("")
@@ -153,7 +155,9 @@ def _search(search: Search, tried: list[Rejected]) -> Choice:
     damaged: list[_Damaged] = []
     names = {rejection.checkpoint for rejection in tried}
     candidates = (
-        store.catalog.scan() if search.only is None else [store.catalog.describe(search.only)]
+        store.catalog.scan()
+        if search.only is None
+        else [store.catalog.describe(search.only)]
     )
     if search.step is not None and (problem := _pick(search, candidates)) is not None:
         return _refuse([problem])
@@ -164,7 +168,10 @@ def _search(search: Search, tried: list[Rejected]) -> Choice:
             # Tried again for a while: what a volume refuses for a moment says nothing about a checkpoint.
             manifest = retry(
                 functools.partial(
-                    store.reader.validate, name, checksums=search.checksums, meter=search.meter
+                    store.reader.validate,
+                    name,
+                    checksums=search.checksums,
+                    meter=search.meter,
                 ),
                 where=store.reader.locate(name),
                 what="the checkpoint cannot be read",
@@ -194,7 +201,9 @@ def _search(search: Search, tried: list[Rejected]) -> Choice:
 def _refuse_all(search: Search, tried: list[Rejected], damaged: list[_Damaged]) -> Choice:
     """Name every checkpoint that there is, none of which validates."""
     # One that could not be read may be whole: to call it lost would be to begin anew.
-    if unread := [error for _, error in damaged if isinstance(error, OSError | VolumeError)]:
+    if unread := [
+        error for _, error in damaged if isinstance(error, OSError | VolumeError)
+    ]:
         raise unread[0]
     lost = {rejection.checkpoint: rejection.reason for rejection in tried}
     lost |= {candidate.name: str(error) for candidate, error in damaged}
@@ -236,7 +245,9 @@ def _refuse(problems: list[Problem]) -> Choice:
 
 
 def _set_aside(
-    search: Search, candidate: Candidate, error: InvalidCheckpointError | OSError | VolumeError
+    search: Search,
+    candidate: Candidate,
+    error: InvalidCheckpointError | OSError | VolumeError,
 ) -> Rejected:
     """Quarantine what is damaged; what could not be read this time may be fine and stays."""
     moved = None
@@ -251,7 +262,11 @@ def _set_aside(
 
 _IDENTITY = (
     ("run", "the run's name", "Give every run a directory of its own"),
-    ("config_hash", "the recipe's hash", "To change the recipe, start a new run with initFrom"),
+    (
+        "config_hash",
+        "the recipe's hash",
+        "To change the recipe, start a new run with initFrom",
+    ),
     (
         "data_fingerprint",
         "the data's fingerprint",

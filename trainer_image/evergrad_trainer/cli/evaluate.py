@@ -125,7 +125,10 @@ def execute(args: argparse.Namespace) -> int:
                 return _watch(args, evaluator, signals)
             measured = list(evaluator.evaluate(candidate))
         except CutError:
-            print("stopped; what was measured is kept, and goes on from there", file=sys.stderr)
+            print(
+                "stopped; what was measured is kept, and goes on from there",
+                file=sys.stderr,
+            )
             return int(ExitCode.STOPPED_SAVED)
     if args.compare:
         rows = [one.values for one in measured]
@@ -136,7 +139,9 @@ def execute(args: argparse.Namespace) -> int:
             "step": candidate.version.step,
             "results": [_row(one) for one in measured],
         }
-        document |= {"comparison": [one.__dict__ for one in compared]} if args.compare else {}
+        document |= (
+            {"comparison": [one.__dict__ for one in compared]} if args.compare else {}
+        )
         print(dumps_strict(document, indent=1))
     else:
         _print_table(measured)
@@ -150,7 +155,10 @@ def _check_arguments(args: argparse.Namespace) -> None:
         what = "--watch" if args.watch else f"--tolerance {args.tolerance}"
         why = "one checkpoint is compared, within a difference of at least 0"
         if args.weights:
-            what, why = "--weights", "the weights are those that the run itself has evaluated"
+            what, why = (
+                "--weights",
+                "the weights are those that the run itself has evaluated",
+            )
         raise InputError(
             Problem("--compare", f"cannot be combined with {what}", why, "Leave it out")
         )
@@ -173,7 +181,9 @@ def _execute_in_pod(args: argparse.Namespace) -> int:
     if args.watch or args.compare or args.sets or step < 0:
         why = "a pod evaluates all sets of the checkpoint of one step"
         raise InputError(
-            Problem("--termination-log", "needs --checkpoint STEP alone", why, "Leave it out")
+            Problem(
+                "--termination-log", "needs --checkpoint STEP alone", why, "Leave it out"
+            )
         )
     recorded = read_recorded(args.run)
     store, signals = open_store(args.run / RunFile.CHECKPOINTS), StopSignals()
@@ -195,7 +205,10 @@ def _execute_in_pod(args: argparse.Namespace) -> int:
             passed_over = str(error)
             print(f"warning: passed over: {error}", file=sys.stderr, flush=True)
         except CutError:
-            print("stopped; what was measured is kept, and goes on from there", file=sys.stderr)
+            print(
+                "stopped; what was measured is kept, and goes on from there",
+                file=sys.stderr,
+            )
             return int(ExitCode.STOPPED_SAVED)
         waiting = mark_evaluated(store, recorded.directory, of_step)
     report = encode_evaluated(

@@ -151,7 +151,9 @@ def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str, tuple[str, .
     if request.requires_prepared:
         prepare(training, base_directory=base, prepared_directory=shared, may_prepare=False)
     # Prepared data is found by its fingerprint, so that a second start reads what the first one wrote.
-    prepared = prepare_with_progress(training, base_directory=base, prepared_directory=shared)
+    prepared = prepare_with_progress(
+        training, base_directory=base, prepared_directory=shared
+    )
     check_tokenizer_unchanged(request.run_state, prepared)
     # Each folder was expanded again: a file may have come since it was compared.
     if recorded is not None:
@@ -194,8 +196,12 @@ def _examine(request: PlanRequest) -> "Examination":
         world_sizes=request.world_sizes,
     )
     # An estimate may be wrong, and can be overruled; what has no plan cannot be trained.
-    errors = [finding.problem for finding in examination.findings if finding.level == "error"]
-    is_refused = bool(errors) and (examination.plan is None or not request.ignores_preflight)
+    errors = [
+        finding.problem for finding in examination.findings if finding.level == "error"
+    ]
+    is_refused = bool(errors) and (
+        examination.plan is None or not request.ignores_preflight
+    )
     if request.run_state.state == "fresh":
         # A directory that cannot be written is among the errors already, with all others.
         with contextlib.suppress(*(_UNWRITABLE if is_refused else ())):
@@ -212,7 +218,9 @@ def _warn(findings: "Iterable[Finding]") -> None:
             print(f"warning: {finding.problem}", file=sys.stderr)
 
 
-def _record(request: PlanRequest, examination: "Examination", *, is_overruled: bool) -> None:
+def _record(
+    request: PlanRequest, examination: "Examination", *, is_overruled: bool
+) -> None:
     """Write down what was asked for and what preflight found. Raises RunDirectoryError or VolumeError."""
     directory = request.directory
     directory.create()

@@ -15,7 +15,11 @@ from evergrad_coordinator.contract import PREPARED_FOLDER, PREPARING, ExitCode
 from evergrad_coordinator.secret import read_token
 from evergrad_coordinator.text import count, duration, short_count, size
 from evergrad_manifest.errors import ConfigurationError, Problem
-from evergrad_manifest.reading.loader import LoadedManifest, add_manifest_arguments, load_from
+from evergrad_manifest.reading.loader import (
+    LoadedManifest,
+    add_manifest_arguments,
+    load_from,
+)
 from evergrad_manifest.training import RECIPES, Training
 from evergrad_trainer.cli.pod import (
     StatusPage,
@@ -26,7 +30,11 @@ from evergrad_trainer.cli.pod import (
 )
 from evergrad_trainer.data.preparation.documents import HARMLESS, IN_WORDS, Reason
 from evergrad_trainer.data.preparation.progress import OnProgress
-from evergrad_trainer.data.prepare import PrepareProgress, prepare, resolve_prepared_directory
+from evergrad_trainer.data.prepare import (
+    PrepareProgress,
+    prepare,
+    resolve_prepared_directory,
+)
 from evergrad_trainer.data.prepared import Prepared, PreparedSource
 from evergrad_trainer.data.tokenizers import load_tokenizer
 
@@ -63,7 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where token files are kept, unless data.preparedDirectory names a place (default: %(default)s)",
     )
     parser.add_argument(
-        "--workers", type=_positive, metavar="N", help="helper processes (default: one a core)"
+        "--workers",
+        type=_positive,
+        metavar="N",
+        help="helper processes (default: one a core)",
     )
     parser.add_argument(
         _SHOW,
@@ -151,7 +162,9 @@ def _execute(args: argparse.Namespace, on_progress: OnProgress | None) -> int:
     loaded = load_from(args)
     if loaded.run.spec.script is not None:
         name = loaded.run.metadata.name
-        text = f"{name} is a script, which reads its data itself: there is nothing to prepare"
+        text = (
+            f"{name} is a script, which reads its data itself: there is nothing to prepare"
+        )
         # The document alone on stdout, so that a program can read it.
         if args.json:
             print(json.dumps({"sources": [], "evaluation": []}, indent=2), flush=True)
@@ -179,9 +192,13 @@ def _execute(args: argparse.Namespace, on_progress: OnProgress | None) -> int:
     if args.show_samples or training.recipe not in RECIPES or not training.data.sources:
         from evergrad_trainer.recipes.opening import open_recipe
 
-        opened = open_recipe(training, prepared, base_directory, prepared_directory=directory)
+        opened = open_recipe(
+            training, prepared, base_directory, prepared_directory=directory
+        )
         if args.show_samples:
-            samples = _show_samples(loaded, opened, base_directory, number=args.show_samples)
+            samples = _show_samples(
+                loaded, opened, base_directory, number=args.show_samples
+            )
     if args.json:
         document = {
             "preparedDirectory": str(directory),
@@ -223,7 +240,10 @@ def _show_samples(
                 print(f"warning: {doubt}", file=sys.stderr)
     stream = opened.data.train
     own = Identity(
-        run.metadata.name, config_hash(run), opened.data.fingerprint, recipe=hashed_recipe(run)
+        run.metadata.name,
+        config_hash(run),
+        opened.data.fingerprint,
+        recipe=hashed_recipe(run),
     )
     step = find_first_step(run, base_directory, own)
     tokens = load_tokenizer(training.tokenizer, base_directory)

@@ -90,7 +90,9 @@ class DataStart:
         known = contents or {}
         return DataStart(
             tuple(
-                replace(one, taken=cursor[one.name], content=known.get(one.name, one.content))
+                replace(
+                    one, taken=cursor[one.name], content=known.get(one.name, one.content)
+                )
                 for one in self.sources
             ),
             after_step=step,
@@ -112,7 +114,9 @@ class DataStart:
         if self.goes_on:
             value["leftOut"] = left_out
             value["dataBefore"] = self.data_before
-            value["content"] = {one.fingerprint: one.content for one in places if one.content}
+            value["content"] = {
+                one.fingerprint: one.content for one in places if one.content
+            }
         return value
 
     @staticmethod
@@ -142,7 +146,9 @@ def place_sources(start: DataStart | None, sources: Sequence[tuple[str, str]]) -
     """
     if start is None:
         return DataStart(
-            tuple(Place(name, items, number) for number, (name, items) in enumerate(sources))
+            tuple(
+                Place(name, items, number) for number, (name, items) in enumerate(sources)
+            )
         )
 
     # Several sources may have the same items: the one that kept its name goes on as itself.

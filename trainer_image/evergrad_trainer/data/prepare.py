@@ -111,7 +111,9 @@ def prepare(
         whole = replace(recipe, held_out=None)
         recipes = [recipe] * len(sources) + [whole] * (len(entries) - len(sources))
         preparations = [
-            Preparation(source, content, one, root, compute_fingerprint(source, content, one))
+            Preparation(
+                source, content, one, root, compute_fingerprint(source, content, one)
+            )
             for source, content, one in zip(entries, contents, recipes, strict=True)
         ]
         raise_if([] if may_prepare else _find_unprepared(preparations), DataError)
@@ -130,13 +132,19 @@ def _find_all(
 ) -> list[tuple[Path, ...]]:
     """The files of each source. Raises DataError naming every mistake in the paths of all of them."""
     # All files are looked at before the first one is read.
-    found = [find_files(source, prepared_directory=prepared_directory) for source in entries]
+    found = [
+        find_files(source, prepared_directory=prepared_directory) for source in entries
+    ]
     raise_if([problem for _, problems in found for problem in problems], DataError)
     return [paths for paths, _ in found]
 
 
 def check_unchanged(
-    recorded: Prepared, training: Training, *, base_directory: Path, prepared_directory: Path
+    recorded: Prepared,
+    training: Training,
+    *,
+    base_directory: Path,
+    prepared_directory: Path,
 ) -> None:
     """Raise DataError naming each source whose content is not what ``recorded`` was prepared from.
 
@@ -158,7 +166,9 @@ def check_unchanged(
         with disk_errors(source.path):
             now = scan_cached(source, paths, root / SCANS, on_bytes=lambda _: None)
         if now.content_hash != before.content_hash:
-            new = {relative_name(path, source): scan.content_hash for path, scan in now.files}
+            new = {
+                relative_name(path, source): scan.content_hash for path, scan in now.files
+            }
             is_expanded = source.is_expanded(paths)
             problems.append(
                 _change_of(
@@ -252,7 +262,9 @@ def _find_unprepared(preparations: Sequence[Preparation]) -> list[Problem]:
     why = "this start may prepare nothing (--require-prepared), and {} has no tokens of its content"
     remedy = "Run `evergrad prepare` with this file first, or leave --require-prepared out"
     return [
-        Problem(str(one.source.path), "is not prepared", why.format(one.final.parent), remedy)
+        Problem(
+            str(one.source.path), "is not prepared", why.format(one.final.parent), remedy
+        )
         for one in preparations
         if one.source.type in TEXT_TYPES and open_published(one.final) is None
     ]
@@ -277,7 +289,9 @@ def _prepare_all(
         # Also after an error: helpers would otherwise work on until they notice that their input has ended.
         pool.close()
     return [
-        _prepared_source(one, found.get(one.fingerprint), reused=one.fingerprint not in missing)
+        _prepared_source(
+            one, found.get(one.fingerprint), reused=one.fingerprint not in missing
+        )
         for one in preparations
     ]
 
@@ -393,4 +407,6 @@ def _token_spans(preparation: Preparation) -> tuple[TokenSequence, TokenSequence
             after = shard.tokens - before
             rest.append(replace(shard, start=shard.start + before, tokens=after))
         left -= before
-    return TokenSequence(source.dtype, tuple(first)), TokenSequence(source.dtype, tuple(rest))
+    return TokenSequence(source.dtype, tuple(first)), TokenSequence(
+        source.dtype, tuple(rest)
+    )

@@ -173,7 +173,9 @@ def open_run(
         base_directory=base,
         run_directory=path,
         prepared=opened.prepared or prepared,
-        model=plan_model(training.model, base_directory=base, vocab_size=prepared.vocab_size),
+        model=plan_model(
+            training.model, base_directory=base, vocab_size=prepared.vocab_size
+        ),
         numbers=opened.data.derive_steps(training),
         threads=threads_per_worker(training, cores=machine.cores, num_workers=1),
         stop_after_steps=None,

@@ -139,7 +139,9 @@ def memory_of(
         # Gathered in the products' type; a block's gradients are whole until they are reduced, in the
         # weights' type.
         gathered = (
-            GROUPS_GATHERED * block * product + 2 * block * weight + tables * (product + weight)
+            GROUPS_GATHERED * block * product
+            + 2 * block * weight
+            + tables * (product + weight)
         )
         # A reference's blocks are gone before the model's come; its head is needed beside the model's.
         gathered += references * facts.vocab_size * facts.hidden_size * product

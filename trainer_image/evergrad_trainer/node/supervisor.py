@@ -167,7 +167,9 @@ class Supervisor:
         try:
             # Workers first: they import and build while the coordinator is looked for.
             self._tasks.call(worker_group.start)
-            self._tasks.begin(converse(), "conversation with the coordinator", is_endless=True)
+            self._tasks.begin(
+                converse(), "conversation with the coordinator", is_endless=True
+            )
             self._tasks.begin(self._tick(), "tick", is_endless=True)
             await self._end.over.wait()
 
@@ -224,7 +226,9 @@ class Supervisor:
             case say.Result():
                 # The last progress first: nothing that comes after the run's end is taken.
                 self._progress.flush()
-                words = Result(report.generation, report.step, report.exit_code, report.reason)
+                words = Result(
+                    report.generation, report.step, report.exit_code, report.reason
+                )
                 self.conversation.send(words)
             case say.Observed():
                 self._records.take_record(report.kind, report.record)
@@ -289,7 +293,9 @@ class Supervisor:
             case Refused():
                 print(f"error: {message.message}", file=sys.stderr, flush=True)
                 # It concerns this host or its image: another one may be let in, and the run is not to blame.
-                self._end.note_host(ErrorKind.ENVIRONMENT, f" was refused: {message.message}")
+                self._end.note_host(
+                    ErrorKind.ENVIRONMENT, f" was refused: {message.message}"
+                )
 
     def _leave_at_once(self) -> None:
         """Asked twice, or out of time: workers are killed, and nobody is waited for."""
@@ -311,10 +317,14 @@ class Supervisor:
             away = self.conversation.seconds_since_contact
             # Workers that have ended well cannot be ruled by others, and the place they had vouches for their
             # end.
-            is_training = self._workers.place is not None and not self.conversation.has_said(
-                Done
+            is_training = (
+                self._workers.place is not None and not self.conversation.has_said(Done)
             )
-            if not self._is_cut_off and is_training and away > self.conversation.lease_seconds:
+            if (
+                not self._is_cut_off
+                and is_training
+                and away > self.conversation.lease_seconds
+            ):
                 # Others may rule by now. The group ends at a step boundary and waits, holding its state.
                 self._is_cut_off = True
                 self._say("has lost the coordinator: training pauses")

@@ -126,7 +126,9 @@ def describe_event(event: Event) -> str | None:
             f"policy={fields.get('policy')} message={fields.get('message')}"
         ),
         EventType.SKIPPED: lambda: f"step={event.step} message={fields.get('message')}",
-        EventType.NON_FINITE: lambda: f"step={event.step + 1} message={fields.get('message')}",
+        EventType.NON_FINITE: lambda: (
+            f"step={event.step + 1} message={fields.get('message')}"
+        ),
         # Unknown facts of a change are left out.
         EventType.WORLD: lambda: " ".join(
             (

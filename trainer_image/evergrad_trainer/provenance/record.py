@@ -159,7 +159,9 @@ def _hardware() -> dict[str, Any]:
 
     # Only a torch that is loaded already: loading it only to ask would take seconds.
     torch: Any = sys.modules.get("torch")
-    count = torch.cuda.device_count() if torch is not None and torch.cuda.is_available() else 0
+    count = (
+        torch.cuda.device_count() if torch is not None and torch.cuda.is_available() else 0
+    )
 
     return {
         "cpu": model[1].strip() if model else platform.processor() or platform.machine(),

@@ -236,7 +236,9 @@ def _evaluation_differences(
     for where in dict.fromkeys(a.name for a, _ in pairs):
         sides = list(zip(*[pair for pair in pairs if pair[0].name == where], strict=True))
         steps = np.array([one.step for one in sides[0]], np.int64)
-        metrics = dict.fromkeys(name for side in sides for one in side for name in one.metrics)
+        metrics = dict.fromkeys(
+            name for side in sides for one in side for name in one.metrics
+        )
         tokens = tuple(np.array([one.tokens for one in side], np.int64) for side in sides)
         losses = tuple(np.array([one.loss for one in side], np.float64) for side in sides)
         found.append(

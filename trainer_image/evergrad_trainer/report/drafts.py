@@ -108,7 +108,9 @@ def loss_plot(facts: Facts) -> Draft:
     def paint(axes: "Axes") -> None:
         # Under the curves, so that they stay readable where there were many.
         for step in restarts:
-            axes.axvline(step, color=COLORS["muted"], linewidth=0.8, alpha=0.7, dashes=(3, 3))
+            axes.axvline(
+                step, color=COLORS["muted"], linewidth=0.8, alpha=0.7, dashes=(3, 3)
+            )
         if is_smoothed:
             _line(axes, raw, "s1", width=0.9, opacity=0.38)
         else:
@@ -228,9 +230,7 @@ def speed_plot(facts: Facts) -> Draft:
             f"median {shown}",
         )
     ]
-    description = (
-        f"{facts.unit_read.capitalize()} per second against the step; the median is {shown}."
-    )
+    description = f"{facts.unit_read.capitalize()} per second against the step; the median is {shown}."
     return Draft(
         "Throughput",
         description,
@@ -318,7 +318,9 @@ def split_plot(facts: Facts) -> Draft:
 
     # Milliseconds for small models: an axis of 0.00 says nothing.
     total = sum(averages) or 1.0
-    scale, unit = (1.0, "seconds per step") if total >= 1 else (1e3, "milliseconds per step")
+    scale, unit = (
+        (1.0, "seconds per step") if total >= 1 else (1e3, "milliseconds per step")
+    )
 
     def paint(axes: "Axes") -> None:
         x = curves[0].x
@@ -371,7 +373,11 @@ def world_plot(facts: Facts) -> Draft:
     y = np.array([size for _, size in sizes], np.float64)
     # By time, not by change: a short spell of one process must not weigh as much as a day of ten.
     lengths = np.clip(np.diff(x), 0.0, None)
-    mean = float((y[:-1] * lengths).sum() / lengths.sum()) if lengths.sum() > 0 else float(y[0])
+    mean = (
+        float((y[:-1] * lengths).sum() / lengths.sum())
+        if lengths.sum() > 0
+        else float(y[0])
+    )
 
     def paint(axes: "Axes") -> None:
         axes.step(

@@ -80,7 +80,11 @@ class Facts:
     @property
     def loss_unit(self) -> str:
         """Unit of the loss. Only that of tokens is known to be in nats."""
-        return "nats per token" if self.loss_items == TOKENS else f"mean over {self.loss_items}"
+        return (
+            "nats per token"
+            if self.loss_items == TOKENS
+            else f"mean over {self.loss_items}"
+        )
 
 
 def gather_facts(directory: RunDirectory, *, cluster_run: Path | None = None) -> Facts:
@@ -148,7 +152,9 @@ def _find_started(resolved: Mapping[str, Any], events: Sequence[Event]) -> dict[
     """Find the facts of the newest start event, with the manifest's where it has none: a run that failed
     before its first start event has a manifest all the same."""
     training = _dig(resolved, "manifest", "spec", "training")
-    model = _dig(training, "model", "config", "model_type") or _dig(training, "model", "path")
+    model = _dig(training, "model", "config", "model_type") or _dig(
+        training, "model", "path"
+    )
     known = {
         "run": _dig(resolved, "manifest", "metadata", "name"),
         "model": model,

@@ -10,7 +10,12 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from evergrad_coordinator.edge.page import CHART_SCRIPTS, CHART_STYLES, build_policy, read_web
+from evergrad_coordinator.edge.page import (
+    CHART_SCRIPTS,
+    CHART_STYLES,
+    build_policy,
+    read_web,
+)
 from evergrad_trainer import __version__
 from evergrad_trainer.report.facts import Facts
 from evergrad_trainer.report.plots import Plot
@@ -43,7 +48,10 @@ def render_html(facts: Facts, plots: Sequence[Plot], *, created: str) -> str:
         keep_trailing_newline=True,
     )
     # The filter tojson escapes what could end the element; numbers that are none would be no JSON.
-    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    environment.policies["json.dumps_kwargs"] = {
+        "separators": (",", ":"),
+        "allow_nan": False,
+    }
 
     # The same chart library as the live page's, from the same files. A report without plots has no script.
     charts = _charts_of(plots)

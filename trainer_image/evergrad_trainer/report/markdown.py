@@ -41,7 +41,11 @@ def render_markdown(facts: Facts, *, created: str) -> str:
     if facts.shares:
         parts += ["## Where the time went", _render_shares(facts.shares)]
     if pods := facts.pod_time:
-        parts += ["## Where the time of pods went", escape(pods.summary), _render(pods.table)]
+        parts += [
+            "## Where the time of pods went",
+            escape(pods.summary),
+            _render(pods.table),
+        ]
     for title, table, empty in (
         ("Evaluations", facts.evaluations, "Nothing was evaluated."),
         ("Checkpoints", facts.checkpoints, "No checkpoint has been published yet."),

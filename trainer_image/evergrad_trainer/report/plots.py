@@ -109,7 +109,9 @@ def _draw(draft: Draft, span: tuple[float, float], *, key: str) -> Plot:
             across=draft.across,
         )
         svgs.append((form, svg))
-    return Plot(draft.title, tuple(draft.legend), tuple(svgs), chart=_chart_values(draft, span))
+    return Plot(
+        draft.title, tuple(draft.legend), tuple(svgs), chart=_chart_values(draft, span)
+    )
 
 
 def _chart_values(draft: Draft, span: tuple[float, float]) -> dict[str, Any] | None:

@@ -67,7 +67,9 @@ def draw(
         axes.xaxis.set_major_locator(
             ticker.MaxNLocator(nbins=nbins, integer=True, min_n_ticks=1, steps=steps)
         )
-        axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axes.xaxis.set_major_formatter(
+            ticker.FuncFormatter(lambda value, _: f"{value:,.0f}")
+        )
         if axes.get_yscale() == "linear":
             axes.yaxis.set_major_locator(ticker.MaxNLocator(nbins=6, steps=steps))
 
@@ -79,7 +81,9 @@ def draw(
 
         axes.yaxis.set_major_formatter(ticker.FuncFormatter(shorten))
         axes.set_xlabel(across, loc="right")
-        axes.set_title(unit, loc="left", fontsize=_FONT_PIXELS, color=COLORS["muted"], pad=8)
+        axes.set_title(
+            unit, loc="left", fontsize=_FONT_PIXELS, color=COLORS["muted"], pad=8
+        )
         buffer = io.StringIO()
         figure.savefig(
             buffer,

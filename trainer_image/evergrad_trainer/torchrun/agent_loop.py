@@ -68,7 +68,9 @@ class AgentLoop:
     An error of its thread reaches the agent's: as the end of the run, or by :meth:`start`.
     """
 
-    def __init__(self, settings: NodeSettings, state: AgentState, *, directory: Path) -> None:
+    def __init__(
+        self, settings: NodeSettings, state: AgentState, *, directory: Path
+    ) -> None:
         self.settings = settings
         self.state = state
         self.members = AgentMembers(
@@ -150,7 +152,9 @@ class AgentLoop:
         beats = asyncio.create_task(heartbeat.keep())
         stopped = asyncio.create_task(self._stopped.wait())
         try:
-            await asyncio.wait((client, ticks, stopped), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                (client, ticks, stopped), return_when=asyncio.FIRST_COMPLETED
+            )
             if not self._stopped.is_set():
                 if self.state.end is None:
                     await asyncio.gather(*(task for task in (client, ticks) if task.done()))

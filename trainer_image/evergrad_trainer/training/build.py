@@ -202,7 +202,9 @@ def _cut(
     Returns the frozen modules among it, and what hashes those while they are whole.
     """
     cuts = plan_cuts(modules) if world is not None else {}
-    cut_frozen = {name: one for name, one in modules.frozen.items() if f"frozen.{name}" in cuts}
+    cut_frozen = {
+        name: one for name, one in modules.frozen.items() if f"frozen.{name}" in cuts
+    }
     # Built modules alone: a snapshot is hashed when it is taken.
     bases = find_bases(modules) if world is not None else {}
     whole_hashes = WholeHashes(cut_frozen, bases, without=modules.snapshots)
@@ -304,7 +306,9 @@ def _build_modules(
         made: list[DeferredModel] = []
 
         def defer() -> nn.Module:
-            one = defer_model(plan, seed=seed, precision=precision, with_weights=with_weights)
+            one = defer_model(
+                plan, seed=seed, precision=precision, with_weights=with_weights
+            )
             if one is None:
                 raise NotImplementedError
             made.append(one)
@@ -448,4 +452,6 @@ def threads_per_worker(training: Training, *, cores: int, num_workers: int) -> i
     """
     if training.runtime.threads is not None:
         return training.runtime.threads
-    return 1 if training.reproducibility.elastic == "exact" else max(1, cores // num_workers)
+    return (
+        1 if training.reproducibility.elastic == "exact" else max(1, cores // num_workers)
+    )

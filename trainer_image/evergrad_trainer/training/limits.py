@@ -41,7 +41,9 @@ def _build_rhythm(every: SaveEvery | None, training: Training) -> Rhythm | None:
         return None
     if every.tokens is None:
         return Rhythm(every.steps or 1)
-    return Rhythm(every.tokens, training.batching.global_batch_size * training.sample_tokens)
+    return Rhythm(
+        every.tokens, training.batching.global_batch_size * training.sample_tokens
+    )
 
 
 def build_best(training: Training) -> Best | None:

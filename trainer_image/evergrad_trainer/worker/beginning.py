@@ -87,7 +87,9 @@ def begin(session: Session, machinery: Machinery) -> None:
         facts["sources"] = {one.name: one.taken for one in start.sources}
     session.begun_from = facts
     # Every event has a step of its own: this run's.
-    fields = {("from_step" if key == "step" else key): value for key, value in facts.items()}
+    fields = {
+        ("from_step" if key == "step" else key): value for key, value in facts.items()
+    }
     seconds = round(time.monotonic() - started, 6)
     session.emit(EventType.BEGUN_FROM, {**fields, "seconds": seconds})
     for message in session.plan.doubts:
@@ -195,7 +197,9 @@ def _load(
     elif wanted.goes_on:
         keeps_data = wanted.load == "everything"
         _check_position(session, loaded, values, keeps_data=keeps_data)
-        counters = {key: values[COUNTERS][key] for key in _COUNTED if key in values[COUNTERS]}
+        counters = {
+            key: values[COUNTERS][key] for key in _COUNTED if key in values[COUNTERS]
+        }
         session.state_from = str(loaded.path)
         # The cursor is one in another mixture, and observers have measured the losses of that.
         left_out = () if keeps_data else (CURSOR, OBSERVERS)

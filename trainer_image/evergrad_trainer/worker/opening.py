@@ -72,7 +72,9 @@ def has_steps(directory: RunDirectory) -> bool:
     return has_checkpoints(directory) or last_step(directory) > 0
 
 
-def build_run(session: Session, machinery: Machinery, checkpoints: CheckpointManager) -> Run:
+def build_run(
+    session: Session, machinery: Machinery, checkpoints: CheckpointManager
+) -> Run:
     training, numbers = session.plan.run.training, session.plan.numbers
     # With pods of their own only the sets that the file names are evaluated here.
     named = {one.name: one.while_training for one in training.evaluation.sets}

@@ -66,7 +66,11 @@ def find_other(run: TrainingRun, base_directory: Path) -> OtherRun | None:
         # reads it: the folders above a link are not those above the checkpoint.
         found = find_record(path.resolve())
         start = None if found is None else read_start(*found)
-        return OtherRun(start, None, str(path)) if start is not None and start.goes_on else None
+        return (
+            OtherRun(start, None, str(path))
+            if start is not None and start.goes_on
+            else None
+        )
     if (path / "config.json").is_file():
         # Refused where the state is loaded, in the words that all levels have.
         return None
@@ -78,7 +82,9 @@ def find_other(run: TrainingRun, base_directory: Path) -> OtherRun | None:
     if found is None:
         raise CheckpointError(*problems)
     directory, record = found
-    raise_if(_compare(read_run(directory, record), run, where=str(checkpoint)), CheckpointError)
+    raise_if(
+        _compare(read_run(directory, record), run, where=str(checkpoint)), CheckpointError
+    )
     prepared = read_key(directory, record, "prepared", Prepared)
     if (began := read_start(directory, record)) is None:
         why = "the run has several stages, each with an order of its own, or an older version began it"
@@ -146,7 +152,10 @@ def differing_data(checkpoint: Path, stored: Stored, own: Identity) -> list[Prob
             return problems
     return [
         Problem(
-            field, f"{show_value(new)} here, and {show_value(old)} in {checkpoint}", why, remedy
+            field,
+            f"{show_value(new)} here, and {show_value(old)} in {checkpoint}",
+            why,
+            remedy,
         )
         for field, old, new in changes
     ] or [Problem(str(checkpoint), "was trained on other data", why, remedy)]

@@ -134,5 +134,7 @@ class Session:
         for event in waiting:
             # Dated now: in a log whose lines go back in time, the clock would seem to have been set.
             self.observers.event(
-                dataclasses.replace(event, step=self.progress.finished_steps, time=time.time())
+                dataclasses.replace(
+                    event, step=self.progress.finished_steps, time=time.time()
+                )
             )

@@ -57,8 +57,13 @@ class Preference(Pretrain):
         found = self._find_reference()
         if found is not None and not found.path.is_dir():
             field, path = found.field, found.path
-            what, why = f"{path} is no directory", "the reference is read from it at each start"
-            raise ModelError(Problem(field, what, why, "Correct the path, or bring it back"))
+            what, why = (
+                f"{path} is no directory",
+                "the reference is read from it at each start",
+            )
+            raise ModelError(
+                Problem(field, what, why, "Correct the path, or bring it back")
+            )
         return super().stages(prepared)
 
     def build(self, build_model: Callable[[], nn.Module]) -> Modules:
