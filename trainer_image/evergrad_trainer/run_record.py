@@ -56,7 +56,8 @@ def read_key(
 
     # As JSON and strictly: a text is no number, while a list may be a tuple, and a text a path.
     try:
-        read: Value = _adapter(kind).validate_json(dumps_strict(value), strict=True)
+        adapter = _adapter(kind)  # type: ignore[arg-type]  # a type is hashable
+        read: Value = adapter.validate_json(dumps_strict(value), strict=True)
     except ValidationError as error:
         problems = []
         for one in error.errors(include_url=False):

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt
-from pydantic.alias_generators import to_camel
+from pydantic import BaseModel, Field, NonNegativeInt
 
 DATA_START: Final = "dataStart"
 """Key of ``run.json`` under which stands where the data of the run begin."""
@@ -44,12 +43,10 @@ class StartRecord(BaseModel):
     from the places, where older versions expect no further key.
     """
 
-    model_config = ConfigDict(alias_generator=to_camel)  # type: ignore[pydantic-alias]  # read from JSON only
-
-    after_step: NonNegativeInt
+    after_step: NonNegativeInt = Field(alias="afterStep")
     sources: tuple[PlaceRecord, ...]
-    left_out: tuple[PlaceRecord, ...] | None = None
-    data_before: str | None = None
+    left_out: tuple[PlaceRecord, ...] | None = Field(default=None, alias="leftOut")
+    data_before: str | None = Field(default=None, alias="dataBefore")
     content: Mapping[str, str] = {}
 
 
