@@ -114,6 +114,11 @@ def _add_state(board: Dashboard) -> Dashboard:
 
 
 def _add_learning(board: Dashboard) -> Dashboard:
+    skipped, alerts = (
+        f"increase({_of(name)}{_WINDOW})"
+        for name in ("skipped_steps_total", "alerts_total")
+    )
+    rate = (f"max({_of('learning_rate')})", "learning rate")
     return (
         board.with_panel(
             plot(
@@ -153,27 +158,14 @@ def _add_learning(board: Dashboard) -> Dashboard:
                 shape="any",
             )
         )
-        .with_panel(
-            plot(
-                "Learning rate",
-                "Of the last step.",
-                "short",
-                (f"max({_of('learning_rate')})", "learning rate"),
-            )
-        )
+        .with_panel(plot("Learning rate", "Of the last step.", "short", rate))
         .with_panel(
             plot(
                 "Steps without an update, and alerts of monitors",
                 "Losses and gradients that are not finite, steps that were left out, what monitors found.",
                 "short",
-                (
-                    f"sum by (why) (increase({_of('skipped_steps_total')}{_WINDOW}))",
-                    "{{why}}",
-                ),
-                (
-                    f"sum by (monitor) (increase({_of('alerts_total')}{_WINDOW}))",
-                    "{{monitor}}",
-                ),
+                (f"sum by (why) ({skipped})", "{{why}}"),
+                (f"sum by (monitor) ({alerts})", "{{monitor}}"),
             )
         )
     )

@@ -267,12 +267,13 @@ def test_a_slimmed_pod_keeps_what_is_read_and_drops_the_rest() -> None:
     raw["spec"] = {
         "nodeName": "n1",
         "containers": [{"name": "node", "image": "i", "env": [1]}],
-        "volumes": [1],
+        "volumes": [1, {"name": "evergrad-tmp"}, {"name": "evergrad-token", "secret": {}}],
     }
     slim = slim_pod(raw)
     assert slim["spec"] == {
         "nodeName": "n1",
         "containers": [{"name": "node", "image": "i"}],
+        "volumes": [{"name": "evergrad-token"}],
     }
     assert slim["status"] == {
         "phase": "Running",
