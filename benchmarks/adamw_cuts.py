@@ -101,10 +101,12 @@ def main() -> None:
                 found = update(variant, weights, gradients, cut)
                 seconds = time.perf_counter() - begun
                 differ = sum(
-                    int((one != other).sum()) for one, other in zip(first, found, strict=True)
+                    int((one != other).sum())
+                    for one, other in zip(first, found, strict=True)
                 )
                 to_loop = sum(
-                    int((one != other).sum()) for one, other in zip(plain, found, strict=True)
+                    int((one != other).sum())
+                    for one, other in zip(plain, found, strict=True)
                 )
                 print(
                     f"{variant:9} threads={threads} cut={name:12} differ={differ:4} "

@@ -31,7 +31,10 @@ State = dict[str, torch.Tensor]
 
 def build_state(*, hidden: int = 640, layers: int = 10) -> State:
     """Weights and both moments of a Llama-like model, fp32: about 50M parameters, 600 MB."""
-    shapes: dict[str, tuple[int, ...]] = {"embedding": (1024, hidden), "head": (1024, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "embedding": (1024, hidden),
+        "head": (1024, hidden),
+    }
     for layer in range(layers):
         shapes |= {f"{layer}.{name}": (hidden, hidden) for name in "qkvo"}
         shapes |= {
@@ -43,7 +46,8 @@ def build_state(*, hidden: int = 640, layers: int = 10) -> State:
     state = {f"model.{name}": torch.randn(shape) for name, shape in shapes.items()}
     for moment in ("exp_avg", "exp_avg_sq"):
         state |= {
-            f"optimizer.{name}.{moment}": torch.randn(shape) for name, shape in shapes.items()
+            f"optimizer.{name}.{moment}": torch.randn(shape)
+            for name, shape in shapes.items()
         }
     return state
 
@@ -168,7 +172,8 @@ def measure(*, rounds: int = 7) -> list[Row]:
         for name, seconds, note in figures
     ]
     rows += [
-        _ratio_row(what, name, ours, theirs, goal=goal) for name, ours, theirs, goal in ratios
+        _ratio_row(what, name, ours, theirs, goal=goal)
+        for name, ours, theirs, goal in ratios
     ]
     return rows
 

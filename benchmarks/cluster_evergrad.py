@@ -34,7 +34,15 @@ class Evergrad:
     @staticmethod
     def version() -> str:
         """The commit whose operator runs."""
-        words = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=12"]
+        words = [
+            "git",
+            "-C",
+            str(REPOSITORY),
+            "describe",
+            "--always",
+            "--dirty",
+            "--abbrev=12",
+        ]
         return run(words).strip()
 
     @staticmethod
@@ -49,13 +57,17 @@ class Evergrad:
     def prepare(self, *, runs: int) -> None:
         """The CRD, claims bound by hand (kwok has no provisioner) and the operator."""
         api = self._plane.api
-        crd = yaml.safe_load((REPOSITORY / "crds/trainingrun.yaml").read_text(encoding="utf-8"))
+        crd = yaml.safe_load(
+            (REPOSITORY / "crds/trainingrun.yaml").read_text(encoding="utf-8")
+        )
         api.create("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", crd)
         self._plane.wait_for_crds([crd["metadata"]["name"]])
         names = sorted({_claim(number) for number in range(runs)})
         for name in names:
             api.create("/api/v1/persistentvolumes", _volume(name))
-            api.create(collection("v1", "persistentvolumeclaims", NAMESPACE), _claim_body(name))
+            api.create(
+                collection("v1", "persistentvolumeclaims", NAMESPACE), _claim_body(name)
+            )
         self._plane.wait_for_claims(len(names))
         self.start()
 

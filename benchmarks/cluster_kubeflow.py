@@ -99,7 +99,10 @@ class Kubeflow:
             "apiVersion": "trainer.kubeflow.org/v1alpha1",
             "kind": "TrainJob",
             "metadata": {"name": f"run-{number:04}", "namespace": NAMESPACE},
-            "spec": {"runtimeRef": {"name": "torch-distributed"}, "trainer": {"numNodes": 4}},
+            "spec": {
+                "runtimeRef": {"name": "torch-distributed"},
+                "trainer": {"numNodes": 4},
+            },
         }
 
     @staticmethod
@@ -156,10 +159,14 @@ class Kubeflow:
     def _configure(self) -> None:
         """The shipped configurations with what the bed does otherwise: certificates, addresses, no leader
         election."""
-        (trainer,) = _read("trainer", "manifests/base/manager/controller_manager_config.yaml")
+        (trainer,) = _read(
+            "trainer", "manifests/base/manager/controller_manager_config.yaml"
+        )
         trainer["certManagement"] = {"enable": False}
         trainer["leaderElection"]["leaderElect"] = False
-        (jobset,) = _read("jobset", "config/components/manager/controller_manager_config.yaml")
+        (jobset,) = _read(
+            "jobset", "config/components/manager/controller_manager_config.yaml"
+        )
         jobset["internalCertManagement"] = {"enable": False}
         jobset["leaderElection"]["leaderElect"] = False
         jobset["webhook"] = {"certDir": str(self._certificates)}
@@ -186,7 +193,9 @@ class Kubeflow:
                     webhook["clientConfig"] = {"url": url, "caBundle": authority}
                     if "pod" in webhook["name"]:
                         webhook["objectSelector"] = {
-                            "matchExpressions": [{"key": _JOBSET_LABEL, "operator": "Exists"}]
+                            "matchExpressions": [
+                                {"key": _JOBSET_LABEL, "operator": "Exists"}
+                            ]
                         }
                 yield document
 

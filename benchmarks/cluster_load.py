@@ -178,7 +178,10 @@ class _Api(Api):
     ) -> None:
         """One object. Raises LoadError for what is refused."""
         connection.request(
-            "POST", path, body, headers={**self._headers, "Content-Type": "application/json"}
+            "POST",
+            path,
+            body,
+            headers={**self._headers, "Content-Type": "application/json"},
         )
         answer = connection.getresponse()
         text = answer.read()
@@ -228,7 +231,9 @@ def post(
                 posted.at[name] = start
                 posted.took.append(time.monotonic() - start)
 
-    threads = [threading.Thread(target=work, args=(connection,)) for connection in connections]
+    threads = [
+        threading.Thread(target=work, args=(connection,)) for connection in connections
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -37,7 +37,9 @@ def parse_writes(text: str) -> Requests:
             or resource.endswith("reviews")
         ):
             continue
-        name = f"{resource}/{labels['subresource']}" if labels.get("subresource") else resource
+        name = (
+            f"{resource}/{labels['subresource']}" if labels.get("subresource") else resource
+        )
         found[labels["verb"], name, labels["code"]] += int(float(value))
     return found
 

@@ -187,7 +187,9 @@ def fresh() -> Iterator[Plane]:
         plane = Plane()
         plane.api.create("/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
         account = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/default"
-        wait_until("ServiceAccount default", lambda: plane.api.is_there(account), seconds=60)
+        wait_until(
+            "ServiceAccount default", lambda: plane.api.is_there(account), seconds=60
+        )
         plane.add_nodes()
         yield plane
     finally:
@@ -233,11 +235,15 @@ def _node(number: int) -> dict[str, Any]:
             "labels": NODE_LABEL,
             "annotations": {"kwok.x-k8s.io/node": "fake"},
         },
-        "spec": {"taints": [{"key": TAINT["key"], "value": "fake", "effect": TAINT["effect"]}]},
+        "spec": {
+            "taints": [{"key": TAINT["key"], "value": "fake", "effect": TAINT["effect"]}]
+        },
         "status": {"capacity": room, "allocatable": room},
     }
 
 
 def _is_ready(node: dict[str, Any]) -> bool:
     conditions = node["status"].get("conditions") or ()
-    return any(entry["type"] == "Ready" and entry["status"] == "True" for entry in conditions)
+    return any(
+        entry["type"] == "Ready" and entry["status"] == "True" for entry in conditions
+    )

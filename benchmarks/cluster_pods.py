@@ -99,7 +99,10 @@ def measure_recipe(bench: Bench, events: int) -> list[Sample]:
     }
     with bench.namespace() as runs:
         runs.kubectl(
-            "create", "configmap", "documents", f"--from-literal=documents.jsonl={documents()}"
+            "create",
+            "configmap",
+            "documents",
+            f"--from-literal=documents.jsonl={documents()}",
         )
         changes = {
             "nodes": {"min": 1, "max": stock.NODES},
@@ -115,7 +118,10 @@ def measure_resume(bench: Bench, events: int) -> list[Sample]:
     samples = []
     with bench.namespace() as runs:
         runs.kubectl(
-            "create", "configmap", "documents", f"--from-literal=documents.jsonl={documents()}"
+            "create",
+            "configmap",
+            "documents",
+            f"--from-literal=documents.jsonl={documents()}",
         )
         changes = {"nodes": {"min": 1, "max": RESUMED_NODES}, "resources": RESOURCES}
         run = runs.apply(make_manifest("resume", steps=100_000, changes=changes))
@@ -225,7 +231,9 @@ def measure_stock(
     return samples
 
 
-def wait_until_whole(rows: Callable[[], list[dict[str, Any]]], *, seconds: float = 180) -> None:
+def wait_until_whole(
+    rows: Callable[[], list[dict[str, Any]]], *, seconds: float = 180
+) -> None:
     """Until all nodes have trained some steps together."""
 
     def is_whole() -> bool:
@@ -235,7 +243,10 @@ def wait_until_whole(rows: Callable[[], list[dict[str, Any]]], *, seconds: float
         )
 
     wait_for(
-        is_whole, f"{SETTLED_STEPS} steps of {stock.NODES} nodes", seconds=seconds, every=0.5
+        is_whole,
+        f"{SETTLED_STEPS} steps of {stock.NODES} nodes",
+        seconds=seconds,
+        every=0.5,
     )
 
 
@@ -245,7 +256,9 @@ def _find_kill(namespace: str, pod: str) -> Callable[[], None]:
     return process.kill
 
 
-def measure_kill(rows: Callable[[], list[dict[str, Any]]], kill: Callable[[], None]) -> Sample:
+def measure_kill(
+    rows: Callable[[], list[dict[str, Any]]], kill: Callable[[], None]
+) -> Sample:
     """Seconds from SIGKILL to the end of the next step, and of the next one that a replacement
     took part in."""
     killed = time.time()
@@ -296,7 +309,9 @@ PARTS: dict[str, Callable[[Bench, int], list[Sample]]] = {
     "script": measure_script,
     "resume": measure_resume,
     "stock_tuned": lambda bench, events: measure_stock(bench, events, settings=stock.TUNED),
-    "stock_default": lambda bench, events: measure_stock(bench, events, settings=stock.DEFAULT),
+    "stock_default": lambda bench, events: measure_stock(
+        bench, events, settings=stock.DEFAULT
+    ),
 }
 
 # ---- rows --------------------------------------------------------------------------------------------------
@@ -395,7 +410,9 @@ def measure(
     something never came.
     """
     known: dict[str, Any] = (
-        json.loads(samples_file.read_text(encoding="utf-8")) if samples_file.exists() else {}
+        json.loads(samples_file.read_text(encoding="utf-8"))
+        if samples_file.exists()
+        else {}
     )
     was_up = Bed.is_up()
     Bed.up()
@@ -420,7 +437,9 @@ def measure(
                     "load": load,
                     "samples": PARTS[part](bench, events),
                 }
-                samples_file.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+                samples_file.write_text(
+                    json.dumps(known, indent=1) + "\n", encoding="utf-8"
+                )
     finally:
         if not was_up:
             Bed.down()
@@ -445,14 +464,18 @@ def main() -> None:
         help=f"of each part; {EVENTS}",
     )
     parser.add_argument(
-        "--samples", type=Path, help="another file for the samples; results are printed only"
+        "--samples",
+        type=Path,
+        help="another file for the samples; results are printed only",
     )
     options = parser.parse_args()
     if unknown := set(options.only) - set(PARTS):
         parser.error(f"--only: {', '.join(sorted(unknown))}: there is {', '.join(PARTS)}")
     machine = describe_machine()
     rows = measure(
-        only=options.only, events=options.events, samples_file=options.samples or SAMPLES_FILE
+        only=options.only,
+        events=options.events,
+        samples_file=options.samples or SAMPLES_FILE,
     )
     print_rows(rows)
     if options.samples is None:

@@ -63,7 +63,10 @@ class Side(Protocol):
         """Events it has posted."""
 
 
-SIDES: dict[str, type[Evergrad] | type[Kubeflow]] = {"evergrad": Evergrad, "kubeflow": Kubeflow}
+SIDES: dict[str, type[Evergrad] | type[Kubeflow]] = {
+    "evergrad": Evergrad,
+    "kubeflow": Kubeflow,
+}
 
 
 @dataclass(frozen=True)
@@ -313,7 +316,12 @@ def _usage_rows(what: str, sides: dict[str, Sample]) -> Iterator[Row]:
         )
         mine = sum(cpu[name] for name in operators)
         yield Row(
-            f"{what}: CPU a run, {side}", "operator", mine, "ms", "<= 60" if ours else "", note
+            f"{what}: CPU a run, {side}",
+            "operator",
+            mine,
+            "ms",
+            "<= 60" if ours else "",
+            note,
         )
         if not ours:
             yield Row(
@@ -413,7 +421,9 @@ def read_samples(samples_file: Path) -> dict[str, dict[str, Sample]]:
     ratio is made with those."""
     if not samples_file.exists():
         return {}
-    found: dict[str, dict[str, Sample]] = json.loads(samples_file.read_text(encoding="utf-8"))
+    found: dict[str, dict[str, Sample]] = json.loads(
+        samples_file.read_text(encoding="utf-8")
+    )
     return {
         part: {
             side: sample
@@ -452,7 +462,9 @@ def main() -> None:
         "--scale", type=float, default=1.0, help="make all loads smaller, to try things"
     )
     parser.add_argument(
-        "--samples", type=Path, help="another file for the samples; results are printed only"
+        "--samples",
+        type=Path,
+        help="another file for the samples; results are printed only",
     )
     options = parser.parse_args()
     machine = describe_machine()

@@ -39,7 +39,16 @@ container in place."""
 
 def arguments(output: str) -> list[str]:
     """Of the script, but for its model."""
-    return ["--output", output, "--slots", str(SLOTS), "--length", "64", "--save-every", "5"]
+    return [
+        "--output",
+        output,
+        "--slots",
+        str(SLOTS),
+        "--length",
+        "64",
+        "--save-every",
+        "5",
+    ]
 
 
 def create_script(runs: Runs) -> None:

@@ -34,7 +34,9 @@ class Row:
         if not self.goal:
             return None
         sign, _, limit = self.goal.partition(" ")
-        return math.isfinite(self.value) and bool(_COMPARISONS[sign](self.value, float(limit)))
+        return math.isfinite(self.value) and bool(
+            _COMPARISONS[sign](self.value, float(limit))
+        )
 
 
 def print_rows(rows: list[Row]) -> None:
@@ -65,7 +67,11 @@ def interval_of_median(
 
 
 def interval_of_ratio(
-    above: Sequence[float], below: Sequence[float], *, share: float = 0.95, draws: int = 2000
+    above: Sequence[float],
+    below: Sequence[float],
+    *,
+    share: float = 0.95,
+    draws: int = 2000,
 ) -> tuple[float, float]:
     """Interval of the ratio of two medians, of samples that were not taken in pairs.
 
@@ -101,7 +107,9 @@ _VOCABULARY = {"124M": 32_768, "1B": 32_768}
 def model_config(parameters: str = "10M") -> dict[str, Any]:
     """A Llama of about that many parameters."""
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    vocabulary = {"vocab_size": _VOCABULARY[parameters]} if parameters in _VOCABULARY else {}
+    vocabulary = (
+        {"vocab_size": _VOCABULARY[parameters]} if parameters in _VOCABULARY else {}
+    )
     return {
         "model_type": "llama",
         **dict(zip(names, _SHAPES[parameters], strict=True)),

@@ -187,7 +187,10 @@ def measure(
 ) -> list[Row]:
     """All rows."""
     allow_many_files()
-    with tempfile.TemporaryDirectory() as name, _coordinator(Path(name), num_nodes) as started:
+    with (
+        tempfile.TemporaryDirectory() as name,
+        _coordinator(Path(name), num_nodes) as started,
+    ):
         process, port = started
         alone = resident_megabytes(process.pid)
         job = measure_crowd(
@@ -220,14 +223,20 @@ def measure(
         Row(what, "one lost, all others know", found["heard"], "s"),
         Row(what, "its own work on one change", found["busy"], "CPU s"),
         Row(
-            what, "idle: pings twice a second", found["idle"] * 100, "% of a core", goal="<= 10"
+            what,
+            "idle: pings twice a second",
+            found["idle"] * 100,
+            "% of a core",
+            goal="<= 10",
         ),
         Row(what, "formed, from the first connection", found["formed"], "s"),
     ]
 
 
 @contextlib.contextmanager
-def _coordinator(folder: Path, num_nodes: int) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+def _coordinator(
+    folder: Path, num_nodes: int
+) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """A coordinator for so many nodes, and its port; ended by its process id."""
     address, token = folder / "address.json", folder / "token"
     token.write_text(_TOKEN, encoding="ascii")

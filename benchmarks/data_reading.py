@@ -80,7 +80,11 @@ def read_epoch(
         read(step)
         if step % 256 == 0 or step == steps:
             most = max(most, resident_megabytes() - start)
-    return {"megabytes": most, "seconds": time.perf_counter() - begun, "windows": steps * BATCH}
+    return {
+        "megabytes": most,
+        "seconds": time.perf_counter() - begun,
+        "windows": steps * BATCH,
+    }
 
 
 def run_stream(folder: Path) -> dict[str, float]:
@@ -98,7 +102,8 @@ def run_memory_map(folder: Path) -> dict[str, float]:
     """The same windows in the same order, copied out of memory maps."""
     start = resident_megabytes()
     maps = [
-        np.memmap(path, dtype=np.uint16, mode="r") for path in sorted(folder.glob("*.tokens"))
+        np.memmap(path, dtype=np.uint16, mode="r")
+        for path in sorted(folder.glob("*.tokens"))
     ]
     windows = sum(map(len, maps)) // SEQUENCE_LENGTH
     mixture = Mixture([windows], weights=[1.0], seed=0)

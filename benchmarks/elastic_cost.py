@@ -84,7 +84,9 @@ def measure_cost(
             blocks = 1 if is_tiny else _MOST_BLOCKS_AN_EVENT * events
             for _ in range(blocks):
                 # The one that comes second finds warm caches: they take turns in that, too.
-                samples += [_pair(groups, is_turned=bool(turn % 2)) for turn in range(_BLOCK)]
+                samples += [
+                    _pair(groups, is_turned=bool(turn % 2)) for turn in range(_BLOCK)
+                ]
                 low, high = interval_of_ratio(samples)
                 print(f"  {len(samples)} turns: ratio {low:.4f} to {high:.4f}", flush=True)
                 if high - low < 2 * HALF_WIDTH:
@@ -130,7 +132,9 @@ def _static(folder: Path, elastic: Path) -> Iterator[tuple[subprocess.Popen[byte
 
     try:
         steps = Steps(folder / "run" / "metrics.jsonl")
-        steps.wait(lambda row: row["step"] >= 3, "the first steps under torchrun", check=check)
+        steps.wait(
+            lambda row: row["step"] >= 3, "the first steps under torchrun", check=check
+        )
         yield agent, steps
     finally:
         end_process(agent)
@@ -203,7 +207,9 @@ def measure_memory(
     try:
         supervisor = start_process(command, output=folder / "node.log")
         try:
-            first = nodes.steps.wait(lambda row: row["step"] >= 2, "the first steps of a node")
+            first = nodes.steps.wait(
+                lambda row: row["step"] >= 2, "the first steps of a node"
+            )
             for _ in range(min(events, 3)):
                 nodes.steps.wait_further(first, 2)
                 (worker,) = descendants(supervisor.pid)

@@ -151,7 +151,8 @@ def running(group: Group, *, num_nodes: int) -> Iterator[Step]:
         for index in range(num_nodes):
             group.start_node(index)
         yield group.steps.wait(
-            lambda row: row["world_size"] == num_nodes, f"the first step of {num_nodes} nodes"
+            lambda row: row["world_size"] == num_nodes,
+            f"the first step of {num_nodes} nodes",
         )
     finally:
         group.close()
@@ -188,7 +189,9 @@ class ElasticNodes:
             write_documents(folder / "documents.jsonl")
         (folder / "run.yaml").write_text(json.dumps(settings.manifest), encoding="utf-8")
         self.coordinator = self._start_coordinator()
-        self.port = json.loads((folder / "address.json").read_text(encoding="utf-8"))["port"]
+        self.port = json.loads((folder / "address.json").read_text(encoding="utf-8"))[
+            "port"
+        ]
 
     def _start_coordinator(self) -> subprocess.Popen[bytes]:
         settings, folder = self._settings, self._folder
@@ -424,7 +427,8 @@ def descendants(pid: int) -> list[int]:
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             found += [
-                int(word) for word in (task / "children").read_text(encoding="ascii").split()
+                int(word)
+                for word in (task / "children").read_text(encoding="ascii").split()
             ]
     return found + [below for child in found for below in descendants(child)]
 

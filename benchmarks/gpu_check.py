@@ -116,7 +116,9 @@ def check_offload(device: str, is_tiny: bool) -> list[Row]:
     ids = torch.arange(256, device=device).reshape(1, 256)
     gradients, kept = {}, {}
     for mode in ("full", "offload"):
-        machinery, stage = _build(device, "bf16-autocast", compiled=False, recomputation=mode)
+        machinery, stage = _build(
+            device, "bf16-autocast", compiled=False, recomputation=mode
+        )
         before = torch.cuda.memory_allocated() if device == "cuda" else 0
         with machinery.autocast():
             loss = machinery.loss_of({"input_ids": ids, "labels": ids}, stage).total / 256
@@ -198,7 +200,9 @@ def check_world(device: str, is_tiny: bool) -> list[Row]:
     _require(result is not None, "the first of two processes ended without a result")
     found = json.loads(str(result).removeprefix(_PREFIX))
     refused = found.get("refused", "")
-    _require(bool(refused) or found["sum"] == 3.0, f"1 + 2 was summed to {found.get('sum')}")
+    _require(
+        bool(refused) or found["sum"] == 3.0, f"1 + 2 was summed to {found.get('sum')}"
+    )
     note = f"refused: {refused}" if refused else ""
     return [
         Row(
@@ -381,7 +385,9 @@ def _build(
     from evergrad_trainer.world import World
 
     training = build_training(precision=precision, compile_mode="on" if compiled else "off")
-    runtime = training.runtime.model_copy(update={"activation_checkpointing": recomputation})
+    runtime = training.runtime.model_copy(
+        update={"activation_checkpointing": recomputation}
+    )
     training = training.model_copy(update={"runtime": runtime})
     opened = open_without_data(training)
     world = World(1, 0, 1, torch.device(device))
@@ -465,7 +471,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small models and few rounds")
     parser.add_argument(
-        "--results", type=Path, default=RESULTS, help="where gpu.json and gpu.md are written"
+        "--results",
+        type=Path,
+        default=RESULTS,
+        help="where gpu.json and gpu.md are written",
     )
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument(
@@ -492,7 +501,10 @@ def main(arguments: list[str] | None = None) -> int:
     from evergrad_trainer.distributed import count_accelerators
 
     if options.device == "cuda" and count_accelerators() == 0:
-        print("no cuda device is visible on this machine: nothing was checked", file=sys.stderr)
+        print(
+            "no cuda device is visible on this machine: nothing was checked",
+            file=sys.stderr,
+        )
         return NO_DEVICE
     document: dict[str, Any] = {
         "taken": time.strftime("%Y-%m-%d"),

@@ -31,7 +31,9 @@ ITEMS = 32
 """A step has two slots of half of them."""
 _MAKE_CORPUS = Path(__file__).resolve().parents[1] / "examples/latent-edit/make_corpus.py"
 _WARM_UP = 1
-_NO_TEXT = Prepared((), (), tokenizer_identity="byte-1", vocab_size=257, end_of_document=256)
+_NO_TEXT = Prepared(
+    (), (), tokenizer_identity="byte-1", vocab_size=257, end_of_document=256
+)
 
 
 def build_recipe(features: str) -> Training:

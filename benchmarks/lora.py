@@ -90,8 +90,12 @@ def trainer_turn(opened: Opened, training: Training, folder: Path) -> Turn:
     model: Any = get_peft_model(build_model(plan, seed=0, precision="fp32"), config)
     stream = opened.data.train
     # In memory: it would not read by our stream, so that its cost must not be its own.
-    tensors = [stream.slot(step, slot).tensors for step in range(1, 9) for slot in range(SLOTS)]
-    rows = [{"input_ids": row, "labels": row} for one in tensors for row in one["input_ids"]]
+    tensors = [
+        stream.slot(step, slot).tensors for step in range(1, 9) for slot in range(SLOTS)
+    ]
+    rows = [
+        {"input_ids": row, "labels": row} for one in tensors for row in one["input_ids"]
+    ]
     seeds = iter(range(100_000))
 
     def turn() -> float:
@@ -110,7 +114,9 @@ def trainer_turn(opened: Opened, training: Training, folder: Path) -> Turn:
             use_cpu=True,
         )
         dataset: Any = rows
-        Trainer(model=model, args=arguments, train_dataset=dataset, callbacks=[clock]).train()
+        Trainer(
+            model=model, args=arguments, train_dataset=dataset, callbacks=[clock]
+        ).train()
         return sum(clock.seconds[1:])
 
     return turn
@@ -153,7 +159,9 @@ def measure(*, rounds: int = 8) -> list[Row]:
     what = "LoRA of rank 8, 50M Llama, fp32, CPU"
     with start_sides(tuple(TURNS), __file__, []) as sides:
         speeds = take_turns(sides, num_turns=rounds)
-    ratios = [own / other for own, other in zip(speeds[EVERGRAD], speeds[TRAINER], strict=True)]
+    ratios = [
+        own / other for own, other in zip(speeds[EVERGRAD], speeds[TRAINER], strict=True)
+    ]
     low, high = interval_of_median(ratios)
     # Each in a process of its own: what one has allocated once, the kernel counts for ever.
     peaks = {kind: _peak_bytes(kind) for kind in TURNS}

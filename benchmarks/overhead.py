@@ -92,7 +92,9 @@ def measure(*, steps: int = 20, records: int = 5000) -> list[Row]:
         rows = run_rows(Path(name), steps=steps)
         metrics = observer_seconds(Path(name), rows[-1], records=records)
     step = statistics.median(row["step_seconds"] for row in rows)
-    data = sum(row["data_seconds"] for row in rows) / sum(row["step_seconds"] for row in rows)
+    data = sum(row["data_seconds"] for row in rows) / sum(
+        row["step_seconds"] for row in rows
+    )
     what = "overhead, 10M Llama, fp32"
     return [
         Row(what, "step", step, "s"),

@@ -137,7 +137,10 @@ def _be_rank(mode: str, rounds: int) -> None:
     dist.init_process_group("gloo")
     steps = _Steps(mode)
     paced = _paced_transport()
-    links: dict[str, Callable[[], Any]] = {"gloo": GlooTransport, "paced link": lambda: paced}
+    links: dict[str, Callable[[], Any]] = {
+        "gloo": GlooTransport,
+        "paced link": lambda: paced,
+    }
 
     # Both kinds of a step in each round, first the one and then the other.
     results: dict[str, list[Any]] = {name: [] for name in links}

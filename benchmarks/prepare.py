@@ -239,7 +239,10 @@ if __name__ == "__main__":
     options = parser.parse_args()
     if options.side:
         cost = run_side(
-            options.side, options.documents, options.tokenizer[0], Path(options.tokenizer[1])
+            options.side,
+            options.documents,
+            options.tokenizer[0],
+            Path(options.tokenizer[1]),
         )
         print(json.dumps(asdict(cost)))
     else:

@@ -37,7 +37,10 @@ def write_sources(folder: Path, *, megabytes: float) -> None:
     with (folder / "documents.jsonl").open(encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
     # Other texts than those of the first file: equal ones would be one content under two names.
-    columns = {"id": [row["id"] for row in rows], "text": [row["text"][::-1] for row in rows]}
+    columns = {
+        "id": [row["id"] for row in rows],
+        "text": [row["text"][::-1] for row in rows],
+    }
     pq.write_table(pa.table(columns), folder / "documents.parquet", row_group_size=1000)
     train_bpe(folder / "tokenizer")
 
@@ -45,7 +48,12 @@ def write_sources(folder: Path, *, megabytes: float) -> None:
 def prepare_with_evergrad(folder: Path, output: Path) -> int:
     """A whole ``prepare`` of both sources; the number of tokens."""
     sources = [
-        {"name": kind, "type": kind, "path": str(folder / f"documents.{kind}"), "weight": 0.5}
+        {
+            "name": kind,
+            "type": kind,
+            "path": str(folder / f"documents.{kind}"),
+            "weight": 0.5,
+        }
         for kind in ("jsonl", "parquet")
     ]
     training = Training.model_validate(

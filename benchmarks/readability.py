@@ -72,7 +72,9 @@ class Numbers:
 
 def count(texts: Mapping[str, str]) -> Numbers:
     """The numbers of some modules, by their paths."""
-    functions = [one for where, text in texts.items() for one in find_functions(where, text)]
+    functions = [
+        one for where, text in texts.items() for one in find_functions(where, text)
+    ]
     classes = [one for where, text in texts.items() for one in find_classes(where, text)]
     sizes = sorted(one.lines for one in functions) or [0]
     tokens = code_lines = comments = 0
@@ -106,7 +108,9 @@ def count(texts: Mapping[str, str]) -> Numbers:
         lines_over_110_percent=round(
             100 * sum(len(line) > MAX_LINE for line in lines) / max(len(lines), 1), 2
         ),
-        longest_module=f"{texts[module].count(chr(10))} {Path(module).name}" if module else "",
+        longest_module=f"{texts[module].count(chr(10))} {Path(module).name}"
+        if module
+        else "",
     )
 
 
@@ -132,7 +136,10 @@ def find_classes(where: str, text: str) -> Iterator[Class]:
             ]
             is_public = sum(not one.name.startswith("_") for one in methods)
             yield Class(
-                where, node.name, (node.end_lineno or node.lineno) - node.lineno + 1, is_public
+                where,
+                node.name,
+                (node.end_lineno or node.lineno) - node.lineno + 1,
+                is_public,
             )
 
 
@@ -178,7 +185,9 @@ def find_private_called_once(text: str) -> list[str]:
 def find_circles(texts: Mapping[str, str]) -> list[list[str]]:
     """Groups of modules that import each other, imports for the type checker included."""
     modules = {module_name(where): text for where, text in texts.items()}
-    imports = {name: set(find_imports(text)) & modules.keys() for name, text in modules.items()}
+    imports = {
+        name: set(find_imports(text)) & modules.keys() for name, text in modules.items()
+    }
     reach = {name: _reachable(name, imports) for name in imports}
     circles = {
         tuple(sorted(other for other in reach[name] if name in reach[other]))
@@ -224,7 +233,9 @@ def read_product(root: Path, commit: str | None) -> dict[str, str]:
     """The product's modules by path, of a commit or of the working tree."""
     tree = ["ls-tree", "-r", "--name-only", commit] if commit else ["ls-files"]
     names = _git(root, *tree).splitlines()
-    wanted = [name for name in names if name.endswith(".py") and name.split("/")[0] in PACKAGES]
+    wanted = [
+        name for name in names if name.endswith(".py") and name.split("/")[0] in PACKAGES
+    ]
     if commit is None:
         return {
             name: (root / name).read_text(encoding="utf-8")
@@ -246,7 +257,9 @@ def measure(texts: Mapping[str, str]) -> dict[str, Numbers]:
         one: {where: text for where, text in texts.items() if where.startswith(f"{one}/")}
         for one in PACKAGES
     }
-    return {one: count(found) for one, found in {**groups, "all": dict(texts)}.items() if found}
+    return {
+        one: count(found) for one, found in {**groups, "all": dict(texts)}.items() if found
+    }
 
 
 def render(tables: Mapping[str, Mapping[str, Numbers]]) -> str:

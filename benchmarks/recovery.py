@@ -61,18 +61,24 @@ def measure(
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     warm_up_this_process()
     known: dict[str, Any] = (
-        json.loads(samples_file.read_text(encoding="utf-8")) if samples_file.exists() else {}
+        json.loads(samples_file.read_text(encoding="utf-8"))
+        if samples_file.exists()
+        else {}
     )
     begun, failed = time.strftime("%Y-%m-%d %H:%M"), []
     for name in only or PARTS:
-        print(f"== {time.strftime('%T')}  {name}, load {os.getloadavg()[0]:.1f}", flush=True)
+        print(
+            f"== {time.strftime('%T')}  {name}, load {os.getloadavg()[0]:.1f}", flush=True
+        )
         load = os.getloadavg()[0]
         try:
             with tempfile.TemporaryDirectory(prefix="evergrad-bench-") as folder:
                 samples = PARTS[name](Path(folder) / name, events=events, is_tiny=is_tiny)
         except Exception as error:  # noqa: BLE001 - a part that fails must not take the others' hours with it
             print(
-                f"{name} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True
+                f"{name} failed: {type(error).__name__}: {error}",
+                file=sys.stderr,
+                flush=True,
             )
             failed.append(name)
             continue
@@ -93,9 +99,14 @@ def build_rows(samples: dict[str, Samples], *, times: dict[str, str]) -> list[Ro
     rows: list[Row] = []
     for name, build in _ROWS.items():
         if name in samples:
-            late = "" if times[name] == max(times.values()) else f"; {name} taken {times[name]}"
+            late = (
+                ""
+                if times[name] == max(times.values())
+                else f"; {name} taken {times[name]}"
+            )
             rows += [
-                replace(row, note=f"{row.note}{late}") for row in build(samples[name], samples)
+                replace(row, note=f"{row.note}{late}")
+                for row in build(samples[name], samples)
             ]
     return rows
 
@@ -336,7 +347,11 @@ def _loss(
             "s",
         ),
         _row(
-            what, "above 1.5 undisturbed steps", [over(one) for one in samples], "s", "<= 0.1"
+            what,
+            "above 1.5 undisturbed steps",
+            [over(one) for one in samples],
+            "s",
+            "<= 0.1",
         ),
         _lost_row(what, samples),
     ]
@@ -358,7 +373,11 @@ def _lost_row(what: str, samples: list[dict[str, Any]]) -> Row:
 
 
 def _ratios(
-    what: str, kills: list[dict[str, Any]], taken: dict[str, Samples], *, goals: dict[str, int]
+    what: str,
+    kills: list[dict[str, Any]],
+    taken: dict[str, Samples],
+    *,
+    goals: dict[str, int],
 ) -> list[Row]:
     """How many times faster than stock torchrun: ratios of medians."""
     own = _of(kills, "seconds")
@@ -420,7 +439,8 @@ def _start_note(kills: list[dict[str, Any]]) -> str:
     """What the workers' own start took of it."""
     names = kills[0]["start"]
     parts = [
-        f"{name} {statistics.median(one['start'][name] for one in kills):.2f}" for name in names
+        f"{name} {statistics.median(one['start'][name] for one in kills):.2f}"
+        for name in names
     ]
     return f"of it in rank 0: {', '.join(parts)}"
 
@@ -455,7 +475,9 @@ def _parts(text: str) -> tuple[str, ...]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     add_options(parser)
-    parser.add_argument("--tiny", action="store_true", help="a model that is only for trying")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a model that is only for trying"
+    )
     parser.add_argument(
         "--samples", type=Path, default=SAMPLES_FILE, help="where samples are kept"
     )

@@ -151,7 +151,11 @@ def rejoin(nodes: ElasticNodes, index: int) -> Sample:
     last, before = nodes.steps.rows[-1], time.time()
     nodes.start_node(index)
     row = _wait_until_complete(nodes, newer_than=last["generation"])
-    return {"node": index, "seconds": row["time"] - before, "pause_seconds": _pause(nodes, row)}
+    return {
+        "node": index,
+        "seconds": row["time"] - before,
+        "pause_seconds": _pause(nodes, row),
+    }
 
 
 def _wait_until_complete(nodes: ElasticNodes, *, newer_than: int) -> Step:

@@ -57,7 +57,9 @@ def measure_script(
     samples = _kill_nodes(nodes, events=events)
     return {
         "node_kill": samples,
-        "reload": [{"seconds": seconds} for seconds in _time_reloads(folder, command, events)],
+        "reload": [
+            {"seconds": seconds} for seconds in _time_reloads(folder, command, events)
+        ],
     }
 
 
@@ -79,7 +81,9 @@ def _command(folder: Path, *, is_tiny: bool) -> list[str]:
     config = (
         model_config()
         if not is_tiny
-        else training_manifest(num_nodes=1, is_tiny=True)["spec"]["training"]["model"]["config"]
+        else training_manifest(num_nodes=1, is_tiny=True)["spec"]["training"]["model"][
+            "config"
+        ]
     )
     (folder / "output").mkdir(parents=True)
     # The typed run's vocabulary: bytes and one more.
@@ -150,7 +154,9 @@ def _kill_node(group: Group, index: int) -> Sample:
 def _time_reloads(folder: Path, command: list[str], count: int) -> list[float]:
     """Seconds of each of some reloads in a process that does nothing else."""
     output = folder / "reloads.json"
-    process = start_process([sys.executable, *command, "--reloads", str(count)], output=output)
+    process = start_process(
+        [sys.executable, *command, "--reloads", str(count)], output=output
+    )
     try:
         process.wait(300)
     finally:

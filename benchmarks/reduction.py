@@ -67,7 +67,10 @@ def measure_reduction(
         f"  a step: {medians}, a transfer: {statistics.median(found['transfers']):.3f} s",
         flush=True,
     )
-    return {"turn": turns, "transfer": [{"seconds": seconds} for seconds in found["transfers"]]}
+    return {
+        "turn": turns,
+        "transfer": [{"seconds": seconds} for seconds in found["transfers"]],
+    }
 
 
 def _be_rank(config: dict[str, Any], rounds: int) -> None:
@@ -159,7 +162,9 @@ def _own_turn(config: dict[str, Any]) -> Callable[[int], None]:
     return turn
 
 
-def _wrapped_turn(config: dict[str, Any], *, keeps_gradients: bool) -> Callable[[int], None]:
+def _wrapped_turn(
+    config: dict[str, Any], *, keeps_gradients: bool
+) -> Callable[[int], None]:
     """The same with DDP: no_sync while gradients accumulate, gradients as views of its buckets.
 
     ``keeps_gradients``: they are set to zero, not to None as ``zero_grad()`` does by default.

@@ -28,7 +28,9 @@ def evergrad_seconds(folder: Path, *options: str, run: str = "bench") -> float:
     before = time.time()
     command = [sys.executable, "-m", "evergrad_cli", "run", "run.yaml"]
     command += ["--stop-after-steps", "1", "--run-directory", str(directory), *options]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False
+    )
     if result.returncode != 75:
         raise RuntimeError(
             f"evergrad run ended with {result.returncode}: {result.stderr[-2000:]}"

@@ -39,7 +39,12 @@ ROWS = 2000
 SHORTEST, LONGEST = 16, 500
 TURN = 3
 """Steps of a turn; the first one of each turn does not count."""
-EVERGRAD, PADDED, PACKED, TRL = "evergrad", "Trainer, padded", "Trainer, packed", "TRL, packed"
+EVERGRAD, PADDED, PACKED, TRL = (
+    "evergrad",
+    "Trainer, padded",
+    "Trainer, packed",
+    "TRL, packed",
+)
 
 
 def build_recipe() -> Training:
@@ -273,7 +278,10 @@ def measure(*, rounds: int = 8) -> list[Row]:
         folder = Path(name)
         write_rows(folder / "rows.jsonl")
         prepared = prepare(
-            training, base_directory=folder, prepared_directory=folder / "prepared", workers=1
+            training,
+            base_directory=folder,
+            prepared_directory=folder / "prepared",
+            workers=1,
         )
         opened = open_recipe(training, prepared, folder)
         turns = {
@@ -294,7 +302,9 @@ def measure(*, rounds: int = 8) -> list[Row]:
         for kind, values in speeds.items()
     ]
     for other, goal in ((PADDED, ">= 1.5"), (PACKED, ">= 1.0"), (TRL, ">= 1.0")):
-        ratios = [own / one for own, one in zip(speeds[EVERGRAD], speeds[other], strict=True)]
+        ratios = [
+            own / one for own, one in zip(speeds[EVERGRAD], speeds[other], strict=True)
+        ]
         low, high = interval_of_median(ratios)
         found.append(
             Row(

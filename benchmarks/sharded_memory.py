@@ -74,7 +74,9 @@ def measure(*, parameters: str = "350M", is_keeping: bool = False) -> list[Row]:
     )
     num_parameters = found[0]["parameters"]
     state = 12 * num_parameters
-    built, peak, files = (max(one[key] for one in found) for key in ("built", "peak", "files"))
+    built, peak, files = (
+        max(one[key] for one in found) for key in ("built", "peak", "files")
+    )
     return [
         Row(
             what,

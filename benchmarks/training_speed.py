@@ -197,7 +197,9 @@ def measure(setting: Setting | None = None, *, rounds: int = 10) -> list[Row]:
         f"tokens/s, {setting.parameters} Llama, {setting.device}, {setting.precision}, "
         f"compile {'on' if setting.compiled else 'off'}"
     )
-    tokens = STEPS_A_TURN * training.batching.global_batch_size * training.data.sequence_length
+    tokens = (
+        STEPS_A_TURN * training.batching.global_batch_size * training.data.sequence_length
+    )
     rows = []
     for name, values in kept.items():
         wall = statistics.median(one for one, _ in values)
@@ -239,7 +241,9 @@ def _serve(side: str, setting: Setting) -> None:
         turn = (
             evergrad_turn(opened, training, device=setting.device)
             if side == EVERGRAD
-            else hand_turn(stream, training, compiled=setting.compiled, device=setting.device)
+            else hand_turn(
+                stream, training, compiled=setting.compiled, device=setting.device
+            )
         )
         clock = Clock(setting.device)
 

@@ -63,7 +63,10 @@ def build_recipe(estimator: str = "reverse") -> Training:
             "optimizer": {"learningRate": 1e-3},
             "horizon": {"steps": 100_000},
             "runtime": {"precision": "fp32", "compile": "off", "threads": 2},
-            "twoStageKl": {"stages": [{"tokens": 1}, {"beta": BETA}], "estimator": estimator},
+            "twoStageKl": {
+                "stages": [{"tokens": 1}, {"beta": BETA}],
+                "estimator": estimator,
+            },
         }
     )
 
@@ -107,7 +110,9 @@ def hand_turn(opened: Opened, training: Training) -> Callable[[], None]:
             log_p = functional.log_softmax(logits.flatten(0, 1), dim=-1)
             log_q = functional.log_softmax(theirs.flatten(0, 1), dim=-1)
             loss = functional.nll_loss(log_p, labels)
-            divergence = functional.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
+            divergence = functional.kl_div(
+                log_q, log_p, reduction="batchmean", log_target=True
+            )
             ((loss + BETA * divergence) / SLOTS).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -22,7 +22,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from capabilities import ROOT, ShowingTest, find_tests, render_cells, render_tests, write_page
+from capabilities import (
+    ROOT,
+    ShowingTest,
+    find_tests,
+    render_cells,
+    render_tests,
+    write_page,
+)
 
 DATA = ROOT / "docs" / "acceptance.csv"
 PAGE = ROOT / "docs" / "acceptance.md"
@@ -56,7 +63,9 @@ def read_rows(path: Path) -> list[Row]:
     with path.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
         if tuple(reader.fieldnames or ()) != COLUMNS:
-            raise ValueError(f"{path.name}: columns {reader.fieldnames}, expected {COLUMNS}")
+            raise ValueError(
+                f"{path.name}: columns {reader.fieldnames}, expected {COLUMNS}"
+            )
         return [Row(**{**one, "missing": tuple(one["missing"].split())}) for one in reader]
 
 

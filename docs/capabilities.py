@@ -61,14 +61,18 @@ def read_rows(path: Path) -> list[Row]:
     with path.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
         if tuple(reader.fieldnames or ()) != COLUMNS:
-            raise ValueError(f"{path.name}: columns {reader.fieldnames}, expected {COLUMNS}")
+            raise ValueError(
+                f"{path.name}: columns {reader.fieldnames}, expected {COLUMNS}"
+            )
         return [
             Row(
                 id=one["id"],
                 system=one["system"],
                 capability=one["capability"],
                 state=one["state"],
-                where=tuple(part.strip() for part in one["where"].split(";") if part.strip()),
+                where=tuple(
+                    part.strip() for part in one["where"].split(";") if part.strip()
+                ),
                 note=one["note"],
             )
             for one in reader
@@ -91,7 +95,9 @@ def find_tests(folder: Path, marker: str = MARKER) -> dict[str, list[ShowingTest
             one
             for node in module.body
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
-            for one in (node.value.elts if isinstance(node.value, ast.List) else [node.value])
+            for one in (
+                node.value.elts if isinstance(node.value, ast.List) else [node.value]
+            )
         ]
         for node in ast.walk(module):
             is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
@@ -156,7 +162,9 @@ def find_fault(name: str) -> str | None:
     if name.startswith("evergrad "):
         return _fault_of_command(name.split()[1:])
     if name.startswith("make "):
-        targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text("utf-8"), re.M)
+        targets = re.findall(
+            r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text("utf-8"), re.M
+        )
         return None if name.split()[1] in targets else "the Makefile has no such target"
     if name.startswith("column "):
         is_known = name.removeprefix("column ") in {one.name for one in metrics.COLUMNS}
@@ -285,7 +293,10 @@ def main() -> int:
 def write_page(path: Path, page: str, problems: list[str], *, is_check: bool) -> int:
     """Write or compare a generated page; the exit code, with problems on stderr where something is wrong."""
     if is_check and (not path.exists() or path.read_text(encoding="utf-8") != page):
-        problems = [*problems, f"{path.relative_to(ROOT)}: out of date. Run `make generate`."]
+        problems = [
+            *problems,
+            f"{path.relative_to(ROOT)}: out of date. Run `make generate`.",
+        ]
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     if not problems and not is_check:

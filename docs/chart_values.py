@@ -35,7 +35,11 @@ class Value:
     def is_section(self) -> bool:
         """Whether the values below it are listed, each with a description of its own."""
         listed = self.schema.get("properties", {}).keys()
-        return isinstance(self.default, dict) and bool(listed) and listed == self.default.keys()
+        return (
+            isinstance(self.default, dict)
+            and bool(listed)
+            and listed == self.default.keys()
+        )
 
 
 def read_values(text: str, schema: dict[str, Any]) -> Iterator[Value]:
@@ -66,9 +70,9 @@ def _comment_of(lines: list[str], key: yaml.Node, value: yaml.Node) -> str:
     while first and lines[first - 1].lstrip().startswith("#"):
         first -= 1
     is_inline = value.start_mark.line == key.start_mark.line
-    rest = lines[key.start_mark.line][(value if is_inline else key).end_mark.column :].lstrip(
-        ": "
-    )
+    rest = lines[key.start_mark.line][
+        (value if is_inline else key).end_mark.column :
+    ].lstrip(": ")
     parts = [*lines[first : key.start_mark.line], rest if rest.startswith("#") else ""]
     return " ".join(text for part in parts if (text := part.strip().lstrip("#").strip()))
 
@@ -124,7 +128,9 @@ def main() -> int:
     page = readme.read_text("utf-8")
     made = {
         schema_file: render_schema(schema, values),
-        readme: _BLOCK.sub(lambda found: f"{found[1]}{render_table(values)}{found[2]}", page),
+        readme: _BLOCK.sub(
+            lambda found: f"{found[1]}{render_table(values)}{found[2]}", page
+        ),
     }
     is_check = sys.argv[1:] == ["--check"]
     for file, text in made.items():

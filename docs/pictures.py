@@ -44,7 +44,9 @@ def draw_recovery(samples: dict[str, dict[str, dict[str, list[dict[str, float]]]
         lines.append(_text(x, bottom + 18, str(second), "quiet middle"))
 
     for index, (part, name, color) in enumerate(PARTS):
-        seconds = sorted(event["seconds"] for event in samples[part]["samples"]["node_kill"])
+        seconds = sorted(
+            event["seconds"] for event in samples[part]["samples"]["node_kill"]
+        )
         median, y = statistics.median(seconds), 66 + _ROW * index
         bar = f'x="{_LEFT}" y="{y - 9}" width="{median * scale:.1f}" height="18"'
         lines.append(_text(_LEFT - 12, y + 4, name, "end"))
@@ -111,7 +113,9 @@ def main(arguments: list[str]) -> int:
     ]
     if "--check" in arguments:
         for file in behind:
-            print(f"{file.relative_to(ROOT)}: not what the records show. Run make generate.")
+            print(
+                f"{file.relative_to(ROOT)}: not what the records show. Run make generate."
+            )
         return int(bool(behind))
     FOLDER.mkdir(exist_ok=True)
     for file in behind:

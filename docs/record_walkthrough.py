@@ -98,7 +98,9 @@ def main() -> int:
             .replace(str(Path.home()), "~")
             .replace(folder, ".cluster/")
         )
-        lines = "".join(f"    {line}".rstrip() + "\n" for line in printed.rstrip().splitlines())
+        lines = "".join(
+            f"    {line}".rstrip() + "\n" for line in printed.rstrip().splitlines()
+        )
         text.append(f"    $ {command}\n{lines}\n*{seconds:.0f} s*\n")
         if done.returncode:
             print(printed)

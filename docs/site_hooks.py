@@ -50,7 +50,9 @@ def find_linked_files(page: Path) -> set[str]:
     return {
         path
         for path in paths
-        if not path.endswith(".md") and not path.startswith("..") and (ROOT / path).is_file()
+        if not path.endswith(".md")
+        and not path.startswith("..")
+        and (ROOT / path).is_file()
     }
 
 
@@ -74,7 +76,8 @@ def expand_folders(nav: Any) -> Any:
     if not nav.endswith("/*"):
         return nav
     pages = sorted(
-        (ROOT / nav).parent.glob("*.md"), key=lambda page: (page.name != "README.md", page.name)
+        (ROOT / nav).parent.glob("*.md"),
+        key=lambda page: (page.name != "README.md", page.name),
     )
     return [page.relative_to(ROOT).as_posix() for page in pages]
 
@@ -110,7 +113,9 @@ def unlink_folders(text: str, folder: Path) -> str:
     )
 
 
-def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+def on_page_markdown(
+    markdown: str, *, page: Page, config: MkDocsConfig, files: Files
+) -> str:
     """The page without links to folders."""
     return unlink_folders(markdown, (ROOT / page.file.src_uri).parent)
 

@@ -54,7 +54,9 @@ def read_duty(module: Path) -> str:
     if len(duty) <= MAX_TEXT:
         return duty
     ends = [
-        found.start() for found in re.finditer(r"[,:](?= )", duty) if found.start() <= MAX_TEXT
+        found.start()
+        for found in re.finditer(r"[,:](?= )", duty)
+        if found.start() <= MAX_TEXT
     ]
     return duty[: ends[-1] if ends else MAX_TEXT]
 

@@ -51,9 +51,21 @@ def build_wheels(release: Release) -> None:
             file.chmod(0o755 if file.is_dir() else 0o644)
         run(
             [
-                *(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index"),
+                *(
+                    sys.executable,
+                    "-m",
+                    "pip",
+                    "wheel",
+                    "--quiet",
+                    "--no-deps",
+                    "--no-index",
+                ),
                 *("--no-build-isolation", "--disable-pip-version-check"),
-                *("--wheel-dir", release.folder, *(Path(scratch, name) for name in FOLDERS)),
+                *(
+                    "--wheel-dir",
+                    release.folder,
+                    *(Path(scratch, name) for name in FOLDERS),
+                ),
             ],
             directory=Path(scratch),
             environment={"SOURCE_DATE_EPOCH": str(release.seconds)},
@@ -175,7 +187,9 @@ def write_sums(folder: Path) -> list[str]:
     lines = []
     for file in sorted(folder.iterdir()):
         with file.open("rb") as opened:
-            lines.append(f"{hashlib.file_digest(opened, 'sha256').hexdigest()}  {file.name}")
+            lines.append(
+                f"{hashlib.file_digest(opened, 'sha256').hexdigest()}  {file.name}"
+            )
     (folder / SUMS).write_text("".join(f"{line}\n" for line in lines))
     return lines
 

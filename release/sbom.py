@@ -106,7 +106,9 @@ def build_component(pin: Pin) -> Component:
         name=pin.name,
         version=pin.version,
         type=ComponentType.LIBRARY,
-        hashes=[HashType(alg=HashAlgorithm.SHA_256, content=one) for one in hashes(pin.text)],
+        hashes=[
+            HashType(alg=HashAlgorithm.SHA_256, content=one) for one in hashes(pin.text)
+        ],
         licenses=find_licenses(pin.name, pin.version),
         purl=PackageURL("pypi", name=pin.name, version=pin.version),
         bom_ref=f"{pin.name}=={pin.version}",

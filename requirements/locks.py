@@ -53,7 +53,9 @@ def parse_lock(text: str) -> list[Pin]:
         body = "\n".join(
             line for line in block.strip("\n").splitlines() if not line.startswith("#")
         )
-        parents = re.findall(r"^ +# +(?:via)? *(?:-r )?([A-Za-z0-9._-]+)$", body, re.MULTILINE)
+        parents = re.findall(
+            r"^ +# +(?:via)? *(?:-r )?([A-Za-z0-9._-]+)$", body, re.MULTILINE
+        )
         pins.append(Pin(match[1], match[2], body + "\n", frozenset(parents) - {"via"}))
     return pins
 
@@ -173,7 +175,9 @@ def install(wheels: Path | None) -> None:
         for part in ("-r", str(FOLDER / name))
     ]
     run([*pip, "--require-hashes", *torch, *locks])
-    editable = [part for name in PACKAGES for part in ("--editable", str(FOLDER.parent / name))]
+    editable = [
+        part for name in PACKAGES for part in ("--editable", str(FOLDER.parent / name))
+    ]
     run([*pip, "--no-deps", "--no-build-isolation", *editable])
 
 
@@ -182,7 +186,9 @@ def update(wheels: Path | None, *, upgrade: bool) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "all.txt"
         output.write_text(
-            "".join((FOLDER / name).read_text() for name in FILES if (FOLDER / name).exists())
+            "".join(
+                (FOLDER / name).read_text() for name in FILES if (FOLDER / name).exists()
+            )
         )
         uv = [
             str(Path(sys.executable).parent / "uv"),
@@ -215,7 +221,10 @@ def update(wheels: Path | None, *, upgrade: bool) -> None:
             "trainer.in",
             "The index's build of torch and, on Linux, the CUDA packages that build needs.",
         ),
-        "operator.txt": ("operator.in", "What the operator needs, the coordinator included."),
+        "operator.txt": (
+            "operator.in",
+            "What the operator needs, the coordinator included.",
+        ),
         "dev.txt": (
             "dev.in",
             "What tests, checks and benchmarks need beyond the trainer and the operator.",

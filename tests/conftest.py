@@ -9,6 +9,16 @@ import tempfile
 
 import pytest
 
+LONG_SECONDS = 1800
+"""Longest time of a test marked ``long`` that names none itself; the one of pyproject.toml is for the others."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give tests that take minutes a timeout of their own."""
+    for item in items:
+        if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LONG_SECONDS))
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Move TMPDIR.

@@ -25,7 +25,9 @@ def bases(count: int, *, seed: int = 0) -> str:
     return "".join(random.Random(seed).choices("ACGT", k=count))
 
 
-def window_row(number: int, sequence: str, *, chromosome: str = "chr1", start: int = 0) -> Row:
+def window_row(
+    number: int, sequence: str, *, chromosome: str = "chr1", start: int = 0
+) -> Row:
     return {
         "record_id": f"w-{chromosome}-{number}",
         "source": "generated",
@@ -35,7 +37,9 @@ def window_row(number: int, sequence: str, *, chromosome: str = "chr1", start: i
     }
 
 
-def edit_row(chromosome: str, position: int, genome: str, *, seed: int, **further: Any) -> Row:
+def edit_row(
+    chromosome: str, position: int, genome: str, *, seed: int, **further: Any
+) -> Row:
     """A substitution of the base at ``position`` (from 1) of a chromosome that is ``genome``."""
     old = genome[position - 1]
     new = random.Random(seed).choice([one for one in "ACGT" if one != old])
@@ -71,7 +75,11 @@ def write_corpus(folder: Path, *, train: int = 6, test: int = 2) -> Path:
             if number % 2 == 0:
                 clinical.append(
                     edit_row(
-                        chromosome, start + 20, genome, seed=start, clinical_significance="VUS"
+                        chromosome,
+                        start + 20,
+                        genome,
+                        seed=start,
+                        clinical_significance="VUS",
                     )
                 )
         write_lines(folder / f"placed/{split}.jsonl", windows)

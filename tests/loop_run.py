@@ -23,7 +23,9 @@ class Steps:
         self, step: int, world: World, flags: tuple[bool, ...], *, is_skipped: bool
     ) -> StepOutcome:
         assert len(flags) == NUM_FLAGS
-        phases = dict.fromkeys(("data", "forward_backward", "communication", "optimizer"), 0.0)
+        phases = dict.fromkeys(
+            ("data", "forward_backward", "communication", "optimizer"), 0.0
+        )
         return StepOutcome(step, 1.0, {}, 4, "0" * 16, 0.1, 1.0, flags, phases, 0.0)
 
 

@@ -52,7 +52,9 @@ def run(front: Sequence[str], behind: Sequence[str]) -> int:
     return 0 if first.returncode == second.returncode == 0 else 1
 
 
-def _start(command: Sequence[str], *, output: int | None = None) -> "subprocess.Popen[bytes]":
+def _start(
+    command: Sequence[str], *, output: int | None = None
+) -> "subprocess.Popen[bytes]":
     # A process group of its own: a signal reaches all of it, and a Ctrl-C reaches it through us alone.
     return subprocess.Popen(
         command,

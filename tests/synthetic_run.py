@@ -10,7 +10,13 @@ from typing import Any
 from evergrad_trainer.observers.account import Record
 from evergrad_trainer.observers.history import StepTable, tabulate
 from evergrad_trainer.observers.jsonl import RunLog
-from evergrad_trainer.records import EvaluationRecord, Event, EventType, StepRecord, record_row
+from evergrad_trainer.records import (
+    EvaluationRecord,
+    Event,
+    EventType,
+    StepRecord,
+    record_row,
+)
 from evergrad_trainer.run_directory import RunDirectory
 
 BEGIN = 1_770_000_000.0
@@ -233,10 +239,15 @@ class RunWriter:
             self._save(log, process.last)
         self._event(log, EventType.STOP, process.last, reason=process.ended, saved=True)
         if process.ended == "complete":
-            self._event(log, EventType.COMPLETE, process.last, total_steps=self._total_steps)
+            self._event(
+                log, EventType.COMPLETE, process.last, total_steps=self._total_steps
+            )
             self.directory.mark_complete({"total_steps": self._total_steps})
         self._event(
-            log, EventType.END, process.last, exit_code=0 if process.ended == "complete" else 75
+            log,
+            EventType.END,
+            process.last,
+            exit_code=0 if process.ended == "complete" else 75,
         )
 
     def _event(self, log: RunLog, type_: str, step: int, **fields: Any) -> None:

@@ -19,7 +19,9 @@ class _Selector(selectors.DefaultSelector):
         super().__init__()
         self.now = 1000.0  # a clock that has gone on for a while, as a real one has
 
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+    def select(
+        self, timeout: float | None = None
+    ) -> list[tuple[selectors.SelectorKey, int]]:
         """What is ready.
 
         With nothing due at all there is nothing to jump to: then it waits as any other does.

@@ -206,7 +206,9 @@ def _add_commands(
 
     Only the one that ``arguments`` begin with is imported and has its own arguments; for None all.
     """
-    parser.add_argument("--version", action="version", version=f"{parser.prog} {__version__}")
+    parser.add_argument(
+        "--version", action="version", version=f"{parser.prog} {__version__}"
+    )
     sub_parsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, text in commands.items():
         sub = sub_parsers.add_parser(
@@ -235,7 +237,9 @@ def _add_commands(
             module = importlib.import_module(path)
         except ModuleNotFoundError as error:
             parser.exit(_explain_missing(error, name))
-        sub.epilog = "examples:\n" + module.EXAMPLES.replace("  evergrad ", f"  {parser.prog} ")
+        sub.epilog = "examples:\n" + module.EXAMPLES.replace(
+            "  evergrad ", f"  {parser.prog} "
+        )
         module.add_arguments(sub)
         sub.add_argument(
             "--errors",

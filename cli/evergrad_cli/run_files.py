@@ -176,9 +176,9 @@ class RunFiles:
         if self._last_type == "failed" or (
             self._last_type == "end" and end.get("exit_code") in (64, 70)
         ):
-            return "Failed", str(failed.get("message") or f"exit code {end.get('exit_code')}")[
-                :1000
-            ]
+            return "Failed", str(
+                failed.get("message") or f"exit code {end.get('exit_code')}"
+            )[:1000]
         if self._last_type in ("stop", "end"):
             reason = str(self._newest.get("stop", {}).get("reason") or "")
             return "Stopped", describe_ending(reason) or f"exit code {end.get('exit_code')}"

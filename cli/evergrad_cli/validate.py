@@ -59,7 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
     add_manifest_arguments(parser)
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON document: valid, problems, resolved"
+        "--json",
+        action="store_true",
+        help="print one JSON document: valid, problems, resolved",
     )
     parser.add_argument(
         "--print-resolved",
@@ -90,7 +92,9 @@ def execute(args: argparse.Namespace) -> int:
 
     # Files beside the manifest are part of it. Those of a pod or a volume may exist there alone.
     spec, base = loaded.run.spec, loaded.base_directory
-    missing = [] if spec.script is None else portable_problems(spec.script, base_directory=base)
+    missing = (
+        [] if spec.script is None else portable_problems(spec.script, base_directory=base)
+    )
     missing += (
         [] if spec.training is None else task_problems(spec.training, base_directory=base)
     )
@@ -181,7 +185,9 @@ def _summarize(loaded: LoadedManifest) -> str:
     if run.spec.script is not None:
         nodes, program = run.spec.nodes, run.script.program
         number = (
-            f"{nodes.min}" if nodes.max in (None, nodes.min) else f"{nodes.min} to {nodes.max}"
+            f"{nodes.min}"
+            if nodes.max in (None, nodes.min)
+            else f"{nodes.min} to {nodes.max}"
         )
         command = shlex.join([program.name, *program.arguments])
         text = f"runs the {program.kind} {command} on {number} node"

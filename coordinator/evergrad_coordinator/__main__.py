@@ -75,7 +75,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--state", type=Path, help="file of the newest generation; also the lock of the run"
     )
     parser.add_argument(
-        "--first-generation", type=int, default=0, help="newest generation known from elsewhere"
+        "--first-generation",
+        type=int,
+        default=0,
+        help="newest generation known from elsewhere",
     )
     parser.add_argument("--epoch", type=int, default=0, help="high bits of all generations")
     parser.add_argument(
@@ -86,7 +89,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--recovery", choices=["in-process", "fresh"], default="in-process")
     parser.add_argument(
-        "--hold-joins", action="store_true", help="fresh workers: joins wait for a checkpoint"
+        "--hold-joins",
+        action="store_true",
+        help="fresh workers: joins wait for a checkpoint",
     )
     parser.add_argument(
         "--exit-when-empty",
@@ -155,7 +160,9 @@ def find_problems(options: argparse.Namespace) -> list[str]:
         f"--{name.replace('_', '-')}: {getattr(options, name)} is not above 0. Give seconds."
         for name in (*_TIMES, "linger")
         if not 0 <= getattr(options, name) < 1e9
-        or (getattr(options, name) == 0 and name not in ("linger", "debounce", "start_wait"))
+        or (
+            getattr(options, name) == 0 and name not in ("linger", "debounce", "start_wait")
+        )
     ]
 
     # Epoch and generation share one number below MAX_GENERATION: the epoch has its bits from 32 on.
@@ -232,16 +239,15 @@ async def serve(
         if options.address_file:
             write_address(options.address_file, {"port": port, "statusPort": status_port})
     except OSError as error:
-        log_line(
-            "failed",
-            message=(
-                f"{options.host or 'any address'}: cannot listen or say where; {error}. Choose "
-                "other ports or another --address-file."
-            ),
-        )
+        what = f"{options.host or 'any address'}: cannot listen or say where; {error}."
+        log_line("failed", message=f"{what} Choose other ports or another --address-file.")
         return ExitCode.USER_ERROR
     log_line(
-        "listening", run=settings.run, port=port, statusPort=status_port, generation=generation
+        "listening",
+        run=settings.run,
+        port=port,
+        statusPort=status_port,
+        generation=generation,
     )
 
     # The end is not the end of the process: nodes that come late still have to learn how the run ended.
@@ -294,14 +300,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     # The lock of the run comes before anything that others could see.
     try:
-        store: GenerationStore = FileStore(options.state) if options.state else MemoryStore()
+        store: GenerationStore = (
+            FileStore(options.state) if options.state else MemoryStore()
+        )
         generation = prepare_generation(store, options.first_generation)
     except (JournalError, OSError) as error:
         log_line("failed", message=str(error))
         return ExitCode.INTERNAL
     # Given up last: the next coordinator must not begin while this one can still send.
     try:
-        return asyncio.run(serve(options, build_settings(options, token), store, generation))
+        return asyncio.run(
+            serve(options, build_settings(options, token), store, generation)
+        )
     finally:
         store.close()
 

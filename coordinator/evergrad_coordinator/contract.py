@@ -57,7 +57,9 @@ def hides_ours(path: str) -> bool:
     is_over = any(
         ours == plain or ours.startswith(f"{plain.rstrip('/')}/") for ours in OUR_MOUNTS
     )
-    return is_over or plain.startswith((f"{VOLUME_PATH}/", f"{CONFIG_PATH}/", f"{TOKEN_PATH}/"))
+    return is_over or plain.startswith(
+        (f"{VOLUME_PATH}/", f"{CONFIG_PATH}/", f"{TOKEN_PATH}/")
+    )
 
 
 OUR_VARIABLES: Final = (
@@ -146,7 +148,9 @@ def encode_termination(kind: ErrorKind, text: str) -> bytes:
     data = json.dumps({"kind": kind, "message": text}).encode("ascii")
     while len(data) > MAX_TERMINATION_BYTES:
         # The end is cut least: a traceback has its cause there, and its place at the beginning.
-        text = text[: len(text) // 4].rstrip() + "\n...\n" + text[-(len(text) // 2) :].lstrip()
+        text = (
+            text[: len(text) // 4].rstrip() + "\n...\n" + text[-(len(text) // 2) :].lstrip()
+        )
         data = json.dumps({"kind": kind, "message": text}).encode("ascii")
     return data
 

@@ -52,7 +52,11 @@ def encode_evaluated(
     """
     sets: dict[str, dict[str, str]] = {}
     for row in rows:
-        found = {"loss": row["loss"], "perplexity": row["perplexity"], **row.get("metrics", {})}
+        found = {
+            "loss": row["loss"],
+            "perplexity": row["perplexity"],
+            **row.get("metrics", {}),
+        }
         known = {key: value for key, value in found.items() if value is not None}
         sets[str(row["name"])[:LONGEST_NAME]] = {
             str(key)[:LONGEST_NAME]: repr(value)[:_LONGEST_VALUE]

@@ -18,7 +18,9 @@ class Pace:
         if self._first is None or step < self._first[0]:
             self._first = (step, now)
 
-    def remaining_seconds(self, step: int, total: int | None, *, now: float) -> float | None:
+    def remaining_seconds(
+        self, step: int, total: int | None, *, now: float
+    ) -> float | None:
         """Seconds from ``step`` to ``total``; None before a second step, or without a total."""
         if self._first is None or total is None or step <= self._first[0]:
             return None

@@ -74,7 +74,9 @@ class Codec(Generic[R]):
         TypeError: at once, if a field of a record has a type that the codec does not know.
     """
 
-    def __init__(self, kinds: Iterable[type[R]], *, max_bytes: int = MAX_LINE_BYTES) -> None:
+    def __init__(
+        self, kinds: Iterable[type[R]], *, max_bytes: int = MAX_LINE_BYTES
+    ) -> None:
         self._kinds = {_type_of(kind): kind for kind in kinds}
         self._max_bytes = max_bytes
         # A type that the codec does not know is found here, and not by the first message.
@@ -255,7 +257,9 @@ def _reader(hint: Any) -> _Reader:
         def read_items(value: Any, where: str) -> tuple[Any, ...]:
             if not isinstance(value, list):
                 raise ProtocolError(f"{where}: {_show(value)} is not a list")
-            return tuple(item(one, f"{where}[{number}]") for number, one in enumerate(value))
+            return tuple(
+                item(one, f"{where}[{number}]") for number, one in enumerate(value)
+            )
 
         return read_items
     if origin in (dict, Mapping) and arguments[0] is str:

@@ -7,10 +7,10 @@ import torch
 from pydantic import Field
 from torch import nn
 from torch.func import functional_call
-from torch.nn import functional
 
 from evergrad_trainer import task
 from evergrad_trainer.recipes.pretrain import Pretrain
+from evergrad_trainer.task import Tensors
 
 
 class Options(task.Section):
@@ -22,7 +22,7 @@ class Averaged(Pretrain):
     """Everything that is not written here is pretraining's."""
 
     Options: ClassVar[type[task.Section]] = Options
-    metrics: ClassVar[Mapping[str, str]] = {"accuracy": "Share of right guesses of a token."}
+    metrics: ClassVar[Mapping[str, str]] = {"accuracy": "Share of right guesses."}
 
     def build(self, build_model: Callable[[], nn.Module]) -> task.Modules:
         modules = super().build(build_model)
@@ -38,7 +38,7 @@ class Averaged(Pretrain):
         for name, weight in modules.trained["model"].named_parameters():
             modules.kept[name].lerp_(task.full_tensor(weight), 1 - self.setup.options.decay)
 
-    def loss(self, modules: task.Modules, batch: task.Tensors, stage: task.Stage) -> task.Loss:
+    def loss(self, modules: task.Modules, batch: Tensors, stage: task.Stage) -> task.Loss:
         output = modules.trained["model"](input_ids=batch["input_ids"])
         return sums(output.logits, batch["labels"])
 
@@ -49,12 +49,12 @@ class Averaged(Pretrain):
         return found
 
 
-def loss_of_average(modules: task.Modules, batch: task.Tensors, stage: task.Stage) -> task.Loss:
+def loss_of_average(modules: task.Modules, batch: Tensors, stage: task.Stage) -> task.Loss:
     model, inputs = modules.trained["model"], {"input_ids": batch["input_ids"]}
     return sums(functional_call(model, modules.kept, kwargs=inputs).logits, batch["labels"])
 
 
 def sums(logits: torch.Tensor, labels: torch.Tensor) -> task.Loss:
     flat = logits.flatten(0, 1).float()
-    loss = functional.cross_entropy(flat, labels.flatten(), reduction="sum")
+    loss = nn.functional.cross_entropy(flat, labels.flatten(), reduction="sum")
     return task.Loss(loss, {"accuracy": (logits.argmax(-1) == labels).sum()})

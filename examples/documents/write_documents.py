@@ -83,7 +83,9 @@ WRONG_INPUT = 64
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("inputs", nargs="+", type=Path, help="JSON Lines; read in this order")
+    parser.add_argument(
+        "inputs", nargs="+", type=Path, help="JSON Lines; read in this order"
+    )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--type", default="computed", help=f"one of {', '.join(TYPES)}")
     parser.add_argument("--seed", type=int, default=0)

@@ -12,7 +12,9 @@ from pydoc_data.topics import topics
 
 def words() -> list[str]:
     """Words of 2 to 12 small letters, each once, by a hash: in an order that carries no meaning."""
-    found = {word for text in topics.values() for word in re.findall(r"\b[a-z]{2,12}\b", text)}
+    found = {
+        word for text in topics.values() for word in re.findall(r"\b[a-z]{2,12}\b", text)
+    }
     return sorted(found, key=lambda word: hashlib.sha256(word.encode()).hexdigest())
 
 

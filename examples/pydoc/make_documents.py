@@ -10,7 +10,9 @@ from pydoc_data.topics import topics
 def render_documents() -> str:
     """One JSON object ``{"topic", "text"}`` a line, sorted by topic: the same bytes from the same Python
     version."""
-    rows = ({"topic": topic, "text": text.strip()} for topic, text in sorted(topics.items()))
+    rows = (
+        {"topic": topic, "text": text.strip()} for topic, text in sorted(topics.items())
+    )
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 

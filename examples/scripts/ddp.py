@@ -36,7 +36,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=32, help="samples a step, over all ranks")
+    parser.add_argument(
+        "--batch", type=int, default=32, help="samples a step, over all ranks"
+    )
     parser.add_argument("--save-every", type=int, default=10)
     parser.add_argument(
         "--step-seconds", type=float, default=0.0, help="a step takes at least so long"

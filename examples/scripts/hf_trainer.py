@@ -48,9 +48,13 @@ class Progress(TrainerCallback):
 def find_last_checkpoint(folder: Path) -> Path | None:
     """The newest whole one: the Trainer writes its state last."""
     whole = [
-        path.parent for path in folder.glob("checkpoint-*/trainer_state.json") if is_json(path)
+        path.parent
+        for path in folder.glob("checkpoint-*/trainer_state.json")
+        if is_json(path)
     ]
-    return max(whole, key=lambda path: int(path.name.removeprefix("checkpoint-")), default=None)
+    return max(
+        whole, key=lambda path: int(path.name.removeprefix("checkpoint-")), default=None
+    )
 
 
 def is_json(path: Path) -> bool:

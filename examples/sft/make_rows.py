@@ -11,7 +11,9 @@ from pydoc_data.topics import topics
 
 def words() -> list[str]:
     """Words of 2 to 12 small letters, each once, by a hash: in an order that carries no meaning."""
-    found = {word for text in topics.values() for word in re.findall(r"\b[a-z]{2,12}\b", text)}
+    found = {
+        word for text in topics.values() for word in re.findall(r"\b[a-z]{2,12}\b", text)
+    }
     return sorted(found, key=lambda word: hashlib.sha256(word.encode()).hexdigest())
 
 
@@ -24,7 +26,9 @@ def rows() -> list[dict[str, object]]:
             made.append({"prompt": f"letters in {word}: ", "completion": answer})
         else:
             said = [("user", f"How many letters has {word}?"), ("assistant", answer)]
-            made.append({"messages": [{"role": role, "content": text} for role, text in said]})
+            made.append(
+                {"messages": [{"role": role, "content": text} for role, text in said]}
+            )
     return made
 
 

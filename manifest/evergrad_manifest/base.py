@@ -53,7 +53,9 @@ def check_local_path(path: str) -> str:
     ):
         remedy = "Name a file or directory"
         raise FieldValueError(
-            f"{show(path)} cannot be a path", "it is blank or has control characters", remedy
+            f"{show(path)} cannot be a path",
+            "it is blank or has control characters",
+            remedy,
         )
     return path
 

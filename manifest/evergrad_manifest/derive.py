@@ -16,14 +16,15 @@ from evergrad_manifest.training.two_stage_kl import CHUNK_TOKENS, problem_of_bou
 class HorizonNumbers:
     """The length of a run in every unit.
 
-    Counts are of the whole run; ``tokens`` and ``samples`` count padding too.
+    Counts are of the whole run, with the steps of another one that it goes on from; ``tokens`` and
+    ``samples`` count padding too.
     """
 
     total_steps: int
     samples: int
     tokens: int
     epochs: float
-    """Passes over all sources together."""
+    """Passes over all sources together, behind the position in other sources that the run begins at."""
     samples_per_step: int
     tokens_per_step: int
     slots_per_step: int
@@ -40,27 +41,25 @@ def slots_per_step(batching: Batching) -> int:
 
 
 def derive_steps(
-    training: Training, *, num_samples: int, exhausted_after: int | None = None
+    training: Training,
+    *,
+    num_samples: int,
+    exhausted_after: int | None = None,
+    steps_before: int = 0,
 ) -> HorizonNumbers:
     """The run's length over ``num_samples`` training samples (windows of all sources together).
 
     ``exhausted_after``: samples after which sources have given the epochs of a horizon with ``exhausted``.
+    ``steps_before``: steps of the whole run that another one has trained, in other sources.
     Raises ConfigurationError when there is no sample, or when warm-up, decay or the stop step do not fit into
     the horizon.
     """
     if num_samples < 1:
-        raise ConfigurationError(
-            Problem(
-                "spec.training.data.sources"
-                if training.data.sources
-                else "spec.training.recipe",
-                "hold no training sample"
-                if training.data.sources
-                else "the task's sources hold no item",
-                "there is nothing to train on",
-                "Add data",
-            )
-        )
+        where, what = "spec.training.recipe", "the task's sources hold no item"
+        if training.data.sources:
+            where, what = "spec.training.data.sources", "hold no training sample"
+        why = "there is nothing to train on"
+        raise ConfigurationError(Problem(where, what, why, "Add data"))
     per_step, length = training.batching.global_batch_size, training.sample_tokens
     if exhausted_after is None:
         total = total_steps(training, num_samples=num_samples)
@@ -73,7 +72,9 @@ def derive_steps(
     raise_if(
         [
             *check_schedule(schedule.warmup, decay, total=total),
-            *check_pieces(schedule.warmup, [one.until for one in schedule.pieces], total=total),
+            *check_pieces(
+                schedule.warmup, [one.until for one in schedule.pieces], total=total
+            ),
             *check_stop(training.stop.after_step, total=total),
             *_check_stages(training, total=total),
         ],
@@ -86,7 +87,7 @@ def derive_steps(
         total_steps=total,
         samples=total * per_step,
         tokens=total * per_step * length,
-        epochs=total * per_step / num_samples,
+        epochs=max(0, total - steps_before) * per_step / num_samples,
         samples_per_step=per_step,
         tokens_per_step=per_step * length,
         slots_per_step=slots_per_step(training.batching),
@@ -143,7 +144,9 @@ def _steps_until_exhausted(training: Training, exhausted_after: int) -> int:
         what = f"a source is exhausted after {exhausted_after} samples"
         why = f"a step has {per_step}, and none would be whole"
         remedy = "Add data or epochs, or lower batching.globalBatchSize"
-        raise ConfigurationError(Problem("spec.training.horizon.exhausted", what, why, remedy))
+        raise ConfigurationError(
+            Problem("spec.training.horizon.exhausted", what, why, remedy)
+        )
     return total
 
 
@@ -169,5 +172,7 @@ def steps_without_data(training: Training) -> int | None:
     """Steps of the whole run where they do not depend on the data; None for a horizon in epochs."""
     horizon, per_step = training.horizon, training.batching.global_batch_size
     if horizon.tokens is not None:
-        return steps_for_tokens(horizon.tokens, samples=per_step, length=training.sample_tokens)
+        return steps_for_tokens(
+            horizon.tokens, samples=per_step, length=training.sample_tokens
+        )
     return horizon.steps

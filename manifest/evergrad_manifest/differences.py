@@ -32,7 +32,9 @@ def _changes(old: Any, new: Any, path: str) -> list[Change]:
         return [
             change
             for key in keys
-            for change in _changes(old.get(key, ABSENT), new.get(key, ABSENT), f"{path}.{key}")
+            for change in _changes(
+                old.get(key, ABSENT), new.get(key, ABSENT), f"{path}.{key}"
+            )
         ]
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         pairs = enumerate(zip(old, new, strict=True))

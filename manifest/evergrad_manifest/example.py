@@ -16,7 +16,11 @@ EXAMPLE: Final[dict[str, Any]] = {
         "training": {
             "recipe": "pretrain",
             "model": {
-                "config": {"model_type": "llama", "hidden_size": 768, "num_hidden_layers": 12}
+                "config": {
+                    "model_type": "llama",
+                    "hidden_size": 768,
+                    "num_hidden_layers": 12,
+                }
             },
             "tokenizer": {"type": "transformers", "path": "/data/tokenizer"},
             "data": {

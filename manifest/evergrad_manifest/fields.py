@@ -62,7 +62,9 @@ def walk_fields(section: type[Section], prefix: str = "") -> Iterator[Field]:
         path, shape = f"{prefix}{key}", shape_of(info)
         yield Field(path, key, info, shape)
         if shape.section is not None:
-            yield from walk_fields(shape.section, f"{path}[]." if shape.is_list else f"{path}.")
+            yield from walk_fields(
+                shape.section, f"{path}[]." if shape.is_list else f"{path}."
+            )
 
 
 def find_section(root: type[Section], path: FieldPath) -> type[Section] | None:

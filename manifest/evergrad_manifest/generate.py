@@ -20,7 +20,15 @@ from evergrad_manifest.crd.definition import (
 )
 from evergrad_manifest.describe import describe_default, describe_type
 from evergrad_manifest.envelope import TrainingRun
-from evergrad_manifest.example import EDITS, EXAMPLE, OWN_TASK, PAIRS, SCRIPT, SFT, TWO_STAGES
+from evergrad_manifest.example import (
+    EDITS,
+    EXAMPLE,
+    OWN_TASK,
+    PAIRS,
+    SCRIPT,
+    SFT,
+    TWO_STAGES,
+)
 from evergrad_manifest.fields import Field, walk_fields
 
 REFERENCE: Final = "docs/reference/configuration.md"
@@ -117,7 +125,8 @@ def _chapters() -> Iterator[tuple[str, list[Field], Mapping[str, Any]]]:
     # Sections of the recipe that the first example lacks are those of a task of the user's own.
     own = [field for field in fields if field.path.startswith(inside)]
     for section in dict.fromkeys(
-        field.path.removeprefix(inside).partition(".")[0].removesuffix("[]") for field in own
+        field.path.removeprefix(inside).partition(".")[0].removesuffix("[]")
+        for field in own
     ):
         start = f"{inside}{section}"
         yield (
@@ -127,7 +136,11 @@ def _chapters() -> Iterator[tuple[str, list[Field], Mapping[str, Any]]]:
                 for field in own
                 if field.path == start or field.path.startswith((f"{start}.", f"{start}[]"))
             ],
-            {section: {**SFT, **PAIRS, **TWO_STAGES, **EDITS, **OWN_TASK, **training}[section]},
+            {
+                section: {**SFT, **PAIRS, **TWO_STAGES, **EDITS, **OWN_TASK, **training}[
+                    section
+                ]
+            },
         )
     own = [field for field in fields if field.path.startswith(script)]
     yield "`spec.script`", own, {"script": SCRIPT}
@@ -199,7 +212,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m evergrad_manifest.generate", description=__doc__
     )
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit 1 if a file is not up to date"
+        "--check",
+        action="store_true",
+        help="write nothing; exit 1 if a file is not up to date",
     )
     parser.add_argument(
         "--sizes",

@@ -288,10 +288,14 @@ def recipe_of(run: TrainingRun) -> dict[str, Any]:
         script = without_nulls(to_wire(run)["spec"]["script"], Script)
         return {field: script[field] for field in RECIPE_OF_SCRIPT}
     training = without_nulls(_meant(run), Training)
-    recipe = {section: training[section] for section in RECIPE_SECTIONS if section in training}
+    recipe = {
+        section: training[section] for section in RECIPE_SECTIONS if section in training
+    }
     if "data" in recipe:
         recipe["data"] = {
-            key: value for key, value in recipe["data"].items() if key not in OPERATIONAL_DATA
+            key: value
+            for key, value in recipe["data"].items()
+            if key not in OPERATIONAL_DATA
         }
     # How the machine is used may change from one start to the next; the arithmetic decides the result.
     recipe["runtime"] = {field: training["runtime"][field] for field in RECIPE_OF_RUNTIME}
@@ -359,7 +363,9 @@ def settings_hash(run: TrainingRun) -> str:
         shared["logging"] = observing
     if "data" in shared:
         shared["data"] = {
-            key: value for key, value in shared["data"].items() if key not in OPERATIONAL_DATA
+            key: value
+            for key, value in shared["data"].items()
+            if key not in OPERATIONAL_DATA
         }
 
     # Only a set that is not evaluated as the file without that word says differs from it. With pods of their
@@ -424,7 +430,10 @@ def _meant(run: TrainingRun) -> dict[str, Any]:
 
 
 def _without_later_defaults(
-    wire: Mapping[str, Any], section: Section, prefix: str, came_later: Callable[[str], bool]
+    wire: Mapping[str, Any],
+    section: Section,
+    prefix: str,
+    came_later: Callable[[str], bool],
 ) -> dict[str, Any]:
     """``wire``, a part of ``section`` on the wire, without later fields at their first default and sections
     left empty so.

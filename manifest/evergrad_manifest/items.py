@@ -55,7 +55,9 @@ def items_of(path: FieldPath, value: Any) -> list[Item]:
     if not isinstance(value, list | tuple):
         return []
     return [
-        ((*path, index), item) for index, item in enumerate(value) if isinstance(item, Mapping)
+        ((*path, index), item)
+        for index, item in enumerate(value)
+        if isinstance(item, Mapping)
     ]
 
 
@@ -76,13 +78,18 @@ def check_keys(items: Sequence[Item], keys: Keys) -> Iterator[Problem]:
         for key in keys.required:
             if item.get(key) in (None, ""):
                 yield Problem(
-                    format_path((*path, key)), "missing", "it has no default", f"Add `{key}`"
+                    format_path((*path, key)),
+                    "missing",
+                    "it has no default",
+                    f"Add `{key}`",
                 )
         for key, words in (keys.words or {}).items():
             if key in item and item[key] not in words:
                 near = nearest(item[key], words) if isinstance(item[key], str) else None
                 remedy = (
-                    f"Did you mean {near}? Write one of them" if near else "Write one of them"
+                    f"Did you mean {near}? Write one of them"
+                    if near
+                    else "Write one of them"
                 )
                 what = f"{show(item[key])} is not one of {', '.join(words)}"
                 yield Problem(format_path((*path, key)), what, "", remedy)
@@ -90,7 +97,9 @@ def check_keys(items: Sequence[Item], keys: Keys) -> Iterator[Problem]:
             if item.get(key) is not None and not _is_of(kind, item[key]):
                 what = f"{show(item[key])} is not {_KINDS[kind]}"
                 is_number = kind == "text" and isinstance(item[key], bool | int | float)
-                remedy = f'Put it in quotes: "{show(item[key])}"' if is_number else "Correct it"
+                remedy = (
+                    f'Put it in quotes: "{show(item[key])}"' if is_number else "Correct it"
+                )
                 yield Problem(format_path((*path, key)), what, "", remedy)
 
 
@@ -112,8 +121,10 @@ def check_unique(items: Sequence[Item], key: str) -> Iterator[Problem]:
     first: dict[str, str] = {}
     for path, item in items:
         value = item.get(key)
-        if isinstance(value, str) and first.setdefault(value, format_path(path)) != format_path(
-            path
-        ):
+        if isinstance(value, str) and first.setdefault(
+            value, format_path(path)
+        ) != format_path(path):
             what = f"{show(value)} is in {first[value]} already"
-            yield Problem(format_path((*path, key)), what, "", "Rename or remove one of them")
+            yield Problem(
+                format_path((*path, key)), what, "", "Rename or remove one of them"
+            )

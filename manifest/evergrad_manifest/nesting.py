@@ -41,7 +41,10 @@ def check_depth(raw: Any) -> Problem | None:
         return None
     what = f"is nested deeper than {MAX_DEPTH} levels"
     return Problem(
-        format_path(path[:3]), what, "mappings or lists lie in one another", "Write it flatter"
+        format_path(path[:3]),
+        what,
+        "mappings or lists lie in one another",
+        "Write it flatter",
     )
 
 
@@ -56,7 +59,9 @@ def cut_deep(raw: Any) -> Any:
 
 def _cut(value: Any, levels: int) -> Any:
     if isinstance(value, Mapping):
-        return {key: _cut(item, levels - 1) if levels else _CUT for key, item in value.items()}
+        return {
+            key: _cut(item, levels - 1) if levels else _CUT for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
         return [_cut(item, levels - 1) if levels else _CUT for item in value]
     return value

@@ -12,7 +12,12 @@ from pydantic import Field, ValidationError
 
 from evergrad_coordinator.contract import LABEL_QUEUE
 from evergrad_manifest.base import Section
-from evergrad_manifest.envelope import LONGEST_SECONDS, TrainingRun, check_image, check_labels
+from evergrad_manifest.envelope import (
+    LONGEST_SECONDS,
+    TrainingRun,
+    check_image,
+    check_labels,
+)
 from evergrad_manifest.envelope.resources import Resources, check_resources_at
 from evergrad_manifest.envelope.storage import check_storage
 from evergrad_manifest.envelope.template import RULES as RULES_OF_TEMPLATE
@@ -120,7 +125,9 @@ def check_profile(raw: Any, *, of_namespace: bool = False) -> tuple[Problem, ...
     ``defaults``."""
     if not isinstance(raw, Mapping):
         why = "a profile has the key defaults"
-        return (Problem("", "is no mapping", why, "Write `defaults:` with values below it"),)
+        return (
+            Problem("", "is no mapping", why, "Write `defaults:` with values below it"),
+        )
     if (too_deep := check_depth(raw)) is not None:
         return (too_deep,)
 
@@ -142,7 +149,11 @@ def check_profile(raw: Any, *, of_namespace: bool = False) -> tuple[Problem, ...
     view = View({"spec": dict(defaults)}, TrainingRun)
     found = [
         *check_resources_at(view, "spec", "resources"),
-        *(one for key in _BESIDE for one in check_resources_at(view, "spec", key, "resources")),
+        *(
+            one
+            for key in _BESIDE
+            for one in check_resources_at(view, "spec", key, "resources")
+        ),
         *(one for rule in (check_storage, check_image, check_labels) for one in rule(view)),
         *(one for rule in RULES_OF_TEMPLATE for one in rule(view)),
     ]
@@ -171,7 +182,9 @@ def merge_defaults(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[s
     return _merge_section(without_nulls(below, Defaults), without_nulls(above, Defaults))
 
 
-def apply_defaults(document: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def apply_defaults(
+    document: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the run ``document`` with the defaults where it names nothing; its own words always win.
 
     A value that cannot be read stays as it is, for the run's own validation to refuse.
@@ -211,7 +224,9 @@ def _merge_section(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[s
     return merged
 
 
-def _merge_maps(key: str, below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_maps(
+    key: str, below: Mapping[str, Any], above: Mapping[str, Any]
+) -> dict[str, Any]:
     if key in _SECTIONS:
         return _merge_section(below, above)
     if key != "resources":

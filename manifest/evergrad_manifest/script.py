@@ -198,7 +198,9 @@ def check_environment(view: View) -> Iterator[Problem]:
                 "Remove it",
             )
         if isinstance(value, str) and "\0" in value:
-            yield Problem(path, "has a NUL character", "no variable can hold one", "Remove it")
+            yield Problem(
+                path, "has a NUL character", "no variable can hold one", "Remove it"
+            )
 
     # The pod has one variable of a name: a second one would win or lose unseen.
     given = view.raw("spec", "template", "env")
@@ -237,7 +239,9 @@ def working_directory_of(script: Script, base_directory: Path) -> Path:
 
 def program_path(program: Program, base_directory: Path) -> Path | None:
     """The file a command names, or None where it is looked up: a module, or an executable without a slash."""
-    is_path = program.kind == "file" or (program.kind == "executable" and "/" in program.name)
+    is_path = program.kind == "file" or (
+        program.kind == "executable" and "/" in program.name
+    )
     return base_directory / program.name if is_path else None
 
 

@@ -48,7 +48,9 @@ def task_problems(training: Training, *, base_directory: Path) -> list[Problem]:
         return []
     module = training.recipe.partition(":")[0]
     what, why = f"the module {module} was not found", f"there is no {path}"
-    return [Problem(_FIELD, what, why, "Put the file beside the manifest, or correct its name")]
+    return [
+        Problem(_FIELD, what, why, "Put the file beside the manifest, or correct its name")
+    ]
 
 
 def collect_task(training: Training, base_directory: Path) -> dict[str, str]:
@@ -95,7 +97,9 @@ def hash_task(training: Training, base_directory: Path) -> str:
     # Written first: whether its module is a file or a package shows only where the files are.
     write_task(training, base_directory)
     path = task_path(training, base_directory)
-    return "" if path is None else hash_sources([path], task_folder(training, base_directory))
+    return (
+        "" if path is None else hash_sources([path], task_folder(training, base_directory))
+    )
 
 
 def hash_task_files(training: Training, base_directory: Path) -> dict[str, str]:

@@ -150,7 +150,9 @@ def _forbidden_changes(old: Mapping[str, Any], run: TrainingRun) -> Iterator[Pro
         return
 
     # A run stays typed or a script: neither can read what the other saved.
-    had, has = ("training" if one.spec.script is None else "script" for one in (before, run))
+    had, has = (
+        "training" if one.spec.script is None else "script" for one in (before, run)
+    )
     if had != has:
         remedy = f"Set {had} again, or make a new TrainingRun"
         yield Problem(
@@ -170,7 +172,9 @@ def _forbidden_changes(old: Mapping[str, Any], run: TrainingRun) -> Iterator[Pro
             continue
         why = "the recipe of a run does not change"
         remedy = f"Set it back to {show_value(was)}, or make a new TrainingRun{further}"
-        yield Problem(path, f"{show_value(now)} cannot replace {show_value(was)}", why, remedy)
+        yield Problem(
+            path, f"{show_value(now)} cannot replace {show_value(was)}", why, remedy
+        )
 
     # A longer horizon is the same run; a horizon in epochs has a length that depends on the data, and
     # the trainer compares it.
@@ -178,9 +182,7 @@ def _forbidden_changes(old: Mapping[str, Any], run: TrainingRun) -> Iterator[Pro
         olds, news = (steps_without_data(one.training) for one in (before, run))
         if olds is not None and news is not None and news < olds:
             what = f"{news} steps are fewer than the {olds} of this run"
-            remedy = (
-                f"Use at least {olds} steps; to end it earlier use spec.training.stop.afterStep"
-            )
+            remedy = f"Use at least {olds} steps; to end it earlier use spec.training.stop.afterStep"
             yield Problem(HORIZON, what, "a run can be extended, not shortened", remedy)
 
     # Fields outside of the recipe that belong to the run's state and pods.
@@ -192,5 +194,8 @@ def _forbidden_changes(old: Mapping[str, Any], run: TrainingRun) -> Iterator[Pro
                 continue
             what = f"{show_value(now)} cannot replace {show_value(was)}"
             yield Problem(
-                path, what, why, f"Set it back to {show_value(was)}, or make a new TrainingRun"
+                path,
+                what,
+                why,
+                f"Set it back to {show_value(was)}, or make a new TrainingRun",
             )

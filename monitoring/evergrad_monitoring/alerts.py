@@ -48,7 +48,9 @@ class Alert:
     @property
     def thresholds(self) -> tuple[str, ...]:
         """Keys of the thresholds in its expression."""
-        return tuple(key for key in THRESHOLDS if f"<{key}>" in self.expression + self.holds)
+        return tuple(
+            key for key in THRESHOLDS if f"<{key}>" in self.expression + self.holds
+        )
 
 
 _RUNNING: Final = f"and on ({RUN}) {in_phase('Running')} == 1"
@@ -277,7 +279,9 @@ def _render() -> Iterator[str]:
             yield f'    {{{{- if not (has "{alert.name}" .Values.metrics.rules.disabled) }}}}'
             yield f"    - alert: {alert.name}"
             yield "      expr: |"
-            yield from (f"        {_for_helm(line)}" for line in alert.expression.splitlines())
+            yield from (
+                f"        {_for_helm(line)}" for line in alert.expression.splitlines()
+            )
             if alert.holds != "0m":
                 # A large number would be written with an exponent, which is no duration.
                 yield f"      for: {_for_helm(alert.holds, 'int64 ')}"

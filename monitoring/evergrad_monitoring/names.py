@@ -59,7 +59,9 @@ def process(name: str, selector: str) -> str:
     for matcher in selector.split(", "):
         parsed = _MATCHER.fullmatch(matcher)
         if parsed is None or parsed[1] not in _OF_TARGETS:
-            raise ValueError(f"{name}: {matcher!r} is no matcher of a label that a target has")
+            raise ValueError(
+                f"{name}: {matcher!r} is no matcher of a label that a target has"
+            )
     return f"{name}{{{selector}}}"
 
 

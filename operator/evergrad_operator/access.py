@@ -54,7 +54,8 @@ async def check_access(
         needed = (*needed, ("delete", RUN, ""))
     for scope in scopes:
         asked = (
-            kube.may(verb, kind, namespace=scope, subresource=sub) for verb, kind, sub in needed
+            kube.may(verb, kind, namespace=scope, subresource=sub)
+            for verb, kind, sub in needed
         )
         answers = await asyncio.gather(*asked)
         lacking = [

@@ -115,7 +115,9 @@ def parse_progress(raw: Mapping[str, Any], *, attempt: int) -> Progress:
         last_failure=last_failure,
         failures_without_progress=get_natural(failure, "withoutProgress") or 0,
         updated_seconds_ago=get_float(raw, "updatedSecondsAgo", least=0, most=_MAX_SECONDS),
-        used=parse_counts(get_map(raw, "usage", "milliseconds")) if raw.get("usage") else None,
+        used=parse_counts(get_map(raw, "usage", "milliseconds"))
+        if raw.get("usage")
+        else None,
         joined={
             str(address)[:64]: seconds
             for address in ago

@@ -197,7 +197,9 @@ class Applier:
         ):
             applied.token_posted_at = self._clock()
             create_token = partial(self._create_token, plan.token)
-            results.append(await self._try(work, _step_of("create", plan.token), create_token))
+            results.append(
+                await self._try(work, _step_of("create", plan.token), create_token)
+            )
             # A quota that is used up refuses also a Secret that exists already, as it most likely does where
             # pods were made before.
             has_token = results[-1].failure is None or seen.status.coordinator.attempt >= 0

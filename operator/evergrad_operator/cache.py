@@ -61,7 +61,9 @@ class InformerCache:
         now = self._clock()
         found = self._gone.get(key, {}).values()
         return [
-            (raw, now - at) for at, raw in found if raw is not None and now - at < GONE_SECONDS
+            (raw, now - at)
+            for at, raw in found
+            if raw is not None and now - at < GONE_SECONDS
         ]
 
     def drop_gone(self, key: Key, uids: Iterable[str]) -> None:

@@ -86,7 +86,9 @@ def renew(
     # The authority outlives many serving certificates, so that a new one is rarely registered.
     authorities, key = _read_authority(bundle)
     is_trusted = key is not None and not _is_due(authorities[0], now)
-    is_good = is_trusted and bundle is not None and _is_good(bundle, authorities[0], names, now)
+    is_good = (
+        is_trusted and bundle is not None and _is_good(bundle, authorities[0], names, now)
+    )
     if is_good:
         return None
 
@@ -112,7 +114,9 @@ def renew(
     usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
     builder = _builder(subject, authorities[0].subject, serving_key, now, days=SERVING_DAYS)
     builder = builder.add_extension(constraints, critical=True)
-    builder = builder.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
+    builder = builder.add_extension(
+        x509.SubjectAlternativeName(alternatives), critical=False
+    )
     builder = builder.add_extension(usage, critical=False)
     certificate = builder.sign(key, hashes.SHA256())
     return Bundle(
@@ -150,7 +154,9 @@ def _is_good(
         key = serialization.load_pem_private_key(bundle.key, None)
         certificate = x509.load_pem_x509_certificate(bundle.certificate)
         certificate.verify_directly_issued_by(authority)
-        extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+        extension = certificate.extensions.get_extension_for_class(
+            x509.SubjectAlternativeName
+        )
     except Exception:  # noqa: BLE001 - the Secret may hold anything: a new certificate is made
         return False
     # OpenSSL takes no certificate with another's key: such a Secret would never be served.

@@ -42,7 +42,8 @@ def compare_settings(applied: str, run: TrainingRun) -> AppliedSettings | None:
         return AppliedSettings(
             settings_hash(before),
             tuple(
-                f"{path}: {show_value(old)} → {show_value(new)}" for path, old, new in changes
+                f"{path}: {show_value(old)} → {show_value(new)}"
+                for path, old, new in changes
             ),
         )
     # The text may be any JSON, such as a number or a script's manifest. Unknown is not "unchanged": the

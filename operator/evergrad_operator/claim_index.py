@@ -43,7 +43,9 @@ class ClaimIndex:
         metadata = raw["metadata"]
         key = str(metadata.get("namespace", "")), str(metadata.get("name", ""))
         users = self._users.get((key[0], claim), {})
-        found = [user for user, other in users.items() if user != key and overlap(path, other)]
+        found = [
+            user for user, other in users.items() if user != key and overlap(path, other)
+        ]
         return tuple(sorted(found))
 
 

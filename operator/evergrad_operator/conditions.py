@@ -113,7 +113,9 @@ def build_refused_conditions(
         Condition.STALLED: _Said(True, Reason.INVALID_SPEC, message),
         Condition.RECONCILING: _Said(False, Reason.INVALID_SPEC),
     }
-    old = {get_text(one, "type"): one for one in get_maps(get_map(raw, "status"), "conditions")}
+    old = {
+        get_text(one, "type"): one for one in get_maps(get_map(raw, "status"), "conditions")
+    }
     new = {
         kind.value: _build(
             kind,

@@ -11,18 +11,20 @@ from evergrad_manifest.reading.document import parse_document
 from evergrad_operator import names
 from evergrad_operator.apply import Cluster, build_failure
 from evergrad_operator.cache import InformerCache, find_vanished
+from evergrad_operator.changes import compare_settings
 from evergrad_operator.claim_index import existing_claim
 from evergrad_operator.errors import ApiError
 from evergrad_operator.kinds import CLAIM, CONFIG_MAP, POD, SERVICE
 from evergrad_operator.metrics import Metrics
 from evergrad_operator.names import Key
-from evergrad_operator.observe import owns
+from evergrad_operator.observe import AppliedSettings, owns
 from evergrad_operator.pass_metrics import note_failure
 from evergrad_operator.passes import Pass, step_of_list
 from evergrad_operator.plan import Plan
 from evergrad_operator.profiles import NamespaceProfile
 from evergrad_operator.raw import get_map, get_text
 from evergrad_operator.refusals import Step
+from evergrad_operator.spec import TrainingRun
 from evergrad_operator.store import CHILDREN, CLAIMS, PODS
 
 READ_SECONDS: Final = 15.0
@@ -40,7 +42,12 @@ class Confirmer:
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
-        self._cluster, self._cache, self._metrics, self._clock = cluster, cache, metrics, clock
+        self._cluster, self._cache, self._metrics, self._clock = (
+            cluster,
+            cache,
+            metrics,
+            clock,
+        )
         self._claims_seen_at: dict[Key, float] = {}
 
     async def confirm(self, work: Pass, plan: Plan) -> bool:
@@ -80,8 +87,8 @@ class Confirmer:
             applied.is_in_doubt = False
         return await self.look_at_claim(work, oldest=0.0)
 
-    async def fetch_manifest(self, key: Key, uid: str) -> str | None:
-        """Return the manifest in the run's ConfigMap, which is the one its pods read; None if there is none.
+    async def fetch_applied(self, key: Key, run: TrainingRun) -> AppliedSettings | None:
+        """Return the settings that the run's pods read, from its ConfigMap; None if there is none.
 
         Raises ApiError and TimeoutError: without it nothing may be decided about an edit of the run.
         """
@@ -91,8 +98,9 @@ class Confirmer:
                 key[0],
                 name=names.config_name(key[1]),
             )
-        data = (get_map(raw, "data") for raw in found if owns(uid, raw))
-        return next((get_text(one, names.CONFIG_FILE) for one in data), None)
+        data = (get_map(raw, "data") for raw in found if owns(run.uid, raw))
+        manifest = next((get_text(one, names.CONFIG_FILE) for one in data), None)
+        return None if manifest is None else compare_settings(manifest, run)
 
     async def fetch_profile(self, namespace: str) -> NamespaceProfile | None:
         """Return the profile of a namespace; None if it has none.
@@ -109,7 +117,9 @@ class Confirmer:
         if not isinstance(text, str):
             remedy = f"Add the key {NAMESPACE_PROFILE_KEY}, or delete the ConfigMap"
             what = f"has no text {NAMESPACE_PROFILE_KEY}"
-            return NamespaceProfile(problems=(Problem("", what, "it is the profile", remedy),))
+            return NamespaceProfile(
+                problems=(Problem("", what, "it is the profile", remedy),)
+            )
         if not text.strip():
             return NamespaceProfile({})
         document = parse_document(text, label=NAMESPACE_PROFILE_KEY)
@@ -139,7 +149,9 @@ class Confirmer:
 
         return await self._read(work, step, look)
 
-    async def _read(self, work: Pass, step: Step, look: Callable[[], Awaitable[None]]) -> bool:
+    async def _read(
+        self, work: Pass, step: Step, look: Callable[[], Awaitable[None]]
+    ) -> bool:
         """Whether the API server answered.
 
         If not, the refusal is noted like that of a write, so that the status names it and the step waits for

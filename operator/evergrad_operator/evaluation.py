@@ -174,7 +174,9 @@ def pack_evaluation(known: Evaluation) -> str:
         "failure": keep_start(known.failure, _LONGEST_MESSAGE),
     }
     # Zero and nothing are what is read where a key is missing.
-    kept = {key: value for key, value in notes.items() if value or key in ("attempt", "seen")}
+    kept = {
+        key: value for key, value in notes.items() if value or key in ("attempt", "seen")
+    }
     return json.dumps(kept, sort_keys=True, separators=(",", ":"))
 
 

@@ -69,7 +69,11 @@ def count_nodes(pods: Iterable[Mapping[str, Any]]) -> dict[str, int]:
         metadata, spec = get_map(raw, "metadata"), get_map(raw, "spec")
         phase = get_text(get_map(raw, "status"), "phase")
         is_node = get_map(metadata, "labels").get(LABEL_ROLE) == ROLE_NODE
-        if not is_node or "deletionTimestamp" in metadata or phase in ("Succeeded", "Failed"):
+        if (
+            not is_node
+            or "deletionTimestamp" in metadata
+            or phase in ("Succeeded", "Failed")
+        ):
             continue
         state = "running" if phase == "Running" else "starting"
         if not get_text(spec, "nodeName"):

@@ -88,7 +88,9 @@ class FleetPage:
         if not is_own_request(request.host, request.headers.get("Sec-Fetch-Site", "")):
             return web.Response(text="not for other sites\n", status=403)
         if len(self._pages) >= MOST_PAGES:
-            return web.Response(text=f"{MOST_PAGES} pages are open; close one\n", status=503)
+            return web.Response(
+                text=f"{MOST_PAGES} pages are open; close one\n", status=503
+            )
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
         )

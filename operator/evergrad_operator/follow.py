@@ -50,7 +50,9 @@ class Follower:
         is_new = not ends <= work.hints.ends
         work.hints.ends = ends
         is_at_work = any(pod.is_live or pod.is_leaving for pod in seen.nodes)
-        is_late = seen.progress is not None and seen.progress.connected > 0 and not is_at_work
+        is_late = (
+            seen.progress is not None and seen.progress.connected > 0 and not is_at_work
+        )
         if is_new or is_late:
             self.follow(work.key, seen)
             await self._coordinators.ask(work.key)

@@ -49,7 +49,9 @@ class GangApi:
             if found is None and await self._discovery.serves(kind):
                 found = kind
         self._known = found
-        self._good_until = self._clock() + (MISSING_SECONDS if found is None else FOUND_SECONDS)
+        self._good_until = self._clock() + (
+            MISSING_SECONDS if found is None else FOUND_SECONDS
+        )
         return found
 
     def note(self, results: Iterable[ApplyResult]) -> None:

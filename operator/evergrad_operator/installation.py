@@ -68,8 +68,6 @@ def find_refusals(
     storage, nodes = get_map(spec, "storage"), get_map(spec, "nodes")
     is_default = not storage.get("accessModes") and not storage.get("claimName")
     if is_default and installation.access_mode == FOR_ONE_POD:
-        why = (
-            f"new volumes of this installation are {FOR_ONE_POD} unless the run says otherwise"
-        )
+        why = f"new volumes of this installation are {FOR_ONE_POD} unless the run says otherwise"
         found += check_shared(get_int(nodes, "min") or 1, get_int(nodes, "max"), why)
     return tuple(found)

@@ -47,7 +47,9 @@ def parse_place(raw: Mapping[str, Any]) -> QueuePlace:
     size = get_text(annotations, names.ANNOTATION_QUEUE_GROUP_SIZE)
     gates = [get_text(gate, "name") for gate in get_maps(spec, "schedulingGates")]
     finalizers = metadata.get("finalizers")
-    is_managed = isinstance(finalizers, (list, tuple)) and names.QUEUE_FINALIZER in finalizers
+    is_managed = (
+        isinstance(finalizers, (list, tuple)) and names.QUEUE_FINALIZER in finalizers
+    )
     phase = status.get("phase")
     scheduled = next(
         (

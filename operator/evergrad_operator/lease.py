@@ -138,7 +138,9 @@ class LeaseGate:
                     version = str(raw["metadata"].get("resourceVersion", ""))
                     if self._seen[0] != version:
                         self._seen = version, asked
-                    duration = float(spec.get("leaseDurationSeconds") or self._settings.seconds)
+                    duration = float(
+                        spec.get("leaseDurationSeconds") or self._settings.seconds
+                    )
                     is_stale = asked - self._seen[1] > duration
                     holder = spec.get("holderIdentity") or ""
                     is_free = not holder or holder == self._settings.identity

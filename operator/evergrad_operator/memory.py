@@ -226,6 +226,21 @@ class Memory:
         return attempt < newest or (attempt == newest and index in self.recorded)
 
 
+def begin_anew(memory: Memory) -> Memory:
+    """Forget what a pause ends: time and budget begin anew, and faults of hosts are kept."""
+    faults = memory.faults
+    return replace(
+        memory,
+        start_time=None,
+        budget=Budget(at=memory.budget.at),
+        faults=HostFaults(hosts=faults.hosts, at=faults.at, seen=faults.seen),
+        given_back=0,
+        come_again_at=0.0,
+        has_formed=False,
+        input_errors=(),
+    )
+
+
 def add_hosts(memory: Memory, hosts: Sequence[str]) -> Memory:
     """Return the memory with hosts that other runs have had trouble with, for the plan of new pods alone.
 
@@ -254,7 +269,8 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
     said = get_pairs(_unpack(notes, "inputErrors"), "said")
     errors = [InputError(node, str(host)) for node, host in said if isinstance(node, int)]
     preparation, evaluation = (
-        (get_map(status, name), get_text(notes, name)) for name in ("preparation", "evaluation")
+        (get_map(status, name), get_text(notes, name))
+        for name in ("preparation", "evaluation")
     )
     return Memory(
         is_known=bool(conditions),

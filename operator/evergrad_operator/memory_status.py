@@ -49,7 +49,9 @@ def build_memory(memory: Memory) -> dict[str, Any]:
         "restartNonce": memory.restart_nonce,
         "startTime": _time(memory.start_time),
         "completionTime": _time(memory.finish.at) if memory.finish else None,
-        "coordinator": {"attempt": coordinator.attempt} if coordinator.attempt >= 0 else None,
+        "coordinator": {"attempt": coordinator.attempt}
+        if coordinator.attempt >= 0
+        else None,
         "lostSeconds": dict(sorted(memory.lost_seconds.items())),
         "restarts": {
             "total": sum(memory.restarts.values()),
@@ -57,7 +59,9 @@ def build_memory(memory: Memory) -> dict[str, Any]:
         },
         "failures": {
             "withoutProgress": budget.failures,
-            "checkpointStep": budget.checkpoint_step if budget.checkpoint_step >= 0 else None,
+            "checkpointStep": budget.checkpoint_step
+            if budget.checkpoint_step >= 0
+            else None,
         },
         "attempts": ends,
         "lastFailure": shown_failure,

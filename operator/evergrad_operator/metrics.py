@@ -116,7 +116,11 @@ class Metrics:
     def _histogram(self, name: str) -> Histogram:
         one = _CATALOGUE[name]
         return Histogram(
-            one.exported, _help(one), one.labels, buckets=one.buckets, registry=self.registry
+            one.exported,
+            _help(one),
+            one.labels,
+            buckets=one.buckets,
+            registry=self.registry,
         )
 
 

@@ -79,6 +79,7 @@ METRICS_PORT: Final = 29402
 CONFIG_FILE: Final = "trainingrun.json"
 STATE_PATH: Final = "/state"
 TOKEN_KEY: Final = "token"
+TOKEN_VOLUME: Final = "evergrad-token"
 TERMINATION_LOG: Final = "/dev/termination-log"
 LONGEST_RUN_NAME: Final = 45
 FIELD_MANAGER: Final = "evergrad-operator"

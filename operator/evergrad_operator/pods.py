@@ -121,7 +121,7 @@ class PodState:
     not run, as the kubelet or the scheduler says; ``waiting_image``: the image of the container that waits,
     which may be an init container. ``image``: what was asked for; ``image_id``: what its
     container runs, as the kubelet names it. ``place``: its place in a queue of Kueue. ``gang``: the kind
-    of gang that it was made for, empty for none.
+    of gang that it was made for, empty for none. ``has_token``: whether it was given the run's.
     """
 
     name: str
@@ -148,6 +148,7 @@ class PodState:
     image_id: str
     place: QueuePlace
     gang: str = ""
+    has_token: bool = True
 
     @property
     def is_live(self) -> bool:
@@ -174,7 +175,10 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
     """Parse a pod; None where its labels are not those of a run's pod."""
     metadata, status = get_map(raw, "metadata"), get_map(raw, "status")
     labels, annotations = get_map(metadata, "labels"), get_map(metadata, "annotations")
-    role, attempt = get_text(labels, names.LABEL_ROLE), _number(labels.get(names.LABEL_ATTEMPT))
+    role, attempt = (
+        get_text(labels, names.LABEL_ROLE),
+        _number(labels.get(names.LABEL_ATTEMPT)),
+    )
     index = _number(labels.get(names.LABEL_INDEX)) if role == names.ROLE_NODE else 0
     if role not in names.CONTAINERS or attempt is None or index is None:
         return None
@@ -199,6 +203,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
     gang = "coscheduling" if names.LABEL_GANG in labels else ""
     if get_map(raw, "spec", "schedulingGroup"):
         gang = "podGroup"
+    volumes = {one.get("name") for one in get_maps(get_map(raw, "spec"), "volumes")}
     return PodState(
         name=str(metadata.get("name") or ""),
         uid=str(metadata.get("uid") or ""),
@@ -224,6 +229,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
         image_id=get_text(container, "imageID"),
         place=parse_place(raw),
         gang=gang,
+        has_token=names.TOKEN_VOLUME in volumes,
     )
 
 

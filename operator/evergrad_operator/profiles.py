@@ -139,7 +139,9 @@ def resolve(
     if size > LONGEST_NOTE:
         what = f"{size} bytes are too many for the profiles of a run"
         why = f"its status keeps them, and has room for {LONGEST_NOTE}"
-        remedy = "Remove some defaults, or move long texts into a ConfigMap that a run mounts"
+        remedy = (
+            "Remove some defaults, or move long texts into a ConfigMap that a run mounts"
+        )
         result = replace(result, problems=(Problem(result.text, what, why, remedy),))
     return result
 

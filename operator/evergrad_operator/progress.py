@@ -233,7 +233,9 @@ class Coordinators:
         self.on_failure(_name_cause(error))
         now = self._clock()
         followed.failures, followed.error = followed.failures + 1, error
-        followed.silent_since = now if followed.silent_since is None else followed.silent_since
+        followed.silent_since = (
+            now if followed.silent_since is None else followed.silent_since
+        )
         silence = now - followed.silent_since
 
         # After a minute of silence the last answer is dropped: it may be long out of date.

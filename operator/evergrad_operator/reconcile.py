@@ -20,7 +20,7 @@ from evergrad_operator.apply import (
     list_steps,
 )
 from evergrad_operator.cache import InformerCache
-from evergrad_operator.changes import compare_settings, is_edited
+from evergrad_operator.changes import is_edited
 from evergrad_operator.claim_index import claim_of
 from evergrad_operator.config import Config
 from evergrad_operator.confirm import Confirmer
@@ -104,7 +104,9 @@ class Reconciler:
             recorder=recorder,
             metrics=metrics,
             clock=now,
-            price=Price(config.price_gpu_hour, config.price_pod_hour, config.price_currency),
+            price=Price(
+                config.price_gpu_hour, config.price_pod_hour, config.price_currency
+            ),
         )
 
     async def reconcile(self, key: Key) -> float | None:
@@ -166,10 +168,8 @@ class Reconciler:
         is_news = await self._follower.ask_about_ends(work, found.seen)
         if is_edited(found.seen):
             # Before the ConfigMap is applied anew it still has the settings of the pods.
-            run = found.seen.run
-            manifest = await self._confirmer.fetch_manifest(key, run.uid)
-            settings = None if manifest is None else compare_settings(manifest, run)
-            work = replace(work, applied=settings)
+            applied = await self._confirmer.fetch_applied(key, found.seen.run)
+            work = replace(work, applied=applied)
             is_news = True
         if is_news:
             found = self._assess(work)
@@ -190,7 +190,9 @@ class Reconciler:
         if hints.applied.is_run_deleted:
             return None
         self.gang_api.note(results)
-        note_results(self._metrics, key, seen, plan=doable, results=results, now=self.clock())
+        note_results(
+            self._metrics, key, seen, plan=doable, results=results, now=self.clock()
+        )
         work.refusals.keep(frozenset(list_steps(plan)))
         if work.refusals.failures() != seen.failures:
             # Only the refusals are new: a fresh look would take pods that this pass ended for lost ones.

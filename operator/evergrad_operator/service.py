@@ -19,7 +19,12 @@ from evergrad_operator.cache import InformerCache
 from evergrad_operator.connection import Connection, connect
 from evergrad_operator.errors import ApiError, LeaseLostError
 from evergrad_operator.fleet_page import FleetPage
-from evergrad_operator.handlers import build_registry, build_settings, check_kopf, describe_kopf
+from evergrad_operator.handlers import (
+    build_registry,
+    build_settings,
+    check_kopf,
+    describe_kopf,
+)
 from evergrad_operator.health import HealthServer
 from evergrad_operator.kube import Kube
 from evergrad_operator.lease import LeaseGate, LeaseSettings
@@ -72,17 +77,16 @@ class Service:
             scopes=settings.scopes,
             resync_seconds=settings.resync_seconds,
         )
-        self.sync.on_event = lambda name: metrics.last_event.labels(name).set_to_current_time()
+        self.sync.on_event = lambda name: metrics.last_event.labels(
+            name
+        ).set_to_current_time()
 
-        def queue_news(key: Key, is_urgent: bool) -> None:
-            self.queue.add(key, after=0.0 if is_urgent else _PROGRESS_PAUSE)
-
-        poll = PollSettings(every=settings.poll_seconds, port=settings.coordinator_port)
-        self.coordinators = Coordinators(poll, on_news=queue_news)
-        self.coordinators.on_failure = lambda cause: metrics.poll_failures.labels(cause).inc()
+        self.coordinators = _build_coordinators(settings, self.queue, metrics)
 
         # The work on single runs.
-        recorder = Recorder(self.kube, on_post=lambda name: metrics.events.labels(name).inc())
+        recorder = Recorder(
+            self.kube, on_post=lambda name: metrics.events.labels(name).inc()
+        )
         self.reconciler = Reconciler(
             self.kube,
             cache=self.cache,
@@ -294,6 +298,18 @@ def _build_gate(settings: Settings) -> LeaseGate | OpenGate:
         settings.lease_seconds,
     )
     return LeaseGate(lease)
+
+
+def _build_coordinators(
+    settings: Settings, queue: WorkQueue[Key], metrics: Metrics
+) -> Coordinators:
+    def queue_news(key: Key, is_urgent: bool) -> None:
+        queue.add(key, after=0.0 if is_urgent else _PROGRESS_PAUSE)
+
+    poll = PollSettings(every=settings.poll_seconds, port=settings.coordinator_port)
+    coordinators = Coordinators(poll, on_news=queue_news)
+    coordinators.on_failure = lambda cause: metrics.poll_failures.labels(cause).inc()
+    return coordinators
 
 
 def _build_webhook(

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from evergrad_manifest.nesting import cut_deep
+from evergrad_operator import names
+from evergrad_operator.raw import get_maps
 
 Raw = Mapping[str, Any]
 
@@ -49,6 +51,9 @@ def slim_pod(raw: Raw) -> Raw:
                 {key: item[key] for key in ("name", "image") if key in item}
                 for item in spec.get(kind) or ()
             ]
+    # Whether it was given the run's token.
+    if any(one.get("name") == names.TOKEN_VOLUME for one in get_maps(spec, "volumes")):
+        kept["volumes"] = [{"name": names.TOKEN_VOLUME}]
     # The pods of one run have nearly everything alike, of which one copy is kept.
     seen = {key: value for key, value in status.items() if key not in _POD_STATUS_LEFT_OUT}
     return {
@@ -67,7 +72,9 @@ def slim(raw: Raw, keys: Sequence[str]) -> Raw:
 def slim_metadata(raw: Raw) -> Raw:
     """Return the metadata without managed fields and kubectl's copy of the object."""
     metadata = {
-        key: value for key, value in raw["metadata"].items() if key not in _METADATA_LEFT_OUT
+        key: value
+        for key, value in raw["metadata"].items()
+        if key not in _METADATA_LEFT_OUT
     }
     # kubectl's copy is as large as the object itself.
     annotations = metadata.get("annotations") or {}

@@ -248,7 +248,9 @@ class SpecCache:
         self._installation = installation
         self._parsed: dict[Key, tuple[str, int, str, ParsedSpec]] = {}
 
-    def parse(self, raw: Mapping[str, Any], profile: RunProfile = NO_PROFILE) -> TrainingRun:
+    def parse(
+        self, raw: Mapping[str, Any], profile: RunProfile = NO_PROFILE
+    ) -> TrainingRun:
         """Return the run in ``raw`` with the defaults of its profile.
 
         Raises SpecError, which is not kept: the next generation may mend it.

@@ -151,13 +151,18 @@ def _note_created(decision: Decision, outcome: Outcome, run: str) -> Memory:
     coordinator = memory.coordinator
     attempt = decision.coordinator_attempt
     if attempt is not None and names.coordinator_pod_name(run, attempt) in created:
-        coordinator = Coordinator(attempt, coordinator.image, is_queued=coordinator.is_queued)
+        coordinator = Coordinator(
+            attempt, coordinator.image, is_queued=coordinator.is_queued
+        )
     preparation = memory.preparation
     attempt = decision.preparation_attempt
     if attempt is not None and names.preparation_pod_name(run, attempt) in created:
         preparation = replace(preparation, attempt=attempt, is_recorded=False)
     evaluation, made = memory.evaluation, decision.evaluation
-    if made is not None and names.evaluation_pod_name(run, made.step, made.attempt) in created:
+    if (
+        made is not None
+        and names.evaluation_pod_name(run, made.step, made.attempt) in created
+    ):
         evaluation = replace(evaluation, attempt=made.attempt, is_recorded=False)
     return replace(
         memory,
@@ -233,14 +238,18 @@ def should_write(
 def without_usage(status: Mapping[str, Any]) -> dict[str, Any]:
     """Return the status less the time of its pods, which grows whatever happens."""
     rest = {key: value for key, value in status.items() if key != "usage"}
-    notes = {key: value for key, value in get_map(status, "memory").items() if key != "usage"}
+    notes = {
+        key: value for key, value in get_map(status, "memory").items() if key != "usage"
+    }
     return {**rest, "memory": notes}
 
 
 def _without_counts(status: Mapping[str, Any]) -> dict[str, Any]:
     nodes = get_map(status, "nodes")
     # Messages hold counts, too; the reasons beside them do not.
-    conditions = [{**condition, "message": ""} for condition in get_maps(status, "conditions")]
+    conditions = [
+        {**condition, "message": ""} for condition in get_maps(status, "conditions")
+    ]
     notes = {
         key: value for key, value in get_map(status, "memory").items() if key != "usagePods"
     }

@@ -17,7 +17,12 @@ from evergrad_operator.observe import Observation
 from evergrad_operator.passes import Pass
 from evergrad_operator.problems import list_problems
 from evergrad_operator.recorder import Recorder
-from evergrad_operator.status import Outcome, build_refused_status, build_status, should_write
+from evergrad_operator.status import (
+    Outcome,
+    build_refused_status,
+    build_status,
+    should_write,
+)
 from evergrad_operator.store import RUNS
 from evergrad_operator.usage import NO_PRICE, Price
 

@@ -93,7 +93,9 @@ class CacheSync:
                     scope,
                     selector=selector,
                 )
-                changed |= self._cache.replace(resource, raws, version=version, covers=covers)
+                changed |= self._cache.replace(
+                    resource, raws, version=version, covers=covers
+                )
 
             # All kinds of children are one resource of the cache, so that one list of them all is compared.
             # It is as old as its oldest part.
@@ -161,7 +163,9 @@ class CacheSync:
                         )
                         self._add(gone)
             except ApiError as error:
-                log.warning("what vanished in a gap of a watch is looked for later: %s", error)
+                log.warning(
+                    "what vanished in a gap of a watch is looked for later: %s", error
+                )
                 self._is_listed_anew.set()
             await asyncio.sleep(PRUNE_SECONDS)
 

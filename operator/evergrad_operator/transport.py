@@ -201,7 +201,9 @@ class Transport:
         try:
             parsed: Raw = json.loads(data)
         except ValueError as error:
-            raise ApiError(0, "BadAnswer", f"{method} {url}: the answer is not JSON") from error
+            raise ApiError(
+                0, "BadAnswer", f"{method} {url}: the answer is not JSON"
+            ) from error
         return parsed
 
 

@@ -65,6 +65,12 @@ class Reading:
     attempt: int
     counted: Counts
 
+    def grown_since(self, earlier: "Reading") -> dict[Use, int]:
+        """Find what the coordinator has counted since it was read last."""
+        before = earlier.counted if earlier.attempt == self.attempt else {}
+        grown = {use: amount - before.get(use, 0) for use, amount in self.counted.items()}
+        return {use: amount for use, amount in grown.items() if amount > 0}
+
 
 @dataclass(frozen=True)
 class Usage:
@@ -124,7 +130,7 @@ def count(
                 tally.add(use, amount, life.num_accelerators)
 
     # The use of joined nodes is known once the coordinator has reported it.
-    weights = _find_growth(usage.seen, reading)
+    weights = {} if reading is None else reading.grown_since(usage.seen)
     if not weights and fallback is not None:
         weights = {fallback: 1}
     if weights:
@@ -156,15 +162,6 @@ def count(
         ),
         closed=frozenset(closed),
     )
-
-
-def _find_growth(seen: Reading, reading: Reading | None) -> dict[Use, int]:
-    """Find what a coordinator has counted since it was read last."""
-    if reading is None:
-        return {}
-    before = seen.counted if seen.attempt == reading.attempt else {}
-    grown = {use: amount - before.get(use, 0) for use, amount in reading.counted.items()}
-    return {use: amount for use, amount in grown.items() if amount > 0}
 
 
 def _divide(
@@ -294,7 +291,9 @@ def pack_pods(usage: Usage, attempts: Sequence[int]) -> str:
         states.pop(f"{index}-{attempt}", "-") for index, attempt in enumerate(attempts)
     )
     groups = [(letter, len(list(same))) for letter, same in groupby(letters.rstrip("-"))]
-    packed = "".join(letter if times == 1 else f"{letter}{times}" for letter, times in groups)
+    packed = "".join(
+        letter if times == 1 else f"{letter}{times}" for letter, times in groups
+    )
 
     # Older attempts that still end, and pods that are no nodes: few.
     others = []
@@ -335,7 +334,9 @@ def parse_usage(counters: str, pods: str = "", attempts: Sequence[int] = ()) -> 
         return Usage()
     attempt = get_int(raw, "attempt")
     pending = raw.get("pending")
-    amounts = [one for one in pending if type(one) is int] if isinstance(pending, list) else []
+    amounts = (
+        [one for one in pending if type(one) is int] if isinstance(pending, list) else []
+    )
 
     # Names by state, as ``pack_pods`` writes them; the nodes under "-" have no pod.
     found: dict[str, set[str]] = {state: set() for state in "ojc-"}
@@ -358,7 +359,9 @@ def parse_usage(counters: str, pods: str = "", attempts: Sequence[int] = ()) -> 
         pods=parse_counts(get_map(raw, "pods")),
         accelerators=parse_counts(get_map(raw, "gpus")),
         pending=(amounts[0], amounts[1]) if len(amounts) == 2 else (0, 0),
-        seen=Reading(-1 if attempt is None else attempt, parse_counts(get_map(raw, "seen"))),
+        seen=Reading(
+            -1 if attempt is None else attempt, parse_counts(get_map(raw, "seen"))
+        ),
         open=frozenset(found["o"] | found["j"]),
         joined=frozenset(found["j"]),
         closed=frozenset(found["c"]),
@@ -368,4 +371,6 @@ def parse_usage(counters: str, pods: str = "", attempts: Sequence[int] = ()) -> 
 def parse_counts(raw: Mapping[str, Any]) -> dict[Use, int]:
     """Parse counts by use; others, and what is no count, are left out."""
     found = {use: get_int(raw, use, most=_MOST) for use in USE_NAMES}
-    return {use: amount for use, amount in found.items() if amount is not None and amount >= 0}
+    return {
+        use: amount for use, amount in found.items() if amount is not None and amount >= 0
+    }

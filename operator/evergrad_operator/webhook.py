@@ -242,7 +242,9 @@ class Webhook:
                     "apiVersion": kind.version,
                     "kind": kind.kind,
                     "metadata": {"name": settings.configuration},
-                    "webhooks": [{"name": WEBHOOK_NAME, "clientConfig": {"caBundle": wanted}}],
+                    "webhooks": [
+                        {"name": WEBHOOK_NAME, "clientConfig": {"caBundle": wanted}}
+                    ],
                 }
                 await self._store.apply(body, manager=FIELD_MANAGER, is_brief=True)
         return kept

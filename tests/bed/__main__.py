@@ -74,10 +74,13 @@ def _status() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "python -m bed", description="A real two-node Kubernetes on this machine, for tests."
+        "python -m bed",
+        description="A real two-node Kubernetes on this machine, for tests.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    up = commands.add_parser("up", help="bring it up (some seconds once everything is built)")
+    up = commands.add_parser(
+        "up", help="bring it up (some seconds once everything is built)"
+    )
     commands.add_parser("down", help="take it down, whatever state it is in")
     commands.add_parser("status", help="what is up; exit code 1 where nothing is")
     tools = commands.add_parser(

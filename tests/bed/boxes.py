@@ -17,11 +17,9 @@ from process_state import children_of, is_alive
 from bed import cgroups
 from bed.places import (
     BRIDGE_END,
-    CONTROL_ADDRESS,
-    HOST_ADDRESS,
+    FAMILIES,
     NODES,
     NUMBER,
-    SERVICES,
     Node,
     logs,
     work,
@@ -111,7 +109,10 @@ def kill(box: str) -> None:
     )  # a frozen process dies when it is thawed, before it does anything else
     wait_until(f"the end of box {box}", lambda: not is_alive(pid), seconds=60, pause=0.01)
     wait_until(
-        f"the end of what ran in box {box}", lambda: not _living(box), seconds=60, pause=0.01
+        f"the end of what ran in box {box}",
+        lambda: not _living(box),
+        seconds=60,
+        pause=0.01,
     )
 
 
@@ -131,7 +132,11 @@ def inside(
 
 
 def spawn(
-    box: str, name: str, command: Sequence[object], *, environment: dict[str, str] | None = None
+    box: str,
+    name: str,
+    command: Sequence[object],
+    *,
+    environment: dict[str, str] | None = None,
 ) -> None:
     """Start a daemon in the box, with its log and its pid (as seen from outside) under the bed's scratch."""
     shown = work() / box / f"{name}.pid"
@@ -161,7 +166,9 @@ def spawn(
             raise BedError(
                 f"{name} in box {box}: exit code {process.returncode}; see {logs()}/{box}-{name}.log"
             )
-        found.update(set(children_of(process.pid)) & (cgroups.pids_below(box, "sys") - before))
+        found.update(
+            set(children_of(process.pid)) & (cgroups.pids_below(box, "sys") - before)
+        )
         return bool(found)
 
     wait_until(f"{name} in box {box}", has_entered, seconds=60, pause=0.003)
@@ -175,7 +182,9 @@ def daemon_pid(box: str, name: str) -> int:
     except (OSError, ValueError) as error:
         raise BedError(f"{name} in box {box}: never started.") from error
     if not is_alive(pid):
-        raise BedError(f"{name} in box {box}: dead (pid {pid}); see {logs()}/{box}-{name}.log")
+        raise BedError(
+            f"{name} in box {box}: dead (pid {pid}); see {logs()}/{box}-{name}.log"
+        )
     return pid
 
 
@@ -226,7 +235,7 @@ def connect_control() -> None:
             # An address of its own: a bridge otherwise takes its ports' lowest, and is unknown to all when
             # that node dies.
             f"link add br0 address {_hardware_address(0)} type bridge",
-            f"addr add {CONTROL_ADDRESS}/24 dev br0",
+            *_addresses(1, "br0"),
             "link set br0 up",
         ],
     )
@@ -234,25 +243,18 @@ def connect_control() -> None:
         None,
         [
             f"link add {BRIDGE_END} type veth peer name vhost netns {pid}",
-            f"addr add {HOST_ADDRESS}/24 dev {BRIDGE_END}",
+            *_addresses(254, BRIDGE_END),
         ],
     )
     network(pid, ["link set vhost master br0 up"])
-    routes = [
-        f"route replace {node.pods} via {node.address} dev {BRIDGE_END} onlink"
-        for node in NODES
+    services = [
+        f"route replace {family.services} via {NODES[0].address_in(family)} dev {BRIDGE_END} onlink"
+        for family in FAMILIES
     ]
     network(
-        None,
-        [
-            f"link set {BRIDGE_END} up",
-            *routes,
-            f"route replace {SERVICES} via {NODES[0].address} dev {BRIDGE_END} onlink",
-        ],
+        None, [f"link set {BRIDGE_END} up", *_routes_to_pods(NODES, BRIDGE_END), *services]
     )
-    network(
-        pid, [f"route replace {node.pods} via {node.address} dev br0 onlink" for node in NODES]
-    )
+    network(pid, _routes_to_pods(NODES, "br0"))
 
 
 def connect_node(node: Node) -> None:
@@ -261,9 +263,7 @@ def connect_node(node: Node) -> None:
     No default route: pods reach nothing else.
     """
     control, pid = pid_of(CONTROL), pid_of(node.name)
-    here = (
-        f"/proc/{control}/net/dev"  # the cable of the node's former life goes a moment after it
-    )
+    here = f"/proc/{control}/net/dev"  # the cable of the node's former life goes a moment after it
     wait_until(
         f"the end of the link v{node.name}",
         lambda: f"v{node.name}:" not in Path(here).read_text(),
@@ -277,15 +277,28 @@ def connect_node(node: Node) -> None:
         ],
     )
     others = [other for other in NODES if other is not node]
-    routes = [
-        f"route replace {other.pods} via {other.address} dev eth0 onlink" for other in others
-    ]
     cable = [
         f"link set eth0 address {_hardware_address(node.number)}",
-        f"addr add {node.address}/24 dev eth0",
+        *_addresses(10 + node.number, "eth0"),
         "link set eth0 up",
     ]
-    network(pid, ["link set lo up", *cable, *routes])
+    network(pid, ["link set lo up", *cable, *_routes_to_pods(others, "eth0")])
+
+
+def _addresses(number: int, device: str) -> list[str]:
+    return [
+        f"addr add {family.machines.format(number)}/{family.machines_length} dev {device} "
+        f"{family.address_flags}"
+        for family in FAMILIES
+    ]
+
+
+def _routes_to_pods(nodes: Sequence[Node], device: str) -> list[str]:
+    return [
+        f"route replace {node.pods_in(family)} via {node.address_in(family)} dev {device} onlink"
+        for family in FAMILIES
+        for node in nodes
+    ]
 
 
 def _hardware_address(number: int) -> str:

@@ -14,9 +14,7 @@ from pathlib import Path
 from bed.places import CGROUPS, NAME
 from bed.shell import BedError
 
-HOST = (
-    "host"  # the bed's processes that live in no node: helpers, and `up` itself while it works
-)
+HOST = "host"  # the bed's processes that live in no node: helpers, and `up` itself while it works
 
 
 def hierarchies() -> list[Path]:
@@ -67,7 +65,9 @@ def set_frozen(box: str, frozen: bool) -> None:
 
 def is_frozen(box: str) -> bool:
     """Whether the box is frozen or on its way."""
-    return (CGROUPS / "freezer" / NAME / box / "freezer.state").read_text().strip() != "THAWED"
+    return (
+        CGROUPS / "freezer" / NAME / box / "freezer.state"
+    ).read_text().strip() != "THAWED"
 
 
 def pids_below(*parts: str, hierarchy: str = "freezer") -> set[int]:

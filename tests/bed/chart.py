@@ -22,7 +22,9 @@ from bed.shell import BedError, run
 
 CHART = REPOSITORY / "charts/evergrad"
 NAMESPACE = "evergrad-system"
-KUBERNETES = "1.34.4"  # what is rendered for; helm built by itself takes an old one for granted
+KUBERNETES = (
+    "1.34.4"  # what is rendered for; helm built by itself takes an old one for granted
+)
 MATRIX: dict[str, dict[str, Any]] = {
     "defaults": {},
     "everything": {
@@ -79,8 +81,14 @@ MATRIX: dict[str, dict[str, Any]] = {
             "enabled": True,
             "labels": {"release": "stack"},
             "annotations": True,
-            "rules": {"disabled": ["TrainingRunFailed"], "thresholds": {"stalledSeconds": 900}},
-            "dashboards": {"namespace": "grafana", "annotations": {"grafana_folder": "Runs"}},
+            "rules": {
+                "disabled": ["TrainingRunFailed"],
+                "thresholds": {"stalledSeconds": 900},
+            },
+            "dashboards": {
+                "namespace": "grafana",
+                "annotations": {"grafana_folder": "Runs"},
+            },
         },
         "admissionPolicy": {
             "enabled": True,
@@ -110,7 +118,9 @@ MATRIX: dict[str, dict[str, Any]] = {
     },
     "no CRD": {"crds": {"install": False}, "tests": {"enabled": False}},
     "CRD goes with the release": {"crds": {"keep": False}},
-    "runs without policies": {"runs": {"networkPolicies": False, "disruptionBudgets": False}},
+    "runs without policies": {
+        "runs": {"networkPolicies": False, "disruptionBudgets": False}
+    },
 }
 
 
@@ -155,7 +165,9 @@ def render(
     """What would be installed, object by object."""
     return [
         one
-        for one in yaml.safe_load_all(template(values, release=release, namespace=namespace))
+        for one in yaml.safe_load_all(
+            template(values, release=release, namespace=namespace)
+        )
         if one
     ]
 
@@ -189,7 +201,9 @@ def conform(files: Sequence[Path], *, more: Sequence[Path] = ()) -> str:
             f"{folder}/{{{{ .ResourceKind }}}}{{{{ .KindSuffix }}}}.json"
             for folder in (ours, schemas.of_monitoring(), schemas.of_kubernetes(), *more)
         ]
-        options = [word for location in locations for word in ("-schema-location", location)]
+        options = [
+            word for location in locations for word in ("-schema-location", location)
+        ]
         return run(
             [toolbox.binary("kubeconform"), "-strict", "-summary", *options, *files]
         ).strip()
@@ -242,7 +256,9 @@ def check() -> None:
         print(f"kubeconform, the chart: {conform(files)}")
     run_chart_testing()
     print("ct lint: sound")
-    *_, counted = (line for line in run_unit_tests().splitlines() if line.startswith("Tests:"))
+    *_, counted = (
+        line for line in run_unit_tests().splitlines() if line.startswith("Tests:")
+    )
     print(f"helm-unittest: {counted}")
     # An overlay is a part of a file, and no object.
     overlays = set((REPOSITORY / "examples").glob("*/cluster*.yaml"))

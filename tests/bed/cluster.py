@@ -15,9 +15,11 @@ from bed.faults import Faults
 from bed.places import (
     BRIDGE_END,
     CLUSTER,
+    FAMILIES,
     KUBECONFIG,
     NODES,
     REPOSITORY,
+    SERVICES,
     Node,
     cache,
     logs,
@@ -67,7 +69,11 @@ class Bed:
 
 
 def _command(*words: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "tests"), "PYTHONSAFEPATH": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(REPOSITORY / "tests"),
+        "PYTHONSAFEPATH": "1",
+    }
     code = subprocess.call(
         [sys.executable, "-m", "bed", *words], env=environment, stdin=subprocess.DEVNULL
     )
@@ -163,7 +169,9 @@ def _start(profile: str) -> None:
             seconds=180,
         )
     wait_until(
-        "ServiceAccount default", lambda: control_plane.has_default_account(api), seconds=120
+        "ServiceAccount default",
+        lambda: control_plane.has_default_account(api),
+        seconds=120,
     )
     _say(
         f"{'both nodes ready' if nodes else 'control plane ready'} "
@@ -269,6 +277,14 @@ def _say_that_it_is_up(profile: str) -> None:
     if not api.is_there("/readyz"):
         _say("it is up, but its API server does not answer: putting everything back")
         Faults(api).restore()
+    services = api.get("/apis/networking.k8s.io/v1/servicecidrs/kubernetes")["spec"][
+        "cidrs"
+    ]
+    if services != [family.services for family in FAMILIES]:
+        raise BedError(
+            f"The bed that is up has Services at {', '.join(services)} and not at {SERVICES}. Take it down "
+            "first (make cluster-down), or name its families in EVERGRAD_BED_FAMILIES."
+        )
     _say(f"up already; KUBECONFIG={KUBECONFIG}")
 
 

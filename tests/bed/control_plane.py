@@ -4,7 +4,16 @@ from pathlib import Path
 
 from bed import boxes, toolbox
 from bed.api import Api, ApiError
-from bed.places import CONTROL_ADDRESS, SERVICES, SINGLE_CLASS, STORAGE_CLASS, logs, pki, work
+from bed.places import (
+    CONTROL_ADDRESS,
+    SERVICES,
+    SINGLE_CLASS,
+    STORAGE_CLASS,
+    in_url,
+    logs,
+    pki,
+    work,
+)
 from bed.shell import wait_until
 
 BOX = boxes.CONTROL
@@ -24,13 +33,15 @@ rules:
 NODE_GRACE = {"full": 12, "next": 12, "kwok": 50}
 # The newer control plane is there for PodGroups, in all versions that it has, so that a client has a choice.
 NEXT_GATES = "--feature-gates=GenericWorkload=true"
-NEXT_APIS = "--runtime-config=scheduling.k8s.io/v1beta1=true,scheduling.k8s.io/v1alpha3=true"
+NEXT_APIS = (
+    "--runtime-config=scheduling.k8s.io/v1beta1=true,scheduling.k8s.io/v1alpha3=true"
+)
 COREDNS = """\
 .:53 {{
     bind {address}
     errors
-    ready {address}:8181
-    kubernetes cluster.local in-addr.arpa {{
+    ready {in_url}:8181
+    kubernetes cluster.local in-addr.arpa ip6.arpa {{
         kubeconfig {kubeconfig}
         pods insecure
         ttl 1
@@ -186,7 +197,11 @@ def start_coredns() -> None:
     """DNS for pods, as a process here: it survives what is done to nodes."""
     file = work() / "Corefile"
     file.write_text(
-        COREDNS.format(address=CONTROL_ADDRESS, kubeconfig=pki() / "coredns.kubeconfig")
+        COREDNS.format(
+            address=CONTROL_ADDRESS,
+            in_url=in_url(CONTROL_ADDRESS),
+            kubeconfig=pki() / "coredns.kubeconfig",
+        )
     )
     boxes.spawn(BOX, "coredns", [toolbox.binary("coredns"), "-conf", file])
 

@@ -17,7 +17,8 @@ def bring(api: Api, definition: Object) -> None:
     def is_served() -> bool:
         conditions = api.get(path).get("status", {}).get("conditions") or []
         return any(
-            each["type"] == "Established" and each["status"] == "True" for each in conditions
+            each["type"] == "Established" and each["status"] == "True"
+            for each in conditions
         )
 
     wait_until(f"the type {name}", is_served, seconds=60)

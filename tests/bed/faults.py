@@ -62,13 +62,19 @@ class Faults:
         box = found["spec"]["nodeName"]
         folder = next((CGROUPS / "pids" / NAME / box).glob(f"kubepods/**/{identity}"), None)
         pids = (
-            sorted(cgroups.pids_in(folder / "cgroup.procs"), key=_pid_inside) if folder else []
+            sorted(cgroups.pids_in(folder / "cgroup.procs"), key=_pid_inside)
+            if folder
+            else []
         )
         if not pids:
-            raise BedError(f"{namespace}/{pod}: nothing runs in container {chosen[0]['name']}.")
+            raise BedError(
+                f"{namespace}/{pod}: nothing runs in container {chosen[0]['name']}."
+            )
         return [Process(pid, _command(pid)) for pid in pids]
 
-    def kill_container(self, namespace: str, pod: str, container: str | None = None) -> None:
+    def kill_container(
+        self, namespace: str, pod: str, container: str | None = None
+    ) -> None:
         """SIGKILL of a container's main process, as the kernel or an operator of the node would: exit code
         137."""
         self.processes(namespace, pod, container)[0].kill()
@@ -109,11 +115,15 @@ class Faults:
 
     def partition_node(self, name: str) -> None:
         """The node's cable is out: nobody reaches it, what runs there runs on."""
-        boxes.network(boxes.pid_of(boxes.CONTROL), [f"link set v{node_named(name).name} down"])
+        boxes.network(
+            boxes.pid_of(boxes.CONTROL), [f"link set v{node_named(name).name} down"]
+        )
 
     def heal_node(self, name: str, *, wait: bool = True) -> None:
         """The cable is in again."""
-        boxes.network(boxes.pid_of(boxes.CONTROL), [f"link set v{node_named(name).name} up"])
+        boxes.network(
+            boxes.pid_of(boxes.CONTROL), [f"link set v{node_named(name).name} up"]
+        )
         if wait:
             self.wait_ready(name)
 
@@ -137,7 +147,9 @@ class Faults:
         key = resource.replace("~", "~0").replace("/", "~1")
         path = f"/api/v1/nodes/{node_named(name).name}"
         if count:
-            self._api.patch(f"{path}/status", {"status": {"capacity": {resource: str(count)}}})
+            self._api.patch(
+                f"{path}/status", {"status": {"capacity": {resource: str(count)}}}
+            )
             self._devices.add((name, resource))
         else:
             present = [
@@ -145,7 +157,9 @@ class Faults:
                 for part in ("capacity", "allocatable")
                 if resource in self._api.get(path)["status"][part]
             ]
-            steps: Any = [{"op": "remove", "path": f"/status/{part}/{key}"} for part in present]
+            steps: Any = [
+                {"op": "remove", "path": f"/status/{part}/{key}"} for part in present
+            ]
             self._api.patch(f"{path}/status", steps, kind="application/json-patch+json")
             self._devices.discard((name, resource))
         expected = str(count) if count else None
@@ -211,7 +225,9 @@ class Faults:
         for entry in NODES:
             self.wait_ready(entry.name)
             self.unfree_pods(entry.name)
-            self._api.patch(f"/api/v1/nodes/{entry.name}", {"spec": {"unschedulable": None}})
+            self._api.patch(
+                f"/api/v1/nodes/{entry.name}", {"spec": {"unschedulable": None}}
+            )
 
     def _restore_node(self, entry: Node) -> None:
         if not boxes.is_up(entry.name):
@@ -232,7 +248,8 @@ class Faults:
             version = found["metadata"]["resourceVersion"]
             try:
                 self._api.patch(
-                    path, {"metadata": {"resourceVersion": version}, "spec": {"taints": wanted}}
+                    path,
+                    {"metadata": {"resourceVersion": version}, "spec": {"taints": wanted}},
                 )
                 return
             except ApiError as error:
@@ -243,7 +260,8 @@ class Faults:
     def _troubled(self, entry: Node) -> bool:
         taints = self._api.get(f"/api/v1/nodes/{entry.name}")["spec"].get("taints", [])
         return any(
-            taint["key"] in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
+            taint["key"]
+            in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
             for taint in taints
         )
 

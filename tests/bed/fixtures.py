@@ -64,15 +64,14 @@ class Cluster:
             loading.load(images)
 
 
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
-    """The cluster named by EVERGRAD_E2E_KUBECONFIG; else the bed, brought up and taken down unless it was up
-    already."""
+def other_cluster() -> Path | None:
+    """The kubeconfig that EVERGRAD_E2E_KUBECONFIG names, unless that is the bed's."""
     named = os.environ.get(OTHER_CLUSTER)
-    if named and Path(named).resolve() != KUBECONFIG.resolve():
-        file = Path(named)
-        yield Cluster(file, Api(file), is_bed=False, storage_class=os.environ.get(OTHER_CLASS))
-        return
+    return Path(named) if named and Path(named).resolve() != KUBECONFIG.resolve() else None
+
+
+def require_bed() -> None:
+    """Skip, or fail where nothing may be left out, on a machine that cannot run the bed."""
     reason = unavailable()
     if reason and os.environ.get(REQUIRED):
         pytest.fail(
@@ -80,6 +79,19 @@ def cluster() -> Iterator[Cluster]:
         )
     if reason:
         pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """The cluster named by EVERGRAD_E2E_KUBECONFIG; else the bed, brought up and taken down unless it was up
+    already."""
+    file = other_cluster()
+    if file is not None:
+        yield Cluster(
+            file, Api(file), is_bed=False, storage_class=os.environ.get(OTHER_CLASS)
+        )
+        return
+    require_bed()
     was_up = Bed.is_up()
     Bed.up(os.environ.get(BED_PROFILE, "full"))
     try:
@@ -93,7 +105,9 @@ def cluster() -> Iterator[Cluster]:
 def faults(cluster: Cluster) -> Iterator[Faults]:
     """What can be done to the bed; everything is put back after the test. Skipped on any other cluster."""
     if not cluster.is_bed:
-        pytest.skip(f"Faults are done to the bed only; {OTHER_CLUSTER} names another cluster.")
+        pytest.skip(
+            f"Faults are done to the bed only; {OTHER_CLUSTER} names another cluster."
+        )
     found = Faults(cluster.api)
     try:
         yield found

@@ -84,7 +84,9 @@ def _containerd(home: Path) -> Iterator[None]:
         str(home / "containerd.toml"),
     ]
     with open(log, "ab") as out:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+        )
     try:
 
         def answers() -> bool:

@@ -49,7 +49,9 @@ def environment() -> dict[str, str]:
     storage = (
         f'[storage]\ndriver = "overlay"\ngraphroot = "{home}/storage"\nrunroot = "{_RUN}"\n'
     )
-    engine = '[engine]\nruntime = "runc"\ncgroup_manager = "cgroupfs"\nevents_logger = "none"\n'
+    engine = (
+        '[engine]\nruntime = "runc"\ncgroup_manager = "cgroupfs"\nevents_logger = "none"\n'
+    )
     _write_if_other(home / "conf" / "storage.conf", storage)
     _write_if_other(
         home / "conf" / "containers.conf",

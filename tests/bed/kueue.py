@@ -18,7 +18,7 @@ import yaml
 
 from bed import boxes, definitions, pki, toolbox
 from bed.api import Api, Object
-from bed.places import HOST_ADDRESS, KUBECONFIG, logs, work
+from bed.places import HOST_ADDRESS, KUBECONFIG, in_url, logs, work
 from bed.places import pki as keys
 from bed.shell import BedError, last_lines, run, wait_until
 
@@ -136,12 +136,19 @@ class Kueue:
 
 def _client(path: str, authority: str) -> dict[str, Any]:
     """Where the API server finds the manager: it is in a network of its own, and has no Service."""
-    return {"url": f"https://{HOST_ADDRESS}:{_PORT}{path}", "caBundle": authority}
+    return {"url": f"https://{in_url(HOST_ADDRESS)}:{_PORT}{path}", "caBundle": authority}
 
 
 def _render() -> list[Object]:
     chart = toolbox.module("kueue", "sigs.k8s.io/kueue") / "charts/kueue"
-    words = [toolbox.binary("helm"), "template", "kueue", chart, "--namespace", "kueue-system"]
+    words = [
+        toolbox.binary("helm"),
+        "template",
+        "kueue",
+        chart,
+        "--namespace",
+        "kueue-system",
+    ]
     documents: Iterator[Any] = yaml.load_all(run(words), Loader=yaml.CSafeLoader)
     return [one for one in documents if one]
 

@@ -22,7 +22,9 @@ def load(items: Sequence[str | Path]) -> None:
         with ThreadPoolExecutor(len(NODES)) as pool:
             if isinstance(item, Path) and item.is_file():
                 sent = list(
-                    pool.map(lambda entry, file=item: _import(entry, file, keep=True), running)
+                    pool.map(
+                        lambda entry, file=item: _import(entry, file, keep=True), running
+                    )
                 )
             else:
                 layout = images.want(

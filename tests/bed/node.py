@@ -7,13 +7,16 @@ from pathlib import Path
 
 from bed import boxes, toolbox
 from bed.api import Api, ApiError
-from bed.places import CONTROL_ADDRESS, NAME, PODS, Node, logs, pki, work
+from bed.places import CONTROL_ADDRESS, FAMILIES, NAME, PODS, Node, logs, pki, work
 from bed.shell import run, wait_until
 
 SOCKET = "/run/containerd/containerd.sock"  # of the node's own /run
 PAUSE = "localhost/pause:local"
 READY = b"Start streaming server"  # the last thing it says before its answers to the kubelet are no refusals
 _OFF = ("aufs", "btrfs", "devmapper", "zfs")
+_IPV6_SYSCTLS = (
+    "sysctl -qw net.ipv6.conf.all.forwarding=1 net.bridge.bridge-nf-call-ip6tables=1"
+)
 CONTAINERD = """\
 version = 2
 root = "{root}"
@@ -57,7 +60,8 @@ mount --bind {home}/varlog /var/log
 hostname {node.name}
 ip link set lo up
 sysctl -qw net.ipv4.ip_forward=1 net.ipv4.conf.all.route_localnet=1
-sysctl -qw net.bridge.bridge-nf-call-iptables=1"""
+sysctl -qw net.bridge.bridge-nf-call-iptables=1
+{_IPV6_SYSCTLS if "ipv6" in [family.name for family in FAMILIES] else ""}"""
 
 
 def containerd_configuration(root: Path, state: str, socket: str, cni: Path) -> str:
@@ -135,7 +139,7 @@ def start_kubelet(node: Node) -> None:
     command: list[object] = [
         toolbox.binary("kubelet"),
         f"--config={home}/kubelet.yaml",
-        f"--node-ip={node.address}",
+        f"--node-ip={','.join(node.addresses)}",
     ]
     command += [
         f"--kubeconfig={pki()}/{node.name}-client.kubeconfig",
@@ -160,7 +164,11 @@ def is_ready(api: Api, node: Node, *, since: datetime | None = None) -> bool:
     except (ApiError, OSError):
         return False
     ready = next(
-        (entry for entry in found["status"].get("conditions", []) if entry["type"] == "Ready"),
+        (
+            entry
+            for entry in found["status"].get("conditions", [])
+            if entry["type"] == "Ready"
+        ),
         None,
     )
     if ready is None or ready["status"] != "True":
@@ -190,8 +198,8 @@ def _cni(node: Node) -> dict[str, object]:
         "ipam": {
             "type": "host-local",
             "dataDir": "/run/cni",
-            "ranges": [[{"subnet": node.pods}]],
-            "routes": [{"dst": "0.0.0.0/0"}],
+            "ranges": [[{"subnet": pods}] for pods in node.pods],
+            "routes": [{"dst": family.everywhere} for family in FAMILIES],
         },
     }
     return {

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from bed.places import API_SERVER, API_SERVICE, CONTROL_ADDRESS, NODES
+from bed.places import API_SERVER, FAMILIES, NODES
 from bed.shell import run
 
 CURVE = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "30")
@@ -35,13 +35,19 @@ def certificates() -> dict[str, Certificate]:
         "kubernetes.default.svc.cluster.local",
         "localhost",
     )
+    addresses = [
+        *(family.api_service for family in FAMILIES),
+        *(family.machines.format(1) for family in FAMILIES),
+        "127.0.0.1",
+    ]
     names = ",".join(
-        [f"DNS:{name}" for name in services]
-        + [f"IP:{ip}" for ip in (API_SERVICE, CONTROL_ADDRESS, "127.0.0.1")]
+        [*(f"DNS:{name}" for name in services), *(f"IP:{ip}" for ip in addresses)]
     )
     found = {
         "apiserver": Certificate("/CN=kube-apiserver", names),
-        "apiserver-kubelet": Certificate("/O=system:masters/CN=kube-apiserver-kubelet-client"),
+        "apiserver-kubelet": Certificate(
+            "/O=system:masters/CN=kube-apiserver-kubelet-client"
+        ),
         "admin": Certificate("/O=system:masters/CN=admin"),
         "storage": Certificate("/O=system:masters/CN=bed:storage"),
         "kube-controller-manager": Certificate("/CN=system:kube-controller-manager"),
@@ -52,7 +58,8 @@ def certificates() -> dict[str, Certificate]:
     }
     for node in NODES:
         found[f"{node.name}-server"] = Certificate(
-            f"/CN=system:node:{node.name}", f"DNS:{node.name},IP:{node.address}"
+            f"/CN=system:node:{node.name}",
+            ",".join([f"DNS:{node.name}", *(f"IP:{ip}" for ip in node.addresses)]),
         )
         found[f"{node.name}-client"] = Certificate(
             f"/O=system:nodes/CN=system:node:{node.name}"
@@ -76,7 +83,9 @@ def write(folder: Path) -> None:
     run([*authority, "-keyout", folder / "ca.key", "-out", folder / "ca.crt"])
     wanted = certificates()
     with ThreadPoolExecutor(8) as pool:
-        for done in [pool.submit(sign, folder, name, pair) for name, pair in wanted.items()]:
+        for done in [
+            pool.submit(sign, folder, name, pair) for name, pair in wanted.items()
+        ]:
             done.result()
     run(
         [

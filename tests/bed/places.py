@@ -1,5 +1,5 @@
 """Where everything of the bed lies, and the addresses it uses: all fixed, but for the number of the bed
-(EVERGRAD_BED)."""
+(EVERGRAD_BED) and its families of addresses (EVERGRAD_BED_FAMILIES)."""
 
 import os
 from dataclasses import dataclass
@@ -20,13 +20,75 @@ STATES = Path("/run/evergrad-beds")
 STATE = STATES / NAME
 
 CGROUPS = Path("/sys/fs/cgroup")
-NETWORK = f"10.{100 + NUMBER}.0"
-HOST_ADDRESS = f"{NETWORK}.254"
-CONTROL_ADDRESS = f"{NETWORK}.1"
-API_SERVER = f"https://{CONTROL_ADDRESS}:6443"
-SERVICES = f"10.{96 - NUMBER}.0.0/16"
-API_SERVICE = f"10.{96 - NUMBER}.0.1"
-PODS = f"10.{244 + NUMBER}.0.0/16"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Addresses of one family; in `machines` and `pods_of_a_node` braces stand for a number."""
+
+    name: str
+    machines: str
+    machines_length: int
+    address_flags: str
+    pods: str
+    pods_of_a_node: str
+    services: str
+    api_service: str
+    everywhere: str
+
+
+_FAMILIES = (
+    Family(
+        name="ipv4",
+        machines=f"10.{100 + NUMBER}.0.{{}}",
+        machines_length=24,
+        address_flags="",
+        pods=f"10.{244 + NUMBER}.0.0/16",
+        pods_of_a_node=f"10.{244 + NUMBER}.{{}}.0/24",
+        services=f"10.{96 - NUMBER}.0.0/16",
+        api_service=f"10.{96 - NUMBER}.0.1",
+        everywhere="0.0.0.0/0",
+    ),
+    Family(
+        name="ipv6",
+        machines=f"fd00:{100 + NUMBER}::{{}}",
+        machines_length=64,
+        # The kernel would look for a second owner of the address for a second, and refuse it meanwhile.
+        address_flags="nodad",
+        pods=f"fd00:{100 + NUMBER}:244::/48",
+        pods_of_a_node=f"fd00:{100 + NUMBER}:244:{{}}::/64",
+        services=f"fd00:{100 + NUMBER}:96::/112",
+        api_service=f"fd00:{100 + NUMBER}:96::1",
+        everywhere="::/0",
+    ),
+)
+
+
+def families_named(text: str) -> tuple[Family, ...]:
+    """The families of a list such as `ipv6,ipv4`, in its order; ValueError for any other text."""
+    known = {family.name: family for family in _FAMILIES}
+    names = text.split(",")
+    if not set(names) <= set(known) or len(set(names)) < len(names):
+        raise ValueError(
+            f"EVERGRAD_BED_FAMILIES: {text!r} is no list of families. Write {' or '.join(known)}, or both "
+            "with a comma between them; the first is that of `status.podIP`."
+        )
+    return tuple(known[name] for name in names)
+
+
+def in_url(address: str) -> str:
+    """The address as it stands before a port."""
+    return f"[{address}]" if ":" in address else address
+
+
+FAMILIES = families_named(os.environ.get("EVERGRAD_BED_FAMILIES", "ipv4"))
+# All that has one address has it in the first family.
+HOST_ADDRESS = FAMILIES[0].machines.format(254)
+CONTROL_ADDRESS = FAMILIES[0].machines.format(1)
+API_SERVER = f"https://{in_url(CONTROL_ADDRESS)}:6443"
+API_SERVICE = FAMILIES[0].api_service
+SERVICES = ",".join(family.services for family in FAMILIES)
+PODS = ",".join(family.pods for family in FAMILIES)
 BRIDGE_END = f"bed{NUMBER}"  # the link of the machine's own network namespace
 STORAGE_CLASS = "shared"
 SINGLE_CLASS = "single"
@@ -42,13 +104,26 @@ class Node:
 
     @property
     def address(self) -> str:
-        """The node's InternalIP; its NodePorts are there too."""
-        return f"{NETWORK}.{10 + self.number}"
+        """The node's first InternalIP; its NodePorts are there too."""
+        return self.addresses[0]
 
     @property
-    def pods(self) -> str:
-        """The range of its pods' addresses."""
-        return f"10.{244 + NUMBER}.{self.number}.0/24"
+    def addresses(self) -> list[str]:
+        """Its InternalIPs, one a family."""
+        return [self.address_in(family) for family in FAMILIES]
+
+    @property
+    def pods(self) -> list[str]:
+        """The ranges of its pods' addresses, one a family."""
+        return [self.pods_in(family) for family in FAMILIES]
+
+    def address_in(self, family: Family) -> str:
+        """Its address of this family."""
+        return family.machines.format(10 + self.number)
+
+    def pods_in(self, family: Family) -> str:
+        """The range of its pods' addresses of this family."""
+        return family.pods_of_a_node.format(self.number)
 
 
 NODES = (Node("n1", 1), Node("n2", 2))
@@ -73,7 +148,8 @@ def cache() -> Path:
     if named:
         return Path(named).resolve()
     return (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").resolve() / "evergrad"
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").resolve()
+        / "evergrad"
     )
 
 

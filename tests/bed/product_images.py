@@ -131,7 +131,9 @@ def build(target: str, chosen: Settings, *, revision: str | None = None) -> str:
         begun = time.monotonic()
         print(f"{time.strftime('%T')}  {name}: building …", flush=True)
         with tempfile.TemporaryDirectory() as scratch:
-            _build(target, name, chosen, Path(scratch), revision=revision or find_revision())
+            _build(
+                target, name, chosen, Path(scratch), revision=revision or find_revision()
+            )
         print(
             f"{time.strftime('%T')}  {name}: built in {time.monotonic() - begun:.0f} s",
             flush=True,
@@ -163,7 +165,11 @@ def _forget_others(target: str, name: str) -> None:
     pattern = re.compile(re.escape(name_of(target, "")) + "[0-9a-f]{12}")
     old = [other for other in listed if pattern.fullmatch(other) and other != name]
     if old:
-        run(["podman", "rmi", "--force", *old], environment=images.environment(), check=False)
+        run(
+            ["podman", "rmi", "--force", *old],
+            environment=images.environment(),
+            check=False,
+        )
     # Steps of older builds that no image is made of any more.
     run(
         ["podman", "image", "prune", "--force", "--filter", "until=48h"],
@@ -316,7 +322,10 @@ def main() -> int:
         description="Build Evergrad's images and load them into the bed.",
     )
     parser.add_argument(
-        "targets", nargs="*", metavar="TARGET", help=f"{' or '.join(TARGETS)} (default: both)"
+        "targets",
+        nargs="*",
+        metavar="TARGET",
+        help=f"{' or '.join(TARGETS)} (default: both)",
     )
     parser.add_argument("--no-load", action="store_true", help="only build")
     parser.add_argument(

@@ -48,7 +48,9 @@ def unavailable() -> str | None:
             "The bed needs root (namespaces, cgroups, mounts). Name another cluster with "
             "EVERGRAD_E2E_KUBECONFIG."
         )
-    absent = [name for name in HIERARCHIES if not (CGROUPS / name / "cgroup.procs").exists()]
+    absent = [
+        name for name in HIERARCHIES if not (CGROUPS / name / "cgroup.procs").exists()
+    ]
     if absent:
         kind = (
             "only cgroup v2"

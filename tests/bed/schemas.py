@@ -137,7 +137,9 @@ def _write_crd(file: Path, folder: Path) -> None:
     crd = yaml.safe_load(file.read_text())["spec"]
     for version in crd["versions"]:
         schema = strict(version["schema"]["openAPIV3Schema"], is_top=True)
-        name = file_name(group=crd["group"], version=version["name"], kind=crd["names"]["kind"])
+        name = file_name(
+            group=crd["group"], version=version["name"], kind=crd["names"]["kind"]
+        )
         (folder / name).write_text(json.dumps(schema))
 
 
@@ -146,7 +148,9 @@ def file_name(*, group: str, version: str, kind: str) -> str:
     group only."""
     return (
         "-".join(
-            part for part in (kind.lower(), group.partition(".")[0], version.lower()) if part
+            part
+            for part in (kind.lower(), group.partition(".")[0], version.lower())
+            if part
         )
         + ".json"
     )

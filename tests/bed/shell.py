@@ -38,7 +38,9 @@ def run(
             check=False,
         )
     except FileNotFoundError as error:
-        raise BedError(f"{words[0]}: not found. Install the package that brings it.") from error
+        raise BedError(
+            f"{words[0]}: not found. Install the package that brings it."
+        ) from error
     except subprocess.TimeoutExpired as error:
         raise BedError(f"{' '.join(words)}: not done after {timeout:g} s.") from error
     if check and result.returncode != 0:

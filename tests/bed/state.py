@@ -71,7 +71,9 @@ def restore_sysctls() -> None:
     heirs = [file for file in STATES.glob("*/state.json") if file.parent != STATE]
     younger = [file for file in heirs if json.loads(file.read_text())["begun"] > own.begun]
     for file in younger:
-        write(replace(State(**json.loads(file.read_text())), sysctls=own.sysctls), file.parent)
+        write(
+            replace(State(**json.loads(file.read_text())), sysctls=own.sysctls), file.parent
+        )
     for name, value in own.sysctls.items() if not younger else ():
         Path("/proc/sys", name).write_text(value)
 

@@ -38,7 +38,9 @@ def main() -> None:
     api = Api(Path(sys.argv[1]))
     volumes().mkdir(parents=True, exist_ok=True)
     threading.Thread(
-        target=_follow, args=(api, "/api/v1/persistentvolumes", delete_if_released), daemon=True
+        target=_follow,
+        args=(api, "/api/v1/persistentvolumes", delete_if_released),
+        daemon=True,
     ).start()
     _follow(api, "/api/v1/persistentvolumeclaims", provision)
 
@@ -87,7 +89,10 @@ def provision(api: Api, claim: Object) -> None:
     if is_limited:
         if not _image(name).exists():
             _make_file_system(name, size_in_bytes(size))
-        for box in (boxes.CONTROL, *(node.name for node in NODES if boxes.is_up(node.name))):
+        for box in (
+            boxes.CONTROL,
+            *(node.name for node in NODES if boxes.is_up(node.name)),
+        ):
             mount(box, name)
     try:
         api.create("/api/v1/persistentvolumes", _volume(name, path, claim))
@@ -190,6 +195,8 @@ def _volume(name: str, path: Path, claim: Object) -> Object:
             "storageClassName": spec["storageClassName"],
             "local": {"path": str(path)},
             "claimRef": {**reference, "uid": metadata["uid"]},
-            "nodeAffinity": {"required": {"nodeSelectorTerms": [{"matchExpressions": terms}]}},
+            "nodeAffinity": {
+                "required": {"nodeSelectorTerms": [{"matchExpressions": terms}]}
+            },
         },
     }

@@ -70,7 +70,8 @@ TOOLS = {
     "chart-testing": Tool({"ct": "github.com/helm/chart-testing/v3/ct"}),
     "kubeconform": Tool({"kubeconform": "github.com/yannh/kubeconform/cmd/kubeconform"}),
     "kueue": Tool(
-        {"kueue-manager": "sigs.k8s.io/kueue/cmd/kueue"}, minutes="4 to 8 minutes on two cores"
+        {"kueue-manager": "sigs.k8s.io/kueue/cmd/kueue"},
+        minutes="4 to 8 minutes on two cores",
     ),
     "kwok": Tool({"kwok": "sigs.k8s.io/kwok/cmd/kwok"}, minutes="1 to 3 minutes"),
     "kstatus": Tool({"kstatus": "."}),

@@ -39,7 +39,9 @@ def _is_of_another_bed(folder: Path) -> bool:
 
 
 def _machines_processes() -> list[Path]:
-    return [folder for folder in Path("/proc").glob("[0-9]*") if not _is_of_another_bed(folder)]
+    return [
+        folder for folder in Path("/proc").glob("[0-9]*") if not _is_of_another_bed(folder)
+    ]
 
 
 def _without_other_beds(lines: Iterable[str]) -> set[str]:
@@ -51,7 +53,10 @@ def _processes() -> set[str]:
     for folder in _machines_processes():
         try:
             command = (
-                (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                (folder / "cmdline")
+                .read_bytes()
+                .replace(b"\0", b" ")
+                .decode(errors="replace")
             )
         except OSError:
             continue

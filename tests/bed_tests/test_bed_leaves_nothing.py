@@ -111,7 +111,9 @@ def command(*words: str) -> str:
 def look() -> Found:
     """Everything of every kind, now."""
     line = [sys.executable, str(Path(__file__).with_name("leftovers.py"))]
-    result = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        line, env=ENVIRONMENT, capture_output=True, text=True, check=True
+    )
     return {name: set(entries) for name, entries in json.loads(result.stdout).items()}
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from bed import images, requirements, storage, toolbox
 from bed.api import Api
-from bed.places import node_named
+from bed.places import families_named, in_url, node_named
 from bed.shell import BedError
 
 
@@ -55,7 +55,9 @@ def test_a_program_is_unavailable_only_where_it_is_neither_built_nor_can_be(
 def test_every_tool_has_pinned_sources(name: str) -> None:
     folder = toolbox.SOURCES / name
     module = (folder / "go.mod").read_text()
-    packages = [package for package in toolbox.TOOLS[name].packages.values() if package != "."]
+    packages = [
+        package for package in toolbox.TOOLS[name].packages.values() if package != "."
+    ]
     assert all(package in module for package in packages)
     assert (folder / "go.sum").exists() or "require" not in module
 
@@ -136,6 +138,18 @@ def test_a_kubeconfig_that_names_files_is_read_relative_to_itself(tmp_path: Path
     assert not Api(tmp_path / "kubeconfig").is_there(
         "/version"
     )  # nobody listens there; that it was read is what counts
+
+
+def test_families_of_a_bed_are_taken_in_the_order_in_which_they_are_named() -> None:
+    assert [family.name for family in families_named("ipv6,ipv4")] == ["ipv6", "ipv4"]
+    assert [family.name for family in families_named("ipv6")] == ["ipv6"]
+    for text in ("", "ipv4,ipv4", "ipv6, ipv4", "ipv5"):
+        with pytest.raises(
+            ValueError, match=r"EVERGRAD_BED_FAMILIES: .* Write ipv4 or ipv6"
+        ):
+            families_named(text)
+    assert in_url("10.100.0.1") == "10.100.0.1"
+    assert in_url("fd00:100::1") == "[fd00:100::1]"
 
 
 def test_a_node_that_does_not_exist_is_named_with_those_that_do() -> None:

@@ -50,7 +50,9 @@ TRAINING: dict[str, Any] = {
     "model": {"config": MODEL},
     "tokenizer": {"type": "byte"},
     "data": {
-        "sources": [{"name": "docs", "type": "jsonl", "path": "/documents/documents.jsonl"}],
+        "sources": [
+            {"name": "docs", "type": "jsonl", "path": "/documents/documents.jsonl"}
+        ],
         "sequenceLength": 128,
     },
     "batching": {"globalBatchSize": 16, "microBatchSize": 4},
@@ -92,7 +94,10 @@ def make_manifest(
     """A TrainingRun of ``steps`` quick steps with ``changes`` laid over its spec."""
     training = merged(
         TRAINING,
-        {"horizon": {"steps": steps}, "schedule": {"warmup": min(WARMUP_STEPS, steps // 2)}},
+        {
+            "horizon": {"steps": steps},
+            "schedule": {"warmup": min(WARMUP_STEPS, steps // 2)},
+        },
     )
     spec = {**SPEC, "training": training}
     return {
@@ -158,7 +163,9 @@ class Reference:
 
         self._process.send_signal(signal.SIGCONT)
         try:
-            found: Rows = wait_for(reached, f"the undisturbed run's step {step}", seconds=600)
+            found: Rows = wait_for(
+                reached, f"the undisturbed run's step {step}", seconds=600
+            )
         finally:
             self.hold()
         return found

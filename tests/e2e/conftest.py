@@ -18,7 +18,9 @@ from bed.fixtures import cluster, faults  # noqa: F401 - fixtures
 # The suite imports tests by path, so that helpers must be put where an ordinary import finds them.
 for _name in (
     "cluster_runs",
+    "cluster_cli",
     "cluster_shell",
+    "script_runs",
     "operator_watch",
     "installed_operator",
     "gang_runs",
@@ -88,10 +90,12 @@ def _operator_stays_well(request: pytest.FixtureRequest) -> Iterator[None]:
         request.session.stash[_IS_UNWATCHED] = True
         return
     watch = request.getfixturevalue("operator_watch")
-    if request.session.stash.get(_IS_UNWATCHED, False):
-        request.getfixturevalue("operator").wait_until_ready()
+    one = request.getfixturevalue("operator")
+    # What a module has installed, or put back, is no end of the operator that a test would have seen.
+    if one.is_changed or request.session.stash.get(_IS_UNWATCHED, False):
+        one.wait_for_rollout()
         watch.look()
-        request.session.stash[_IS_UNWATCHED] = False
+        one.is_changed = request.session.stash[_IS_UNWATCHED] = False
     yield
     request.getfixturevalue("operator").wait_until_ready()
     patterns = [
@@ -105,7 +109,11 @@ def _operator_stays_well(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _open_runs(cluster: Any, request: pytest.FixtureRequest, scratch: Path) -> Iterator[Any]:  # noqa: F811
+def _open_runs(
+    cluster: Any,  # noqa: F811
+    request: pytest.FixtureRequest,
+    scratch: Path,
+) -> Iterator[Any]:
     """A namespace that enforces the restricted Pod Security profile, with documents to train on."""
     import cluster_runs
 
@@ -117,7 +125,11 @@ def _open_runs(cluster: Any, request: pytest.FixtureRequest, scratch: Path) -> I
     runs = cluster_runs.Runs(cluster, name, scratch)
     objects = [
         *_CLASSES,
-        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}},
+        {
+            "apiVersion": "v1",
+            "kind": "Namespace",
+            "metadata": {"name": name, "labels": labels},
+        },
         {
             "apiVersion": "v1",
             "kind": "ConfigMap",

@@ -52,7 +52,9 @@ def start(runs: Runs, name: str, *, least: int, most: int, **changes: Any) -> Ru
 def hosts(run: Run) -> dict[int, str]:
     """Index of each pod → its host, empty where it has none."""
     return {
-        int(pod["metadata"]["labels"][f"{GROUP}/index"]): str(pod["spec"].get("nodeName", ""))
+        int(pod["metadata"]["labels"][f"{GROUP}/index"]): str(
+            pod["spec"].get("nodeName", "")
+        )
         for pod in run.pods()
     }
 
@@ -73,7 +75,8 @@ def place_one_gang_after_the_other(runs: Runs, faults: Any, groups: Groups) -> R
     second = start(runs, "second", least=2, most=2)
     wait_for(lambda: len(hosts(second)) == 2, "both pods of the second run")
     wait_for(
-        lambda: second.status().get("reason") == "Unschedulable", "the second run's own words"
+        lambda: second.status().get("reason") == "Unschedulable",
+        "the second run's own words",
     )
     assert hosts(second) == {0: "", 1: ""}, second.status()
 

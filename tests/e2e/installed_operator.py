@@ -12,6 +12,8 @@ from urllib.parse import quote
 from cluster_runs import wait_for
 from operator_watch import count_restarts
 
+from evergrad_coordinator.addresses import join_address
+
 ROOT = Path(__file__).resolve().parents[2]
 RELEASE, NAMESPACE = "evergrad", "evergrad-system"
 SELECTOR = "app.kubernetes.io/name=evergrad,app.kubernetes.io/component=operator"
@@ -25,6 +27,8 @@ class Operator:
     operator_image: str
     trainer_image: str
     namespace: str = NAMESPACE
+    is_changed: bool = False
+    """Whether it was installed anew since somebody looked."""
 
     def helm(self, *arguments: str, seconds: float = 400) -> str:
         """Run helm; what it prints."""
@@ -39,7 +43,9 @@ class Operator:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=seconds, check=False
         )
-        assert done.returncode == 0, f"helm {' '.join(arguments)}: {done.stdout}{done.stderr}"
+        assert done.returncode == 0, (
+            f"helm {' '.join(arguments)}: {done.stdout}{done.stderr}"
+        )
         return done.stdout
 
     def upgrade(
@@ -50,6 +56,7 @@ class Operator:
         settings: Sequence[str] = (),
     ) -> None:
         """Install or upgrade, with ``settings`` for helm's --set, and wait until the operator is ready."""
+        self.is_changed = True
         images = {
             "image": self.operator_image,
             "trainer.image": trainer_image or self.trainer_image,
@@ -86,7 +93,9 @@ class Operator:
             self.namespace,
             *arguments,
         ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=240, check=False
+        )
         assert done.returncode == 0 or not check, (
             f"kubectl {' '.join(arguments)}: {done.stderr}"
         )
@@ -120,7 +129,8 @@ class Operator:
                 one["type"]: one["status"] for one in pod["status"].get("conditions", [])
             }
             return (
-                conditions.get("Ready") == "True" and "deletionTimestamp" not in pod["metadata"]
+                conditions.get("Ready") == "True"
+                and "deletionTimestamp" not in pod["metadata"]
             )
         return False
 
@@ -172,7 +182,7 @@ class Operator:
         """Its /metrics."""
         pod = self.pod()
         with urllib.request.urlopen(
-            f"http://{pod['status']['podIP']}:8080/metrics", timeout=20
+            f"http://{join_address(pod['status']['podIP'], 8080)}/metrics", timeout=20
         ) as answer:
             return str(answer.read().decode())
 

@@ -50,7 +50,9 @@ class OperatorWatch:
     """Looks at the operator once after each test, and compares with the look before."""
 
     operator: Watched
-    _restarts: dict[str, int] = field(default_factory=dict)  # pod → restarts of its containers
+    _restarts: dict[str, int] = field(
+        default_factory=dict
+    )  # pod → restarts of its containers
     _read: dict[str, int] = field(
         default_factory=dict
     )  # pod → characters of its log that were looked at

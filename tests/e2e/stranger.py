@@ -51,8 +51,12 @@ def messages(run: str) -> Iterator[tuple[str, bytes]]:
                     Ready(generation=generation, workers=1, port=6666, step=10**6),
                     Progress(generation=generation, step=10**6, total_steps=10**6),
                     Commit(request=1, generation=generation),
-                    Result(generation=generation, step=10**6, exit_code=0, reason="complete"),
-                    Result(generation=generation, step=10**6, exit_code=75, reason="stopped"),
+                    Result(
+                        generation=generation, step=10**6, exit_code=0, reason="complete"
+                    ),
+                    Result(
+                        generation=generation, step=10**6, exit_code=75, reason="stopped"
+                    ),
                     Leaving(),
                 ]
                 yield (
@@ -112,7 +116,9 @@ def main(run: str, targets: str) -> None:
         answers = pool.map(lambda one: say(one[0], one[1], one[3]), tries)
         for (address, port, name, _), answer in zip(tries, answers, strict=True):
             print(
-                json.dumps({"try": name, "address": address, "port": port, "answer": answer}),
+                json.dumps(
+                    {"try": name, "address": address, "port": port, "answer": answer}
+                ),
                 flush=True,
             )
 

@@ -108,9 +108,12 @@ def problems_told(name: str, output: str) -> list[str]:
     return [line.removeprefix("* ") for line in lines]
 
 
-def test_apply_prints_what_validate_prints(operator: Any, runs: Runs, tmp_path: Path) -> None:
+def test_apply_prints_what_validate_prints(
+    operator: Any, runs: Runs, tmp_path: Path
+) -> None:
     wait_for(
-        lambda: "denied" in apply_dry(operator, runs, tmp_path), "the webhook's first answer"
+        lambda: "denied" in apply_dry(operator, runs, tmp_path),
+        "the webhook's first answer",
     )
     for name, file in bad_files(tmp_path).items():
         done, expected = apply(operator, runs, file), validate(file)
@@ -148,7 +151,8 @@ def test_without_the_webhook_the_same_is_told_before_the_first_pod_and_a_correct
     for name, expected in stored.items():
         run = Run(runs, name)
         wait_for(
-            lambda run=run: run.status().get("reason") == "InvalidSpec", f"{name}: InvalidSpec"
+            lambda run=run: run.status().get("reason") == "InvalidSpec",
+            f"{name}: InvalidSpec",
         )  # type: ignore[misc]
         assert run.status()["message"] == " ".join(expected)
         assert run.is_so("Stalled") and not run.is_so("Ready")
@@ -177,12 +181,18 @@ def test_a_run_that_was_stored_unchecked_can_be_suspended_marked_and_deleted(
             write(tmp_path, name, {"training": {"schedule": {"warmup": "150%"}}}),
         )
         assert done.returncode == 0, done.stderr
-    wait_for(lambda: "denied" in apply_dry(operator, runs, tmp_path), "the webhook's answer")
+    wait_for(
+        lambda: "denied" in apply_dry(operator, runs, tmp_path), "the webhook's answer"
+    )
     target = f"{RESOURCE}/{name}"
     runs.kubectl("patch", target, "--type=merge", "-p", '{"spec":{"suspend":true}}')
     runs.kubectl("label", target, "a=b")
     runs.kubectl(
-        "patch", target, "--type=merge", "-p", '{"metadata":{"finalizers":["example.com/x"]}}'
+        "patch",
+        target,
+        "--type=merge",
+        "-p",
+        '{"metadata":{"finalizers":["example.com/x"]}}',
     )
     runs.kubectl("delete", target, "--wait=false")
     runs.kubectl("patch", target, "--type=merge", "-p", '{"metadata":{"finalizers":null}}')
@@ -203,7 +213,9 @@ def test_of_a_run_of_another_controller_nothing_appears_and_nothing_is_written(
 
     selector = f"{GROUP}/run=theirs"
     kinds = ("pods", "configmaps", "services", "secrets", "poddisruptionbudgets")
-    assert {kind: runs.list(kind, selector) for kind in kinds} == {kind: [] for kind in kinds}
+    assert {kind: runs.list(kind, selector) for kind in kinds} == {
+        kind: [] for kind in kinds
+    }
     assert runs.get("persistentvolumeclaims", "theirs") is None
     assert theirs.status() == {"observedGeneration": -1}
     assert not any(one["involvedObject"]["name"] == "theirs" for one in runs.list("events"))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from cluster_runs import Run, Runs, wait_for
+from script_runs import finish, start_script, step_of
 
 from evergrad_coordinator.edge.page import build_page
 
@@ -16,27 +17,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 JOIN_PORT, STATUS_PORT, METRICS_PORT = 29400, 29401, 29402
 PAGE = build_page("run", needs_token=True).text.encode().decode("latin-1")
 STRANGER = Path(__file__).with_name("stranger.py").read_text("utf-8")
-FINISH = "/volume/attacked/finish"
-SCRIPT = f"""
-import time
-from pathlib import Path
-
-import torch
-import torch.distributed as dist
-from evergrad import elastic
-
-dist.init_process_group("gloo")
-step = 0
-while True:
-    is_over = torch.tensor([float(Path("{FINISH}").exists())])
-    dist.all_reduce(is_over, op=dist.ReduceOp.MAX)
-    step += 1
-    elastic.report(step)
-    if is_over.item():
-        break
-    time.sleep(0.2)
-dist.destroy_process_group()
-"""
 LISTENING = """
 import pathlib
 lines = [line.split() for name in ("tcp", "tcp6") for line in pathlib.Path("/proc/net", name).read_text().splitlines()[1:]]
@@ -51,29 +31,6 @@ def elsewhere(runs: Runs) -> Iterator[str]:
     runs.kubectl("create", "namespace", name)
     yield name
     runs.kubectl("delete", "namespace", name, "--wait=false")
-
-
-def start(runs: Runs) -> Run:
-    """A script on two nodes that trains until it is told to finish."""
-    runs.kubectl("create", "configmap", "script", f"--from-literal=train.py={SCRIPT}")
-    run = runs.start(
-        "attacked",
-        steps=1,
-        nodes={"min": 2, "max": 2},
-        training=None,
-        script={"command": ["/script/train.py"]},
-        template={
-            "volumes": [{"name": "script", "configMap": {"name": "script"}}],
-            "volumeMounts": [{"name": "script", "mountPath": "/script"}],
-        },
-    )
-    run.wait_for_pods(0, 1)
-    wait_for(lambda: step_of(run) > 1, "the first steps")
-    return run
-
-
-def step_of(run: Run) -> int:
-    return int(run.status().get("progress", {}).get("step") or 0)
 
 
 def token_of(run: Run) -> str:
@@ -102,7 +59,13 @@ def attack(
     """What a pod of this namespace with these labels was answered."""
     for kind in ("configmap", "pod"):
         runs.kubectl(
-            "--namespace", namespace, "delete", kind, "stranger", "--ignore-not-found", "--now"
+            "--namespace",
+            namespace,
+            "delete",
+            kind,
+            "stranger",
+            "--ignore-not-found",
+            "--now",
         )
     runs.kubectl(
         "--namespace",
@@ -112,7 +75,9 @@ def attack(
         "stranger",
         f"--from-literal=stranger.py={STRANGER}",
     )
-    pod = build_pod(runs.cluster.product_images()[0], ["attacked", json.dumps(targets)], labels)
+    pod = build_pod(
+        runs.cluster.product_images()[0], ["attacked", json.dumps(targets)], labels
+    )
     runs.kubectl("--namespace", namespace, "apply", "-f", "-", text=json.dumps(pod))
     phase = ("get", "pod", "stranger", "-o", "jsonpath={.status.phase}")
     wait_for(
@@ -125,7 +90,9 @@ def attack(
     return [json.loads(line) for line in log.splitlines()]
 
 
-def build_pod(image: str, arguments: list[str], labels: Mapping[str, str]) -> dict[str, Any]:
+def build_pod(
+    image: str, arguments: list[str], labels: Mapping[str, str]
+) -> dict[str, Any]:
     """A pod of somebody who may make pods, and knows the name of a run."""
     security = {
         "allowPrivilegeEscalation": False,
@@ -203,7 +170,7 @@ def stand(run: Run) -> dict[str, Any]:
 def test_strangers_get_nothing_from_any_port_of_a_run_which_trains_on_to_its_end(
     runs: Runs, elsewhere: str
 ) -> None:
-    run = start(runs)
+    run = start_script(runs, "attacked")
     wait_for(lambda: run.status()["nodes"].get("ready") == 2, "both nodes in the group")
     before, targets = stand(run), find_targets(run)
     addresses = [pod["status"]["podIP"] for pod in run.live_pods().values()]
@@ -233,16 +200,14 @@ def test_strangers_get_nothing_from_any_port_of_a_run_which_trains_on_to_its_end
     step = step_of(run)
     wait_for(lambda: step_of(run) > step, "steps after the attack")
     assert stand(run) == before
-    pod = run.live_pods()[0]["metadata"]["name"]
-    runs.kubectl("exec", pod, "-c", "trainer", "--", "python", "-c", f"open({FINISH!r}, 'w')")
-    status = run.wait_for_phase("Complete", seconds=300)
+    status = finish(run)
     assert (run.restarts(), status["failures"]["withoutProgress"]) == ({}, 0)
 
 
 def test_a_secret_that_somebody_deletes_is_back_with_the_next_pod(
     runs: Runs, faults: Any
 ) -> None:
-    run = start(runs)
+    run = start_script(runs, "attacked")
     token = token_of(run)
     (secret,) = runs.list("secrets", f"evergrad.dev/run={run.name}")
     runs.kubectl("delete", "secret", secret["metadata"]["name"])
@@ -250,9 +215,7 @@ def test_a_secret_that_somebody_deletes_is_back_with_the_next_pod(
     run.wait_for_attempt(1, 1)
     wait_for(lambda: run.status()["nodes"].get("ready") == 2, "both nodes in the group")
     assert token_of(run) == token
-    pod = run.live_pods()[0]["metadata"]["name"]
-    runs.kubectl("exec", pod, "-c", "trainer", "--", "python", "-c", f"open({FINISH!r}, 'w')")
-    run.wait_for_phase("Complete", seconds=300)
+    finish(run)
 
 
 def test_the_check_for_leaks_finds_what_it_looks_for() -> None:

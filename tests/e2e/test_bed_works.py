@@ -19,7 +19,7 @@ name = os.environ["HOSTNAME"]
 pathlib.Path("/data", name).write_text("here")
 while len(list(pathlib.Path("/data").iterdir())) < 2:
     time.sleep(0.05)
-address = socket.gethostbyname("kubernetes.default.svc.cluster.local")
+address = socket.getaddrinfo("kubernetes.default.svc.cluster.local", None)[0][4][0]
 print(f"uid={os.getuid()} address={address} files={sorted(os.listdir('/data'))}", flush=True)
 time.sleep(3600)
 """
@@ -62,7 +62,8 @@ class Room:
             "storageClassName": self.storage_class,
         }
         self.api.create(
-            f"{self.path}/persistentvolumeclaims", {"metadata": {"name": name}, "spec": spec}
+            f"{self.path}/persistentvolumeclaims",
+            {"metadata": {"name": name}, "spec": spec},
         )
 
     def pod(self, name: str, node: str, code: str, claim: str) -> None:
@@ -149,7 +150,9 @@ def test_faults_of_every_kind_pass_and_everything_is_back_afterwards(
     faults.kill_etcd()
     faults.kill_apiserver()
     faults.restore()
-    assert "example.com/gpu" not in room.api.get("/api/v1/nodes/n1")["status"]["allocatable"]
+    assert (
+        "example.com/gpu" not in room.api.get("/api/v1/nodes/n1")["status"]["allocatable"]
+    )
 
     faults.restart_node("n2")
     wait_for(lambda: room.restarts("writer-n2") == 1)

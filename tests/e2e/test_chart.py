@@ -39,7 +39,9 @@ def helm(cluster: Any, namespace: str, *arguments: str, check: bool = True) -> s
     return done.stdout + done.stderr
 
 
-def kubectl(cluster: Any, *arguments: str, text: str | None = None, check: bool = True) -> str:
+def kubectl(
+    cluster: Any, *arguments: str, text: str | None = None, check: bool = True
+) -> str:
     """Run kubectl; what it prints."""
     command = [str(cluster.kubectl), "--kubeconfig", str(cluster.kubeconfig), *arguments]
     done = subprocess.run(
@@ -68,7 +70,10 @@ def other_chart(cluster: Any, tmp_path: Path) -> Iterator[Path]:
     """The chart with its CRD in a group of its own; that CRD is deleted afterwards."""
     chart = tmp_path / "evergrad"
     shutil.copytree(CHART, chart)
-    for file in (chart / "files/trainingrun.yaml", chart / "templates/crds/trainingrun.yaml"):
+    for file in (
+        chart / "files/trainingrun.yaml",
+        chart / "templates/crds/trainingrun.yaml",
+    ):
         file.write_text(file.read_text().replace("evergrad.dev", GROUP))
     yield chart
     kubectl(cluster, "delete", "crd", f"trainingruns.{GROUP}", "--ignore-not-found")
@@ -82,7 +87,12 @@ def images_of(operator: Any) -> list[str]:
         "trainer.image": operator.trainer_image,
     }.items():
         repository, _, tag = image.rpartition(":")
-        words += ["--set", f"{key}.repository={repository}", "--set-string", f"{key}.tag={tag}"]
+        words += [
+            "--set",
+            f"{key}.repository={repository}",
+            "--set-string",
+            f"{key}.tag={tag}",
+        ]
     return words
 
 
@@ -121,7 +131,9 @@ def test_an_operator_of_one_namespace_starts_there_with_rights_there_only(
         *settings,
     )
     try:
-        assert "Succeeded" in helm(cluster, namespace, "test", "narrow", "--timeout", "300s")
+        assert "Succeeded" in helm(
+            cluster, namespace, "test", "narrow", "--timeout", "300s"
+        )
         account = f"--as=system:serviceaccount:{namespace}:narrow-evergrad"
         answers = {
             where: kubectl(
@@ -195,7 +207,13 @@ def test_an_upgrade_brings_the_new_crd_and_an_uninstall_leaves_it_and_the_runs(
 
     assert "kept" in helm(cluster, namespace, "uninstall", "first", "--wait")
     runs = kubectl(
-        cluster, "get", f"trainingruns.{GROUP}", "--namespace", namespace, "--output", "name"
+        cluster,
+        "get",
+        f"trainingruns.{GROUP}",
+        "--namespace",
+        namespace,
+        "--output",
+        "name",
     )
     assert runs.split() == [f"trainingrun.{GROUP}/quickstart"]
 
@@ -257,7 +275,10 @@ def test_the_admission_policy_refuses_what_it_names_and_nothing_else(
         bad: list[tuple[str, dict[str, Any]]] = [
             (too_many, {"nodes": {"min": 1, "max": 3}}),
             ("spec.image", {"image": "elsewhere.example.com/x:1"}),
-            ("spec.template.priorityClassName", {"template": {"priorityClassName": "high"}}),
+            (
+                "spec.template.priorityClassName",
+                {"template": {"priorityClassName": "high"}},
+            ),
             (too_many, {"nodes": {"min": 3}}),
         ]
 
@@ -280,7 +301,10 @@ def test_the_admission_policy_refuses_what_it_names_and_nothing_else(
         _wait_for_refusal(lambda: apply(bad[0][1]))
         for path, spec in bad:
             assert f"{path}: " in apply(spec), spec
-        fine = {"image": "registry.example.com/x:1", "template": {"priorityClassName": "low"}}
+        fine = {
+            "image": "registry.example.com/x:1",
+            "template": {"priorityClassName": "low"},
+        }
         for nodes in ({"min": 1, "max": 2}, {"min": 2}, {"max": 2}, {}):
             assert "created" in apply({**fine, "nodes": nodes}), nodes
     finally:
@@ -310,7 +334,14 @@ def test_the_operators_account_can_make_nothing_that_belongs_to_no_run(
     account = f"--as=system:serviceaccount:{namespace}:walls-evergrad"
 
     def create(body: dict[str, Any], *who: str) -> str:
-        arguments = ("create", "--dry-run=server", "--namespace", namespace, "--filename", "-")
+        arguments = (
+            "create",
+            "--dry-run=server",
+            "--namespace",
+            namespace,
+            "--filename",
+            "-",
+        )
         return kubectl(cluster, *who, *arguments, text=json.dumps(body), check=False)
 
     try:

@@ -4,57 +4,19 @@ on the way."""
 import itertools
 import json
 import re
-import signal
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import pytest
+from cluster_cli import EVERGRAD, Cli, forward_port, open_page
 from cluster_runs import RESOURCE, Runs, make_manifest, wait_for
 from cluster_shell import Shell
 from pages import read_blocks
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
-EVERGRAD = Path(sys.executable).with_name("evergrad")
-
-
-class Cli:
-    """``evergrad`` in the namespace of a test."""
-
-    def __init__(self, runs: Runs, folder: Path) -> None:
-        self._place = ["--kubeconfig", str(runs.cluster.kubeconfig), "-n", runs.namespace]
-        self._folder = folder
-
-    def command(self, name: str, *arguments: str) -> list[str]:
-        return [str(EVERGRAD), name, *arguments, *self._place]
-
-    def call(
-        self, name: str, *arguments: str, code: int = 0, seconds: float = 600.0
-    ) -> subprocess.CompletedProcess[str]:
-        """Run a command that ends with ``code``."""
-        command = self.command(name, *arguments)
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=seconds, check=False
-        )
-        assert done.returncode == code, (
-            f"{name} {arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
-        )
-        assert "Traceback" not in done.stderr
-        return done
-
-    def ask(self, name: str, *arguments: str, code: int = 0) -> Any:
-        """The JSON document of a command."""
-        return json.loads(self.call(name, *arguments, "--json", code=code).stdout)
-
-    def write(self, manifest: dict[str, Any]) -> str:
-        """A manifest as a file; JSON is YAML."""
-        path = self._folder / f"{manifest['metadata']['name']}.yaml"
-        path.write_text(json.dumps(manifest))
-        return str(path)
 
 
 @pytest.fixture
@@ -85,9 +47,15 @@ def test_a_run_is_submitted_followed_and_looked_at_to_its_end(runs: Runs, cli: C
         100.0,
     )
     assert {event["object"] for event in status["events"]} >= {"trainingrun/whole"}
-    assert [run["name"] for run in cli.ask("list", "--phase", "complete")["runs"]] == ["whole"]
+    assert [run["name"] for run in cli.ask("list", "--phase", "complete")["runs"]] == [
+        "whole"
+    ]
     checkpoints = cli.ask("checkpoints", "whole")
-    assert (checkpoints["newestStep"], checkpoints["complete"], checkpoints["claimPhase"]) == (
+    assert (
+        checkpoints["newestStep"],
+        checkpoints["complete"],
+        checkpoints["claimPhase"],
+    ) == (
         60,
         True,
         "Bound",
@@ -101,7 +69,9 @@ def test_a_run_is_submitted_followed_and_looked_at_to_its_end(runs: Runs, cli: C
 def test_the_first_command_of_the_page_submits_a_run_and_watches_it_to_its_end(
     runs: Runs, tmp_path: Path
 ) -> None:
-    (tmp_path / "trainingrun.yaml").write_text(json.dumps(make_manifest("watched", steps=60)))
+    (tmp_path / "trainingrun.yaml").write_text(
+        json.dumps(make_manifest("watched", steps=60))
+    )
     _, submit, *_ = read_blocks("docs/cluster-cli.md")
     shell = Shell(runs.cluster, tmp_path, namespace=runs.namespace)
     run = runs.adopt("watched")
@@ -145,7 +115,9 @@ def test_suspend_resume_and_restart_wait_for_their_effect(runs: Runs, cli: Cli) 
     assert len(attempts) >= 3, output
 
 
-def test_what_cannot_work_is_told_with_its_place_and_what_to_do(runs: Runs, cli: Cli) -> None:
+def test_what_cannot_work_is_told_with_its_place_and_what_to_do(
+    runs: Runs, cli: Cli
+) -> None:
     manifest = make_manifest(
         "wrong",
         steps=20,
@@ -200,48 +172,19 @@ def test_the_page_of_a_run_is_opened_through_a_forwarded_port(runs: Runs, cli: C
     run = runs.adopt("shown")
     cli.call("wait", "shown", "--for", "running", "--timeout", "9m")
     run.wait_for_step(5)
-    opening = subprocess.Popen(
-        cli.command("open", "shown", "--no-browser", "--json"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with opening:
-        try:
-            assert opening.stdout is not None
-            text = ""
-            while not text.endswith("}\n"):
-                line = opening.stdout.readline()
-                assert line, opening.communicate()[1]
-                text += line
-            shown = json.loads(text)
-            file = Path(unquote(urlsplit(shown["open"]).path))
-            token = unquote(file.read_text().partition("#token=")[2].partition('"')[0])
-            with urllib.request.urlopen(shown["address"], timeout=60) as page:
-                assert page.read().startswith(b"<!doctype html>")
-            # Without the token there is nothing to see, and with it the newest state comes by itself.
-            with pytest.raises(urllib.error.HTTPError, match="401") as refused:
-                urllib.request.urlopen(f"{shown['address']}live", timeout=60)
-            refused.value.close()
-            asked = urllib.request.Request(
-                f"{shown['address']}live", headers={"Authorization": f"Bearer {token}"}
-            )
-            with urllib.request.urlopen(asked, timeout=60) as events:
-                updates = [
-                    json.loads(line.removeprefix(b"data: "))
-                    for line in itertools.islice(events, 9)
-                    if line.startswith(b"data: ")
-                ]
-            assert updates[0]["status"]["run"] == "shown"
-            assert updates[0]["steps"]["columns"]["learning_rate"]
-            assert len(updates) == 3
-            opening.send_signal(signal.SIGINT)
-            _, errors = opening.communicate(timeout=60)
-        finally:
-            opening.kill()
-    assert opening.returncode == 0, errors
-    assert token not in text + errors
-    assert not file.exists()
+    with open_page(cli, "shown") as page:
+        with urllib.request.urlopen(page.address, timeout=60) as answer:
+            assert answer.read().startswith(b"<!doctype html>")
+        # Without the token there is nothing to see, and with it the newest state comes by itself.
+        with pytest.raises(urllib.error.HTTPError, match="401") as refused:
+            urllib.request.urlopen(f"{page.address}live", timeout=60)
+        refused.value.close()
+        updates = page.read_updates(3)
+        assert updates[0]["status"]["run"] == "shown"
+        assert updates[0]["steps"]["columns"]["learning_rate"]
+        assert len(updates) == 3
+    assert page.token not in page.printed
+    assert not page.file.exists()
 
 
 def test_the_page_of_all_runs_is_reached_by_port_forward_alone(
@@ -249,27 +192,15 @@ def test_the_page_of_all_runs_is_reached_by_port_forward_alone(
 ) -> None:
     cli.call("submit", cli.write(make_manifest("listed", steps=20)))
     runs.adopt("listed")
-    place = ["--kubeconfig", str(runs.cluster.kubeconfig), "--namespace", operator.namespace]
-    forwarding = subprocess.Popen(
-        [str(runs.cluster.kubectl), *place, "port-forward", f"pod/{operator.pod()['metadata']['name']}", ":8081"],
-        stdout=subprocess.PIPE,
-        text=True,
-    )  # fmt: skip
-    with forwarding:
-        try:
-            assert forwarding.stdout is not None
-            found = re.search(r"127\.0\.0\.1:(\d+)", forwarding.stdout.readline())
-            assert found is not None
-            address = f"http://127.0.0.1:{found[1]}/"
-            with urllib.request.urlopen(address, timeout=60) as page:
-                assert page.read().startswith(b"<!doctype html>")
-            with urllib.request.urlopen(f"{address}live", timeout=60) as events:
-                wait_for(
-                    lambda: any(b'"listed"' in line for line in itertools.islice(events, 3)),
-                    "the run on the page",
-                )
-        finally:
-            forwarding.kill()
+    pod = operator.pod()["metadata"]["name"]
+    with forward_port(runs.cluster, operator.namespace, pod, 8081) as address:
+        with urllib.request.urlopen(address, timeout=60) as page:
+            assert page.read().startswith(b"<!doctype html>")
+        with urllib.request.urlopen(f"{address}live", timeout=60) as events:
+            wait_for(
+                lambda: any(b'"listed"' in line for line in itertools.islice(events, 3)),
+                "the run on the page",
+            )
 
 
 @pytest.mark.long

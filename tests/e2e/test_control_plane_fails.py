@@ -144,10 +144,13 @@ def test_14_an_upgraded_operator_restarts_no_pod(
         run.wait_for_step(run.newest_step() + 30)
         assert uids(run) == before
         image = run.live_pods()[0]["spec"]["containers"][0]["image"]
-        runs.kubectl("delete", "pod", run.live_pods()[1]["metadata"]["name"], "--wait=false")
+        runs.kubectl(
+            "delete", "pod", run.live_pods()[1]["metadata"]["name"], "--wait=false"
+        )
         successor = wait_for(
             lambda: next(
-                (pod for pod in run.pods() if pod["metadata"]["name"] == "upgraded-1-1"), None
+                (pod for pod in run.pods() if pod["metadata"]["name"] == "upgraded-1-1"),
+                None,
             ),
             "its successor",
         )

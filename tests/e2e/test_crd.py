@@ -102,7 +102,9 @@ class Server:
     def apply(self, run: Object) -> Object:
         """As ``kubectl apply --server-side`` does it."""
         path = f"{self.path}/{run['metadata']['name']}?fieldManager=test&fieldValidation=Strict"
-        return self.api.patch(path, under_our_group(run), kind="application/apply-patch+yaml")
+        return self.api.patch(
+            path, under_our_group(run), kind="application/apply-patch+yaml"
+        )
 
     def refusal(self, run: Object) -> str | None:
         """Why the run is not taken, or None if it is."""
@@ -179,7 +181,9 @@ def _joined(parts: list[str]) -> str:
     for part in parts:
         quoted = re.fullmatch(r"\['(.+)'\]", part)
         text += (
-            part if re.fullmatch(r"\[[0-9]+\]", part) else f".{quoted[1] if quoted else part}"
+            part
+            if re.fullmatch(r"\[[0-9]+\]", part)
+            else f".{quoted[1] if quoted else part}"
         )
     return text.removeprefix(".")
 
@@ -198,7 +202,9 @@ def test_what_the_api_server_refuses_by_itself_the_loader_refuses_at_the_same_pa
 ) -> None:
     refusal = server.refusal(changed(case["set"]))
     if refusal is not None:
-        names = [DECODING[case["name"]]] if case["name"] in DECODING else list(case["problems"])
+        names = (
+            [DECODING[case["name"]]] if case["name"] in DECODING else list(case["problems"])
+        )
         assert any(is_named(name, refusal) for name in names), refusal
         assert "rule evaluation error" not in refusal
 
@@ -270,7 +276,10 @@ def test_structure_types_bounds_and_a_few_rules_are_held_by_the_api_server_alone
     assert words in str(
         server.refusal(
             changed(
-                {path: "null" if value is None else value for path, value in changes.items()}
+                {
+                    path: "null" if value is None else value
+                    for path, value in changes.items()
+                }
             )
         )
     )
@@ -279,16 +288,23 @@ def test_structure_types_bounds_and_a_few_rules_are_held_by_the_api_server_alone
 def test_an_unknown_key_is_taken_in_so_that_the_whole_validation_can_name_it(
     server: Server,
 ) -> None:
-    run = changed({"metadata.name": "misspelled", "spec.training.optimizer.learningrate": 1})
+    run = changed(
+        {"metadata.name": "misspelled", "spec.training.optimizer.learningrate": 1}
+    )
     assert server.create(run)["spec"]["training"]["optimizer"]["learningrate"] == 1
 
 
 @pytest.mark.parametrize("changes", GOOD.values(), ids=GOOD)
-def test_what_is_right_at_the_edge_is_taken(changes: dict[str, Any], server: Server) -> None:
+def test_what_is_right_at_the_edge_is_taken(
+    changes: dict[str, Any], server: Server
+) -> None:
     assert (
         server.refusal(
             changed(
-                {path: "null" if value is None else value for path, value in changes.items()}
+                {
+                    path: "null" if value is None else value
+                    for path, value in changes.items()
+                }
             )
         )
         is None
@@ -384,7 +400,9 @@ def test_what_is_fixed_stays_fixed(changes: dict[str, Any], server: Server) -> N
     assert said in str(refused.value) and "Make a new TrainingRun" in str(refused.value)
 
 
-def test_a_run_that_was_refused_before_it_began_may_change_as_a_whole(server: Server) -> None:
+def test_a_run_that_was_refused_before_it_began_may_change_as_a_whole(
+    server: Server,
+) -> None:
     def refuse(**further: str) -> None:
         body = {
             "apiVersion": f"{GROUP}/v1alpha1",
@@ -394,7 +412,9 @@ def test_a_run_that_was_refused_before_it_began_may_change_as_a_whole(server: Se
         body["status"] = {"reason": INVALID_SPEC, **further}
         server.api.apply(f"{server.path}/refused/status", body, manager="test")
 
-    server.apply(changed({"metadata.name": "refused", "spec.training.schedule.warmup": "150%"}))
+    server.apply(
+        changed({"metadata.name": "refused", "spec.training.schedule.warmup": "150%"})
+    )
     refuse()
     corrected = {"metadata.name": "refused", "spec.image": "example.org/other"}
     assert server.apply(changed(corrected | {"spec.training.optimizer.learningRate": 1}))[
@@ -467,7 +487,9 @@ def test_an_old_object_that_a_newer_rule_would_refuse_can_still_be_suspended(
         server.apply(run)
     finally:
         server.api.apply(f"{DEFINITIONS}/{NAME}", strict, manager="test")
-    _until(lambda: server.refusal(changed({"spec.nodes": {"min": 3, "max": 2}})) is not None)
+    _until(
+        lambda: server.refusal(changed({"spec.nodes": {"min": 3, "max": 2}})) is not None
+    )
     run["spec"]["suspend"] = True
     assert server.apply(run)["spec"]["suspend"] is True
 
@@ -582,7 +604,15 @@ def test_kubectl_get_shows_what_the_status_says(server: Server) -> None:
         "REASON",
         "MESSAGE",
     ]
-    assert cells.split()[-7:] == ["20.5", "14.2", "3.1%", "Training", "Four", "nodes", "train."]
+    assert cells.split()[-7:] == [
+        "20.5",
+        "14.2",
+        "3.1%",
+        "Training",
+        "Four",
+        "nodes",
+        "train.",
+    ]
 
 
 def test_kubectl_explains_every_field(server: Server) -> None:
@@ -591,10 +621,15 @@ def test_kubectl_explains_every_field(server: Server) -> None:
     )
     assert "Uses up to this many nodes; default: min." in server.explain("spec.nodes.max")
     assert "Training loss of the newest step" in server.explain("status.progress.loss")
-    fields = re.findall(r"^ +(\S+)\t", server.explain("", "--recursive"), flags=re.MULTILINE)
-    assert {"globalBatchSize", "claimName", "whenUnsatisfiable", "lastTransitionTime"} <= set(
-        fields
+    fields = re.findall(
+        r"^ +(\S+)\t", server.explain("", "--recursive"), flags=re.MULTILINE
     )
+    assert {
+        "globalBatchSize",
+        "claimName",
+        "whenUnsatisfiable",
+        "lastTransitionTime",
+    } <= set(fields)
 
 
 def test_the_status_is_no_part_of_the_object_that_users_write(server: Server) -> None:
@@ -602,7 +637,9 @@ def test_the_status_is_no_part_of_the_object_that_users_write(server: Server) ->
     assert created.get("status", UNSEEN) == UNSEEN
 
 
-def test_a_run_that_nobody_has_seen_has_a_status_that_tools_wait_for(server: Server) -> None:
+def test_a_run_that_nobody_has_seen_has_a_status_that_tools_wait_for(
+    server: Server,
+) -> None:
     server.apply(changed({"metadata.name": "unseen"}))
     found = server.api.get(f"{server.path}/unseen")
     assert found["status"] == UNSEEN

@@ -45,7 +45,9 @@ def wait_until_evaluated(run: Run, count: int, *, seconds: float = 900) -> dict[
         is_over = (found.get("state"), found.get("waiting")) == ("UpToDate", 0)
         return found if is_over and found.get("evaluated") == count else None
 
-    found: dict[str, Any] = wait_for(is_done, f"{count} evaluated checkpoints", seconds=seconds)
+    found: dict[str, Any] = wait_for(
+        is_done, f"{count} evaluated checkpoints", seconds=seconds
+    )
     return found
 
 

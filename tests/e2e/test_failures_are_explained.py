@@ -29,7 +29,8 @@ def expect_failed(run: Run, reason: str, *words: str) -> None:
     for word in words:
         assert word in condition["message"], condition["message"]
     wait_for(
-        lambda: not run.live_pods() and not run.live_pods(role="coordinator"), "the pods' end"
+        lambda: not run.live_pods() and not run.live_pods(role="coordinator"),
+        "the pods' end",
     )
 
 
@@ -98,7 +99,9 @@ def test_12_a_wrong_shape_fails_at_once_and_says_what_fits(runs: Runs) -> None:
     assert len(run.pods()) <= 2
 
 
-def test_12_out_of_memory_ends_after_its_budget_and_says_so(runs: Runs, shell: Shell) -> None:
+def test_12_out_of_memory_ends_after_its_budget_and_says_so(
+    runs: Runs, shell: Shell
+) -> None:
     run = runs.start(
         "small-memory",
         steps=20,
@@ -117,7 +120,9 @@ def test_12_an_image_that_does_not_exist_is_waited_for_with_a_reason(runs: Runs)
     expect_waiting(run, "ImagePullFailed", "localhost/no-such-image:v1")
 
 
-def test_12_an_exceeded_quota_is_waited_for_and_trains_when_there_is_room(runs: Runs) -> None:
+def test_12_an_exceeded_quota_is_waited_for_and_trains_when_there_is_room(
+    runs: Runs,
+) -> None:
     quota = {
         "apiVersion": "v1",
         "kind": "ResourceQuota",
@@ -138,7 +143,9 @@ def test_12_an_exceeded_quota_is_waited_for_and_trains_when_there_is_room(runs: 
 def test_12_no_node_that_fits_is_waited_for_with_the_schedulers_words(
     runs: Runs, shell: Shell
 ) -> None:
-    run = runs.start("unschedulable", steps=20, template={"nodeSelector": {"no-such": "label"}})
+    run = runs.start(
+        "unschedulable", steps=20, template={"nodeSelector": {"no-such": "label"}}
+    )
     expect_waiting(run, "Unschedulable", "node affinity/selector")
     shown = play_runbook(shell, "docs/runbooks/TrainingRunNotStarting.md", run)
     assert "node affinity/selector" in shown
@@ -194,7 +201,10 @@ def test_secrets_are_only_ever_referred_to(runs: Runs, operator: Any) -> None:
     runs.kubectl("create", "secret", "generic", "token", f"--from-literal=token={secret}")
     env = [
         {"name": "OMP_NUM_THREADS", "value": "1"},
-        {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "token", "key": "token"}}},
+        {
+            "name": "HF_TOKEN",
+            "valueFrom": {"secretKeyRef": {"name": "token", "key": "token"}},
+        },
     ]
     run = runs.start("discreet", steps=20, template={"env": env})
     run.wait_for_phase("Complete", seconds=600)

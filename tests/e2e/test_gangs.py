@@ -46,7 +46,9 @@ def test_two_gangs_that_fit_one_after_the_other_never_hold_half_of_the_places_ea
 ) -> None:
     del scheduler
     second = place_one_gang_after_the_other(runs, faults, GROUPS)
-    assert {pod["spec"]["schedulerName"] for pod in second.live_pods().values()} == {SCHEDULER}
+    assert {pod["spec"]["schedulerName"] for pod in second.live_pods().values()} == {
+        SCHEDULER
+    }
 
 
 def test_a_lost_pod_of_a_gang_is_replaced_and_nodes_above_the_minimum_come_one_by_one(

@@ -24,7 +24,9 @@ from cluster_shell import Shell
 from pages import read_commands
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
-HEALTH = "examples/gitops/argocd/resource_customizations/evergrad.dev/TrainingRun/health.lua"
+HEALTH = (
+    "examples/gitops/argocd/resource_customizations/evergrad.dev/TrainingRun/health.lua"
+)
 SECOND = "argocd-controller"
 """The field manager of another tool that has the same file."""
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
@@ -70,7 +72,9 @@ class Git:
 
     def _diff(self, *words: str) -> str:
         # Its exit code is 1 where there are differences; kubectl() gives what was printed.
-        return self.runs.kubectl(*words, "-f", "-", text=json.dumps(self.manifest), check=False)
+        return self.runs.kubectl(
+            *words, "-f", "-", text=json.dumps(self.manifest), check=False
+        )
 
     def _what_git_owns(self) -> dict[str, Any]:
         raw = Run(self.runs, self.name).get()
@@ -107,7 +111,9 @@ def test_through_a_whole_run_no_diff_and_no_apply_shows_or_makes_a_change(
     git.assert_in_sync("once it goes on, on fewer nodes")
     wait_for(lambda: run.status()["nodes"]["max"] == 1, "the new bounds")
 
-    wait_for(lambda: run.status()["progress"].get("step", 0) > step, "a step after the pause")
+    wait_for(
+        lambda: run.status()["progress"].get("step", 0) > step, "a step after the pause"
+    )
 
 
 def sample_until(git: Git, run: Run, *phases: str) -> set[str]:
@@ -179,7 +185,9 @@ def test_a_finished_run_and_its_time_to_live_are_no_drift(runs: Runs) -> None:
     selector = f"{GROUP}/run=short"
     wait_for(
         lambda: (
-            not any(runs.list(kind, selector) for kind in ("pods", "configmaps", "services"))
+            not any(
+                runs.list(kind, selector) for kind in ("pods", "configmaps", "services")
+            )
         ),
         "the end of what it was made of",
     )
@@ -261,12 +269,16 @@ def test_the_scripts_for_argo_cd_are_applied_beside_what_its_config_map_has(
     cluster: Any, tmp_path: Path
 ) -> None:
     if not cluster.is_bed:
-        pytest.skip("makes and deletes the namespace argocd, which another cluster may have.")
+        pytest.skip(
+            "makes and deletes the namespace argocd, which another cluster may have."
+        )
     shell = Shell(cluster, tmp_path)
     [apply] = read_commands("docs/gitops.md")
     shell.run("kubectl create namespace argocd")
     try:
-        shell.run("kubectl create configmap argocd-cm -n argocd --from-literal=url=https://cd")
+        shell.run(
+            "kubectl create configmap argocd-cm -n argocd --from-literal=url=https://cd"
+        )
         assert "serverside-applied" in shell.run(apply)
         data = json.loads(shell.run("kubectl get configmap argocd-cm -n argocd -o json"))[
             "data"

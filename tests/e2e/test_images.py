@@ -34,7 +34,9 @@ MANIFEST: dict[str, Any] = {
             },
             "tokenizer": {"type": "byte"},
             "data": {
-                "sources": [{"name": "docs", "type": "jsonl", "path": "/volume/docs.jsonl"}],
+                "sources": [
+                    {"name": "docs", "type": "jsonl", "path": "/volume/docs.jsonl"}
+                ],
                 "sequenceLength": 32,
             },
             "batching": {"globalBatchSize": 4, "microBatchSize": 2},
@@ -69,7 +71,9 @@ def volume(tmp_path: Path) -> Iterator[Path]:
     """A folder that every user may write, with a few documents and a manifest."""
     tmp_path.chmod(0o777)
     (tmp_path / "docs.jsonl").write_text(
-        "".join(json.dumps({"text": f"document {number} " * 20}) + "\n" for number in range(50))
+        "".join(
+            json.dumps({"text": f"document {number} " * 20}) + "\n" for number in range(50)
+        )
     )
     (tmp_path / "trainingrun.yaml").write_text(json.dumps(MANIFEST))
     return tmp_path
@@ -161,7 +165,9 @@ def test_the_trainer_trains_with_a_read_only_root_and_no_network(
     assert json.loads((volume / "run/complete.json").read_text())["step"] == 4
 
 
-def test_the_trainers_image_has_what_adapters_need(trainer_image: str, volume: Path) -> None:
+def test_the_trainers_image_has_what_adapters_need(
+    trainer_image: str, volume: Path
+) -> None:
     adapted = ["--set", "spec.training.model={path: /volume/base, lora: {rank: 2}}"]
     run = ["run", "/volume/trainingrun.yaml", "--run-directory"]
     told_by(trainer_image, *run, "/volume/whole", volume=volume)
@@ -175,7 +181,12 @@ def test_the_trainers_image_has_what_adapters_need(trainer_image: str, volume: P
 def test_operator_and_coordinator_start_as_any_user(operator_image: str, user: str) -> None:
     assert "--all-namespaces" in told_by(operator_image, "--help", user=user)
     assert "--min" in told_by(
-        operator_image, "-m", "evergrad_coordinator", "--help", user=user, entrypoint="python"
+        operator_image,
+        "-m",
+        "evergrad_coordinator",
+        "--help",
+        user=user,
+        entrypoint="python",
     )
 
 

@@ -63,7 +63,9 @@ def install_for_one_team(shell: Shell) -> None:
 
 def monitor_and_upgrade(shell: Shell, operator: Operator) -> None:
     """One value for monitoring, an upgrade that keeps it, and the way back."""
-    [monitor] = read_commands("docs/monitoring.md", "With Prometheus Operator in the cluster")
+    [monitor] = read_commands(
+        "docs/monitoring.md", "With Prometheus Operator in the cluster"
+    )
     shell.run(monitor)
     operator.wait_for_rollout()
     kinds = "servicemonitors,podmonitors,prometheusrules"

@@ -81,7 +81,9 @@ def watch(
 ) -> Iterator[Watch]:
     """Monitors and rules as the API server has taken them, and Prometheus with what they ask for."""
     if not cluster.is_bed:
-        pytest.skip("Prometheus runs beside the bed: pods of another cluster are out of reach.")
+        pytest.skip(
+            "Prometheus runs beside the bed: pods of another cluster are out of reach."
+        )
     for name in ("promconfig", "prometheus"):
         toolbox.build(name)
     folder: Path = tmp_path_factory.mktemp("prometheus")
@@ -100,7 +102,8 @@ def watch(
         assert len(configuration.jobs) == 3 and len(configuration.rules) == 1
         with prometheus.serve(configuration, folder, is_beside_the_bed=True) as client:
             wait_for(
-                lambda: client.query("evergrad_operator_leader == 1"), "the operator's metrics"
+                lambda: client.query("evergrad_operator_leader == 1"),
+                "the operator's metrics",
             )
             yield Watch(client, time.time())
     finally:
@@ -157,7 +160,8 @@ def wait_until_replaced(watch: Watch, runs: Runs, faults: Any, run: Run) -> None
     wait_for(lambda: watch.are_up(3), "two nodes and a coordinator as targets")
     who = f'run_namespace="{runs.namespace}", run="{run.name}"'
     wait_for(
-        lambda: watch.client.query(f"sum(evergrad_steps_total{{{who}}}) > 0"), "steps of rank 0"
+        lambda: watch.client.query(f"sum(evergrad_steps_total{{{who}}}) > 0"),
+        "steps of rank 0",
     )
     faults.kill_container(runs.namespace, pods[1]["metadata"]["name"])
     for series in ("world_changes_total", "operator_run_pods_replaced_total"):
@@ -185,7 +189,9 @@ def test_every_query_of_panels_alerts_and_pages_is_answered_from_real_runs(
     watched.wait_for_step(400)
     # A rate needs two scrapes after the last news.
     seen = f'evergrad_operator_run_evaluation_value{{run="prepared",set="heldOut",run_namespace="{runs.namespace}"}}'
-    wait_for(lambda: watch.client.query(f"count_over_time({seen}[1m]) >= 2"), "the evaluation")
+    wait_for(
+        lambda: watch.client.query(f"count_over_time({seen}[1m]) >= 2"), "the evaluation"
+    )
 
     queries = collect_queries(ROOT / "docs")
     answered = {
@@ -248,7 +254,9 @@ def expect_only_monitoring_is_let_in(watch: Watch, runs: Runs) -> None:
         assert all("from" in rule for rule in policy["spec"]["ingress"])
 
 
-def expect_series_end_with_their_run(watch: Watch, runs: Runs, ended: tuple[Run, ...]) -> None:
+def expect_series_end_with_their_run(
+    watch: Watch, runs: Runs, ended: tuple[Run, ...]
+) -> None:
     """Nothing is said of a run that is deleted, within the time of some scrapes."""
     for run in ended:
         every = f'count({{run="{run.name}", run_namespace="{runs.namespace}", __name__=~"evergrad_.+"}})'

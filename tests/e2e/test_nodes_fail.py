@@ -110,7 +110,8 @@ def test_a_run_below_its_minimum_gives_its_pods_back_and_another_uses_the_hosts(
     try:
         short = runs.start("short", steps=ENDLESS, nodes={"min": 2, "max": 2}, **place)
         wait_for(
-            lambda: short.status().get("reason") == "PodsGivenBack", "the pods to be given back"
+            lambda: short.status().get("reason") == "PodsGivenBack",
+            "the pods to be given back",
         )
         assert short.status()["phase"] == "Waiting"
         assert "fewer than 2 nodes found a host within 20s" in short.status()["message"]

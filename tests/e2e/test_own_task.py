@@ -36,7 +36,9 @@ def test_an_own_task_on_three_pods_under_chaos_has_the_bits_of_the_undisturbed_r
     assert all(0 <= row["metrics"]["accuracy"] <= 1 for row in run.rows())
 
 
-def test_an_error_of_an_own_tasks_code_fails_the_run_with_its_file_and_line(runs: Runs) -> None:
+def test_an_error_of_an_own_tasks_code_fails_the_run_with_its_file_and_line(
+    runs: Runs,
+) -> None:
     working = OWN["files"]["averaged.py"]  # type: ignore[index]
     broken = working.replace("return sums(output", "return sumz(output")
     assert broken != working, "the example has no such line any more"

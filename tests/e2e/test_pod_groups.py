@@ -21,7 +21,9 @@ LOW, HIGH = "evergrad-e2e-low", "evergrad-e2e-high"
 def _gangs(cluster: Any, operator: Any) -> Iterator[None]:
     """An operator that places runs by Kubernetes' own PodGroup."""
     if not cluster.api.is_there(f"/apis/{GROUPS.version}"):
-        pytest.skip("this Kubernetes has no PodGroup: EVERGRAD_BED_PROFILE=next brings one up")
+        pytest.skip(
+            "this Kubernetes has no PodGroup: EVERGRAD_BED_PROFILE=next brings one up"
+        )
     operator.upgrade(settings=["runs.gang=podGroup"])
     operator.wait_for_rollout()
     yield
@@ -33,13 +35,18 @@ def test_two_gangs_that_fit_one_after_the_other_never_hold_half_of_the_places_ea
 ) -> None:
     second = place_one_gang_after_the_other(runs, faults, GROUPS)
     pods = second.live_pods().values()
-    assert [pod["spec"]["schedulingGroup"] for pod in pods] == [{"podGroupName": "second"}] * 2
+    assert [pod["spec"]["schedulingGroup"] for pod in pods] == [
+        {"podGroupName": "second"}
+    ] * 2
     assert {pod["spec"]["schedulerName"] for pod in pods} == {"default-scheduler"}
 
     # Beside what the operator makes there are only defaults, and the scheduler's word.
     group = GROUPS.of(second)
     (condition,) = group["status"]["conditions"]
-    assert (condition["type"], condition["status"]) == ("PodGroupInitiallyScheduled", "True")
+    assert (condition["type"], condition["status"]) == (
+        "PodGroupInitiallyScheduled",
+        "True",
+    )
     assert group["spec"] == {
         "schedulingPolicy": {"gang": {"minCount": 2}},
         "disruptionMode": {"single": {}},

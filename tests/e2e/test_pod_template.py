@@ -26,7 +26,12 @@ TEMPLATE: dict[str, Any] = {
             "name": "identity",
             "projected": {
                 "sources": [
-                    {"serviceAccountToken": {"path": "token", "audience": "sts.example.com"}}
+                    {
+                        "serviceAccountToken": {
+                            "path": "token",
+                            "audience": "sts.example.com",
+                        }
+                    }
                 ]
             },
         },
@@ -210,7 +215,9 @@ def test_a_script_has_values_of_other_objects_and_a_volume_for_its_pod_alone(
     # Values may change without a new run: the next pod has them.
     runs.kubectl("patch", "secret", "hub", "-p", '{"stringData":{"token":"second"}}')
     run.patch({"restartNonce": "again"})
-    wait_for(lambda: given().startswith("second hello alone-0-"), "the new value", seconds=600)
+    wait_for(
+        lambda: given().startswith("second hello alone-0-"), "the new value", seconds=600
+    )
     assert given().split()[2] != "alone-0-0"
     (run.directory() / "end").touch()
     run.wait_for_phase("Complete", seconds=600)

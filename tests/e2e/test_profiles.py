@@ -35,7 +35,9 @@ def profile(runs: Runs, text: str) -> Iterator[None]:
         runs.kubectl("delete", "configmap", "evergrad-profile")
 
 
-def test_a_run_keeps_its_namespaces_profile_and_a_restart_takes_the_new_one(runs: Runs) -> None:
+def test_a_run_keeps_its_namespaces_profile_and_a_restart_takes_the_new_one(
+    runs: Runs,
+) -> None:
     with profile(runs, "defaults: {template: {labels: {cost-center: '1'}}}"):
         run = runs.start("profiled", steps=ENDLESS)
         run.wait_for_step(5)
@@ -66,7 +68,9 @@ def test_a_run_keeps_its_namespaces_profile_and_a_restart_takes_the_new_one(runs
         run.wait_for_phase("Suspended")
 
 
-def test_a_wrong_profile_is_named_and_the_run_begins_when_it_is_corrected(runs: Runs) -> None:
+def test_a_wrong_profile_is_named_and_the_run_begins_when_it_is_corrected(
+    runs: Runs,
+) -> None:
     with profile(runs, "defaults: {imge: x}"):
         run = runs.start("misprofiled", steps=20)
         run.wait_for_phase("Waiting")
@@ -84,7 +88,9 @@ def test_an_rdma_device_comes_with_the_right_to_lock_memory_where_a_profile_allo
 ) -> None:
     faults.set_gpus("n1", 1, resource=DEVICE)
     # Pod Security admits the capability on this level only.
-    runs.kubectl("label", "--overwrite", "namespace", runs.namespace, f"{ENFORCE}=privileged")
+    runs.kubectl(
+        "label", "--overwrite", "namespace", runs.namespace, f"{ENFORCE}=privileged"
+    )
     changes = {
         "nodes": {"min": 1, "max": 1},
         "resources": {"requests": {DEVICE: "1"}, "limits": {DEVICE: "1"}},

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 from bed.kueue import NAMESPACES, QUEUES, Kueue
-from cluster_runs import ENDLESS, GROUP, RESOURCE, Run, Runs, make_manifest, merged, wait_for
+from cluster_runs import (
+    ENDLESS,
+    GROUP,
+    RESOURCE,
+    Run,
+    Runs,
+    make_manifest,
+    merged,
+    wait_for,
+)
 
 from evergrad_operator.times import parse_time
 
@@ -58,7 +67,10 @@ class Queue:
             flavor = self.name
             # Kueue wants a label of hosts beside a topology: this one all of them have.
             spec = {
-                "spec": {"nodeLabels": {"kubernetes.io/os": "linux"}, "topologyName": self.name}
+                "spec": {
+                    "nodeLabels": {"kubernetes.io/os": "linux"},
+                    "topologyName": self.name,
+                }
             }
             topology = {"spec": {"levels": [{"nodeLabel": level} for level in levels]}}
             self._apply("Topology", self.name, topology)
@@ -90,7 +102,9 @@ class Queue:
             **body,
         }
         text = json.dumps(whole)
-        self.runs.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", text=text)
+        self.runs.kubectl(
+            "apply", "--server-side", "--force-conflicts", "-f", "-", text=text
+        )
 
     def start(
         self,
@@ -275,11 +289,15 @@ class Watched:
 
         ``condition``: its transition is where the time begins; without one, the end of the run's last node.
         """
-        newest = {one["object"]["metadata"]["name"]: one["object"] for one in self.workloads}
+        newest = {
+            one["object"]["metadata"]["name"]: one["object"] for one in self.workloads
+        }
         newest |= {one["metadata"]["name"]: one for one in self.queue.workloads()}
         times = {name: lost_at(one) for name, one in newest.items() if run.name in name}
         assert times and all(times.values()), f"{run.name}: {times}"
-        begin = parse_time(run.condition(condition)["lastTransitionTime"]) if condition else 0.0
+        begin = (
+            parse_time(run.condition(condition)["lastTransitionTime"]) if condition else 0.0
+        )
         if not condition:
             last = {one["object"]["metadata"]["name"]: one["object"] for one in self.pods}
             nodes = [one for one in last.values() if is_node_of(run, one)]
@@ -332,7 +350,9 @@ def test_quota_is_given_back_on_completion(queue: Queue) -> None:
     # Kueue gives the quota back first, and lets the pods go a moment later.
     wait_for(
         lambda: (
-            not any(FINALIZER in pod["metadata"].get("finalizers", ()) for pod in run.pods())
+            not any(
+                FINALIZER in pod["metadata"].get("finalizers", ()) for pod in run.pods()
+            )
         ),
         "pods that Kueue has let go",
     )
@@ -343,7 +363,8 @@ def test_quota_is_given_back_on_failure_and_the_next_run_starts(queue: Queue) ->
     run = queue.start("wrong", nodes=(3, 3), training={"data": {"sources": sources}})
     # The first to come is the first to be admitted.
     wait_for(
-        lambda: queue.used() == 3 * NODE or run.status().get("phase") == "Failed", "admission"
+        lambda: queue.used() == 3 * NODE or run.status().get("phase") == "Failed",
+        "admission",
     )
     next_run = queue.start("next", nodes=(3, 3))
     with watched(queue) as seen:
@@ -558,11 +579,14 @@ def test_a_run_without_a_queue_says_which_label_to_set_and_goes_on_with_it(
         assert not run.is_so("Stalled") and run.restarts() == {}
         run.runs.kubectl("delete", RESOURCE, run.name, "--wait=false")
         wait_for(
-            lambda: not run.runs.list("pods", f"{GROUP}/run={run.name}"), "all the pods' end"
+            lambda: not run.runs.list("pods", f"{GROUP}/run={run.name}"),
+            "all the pods' end",
         )
 
 
-def test_a_gang_that_asks_for_a_topology_gets_one_rack_or_waits_for_one(racks: Queue) -> None:
+def test_a_gang_that_asks_for_a_topology_gets_one_rack_or_waits_for_one(
+    racks: Queue,
+) -> None:
     first = start_in_one_rack(racks, "first", nodes=(2, 3))
     first.wait_for_pods(0, 1, 2, seconds=600)
     first.wait_for_world(3)

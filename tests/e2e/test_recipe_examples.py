@@ -23,7 +23,9 @@ SECONDS = 1500.0
 """Longest time that the commands of one page may take; two nodes share the two cores of a small machine."""
 IMAGE = "registry.example.com/evergrad-trainer:0.1.0"
 """The trainer's image in the pages."""
-SETTINGS = "--set spec.nodes.min=2 --set spec.nodes.max=2 --set spec.training.runtime.threads=1"
+SETTINGS = (
+    "--set spec.nodes.min=2 --set spec.nodes.max=2 --set spec.training.runtime.threads=1"
+)
 """Two nodes, and not one until the other has started; one thread each, for the same reason as above."""
 PLOTS = ("Training loss", "Evaluation loss", "Learning rate", "Throughput", "Gradient norm")
 SECTIONS = ("Where the time went", "Evaluations", "Checkpoints", "Restarts", "Environment")
@@ -53,7 +55,14 @@ TWO_STAGES = Example(
 LATENT_EDIT = Example(
     "latent-edit",
     {"latent-edit": "latent-edit"},
-    ("test", "gain", "unchanged_loss", "mean_loss", "prediction_variance", "target_variance"),
+    (
+        "test",
+        "gain",
+        "unchanged_loss",
+        "mean_loss",
+        "prediction_variance",
+        "target_variance",
+    ),
 )
 PREFERENCE = Example(
     "preference",
@@ -116,6 +125,8 @@ class Walk:
             ("CLAIM,quickstart", f"CLAIM,{claim}"),
             (IMAGE, self._image),
             ("-C /volume quickstart", f"-C /volume {name}"),
+            ("get trun quickstart", f"get trun {name}"),
+            ("evergrad report quickstart", f"evergrad report {name}"),
         ):
             assert word in script, script
             script = script.replace(word, own)
@@ -154,10 +165,13 @@ def expect_whole(directory: Path, wanted: tuple[str, ...]) -> None:
     page = html.unescape(text)
     assert ">Complete</span>" in page
     titles = [
-        re.sub(r"<[^>]*>", "", one) for one in re.findall(r"<h[23][^>]*>(.*?)</h[23]>", page)
+        re.sub(r"<[^>]*>", "", one)
+        for one in re.findall(r"<h[23][^>]*>(.*?)</h[23]>", page)
     ]
     assert {*SECTIONS} <= {*titles}
-    assert [one for one in PLOTS if not any(title.startswith(one) for title in titles)] == []
+    assert [
+        one for one in PLOTS if not any(title.startswith(one) for title in titles)
+    ] == []
     assert "Resolved configuration" in page
     for empty in ("Nothing was evaluated", "No checkpoint has been", "No step has been"):
         assert empty not in page
@@ -242,9 +256,7 @@ def test_the_example_of_two_stages_has_the_bits_of_an_undisturbed_run_through_a_
     assert {row["world_size"] for row in read_rows(directory / "metrics.jsonl")} == {1, 2}
 
     # The same file, on this machine, by one process that nobody disturbs.
-    alone = (
-        "evergrad run examples/two-stage-kl/trainingrun.yaml --run-directory runs/two-stages"
-    )
+    alone = "evergrad run examples/two-stage-kl/trainingrun.yaml --run-directory runs/two-stages"
     walk.finish(walk.start(alone))
     compared = walk.finish(
         walk.start("evergrad compare-runs runs/two-stages two-stages --exact --state")

@@ -42,7 +42,8 @@ def test_01_the_quickstart_trains_to_complete_on_a_class_of_single_node_volumes_
     } <= files
     assert run.checkpoints()
     wait_for(
-        lambda: not run.live_pods() and not run.live_pods(role="coordinator"), "the pods' end"
+        lambda: not run.live_pods() and not run.live_pods(role="coordinator"),
+        "the pods' end",
     )
     wait_for(
         lambda: run.status()["nodes"].get("running", 0) == 0, "the pods' end in the status"
@@ -73,7 +74,8 @@ def test_15_a_finished_run_restored_without_status_is_complete_again_without_a_p
     manifest = run.get()
     runs.kubectl("delete", RESOURCE, "restored", "--wait=true")
     wait_for(
-        lambda: not run.pods() and not run.pods(role="coordinator"), "the garbage collection"
+        lambda: not run.pods() and not run.pods(role="coordinator"),
+        "the garbage collection",
     )
     clean = {key: manifest[key] for key in ("apiVersion", "kind", "spec")} | {
         "metadata": {"name": "restored"}
@@ -91,11 +93,14 @@ def test_after_its_time_to_live_only_the_run_and_its_data_are_left(runs: Runs) -
     run = runs.start("short-lived", steps=60)
     selector = "evergrad.dev/run=short-lived"
     kinds = ("pods", "configmaps", "services", "poddisruptionbudgets", "networkpolicies")
-    wait_for(lambda: all(runs.list(kind, selector) for kind in kinds), "a child of each kind")
+    wait_for(
+        lambda: all(runs.list(kind, selector) for kind in kinds), "a child of each kind"
+    )
     run.patch({"ttlSecondsAfterFinished": 2})
     run.wait_for_phase("Complete", seconds=600)
     wait_for(
-        lambda: not any(runs.list(kind, selector) for kind in kinds), "the end of the children"
+        lambda: not any(runs.list(kind, selector) for kind in kinds),
+        "the end of the children",
     )
     assert runs.get("persistentvolumeclaims", "short-lived") is not None
     assert run.status()["phase"] == "Complete"
@@ -148,7 +153,9 @@ for step in range(30):
 
 
 def test_a_script_that_reports_no_number_at_all_runs_to_its_end(runs: Runs) -> None:
-    runs.kubectl("create", "configmap", "script", f"--from-literal=diverges.py={NOT_NUMBERS}")
+    runs.kubectl(
+        "create", "configmap", "script", f"--from-literal=diverges.py={NOT_NUMBERS}"
+    )
     run = runs.start(
         "diverges",
         steps=1,
@@ -262,7 +269,8 @@ def test_a_volume_goes_with_its_run_where_the_file_says_so_and_the_mind_may_be_c
     wait_for(lambda: owners() == [uid], "the claim's owner again")
     runs.kubectl("delete", RESOURCE, "passing", "--wait=true")
     wait_for(
-        lambda: runs.get("persistentvolumeclaims", "passing") is None, "the end of the claim"
+        lambda: runs.get("persistentvolumeclaims", "passing") is None,
+        "the end of the claim",
     )
 
 
@@ -280,15 +288,20 @@ def test_a_run_deletes_itself_after_its_time_to_live_only_where_the_installation
     try:
         runs.apply(manifest)
         wait_for(
-            lambda: runs.get("trainingruns", "passing-by") is None, "the run's end", seconds=600
+            lambda: runs.get("trainingruns", "passing-by") is None,
+            "the run's end",
+            seconds=600,
         )
         selector = "evergrad.dev/run=passing-by"
         kinds = ("pods", "configmaps", "services", "secrets", "networkpolicies")
         wait_for(
-            lambda: not any(runs.list(kind, selector) for kind in kinds), "the children's end"
+            lambda: not any(runs.list(kind, selector) for kind in kinds),
+            "the children's end",
         )
         claim = runs.get("persistentvolumeclaims", "passing-by") or {}
-        assert '"complete"' in claim["metadata"]["annotations"]["run.evergrad.dev/passing-by"]
+        assert (
+            '"complete"' in claim["metadata"]["annotations"]["run.evergrad.dev/passing-by"]
+        )
 
         # Made anew, it is complete without a pod.
         manifest["spec"]["ttlSecondsAfterFinished"] = 3600

@@ -113,7 +113,8 @@ def test_04_eviction_and_a_drained_node_move_the_pods_and_the_node_comes_back(
         runs.kubectl("drain", node, *options)
         wait_for(
             lambda: (
-                {one["spec"]["nodeName"] for one in run.live_pods().values()} == {_other(node)}
+                {one["spec"]["nodeName"] for one in run.live_pods().values()}
+                == {_other(node)}
             ),
             "pods on the other node",
         )
@@ -207,7 +208,8 @@ def test_08_suspended_with_a_checkpoint_and_resumed_at_the_same_step(
     step = run.newest_step()
     assert run.status()["checkpoint"]["step"] == step
     assert any(
-        name.startswith(f"step-{step:08d}") or str(step) in name for name in run.checkpoints()
+        name.startswith(f"step-{step:08d}") or str(step) in name
+        for name in run.checkpoints()
     )
     time.sleep(3)
     assert run.newest_step() == step
@@ -221,7 +223,9 @@ def test_08_suspended_with_a_checkpoint_and_resumed_at_the_same_step(
 
 
 @pytest.mark.long
-def test_a_resumed_run_of_three_pods_waits_for_its_pods_and_for_no_timer(runs: Runs) -> None:
+def test_a_resumed_run_of_three_pods_waits_for_its_pods_and_for_no_timer(
+    runs: Runs,
+) -> None:
     run = runs.start("resumed", steps=ENDLESS, nodes={"min": 1, "max": 3})
     run.wait_for_world(3)
     run.patch({"suspend": True})
@@ -251,7 +255,9 @@ def test_a_resumed_run_of_three_pods_waits_for_its_pods_and_for_no_timer(runs: R
         if line.startswith("{")
     ]
     plan = next(one for one in said if one["event"] == "plan")
-    hellos = [one for one in said if one["event"] == "hello" and one["time"] <= plan["time"]]
+    hellos = [
+        one for one in said if one["event"] == "hello" and one["time"] <= plan["time"]
+    ]
     assert max(made).timestamp() <= hellos[0]["time"]
     assert (plan["members"], len({one["node"] for one in hellos})) == (3, 3)
     assert plan["time"] - hellos[-1]["time"] < 5
@@ -272,13 +278,18 @@ def test_10_a_killed_coordinator_pod_is_replaced_and_no_step_is_lost(
     runs.kubectl("delete", "pod", first, "--now")
     wait_for(
         lambda: (
-            run.live_pods(role="coordinator").get(0, {}).get("metadata", {}).get("name", first)
+            run.live_pods(role="coordinator")
+            .get(0, {})
+            .get("metadata", {})
+            .get("name", first)
             != first
         ),
         "a new coordinator",
     )
     go_on(run, steps=60)
-    assert {index: pod["metadata"]["uid"] for index, pod in run.live_pods().items()} == workers
+    assert {
+        index: pod["metadata"]["uid"] for index, pod in run.live_pods().items()
+    } == workers
     assert run.repeated_steps() == 0
     run.expect_same_as(reference)
     generations = list(run.generations())
@@ -360,7 +371,9 @@ def test_a_run_in_training_that_is_restored_without_its_status_goes_on_from_its_
     kinds = ("pods", "configmaps", "services", "secrets", "poddisruptionbudgets")
     kinds += ("networkpolicies",)
     runs.kubectl("delete", ",".join(kinds), "-l", selector, "--wait=false")
-    wait_for(lambda: not any(runs.list(kind, selector) for kind in kinds), "the end of orphans")
+    wait_for(
+        lambda: not any(runs.list(kind, selector) for kind in kinds), "the end of orphans"
+    )
     assert runs.get("persistentvolumeclaims", "restored") is not None
     before, saved = (
         rows(),
@@ -371,5 +384,7 @@ def test_a_run_in_training_that_is_restored_without_its_status_goes_on_from_its_
     again.wait_for_step(before[-1]["step"] + 20, seconds=600)
     after = again.rows()[len(before) :]
     assert min(row["step"] for row in after) > saved
-    assert min(row["generation"] for row in after) > max(row["generation"] for row in before)
+    assert min(row["generation"] for row in after) > max(
+        row["generation"] for row in before
+    )
     again.expect_same_as(reference)

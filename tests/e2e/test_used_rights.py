@@ -70,7 +70,9 @@ def granted() -> set[tuple[str, str]]:
     }
 
 
-def test_the_operator_was_refused_nothing_but_for_a_moment(used: set[tuple[str, str]]) -> None:
+def test_the_operator_was_refused_nothing_but_for_a_moment(
+    used: set[tuple[str, str]],
+) -> None:
     assert used
     refused = {
         (resource_of(event), event["verb"])
@@ -89,7 +91,9 @@ def test_the_operator_asked_for_nothing_that_the_chart_does_not_name(
 
 
 def test_every_right_was_used(
-    used: set[tuple[str, str]], granted: set[tuple[str, str]], request: pytest.FixtureRequest
+    used: set[tuple[str, str]],
+    granted: set[tuple[str, str]],
+    request: pytest.FixtureRequest,
 ) -> None:
     rooms = {item.path for item in request.session.items if "e2e" in item.path.parts}
     if len(rooms) < ENOUGH:

@@ -27,7 +27,9 @@ def test_the_commands_of_the_readme_and_of_the_quickstart_train_it_and_show_it(
     # Applied again nothing changes, and a watch, which never ends by itself, shows the run as it is.
     apply, watch, wait, logs = read_commands("examples/quickstart/README.md")
     assert "trainingrun.evergrad.dev/quickstart unchanged" in shell.run(apply)
-    assert re.search(r"quickstart +Complete", shell.run(f"timeout 10 {watch}", codes=(124,)))
+    assert re.search(
+        r"quickstart +Complete", shell.run(f"timeout 10 {watch}", codes=(124,))
+    )
     assert "condition met" in shell.run(wait)
     # The report is written behind the last step.
     wait_for(lambda: "report.html" in shell.run(logs), "the last lines of the first node")

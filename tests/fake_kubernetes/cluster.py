@@ -72,7 +72,9 @@ class FakeCluster:
     ) -> bool:
         try:
             self._try(
-                lambda: self.store.delete(kind.plural, namespace, name, uid, resource_version)
+                lambda: self.store.delete(
+                    kind.plural, namespace, name, uid, resource_version
+                )
             )
         except ApiError as error:
             if error.status in (404, 409):

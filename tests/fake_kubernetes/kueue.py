@@ -10,7 +10,11 @@ from fake_kubernetes.simulation import Simulation
 from fake_kubernetes.store import Raw
 
 PREFIX = "kueue.x-k8s.io/"
-QUEUE, GROUP, FINALIZER = f"{PREFIX}queue-name", f"{PREFIX}pod-group-name", f"{PREFIX}managed"
+QUEUE, GROUP, FINALIZER = (
+    f"{PREFIX}queue-name",
+    f"{PREFIX}pod-group-name",
+    f"{PREFIX}managed",
+)
 
 
 @dataclass
@@ -75,7 +79,9 @@ class Kueue:
     def _work_on_group(self, name: str, pods: list[Raw]) -> None:
         annotations = pods[0]["metadata"]["annotations"]
         size = int(annotations[f"{PREFIX}pod-group-total-count"])
-        assert len({raw["metadata"]["annotations"][f"{PREFIX}role-hash"] for raw in pods}) == 1
+        assert (
+            len({raw["metadata"]["annotations"][f"{PREFIX}role-hash"] for raw in pods}) == 1
+        )
         is_over = all(_has_terminated(raw) for raw in pods)
         if name in self.finished or (
             is_over and annotations.get(f"{PREFIX}retriable-in-group") == "false"
@@ -145,5 +151,7 @@ def _has_terminated(raw: Raw) -> bool:
 
 
 def _is_active(raw: Raw) -> bool:
-    never_runs = raw["metadata"].get("deletionTimestamp") and not raw["spec"].get("nodeName")
+    never_runs = raw["metadata"].get("deletionTimestamp") and not raw["spec"].get(
+        "nodeName"
+    )
     return raw["status"].get("phase") != "Failed" and not never_runs

@@ -30,7 +30,9 @@ class ServerThread:
     def __init__(self) -> None:
         self.server = FakeServer(Store())
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="fake API server")
+        self._thread = threading.Thread(
+            target=self.loop.run_forever, name="fake API server"
+        )
 
     def __enter__(self) -> "ServerThread":
         self._thread.start()
@@ -68,7 +70,9 @@ class ServerThread:
         self.do(lambda store: store.create("trainingruns", body))
 
     def pods(self) -> list[str]:
-        return self.do(lambda store: [raw["metadata"]["name"] for raw in store.list("pods")])
+        return self.do(
+            lambda store: [raw["metadata"]["name"] for raw in store.list("pods")]
+        )
 
     def status(self, name: str) -> dict[str, Any]:
         return self.do(

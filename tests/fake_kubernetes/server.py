@@ -86,8 +86,12 @@ class FakeServer:
         try:
             if parts[-1] == "selfsubjectaccessreviews":
                 asked = await request.json()
-                allowed = asked["spec"]["resourceAttributes"]["resource"] not in self.refused
-                return web.json_response({**asked, "status": {"allowed": allowed}}, status=201)
+                allowed = (
+                    asked["spec"]["resourceAttributes"]["resource"] not in self.refused
+                )
+                return web.json_response(
+                    {**asked, "status": {"allowed": allowed}}, status=201
+                )
             if found := _discover(parts):
                 return web.json_response(found)
             return await self._serve(request, *_locate(parts))
@@ -193,7 +197,9 @@ def _discover(parts: list[str]) -> dict[str, Any] | None:
         return {"kind": "APIVersions", "versions": ["v1"]}
     groups = sorted({version for _, version in KINDS.values() if "/" in version})
     if parts == ["apis"]:
-        names = [(version.partition("/")[0], version.partition("/")[2]) for version in groups]
+        names = [
+            (version.partition("/")[0], version.partition("/")[2]) for version in groups
+        ]
         entries = [
             {"name": name, "versions": [{"groupVersion": f"{name}/{number}", "version": number}],
              "preferredVersion": {"groupVersion": f"{name}/{number}", "version": number}}
@@ -230,7 +236,9 @@ def _refuse(error: RefusedError) -> web.Response:
         "reason": error.reason,
         "message": error.message,
     }
-    headers = {"Retry-After": str(error.retry_after)} if error.retry_after is not None else {}
+    headers = (
+        {"Retry-After": str(error.retry_after)} if error.retry_after is not None else {}
+    )
     return web.json_response(body, status=error.status, headers=headers)
 
 

@@ -144,7 +144,9 @@ class Simulation:
             self._show(kind, plural, raw)
 
     def _show(self, kind: str, plural: str, raw: Any) -> None:
-        self.cache.see(RESOURCES[plural], raw, is_deleted=kind == "DELETED", is_watched=True)
+        self.cache.see(
+            RESOURCES[plural], raw, is_deleted=kind == "DELETED", is_watched=True
+        )
 
     def deliver(self) -> None:
         """The watches show what has happened since they became late."""

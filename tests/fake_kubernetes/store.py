@@ -73,7 +73,9 @@ class Store:
             raise RefusedError(404, "NotFound", f"{plural} {name!r} not found")
         return copy.deepcopy(found)
 
-    def list(self, plural: str, namespace: str | None = None, selector: str = "") -> list[Raw]:
+    def list(
+        self, plural: str, namespace: str | None = None, selector: str = ""
+    ) -> list[Raw]:
         """Copies, in order of their names."""
         return [
             copy.deepcopy(raw)
@@ -88,7 +90,9 @@ class Store:
         place = plural, metadata.get("namespace", ""), metadata["name"]
         write = self._begin("create", place)
         if place in self.objects:
-            raise RefusedError(409, "AlreadyExists", f"{plural} {place[2]!r} already exists")
+            raise RefusedError(
+                409, "AlreadyExists", f"{plural} {place[2]!r} already exists"
+            )
         kind, version = KINDS[plural]
         metadata |= {
             "uid": f"uid-{next(self._uids)}",
@@ -104,7 +108,11 @@ class Store:
         return self._store("ADDED", place, body, write)
 
     def apply(
-        self, plural: str, raw: Mapping[str, Any], subresource: str = "", verb: str = "patch"
+        self,
+        plural: str,
+        raw: Mapping[str, Any],
+        subresource: str = "",
+        verb: str = "patch",
     ) -> Raw:
         """Server-side apply by one manager: what the intent says is so; what it said before and says no more
         goes."""
@@ -139,7 +147,9 @@ class Store:
             return copy.deepcopy(known)
         return self._store("MODIFIED", place, new, write)
 
-    def merge(self, plural: str, namespace: str, name: str, patch: Mapping[str, Any]) -> Raw:
+    def merge(
+        self, plural: str, namespace: str, name: str, patch: Mapping[str, Any]
+    ) -> Raw:
         """A JSON merge patch."""
         known = self.get(plural, namespace, name)
         write = self._begin("patch", (plural, namespace, name))
@@ -177,7 +187,9 @@ class Store:
             raise RefusedError(409, "Conflict", "uid precondition")
         if resource_version not in (None, known["metadata"]["resourceVersion"]):
             raise RefusedError(409, "Conflict", "resourceVersion precondition")
-        is_running = plural == "pods" and (known.get("status") or {}).get("phase") == "Running"
+        is_running = (
+            plural == "pods" and (known.get("status") or {}).get("phase") == "Running"
+        )
         is_held = is_running or bool(known["metadata"].get("finalizers"))
         if is_held and "deletionTimestamp" not in known["metadata"]:
             known["metadata"]["deletionTimestamp"] = self._now()
@@ -199,7 +211,10 @@ class Store:
         if known["metadata"].get("finalizers"):
             if "deletionTimestamp" not in known["metadata"]:
                 self.change(
-                    plural, namespace, name, {"metadata": {"deletionTimestamp": self._now()}}
+                    plural,
+                    namespace,
+                    name,
+                    {"metadata": {"deletionTimestamp": self._now()}},
                 )
             return
         del self.objects[plural, namespace, name]
@@ -208,11 +223,15 @@ class Store:
         if not is_silent:
             self._tell("DELETED", plural, known)
         for kind, where, child in list(self.objects):
-            owners = self.objects[kind, where, child]["metadata"].get("ownerReferences") or ()
+            owners = (
+                self.objects[kind, where, child]["metadata"].get("ownerReferences") or ()
+            )
             if any(owner.get("uid") == known["metadata"]["uid"] for owner in owners):
                 self.remove(kind, where, child, is_silent=is_silent)
 
-    def change(self, plural: str, namespace: str, name: str, patch: Mapping[str, Any]) -> Raw:
+    def change(
+        self, plural: str, namespace: str, name: str, patch: Mapping[str, Any]
+    ) -> Raw:
         """Somebody else changes it, by a merge patch."""
         known = self.objects[plural, namespace, name]
         new = merged(known, patch)

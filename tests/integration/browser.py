@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+PATIENCE_MS = 100_000
+"""Long enough for a busy machine."""
 FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -51,7 +53,9 @@ class Browser:
             "goog:chromeOptions": options,
             "goog:loggingPrefs": {"performance": "ALL", "browser": "ALL"},
         }
-        session = self._ask("POST", "/session", {"capabilities": {"alwaysMatch": capabilities}})
+        session = self._ask(
+            "POST", "/session", {"capabilities": {"alwaysMatch": capabilities}}
+        )
         self._base += f"/session/{session['sessionId']}"
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
@@ -67,7 +71,9 @@ class Browser:
 
     def tell(self, command: str, **parameters: Any) -> Any:
         """A command of Chrome's own protocol."""
-        return self._ask("POST", "/goog/cdp/execute", {"cmd": command, "params": parameters})
+        return self._ask(
+            "POST", "/goog/cdp/execute", {"cmd": command, "params": parameters}
+        )
 
     def open(self, url: str) -> None:
         self._ask("POST", "/url", {"url": url})
@@ -109,6 +115,19 @@ class Browser:
 
     def close(self) -> None:
         self._ask("DELETE", "")
+
+
+def wait(browser: Browser, condition: str) -> None:
+    """Wait until a condition of the page holds."""
+    script = f"""
+      const until = Date.now() + {PATIENCE_MS};
+      return new Promise((resolve) => {{
+        const look = () => ({condition}) ? resolve(true) : Date.now() > until ? resolve(false) : setTimeout(look, 50);
+        look();
+      }});"""
+    assert browser.run(script), (
+        f"{condition}: {browser.run('return document.body.innerText')}"
+    )
 
 
 @contextlib.contextmanager

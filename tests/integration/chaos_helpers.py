@@ -87,7 +87,9 @@ class Watch:
         if state in "ZTX":
             return
         text = Path(f"/proc/{pid}/status").read_text()
-        is_coordinator = b"evergrad_coordinator" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        is_coordinator = (
+            b"evergrad_coordinator" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
         memory = re.search(r"RssAnon:\s+(\d+)", text)
         if memory is None:  # it is just ending
             return
@@ -129,7 +131,9 @@ def processes_in(directory: Path) -> list[int]:
     found = []
     for entry in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
-            if Path(os.readlink(f"/proc/{entry}/cwd")) == directory and is_alive(int(entry)):
+            if Path(os.readlink(f"/proc/{entry}/cwd")) == directory and is_alive(
+                int(entry)
+            ):
                 found.append(int(entry))
     return found
 
@@ -200,7 +204,10 @@ VARIANTS = {
         max_nodes=2,
         most=4,
         environment={"EVERGRAD_CHAOS_KIND": "coordinator"},
-        training={"runtime": {"parallelism": "fsdp2"}, "reproducibility": {"elastic": "fast"}},
+        training={
+            "runtime": {"parallelism": "fsdp2"},
+            "reproducibility": {"elastic": "fast"},
+        },
         calm=("--workers", "2"),
     ),
 }
@@ -241,7 +248,9 @@ def await_events(run: Disturbed, *, count: int, seconds: float) -> None:
         lines = run.lines()
         if any("no recovery" in line for line in lines) or not is_alive(run.started.pid):
             raise AssertionError(f"the run does not go on: {run.describe()}")
-        return any(line.startswith(f"chaos: event {count}: the run goes on") for line in lines)
+        return any(
+            line.startswith(f"chaos: event {count}: the run goes on") for line in lines
+        )
 
     try:
         wait_until(

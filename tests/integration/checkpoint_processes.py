@@ -78,7 +78,12 @@ def warm_process() -> WarmProcess:
 
 
 def start_world(
-    function: Callable[..., Any], *, size: int, directory: Path, scratch: Path, **params: Any
+    function: Callable[..., Any],
+    *,
+    size: int,
+    directory: Path,
+    scratch: Path,
+    **params: Any,
 ) -> list[int]:
     """Start ``function(world, directory, **params)`` in ``size`` ranks of a fresh generation; their process
     ids.
@@ -188,7 +193,9 @@ def _run_rank(task: dict[str, Any]) -> None:
     """A forked child: call the test file's function, leave its result in a file, end (by default without
     clean-up)."""
     scratch, rank = Path(task["scratch"]), task["rank"]
-    errors = os.open(scratch / f"stderr-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    errors = os.open(
+        scratch / f"stderr-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600
+    )
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)

@@ -16,6 +16,7 @@ for _name in (
     "elastic_helpers",
     "chaos_helpers",
     "recipe_runs",
+    "position_helpers",
     "browser",
     "page_site",
 ):
@@ -41,7 +42,9 @@ def experiment(tmp_path: Path) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def make_experiment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Any]]:
+def make_experiment(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[[], Any]]:
     """Directories that the tests of one module share."""
     import run_helpers
 

@@ -137,7 +137,9 @@ class Coordinator:
 
     def resident_megabytes(self) -> float:
         lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
+        return (
+            next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
+        )
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE)
@@ -220,7 +222,11 @@ class Node:
         self._changes = changes
         self._incarnation = incarnation or f"i{name}"
         self.client = CoordinatorClient(
-            host, port, hello=self._hello, on_message=self._take, on_connected=self._say_again
+            host,
+            port,
+            hello=self._hello,
+            on_message=self._take,
+            on_connected=self._say_again,
         )
         self.task = asyncio.get_running_loop().create_task(self.client.run())
 
@@ -248,7 +254,10 @@ class Node:
                 self.client.send(Ready(generation, 1, 1, 5))
             case Go():
                 self.had = Placement(
-                    message.generation, message.first_rank, message.workers, message.world_size
+                    message.generation,
+                    message.first_rank,
+                    message.workers,
+                    message.world_size,
                 )
                 self.client.send(Up(message.generation, 5))
             case Leave(generation=generation, save=save):

@@ -165,7 +165,9 @@ class Process:
     def said(self) -> str:
         """Its stdout and stderr."""
         paths = [Path(f"{self.output}.{end}") for end in ("out", "err")]
-        return "\n".join(path.read_text(errors="replace") for path in paths if path.exists())
+        return "\n".join(
+            path.read_text(errors="replace") for path in paths if path.exists()
+        )
 
     @property
     def last_words(self) -> str:
@@ -369,7 +371,8 @@ class Cluster:
             newest = rows[-1]["generation"] if rows else 0
             return (
                 newest
-                if len({row["step"] for row in rows if row["generation"] == newest}) >= steps
+                if len({row["step"] for row in rows if row["generation"] == newest})
+                >= steps
                 else 0
             )
 
@@ -514,7 +517,9 @@ def check_generations(trace: Sequence[Mapping[str, Any]]) -> None:
         )
         newest = row["generation"]
     for generation in {row["generation"] for row in trace}:
-        members = [(size, pid) for (one, _), (size, pid) in places.items() if one == generation]
+        members = [
+            (size, pid) for (one, _), (size, pid) in places.items() if one == generation
+        ]
         assert len({size for size, _ in members}) == 1, (
             f"generation {generation} has several sizes"
         )

@@ -307,7 +307,9 @@ def _may_happen(fault: dict[str, Any], scratch: Path) -> bool:
     if fault["is_repeated"]:
         return True
     try:
-        os.close(os.open(scratch / f"{fault['name']}.happened", os.O_CREAT | os.O_EXCL, 0o600))
+        os.close(
+            os.open(scratch / f"{fault['name']}.happened", os.O_CREAT | os.O_EXCL, 0o600)
+        )
     except FileExistsError:
         return False
     return True

@@ -167,7 +167,10 @@ def run_of(name: str, phase: str, step: int, **more: Any) -> dict[str, Any]:
         "loss": f"{2 + 100 / (step + 50):.3f}",
     }
     if phase == "Running":
-        progress |= {"tokensPerSecond": f"{step / 100:.3g}k", "eta": f"{20 - step // 1000}h12m"}
+        progress |= {
+            "tokensPerSecond": f"{step / 100:.3g}k",
+            "eta": f"{20 - step // 1000}h12m",
+        }
     return {
         "metadata": {"name": name, "namespace": "lab", "creationTimestamp": f"2026-03-01T12:00:{step % 60:02d}Z"},
         "spec": {},

@@ -80,7 +80,9 @@ def write_rows(path: Path, *, count: int = 120) -> None:
             rows.append({"prompt": question, "completion": answer})
         else:
             pair = [("user", question), ("assistant", answer)]
-            rows.append({"messages": [{"role": role, "content": said} for role, said in pair]})
+            rows.append(
+                {"messages": [{"role": role, "content": said} for role, said in pair]}
+            )
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -95,7 +97,10 @@ def write_pairs(path: Path, *, count: int = 60) -> None:
             rows.append({"prompt": question, "chosen": good, "rejected": bad})
         else:
             talks = [
-                [{"role": "user", "content": question}, {"role": "assistant", "content": said}]
+                [
+                    {"role": "user", "content": question},
+                    {"role": "assistant", "content": said},
+                ]
                 for said in (good, bad)
             ]
             rows.append({"chosen": talks[0], "rejected": talks[1]})

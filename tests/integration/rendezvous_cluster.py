@@ -98,7 +98,9 @@ class Cluster:
         self._coordinator.wait(SECONDS)
 
     def status(self) -> dict[str, Any]:
-        headers = {"Authorization": f"Bearer {(self.directory / 'token').read_text().strip()}"}
+        headers = {
+            "Authorization": f"Bearer {(self.directory / 'token').read_text().strip()}"
+        }
         request = urllib.request.Request(
             f"http://127.0.0.1:{self._ports['statusPort']}/status", headers=headers
         )
@@ -150,7 +152,11 @@ class Cluster:
             for name, value in os.environ.items()
             if not name.startswith(("EVERGRAD_", "TORCHELASTIC_"))
         }
-        environment |= {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "EVERGRAD_NODE": node}
+        environment |= {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONSAFEPATH": "1",
+            "EVERGRAD_NODE": node,
+        }
         environment |= {"EVERGRAD_TOKEN_FILE": str(self.directory / "token")}
         environment |= {"TEST_DIRECTORY": str(self.directory), **variables}
         agent = self._start(command, f"agent-{node}", environment)
@@ -274,7 +280,10 @@ class Cluster:
                     worker.kill()
         for orphan in {step.process for step in self.steps()}:
             with contextlib.suppress(OSError):
-                if str(self.directory).encode() in Path(f"/proc/{orphan}/environ").read_bytes():
+                if (
+                    str(self.directory).encode()
+                    in Path(f"/proc/{orphan}/environ").read_bytes()
+                ):
                     os.kill(orphan, signal.SIGKILL)
 
     def _start(

@@ -33,7 +33,8 @@ def work() -> None:
                 "rank": rank,
             }
             log.write(
-                json.dumps({**step, "world_size": world_size, "total": values[0].item()}) + "\n"
+                json.dumps({**step, "world_size": world_size, "total": values[0].item()})
+                + "\n"
             )
             if (directory / "boundary").exists():
                 report(1, checkpoint_step=1)

@@ -284,7 +284,11 @@ class Experiment:
         return path
 
     def start(
-        self, *arguments: str, name: str = "tiny", directory: str | None = None, **options: Any
+        self,
+        *arguments: str,
+        name: str = "tiny",
+        directory: str | None = None,
+        **options: Any,
     ) -> Started:
         """Start ``evergrad run`` of ``<name>.yaml`` in ``runs/<directory or name>``."""
         where = str(self.path / "runs" / (directory or name))
@@ -346,7 +350,9 @@ def curve(directory: Path) -> Rows:
 
 def events(directory: Path, type_: str) -> list[dict[str, Any]]:
     """Events of one type."""
-    return [event for event in read_lines(directory / "events.jsonl") if event["type"] == type_]
+    return [
+        event for event in read_lines(directory / "events.jsonl") if event["type"] == type_
+    ]
 
 
 def checkpoints(directory: Path) -> list[int]:
@@ -368,15 +374,17 @@ def assert_same_curve(
     a, b = curve(one), curve(other)
     assert sorted(a) == sorted(b)
     for step in sorted(a):
-        assert a[step]["sample_hash"] == b[step]["sample_hash"], f"step {step}: other samples"
+        assert a[step]["sample_hash"] == b[step]["sample_hash"], (
+            f"step {step}: other samples"
+        )
         if exact:
             assert [a[step][key] for key in EXACT] == [b[step][key] for key in EXACT], (
                 f"step {step}"
             )
         else:
-            assert abs(a[step]["loss"] - b[step]["loss"]) <= tolerance * abs(a[step]["loss"]), (
-                f"step {step}: loss"
-            )
+            assert abs(a[step]["loss"] - b[step]["loss"]) <= tolerance * abs(
+                a[step]["loss"]
+            ), f"step {step}: loss"
 
 
 def final_state(directory: Path, *, prefix: str = "") -> dict[str, Any]:
@@ -400,7 +408,9 @@ def assert_same_state(one: Path, other: Path, *, prefix: str = "") -> None:
         )
 
 
-def wait_until(condition: Callable[[], Any], *, seconds: float = 200.0, what: str = "") -> Any:
+def wait_until(
+    condition: Callable[[], Any], *, seconds: float = 200.0, what: str = ""
+) -> Any:
     """The first true value of ``condition``, looked at every millisecond."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -514,7 +524,9 @@ class _Place:
 
     @property
     def rank(self) -> int:
-        return int(os.environ.get("RANK", "0")) if self.local_rank is None else self.local_rank
+        return (
+            int(os.environ.get("RANK", "0")) if self.local_rank is None else self.local_rank
+        )
 
     def has_noticed(self) -> bool:
         """Whether this process knows that it is to stop."""
@@ -581,12 +593,15 @@ def _plan_fault(planned: Fault) -> None:
             elif planned["action"] == "flip":
                 _flip_once(args[0])
             elif planned["action"] == "hold":
-                wait_until(Path("go-on").exists, what="the test has not let go of what it held")
+                wait_until(
+                    Path("go-on").exists, what="the test has not let go of what it held"
+                )
             else:
                 is_asked_by_node = bool(_place.watchdogs) and planned["action"] == "SIGTERM"
                 is_own = planned["to"] == "self" and not is_asked_by_node
                 os.kill(
-                    os.getpid() if is_own else _place.command, signal.Signals[planned["action"]]
+                    os.getpid() if is_own else _place.command,
+                    signal.Signals[planned["action"]],
                 )
                 wait_until(_place.has_noticed, what="the signal was never noticed")
         return original(*args, **kwargs)

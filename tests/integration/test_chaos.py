@@ -22,7 +22,14 @@ from chaos_helpers import (
     processes_in,
     start_disturbed,
 )
-from run_helpers import EXACT, STOPPED_SAVED, Experiment, assert_same_state, checkpoints, curve
+from run_helpers import (
+    EXACT,
+    STOPPED_SAVED,
+    Experiment,
+    assert_same_state,
+    checkpoints,
+    curve,
+)
 
 from evergrad_trainer.checkpoint.store import open_store
 from evergrad_trainer.observers.accounting import account
@@ -106,11 +113,14 @@ def test_the_final_state_has_the_bits_of_an_undisturbed_run(
     assert_same_state(disturbed.directory, calm)
 
 
-def test_no_finished_step_is_trained_again_while_anybody_holds_it(disturbed: Disturbed) -> None:
+def test_no_finished_step_is_trained_again_while_anybody_holds_it(
+    disturbed: Disturbed,
+) -> None:
     """Only when all nodes are lost; or one step, when its row was written by the only one who had finished it
     and was lost."""
     lost_all = sum(
-        "kills all nodes" in line or "kills the only node" in line for line in disturbed.lines()
+        "kills all nodes" in line or "kills the only node" in line
+        for line in disturbed.lines()
     )
     repeats = find_repeats(disturbed.directory)
     assert sum(one.is_from_checkpoint for one in repeats) <= lost_all
@@ -146,7 +156,8 @@ def test_what_processes_hold_does_not_grow(
     disturbed: Disturbed, what: str, most: float, leaked: int
 ) -> None:
     grown = {
-        name: growth(samples, what) for name, samples in disturbed.watch.old_enough().items()
+        name: growth(samples, what)
+        for name, samples in disturbed.watch.old_enough().items()
     }
     assert any(name.startswith("launcher") for name in grown)
     assert any(name.startswith("worker") for name in grown) or KIND == "transfer", grown

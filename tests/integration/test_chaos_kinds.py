@@ -15,10 +15,19 @@ from chaos_helpers import (
     processes_in,
     start_disturbed,
 )
-from run_helpers import EXACT, STOPPED_SAVED, Experiment, assert_same_state, checkpoints, curve
+from run_helpers import (
+    EXACT,
+    STOPPED_SAVED,
+    Experiment,
+    assert_same_state,
+    checkpoints,
+    curve,
+)
 
 SECONDS = 240.0
-KINDS = [pytest.param(kind, marks=pytest.mark.long) for kind in sorted(set(VARIANTS) - {"any"})]
+KINDS = [
+    pytest.param(kind, marks=pytest.mark.long) for kind in sorted(set(VARIANTS) - {"any"})
+]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * SECONDS)]
 
@@ -37,7 +46,9 @@ def test_a_run_disturbed_in_this_way_ends_with_the_bits_of_an_undisturbed_one(
     finally:
         run.watch.close()
     count = final_step(run.directory)
-    calm = experiment.start(*variant.calm, "--stop-after-steps", str(count), directory="calm")
+    calm = experiment.start(
+        *variant.calm, "--stop-after-steps", str(count), directory="calm"
+    )
     calm.wait(seconds=SECONDS).expect(STOPPED_SAVED)
     check(run.directory, experiment.at("calm"), count, run.describe())
     repeats = [one for one in find_repeats(run.directory) if one.is_from_checkpoint]
@@ -54,7 +65,10 @@ def check(found: Path, wanted: Path, count: int, describe: str) -> None:
     ours, theirs = curve(found), curve(wanted)
     assert sorted(theirs) == list(range(1, count + 1))
     different = [
-        (step, key) for step in theirs for key in EXACT if ours[step][key] != theirs[step][key]
+        (step, key)
+        for step in theirs
+        for key in EXACT
+        if ours[step][key] != theirs[step][key]
     ]
     assert not different, f"{different[:3]}: {describe}"
     assert checkpoints(found)[-1] == checkpoints(wanted)[-1] == count

@@ -104,7 +104,12 @@ def restart(world: World, directory: Path) -> dict[str, Any]:
     expected = state_of(restored.step)
     exact = all(torch.equal(state[key], expected[key]) for key in expected)
     manager.save(300, state_of(300), extra={"step": 300}, wait=True)
-    return {"step": restored.step, "extra": restored.extra, "exact": exact, "events": events}
+    return {
+        "step": restored.step,
+        "extra": restored.extra,
+        "exact": exact,
+        "events": events,
+    }
 
 
 @pytest.mark.acceptance("8d-2b:pretrain")

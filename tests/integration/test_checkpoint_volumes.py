@@ -80,7 +80,9 @@ def test_a_full_volume_fails_the_save_and_frees_what_it_took(small_volume: Path)
     assert [path.name for path in directory.glob("step-*")] == ["step-30"]
     state = {"model.a": torch.zeros(50_000)}
     restored = make_manager(alone(directory), directory)[0].restore(state)
-    assert restored is not None and restored.step == 30 and bool((state["model.a"] == 1).all())
+    assert (
+        restored is not None and restored.step == 30 and bool((state["model.a"] == 1).all())
+    )
 
 
 def save_on(world: World, directory: Path) -> Events:
@@ -91,7 +93,9 @@ def save_on(world: World, directory: Path) -> Events:
     return events
 
 
-def test_a_full_volume_under_two_processes_fails_the_save_on_both(small_volume: Path) -> None:
+def test_a_full_volume_under_two_processes_fails_the_save_on_both(
+    small_volume: Path,
+) -> None:
     scratch = (
         small_volume.parent / "world"
     )  # not on the volume: what a rank says may not fit while the other still saves
@@ -141,7 +145,8 @@ def save_fifty_times(world: World, directory: Path) -> list[int]:
         manager.save(step, state, extra={"step": step})
         manager.wait()
         sizes.append(
-            int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            int(Path("/proc/self/statm").read_text().split()[1])
+            * os.sysconf("SC_PAGE_SIZE")
         )
     assert [type_ for type_, _ in events] == ["save"] * 60
     return sizes

@@ -146,12 +146,16 @@ def load_then_save(world: World, directory: Path, step: int) -> bool:
     return exact
 
 
-def test_a_state_saved_by_four_processes_loads_in_three_and_then_in_one(tmp_path: Path) -> None:
+def test_a_state_saved_by_four_processes_loads_in_three_and_then_in_one(
+    tmp_path: Path,
+) -> None:
     directory = tmp_path / "checkpoints"
     for size, step in ((4, 0), (3, 10), (1, 20)):
         assert all(
             processes.values(
-                processes.run_world(load_then_save, size=size, directory=directory, step=step)
+                processes.run_world(
+                    load_then_save, size=size, directory=directory, step=step
+                )
             )
         )
     assert all(
@@ -160,7 +164,9 @@ def test_a_state_saved_by_four_processes_loads_in_three_and_then_in_one(tmp_path
     )
 
 
-def test_replicated_tensors_are_written_once_and_spread_over_the_ranks(tmp_path: Path) -> None:
+def test_replicated_tensors_are_written_once_and_spread_over_the_ranks(
+    tmp_path: Path,
+) -> None:
     directory = tmp_path / "checkpoints"
     processes.values(
         processes.run_world(save_as, size=2, directory=directory, kind="plain", step=10)
@@ -190,7 +196,9 @@ def test_a_state_loads_under_another_parallelism_and_world_size(
 ) -> None:
     directory = tmp_path / "checkpoints"
     processes.values(
-        processes.run_world(save_as, size=saved_by, directory=directory, kind=saved_as, step=10)
+        processes.run_world(
+            save_as, size=saved_by, directory=directory, kind=saved_as, step=10
+        )
     )
     loaded = processes.run_world(
         load_as, size=loaded_by, directory=directory, kind=loaded_as, step=10
@@ -334,7 +342,9 @@ def test_poll_raises_on_every_rank_after_as_many_failures_in_a_row_as_are_allowe
         )
 
 
-def load_with_one_rank_refused(world: World, directory: Path, kind: str, refused: int) -> Any:
+def load_with_one_rank_refused(
+    world: World, directory: Path, kind: str, refused: int
+) -> Any:
     """Rank ``refused`` cannot open the newest checkpoint's shards; both ranks must take the older one."""
     manager, events = make_manager(world, directory)
     if world.rank == refused:
@@ -350,7 +360,11 @@ def load_with_one_rank_refused(world: World, directory: Path, kind: str, refused
     state = build(kind, 0, world)
     restored = manager.restore(state)
     assert restored is not None
-    return {"step": restored.step, "exact": is_exact(state, restored.step), "events": events}
+    return {
+        "step": restored.step,
+        "exact": is_exact(state, restored.step),
+        "events": events,
+    }
 
 
 @pytest.mark.parametrize(
@@ -364,11 +378,17 @@ def test_if_one_rank_cannot_read_a_checkpoint_all_ranks_fall_back_together(
     directory = tmp_path / "checkpoints"
     for step in (10, 20):
         processes.values(
-            processes.run_world(save_as, size=2, directory=directory, kind="plain", step=step)
+            processes.run_world(
+                save_as, size=2, directory=directory, kind="plain", step=step
+            )
         )
     for result in processes.values(
         processes.run_world(
-            load_with_one_rank_refused, size=2, directory=directory, kind=kind, refused=refused
+            load_with_one_rank_refused,
+            size=2,
+            directory=directory,
+            kind=kind,
+            refused=refused,
         )
     ):
         assert result["step"] == 10
@@ -386,7 +406,9 @@ def test_if_one_rank_cannot_read_a_checkpoint_all_ranks_fall_back_together(
 def load_without_a_volume(world: World, directory: Path) -> Any:
     """Only rank 0 sees the volume, which is slow; what each rank loaded, and how often rank 0 said that it
     goes on."""
-    manager, _ = make_manager(world, directory if world.is_main else directory / "not-mounted")
+    manager, _ = make_manager(
+        world, directory if world.is_main else directory / "not-mounted"
+    )
     reader, beats = manager._store.reader, []
     if world.is_main:
         validate, broadcast = reader.validate, World.broadcast_json
@@ -437,7 +459,9 @@ def stall(world: World, directory: Path) -> str:
     return ""
 
 
-def test_a_volume_that_gives_nothing_more_ends_the_restore_on_all_ranks(tmp_path: Path) -> None:
+def test_a_volume_that_gives_nothing_more_ends_the_restore_on_all_ranks(
+    tmp_path: Path,
+) -> None:
     directory = tmp_path / "checkpoints"
     processes.values(
         processes.run_world(save_as, size=2, directory=directory, kind="plain", step=10)
@@ -509,7 +533,9 @@ def test_ranks_that_hold_different_tensors_do_not_publish_a_checkpoint_with_hole
     tmp_path: Path,
 ) -> None:
     for events in processes.values(
-        processes.run_world(save_differing_states, size=2, directory=tmp_path / "checkpoints")
+        processes.run_world(
+            save_differing_states, size=2, directory=tmp_path / "checkpoints"
+        )
     ):
         assert events[0][0] == "save_failed"
         assert "ranks 1 hold other tensors than rank 0" in events[0][1]["reason"]
@@ -517,7 +543,9 @@ def test_ranks_that_hold_different_tensors_do_not_publish_a_checkpoint_with_hole
 
 def take_weights(world: World, directory: Path, source: str) -> bool:
     state = {
-        key: value for key, value in build("rows", 0, world).items() if key.startswith("model.")
+        key: value
+        for key, value in build("rows", 0, world).items()
+        if key.startswith("model.")
     }
     load_weights(Path(source), state, world=world)
     return all(
@@ -528,7 +556,11 @@ def take_weights(world: World, directory: Path, source: str) -> bool:
 def test_weights_of_another_run_load_into_shards(tmp_path: Path) -> None:
     processes.values(
         processes.run_world(
-            save_as, size=1, directory=tmp_path / "old" / "checkpoints", kind="plain", step=10
+            save_as,
+            size=1,
+            directory=tmp_path / "old" / "checkpoints",
+            kind="plain",
+            step=10,
         )
     )
     directory = tmp_path / "new" / "checkpoints"
@@ -557,12 +589,15 @@ def leave_a_frozen_peer(world: World, directory: Path) -> float:
     manager.abandon(patience_seconds=0.1)
     assert events == []
     assert any(
-        thread.name == "checkpoint-10" and thread.is_alive() for thread in threading.enumerate()
+        thread.name == "checkpoint-10" and thread.is_alive()
+        for thread in threading.enumerate()
     )
     return time.monotonic() - begun
 
 
-def test_a_process_that_abandons_a_save_with_a_frozen_peer_ends_at_once(tmp_path: Path) -> None:
+def test_a_process_that_abandons_a_save_with_a_frozen_peer_ends_at_once(
+    tmp_path: Path,
+) -> None:
     directory, scratch = tmp_path / "checkpoints", tmp_path / "world"
     begun = time.monotonic()
     pids = processes.start_world(

@@ -84,7 +84,12 @@ FILES = {
             **BYTES,
             "latentEdit": {"margin": 4},
         },
-        metrics={"prediction_variance", "target_variance", "pairwise_distance", "gaussian_kl"},
+        metrics={
+            "prediction_variance",
+            "target_variance",
+            "pairwise_distance",
+            "gaussian_kl",
+        },
     ),
     "optimus-dl": Converted(
         write_shards, {"model": {"config": SMALL}, **BYTES, "data": {"sequenceLength": 32}}
@@ -159,7 +164,12 @@ def test_the_train_config_of_chemlactica_is_what_a_run_of_it_does(
     quarters = [1, 2, 3, 4, 4, 3, 2, 1]
     assert rates == pytest.approx([6e-4 * quarter / 4 for quarter in quarters])
     assert checkpoints(directory) == [5, 6, 7, 8]
-    assert [row["step"] for row in read_lines(directory / "evaluation.jsonl")] == [2, 4, 6, 8]
+    assert [row["step"] for row in read_lines(directory / "evaluation.jsonl")] == [
+        2,
+        4,
+        6,
+        8,
+    ]
     text = (directory / "run.json").read_text("utf-8")
     assert all(f'"{name}"' in text for name in ("attention_dropout", "betas", "clipNorm"))
 

@@ -38,7 +38,14 @@ from evergrad_coordinator.wire import LongText, to_camel
 
 WELL_FORMED_CONNECTIONS, LINES_EACH = 115, 900
 HOSTILE_CONNECTIONS, HOSTILE_LINES = 400, 40
-CAUSES = ("worker_crash", "out_of_memory", "peer_lost", "user_error", "setup_failed", "stuck")
+CAUSES = (
+    "worker_crash",
+    "out_of_memory",
+    "peer_lost",
+    "user_error",
+    "setup_failed",
+    "stuck",
+)
 WEIRD: tuple[Any, ...] = (
     None, True, -1, 0, 1, 2**31, 2**53, 2**64, 1e308, -0.0, "", "0", "\x00", "é" * 99,
     "\ud800", [], [[]], {}, {"a": "b"}, "in-process",
@@ -66,13 +73,16 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def build_values(rng: random.Random) -> dict[str, float]:
     """A few numbers by name."""
     return {
-        f"value-{rng.randrange(99)}": rng.uniform(-1e9, 1e9) for _ in range(rng.randrange(3))
+        f"value-{rng.randrange(99)}": rng.uniform(-1e9, 1e9)
+        for _ in range(rng.randrange(3))
     }
 
 
 def build_well_formed(rng: random.Random) -> bytes:
     """A message that is right in form and in bounds, and wrong in every other respect."""
-    kind = rng.choice([one for one in FROM_NODES if one.TYPE not in ("hello", "left", "beat")])
+    kind = rng.choice(
+        [one for one in FROM_NODES if one.TYPE not in ("hello", "left", "beat")]
+    )
     found: dict[str, Any] = {"type": kind.TYPE}
     for field in dataclasses.fields(kind):
         value: Any = rng.choice([0, 1, 1, 2, 3, rng.randrange(2**50)])
@@ -179,10 +189,12 @@ async def run_beside_a_group(coordinator: Coordinator) -> None:
     )
     assert after - before < 6
     assert coordinator.process.poll() is None
-    assert [(node.count(Plan), node.count(Go), node.client.is_connected) for node in nodes] == [
-        (1, 1, True)
-    ] * 3
+    assert [
+        (node.count(Plan), node.count(Go), node.client.is_connected) for node in nodes
+    ] == [(1, 1, True)] * 3
     assert coordinator.status()["phase"] == "Running"
-    await poll(lambda: coordinator.status()["nodes"]["connected"] == 3, "the end of all others")
+    await poll(
+        lambda: coordinator.status()["nodes"]["connected"] == 3, "the end of all others"
+    )
     assert len(coordinator.log_text()) < 1_000_000
     await end_nodes(*nodes)

@@ -107,7 +107,9 @@ def wait_for_messages(coordinator: Coordinator, number: int) -> None:
     """Until so many more have come; a heartbeat sends two a second."""
     before = coordinator.metric("evergrad_coordinator_messages_total")
     wait_for(
-        lambda: coordinator.metric("evergrad_coordinator_messages_total") >= before + number,
+        lambda: (
+            coordinator.metric("evergrad_coordinator_messages_total") >= before + number
+        ),
         f"{number} messages",
     )
 
@@ -145,7 +147,9 @@ def test_a_heartbeat_ends_with_its_node_and_is_started_anew_without_it(
     (second,) = children_of(node)
     assert losses(coordinator) == []
     os.kill(node, signal.SIGKILL)
-    wait_for(lambda: not is_alive(second) and losses(coordinator), "its end, and the node's")
+    wait_for(
+        lambda: not is_alive(second) and losses(coordinator), "its end, and the node's"
+    )
     assert losses(coordinator) in (["connection closed"], ["ConnectionResetError"]), (
         "not silent: the end of a node is seen"
     )
@@ -175,9 +179,9 @@ def test_a_connection_that_beats_can_do_nothing_else(
     with coordinator.connect() as peer:
         peer.sendall(lines)
         read_until_closed(peer)
-    assert [line["reason"] for line in coordinator.log() if line["event"] == "rejected"] == [
-        reason
-    ]
+    assert [
+        line["reason"] for line in coordinator.log() if line["event"] == "rejected"
+    ] == [reason]
 
 
 def test_a_heartbeat_that_says_what_only_a_newer_version_knows_keeps_its_connection(

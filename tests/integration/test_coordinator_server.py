@@ -68,7 +68,9 @@ def in_loop(test: Callable[..., Any]) -> Callable[..., None]:
     return run
 
 
-async def form_group(coordinator: Coordinator, number: int = 3, **changes: Any) -> list[Node]:
+async def form_group(
+    coordinator: Coordinator, number: int = 3, **changes: Any
+) -> list[Node]:
     coordinator.wait_until_listening()
     nodes = [Node(coordinator.port, str(name), **changes) for name in range(number)]
     await poll(lambda: all(node.had for node in nodes), "the first group")
@@ -112,9 +114,13 @@ async def test_a_join_is_planned_softly(start: Start) -> None:
     nodes = await form_group(coordinator, 2)
     nodes.append(Node(coordinator.port, "2"))
     await poll(
-        lambda: all(node.had and node.had.world_size == 3 for node in nodes), "the larger group"
+        lambda: all(node.had and node.had.world_size == 3 for node in nodes),
+        "the larger group",
     )
-    assert [one.hard for one in nodes[0].received if isinstance(one, Plan)] == [False, False]
+    assert [one.hard for one in nodes[0].received if isinstance(one, Plan)] == [
+        False,
+        False,
+    ]
     await end_nodes(*nodes)
 
 
@@ -238,7 +244,8 @@ async def test_a_journal_that_cannot_be_written_stops_changes_and_no_training(
     assert nodes[0].client.is_connected and nodes[0].had
     (folder / "state.tmp").rmdir()
     await poll(
-        lambda: all(node.had and node.had.generation == 2 for node in nodes), "the larger group"
+        lambda: all(node.had and node.had.generation == 2 for node in nodes),
+        "the larger group",
     )
     assert coordinator.get("/readyz")[0] == 200
     await end_nodes(*nodes)
@@ -261,7 +268,9 @@ async def test_a_journal_that_cannot_be_written_stops_changes_and_no_training(
         hello_line("5") + b'{"type": "ping"}\n' * 5000,
     ],
 )
-def test_a_peer_that_breaks_the_rules_loses_its_connection(start: Start, data: bytes) -> None:
+def test_a_peer_that_breaks_the_rules_loses_its_connection(
+    start: Start, data: bytes
+) -> None:
     coordinator = start().wait_until_listening()
     with coordinator.connect() as peer:
         peer.sendall(data)
@@ -276,7 +285,9 @@ def test_a_member_that_says_what_only_a_newer_version_knows_keeps_its_connection
     coordinator = start().wait_until_listening()
     with coordinator.connect() as peer, peer.makefile("rb") as lines:
         peer.settimeout(PATIENCE)
-        peer.sendall(hello_line("5") + b'{"type": "of a later version"}\n{"type": "ping"}\n')
+        peer.sendall(
+            hello_line("5") + b'{"type": "of a later version"}\n{"type": "ping"}\n'
+        )
         while b'"pong"' not in (line := lines.readline()):
             assert line, "the connection was closed"
     assert coordinator.metric("evergrad_coordinator_rejected_total") == 0
@@ -387,7 +398,9 @@ def test_the_status_server_answers_what_it_knows_and_refuses_the_rest(start: Sta
         with socket.create_connection(
             ("127.0.0.1", coordinator.address["statusPort"]), timeout=PATIENCE
         ) as peer:
-            peer.sendall(request + b"\r\nAuthorization: Bearer " + TOKEN.encode() + b"\r\n\r\n")
+            peer.sendall(
+                request + b"\r\nAuthorization: Bearer " + TOKEN.encode() + b"\r\n\r\n"
+            )
             assert read_until_closed(peer).startswith(b"HTTP/1.1 " + answer)
     with socket.create_connection(
         ("127.0.0.1", coordinator.address["statusPort"]), timeout=PATIENCE
@@ -435,7 +448,9 @@ async def test_a_stranger_gets_nothing_from_any_port(start: Start) -> None:
         before["generation"],
         before["nodes"],
     )
-    assert not any(isinstance(one, Plan | End) for node in nodes for one in node.received[-1:])
+    assert not any(
+        isinstance(one, Plan | End) for node in nodes for one in node.received[-1:]
+    )
     await end_nodes(*nodes)
 
 
@@ -448,7 +463,9 @@ def test_a_token_file_is_made_for_its_owner_alone(start: Start, tmp_path: Path) 
     assert len(token) >= 32
     assert coordinator.get("/status", token=token)[0] == 200
     assert token not in coordinator.log_text()
-    assert token.encode() not in Path(f"/proc/{coordinator.process.pid}/cmdline").read_bytes()
+    assert (
+        token.encode() not in Path(f"/proc/{coordinator.process.pid}/cmdline").read_bytes()
+    )
 
 
 @in_loop
@@ -500,7 +517,9 @@ def test_bounds_that_make_no_sense_are_refused_with_the_reason(start: Start) -> 
     assert coordinator.status()["maxFailures"] == 3
 
 
-def test_connections_that_ask_nothing_do_not_keep_the_status_from_others(start: Start) -> None:
+def test_connections_that_ask_nothing_do_not_keep_the_status_from_others(
+    start: Start,
+) -> None:
     coordinator = start().wait_until_listening()
     crowd: list[socket.socket] = []
     try:
@@ -516,7 +535,9 @@ def test_connections_that_ask_nothing_do_not_keep_the_status_from_others(start: 
         assert coordinator.status()["run"] == "r"
         assert read_until_closed(crowd[0]) == b"", "the oldest has made way"
         crowd[-1].sendall(b"no\r\n\r\n")
-        assert read_until_closed(crowd[-1]).startswith(b"HTTP/1.1 200"), "the youngest has not"
+        assert read_until_closed(crowd[-1]).startswith(b"HTTP/1.1 200"), (
+            "the youngest has not"
+        )
     finally:
         for one in crowd:
             one.close()
@@ -574,7 +595,9 @@ def test_a_damaged_state_file_is_named(start: Start, tmp_path: Path) -> None:
 
 
 @in_loop
-async def test_a_client_whose_coordinator_is_away_comes_back_by_itself(start: Start) -> None:
+async def test_a_client_whose_coordinator_is_away_comes_back_by_itself(
+    start: Start,
+) -> None:
     coordinator = start("--expect", "1").wait_until_listening()
     port = str(coordinator.port)
     node = Node(coordinator.port, "0")

@@ -135,7 +135,9 @@ def test_an_evaluation_goes_on_in_a_smaller_world_where_a_death_has_cut_it(
 ) -> None:
     """Node 1 dies in its ``call``-th batch, before or behind the first exchange, and is not replaced."""
     cluster = make_elastic(evaluating)
-    cluster.start(faults=[fault("SIGKILL", "batch", node=1, call=call, to="node", name="kill")])
+    cluster.start(
+        faults=[fault("SIGKILL", "batch", node=1, call=call, to="node", name="kill")]
+    )
     cluster.finish(nodes=[0, 2])
     assert cluster.has_happened("kill")
     cluster.check(evaluating.at("undisturbed"))
@@ -144,7 +146,9 @@ def test_an_evaluation_goes_on_in_a_smaller_world_where_a_death_has_cut_it(
 
 def evaluations(directory: Path) -> dict[int, float]:
     """The losses that count, by step; every 4 steps there is one."""
-    losses = {row["step"]: row["loss"] for row in read_lines(directory / "evaluation.jsonl")}
+    losses = {
+        row["step"]: row["loss"] for row in read_lines(directory / "evaluation.jsonl")
+    }
     assert sorted(losses) == [4, 8, 12]
     return losses
 
@@ -152,7 +156,9 @@ def evaluations(directory: Path) -> dict[int, float]:
 def test_a_join_waits_for_a_save_under_way_and_training_goes_on_meanwhile(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
-    holds = [fault("hold", "slot", node=0, step=step, name=f"held-{step}") for step in (6, 9)]
+    holds = [
+        fault("hold", "slot", node=0, step=step, name=f"held-{step}") for step in (6, 9)
+    ]
     cluster = make_elastic(expect=2).start(
         faults=[fault("hold", "shard", node=1, name="saving"), *holds]
     )
@@ -182,7 +188,9 @@ def test_a_save_that_takes_too_long_does_not_hold_a_join_and_is_made_again(
         fault("hold", "shard", node=1, name="saving"),
         fault("hold", "slot", node=0, step=6, name="held"),
     ]
-    cluster = make_elastic(expect=2, options=("--save-patience", "0.01")).start(faults=holds)
+    cluster = make_elastic(expect=2, options=("--save-patience", "0.01")).start(
+        faults=holds
+    )
     cluster.until_held("saving")
     cluster.until_held("held")
     cluster.start_node(2)
@@ -209,4 +217,6 @@ def test_an_evaluation_that_a_join_interrupts_is_made_again_by_the_new_world(
     cluster.finish()
     cluster.check(evaluating.at("undisturbed"))
     assert evaluations(cluster.directory) == evaluations(evaluating.at("undisturbed"))
-    assert cluster.steps(2)[0] in (5, 6), "the newcomer does not wait for the evaluation's end"
+    assert cluster.steps(2)[0] in (5, 6), (
+        "the newcomer does not wait for the evaluation's end"
+    )

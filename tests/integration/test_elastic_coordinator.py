@@ -22,7 +22,9 @@ def kill_coordinator(cluster: Cluster) -> None:
 def test_training_goes_on_without_the_coordinator_and_the_next_one_adopts_the_group(
     make_elastic: MakeCluster, undisturbed: Any, is_pod_lost: bool
 ) -> None:
-    holds = [fault("hold", "slot", node=0, step=step, name=f"held-{step}") for step in (4, 8)]
+    holds = [
+        fault("hold", "slot", node=0, step=step, name=f"held-{step}") for step in (4, 8)
+    ]
     cluster = make_elastic().start(faults=holds)
     cluster.until_held("held-4")
     kill_coordinator(cluster)
@@ -148,7 +150,9 @@ def test_the_page_of_a_run_has_what_rank_0_reports_and_who_trains(
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/live", timeout=100) as events:
             events.readline()
             shown.update(json.loads(events.readline().removeprefix(b"data: ")))
-        return shown["status"]["step"] == 7 and shown.get("steps", {}).get("x", [0])[-1] == 7
+        return (
+            shown["status"]["step"] == 7 and shown.get("steps", {}).get("x", [0])[-1] == 7
+        )
 
     cluster.until(is_shown, "the newest step on the page")
     assert set(shown["steps"]["columns"]) >= {"loss", "learning_rate", "grad_norm"}

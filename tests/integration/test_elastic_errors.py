@@ -84,7 +84,12 @@ def test_an_error_of_rank_1_alone_is_told_as_the_cause(
     cluster.start(faults=[fault("raise", "forward", step=4, rank=1, is_repeated=True)])
     cluster.finish(INTERNAL)
     (end,) = cluster.log("finished")
-    for words in ("rank 1", "step 4", "ValueError: a user's own mistake", "documents.jsonl"):
+    for words in (
+        "rank 1",
+        "step 4",
+        "ValueError: a user's own mistake",
+        "documents.jsonl",
+    ):
         assert words in end["message"], end["message"]
     assert "onnection" not in end["message"]
     assert "a user's own mistake" in cluster.nodes[1].last_words
@@ -96,7 +101,9 @@ def test_an_error_of_rank_1_alone_is_told_as_the_cause(
 def test_an_error_of_one_rank_once_costs_a_worker_and_no_step(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
-    cluster = make_elastic(expect=2).start(faults=[fault("raise", "forward", step=4, rank=0)])
+    cluster = make_elastic(expect=2).start(
+        faults=[fault("raise", "forward", step=4, rank=0)]
+    )
     cluster.finish()
     cluster.check(undisturbed.at("undisturbed"))
     # Whether the failed worker's successor still finds steps to train depends on how quick the other is.
@@ -125,7 +132,9 @@ def test_saves_that_fail_for_lack_of_space_end_no_run(
     assert any("No space left on device" in node.said() for node in cluster.nodes.values())
 
 
-def test_workers_of_one_group_tell_trouble_of_their_host_too(make_elastic: MakeCluster) -> None:
+def test_workers_of_one_group_tell_trouble_of_their_host_too(
+    make_elastic: MakeCluster,
+) -> None:
     """Level 2. Not a single failure of the run is allowed here, and this is none."""
     cluster = make_elastic(expect=2, options=("--max-failures", "0", "--recovery", "fresh"))
     sets = [
@@ -184,9 +193,9 @@ def test_a_full_volume_while_the_last_nodes_leave_is_told_by_the_exit_code(
     assert STOPPED_UNSAVED in codes and DONE not in codes, cluster.describe()
     assert cluster.coordinator is not None and cluster.coordinator.wait() == STOPPED_UNSAVED
     assert checkpoints(cluster.directory) == [5]
-    assert any("No space left on device" in node.said() for node in cluster.nodes.values()), (
-        cluster.describe()
-    )
+    assert any(
+        "No space left on device" in node.said() for node in cluster.nodes.values()
+    ), cluster.describe()
     (small_volume / "filler").unlink()
     cluster.start()
     cluster.finish()

@@ -36,7 +36,9 @@ def test_a_frozen_node_is_evicted_and_rejoins_in_process_when_it_thaws(
     assert [len(cluster.pids(node)) for node in range(3)] == [1, 1, 1]
     first = cluster.steps(1)[3]
     assert first > 8 and cluster.steps(1) == [1, 2, 3, *range(first, STEPS + 1)]
-    assert next(line["why"] for line in cluster.log("gone") if line["node"] == "1") == "silent"
+    assert (
+        next(line["why"] for line in cluster.log("gone") if line["node"] == "1") == "silent"
+    )
 
 
 @pytest.mark.long
@@ -44,7 +46,9 @@ def test_a_worker_whose_supervisor_is_frozen_is_left_out_until_it_thaws(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
     """Its worker runs and computes, but nobody can tell it anything."""
-    holds = [fault("hold", "slot", node=0, step=step, name=f"held-{step}") for step in (4, 8)]
+    holds = [
+        fault("hold", "slot", node=0, step=step, name=f"held-{step}") for step in (4, 8)
+    ]
     cluster = make_elastic(options=QUICK).start(faults=holds)
     cluster.until_held("held-4")
     cluster.nodes[1].send(signal.SIGSTOP)
@@ -100,7 +104,8 @@ def test_the_last_that_holds_the_state_has_all_the_time_it_needs(
     long = fault("hold", "slot", node=0, step=4, seconds=5.0, name="held")
     death = fault("SIGKILL", "tally", node=1, step=4, to="node", name="kill")
     cluster = make_elastic(expect=2).start(
-        faults=[long, death], constants={"evergrad_trainer.node.patience.STUCK_SECONDS": 1.0}
+        faults=[long, death],
+        constants={"evergrad_trainer.node.patience.STUCK_SECONDS": 1.0},
     )
     cluster.finish(nodes=[0])
     assert cluster.has_happened("held") and cluster.has_happened("kill")

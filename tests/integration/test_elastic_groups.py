@@ -98,7 +98,9 @@ def total_of(world: World, *, value: float, numel: int = 1 << 20) -> float:
     return float(values[0])
 
 
-def lose_a_frozen_peer(ports: list[str], rank: int, size: int, hears: bool) -> dict[str, Any]:
+def lose_a_frozen_peer(
+    ports: list[str], rank: int, size: int, hears: bool
+) -> dict[str, Any]:
     """The last rank stands still within the group; the others are told so (or, not ``hears``, only give up)
     and go on."""
     supervisor, end = channel_pair()
@@ -228,7 +230,9 @@ def feed_a_frozen_peer(ports: list[str], rank: int, size: int) -> float:
     return time.monotonic() - begun
 
 
-def test_a_source_is_not_held_by_a_straggler_that_stands_still(functions: Functions) -> None:
+def test_a_source_is_not_held_by_a_straggler_that_stands_still(
+    functions: Functions,
+) -> None:
     source, _ = start_group(functions, feed_a_frozen_peer, size=2, generations=1)
     assert functions.result(source) < SOON
 
@@ -247,9 +251,13 @@ def fail_once_then_meet(ports: list[str], rank: int, size: int) -> list[int]:
     return [counted, total]
 
 
-def test_after_a_failed_set_up_a_process_still_meets_fresh_ones(functions: Functions) -> None:
+def test_after_a_failed_set_up_a_process_still_meets_fresh_ones(
+    functions: Functions,
+) -> None:
     processes = start_group(functions, fail_once_then_meet, size=2, generations=2)
-    (counted, total), (_, other_total) = (functions.result(process) for process in processes)
+    (counted, total), (_, other_total) = (
+        functions.result(process) for process in processes
+    )
     assert total == other_total == 2
     assert counted == 1, (
         "this torch resets the counter by itself: reset_group_counter is not needed any more"
@@ -262,7 +270,11 @@ def change_a_hundred_times(ports: list[str], rank: int, size: int) -> list[list[
     counts = []
     for generation in range(len(ports)):
         world = meet(
-            ports, generation, rank=(rank + generation) % size, size=size, interrupt=Interrupt()
+            ports,
+            generation,
+            rank=(rank + generation) % size,
+            size=size,
+            interrupt=Interrupt(),
         )
         assert total_of(world, value=1.0, numel=1000) == size
         world.barrier()

@@ -36,7 +36,9 @@ def test_a_node_killed_anywhere_within_a_step_costs_no_finished_step(
 def test_rank_0_killed_hands_its_office_to_the_next(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
-    cluster = make_elastic().start(faults=[fault("SIGKILL", "slot", node=0, step=7, to="node")])
+    cluster = make_elastic().start(
+        faults=[fault("SIGKILL", "slot", node=0, step=7, to="node")]
+    )
     cluster.finish(nodes=[1, 2])
     cluster.check(undisturbed.at("undisturbed"))
     assert len(cluster.pids(1)) == len(cluster.pids(2)) == 1
@@ -61,9 +63,9 @@ def test_a_killed_worker_leaves_its_sibling_and_comes_back(
         for row in cluster.trace()
         if row["step"] == STEPS
     }
-    assert {place for place in before if after.get(place, before[place]) != before[place]} <= {
-        (1, 1)
-    }
+    assert {
+        place for place in before if after.get(place, before[place]) != before[place]
+    } <= {(1, 1)}
     assert [
         line["cause"] for line in cluster.log("broken") if line["cause"] != "peer_lost"
     ] == ["worker_crash"]

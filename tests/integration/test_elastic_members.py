@@ -13,7 +13,9 @@ MakeCluster = Callable[..., Cluster]
 
 
 @pytest.mark.acceptance("8d-1h:pretrain")
-def test_two_newcomers_are_fed_and_train(make_elastic: MakeCluster, undisturbed: Any) -> None:
+def test_two_newcomers_are_fed_and_train(
+    make_elastic: MakeCluster, undisturbed: Any
+) -> None:
     cluster = make_elastic(expect=2, max_nodes=4).start(
         faults=[fault("hold", "slot", node=0, step=4, name="held")]
     )
@@ -21,7 +23,8 @@ def test_two_newcomers_are_fed_and_train(make_elastic: MakeCluster, undisturbed:
     cluster.start_node(2)
     cluster.start_node(3)
     cluster.until(
-        lambda: {line["node"] for line in cluster.log("hello")} == set("0123"), "both newcomers"
+        lambda: {line["node"] for line in cluster.log("hello")} == set("0123"),
+        "both newcomers",
     )
     cluster.until(lambda: cluster.log("plan")[-1]["members"] == 4, "a plan of four")
     cluster.release("held")
@@ -29,7 +32,9 @@ def test_two_newcomers_are_fed_and_train(make_elastic: MakeCluster, undisturbed:
     cluster.check(undisturbed.at("undisturbed"))
     assert [len(cluster.pids(node)) for node in range(4)] == [1, 1, 1, 1]
     first = cluster.steps(3)[0]
-    assert first > 4 and cluster.steps(2) == cluster.steps(3) == list(range(first, STEPS + 1))
+    assert first > 4 and cluster.steps(2) == cluster.steps(3) == list(
+        range(first, STEPS + 1)
+    )
     assert all(not line["hard"] for line in cluster.log("plan"))
 
 
@@ -57,7 +62,9 @@ def test_a_world_of_one_grows_and_shrinks_back(
 def test_a_node_that_is_asked_to_leave_goes_at_a_step_boundary(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
-    cluster = make_elastic().start(faults=[fault("hold", "slot", node=0, step=3, name="held")])
+    cluster = make_elastic().start(
+        faults=[fault("hold", "slot", node=0, step=3, name="held")]
+    )
     cluster.until_held()
     cluster.nodes[0].send(signal.SIGTERM)
     cluster.until_planned("node 0 leaving")
@@ -65,7 +72,9 @@ def test_a_node_that_is_asked_to_leave_goes_at_a_step_boundary(
     assert cluster.nodes[0].wait() == STOPPED_SAVED
     cluster.finish(nodes=[1, 2])
     cluster.check(undisturbed.at("undisturbed"))
-    assert steps_of(cluster.directory) == list(range(1, STEPS + 1)), "no step is trained twice"
+    assert steps_of(cluster.directory) == list(range(1, STEPS + 1)), (
+        "no step is trained twice"
+    )
     assert 3 <= cluster.steps(0)[-1] < cluster.steps(1)[-1], (
         "it has left before the others ended"
     )
@@ -98,7 +107,9 @@ def test_when_all_are_asked_to_leave_all_of_them_save_together_once_and_the_run_
     assert len(saves) == 1, "the state is saved once"
     [folder] = (cluster.directory / "checkpoints").glob(f"step-{last}*")
     parts = sorted(path.name for path in folder.glob("rank-*.bin"))
-    assert parts == [f"rank-{rank:05}.bin" for rank in range(3)], "each node wrote its share"
+    assert parts == [f"rank-{rank:05}.bin" for rank in range(3)], (
+        "each node wrote its share"
+    )
     cluster.start()
     cluster.finish()
     cluster.check(undisturbed.at("undisturbed"))
@@ -123,7 +134,9 @@ def test_below_the_minimum_the_state_is_held_in_memory_until_enough_are_back(
 def test_the_same_node_started_twice_leaves_the_newer_one(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
-    cluster = make_elastic().start(faults=[fault("hold", "slot", node=0, step=4, name="held")])
+    cluster = make_elastic().start(
+        faults=[fault("hold", "slot", node=0, step=4, name="held")]
+    )
     cluster.until_held()
     older = cluster.nodes[1]
     cluster.start_node(1)

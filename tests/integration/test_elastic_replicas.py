@@ -53,7 +53,8 @@ def test_a_flipped_bit_is_found_before_the_next_save_and_an_exact_run_goes_back_
     cluster.check(undisturbed.at("undisturbed"), is_state_lost=True)
     (warning,) = events(cluster.directory, "warning")
     assert (
-        "the state after step 10 differs" in warning["message"] and named in warning["message"]
+        "the state after step 10 differs" in warning["message"]
+        and named in warning["message"]
     )
     assert [row["step"] for row in metric_rows(cluster.directory)] == [
         *range(1, 11),
@@ -96,6 +97,8 @@ def test_in_fast_mode_the_replica_that_differs_is_fed_by_the_majority_and_no_ste
     assert cluster.has_happened("flip")
     (warning,) = events(cluster.directory, "warning")
     assert "by majority that of rank 1 is wrong" in warning["message"]
-    assert [row["step"] for row in metric_rows(cluster.directory)] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in metric_rows(cluster.directory)] == list(
+        range(1, STEPS + 1)
+    )
     assert all(len(cluster.pids(node)) == 1 for node in range(3))
     assert len({row["generation"] for row in cluster.trace()}) == 2

@@ -83,7 +83,9 @@ def test_a_finished_run_is_evaluated_with_the_bits_of_its_own_evaluation(
     ended = trained.command("evaluate", run, "--json", "--compare", "--tolerance", "0")
     results = results_of(ended)
     # The reloaded weights give the loss that the live ones gave when they were saved.
-    assert {(one["name"], one["is_equal"]) for one in json.loads(ended.out)["comparison"]} == {
+    assert {
+        (one["name"], one["is_equal"]) for one in json.loads(ended.out)["comparison"]
+    } == {
         ("heldOut", True),
         ("other", True),
     }
@@ -91,7 +93,9 @@ def test_a_finished_run_is_evaluated_with_the_bits_of_its_own_evaluation(
     assert found_rows(results) == own and len(own) == 2
     assert [row["is_new"] for row in results] == [True, True]
     assert all(row["seconds_per_batch"] > 0 for row in results)
-    assert all(row["seconds_per_batch"] == row["seconds"] / row["batches"] for row in results)
+    assert all(
+        row["seconds_per_batch"] == row["seconds"] / row["batches"] for row in results
+    )
 
     # Found the second time, and not written over.
     files = [trained.path / row["file"] for row in results]
@@ -120,7 +124,9 @@ def test_an_evaluation_that_a_stop_cuts_goes_on_in_the_middle(
         ).wait()
 
     # The number of batches, from another checkpoint of the same size.
-    step_6 = trained.command("evaluate", run, "--set", "other", "--json", "--checkpoint", "6")
+    step_6 = trained.command(
+        "evaluate", run, "--set", "other", "--json", "--checkpoint", "6"
+    )
     num_batches = results_of(step_6)[0]["batches"]
     evaluate(fault("batch", call=10, action="SIGTERM")).expect(STOPPED_SAVED)
     (cut,) = (finished / "evaluations" / ".cut").iterdir()
@@ -129,7 +135,9 @@ def test_an_evaluation_that_a_stop_cuts_goes_on_in_the_middle(
     left = num_batches - 12
     (row,) = results_of(evaluate(fault("batch", call=left + 1, action="SIGKILL")))
     assert row["batches"] == num_batches and not cut.exists()
-    assert found_rows([row]) == [one for one in own_rows(finished) if one[:2] == (8, "other")]
+    assert found_rows([row]) == [
+        one for one in own_rows(finished) if one[:2] == (8, "other")
+    ]
 
 
 def test_watch_evaluates_each_checkpoint_of_a_living_run_through_a_kill(

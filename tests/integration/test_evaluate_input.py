@@ -40,7 +40,10 @@ def refuse(finished: Experiment, *arguments: str) -> str:
             "runs/none: does not exist. Name the directory that 'evergrad run' wrote",
         ),
         (["documents.jsonl"], "documents.jsonl: is a file, not a run directory. Name the"),
-        (["runs"], "runs: is not a run directory; it has none of run.json, metrics.jsonl and"),
+        (
+            ["runs"],
+            "runs: is not a run directory; it has none of run.json, metrics.jsonl and",
+        ),
         (
             ["runs/tiny", "--set", "heldout"],
             "--set: 'heldout' is no evaluation set; did you mean heldOut? Known: heldOut.",
@@ -82,7 +85,8 @@ def test_a_run_that_has_not_saved_yet_is_refused(finished: Experiment) -> None:
     shutil.rmtree(run / "checkpoints")
     assert (
         "runs/unsaved/checkpoints: holds no checkpoint; the run has not saved one yet. Wait for "
-        "the run's first save, or let --watch wait for it." in refuse(finished, "runs/unsaved")
+        "the run's first save, or let --watch wait for it."
+        in refuse(finished, "runs/unsaved")
     )
 
 
@@ -105,7 +109,9 @@ def test_a_run_of_another_format_is_refused(
     assert message in refuse(finished, f"runs/{run.name}")
 
 
-def test_a_damaged_checkpoint_is_refused_and_stays_where_it_is(finished: Experiment) -> None:
+def test_a_damaged_checkpoint_is_refused_and_stays_where_it_is(
+    finished: Experiment,
+) -> None:
     run = copy_of(finished, "damaged")
     shard = run / "checkpoints" / "step-8" / "rank-00000.bin"
     data = bytearray(shard.read_bytes())

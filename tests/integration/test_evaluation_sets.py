@@ -69,7 +69,9 @@ def test_cadence_and_size_of_a_set_change_on_a_live_run_without_a_bit_of_its_tra
         (8, "heldOut"),
     ]
     sizes = {
-        row["step"]: row["tokens"] for row in rows(experiment.at()) if row["name"] == "heldOut"
+        row["step"]: row["tokens"]
+        for row in rows(experiment.at())
+        if row["name"] == "heldOut"
     }
     assert sizes[1] == sizes[4] < sizes[6] == sizes[8]
     (change,) = events(experiment.at(), "changed")
@@ -91,7 +93,9 @@ def test_cadence_and_size_of_a_set_change_on_a_live_run_without_a_bit_of_its_tra
     # The set that the run has left out is there for the command.
     ended = experiment.command("evaluate", "runs/tiny", "--json").expect(DONE)
     results = {row["name"]: row for row in json.loads(ended.out)["results"]}
-    own = {row["name"]: row for row in rows(experiment.at("undisturbed")) if row["step"] == 8}
+    own = {
+        row["name"]: row for row in rows(experiment.at("undisturbed")) if row["step"] == 8
+    }
     assert {name: row["loss"] for name, row in results.items()} == {
         name: row["loss"] for name, row in own.items()
     }
@@ -133,7 +137,9 @@ def test_the_best_checkpoint_follows_a_metric_of_an_evaluator_of_a_task(
         "name": "average",
         **{key: found[best][key] for key in same},
     }
-    table = experiment.command("evaluate", "runs/tiny", "--checkpoint", str(best)).expect(DONE)
+    table = experiment.command("evaluate", "runs/tiny", "--checkpoint", str(best)).expect(
+        DONE
+    )
     assert f"average/accuracy: {row['metrics']['accuracy']}" in table.out
 
 
@@ -148,7 +154,12 @@ def test_the_best_checkpoint_follows_a_metric_of_an_evaluator_of_a_task(
             ),
         ),
         (
-            {"evaluation": {"every": {"steps": 2}, "sets": [{"name": "mean", "samples": 4}]}},
+            {
+                "evaluation": {
+                    "every": {"steps": 2},
+                    "sets": [{"name": "mean", "samples": 4}],
+                }
+            },
             (
                 "spec.training.evaluation.sets[0].name: 'mean' is no evaluation set; nothing that the "
                 "task measures has this name. Known here: heldOut, average."

@@ -19,7 +19,9 @@ def test_the_elastic_walk_runs_as_written_and_ends_with_equal_bits(tmp_path: Pat
     manifest = tmp_path / "examples/elastic/trainingrun.yaml"
     # Fewer steps than a reader would want to watch.
     manifest.write_text(
-        manifest.read_text("utf-8").replace("horizon: {steps: 120}", "horizon: {steps: 80}"),
+        manifest.read_text("utf-8").replace(
+            "horizon: {steps: 120}", "horizon: {steps: 80}"
+        ),
         "utf-8",
     )
     # One script, in a session of its own, that stops at the first failure.
@@ -51,7 +53,9 @@ def test_the_elastic_walk_runs_as_written_and_ends_with_equal_bits(tmp_path: Pat
     assert min(worlds) <= 2
     rows = [
         json.loads(line)
-        for line in (tmp_path / "runs/elastic/metrics.jsonl").read_text("utf-8").splitlines()
+        for line in (tmp_path / "runs/elastic/metrics.jsonl")
+        .read_text("utf-8")
+        .splitlines()
     ]
     assert [row["step"] for row in rows] == list(range(1, 81)), (
         "no finished step is trained again"

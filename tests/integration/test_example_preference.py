@@ -16,7 +16,9 @@ def test_the_walk_of_preferences_runs_as_written(tmp_path: Path) -> None:
     assert "losses equal bit by bit" in printed
     rows = [
         json.loads(line)
-        for line in (tmp_path / "runs/brief/evaluation.jsonl").read_text("utf-8").splitlines()
+        for line in (tmp_path / "runs/brief/evaluation.jsonl")
+        .read_text("utf-8")
+        .splitlines()
     ]
     # Short answers are preferred, to words that the run has not seen.
     assert rows[0]["metrics"]["margin"] == 0.0

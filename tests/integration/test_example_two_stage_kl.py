@@ -22,7 +22,8 @@ def test_the_walk_of_two_stages_runs_as_written(tmp_path: Path) -> None:
         name: [
             row
             for row in map(
-                json.loads, (runs / name / "evaluation.jsonl").read_text("utf-8").splitlines()
+                json.loads,
+                (runs / name / "evaluation.jsonl").read_text("utf-8").splitlines(),
             )
             if row["name"] == "stage1"
         ][-1]

@@ -51,7 +51,9 @@ def test_a_part_is_named_in_both_results(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 def test_curves_graphs_and_speeds_are_those_of_a_run_on_the_cpu(tmp_path: Path) -> None:
     """With models so small that figures say nothing; each part passes only if its own requirements hold."""
-    passed = gpu_check(tmp_path, "--device", "cpu", "--tiny", "precision", "compile", "speed")
+    passed = gpu_check(
+        tmp_path, "--device", "cpu", "--tiny", "precision", "compile", "speed"
+    )
     found = json.loads((tmp_path / "gpu.json").read_text())["parts"]
     assert passed.returncode == 0, passed.stdout
     assert list(found) == ["precision", "compile", "speed"]
@@ -59,7 +61,9 @@ def test_curves_graphs_and_speeds_are_those_of_a_run_on_the_cpu(tmp_path: Path) 
     assert precisions == {"fp32", "bf16-autocast", "bf16"}
     [graphs] = [row["value"] for row in found["compile"]["rows"] if row["name"] == "graphs"]
     assert 0 < graphs <= 2
-    assert found["speed"]["rows"] and all(row["value"] > 0 for row in found["speed"]["rows"])
+    assert found["speed"]["rows"] and all(
+        row["value"] > 0 for row in found["speed"]["rows"]
+    )
 
 
 @pytest.mark.long
@@ -67,11 +71,21 @@ def test_parts_run_in_processes_of_their_own_and_one_that_fails_is_named(
     tmp_path: Path,
 ) -> None:
     passed = gpu_check(
-        tmp_path, "--device", "cpu", "--tiny", "offload", "fsdp2", "world", "abort", "staging"
+        tmp_path,
+        "--device",
+        "cpu",
+        "--tiny",
+        "offload",
+        "fsdp2",
+        "world",
+        "abort",
+        "staging",
     )
     found = json.loads((tmp_path / "gpu.json").read_text())["parts"]
     assert passed.returncode == 0, passed.stdout
-    assert {name: part["passed"] for name, part in found.items()} == dict.fromkeys(found, True)
+    assert {name: part["passed"] for name, part in found.items()} == dict.fromkeys(
+        found, True
+    )
     page = (tmp_path / "gpu.md").read_text()
     assert "| staging | device to host |" in page and "| world | passed |" in page
     # The device of this part is not there.

@@ -24,7 +24,9 @@ def has_ipv6_loopback() -> bool:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no IPv6 loopback address")
+@pytest.mark.skipif(
+    not has_ipv6_loopback(), reason="this machine has no IPv6 loopback address"
+)
 def test_two_nodes_train_over_ipv6(experiment: Any, tmp_path: Path) -> None:
     experiment.write(recipe(horizon={"steps": 4}), nodes={"min": 2, "max": 2})
     coordinator = Coordinator(tmp_path, run="tiny", least=2, most=2, host="::1")

@@ -9,7 +9,15 @@ from statistics import mean
 from typing import Any
 
 import pytest
-from latent_corpus import ENCODER, LENGTH, edit_row, seal, training, write_corpus, write_lines
+from latent_corpus import (
+    ENCODER,
+    LENGTH,
+    edit_row,
+    seal,
+    training,
+    write_corpus,
+    write_lines,
+)
 from run_helpers import (
     DONE,
     STOPPED_SAVED,
@@ -98,7 +106,9 @@ def test_it_trains_and_is_measured_beside_the_trivial_baselines(whole: Experimen
 @pytest.mark.parametrize(
     "place", ["step", "save", "published", "batch"], ids=lambda place: f"at_{place}"
 )
-def test_a_run_that_is_killed_goes_on_to_the_same_bits(whole: Experiment, place: str) -> None:
+def test_a_run_that_is_killed_goes_on_to_the_same_bits(
+    whole: Experiment, place: str
+) -> None:
     name = f"killed-{place}"
     call = {"step": 8, "save": 2, "published": 1, "batch": 3}[place]
     killed = fault(place, call=call, action="SIGKILL", to="command")
@@ -169,12 +179,16 @@ def test_a_finished_run_is_evaluated_again_with_the_same_numbers(whole: Experime
 @pytest.mark.acceptance("8d-4b:latent_edit")
 @pytest.mark.long
 @pytest.mark.capability("G-26", "G-64")
-def test_another_corpus_is_refused_and_nothing_is_overwritten(experiment: Experiment) -> None:
+def test_another_corpus_is_refused_and_nothing_is_overwritten(
+    experiment: Experiment,
+) -> None:
     write(experiment)
     experiment.run("--stop-after-steps", "5", expect=STOPPED_SAVED)
     before = {path: path.read_bytes() for path in experiment.at().rglob("*.json*")}
     rows = read_lines(experiment.path / "corpus/gnomad/train.jsonl")
-    rows[0]["alt"] = next(one for one in "ACGT" if one not in (rows[0]["ref"], rows[0]["alt"]))
+    rows[0]["alt"] = next(
+        one for one in "ACGT" if one not in (rows[0]["ref"], rows[0]["alt"])
+    )
     write_lines(experiment.path / "corpus/gnomad/train.jsonl", rows)
     seal(experiment.path / "corpus")
     said = experiment.run(expect=USER_ERROR).err
@@ -192,7 +206,9 @@ def test_another_corpus_is_refused_and_nothing_is_overwritten(experiment: Experi
 @pytest.mark.acceptance("input-G-18", "input-G-28", "input-G-49", "input-G-82")
 @pytest.mark.long
 @pytest.mark.capability("G-49", "G-100")
-def test_wrong_corpora_are_refused_before_anything_is_trained(experiment: Experiment) -> None:
+def test_wrong_corpora_are_refused_before_anything_is_trained(
+    experiment: Experiment,
+) -> None:
     def refused(said: str, section: dict[str, Any] | None = None, **changes: Any) -> None:
         write(experiment, section, **changes)
         err = experiment.run(expect=USER_ERROR).err
@@ -258,7 +274,9 @@ def write_encoder(folder: Path) -> None:
 
 
 @pytest.mark.capability("G-X23")
-def test_preflight_says_what_the_directory_of_an_encoder_lacks(experiment: Experiment) -> None:
+def test_preflight_says_what_the_directory_of_an_encoder_lacks(
+    experiment: Experiment,
+) -> None:
     folder = experiment.path / "encoder"
     write_encoder(folder)
     own = {
@@ -279,7 +297,9 @@ def test_preflight_says_what_the_directory_of_an_encoder_lacks(experiment: Exper
     # A file that names the hash of its weights trains with no others.
     pinned = {"encoder": {"radius": 3, "weightHash": f"sha256:{'0' * 64}"}}
     write(experiment, pinned, **own)
-    assert "weightHash: there is no file of weights" in experiment.run(expect=USER_ERROR).err
+    assert (
+        "weightHash: there is no file of weights" in experiment.run(expect=USER_ERROR).err
+    )
     write(experiment, **own)
     (folder / "config.json").rename(folder / "elsewhere")
     assert any("holds no config.json" in one for one in findings(USER_ERROR))
@@ -296,10 +316,14 @@ def test_what_was_prepared_beforehand_is_what_the_run_reads(experiment: Experime
     command = ["prepare", "tiny.yaml", "--prepared-directory", str(prepared), "--json"]
     found = json.loads(experiment.command(*command).expect(0).out)
     assert found["sources"] == []
-    before = {path: path.stat().st_mtime_ns for path in prepared.rglob("*") if path.is_file()}
+    before = {
+        path: path.stat().st_mtime_ns for path in prepared.rglob("*") if path.is_file()
+    }
     assert [path.name for path in before if path.name == "states.npy"] == ["states.npy"]
     experiment.run("--stop-after-steps", "1", expect=STOPPED_SAVED)
-    after = {path: path.stat().st_mtime_ns for path in prepared.rglob("*") if path.is_file()}
+    after = {
+        path: path.stat().st_mtime_ns for path in prepared.rglob("*") if path.is_file()
+    }
     assert after == before
 
 

@@ -65,7 +65,10 @@ def assert_equal(experiment: Experiment, directory: Path) -> None:
     assert_same_curve(undisturbed, directory)
     assert_same_state(undisturbed, directory)
     losses = [
-        [(row["step"], row["loss"]) for row in map(json.loads, path.read_text().splitlines())]
+        [
+            (row["step"], row["loss"])
+            for row in map(json.loads, path.read_text().splitlines())
+        ]
         for path in (one / "evaluation.jsonl" for one in (undisturbed, directory))
     ]
     assert dict(losses[0]) == dict(losses[1])
@@ -77,7 +80,11 @@ def test_a_run_of_adapters_learns_and_saves_them_alone(adapted: Experiment) -> N
     rows = curve(directory)
     assert rows[STEPS]["loss"] < rows[1]["loss"]
     state = final_state(directory)
-    assert state and {name.partition(".")[0] for name in state} == {"model", "optimizer", "ema"}
+    assert state and {name.partition(".")[0] for name in state} == {
+        "model",
+        "optimizer",
+        "ema",
+    }
     assert all("lora_" in name for name in state)
     [newest] = (directory / "checkpoints").glob(f"step-{STEPS}*/manifest.json")
     extra = json.loads(newest.read_text())["extra"]
@@ -141,7 +148,8 @@ def test_a_checkpoint_is_evaluated_by_its_average_or_by_its_weights(
         [row] = json.loads(ended.out)["results"]
         losses.append(row["loss"])
     rows = [
-        json.loads(line) for line in (directory / "evaluation.jsonl").read_text().splitlines()
+        json.loads(line)
+        for line in (directory / "evaluation.jsonl").read_text().splitlines()
     ]
     assert losses[0] == losses[1] == rows[-1]["loss"] != losses[2]
 
@@ -149,7 +157,9 @@ def test_a_checkpoint_is_evaluated_by_its_average_or_by_its_weights(
 @pytest.mark.long
 def test_rows_are_learned_by_adapters_too(experiment: Experiment) -> None:
     rows = [{"prompt": f"{one}+1=", "completion": str(one + 1)} for one in range(80)]
-    (experiment.path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (experiment.path / "rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
     data = {
         "sources": [{"name": "sums", "path": "rows.jsonl"}],
         "sequenceLength": 32,
@@ -186,9 +196,12 @@ def test_pairs_are_learned_by_adapters_beside_their_base_as_the_reference(
     experiment: Experiment,
 ) -> None:
     rows = [
-        {"prompt": f"{one}+1=", "chosen": str(one + 1), "rejected": "no"} for one in range(80)
+        {"prompt": f"{one}+1=", "chosen": str(one + 1), "rejected": "no"}
+        for one in range(80)
     ]
-    (experiment.path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (experiment.path / "rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
     data = {
         "sources": [{"name": "sums", "path": "rows.jsonl"}],
         "sequenceLength": 32,
@@ -213,7 +226,9 @@ def test_pairs_are_learned_by_adapters_beside_their_base_as_the_reference(
 
 
 @pytest.mark.long
-def test_a_sharded_run_of_adapters_is_the_run_of_one_process(experiment: Experiment) -> None:
+def test_a_sharded_run_of_adapters_is_the_run_of_one_process(
+    experiment: Experiment,
+) -> None:
     ema = {"decay": 0.9, "warmup": True}
     fast = {"reproducibility": {"elastic": "fast"}, "ema": ema}
     write_lora(experiment, **fast)

@@ -75,7 +75,9 @@ def test_nodes_of_a_script_write_its_run_directory_and_begin_nothing_that_is_com
 ) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/write.py").write_text(SCRIPT)
-    coordinator = Coordinator(tmp_path, "--recovery", "fresh", "--linger", "3", least=1, most=2)
+    coordinator = Coordinator(
+        tmp_path, "--recovery", "fresh", "--linger", "3", least=1, most=2
+    )
     try:
         join = (
             "--join",
@@ -134,7 +136,9 @@ def test_a_node_is_added_by_hand_as_the_page_on_elastic_runs_says(
     coordinator = Coordinator(tmp_path, "--start-wait", "0.1", run="tiny", most=1)
     try:
         address = f"127.0.0.1:{coordinator.wait_until_listening().port}"
-        command = block.replace("HOST:PORT", address).replace("FILE", str(tmp_path / "token"))
+        command = block.replace("HOST:PORT", address).replace(
+            "FILE", str(tmp_path / "token")
+        )
         environment = make_environment(GLOO_SOCKET_IFNAME="lo")
         play(command, experiment.path, environment=environment, seconds=200)
     finally:

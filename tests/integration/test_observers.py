@@ -49,7 +49,9 @@ def show_tensorboard(folder: Path) -> tuple[list[str], Points]:
     shown = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     shown.Reload()
     names = shown.Tags()["scalars"]
-    points = {name: [(one.step, one.value) for one in shown.Scalars(name)] for name in names}
+    points = {
+        name: [(one.step, one.value) for one in shown.Scalars(name)] for name in names
+    }
     # One folder is one run.
     return ["tensorboard"], points
 
@@ -118,7 +120,8 @@ TRACKERS = [
         name,
         marks=[
             pytest.mark.skipif(
-                not has(*NEEDED.get(name, (name,))), reason=f"the extra {name} is not installed"
+                not has(*NEEDED.get(name, (name,))),
+                reason=f"the extra {name} is not installed",
             ),
             pytest.mark.filterwarnings("default"),
         ],
@@ -336,7 +339,13 @@ def test_three_nodes_stop_together_where_a_monitor_decides_although_rank_0_dies(
 ) -> None:
     """Killed within the step after which it is decided, or before it could write that down."""
     monitors = [
-        {"type": "plateau", "metric": "loss", "patience": 2, "minDelta": 100, "policy": "stop"}
+        {
+            "type": "plateau",
+            "metric": "loss",
+            "patience": 2,
+            "minDelta": 100,
+            "policy": "stop",
+        }
     ]
     kill = elastic_fault("SIGKILL", killed_in, rank=0, step=3, to="node", name="killed")
     cluster = make_tracked({})
@@ -355,7 +364,13 @@ def test_a_monitor_has_the_run_saved_where_it_alerts_and_warns_where_it_shall(
     experiment: Experiment,
 ) -> None:
     monitors = [
-        {"type": "plateau", "metric": "loss", "patience": 1, "minDelta": 100, "policy": "save"},
+        {
+            "type": "plateau",
+            "metric": "loss",
+            "patience": 1,
+            "minDelta": 100,
+            "policy": "save",
+        },
         {"type": "divergence", "metric": "grad_norm", "limit": 0, "window": 1},
     ]
     experiment.write(recipe(monitors=monitors, checkpoint={"every": {"steps": 6}}))
@@ -363,10 +378,13 @@ def test_a_monitor_has_the_run_saved_where_it_alerts_and_warns_where_it_shall(
     # It begins after step 2; the step after it is the one that all ranks know of it.
     assert checkpoints(experiment.at()) == [3, 6, 8]
     found = [
-        (row["step"], row["monitor"], row["policy"]) for row in events(experiment.at(), "alert")
+        (row["step"], row["monitor"], row["policy"])
+        for row in events(experiment.at(), "alert")
     ]
     assert found == [(1, "divergence", "warn"), (2, "plateau", "save")]
-    assert 'alert step=1 monitor="divergence" policy=warn message=grad_norm is ' in ended.out
+    assert (
+        'alert step=1 monitor="divergence" policy=warn message=grad_norm is ' in ended.out
+    )
 
 
 @pytest.mark.capability("C-29", "C-30", "C-46")
@@ -381,7 +399,8 @@ def test_steps_are_traced_on_a_schedule_that_a_resume_keeps(experiment: Experime
     (path,) = folder.iterdir()
     assert path.name.startswith("step-8.") and path.name.endswith(".trace.json.gz")
     names = {
-        one.get("name") for one in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        one.get("name")
+        for one in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     }
     assert any("backward" in str(name).lower() for name in names)
 
@@ -398,7 +417,9 @@ def test_operations_and_utilisation_are_in_the_records_the_lines_and_the_report(
     expected = (6 * (4 * 32 * 32 + 3 * 32 * 64 + head) + 12 * 32 * 16) * 4 * 16
     assert (start["flops_per_step"], start["peak_flops"]) == (expected, 1e9)
     assert ended.out.count(" mfu=") == 8
-    figures = {one.title: one for one in gather_facts(RunDirectory(experiment.at())).figures}
+    figures = {
+        one.title: one for one in gather_facts(RunDirectory(experiment.at())).figures
+    }
     assert figures["Utilisation"].value.endswith("%")
     assert "FLOP/s over all processes" in figures["Utilisation"].note
 

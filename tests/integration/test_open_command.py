@@ -101,7 +101,9 @@ def ask(address: str, *, token: str = "") -> str:
 
 
 def test_a_port_is_forwarded_and_the_page_gets_the_token(
-    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cluster: FakeCluster,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     seen: dict[str, Any] = {}
 
@@ -225,7 +227,13 @@ def test_a_run_without_a_coordinator_is_shown_from_its_files(
             # It follows the files as they grow; half a line waits for its end.
             with (tmp_path / "metrics.jsonl").open("a") as file:
                 row = json.dumps(
-                    {"step": 301, "loss": 0.5, "tokens": 10, "step_seconds": 0.1, "time": 2e9}
+                    {
+                        "step": 301,
+                        "loss": 0.5,
+                        "tokens": 10,
+                        "step_seconds": 0.1,
+                        "time": 2e9,
+                    }
                 )
                 file.write(row[:20])
                 file.flush()

@@ -57,7 +57,9 @@ def test_a_run_that_is_applied_gets_its_children_and_a_status(
     ]
 
 
-def test_runs_that_are_gone_leave_no_series_behind(api: ServerThread, tmp_path: Path) -> None:
+def test_runs_that_are_gone_leave_no_series_behind(
+    api: ServerThread, tmp_path: Path
+) -> None:
     operator = OperatorProcess(tmp_path, api.server.url)
     with running(operator):
         operator.wait_ready()
@@ -75,12 +77,15 @@ def test_runs_that_are_gone_leave_no_series_behind(api: ServerThread, tmp_path: 
         for number in range(20):
             api.create_run(f"r{number}")
         wait_for(
-            lambda: all(has_status(api, f"r{number}") for number in range(20)), "all statuses"
+            lambda: all(has_status(api, f"r{number}") for number in range(20)),
+            "all statuses",
         )
         assert len(operator.get("/metrics")[1].splitlines()) > before + 20
         for number in range(20):
             api.do(
-                lambda store, number=number: store.remove("trainingruns", "ns", f"r{number}")
+                lambda store, number=number: store.remove(
+                    "trainingruns", "ns", f"r{number}"
+                )
             )
         wait_for(
             lambda: (
@@ -164,7 +169,9 @@ def test_of_two_operators_one_writes_and_a_leader_that_was_stopped_never_writes_
             first.signal(signal.SIGSTOP)
             for number in range(5):
                 api.create_run(f"more{number}")
-            wait_for(lambda: "holding the lease" in second.text(), "the lease of the second")
+            wait_for(
+                lambda: "holding the lease" in second.text(), "the lease of the second"
+            )
             taken = len(api.server.writers)
             first.signal(signal.SIGCONT)
             assert first.wait() == 1, first.text()
@@ -190,7 +197,9 @@ def test_a_leader_that_ends_in_order_is_followed_at_once(
             second.wait_ready()
             first.signal(signal.SIGTERM)
             assert first.wait() == 0
-            wait_for(lambda: "holding the lease" in second.text(), "the lease of the second")
+            wait_for(
+                lambda: "holding the lease" in second.text(), "the lease of the second"
+            )
 
 
 @pytest.mark.parametrize(
@@ -246,7 +255,10 @@ def in_one_process(tmp_path: Path, story: Any, **options: str) -> None:
         await server.listen()
         (tmp_path / "token").write_text("first")
         (tmp_path / "ca.crt").write_text(Path(certifi.where()).read_text())
-        surroundings = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": "1"}
+        surroundings = {
+            "KUBERNETES_SERVICE_HOST": "127.0.0.1",
+            "KUBERNETES_SERVICE_PORT": "1",
+        }
         connection = await connect(surroundings, service_account=tmp_path)
         assert connection._loader is not None
         connection._loader.host = connection.configuration.host = server.url
@@ -270,7 +282,9 @@ async def until(is_true: Any, seconds: float = 200.0) -> None:
 
 
 def create(store: Store, name: str) -> None:
-    store.create("trainingruns", {"metadata": {"name": name, "namespace": "ns"}, "spec": SPEC})
+    store.create(
+        "trainingruns", {"metadata": {"name": name, "namespace": "ns"}, "spec": SPEC}
+    )
 
 
 def pods_of(store: Store) -> list[str]:
@@ -361,7 +375,10 @@ def test_three_quiet_minutes_after_a_killed_pod_leave_the_operator_in_health(
         run_pods(server.store)
         ended = {"name": "trainer", "state": {"terminated": {"exitCode": 137}}}
         server.store.change(
-            "pods", "ns", "a-1-0", {"status": {"phase": "Failed", "containerStatuses": [ended]}}
+            "pods",
+            "ns",
+            "a-1-0",
+            {"status": {"phase": "Failed", "containerStatuses": [ended]}},
         )
         await until(lambda: "a-1-1" in pods_of(server.store))
         run_pods(server.store)
@@ -393,14 +410,16 @@ def test_a_run_that_a_webhook_keeps_from_starting_says_so_and_starts_when_it_ans
         operator.wait_ready()
         api.create_run("r")
         wait_for(
-            lambda: api.status("r").get("reason") == "WebhookFailed", "a status that says why"
+            lambda: api.status("r").get("reason") == "WebhookFailed",
+            "a status that says why",
         )
         assert "an admission webhook does not answer" in api.status("r")["message"]
         assert api.pods() == []
         api.do(lambda store: answer(store, lambda write: None))
         wait_for(lambda: api.pods() == CHILDREN, "pods")
         wait_for(
-            lambda: api.status("r").get("reason") == "Starting", "a status without the obstacle"
+            lambda: api.status("r").get("reason") == "Starting",
+            "a status without the obstacle",
         )
         assert operator.get("/healthz") == (200, "ok\n")
 

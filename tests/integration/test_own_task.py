@@ -99,7 +99,9 @@ def test_two_versions_of_the_tasks_file_never_train_together(
     cluster.until_held()
     try:
         shutil.copy(own.path / "averaged.py", tmp_path / "before.py")
-        (own.path / "averaged.py").write_text(TASK.replace("1 - self", "1.0 - self"), "utf-8")
+        (own.path / "averaged.py").write_text(
+            TASK.replace("1 - self", "1.0 - self"), "utf-8"
+        )
         other = cluster.start_node(1)
         assert other.wait() == INTERNAL, cluster.describe()
         assert "hello.fingerprint.task: " in other.said()
@@ -118,7 +120,9 @@ def test_wrong_options_and_a_missing_file_are_refused_as_any_field(
     write_own(experiment)
     experiment.write(elastic_recipe(**{**OWN, "options": {"dekay": 2, "decay": 2}}))
     said = experiment.run(expect=USER_ERROR).err
-    assert "spec.training.options.decay: 2 is too large; it must be below 1. Lower it." in said
+    assert (
+        "spec.training.options.decay: 2 is too large; it must be below 1. Lower it." in said
+    )
     assert "spec.training.options.dekay: unknown key; did you mean `decay`?" in said
     (experiment.path / "averaged.py").unlink()
     for ended in (
@@ -183,7 +187,9 @@ def test_a_run_that_goes_on_with_another_version_of_its_task_says_so_by_name(
     (experiment.path / "averaged.py").write_text(changed, "utf-8")
     experiment.run()
     (event,) = [
-        row for row in read_lines(experiment.at() / "events.jsonl") if row["type"] == "changed"
+        row
+        for row in read_lines(experiment.at() / "events.jsonl")
+        if row["type"] == "changed"
     ]
     (change,) = [one for one in event["changes"] if "averaged.py" in one["path"]]
     assert change["path"] == "spec.training.recipe (averaged.py)"
@@ -249,7 +255,9 @@ def test_an_observer_of_the_task_outlives_rank_0_and_stops_the_run_for_all(
     rows = curve(cluster.directory)
     assert max(rows) == 10
     stops = [
-        row for row in read_lines(cluster.directory / "events.jsonl") if row["type"] == "stop"
+        row
+        for row in read_lines(cluster.directory / "events.jsonl")
+        if row["type"] == "stop"
     ]
     assert [(row["reason"], row["step"], row["saved"]) for row in stops] == [
         ("observer", 10, True)
@@ -328,4 +336,6 @@ def test_several_modules_are_cut_stopped_resumed_by_more_processes_and_exported(
         for name in ("whole", "cut")
     ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
-    experiment.command("checkpoint", "export", "runs/cut", "--output", "exported").expect(DONE)
+    experiment.command("checkpoint", "export", "runs/cut", "--output", "exported").expect(
+        DONE
+    )

@@ -88,6 +88,8 @@ def test_a_model_that_cannot_keep_documents_apart_is_refused(
 ) -> None:
     experiment.write({**recipe(data={"packing": "documents"}), "model": {"config": config}})
     error = experiment.run(expect=USER_ERROR).err
-    assert "spec.training.data.packing: documents cannot be kept apart in this model" in error
+    assert (
+        "spec.training.data.packing: documents cannot be kept apart in this model" in error
+    )
     assert said in error and "Set data.packing: concatenate, or use one of" in error
     assert checkpoints(experiment.at()) == []

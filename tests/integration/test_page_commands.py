@@ -40,7 +40,9 @@ def find_free_port() -> str:
 
 
 @contextmanager
-def in_a_terminal_of_its_own(script: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+def in_a_terminal_of_its_own(
+    script: str, folder: Path
+) -> Iterator[subprocess.Popen[bytes]]:
     """A block that ends by itself once the others are done; whatever is left of it is killed."""
     with (folder / "terminal.log").open("wb") as log:
         process = subprocess.Popen(
@@ -81,10 +83,14 @@ def test_two_terminals_train_an_example_script_as_its_page_says(
         ThreadPoolExecutor(2) as pool,
     ):
         wait_for(
-            lambda: (tmp_path / "runs/demo.token").exists() or coordinator.poll() is not None,
+            lambda: (
+                (tmp_path / "runs/demo.token").exists() or coordinator.poll() is not None
+            ),
             "the token",
         )
-        playing = [pool.submit(play, one, tmp_path, environment=environment) for one in nodes]
+        playing = [
+            pool.submit(play, one, tmp_path, environment=environment) for one in nodes
+        ]
         printed = [one.result() for one in playing]
     assert "world 2" in "".join(printed)
     assert list((tmp_path / "runs/ddp").iterdir()), "its checkpoint"
@@ -127,7 +133,13 @@ def fresh(tmp_path: Path) -> dict[str, str]:
     venv, index = tmp_path / "venv", tmp_path / "index"
     subprocess.run([sys.executable, "-m", "venv", venv], check=True)
     # Where Python brings setuptools with it, it may be older than what an isolated build would fetch.
-    remove = [venv / "bin/pip", "--disable-pip-version-check", "uninstall", "--quiet", "--yes"]
+    remove = [
+        venv / "bin/pip",
+        "--disable-pip-version-check",
+        "uninstall",
+        "--quiet",
+        "--yes",
+    ]
     subprocess.run([*remove, "setuptools"], check=True)
     index.mkdir()
     for path in Path(sysconfig.get_path("purelib")).iterdir():

@@ -6,15 +6,13 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
-from browser import Browser, open_browser
+from browser import Browser, open_browser, wait
 from page_site import FLEET, Site, fleet_page, run_of
 
 from evergrad_coordinator.causes import USES
 from evergrad_coordinator.edge.live import MOST_PAGES
 from evergrad_coordinator.rules.track import MOST_ROWS
 
-PATIENCE_MS = 100_000
-"""Long enough for a busy machine."""
 MOST_BYTES = 50 * 1024 * 1024
 
 
@@ -32,17 +30,6 @@ def site(browser: Browser) -> Iterator[Site]:
         # Left before its server is: a page that is away from its coordinator says so on the console.
         browser.open("about:blank")
     browser.log("browser")
-
-
-def wait(browser: Browser, condition: str) -> None:
-    """Wait until a condition of the page holds."""
-    script = f"""
-      const until = Date.now() + {PATIENCE_MS};
-      return new Promise((resolve) => {{
-        const look = () => ({condition}) ? resolve(true) : Date.now() > until ? resolve(false) : setTimeout(look, 50);
-        look();
-      }});"""
-    assert browser.run(script), f"{condition}: {browser.run('return document.body.innerText')}"
 
 
 def text_of(browser: Browser, id: str) -> str:
@@ -70,7 +57,9 @@ def open_page(browser: Browser, site: Site, *, step: int) -> None:
     wait(browser, f"document.title.includes('step {step:,}')")
 
 
-def test_it_shows_the_run_and_loads_nothing_but_itself(browser: Browser, site: Site) -> None:
+def test_it_shows_the_run_and_loads_nothing_but_itself(
+    browser: Browser, site: Site
+) -> None:
     site.note("broken", generation=4, node="2", rank=2, cause="worker_crash")
     site.train(400)
     open_page(browser, site, step=400)
@@ -179,7 +168,9 @@ def test_nothing_sticks_out_at_any_width(browser: Browser, site: Site, width: in
     browser.view(width=width, scheme="light")
     open_page(browser, site, step=300)
     wait(browser, "document.querySelectorAll('.canvas canvas').length >= 7")
-    assert browser.run("return [document.documentElement.scrollWidth, window.innerWidth]") == [
+    assert browser.run(
+        "return [document.documentElement.scrollWidth, window.innerWidth]"
+    ) == [
         width,
         width,
     ]
@@ -195,7 +186,9 @@ def test_light_and_dark_are_both_drawn_also_after_a_change(
 ) -> None:
     site.train(300)
     open_page(browser, site, step=300)
-    pictures = {scheme: browser.view(width=1180, scheme=scheme) for scheme in ("light", "dark")}
+    pictures = {
+        scheme: browser.view(width=1180, scheme=scheme) for scheme in ("light", "dark")
+    }
     assert min(pictures["light"].getpixel((2, 2))) > 230  # type: ignore[type-var,arg-type]
     assert max(pictures["dark"].getpixel((2, 2))) < 40  # type: ignore[type-var,arg-type]
     # The curve's colour follows the scheme, in the canvas that is drawn already.
@@ -245,7 +238,8 @@ def test_elsewhere_than_on_loopback_the_token_is_asked_for(browser: Browser) -> 
             "const box = document.getElementById('token'); box.value = 'wrong'; box.form.requestSubmit()"
         )
         wait(
-            browser, "document.getElementById('refusal').textContent.startsWith('This is not')"
+            browser,
+            "document.getElementById('refusal').textContent.startsWith('This is not')",
         )
         assert browser.run("return sessionStorage.length") == 0
         browser.log("browser")
@@ -290,7 +284,8 @@ def test_eight_hours_at_ten_steps_a_second_keep_the_browser_small(
     assert site.step == 288_000
     assert heap_bytes(browser) < MOST_BYTES
     assert (
-        count(browser, "document.querySelectorAll('#events tr, #checkpoints tr').length") < 320
+        count(browser, "document.querySelectorAll('#events tr, #checkpoints tr').length")
+        < 320
     )
     assert count(browser, "document.querySelectorAll('*').length") < 3000
     points = browser.run(
@@ -318,7 +313,9 @@ def test_more_pages_than_the_bound_are_told_so(browser: Browser, site: Site) -> 
 
 
 def test_the_page_of_all_runs_lists_sorts_and_finds_them(browser: Browser) -> None:
-    names = "[...document.querySelectorAll('tbody tr')].map(row => row.children[1].textContent)"
+    names = (
+        "[...document.querySelectorAll('tbody tr')].map(row => row.children[1].textContent)"
+    )
     runs = list(FLEET)
     with fleet_page(runs) as url:
         browser.requested()
@@ -337,7 +334,9 @@ def test_the_page_of_all_runs_lists_sorts_and_finds_them(browser: Browser) -> No
         )
         assert browser.run(f"return {names}")[0] == "small"
         assert (
-            browser.run("return document.querySelector('[aria-sort=descending]').textContent")
+            browser.run(
+                "return document.querySelector('[aria-sort=descending]').textContent"
+            )
             == "Step"
         )
         browser.run(

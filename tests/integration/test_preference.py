@@ -66,7 +66,8 @@ def evaluations(directory: Path) -> dict[tuple[int, str], Any]:
     """What was measured by step and set; of a step that was evaluated twice the last."""
     rows = read_lines(directory / "evaluation.jsonl")
     return {
-        (row["step"], row["name"]): [row["loss"], row["tokens"], row["metrics"]] for row in rows
+        (row["step"], row["name"]): [row["loss"], row["tokens"], row["metrics"]]
+        for row in rows
     }
 
 
@@ -124,19 +125,24 @@ def test_micro_batches_of_several_pairs_have_the_same_losses(whole: Experiment) 
     write(whole, batching={"globalBatchSize": 6, "microBatchSize": 3})
     whole.run(directory="larger")
     write(whole)
-    assert_same_curve(whole.at("undisturbed"), whole.at("larger"), exact=False, tolerance=1e-5)
+    assert_same_curve(
+        whole.at("undisturbed"), whole.at("larger"), exact=False, tolerance=1e-5
+    )
 
 
 @pytest.mark.acceptance("8d-1f:preference", "8d-1g:preference", "8d-2e:preference")
 @pytest.mark.capability("A-80")
-@pytest.mark.parametrize("number", ["SIGKILL", pytest.param("SIGTERM", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "number", ["SIGKILL", pytest.param("SIGTERM", marks=pytest.mark.long)]
+)
 def test_a_node_of_two_that_is_lost_costs_no_bit(
     make_elastic: MakeCluster, whole: Experiment, number: str
 ) -> None:
     dies = fault(number, "update", rank=1, step=6, to="node")
     cluster = make_elastic(whole, expect=2).start(faults=[dies])
     cluster.until(
-        lambda: any(one.poll() is not None for one in cluster.nodes.values()), "a node's end"
+        lambda: any(one.poll() is not None for one in cluster.nodes.values()),
+        "a node's end",
     )
     left = [node for node, one in cluster.nodes.items() if one.poll() is None]
     assert len(left) == 1
@@ -170,7 +176,9 @@ def test_a_newcomer_in_the_middle_gets_the_same_reference(
 @pytest.mark.capability("A-80", "O-39")
 def test_evaluate_measures_what_the_run_itself_has_measured(whole: Experiment) -> None:
     run = whole.at("undisturbed")
-    rows = json.loads(whole.command("evaluate", str(run), "--json").expect(DONE).out)["results"]
+    rows = json.loads(whole.command("evaluate", str(run), "--json").expect(DONE).out)[
+        "results"
+    ]
     own = evaluations(run)
     assert [[row["loss"], row["tokens"], row["metrics"]] for row in rows] == [
         own[STEPS, "heldOut"]
@@ -303,7 +311,10 @@ def test_a_run_that_goes_on_with_the_state_of_another_keeps_its_reference(
         whole, rest = curve(base.at(f"first-{name}")), curve(base.at(f"{after}-{name}"))
         assert sorted(rest) == list(range(step + 1, STEPS + 1))
         for at, row in rest.items():
-            assert (row["loss"], row["metrics"]) == (whole[at]["loss"], whole[at]["metrics"])
+            assert (row["loss"], row["metrics"]) == (
+                whole[at]["loss"],
+                whole[at]["metrics"],
+            )
         assert_same_state(base.at(f"first-{name}"), base.at(f"{after}-{name}"))
 
 
@@ -320,13 +331,17 @@ def test_a_run_goes_on_with_a_checkpoint_that_was_copied_without_its_run(
     begun = {"path": "copied/step", "load": "everything"}
     write(base, initFrom=begun)
     err = base.run(directory="unnamed", expect=USER_ERROR).err
-    assert "spec.training.initFrom.path: " in err and "is not in the directory of a run" in err
+    assert (
+        "spec.training.initFrom.path: " in err and "is not in the directory of a run" in err
+    )
     assert "Name that reference as preference.reference" in err
     own = {**PAIRS["preference"], "reference": "runs/base"}
     write(base, initFrom=begun, preference=own)
     base.run(directory="named-copy")
     whole, rest = curve(base.at("copied")), curve(base.at("named-copy"))
-    assert [row["loss"] for row in rest.values()] == [whole[at]["loss"] for at in rest] != []
+    assert (
+        [row["loss"] for row in rest.values()] == [whole[at]["loss"] for at in rest] != []
+    )
 
 
 @pytest.mark.long
@@ -407,7 +422,9 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(
     assert said in err
     if "nowhere" in str(changes):
         assert "is no directory; the reference is read from it at each start" in err
-    assert not (experiment.at() / "run.json").exists() and checkpoints(experiment.at()) == []
+    assert (
+        not (experiment.at() / "run.json").exists() and checkpoints(experiment.at()) == []
+    )
 
 
 @pytest.mark.acceptance("8d-4i:preference")

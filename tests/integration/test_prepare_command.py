@@ -94,7 +94,12 @@ def test_json_is_one_document_for_scripts(
         "byte-1",
         257,
     )
-    assert (docs["name"], docs["documents"], docs["heldOutDocuments"], docs["repaired"]) == (
+    assert (
+        docs["name"],
+        docs["documents"],
+        docs["heldOutDocuments"],
+        docs["repaired"],
+    ) == (
         "docs",
         41,
         4,
@@ -163,7 +168,9 @@ sys.exit(command.execute(parser.parse_args()))
 
 def test_on_a_terminal_a_bar_shows_bytes_and_is_gone_at_the_end(manifest: Path) -> None:
     (manifest.parent / "docs.jsonl").write_text(
-        json.dumps({"text": "words " * 100}) * 1 + "\n" + '{"text": "more words"}\n' * 20_000
+        json.dumps({"text": "words " * 100}) * 1
+        + "\n"
+        + '{"text": "more words"}\n' * 20_000
     )
     main, terminal = os.openpty()
     arguments = [

@@ -92,7 +92,9 @@ class Preparers:
         self.folder = folder
         self.running: list[subprocess.Popen[str]] = []
 
-    def start(self, *, prefix: tuple[str, ...] = (), **options: Any) -> subprocess.Popen[str]:
+    def start(
+        self, *, prefix: tuple[str, ...] = (), **options: Any
+    ) -> subprocess.Popen[str]:
         """``hold``: a kind of job and a number; after so many of them it stands still until the file go-on is
         there."""
         data = {
@@ -197,7 +199,9 @@ def test_a_killed_preparation_goes_on_with_its_finished_chunks_and_publishes_the
     process.communicate()
     wait_for(lambda: not any(map(is_alive, helpers)), what="end of the helpers")
     (attempt,) = (folder / "prepared").glob(".tmp-*")
-    done = {record.name: record.stat().st_ino for record in (attempt / "chunks").glob("*.json")}
+    done = {
+        record.name: record.stat().st_ino for record in (attempt / "chunks").glob("*.json")
+    }
     assert done
     assert not list((folder / "prepared").glob("[0-9a-f]*")), (
         "killed too late: it was published already"
@@ -237,7 +241,9 @@ def write_format(folder: Path, kind: str) -> dict[str, str]:
         table = pyarrow.table({"text": texts})
         for number in range(2):
             part = table.slice(2000 * number, 2000)
-            pyarrow.parquet.write_table(part, folder / f"{number}.parquet", row_group_size=97)
+            pyarrow.parquet.write_table(
+                part, folder / f"{number}.parquet", row_group_size=97
+            )
         return {"type": "parquet", "path": "*.parquet"}
     pack = gzip.compress if kind == "gzip" else zstandard.ZstdCompressor().compress
     for number in range(3):
@@ -251,7 +257,10 @@ def write_format(folder: Path, kind: str) -> dict[str, str]:
     [
         "text",
         "parquet",
-        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("line", "gzip", "zstandard")),
+        *(
+            pytest.param(kind, marks=pytest.mark.long)
+            for kind in ("line", "gzip", "zstandard")
+        ),
     ],
 )
 def test_each_format_is_prepared_to_the_same_bytes_by_one_process_and_by_helpers_after_a_kill(
@@ -360,7 +369,9 @@ def test_errors_of_helpers_are_the_users_errors(preparers: Preparers) -> None:
     )
 
 
-def test_malformed_lines_of_every_chunk_are_counted_by_helpers(preparers: Preparers) -> None:
+def test_malformed_lines_of_every_chunk_are_counted_by_helpers(
+    preparers: Preparers,
+) -> None:
     path = preparers.folder / "docs.jsonl"
     lines = path.read_bytes().split(b"\n")
     path.write_bytes(

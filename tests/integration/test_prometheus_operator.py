@@ -30,7 +30,9 @@ OF_RUN = {"app.kubernetes.io/managed-by": "evergrad", "evergrad.dev/run": "docs-
 def _tools() -> None:
     """Building takes longer than a test may."""
     if missing := toolbox.missing(("helm", "promconfig", "prometheus")):
-        pytest.skip(f"{', '.join(missing)}: not built. make test-long builds them, with Go.")
+        pytest.skip(
+            f"{', '.join(missing)}: not built. make test-long builds them, with Go."
+        )
 
 
 def render(**values: Any) -> list[dict[str, Any]]:
@@ -220,7 +222,9 @@ def test_prometheus_scrapes_live_nodes_coordinators_and_operators_with_the_label
         ),
         # One that has ended, one of another role, one of somebody else.
         make_pod("team-a", "docs-lm-1-0", other, phase="Succeeded", labels=node),
-        make_pod("team-a", "e", other, labels={**OF_RUN, "evergrad.dev/role": "evaluation"}),
+        make_pod(
+            "team-a", "e", other, labels={**OF_RUN, "evergrad.dev/role": "evaluation"}
+        ),
         make_pod("team-a", "web", other, labels={"app": "web"}),
     ]
     (service,) = (one for one in chart.render({}) if one["kind"] == "Service")

@@ -141,7 +141,9 @@ class World:
         self.coordinator.wait_until_listening()
         self.operators = [Metrics(), Metrics()]
         self.servers = [
-            stack.enter_context(closing(MetricsServer(one.registry, port=0, host="127.0.0.1")))
+            stack.enter_context(
+                closing(MetricsServer(one.registry, port=0, host="127.0.0.1"))
+            )
             for one in self.operators
         ]
         self.collector = FactsCollector(self.facts(), labels=("team",))
@@ -217,7 +219,10 @@ class World:
 
     def train(self, first: int, last: int) -> None:
         now = time.time()
-        for exporter, node in ((self.exporters[0], self.nodes[0]), (self.exporters[2], None)):
+        for exporter, node in (
+            (self.exporters[0], self.nodes[0]),
+            (self.exporters[2], None),
+        ):
             if first == 1:
                 self._begin(exporter, now)
             for step in range(first, last + 1):
@@ -310,10 +315,14 @@ def watched(
         for first, last in ((1, 30), (31, 60)):
             world.train(first, last)
             saved = f"evergrad_checkpoint_last_step == {last}"
-            prometheus.wait("the steps", lambda saved=saved: len(prometheus.query(saved)) == 2)
+            prometheus.wait(
+                "the steps", lambda saved=saved: len(prometheus.query(saved)) == 2
+            )
         prometheus.wait(
             "the operator's passes",
-            lambda: prometheus.query('evergrad_operator_reconcile_total{result="error"} == 2'),
+            lambda: prometheus.query(
+                'evergrad_operator_reconcile_total{result="error"} == 2'
+            ),
         )
         yield prometheus, world
 
@@ -335,7 +344,9 @@ def test_every_family_of_a_run_has_the_same_two_labels_whoever_serves_it(
     # Nothing that is served gets in the way of what its target is called.
     assert prometheus.query('{__name__=~"evergrad_.+", exported_run!=""}') == []
     assert prometheus.query('{__name__=~"evergrad_.+", exported_run_namespace!=""}') == []
-    without = '{__name__=~"evergrad_.+", __name__!~"evergrad_operator_.+", run_namespace=""}'
+    without = (
+        '{__name__=~"evergrad_.+", __name__!~"evergrad_operator_.+", run_namespace=""}'
+    )
     assert prometheus.query(without) == []
 
 

@@ -31,7 +31,9 @@ DEADLINE_SECONDS = 200
 @pytest.fixture(scope="module")
 def synthetic() -> ModuleType:
     """tests/synthetic_run.py."""
-    spec = importlib.util.spec_from_file_location("synthetic_run", TESTS / "synthetic_run.py")
+    spec = importlib.util.spec_from_file_location(
+        "synthetic_run", TESTS / "synthetic_run.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["synthetic_run"] = module
@@ -200,7 +202,9 @@ def test_promtool_finds_nothing_to_complain_about(
     promtool = _require("promtool")
     _train(exporter, synthetic)
     exporter.event(
-        Event(EventType.RESTORED, time.time(), 0, 1, {"checkpoint": "step-1", "seconds": 1.0})
+        Event(
+            EventType.RESTORED, time.time(), 0, 1, {"checkpoint": "step-1", "seconds": 1.0}
+        )
     )
     exporter.event(Event(EventType.END, time.time(), 60, 1, {"exit_code": 0}))
     with urllib.request.urlopen(
@@ -208,6 +212,10 @@ def test_promtool_finds_nothing_to_complain_about(
     ) as answer:
         text = answer.read()
     done = subprocess.run(
-        [promtool, "check", "metrics"], input=text, capture_output=True, timeout=60, check=False
+        [promtool, "check", "metrics"],
+        input=text,
+        capture_output=True,
+        timeout=60,
+        check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")

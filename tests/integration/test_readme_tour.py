@@ -74,7 +74,9 @@ def test_the_readmes_tour_works_in_its_order_and_each_command_ends_as_its_commen
 def check_what_the_tour_left(runs: Path) -> None:
     """The stopped run went on at its next step and is complete; exported weights and reports are there."""
     rows = [
-        line for line in (runs / "tour/metrics.jsonl").read_text("utf-8").splitlines() if line
+        line
+        for line in (runs / "tour/metrics.jsonl").read_text("utf-8").splitlines()
+        if line
     ]
     assert [re.search(r'"step": ?(\d+)', row)[1] for row in rows] == [
         str(step) for step in range(1, 21)

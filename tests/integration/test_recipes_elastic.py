@@ -34,7 +34,9 @@ def test_one_of_two_nodes_leaves_another_comes_and_the_one_that_stayed_is_killed
     make_elastic: MakeCluster, whole_of: WholeOf, recipe: str
 ) -> None:
     whole = whole_of(recipe)
-    held = [fault("hold", "slot", node=0, step=step, name=f"held-{step}") for step in (3, 6)]
+    held = [
+        fault("hold", "slot", node=0, step=step, name=f"held-{step}") for step in (3, 6)
+    ]
     cluster = make_elastic(whole, expect=2).start(faults=held)
     cluster.until_held("held-3")
     cluster.nodes[1].send(signal.SIGTERM)
@@ -54,7 +56,9 @@ def test_one_of_two_nodes_leaves_another_comes_and_the_one_that_stayed_is_killed
     cluster.finish(nodes=[2])
 
     check(cluster, whole)
-    assert steps_of(cluster.directory) == list(range(1, STEPS + 1)), "no step is trained twice"
+    assert steps_of(cluster.directory) == list(range(1, STEPS + 1)), (
+        "no step is trained twice"
+    )
     assert 3 <= cluster.steps(1)[-1] < 6
     first = cluster.steps(2)[0]
     assert first > 6 and cluster.steps(2) == list(range(first, STEPS + 1))
@@ -123,11 +127,15 @@ def test_when_both_nodes_are_asked_to_leave_they_save_together_and_the_run_goes_
     cluster.start()
     cluster.finish()
     check(cluster, whole)
-    assert steps_of(cluster.directory) == list(range(1, STEPS + 1)), "no step is trained twice"
+    assert steps_of(cluster.directory) == list(range(1, STEPS + 1)), (
+        "no step is trained twice"
+    )
 
 
 @pytest.mark.long
-@pytest.mark.acceptance("8d-2g:pretrain", "8d-2g:sft", "8d-2g:latent_edit", "8d-2g:preference")
+@pytest.mark.acceptance(
+    "8d-2g:pretrain", "8d-2g:sft", "8d-2g:latent_edit", "8d-2g:preference"
+)
 @pytest.mark.parametrize("recipe", ["pretrain", "sft", "latent_edit", "preference"])
 def test_when_all_nodes_are_killed_at_once_the_run_goes_on_from_its_newest_checkpoint(
     make_elastic: MakeCluster, whole_of: WholeOf, recipe: str

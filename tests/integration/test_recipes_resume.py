@@ -24,7 +24,11 @@ EVERY_BATCH = constant("evergrad_trainer.training.evaluation._ROUNDS_BETWEEN_EXC
 
 
 @pytest.mark.acceptance(
-    "8d-1a:sft", "8d-1a:latent_edit", "8d-1a:preference", "8d-1b:latent_edit", "8d-2a:pretrain"
+    "8d-1a:sft",
+    "8d-1a:latent_edit",
+    "8d-1a:preference",
+    "8d-1b:latent_edit",
+    "8d-2a:pretrain",
 )
 @pytest.mark.acceptance(
     "8d-2a:sft", "8d-2a:two_stage_kl", "8d-2a:latent_edit", "8d-2a:preference"
@@ -48,10 +52,14 @@ def test_a_run_that_is_stopped_and_killed_again_and_again_ends_with_the_bits_of_
     run("--stop-after-steps", "7", expect=STOPPED_SAVED)
     # In the third batch of the evaluation after step 8.
     run(expect=-9, faults=[fault("batch", call=3, action="SIGKILL", to="command")])
-    run(expect=STOPPED_SAVED, faults=[EVERY_BATCH, fault("batch", call=3, action="SIGTERM")])
+    run(
+        expect=STOPPED_SAVED, faults=[EVERY_BATCH, fault("batch", call=3, action="SIGTERM")]
+    )
     manifest = json.loads((directory / "checkpoints/step-8/manifest.json").read_text())
     tallies = manifest["extra"]["tallies"].values()
-    assert sum(one["done"] for one in tallies) == 3, "what was measured belongs to the state"
+    assert sum(one["done"] for one in tallies) == 3, (
+        "what was measured belongs to the state"
+    )
 
     # In the update of step 10, and in the save behind it.
     run(expect=-9, faults=[fault("update", call=2, action="SIGKILL", to="command")])
@@ -104,7 +112,11 @@ def test_two_workers_of_a_node_have_the_bits_of_one(whole_of: WholeOf, recipe: s
     assert_same_run(whole.at("undisturbed"), whole.at("two-workers"))
 
 
-OTHER_DATA = {"sft": "rows.jsonl", "two_stage_kl": "more.jsonl", "preference": "pairs.jsonl"}
+OTHER_DATA = {
+    "sft": "rows.jsonl",
+    "two_stage_kl": "more.jsonl",
+    "preference": "pairs.jsonl",
+}
 
 
 @pytest.mark.acceptance("8d-4b:sft", "8d-4b:two_stage_kl", "8d-4b:preference")

@@ -12,7 +12,9 @@ MakeCluster = Callable[..., Cluster]
 
 @pytest.mark.long
 @pytest.mark.timeout(1500)
-def test_nodes_come_and_go_and_the_run_ends_with_exit_code_0(make_cluster: MakeCluster) -> None:
+def test_nodes_come_and_go_and_the_run_ends_with_exit_code_0(
+    make_cluster: MakeCluster,
+) -> None:
     cluster = make_cluster("--min", "1", "--max", "3", "--start-wait", "30")
     for node in ("0", "1", "2"):
         cluster.start_agent(node)
@@ -66,7 +68,8 @@ def test_nodes_come_and_go_and_the_run_ends_with_exit_code_0(make_cluster: MakeC
     (cluster.directory / "linger-10").touch()
     cluster.finish_training()
     cluster.until(
-        lambda: "node 0 has finished training" in cluster.log("agent-0"), "the end of node 0"
+        lambda: "node 0 has finished training" in cluster.log("agent-0"),
+        "the end of node 0",
     )
     assert cluster.is_running("0")
     (cluster.directory / "linger-10").unlink()

@@ -179,7 +179,9 @@ def test_joins_are_held_until_a_checkpoint_and_a_late_crash_is_worked_off_alone(
     cluster.until(lambda: cluster.count("done") == 2, "the exit barrier")
     (cluster.directory / "linger-2").unlink()
     assert [cluster.wait_exit(node) for node in ("0", "1", "2")] == [0, 0, 0]
-    assert {step.world_size for step in cluster.steps() if step.generation > generation} == {1}
+    assert {
+        step.world_size for step in cluster.steps() if step.generation > generation
+    } == {1}
     cluster.check()
 
 

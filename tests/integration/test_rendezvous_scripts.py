@@ -138,7 +138,11 @@ def test_the_documented_script_loses_no_step_when_a_node_is_asked_to_go(
     assert cluster.wait_exit("1") == 1
     assert cluster.wait_exit("0") == 0
     status = cluster.status()
-    assert (status["phase"], status["step"], status["checkpointStep"]) == ("Complete", 80, 80)
+    assert (status["phase"], status["step"], status["checkpointStep"]) == (
+        "Complete",
+        80,
+        80,
+    )
     assert set(status["restarts"]) == {"node_left"}
     # Rank 0 took every step exactly once: the next group began where this one had stopped.
     steps = [

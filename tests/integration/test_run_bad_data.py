@@ -87,7 +87,8 @@ def link_out(folder: Path) -> None:
 def both_kinds(folder: Path) -> None:
     """Windows with places beside windows without."""
     write_lines(
-        folder / "corpus/carbon/train.jsonl", [{"record_id": "free-1", "sequence": bases(48)}]
+        folder / "corpus/carbon/train.jsonl",
+        [{"record_id": "free-1", "sequence": bases(48)}],
     )
     seal(folder / "corpus")
 
@@ -162,7 +163,9 @@ CASES = [
         ("spec.training.twoStageKl.stages[1].mixture.more: 1e-06 is too small a share",),
         recipe="two_stage_kl",
         changes={
-            "twoStageKl": {"stages": [{"tokens": 500}, {"mixture": {"docs": 1, "more": 1e-6}}]}
+            "twoStageKl": {
+                "stages": [{"tokens": 500}, {"mixture": {"docs": 1, "more": 1e-6}}]
+            }
         },
     ),
     Case(
@@ -291,7 +294,9 @@ def begun(make_experiment: Callable[[], Experiment]) -> Begun:
 def listing(directory: Path) -> dict[str, str]:
     """The SHA-256 of each file below a directory."""
     return {
-        path.relative_to(directory).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        path.relative_to(directory).as_posix(): hashlib.sha256(
+            path.read_bytes()
+        ).hexdigest()
         for path in directory.rglob("*")
         if path.is_file()
     }

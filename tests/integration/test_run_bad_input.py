@@ -63,9 +63,7 @@ def test_a_start_that_may_prepare_nothing_trains_once_the_data_are_prepared(
     experiment: Experiment,
 ) -> None:
     experiment.write()
-    said = (
-        "documents.jsonl: is not prepared; this start may prepare nothing (--require-prepared)"
-    )
+    said = "documents.jsonl: is not prepared; this start may prepare nothing (--require-prepared)"
     refused(experiment, said, arguments=("--require-prepared",))
     assert not (experiment.at() / "metrics.jsonl").exists()
     experiment.command("prepare", "tiny.yaml").expect(DONE)
@@ -80,10 +78,14 @@ def test_a_start_that_may_prepare_nothing_trains_once_the_data_are_prepared(
 @pytest.mark.acceptance("8d-8a", "input-A-66")
 def test_a_key_given_twice_is_refused_with_both_lines(experiment: Experiment) -> None:
     manifest = experiment.write()
-    text = manifest.read_text().replace('"horizon": {', '"batching": {},\n      "horizon": {')
+    text = manifest.read_text().replace(
+        '"horizon": {', '"batching": {},\n      "horizon": {'
+    )
     manifest.write_text(text)
     lines = [
-        number for number, line in enumerate(text.splitlines(), start=1) if '"batching"' in line
+        number
+        for number, line in enumerate(text.splitlines(), start=1)
+        if '"batching"' in line
     ]
     refused(
         experiment,
@@ -143,7 +145,9 @@ def test_a_value_that_cannot_be_is_refused_with_its_path(
 def test_every_problem_of_a_manifest_is_reported_at_once(experiment: Experiment) -> None:
     experiment.write(
         recipe(
-            optimizer={"learningRate": -1}, data={"sequenceLength": 1}, checkpoint={"keep": 0}
+            optimizer={"learningRate": -1},
+            data={"sequenceLength": 1},
+            checkpoint={"keep": 0},
         )
     )
     refused(experiment, "optimizer.learningRate", "data.sequenceLength", "checkpoint.keep")
@@ -397,7 +401,10 @@ def test_a_changed_recipe_is_refused_with_every_field(experiment: Experiment) ->
         for path, (new, old) in changes.items()
     ]
     ended = refused(
-        experiment, *texts, "the recipe of a run does not change", arguments=tuple(arguments)
+        experiment,
+        *texts,
+        "the recipe of a run does not change",
+        arguments=tuple(arguments),
     )
     # A cosine has no decay of its own: what belonged to the old shape differs, too.
     of_shape = [
@@ -437,7 +444,9 @@ def test_a_start_that_fails_leaves_what_it_was_asked_for_and_what_was_found(
     # Training on although an estimate says no leaves a mark.
     memory = constant("evergrad_trainer.models.memory._ACTIVATIONS_PER_LAYER", 1e12)
     refused(experiment, "memory", faults=[memory], directory="other")
-    assert json.loads((experiment.at("other") / "preflight.json").read_text())["fine"] is False
+    assert (
+        json.loads((experiment.at("other") / "preflight.json").read_text())["fine"] is False
+    )
     experiment.run("--no-preflight", faults=[memory], directory="other")
     overruled = json.loads((experiment.at("other") / "preflight.json").read_text())
     assert (overruled["fine"], overruled["overruled"]) == (False, True)
@@ -515,7 +524,9 @@ def start_and_fill(
 ) -> tuple[Any, Path]:
     """A slow run whose volume becomes full after its first checkpoint, while it stands still."""
     run = experiment.start(faults=[SLOW, fault("step", call=steps + 1, action="hold")])
-    wait_until(lambda: checkpoints(experiment.at()) and len(steps_of(experiment.at())) >= steps)
+    wait_until(
+        lambda: checkpoints(experiment.at()) and len(steps_of(experiment.at())) >= steps
+    )
     ballast = fill(volume, leave=leave)
     (experiment.path / "go-on").touch()
     return run, ballast
@@ -559,7 +570,9 @@ def test_a_run_whose_saves_fail_again_and_again_gives_up(
     run, _ = start_and_fill(experiment, volume("size=8m"), leave=100_000)
     ended = run.wait().expect(INTERNAL)
     assert "2 saves in a row have failed" in ended.err and "No space left" in ended.err
-    assert str(experiment.at() / "checkpoints") in ended.err and "Traceback" not in ended.err
+    assert (
+        str(experiment.at() / "checkpoints") in ended.err and "Traceback" not in ended.err
+    )
     assert [event["failures"] for event in events(experiment.at(), "save_failed")] == [1, 2]
 
 
@@ -570,7 +583,8 @@ def test_a_run_goes_on_while_nothing_can_be_written_and_writes_its_steps_down_la
     run, ballast = start_and_fill(experiment, volume("size=8m"), leave=0)
     stdout = run.scratch / "stdout"
     wait_until(
-        lambda: stdout.read_text().count("save_failed") >= 4, what="a save on the full volume"
+        lambda: stdout.read_text().count("save_failed") >= 4,
+        what="a save on the full volume",
     )
     before = steps_of(experiment.at())[-1]
     ballast.unlink()

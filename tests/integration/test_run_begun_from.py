@@ -67,7 +67,9 @@ def test_rolling_and_permanent_checkpoints_stand_beside_one_another_and_the_end_
     }
     experiment.write(recipe(checkpoint=saves))
     experiment.run()
-    saved = [int(one["checkpoint"].split("-")[1]) for one in events(experiment.at(), "save")]
+    saved = [
+        int(one["checkpoint"].split("-")[1]) for one in events(experiment.at(), "save")
+    ]
     assert saved == [2, 3, 4, 6, 8]
     assert checkpoints(experiment.at()) == [3, 6, 8]
     # What was exported are the weights of the last checkpoint.
@@ -138,6 +140,7 @@ def test_an_optimizer_that_goes_on_makes_another_first_step_than_a_fresh_one(
     first = curve(experiment.at("weights"))[1]["loss"]
     assert curve(experiment.at("optimizer"))[1]["loss"] == first
     one, other = (
-        final_state(experiment.at(load), prefix="model.") for load in ("weights", "optimizer")
+        final_state(experiment.at(load), prefix="model.")
+        for load in ("weights", "optimizer")
     )
     assert any(not value.equal(other[key]) for key, value in one.items())

@@ -63,7 +63,9 @@ def test_a_rate_replaced_in_a_living_run_trains_as_one_that_was_in_the_file_from
         "spec.training.stop.afterStep",
         "spec.training.overrides",
     ]
-    compared = experiment.command("compare-runs", str(foreseen), str(path), "--exact").expect(0)
+    compared = experiment.command(
+        "compare-runs", str(foreseen), str(path), "--exact"
+    ).expect(0)
     assert (
         f"B went on after step {HALF} with another file: spec.training.stop.afterStep"
         in compared.out
@@ -87,7 +89,9 @@ def test_a_run_goes_on_with_its_data_in_another_place_and_not_with_other_data(
     experiment.write(changed(False, path="elsewhere/copy.jsonl"))
     experiment.run(directory="moved")
     assert steps_of(experiment.at("moved")) == list(range(1, WHOLE + 1))
-    assert [one["path"] for one in events(experiment.at("moved"), "changed")[0]["changes"]] == [
+    assert [
+        one["path"] for one in events(experiment.at("moved"), "changed")[0]["changes"]
+    ] == [
         "spec.training.data.sources[0].path",
         "spec.training.stop.afterStep",
     ]

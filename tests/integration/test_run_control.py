@@ -95,7 +95,14 @@ def test_the_command_trains_a_file_to_its_report_and_then_does_nothing_more(
     assert json.loads((directory / "complete.json").read_text())["step"] == 8
     # Each checkpoint says by itself what it was trained with: all that the run's identity is made of.
     whole = hashed_recipe(load_manifest(experiment.path / "tiny.yaml").run)
-    assert {"model", "tokenizer", "batching", "optimizer", "schedule", "data"} <= whole.keys()
+    assert {
+        "model",
+        "tokenizer",
+        "batching",
+        "optimizer",
+        "schedule",
+        "data",
+    } <= whole.keys()
     assert whole["optimizer"]["learningRate"] == 3e-3 and whole["schedule"]["type"] == "wsd"
     for step in (3, 6, 8):
         path = directory / "checkpoints" / f"step-{step}" / "manifest.json"
@@ -124,7 +131,9 @@ def test_the_command_stops_on_sigterm_with_its_state_saved(experiment: Experimen
     assert checkpoints(experiment.at())[-1] == last
     assert f"stop step={last} reason=signal saved=true" in out
     assert f"to go on behind step {last}: the same command\n" in out
-    assert [event["exit_code"] for event in events(experiment.at(), "end")] == [STOPPED_SAVED]
+    assert [event["exit_code"] for event in events(experiment.at(), "end")] == [
+        STOPPED_SAVED
+    ]
 
 
 @pytest.mark.acceptance("input-G-12")
@@ -133,7 +142,9 @@ def test_the_command_refuses_a_wrong_manifest_before_anything_is_written(
     experiment: Experiment,
 ) -> None:
     manifest = experiment.write()
-    manifest.write_text(manifest.read_text().replace('"sequenceLength"', '"sequenceLenght"'))
+    manifest.write_text(
+        manifest.read_text().replace('"sequenceLength"', '"sequenceLenght"')
+    )
     process = evergrad(experiment, "run", "tiny.yaml")
     _, err = process.communicate(timeout=200)
     assert process.returncode == USER_ERROR
@@ -164,7 +175,9 @@ def test_a_stop_file_stops_the_run_is_removed_and_the_run_goes_on(
 
 @pytest.mark.acceptance("8d-17d", "input-4e-3")
 @pytest.mark.capability("A-37")
-def test_a_stop_file_made_while_two_processes_train_stops_both(experiment: Experiment) -> None:
+def test_a_stop_file_made_while_two_processes_train_stops_both(
+    experiment: Experiment,
+) -> None:
     experiment.write(recipe(horizon={"steps": 2000}))
     run = experiment.start("--workers", "2", faults=[SLOW])
     wait_until(lambda: len(steps_of(experiment.at())) >= 2)
@@ -181,7 +194,9 @@ def test_stop_after_steps_counts_the_steps_of_one_process(
     experiment: Experiment, workers: str
 ) -> None:
     for expected in ([1, 2, 3], [1, 2, 3, 4, 5, 6]):
-        experiment.run("--stop-after-steps", "3", "--workers", workers, expect=STOPPED_SAVED)
+        experiment.run(
+            "--stop-after-steps", "3", "--workers", workers, expect=STOPPED_SAVED
+        )
         assert steps_of(experiment.at()) == expected
     experiment.run("--stop-after-steps", "3", "--workers", workers, expect=DONE)
     assert steps_of(experiment.at()) == list(range(1, 9))
@@ -242,7 +257,9 @@ def test_records_have_the_order_of_what_happened_and_name_no_folder_of_this_mach
     ]
     assert written == sorted(written)
     # A save is written behind the training and told once it is there, before the end that waits for it.
-    saves = [(row["generation"], row["checkpoint"]) for row in rows if row["type"] == "save"]
+    saves = [
+        (row["generation"], row["checkpoint"]) for row in rows if row["type"] == "save"
+    ]
     assert saves == [(1, "step-2"), (1, "step-4"), (2, "step-6"), (2, "step-8")]
     assert [row["type"] for row in rows].index("end") > rows.index(
         next(row for row in rows if row.get("checkpoint") == "step-4")
@@ -298,7 +315,9 @@ def test_one_interrupt_stops_with_the_state_saved_and_a_second_one_at_once(
 
 
 @pytest.mark.acceptance("8d-17d")
-def test_sigterm_to_the_launcher_stops_both_workers_at_one_step(experiment: Experiment) -> None:
+def test_sigterm_to_the_launcher_stops_both_workers_at_one_step(
+    experiment: Experiment,
+) -> None:
     experiment.write(recipe(horizon={"steps": 2000}))
     run = experiment.start("--workers", "2", faults=[SLOW])
     wait_until(lambda: len(steps_of(experiment.at())) >= 3)
@@ -358,7 +377,9 @@ def test_a_stop_during_the_last_step_still_ends_the_run_complete(
     assert (experiment.at() / "complete.json").exists()
 
 
-def test_a_killed_worker_is_replaced_and_the_run_loses_no_step(experiment: Experiment) -> None:
+def test_a_killed_worker_is_replaced_and_the_run_loses_no_step(
+    experiment: Experiment,
+) -> None:
     experiment.write(recipe(horizon={"steps": 2000}))
     for rank in (0, 1):
         directory = experiment.at(f"killed-{rank}")
@@ -370,7 +391,8 @@ def test_a_killed_worker_is_replaced_and_the_run_loses_no_step(experiment: Exper
         def has_both_again(directory: Path = directory) -> bool:
             rows = metric_rows(directory)
             return (
-                rows[-1]["generation"] > rows[0]["generation"] and rows[-1]["world_size"] == 2
+                rows[-1]["generation"] > rows[0]["generation"]
+                and rows[-1]["world_size"] == 2
             )
 
         wait_until(has_both_again)
@@ -389,13 +411,19 @@ def test_workers_die_with_their_launcher(experiment: Experiment) -> None:
     workers = run.workers()
     run.send(signal.SIGKILL)
     assert run.wait().code == -signal.SIGKILL
-    wait_until(lambda: not any(map(is_alive, workers)), what="a worker outlived its launcher")
+    wait_until(
+        lambda: not any(map(is_alive, workers)), what="a worker outlived its launcher"
+    )
 
 
 @pytest.mark.acceptance("8d-4f", "input-1e-1")
-def test_a_finished_run_is_extended_and_only_with_the_option(experiment: Experiment) -> None:
+def test_a_finished_run_is_extended_and_only_with_the_option(
+    experiment: Experiment,
+) -> None:
     experiment.run()
-    longer, shorter = (("--set", f"spec.training.horizon.steps={steps}") for steps in (11, 5))
+    longer, shorter = (
+        ("--set", f"spec.training.horizon.steps={steps}") for steps in (11, 5)
+    )
     refused = experiment.run(*longer, expect=USER_ERROR)
     assert "spec.training.horizon.steps: 11 here, but the run in" in refused.err
     assert "began with 8" in refused.err and "--extend" in refused.err
@@ -492,7 +520,9 @@ def test_the_best_checkpoint_is_marked_also_where_its_evaluation_was_cut_short(
     experiment.write(
         recipe(**EVALUATED, checkpoint={"every": {"steps": 2}, "keep": 1, "best": best})
     )
-    experiment.run(faults=[fault("evaluation", call=3, action="SIGTERM")], expect=STOPPED_SAVED)
+    experiment.run(
+        faults=[fault("evaluation", call=3, action="SIGTERM")], expect=STOPPED_SAVED
+    )
     rows = read_lines(experiment.at() / "evaluation.jsonl")
     stopped = steps_of(experiment.at())[-1]
     assert (
@@ -503,15 +533,21 @@ def test_the_best_checkpoint_is_marked_also_where_its_evaluation_was_cut_short(
     losses = {
         row["step"]: row["loss"] for row in read_lines(experiment.at() / "evaluation.jsonl")
     }
-    assert min(losses, key=lambda step: losses[step]) == stopped, "the loss of this run falls"
+    assert min(losses, key=lambda step: losses[step]) == stopped, (
+        "the loss of this run falls"
+    )
     pointer = json.loads((experiment.at() / "checkpoints" / "best.json").read_text())
     assert pointer["step"] == stopped
-    assert stopped in checkpoints(experiment.at()), "retention has removed the best checkpoint"
+    assert stopped in checkpoints(experiment.at()), (
+        "retention has removed the best checkpoint"
+    )
 
 
 def test_a_model_directory_that_was_edited_is_another_model(experiment: Experiment) -> None:
     experiment.run()
-    experiment.command("checkpoint", "export", "runs/tiny", "--output", "exported").expect(DONE)
+    experiment.command("checkpoint", "export", "runs/tiny", "--output", "exported").expect(
+        DONE
+    )
     experiment.write(
         {**recipe(), "model": {"path": "exported"}, "tokenizer": {"type": "byte"}},
         name="second",
@@ -535,12 +571,18 @@ def test_a_model_directory_that_was_edited_is_another_model(experiment: Experime
     assert steps_of(experiment.at("second")) == list(range(1, 9))
 
 
-def test_a_pretrained_model_is_not_trained_on_bytes_by_default(experiment: Experiment) -> None:
+def test_a_pretrained_model_is_not_trained_on_bytes_by_default(
+    experiment: Experiment,
+) -> None:
     experiment.run()
-    experiment.command("checkpoint", "export", "runs/tiny", "--output", "exported").expect(DONE)
+    experiment.command("checkpoint", "export", "runs/tiny", "--output", "exported").expect(
+        DONE
+    )
     experiment.write({**recipe(), "model": {"path": "exported"}}, name="second")
     refused = experiment.run(name="second", expect=USER_ERROR)
-    assert "spec.training.tokenizer: missing" in refused.err and "ids of bytes" in refused.err
+    assert (
+        "spec.training.tokenizer: missing" in refused.err and "ids of bytes" in refused.err
+    )
 
 
 def still(**changes: Any) -> dict[str, Any]:
@@ -558,7 +600,8 @@ def test_weights_come_from_another_run_and_nothing_else_does(
 
     experiment.run()
     experiment.write(
-        still(initFrom={"path": "runs/tiny"}, runtime={"parallelism": "fsdp2"}), name="second"
+        still(initFrom={"path": "runs/tiny"}, runtime={"parallelism": "fsdp2"}),
+        name="second",
     )
     before = snapshot(experiment.at())
     experiment.run("--workers", workers, name="second")
@@ -568,20 +611,26 @@ def test_weights_come_from_another_run_and_nothing_else_does(
     )
     assert first.keys() == second.keys()
     assert all(
-        torch.allclose(value, second[key], rtol=0, atol=1e-9) for key, value in first.items()
+        torch.allclose(value, second[key], rtol=0, atol=1e-9)
+        for key, value in first.items()
     )
     assert steps_of(experiment.at("second")) == [1]
     assert snapshot(experiment.at()) == before
 
 
 @pytest.mark.parametrize("field", ["initFrom", "model"])
-def test_weights_come_from_a_transformers_directory(experiment: Experiment, field: str) -> None:
+def test_weights_come_from_a_transformers_directory(
+    experiment: Experiment, field: str
+) -> None:
     import torch
 
     experiment.run()
-    experiment.command("checkpoint", "export", "runs/tiny", "--output", "exported").expect(DONE)
+    experiment.command("checkpoint", "export", "runs/tiny", "--output", "exported").expect(
+        DONE
+    )
     experiment.write(
-        {**still(), field: {"path": "exported"}, "tokenizer": {"type": "byte"}}, name="second"
+        {**still(), field: {"path": "exported"}, "tokenizer": {"type": "byte"}},
+        name="second",
     )
     for workers in ("1", "2"):
         experiment.run("--workers", workers, name="second", directory=f"second-{workers}")
@@ -634,10 +683,14 @@ def test_activation_checkpointing_changes_memory_and_not_the_losses(
     )
     # One process sums as before; shards are summed in another order.
     is_exact = options[1] == "1"
-    assert_same_curve(plain.at("plain"), plain.at(directory), exact=is_exact, tolerance=1e-5)
+    assert_same_curve(
+        plain.at("plain"), plain.at(directory), exact=is_exact, tolerance=1e-5
+    )
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("bf16-autocast", 0.01), ("bf16", 0.03)])
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [("bf16-autocast", 0.01), ("bf16", 0.03)]
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -650,9 +703,14 @@ def test_lower_precisions_stay_near_the_full_one(
 ) -> None:
     directory = f"{precision}-{options[1]}"
     plain.run(
-        *options, "--set", f"spec.training.runtime.precision={precision}", directory=directory
+        *options,
+        "--set",
+        f"spec.training.runtime.precision={precision}",
+        directory=directory,
     )
-    assert_same_curve(plain.at("plain"), plain.at(directory), exact=False, tolerance=tolerance)
+    assert_same_curve(
+        plain.at("plain"), plain.at(directory), exact=False, tolerance=tolerance
+    )
 
 
 @pytest.mark.long
@@ -688,6 +746,7 @@ def test_rows_hold_what_the_documentation_promises(plain: Experiment) -> None:
         "other_seconds",
     )
     assert all(
-        abs(sum(row[phase] for phase in phases) - row["step_seconds"]) < 1e-6 for row in rows
+        abs(sum(row[phase] for phase in phases) - row["step_seconds"]) < 1e-6
+        for row in rows
     )
     assert len({row["sample_hash"] for row in rows}) == len(rows)

@@ -74,7 +74,9 @@ def test_a_run_that_was_killed_while_the_scale_falls_goes_on_to_the_same_bits(
     num_skipped = assert_falls_and_learns(loud, "undisturbed")
     assert num_skipped <= STEPS - 3
     said = events(loud.at("undisturbed"), "skipped")
-    assert [(one["why"], one["in_a_row"]) for one in said] == [("overflow", 0)] * num_skipped
+    assert [(one["why"], one["in_a_row"]) for one in said] == [
+        ("overflow", 0)
+    ] * num_skipped
     assert events(loud.at("undisturbed"), "non_finite") == []
     state = final_state(loud.at("undisturbed"))
     assert state["loss_scale.scale"].tolist() == [

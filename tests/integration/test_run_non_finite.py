@@ -34,7 +34,9 @@ def bad(make_experiment: Callable[[], Experiment]) -> Experiment:
 
     experiment = make_experiment()
     experiment.run()
-    experiment.command("checkpoint", "export", "runs/tiny", "--output", "exported").expect(DONE)
+    experiment.command("checkpoint", "export", "runs/tiny", "--output", "exported").expect(
+        DONE
+    )
     path = experiment.path / "exported" / "model.safetensors"
     tensors = load_file(path)
     tensors["model.embed_tokens.weight"][ord("Z")] = torch.inf
@@ -63,14 +65,19 @@ def spoil(experiment: Experiment, places: list[tuple[int, int]]) -> None:
     loaded = load_manifest(experiment.path / "tiny.yaml")
     training, base = loaded.run.training, experiment.path
     prepared = prepare(
-        training, base_directory=base, prepared_directory=experiment.at().parent / ".prepared"
+        training,
+        base_directory=base,
+        prepared_directory=experiment.at().parent / ".prepared",
     )
     stream = open_recipe(training, prepared, base).data.train
     texts = [
-        json.loads(line)["text"] for line in (base / "documents.jsonl").read_text().splitlines()
+        json.loads(line)["text"]
+        for line in (base / "documents.jsonl").read_text().splitlines()
     ]
     owners = [
-        (number, place) for number, text in enumerate(texts) for place in range(len(text) + 1)
+        (number, place)
+        for number, text in enumerate(texts)
+        for place in range(len(text) + 1)
     ]
     for step, slot in places:
         (sample,) = stream.slot(step, slot).samples
@@ -101,9 +108,9 @@ def test_a_bad_step_ends_the_run_saved_and_a_run_is_taken_past_it_by_skip_steps(
             2,
             3,
         ]
-        assert [(one["reason"], one["saved"]) for one in events(bad.at(directory), "stop")] == [
-            ("non_finite", True)
-        ] * attempt
+        assert [
+            (one["reason"], one["saved"]) for one in events(bad.at(directory), "stop")
+        ] == [("non_finite", True)] * attempt
 
     write(bad, skipSteps=[4])
     ended = bad.run(*arguments, name="bad", directory=directory, expect=STOPPED_SAVED)
@@ -133,7 +140,8 @@ def test_bad_steps_in_a_row_are_skipped_as_often_as_asked_for(bad: Experiment) -
     assert "skipped step=4" in ended.out and "error: step 5, slot 2" in ended.err
     assert checkpoints(bad.at("one")) == [3, 4]
     assert [
-        (one["step"], one["why"], one["in_a_row"]) for one in events(bad.at("one"), "skipped")
+        (one["step"], one["why"], one["in_a_row"])
+        for one in events(bad.at("one"), "skipped")
     ] == [(4, "loss", 1)]
     bad.run("--workers", "2", name="bad", directory="one", expect=STOPPED_SAVED)
     assert steps_of(bad.at("one")) == [1, 2, 3, 4], (

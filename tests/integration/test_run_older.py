@@ -38,7 +38,8 @@ def test_a_run_of_05accba_goes_on_bit_for_bit(experiment: Experiment) -> None:
         # This processor rounds as the one that trained the older run.
         assert resumed == expected
         assert (
-            hash_state(final_state(experiment.at("before"))) == continued["state_after_step_8"]
+            hash_state(final_state(experiment.at("before")))
+            == continued["state_after_step_8"]
         )
         return
     for step, row in expected.items():
@@ -87,6 +88,8 @@ def test_a_run_of_05accba_with_other_data_is_refused_and_told_how_to_go_on(
     documents = experiment.path / "documents.jsonl"
     documents.write_text(documents.read_text() + '{"text": "one more"}\n')
     ended = experiment.run(name="before", expect=USER_ERROR)
-    assert f"error: {documents}: its content changed since this run was prepared" in ended.err
+    assert (
+        f"error: {documents}: its content changed since this run was prepared" in ended.err
+    )
     assert "Restore the file to go on with this run, or train the new content" in ended.err
     assert before.items() <= contents(experiment).items()

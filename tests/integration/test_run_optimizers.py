@@ -33,7 +33,10 @@ PIECES = {
     "type": "pieces",
     "warmup": 3,
     "startRatio": "10%",
-    "pieces": [{"until": 6, "ratio": 1}, {"until": "100%", "ratio": "5%", "shape": "cosine"}],
+    "pieces": [
+        {"until": 6, "ratio": 1},
+        {"until": "100%", "ratio": "5%", "shape": "cosine"},
+    ],
 }
 
 
@@ -119,7 +122,9 @@ def test_a_sharded_run_that_was_killed_goes_on_to_the_same_bits(
 
 
 @pytest.mark.parametrize("kind", ["lion", "sgd"])
-def test_a_sharded_model_is_trained_as_a_whole_one(experiment: Experiment, kind: str) -> None:
+def test_a_sharded_model_is_trained_as_a_whole_one(
+    experiment: Experiment, kind: str
+) -> None:
     # Sums of gradients are rounded in another order; by it a sign differs where a mean is near zero.
     experiment.write(elastic_recipe(optimizer=OPTIMIZERS[kind]))
     experiment.run(directory="whole")

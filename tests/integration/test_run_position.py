@@ -2,11 +2,12 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from position_helpers import expected_hashes, sizes_in
 from run_helpers import (
     STOPPED_SAVED,
     USER_ERROR,
@@ -71,38 +72,6 @@ def continued(make_experiment: Callable[[], Experiment]) -> Experiment:
     return experiment
 
 
-def sizes_in(record: Mapping[str, Any]) -> dict[str, int]:
-    """Windows of 16 tokens of each source: each but the first token is a label once."""
-    return {
-        one["name"]: -(-(sum(shard["tokens"] for shard in one["train"]["shards"]) - 1) // 16)
-        for one in record["prepared"]["sources"]
-    }
-
-
-def expected_hashes(record: Mapping[str, Any], taken: int, steps: range) -> dict[int, int]:
-    """The hash of each step's samples, computed from the definition of the order alone.
-
-    B is the source 1 of the first run, and C the third source that this chain of runs has seen.
-    """
-    from evergrad_trainer.data.mixture import Mixture
-    from evergrad_trainer.data.order import Permutation, SampleId, sample_hash
-
-    sizes = [sizes_in(record)[name] for name in ("c", "kept")]
-    turns = Mixture(sizes, weights=[1, 3], seed=0)
-    numbers, given = (2, 1), [0, taken]
-    hashes: dict[int, int] = {}
-    for step in steps:
-        total = 0
-        for at in range((step - 1) * 4, step * 4):
-            source = turns.locate(at - (steps.start - 1) * 4).source
-            epoch, index = divmod(given[source], sizes[source])
-            given[source] += 1
-            order = Permutation(seed=5, source=numbers[source], epoch=epoch, size=sizes[source])
-            total += sample_hash(at, SampleId(source, epoch, order(index)))
-        hashes[step] = total % 2**64
-    return hashes
-
-
 @pytest.mark.capability("O-22", "O-61", "G-11")
 def test_training_goes_on_in_another_mixture_with_what_follows_in_each_source(
     continued: Experiment,
@@ -115,10 +84,18 @@ def test_training_goes_on_in_another_mixture_with_what_follows_in_each_source(
     rows = curve(continued.at("next"))
     record = json.loads((continued.at("next") / "run.json").read_text())
     assert sorted(rows) == list(range(7, 15))
-    expected = expected_hashes(record, cursor["b"], range(7, 15))
+    # B is the source 1 of the first run, and C the third source that this chain of runs has seen.
+    sizes = sizes_in(record)
+    expected = expected_hashes(
+        [sizes["c"], sizes["kept"]],
+        weights=[1, 3],
+        numbers=[2, 1],
+        taken=[0, cursor["b"]],
+        steps=range(7, 15),
+    )
     assert {step: int(row["sample_hash"], 16) for step, row in rows.items()} == expected
     # The pass of B that the first run began in is finished, and the next one begun.
-    assert 6 + 24 > sizes_in(record)["kept"] > 6
+    assert 6 + 24 > sizes["kept"] > 6
 
     # The learning rate is warmed again behind the step, to this file's peak.
     rates = [rows[step]["learning_rate"] for step in (7, 8, 14)]
@@ -146,7 +123,9 @@ def test_a_position_in_another_mixture_goes_on_with_the_same_bits_after_kills_an
     continued.write(recipe(**merge(EXACT, changes)), name="killed")
 
     # Killed before its first checkpoint it begins again from the same.
-    continued.run(name="killed", expect=-9, faults=[fault("update", call=2, action="SIGKILL")])
+    continued.run(
+        name="killed", expect=-9, faults=[fault("update", call=2, action="SIGKILL")]
+    )
     assert checkpoints(continued.at("killed")) == []
     continued.run("--stop-after-steps", "3", name="killed", expect=STOPPED_SAVED)
     # From its own checkpoint on it needs the other run no more.
@@ -181,16 +160,21 @@ def test_a_chain_of_runs_takes_up_a_source_that_one_of_them_had_left_out(
 
 
 @pytest.mark.long
-def test_all_that_reads_a_run_reads_one_that_began_at_a_position(continued: Experiment) -> None:
+def test_all_that_reads_a_run_reads_one_that_began_at_a_position(
+    continued: Experiment,
+) -> None:
     # Samples of its first step: a new source has its first window there, and B is in its first pass still.
-    shown = continued.command("prepare", "next.yaml", "--show-samples", "4", "--json").expect(0)
+    shown = continued.command(
+        "prepare", "next.yaml", "--show-samples", "4", "--json"
+    ).expect(0)
     samples = [one["sample"] for one in json.loads(shown.out)["firstStep"]]
     assert [one.split("/")[0] for one in samples].count("kept") == 3
 
     # A resume in another directory has its bits, and so has an evaluation of it there.
     held = {"evaluation": {"sources": [{"name": "held", "path": "documents.jsonl"}]}}
     changes = merge(
-        SECOND, {**held, "initFrom": {"path": "runs/next", "step": 12, "load": "everything"}}
+        SECOND,
+        {**held, "initFrom": {"path": "runs/next", "step": 12, "load": "everything"}},
     )
     continued.write(recipe(**merge(EXACT, changes)), name="fork")
     continued.run(name="fork")
@@ -216,7 +200,10 @@ def test_what_has_no_place_in_another_mixture_is_refused(continued: Experiment) 
             {"data": {"heldOut": {"fraction": 0.2}}},
             "spec.training.data.heldOut",
         ),
-        ({"horizon": {"steps": 6}, "schedule": None}, "spec.training.horizon: ends at step 6"),
+        (
+            {"horizon": {"steps": 6}, "schedule": None},
+            "spec.training.horizon: ends at step 6",
+        ),
         ({"initFrom": {"step": 5}}, "holds no checkpoint of step 5"),
         (
             {"data": {"sources": [{"name": "b", "path": "b.jsonl", "samples": 5}]}},

@@ -123,7 +123,9 @@ def test_a_run_that_was_asked_to_stop_and_started_again_equals_one_that_was_not(
     ]
 
     undisturbed.run(directory)
-    assert steps_of(path) == list(range(1, STEPS + 1)), "a step was trained twice, or left out"
+    assert steps_of(path) == list(range(1, STEPS + 1)), (
+        "a step was trained twice, or left out"
+    )
     assert events(path, "start")[-1]["resumed_from"] == last
     undisturbed.assert_equal(directory)
 
@@ -219,7 +221,9 @@ def test_a_kill_while_a_checkpoint_is_written_resumes_from_the_one_before(
     )
 
 
-def test_a_run_killed_before_its_first_checkpoint_begins_again(experiment: Experiment) -> None:
+def test_a_run_killed_before_its_first_checkpoint_begins_again(
+    experiment: Experiment,
+) -> None:
     experiment.run(directory="undisturbed")
     experiment.run(expect=-9, faults=[fault("step", call=3, action="SIGKILL")])
     assert checkpoints(experiment.at()) == []
@@ -246,7 +250,13 @@ def test_a_signal_from_outside_at_any_moment_loses_nothing(experiment: Experimen
 
 
 def test_dropout_draws_the_same_numbers_after_a_resume(experiment: Experiment) -> None:
-    model = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16}
+    model = {
+        "model_type": "gpt2",
+        "n_embd": 32,
+        "n_layer": 1,
+        "n_head": 2,
+        "n_positions": 16,
+    }
     experiment.write({**recipe(), "model": {"config": model}})
     experiment.run(directory="undisturbed")
     experiment.run("--stop-after-steps", "4", expect=STOPPED_SAVED)
@@ -257,7 +267,9 @@ def test_dropout_draws_the_same_numbers_after_a_resume(experiment: Experiment) -
 
 @pytest.mark.capability("O-36", "T-15")
 @pytest.mark.parametrize("precision", ["bf16-autocast", "bf16"])
-def test_every_precision_resumes_bit_for_bit(experiment: Experiment, precision: str) -> None:
+def test_every_precision_resumes_bit_for_bit(
+    experiment: Experiment, precision: str
+) -> None:
     import torch
 
     experiment.write(recipe(runtime={"precision": precision}))

@@ -31,7 +31,9 @@ EVALUATED = {
 }
 
 
-def evaluations(experiment: Experiment, directory: str) -> list[tuple[int, str, float, int]]:
+def evaluations(
+    experiment: Experiment, directory: str
+) -> list[tuple[int, str, float, int]]:
     rows = read_lines(experiment.at(directory) / "evaluation.jsonl")
     return [(row["step"], row["name"], row["loss"], row["tokens"]) for row in rows]
 
@@ -77,9 +79,9 @@ def test_in_exact_mode_a_larger_world_has_the_same_bits(
     assert_same_curve(exact.at("1"), exact.at(workers))
     assert_same_state(exact.at("1"), exact.at(workers))
     assert evaluations(exact, "1") == evaluations(exact, workers)
-    exact.command("compare-runs", str(exact.at("1")), str(exact.at(workers)), "--exact").expect(
-        0
-    )
+    exact.command(
+        "compare-runs", str(exact.at("1")), str(exact.at(workers)), "--exact"
+    ).expect(0)
 
 
 def test_in_exact_mode_a_run_whose_world_changes_at_each_restart_has_the_same_bits(
@@ -160,7 +162,8 @@ def test_two_copies_of_two_shards_train_the_same_samples_with_the_same_losses(
     whole, copies = final_state(fast.at("1")), final_state(fast.at("copies"))
     assert whole.keys() == copies.keys()
     assert all(
-        torch.allclose(value, copies[key], rtol=1e-3, atol=1e-5) for key, value in whole.items()
+        torch.allclose(value, copies[key], rtol=1e-3, atol=1e-5)
+        for key, value in whole.items()
     )
 
 
@@ -208,7 +211,13 @@ def test_a_checkpoint_of_one_parallelism_is_loaded_under_another(
 
 @pytest.mark.capability("T-12")
 def test_dropout_does_not_depend_on_the_world(experiment: Experiment) -> None:
-    model = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16}
+    model = {
+        "model_type": "gpt2",
+        "n_embd": 32,
+        "n_layer": 1,
+        "n_head": 2,
+        "n_positions": 16,
+    }
     experiment.write(
         {**recipe(reproducibility={"elastic": "exact"}), "model": {"config": model}}
     )

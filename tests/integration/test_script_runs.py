@@ -28,12 +28,17 @@ STEP = re.compile(r"step (\d+)")
 class ScriptRun:
     """One ``evergrad run`` of a manifest with ``spec.script``, as a process of its own."""
 
-    def __init__(self, path: Path, command: list[str], *, nodes: int, **script: Any) -> None:
+    def __init__(
+        self, path: Path, command: list[str], *, nodes: int, **script: Any
+    ) -> None:
         manifest = {
             "apiVersion": "evergrad.dev/v1alpha1",
             "kind": "TrainingRun",
             "metadata": {"name": "script"},
-            "spec": {"nodes": {"min": 1, "max": 4}, "script": {"command": command, **script}},
+            "spec": {
+                "nodes": {"min": 1, "max": 4},
+                "script": {"command": command, **script},
+            },
         }
         self.path, self.nodes = path, nodes
         (path / "script.yaml").write_text(json.dumps(manifest), "utf-8")
@@ -85,14 +90,19 @@ class ScriptRun:
         """Process id of a node."""
         for child in children_of(self.launcher.pid):
             with contextlib.suppress(FileNotFoundError):
-                if Path(f"/proc/{child}/comm").read_text().strip() == f"evergrad-node{index}":
+                if (
+                    Path(f"/proc/{child}/comm").read_text().strip()
+                    == f"evergrad-node{index}"
+                ):
                     return int(child)
         raise AssertionError(f"node {index} is not there; {self.output[-2000:]}")
 
     def until(self, is_so: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + SECONDS
         while not is_so():
-            assert self.launcher.poll() is None, f"ended before {what}: {self.output[-4000:]}"
+            assert self.launcher.poll() is None, (
+                f"ended before {what}: {self.output[-4000:]}"
+            )
             assert time.monotonic() < deadline, f"no {what}: {self.output[-4000:]}"
             time.sleep(0.02)
 
@@ -241,7 +251,9 @@ def series(port: int, name: str) -> float | None:
         urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=100) as answer,
     ):
         found = re.search(
-            rf'^{name}{{node="0",run="script"}} (\S+)$', answer.read().decode(), re.MULTILINE
+            rf'^{name}{{node="0",run="script"}} (\S+)$',
+            answer.read().decode(),
+            re.MULTILINE,
         )
         return float(found[1]) if found else None
     return None
@@ -318,7 +330,9 @@ def test_sigterm_ends_a_run_whose_script_and_whose_node_do_not_listen(
 ) -> None:
     (tmp_path / "train.py").write_text(STAYS, "utf-8")
     run = make(["train.py"], gracePeriodSeconds=1).start()
-    run.until(lambda: all((tmp_path / f"up-{rank}").exists() for rank in (0, 1)), "two workers")
+    run.until(
+        lambda: all((tmp_path / f"up-{rank}").exists() for rank in (0, 1)), "two workers"
+    )
     processes = [run.node(index) for index in (0, 1)]
     processes += [worker for node in processes for worker in children_of(node)]
     os.kill(run.node(1), signal.SIGSTOP)
@@ -333,7 +347,9 @@ def test_a_second_signal_ends_a_run_at_once(make: Make, tmp_path: Path) -> None:
         "from evergrad.elastic import should_stop\nshould_stop()\n" + STAYS, "utf-8"
     )
     run = make(["train.py"], gracePeriodSeconds=3600).start()
-    run.until(lambda: all((tmp_path / f"up-{rank}").exists() for rank in (0, 1)), "two workers")
+    run.until(
+        lambda: all((tmp_path / f"up-{rank}").exists() for rank in (0, 1)), "two workers"
+    )
     processes = [run.node(index) for index in (0, 1)]
     processes += [worker for node in processes for worker in children_of(node)]
     run.launcher.send_signal(signal.SIGTERM)
@@ -428,7 +444,10 @@ def test_an_executable_gets_torchruns_variables_and_what_it_leaves_behind_is_end
     script.chmod(0o755)
     run = make(["./train.sh"], env={"KEY": "value"}).start()
     assert run.wait() == 0, run.output[-3000:]
-    assert "worker 0 of 2 with value" in run.output and "worker 1 of 2 with value" in run.output
+    assert (
+        "worker 0 of 2 with value" in run.output
+        and "worker 1 of 2 with value" in run.output
+    )
     for rank in (0, 1):
         left = int((tmp_path / f"left-{rank}").read_text())
         deadline = time.monotonic() + 100

@@ -51,7 +51,9 @@ def evaluations(directory: Path) -> dict[tuple[int, str], Any]:
 
 @pytest.mark.acceptance("8d-13c:sft")
 @pytest.mark.capability("C-3", "C-35", "C-36", "C-47")
-def test_each_set_is_evaluated_by_its_loss_and_by_what_is_generated(tuned: Experiment) -> None:
+def test_each_set_is_evaluated_by_its_loss_and_by_what_is_generated(
+    tuned: Experiment,
+) -> None:
     found = evaluations(tuned.at("undisturbed"))
     assert {name for _, name in found} == {"heldOut", "heldOut-generated"}
     for (_, name), (_, metrics) in found.items():
@@ -200,7 +202,10 @@ def test_a_tokenizers_own_chat_template_is_used(experiment: Experiment) -> None:
     )
     backend.train([str(experiment.path / "rows.jsonl")], trainer)
     PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<end>", unk_token="<unk>", chat_template=TEMPLATE
+        tokenizer_object=backend,
+        eos_token="<end>",
+        unk_token="<unk>",
+        chat_template=TEMPLATE,
     ).save_pretrained(experiment.path / "tokenizer")
     own = {"tokenizer": {"type": "transformers", "path": "tokenizer"}, "rows": None}
     experiment.write(elastic_recipe(**{**SFT, **own}))
@@ -221,7 +226,8 @@ def test_a_tokenizers_own_chat_template_is_used(experiment: Experiment) -> None:
     experiment.write(elastic_recipe(**{**SFT, **own}), name="without")
     said = experiment.run(name="without", expect=USER_ERROR).err
     assert (
-        "rows.jsonl:1: a conversation cannot be made a text; the tokenizer has no chat" in said
+        "rows.jsonl:1: a conversation cannot be made a text; the tokenizer has no chat"
+        in said
     )
 
 
@@ -244,9 +250,9 @@ def test_evaluate_generates_what_the_run_itself_has_generated(tuned: Experiment)
     rows = json.loads(ended.expect(DONE).out)["results"]
     own = evaluations(run)
     last = max(step for step, _ in own)
-    assert {(row["step"], row["name"]): [row["loss"], row.get("metrics")] for row in rows} == {
-        key: value for key, value in own.items() if key[0] == last
-    }
+    assert {
+        (row["step"], row["name"]): [row["loss"], row.get("metrics")] for row in rows
+    } == {key: value for key, value in own.items() if key[0] == last}
     assert len(rows) == 2
 
 

@@ -87,7 +87,9 @@ def build(world: World, directory: Path, runtime: dict[str, Any]) -> Machinery:
     )
 
 
-def train(machinery: Machinery, world: World, *, steps: int = STEPS) -> list[dict[str, Any]]:
+def train(
+    machinery: Machinery, world: World, *, steps: int = STEPS
+) -> list[dict[str, Any]]:
     """Make ``steps`` updates, each over one micro-batch a rank; the gradients of each, whole."""
     gradients = build_gradient_sum(
         machinery.model, make_training(), slots_per_step=4, is_sharded=machinery.is_sharded
@@ -219,7 +221,9 @@ def save_and_hash(
         restored = manager.restore(machinery.state())
         assert restored is not None and restored.step == STEPS
     manager.close()
-    sums = {name: value.double().sum().item() for name, value in whole_state(machinery).items()}
+    sums = {
+        name: value.double().sum().item() for name, value in whole_state(machinery).items()
+    }
     return {"sums": sums}
 
 
@@ -307,7 +311,9 @@ def combine(world: World, directory: Path) -> dict[str, tuple[float, int]]:
 def test_chunked_losses_compiled_blocks_and_recomputation_go_together_with_shards(
     tmp_path: Path,
 ) -> None:
-    ranks = processes.values(processes.run_world(combine, size=2, directory=tmp_path / "run"))
+    ranks = processes.values(
+        processes.run_world(combine, size=2, directory=tmp_path / "run")
+    )
     for found in ranks:
         assert len(found) == len(COMBINED)
         assert {name: value for name, (value, _) in found.items() if value > 1e-6} == {}

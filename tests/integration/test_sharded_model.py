@@ -73,7 +73,9 @@ def train_sharded(world: World, directory: Path) -> dict[str, Any]:
     return {name: _examine(world, directory, *case) for name, case in CASES.items()}
 
 
-def _examine(world: World, directory: Path, precision: str, is_tied: bool) -> dict[str, Any]:
+def _examine(
+    world: World, directory: Path, precision: str, is_tied: bool
+) -> dict[str, Any]:
     """Build the model sharded and whole, and compare weights, and gradients of slots that all ranks compute
     alike."""
     training = make_training(precision, tie_word_embeddings=is_tied)
@@ -103,7 +105,9 @@ def _examine(world: World, directory: Path, precision: str, is_tied: bool) -> di
     gradients.finish()
 
     expected = whole_gradients(plan)
-    sums = {name: value.grad.full_tensor() / (2 * SLOTS) for name, value in parameters.items()}
+    sums = {
+        name: value.grad.full_tensor() / (2 * SLOTS) for name, value in parameters.items()
+    }
     errors = {
         name: (sums[name] - value).norm() / value.norm() for name, value in expected.items()
     }
@@ -125,7 +129,9 @@ def whole_gradients(plan: ModelPlan) -> dict[str, torch.Tensor]:
     model = build_model(plan, seed=0, precision="fp32")
     causal_lm_loss(model)(IDS, IDS).backward()
     return {
-        name: value.grad for name, value in model.named_parameters() if value.grad is not None
+        name: value.grad
+        for name, value in model.named_parameters()
+        if value.grad is not None
     }
 
 

@@ -204,7 +204,9 @@ def whole_state(machinery: Machinery) -> dict[str, list[float]]:
 
 def difference(one: dict[str, list[float]], other: dict[str, list[float]]) -> float:
     assert one.keys() == other.keys()
-    return max(abs(a - b) for name in one for a, b in zip(one[name], other[name], strict=True))
+    return max(
+        abs(a - b) for name in one for a, b in zip(one[name], other[name], strict=True)
+    )
 
 
 def compare_with_replicated(world: World, directory: Path) -> dict[str, Any]:
@@ -249,7 +251,9 @@ def test_modules_that_are_cut_train_as_whole_ones(tmp_path: Path, size: int) -> 
         # Adam makes steps of one size: where gradients are nearly zero, products in bf16 turn some around.
         assert found["trained"] < found["mixed"] < 2.1 * STEPS * 1e-2
         # Frozen modules are cut, too, but for the one that is called with other weights.
-        assert found["whole"] and all(n.startswith("frozen.target.") for n in found["whole"])
+        assert found["whole"] and all(
+            n.startswith("frozen.target.") for n in found["whole"]
+        )
         # The hash of a frozen module says nothing of how it is held.
         assert found["frozen"][0] == found["frozen"][1] == ranks[0]["frozen"][0]
         assert found["kept"] == ranks[0]["kept"]
@@ -257,7 +261,13 @@ def test_modules_that_are_cut_train_as_whole_ones(tmp_path: Path, size: int) -> 
         assert set(found["passes"]) == {0}
     names = ranks[0]["names"]
     assert len(names) == len(set(names))
-    prefixes = {"encoder.", "predictor.", "optimizer.encoder.", "optimizer.predictor.", "kept."}
+    prefixes = {
+        "encoder.",
+        "predictor.",
+        "optimizer.encoder.",
+        "optimizer.predictor.",
+        "kept.",
+    }
     assert {p for p in prefixes if any(name.startswith(p) for name in names)} == prefixes
     assert not any("teacher" in name or "projector" in name for name in names)
 
@@ -305,7 +315,11 @@ def test_a_checkpoint_of_several_modules_is_restored_by_other_numbers_of_process
     for size, runtime in worlds:
         restored = processes.values(
             processes.run_world(
-                train_and_save, size=size, directory=directory, runtime=runtime, goes_on=True
+                train_and_save,
+                size=size,
+                directory=directory,
+                runtime=runtime,
+                goes_on=True,
             )
         )
         assert all(one == saved for one in restored)
@@ -340,12 +354,16 @@ def test_what_is_altered_on_one_rank_is_found(tmp_path: Path) -> None:
     )
     # Only the rank that holds it can know of a frozen part; it leaves, and its group begins again.
     assert "frozen" not in first and second["frozen"].startswith("HostError: ")
-    assert "the frozen modules teacher have changed since they were built" in second["frozen"]
+    assert (
+        "the frozen modules teacher have changed since they were built" in second["frozen"]
+    )
     for found in (first, second):
         assert "one of ranks 0 and 1 is wrong" in found["kept"]
         # One copy: nobody else holds that part of the weight.
         assert "trained" not in found
-    ranks = processes.values(processes.run_world(alter, size=4, directory=tmp_path / "four"))
+    ranks = processes.values(
+        processes.run_world(alter, size=4, directory=tmp_path / "four")
+    )
     for found in ranks:
         assert "by majority that of rank 1 is wrong" in found["kept"]
         assert "one of ranks 1 and 3 is wrong" in found["trained"]
@@ -413,7 +431,10 @@ def call_between_steps(world: World, directory: Path) -> dict[str, Any]:
         frozen=machinery.held_frozen,
         cut=machinery.cut(),
     )
-    compare, before = build_comparison(machinery, Membership(world)), set(machinery.own_state())
+    compare, before = (
+        build_comparison(machinery, Membership(world)),
+        set(machinery.own_state()),
+    )
     outcome = StepOutcome(1, 1.0, {}, 8, "0" * 16, 0.1, 1.0, (), {}, 0.0)
     for entered in (None, STAGE):
         finish(outcome, entered)
@@ -487,7 +508,8 @@ class Careless(Distilled):
             return Loss(nn.functional.linear(x, predictor.weight).sum())
         if self.where == "functional_call":
             other = {
-                name: torch.zeros(value.shape) for name, value in predictor.named_parameters()
+                name: torch.zeros(value.shape)
+                for name, value in predictor.named_parameters()
             }
             return Loss(functional_call(predictor, other, (x,)).sum())
         return Loss(predictor(x).sum())
@@ -520,7 +542,9 @@ def test_weights_that_are_used_where_they_are_not_whole_are_refused_with_the_lin
                 in found[where]
             )
             assert "full_tensor" in found[where] and "Modules.replicated" in found[where]
-        assert "Linear is called with weights that are not its own" in found["functional_call"]
+        assert (
+            "Linear is called with weights that are not its own" in found["functional_call"]
+        )
         assert "Modules.replicated" in found["functional_call"]
 
 
@@ -538,7 +562,9 @@ class Preferring(Distilled):
         ids = torch.arange(24).reshape(2, 12)
         with torch.no_grad():
             before = modules.frozen["reference"](input_ids=ids).logits
-        return Loss((modules.trained["model"](input_ids=ids).logits - before).square().sum())
+        return Loss(
+            (modules.trained["model"](input_ids=ids).logits - before).square().sum()
+        )
 
 
 def build_with_reference(world: World, directory: Path) -> dict[str, Any]:

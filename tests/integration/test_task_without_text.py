@@ -138,7 +138,9 @@ def test_it_is_killed_and_resumed_with_the_bits_of_an_undisturbed_run(
     (log,) = experiment.path.glob("runs/.prepared/task-*/log")
     assert log.read_text().splitlines() == ["True"] + ["False"] * 4
     (newest,) = whole.glob("checkpoints/step-*10*/manifest.json")
-    assert json.loads(newest.read_text("utf-8"))["extra"]["state"]["frozen"].keys() == {"scale"}
+    assert json.loads(newest.read_text("utf-8"))["extra"]["state"]["frozen"].keys() == {
+        "scale"
+    }
 
 
 @pytest.mark.parametrize(
@@ -233,8 +235,12 @@ def test_samples_are_read_ahead_in_a_thread_and_an_error_there_ends_the_run(
     assert {"MainThread", "evergrad-prefetch"} == set(readers)
 
     (experiment.path / "readers").unlink()
-    torn = 'if "prefetch" in name:\n            raise OSError("the table is torn")\n        '
-    write_curve(experiment, change(TASK, (READ, NOTED.lstrip("\n ") + torn + READ), waiting))
+    torn = (
+        'if "prefetch" in name:\n            raise OSError("the table is torn")\n        '
+    )
+    write_curve(
+        experiment, change(TASK, (READ, NOTED.lstrip("\n ") + torn + READ), waiting)
+    )
     err = experiment.run(directory="torn", expect=None).err
     assert "the table is torn" in err
     assert read_lines(experiment.at("torn") / "metrics.jsonl") == []

@@ -103,13 +103,17 @@ def test_the_second_stage_begins_at_its_token_with_the_model_as_reference(
     rows = curve(directory)
     names = {"policy_loss", "reference_loss", "penalty", "kl", "beta"}
     assert all("metrics" not in rows[step] for step in range(1, BOUNDARY + 1))
-    assert all(rows[step]["metrics"].keys() == names for step in range(BOUNDARY + 1, STEPS + 1))
+    assert all(
+        rows[step]["metrics"].keys() == names for step in range(BOUNDARY + 1, STEPS + 1)
+    )
 
     # In its first step the model is the reference still: no dropout, one arithmetic, no difference.
     first = rows[BOUNDARY + 1]
     assert first["metrics"]["penalty"] == first["metrics"]["kl"] == 0.0
     assert (
-        first["metrics"]["policy_loss"] == first["metrics"]["reference_loss"] == first["loss"]
+        first["metrics"]["policy_loss"]
+        == first["metrics"]["reference_loss"]
+        == first["loss"]
     )
     last = rows[STEPS]
     assert last["metrics"]["kl"] > 0 and last["metrics"]["beta"] == 2.0
@@ -151,7 +155,9 @@ def test_evaluate_measures_beside_the_reference_of_the_run(whole: Experiment) ->
     directory = whole.at("undisturbed")
     own = evaluations(directory)
     for step in (STEPS, BOUNDARY):
-        ended = whole.command("evaluate", str(directory), "--json", "--checkpoint", str(step))
+        ended = whole.command(
+            "evaluate", str(directory), "--json", "--checkpoint", str(step)
+        )
         rows = json.loads(ended.expect(DONE).out)["results"]
         found = {
             (row["step"], row["name"]): (row["loss"], row["tokens"], row.get("metrics"))
@@ -165,7 +171,9 @@ def test_evaluate_measures_beside_the_reference_of_the_run(whole: Experiment) ->
 @pytest.mark.capability("T-67")
 def test_one_schedule_goes_over_both_stages(whole: Experiment) -> None:
     """Stable through the boundary, and a decay at the end of the second stage alone."""
-    rates = [row["learning_rate"] for _, row in sorted(curve(whole.at("undisturbed")).items())]
+    rates = [
+        row["learning_rate"] for _, row in sorted(curve(whole.at("undisturbed")).items())
+    ]
     assert set(rates[: STEPS - 2]) == {3e-3} and rates[-1] < rates[-2] <= 3e-3
 
 
@@ -199,7 +207,11 @@ KILLS = {
     "in_the_second_stage": fault("step", call=9, action="SIGKILL"),
 }
 
-SHOWN = ("in_the_save_of_the_boundary", "before_the_reference_is_taken", "in_the_second_stage")
+SHOWN = (
+    "in_the_save_of_the_boundary",
+    "before_the_reference_is_taken",
+    "in_the_second_stage",
+)
 """Of each state that a resume can find one: no checkpoint of the boundary, one and no reference, both."""
 
 
@@ -231,7 +243,9 @@ def test_a_run_that_is_killed_around_the_boundary_goes_on_to_the_same_bits(
         pytest.param(STEPS - 1, marks=pytest.mark.long),
     ],
 )
-def test_a_run_that_stops_and_goes_on_has_the_same_bits(whole: Experiment, step: int) -> None:
+def test_a_run_that_stops_and_goes_on_has_the_same_bits(
+    whole: Experiment, step: int
+) -> None:
     name = f"stopped-{step}"
     whole.run("--stop-after-steps", str(step), directory=name, expect=STOPPED_SAVED)
     whole.run(directory=name)
@@ -304,7 +318,9 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(
     write(experiment)
     experiment.write(merge(two_stages(), changes))
     assert said in experiment.run(expect=USER_ERROR).err
-    assert not (experiment.at() / "run.json").exists() and checkpoints(experiment.at()) == []
+    assert (
+        not (experiment.at() / "run.json").exists() and checkpoints(experiment.at()) == []
+    )
 
 
 @pytest.mark.acceptance("8d-4i:two_stage_kl")
@@ -314,7 +330,10 @@ def test_another_beta_or_mixture_is_another_recipe(
     experiment = make_experiment()
     write(experiment)
     experiment.run("--stop-after-steps", "7", expect=STOPPED_SAVED)
-    stages = [{"tokens": 300, "mixture": {"docs": 1}}, {"mixture": {"more": 1}, "beta": 3.0}]
+    stages = [
+        {"tokens": 300, "mixture": {"docs": 1}},
+        {"mixture": {"more": 1}, "beta": 3.0},
+    ]
     before = (experiment.at() / "run.json").read_bytes()
     write(experiment, twoStageKl={"stages": stages})
     err = experiment.run(expect=USER_ERROR).err
@@ -347,7 +366,9 @@ def test_shards_train_beside_the_same_reference(
     stop = ("--stop-after-steps", "7")
     experiment.run(*sharded, *stop, directory="cut", expect=STOPPED_SAVED)
     experiment.run(directory="cut")
-    assert_same_curve(experiment.at("alone"), experiment.at("cut"), exact=False, tolerance=1e-5)
+    assert_same_curve(
+        experiment.at("alone"), experiment.at("cut"), exact=False, tolerance=1e-5
+    )
 
 
 def test_a_reference_computes_in_the_types_of_a_model_that_is_cut(

@@ -87,7 +87,8 @@ def test_a_node_that_is_lost_around_the_boundary_costs_no_bit(
     dies = fault("SIGKILL", place, rank=rank, step=step, to="node")
     cluster = make_elastic(two_stages, expect=2).start(faults=[dies])
     cluster.until(
-        lambda: any(one.poll() is not None for one in cluster.nodes.values()), "a node's end"
+        lambda: any(one.poll() is not None for one in cluster.nodes.values()),
+        "a node's end",
     )
     left = [node for node, one in cluster.nodes.items() if one.poll() != -signal.SIGKILL]
     assert len(left) == 1

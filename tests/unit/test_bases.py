@@ -32,7 +32,10 @@ def raise_with_sequence() -> Exception:
         (f"at {SEQUENCE.lower()}.", "at [40 bases]."),
         (f"{'AC' * 10} and {'AC' * 9}C", f"[20 bases] and {'AC' * 9}C"),
         ("A" * 40, "A" * 40),
-        ("placed/train.jsonl:1, population 5 A>C", "placed/train.jsonl:1, population 5 A>C"),
+        (
+            "placed/train.jsonl:1, population 5 A>C",
+            "placed/train.jsonl:1, population 5 A>C",
+        ),
         ("0123456789abcdefacacacac", "0123456789abcdefacacacac"),
     ],
 )

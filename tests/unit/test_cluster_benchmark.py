@@ -32,7 +32,9 @@ METRICS = "# TYPE apiserver_request_total counter\n" + "".join(
     f'scope="resource",subresource="{subresource}",verb="{verb}",version="v1"}} {count}\n'
     for verb, resource, subresource, code, count in COUNTED
 )
-METRICS += 'apiserver_request_duration_seconds_bucket{resource="pods",verb="POST",le="0.1"} 5\n'
+METRICS += (
+    'apiserver_request_duration_seconds_bucket{resource="pods",verb="POST",le="0.1"} 5\n'
+)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +71,9 @@ def test_writes_are_counted_by_writer_and_what_goes_on_without_runs_is_left_out(
     assert bench.meters.describe(writes, 2)["APPLY trainingruns/status"] == 1.5
 
 
-def pod(name: str, run: str, *, phase: str = "Pending", role: str = "node") -> dict[str, Any]:
+def pod(
+    name: str, run: str, *, phase: str = "Pending", role: str = "node"
+) -> dict[str, Any]:
     labels = {"evergrad.dev/run": run, "evergrad.dev/role": role}
     return {"metadata": {"name": name, "labels": labels}, "status": {"phase": phase}}
 
@@ -80,7 +84,9 @@ def test_a_run_counts_from_its_fourth_pod_and_replacements_and_coordinators_are_
     seen, run_of = bench.load.Seen(), bench.evergrad.run_of
     for number in range(5):
         seen.take("ADDED", pod(f"a-{number}", "a"), run_of, at=number)
-        seen.take("MODIFIED", pod(f"a-{number}", "a", phase="Running"), run_of, at=10 + number)
+        seen.take(
+            "MODIFIED", pod(f"a-{number}", "a", phase="Running"), run_of, at=10 + number
+        )
     seen.take("ADDED", pod("b-0", "b"), run_of, at=7)
     seen.take("ADDED", pod("a-coordinator", "a", role="coordinator"), run_of, at=0)
     seen.take("DELETED", pod("a-4", "a", phase="Running"), run_of, at=20)
@@ -109,7 +115,9 @@ def test_quantiles_are_values_that_were_measured(bench: SimpleNamespace) -> None
     assert bench.load.quantile([3.0, 1.0, 2.0], 0.99) == 3.0
 
 
-def make_sample(side: str, seconds: float, *, writes: float, runs: int = 4) -> dict[str, Any]:
+def make_sample(
+    side: str, seconds: float, *, writes: float, runs: int = 4
+) -> dict[str, Any]:
     return {
         "runs": runs,
         "rate": 10.0,
@@ -184,7 +192,12 @@ def test_a_kill_is_measured_to_the_next_step_of_others_and_to_the_replacements(
     bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def row(step: int, at: float, *, generation: int, world_size: int) -> dict[str, Any]:
-        return {"step": step, "time": at, "generation": generation, "world_size": world_size}
+        return {
+            "step": step,
+            "time": at,
+            "generation": generation,
+            "world_size": world_size,
+        }
 
     rows = [row(step, 90.0 + step, generation=1, world_size=2) for step in range(1, 9)]
 

@@ -23,7 +23,12 @@ from evergrad_trainer.checkpoint.manifest import FileEntry, Identity, Manifest
 from evergrad_trainer.checkpoint.staging import view_bytes
 from evergrad_trainer.checkpoint.store import open_store
 from evergrad_trainer.checkpoint.tensor_table import StoredChunk, StoredTensor, encode_table
-from evergrad_trainer.errors import CheckpointError, ModelError, RunDirectoryError, VolumeError
+from evergrad_trainer.errors import (
+    CheckpointError,
+    ModelError,
+    RunDirectoryError,
+    VolumeError,
+)
 from evergrad_trainer.models import safetensors_files
 from evergrad_trainer.models.build import build_model, plan_model
 from evergrad_trainer.run_directory import RunDirectory
@@ -98,7 +103,10 @@ def make_run(tmp_path: Path) -> MakeRun:
         training = {
             "model": {"config": config, **model_settings},
             "ema": ema,
-            "data": {"sources": [{"name": "docs", "path": "docs.jsonl"}], "sequenceLength": 16},
+            "data": {
+                "sources": [{"name": "docs", "path": "docs.jsonl"}],
+                "sequenceLength": 16,
+            },
             "batching": {"globalBatchSize": 2, "microBatchSize": 1},
             "optimizer": {"learningRate": 0.1},
             "horizon": {"steps": 10},
@@ -171,9 +179,13 @@ def test_weights_are_converted_and_spread_over_files_with_an_index(
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())
-    expected = json.loads((tmp_path / "theirs" / "model.safetensors.index.json").read_text())
+    expected = json.loads(
+        (tmp_path / "theirs" / "model.safetensors.index.json").read_text()
+    )
     assert index["metadata"] == expected["metadata"]
-    assert set(index["weight_map"]) == set(ours) and len(set(index["weight_map"].values())) > 1
+    assert (
+        set(index["weight_map"]) == set(ours) and len(set(index["weight_map"].values())) > 1
+    )
 
     from transformers import AutoModelForCausalLM
 
@@ -208,7 +220,9 @@ def test_a_full_disk_is_trouble_of_the_output_and_a_lost_shard_of_the_checkpoint
 
     with monkeypatch.context() as patch:
         patch.setattr(safetensors_files, "write_all", fill_up)
-        with pytest.raises(VolumeError, match=f"{output}: cannot be written; No space left"):
+        with pytest.raises(
+            VolumeError, match=f"{output}: cannot be written; No space left"
+        ):
             export.export_checkpoint(run, step=None, output=output, dtype=None)
 
     def lose_shard(
@@ -310,7 +324,9 @@ def test_a_merge_is_rounded_to_the_type_that_is_asked_for(
 
 
 # peft asks transformers for a property by its former name.
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
+)
 def test_adapters_alone_are_what_peft_reads_beside_their_base(
     make_run: MakeRun, tmp_path: Path
 ) -> None:
@@ -356,7 +372,9 @@ def test_the_average_is_exported_where_it_is_asked_for(
         assert all(torch.equal(found[name], factor * tensors[name]) for name in found)
 
 
-def test_what_a_run_does_not_have_is_not_exported(make_run: MakeRun, tmp_path: Path) -> None:
+def test_what_a_run_does_not_have_is_not_exported(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
     run, _ = make_run(LLAMA)
     options: dict[str, Any] = {"step": None, "output": tmp_path / "ours", "dtype": None}
     with pytest.raises(

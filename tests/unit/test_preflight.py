@@ -78,8 +78,9 @@ def test_a_missing_an_empty_and_a_good_file_are_told_apart(tmp_path: Path) -> No
     assert [finding.problem.path for finding in found] == [
         str(tmp_path / f"{name}.jsonl") for name in names
     ]
-    assert "missing.jsonl: does not exist; spec.training.data.sources[0].path names it" in str(
-        found[0].problem
+    assert (
+        "missing.jsonl: does not exist; spec.training.data.sources[0].path names it"
+        in str(found[0].problem)
     )
     assert "empty.jsonl: is empty; spec.training.data.sources[1].path names it" in str(
         found[1].problem
@@ -147,9 +148,9 @@ def test_memory_is_enough_too_little_or_unknown() -> None:
     small = replace(MACHINE, memory_bytes=10 * 2**20)
     finding = only(check_memory(training(), FACTS, small, num_workers=1, world_size=1))
     assert finding.level == "error"
-    assert "1,000,000 parameters need about" in str(finding.problem) and "MiB are there" in str(
+    assert "1,000,000 parameters need about" in str(
         finding.problem
-    )
+    ) and "MiB are there" in str(finding.problem)
     assert (
         only(
             check_memory(
@@ -166,7 +167,10 @@ def test_memory_is_enough_too_little_or_unknown() -> None:
 
 def test_replicas_on_one_machine_add_up_and_shards_do_not() -> None:
     machine = replace(MACHINE, memory_bytes=40 * 2**20)
-    sharded, facts = training(runtime={"parallelism": "fsdp2"}), replace(FACTS, num_layers=8)
+    sharded, facts = (
+        training(runtime={"parallelism": "fsdp2"}),
+        replace(FACTS, num_layers=8),
+    )
     assert (
         only(check_memory(training(), facts, machine, num_workers=1, world_size=1)).level
         == "ok"
@@ -176,7 +180,8 @@ def test_replicas_on_one_machine_add_up_and_shards_do_not() -> None:
         == "error"
     )
     assert (
-        only(check_memory(sharded, facts, machine, num_workers=4, world_size=4)).level == "ok"
+        only(check_memory(sharded, facts, machine, num_workers=4, world_size=4)).level
+        == "ok"
     )
 
 
@@ -277,7 +282,9 @@ def test_a_run_directory_is_probed_and_left_as_it_was(tmp_path: Path) -> None:
 def test_a_run_directory_below_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     finding = only(check_run_directory(tmp_path / "file" / "run", None, keep=3))
-    assert finding.level == "error" and str(tmp_path / "file" / "run") in str(finding.problem)
+    assert finding.level == "error" and str(tmp_path / "file" / "run") in str(
+        finding.problem
+    )
 
 
 def test_space_for_one_checkpoint_is_too_little_and_for_fewer_than_are_kept_is_a_warning(
@@ -356,10 +363,12 @@ def test_a_shard_is_of_the_whole_world_and_no_process_holds_the_whole_model() ->
     sharded = training(runtime={"parallelism": "fsdp2", "precision": "fp32"})
     device = replace(MACHINE, num_accelerators=8, accelerator_memory_bytes=3 * 10**9)
     assert (
-        only(check_memory(sharded, facts, device, num_workers=8, world_size=64)).level == "ok"
+        only(check_memory(sharded, facts, device, num_workers=8, world_size=64)).level
+        == "ok"
     )
     assert (
-        only(check_memory(sharded, facts, device, num_workers=2, world_size=2)).level == "error"
+        only(check_memory(sharded, facts, device, num_workers=2, world_size=2)).level
+        == "error"
     )
 
 
@@ -415,13 +424,18 @@ def test_the_largest_micro_batch_that_fits_is_named_and_leaves_one_to_each_worke
     def check(micro: int, **options: Any) -> Finding:
         plan = training(
             batching={"globalBatchSize": 48, "microBatchSize": micro},
-            data={"sources": [{"name": "docs", "path": "docs.jsonl"}], "sequenceLength": 2048},
+            data={
+                "sources": [{"name": "docs", "path": "docs.jsonl"}],
+                "sequenceLength": 2048,
+            },
         )
         options = {"num_workers": 1, "world_size": 1, **options}
         return only(check_memory(plan, facts, device, **options))
 
     fine = check(1)
-    named = int(re.search(r"with a microBatchSize of up to (\d+), too", str(fine.problem))[1])  # type: ignore[index]
+    named = int(
+        re.search(r"with a microBatchSize of up to (\d+), too", str(fine.problem))[1]
+    )  # type: ignore[index]
     assert fine.level == "ok" and 1 < named < 48 and 48 % named == 0
     # It is the bound: the next divisor is refused, and names it.
     assert check(named).level == "ok" and "up to" not in str(check(named).problem)
@@ -435,7 +449,9 @@ def test_the_largest_micro_batch_that_fits_is_named_and_leaves_one_to_each_worke
 
 
 def traps(machine: Machine = MACHINE, **changes: Any) -> list[str]:
-    return [problem.path for problem in find_traps(training(**changes), None, machine=machine)]
+    return [
+        problem.path for problem in find_traps(training(**changes), None, machine=machine)
+    ]
 
 
 def test_a_loss_in_chunks_is_refused_for_a_model_whose_logits_are_more_than_a_linear_layer() -> (
@@ -443,16 +459,24 @@ def test_a_loss_in_chunks_is_refused_for_a_model_whose_logits_are_more_than_a_li
 ):
     chunked = training(runtime={"lossChunk": 512})
     for name, paths in {"gemma2": ["spec.training.runtime.lossChunk"], "llama": []}.items():
-        plan: Any = SimpleNamespace(name=name, config=SimpleNamespace(get_text_config=object))
-        assert [problem.path for problem in find_traps(chunked, plan, machine=MACHINE)] == paths
+        plan: Any = SimpleNamespace(
+            name=name, config=SimpleNamespace(get_text_config=object)
+        )
+        assert [
+            problem.path for problem in find_traps(chunked, plan, machine=MACHINE)
+        ] == paths
 
 
 def test_two_stages_need_a_model_whose_logits_can_be_made_in_chunks() -> None:
     staged = training(
-        recipe="two_stage_kl", twoStageKl={"stages": [{"tokens": 1}, {}]}, horizon={"steps": 9}
+        recipe="two_stage_kl",
+        twoStageKl={"stages": [{"tokens": 1}, {}]},
+        horizon={"steps": 9},
     )
     for name, found in {"gemma2": ["spec.training.model"], "llama": []}.items():
-        plan: Any = SimpleNamespace(name=name, config=SimpleNamespace(get_text_config=object))
+        plan: Any = SimpleNamespace(
+            name=name, config=SimpleNamespace(get_text_config=object)
+        )
         assert [one.path for one in find_traps(staged, plan, machine=MACHINE)] == found
 
 
@@ -516,7 +540,9 @@ def test_exact_sums_are_promised_on_an_accelerator_only_with_determinism_switche
 ) -> None:
     machine, exact = replace(MACHINE, num_accelerators=1), {"elastic": "exact"}
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    assert traps(machine, reproducibility=exact) == ["spec.training.reproducibility.elastic"]
+    assert traps(machine, reproducibility=exact) == [
+        "spec.training.reproducibility.elastic"
+    ]
     assert traps(machine, reproducibility=exact, runtime={"device": "cpu"}) == []
     assert traps(reproducibility=exact) == [] and traps(machine) == []
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -568,7 +594,9 @@ def test_the_workers_of_all_nodes_need_slots_also_where_each_node_counts_its_own
     tmp_path: Path,
 ) -> None:
     (tmp_path / "docs.jsonl").write_text('{"text": "x"}\n')
-    spec = {"training": training().model_dump(by_alias=True, exclude_unset=True, mode="json")}
+    spec = {
+        "training": training().model_dump(by_alias=True, exclude_unset=True, mode="json")
+    }
     run = parse_run(
         {
             "apiVersion": "evergrad.dev/v1alpha1",
@@ -581,7 +609,11 @@ def test_the_workers_of_all_nodes_need_slots_also_where_each_node_counts_its_own
     def told(most: int) -> Finding:
         places = {"base_directory": tmp_path, "run_directory": tmp_path / "run"}
         found = examine(
-            run, **places, machine=MACHINE, num_workers=2, world_sizes=range(2, 2 * most + 1, 2)
+            run,
+            **places,
+            machine=MACHINE,
+            num_workers=2,
+            world_sizes=range(2, 2 * most + 1, 2),
         ).findings
         return only(
             finding for finding in found if finding.problem.path == "spec.workersPerNode"

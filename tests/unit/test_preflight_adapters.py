@@ -41,7 +41,9 @@ def test_adapters_beside_weights_that_have_learned_nothing_are_a_warning(
 ) -> None:
     [finding] = base_findings(tmp_path, lora={"rank": 2})
     assert finding.level == "warning"
-    assert "has no weights, and model.lora freezes what the seed makes" in str(finding.problem)
+    assert "has no weights, and model.lora freezes what the seed makes" in str(
+        finding.problem
+    )
     assert base_findings(tmp_path, lora=None) == []
 
 
@@ -52,11 +54,17 @@ def test_what_adapters_cannot_begin_with_or_stand_beside_is_refused(tmp_path: Pa
         tmp_path, lora=lora, initFrom={"path": "."}, runtime={"lossChunk": 64}
     )
     errors = [str(one.problem) for one in found if one.level == "error"]
-    assert "lossChunk: cannot be combined with an adapter beside the output head" in errors[0]
-    assert "names a transformers directory beside model.lora" in errors[1] and len(errors) == 2
+    assert (
+        "lossChunk: cannot be combined with an adapter beside the output head" in errors[0]
+    )
+    assert (
+        "names a transformers directory beside model.lora" in errors[1] and len(errors) == 2
+    )
 
 
-def test_adapters_need_the_memory_of_their_own_gradients_and_moments(tmp_path: Path) -> None:
+def test_adapters_need_the_memory_of_their_own_gradients_and_moments(
+    tmp_path: Path,
+) -> None:
     plain = training(model={"config": TINY}, runtime={"precision": "fp32"})
     adapted = training(
         model={"config": TINY, "lora": {"rank": 2}}, runtime={"precision": "fp32"}

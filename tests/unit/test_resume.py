@@ -25,7 +25,11 @@ from evergrad_trainer.resume import (
 from evergrad_trainer.run_directory import RunDirectory
 
 PREPARED = Prepared(
-    sources=(), evaluation=(), tokenizer_identity="byte", vocab_size=257, end_of_document=256
+    sources=(),
+    evaluation=(),
+    tokenizer_identity="byte",
+    vocab_size=257,
+    end_of_document=256,
 )
 
 
@@ -108,7 +112,9 @@ def test_a_run_that_has_begun_goes_on_with_the_data_it_recorded(
 
 
 @pytest.mark.acceptance("8d-4f", "input-1e-1")
-def test_a_finished_run_is_complete_until_its_horizon_grows(directory: RunDirectory) -> None:
+def test_a_finished_run_is_complete_until_its_horizon_grows(
+    directory: RunDirectory,
+) -> None:
     directory.mark_complete({"step": 100})
     longer = make_run(horizon={"steps": 200})
     assert inspect_directory(directory, make_run(), extend=False).state == "complete"
@@ -126,7 +132,9 @@ def test_another_unit_of_the_horizon_is_a_change_of_both_fields(
     directory: RunDirectory,
 ) -> None:
     text = refusal(directory, make_run(horizon={"tokens": 10**6}))
-    assert "spec.training.horizon.steps: nothing here" in text.replace("(absent)", "nothing")
+    assert "spec.training.horizon.steps: nothing here" in text.replace(
+        "(absent)", "nothing"
+    )
     assert (
         "spec.training.horizon.tokens: 1000000 here" in text
         or "spec.training.horizon.tokens: 1M here" in text
@@ -201,6 +209,21 @@ def test_other_data_are_refused_before_the_run_is_claimed(directory: RunDirector
     )
 
 
+def test_a_missing_beginning_of_data_is_named_where_a_run_went_on_in_the_same_data(
+    directory: RunDirectory,
+) -> None:
+    record = {
+        **(directory.read_resolved() or {}),
+        "begunFrom": {**BEGUN_FROM, "load": "everything"},
+    }
+    directory.write_resolved(record)
+    run_state = inspect_directory(directory, make_run(), extend=False)
+    # An older version wrote none.
+    check_data_unchanged(directory, run_state, fingerprint="f")
+    with pytest.raises(RunDirectoryError, match=r"since run.json has no dataStart"):
+        check_data_unchanged(directory, run_state, fingerprint="other")
+
+
 def test_a_tokenizer_of_another_content_is_refused_wherever_it_lies() -> None:
     run_state = RunState("begun", 100, PREPARED)
     check_tokenizer_unchanged(run_state, PREPARED)
@@ -239,10 +262,115 @@ def test_another_runs_directory_is_refused_with_both_names(directory: RunDirecto
 @pytest.mark.acceptance("input-3e-1")
 @pytest.mark.capability("G-68")
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints/latest"])
-def test_leftovers_of_nobody_are_not_trained_over(directory: RunDirectory, name: str) -> None:
+def test_leftovers_of_nobody_are_not_trained_over(
+    directory: RunDirectory, name: str
+) -> None:
     directory.resolved.unlink()
     (directory.path / name).write_text("x")
-    assert "holds " in (text := refusal(directory, make_run())) and "but no run.json" in text
+    assert (
+        "holds " in (text := refusal(directory, make_run())) and "but no run.json" in text
+    )
+
+
+START: dict[str, Any] = {
+    "afterStep": 6,
+    "sources": [{"name": "docs", "fingerprint": "D", "number": 0, "taken": 18}],
+    "leftOut": [],
+    "dataBefore": "f",
+}
+BEGUN_FROM = {
+    "path": "a",
+    "checkpoint": "step-6",
+    "step": 6,
+    "hash": "h",
+    "load": "position",
+}
+MISSING = object()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("manifest", MISSING, "manifest is missing"),
+        ("manifest", ["x"], 'manifest is ["x"]; it should be'),
+        ("derived", MISSING, "derived is missing"),
+        ("derived", 5, "derived is 5; it should be an object"),
+        ("derived", {}, "derived.totalSteps is missing"),
+        (
+            "derived",
+            {"totalSteps": "100"},
+            "derived.totalSteps is '100'; it should be a valid int",
+        ),
+        ("prepared", MISSING, "prepared is missing"),
+        (
+            "prepared",
+            {**PREPARED.to_json(), "sources": [{}]},
+            "prepared.sources[0].name is missing",
+        ),
+        (
+            "prepared",
+            {**PREPARED.to_json(), "vocab_size": None},
+            "prepared.vocab_size is null",
+        ),
+        ("model", {"transformers": "5.0.0"}, "model.config is missing"),
+        ("model", {**MODEL, "config": []}, "model.config is []"),
+        ("configHash", 5, "configHash is 5"),
+        ("dataFingerprint", {}, "dataFingerprint is {}"),
+        ("begunFrom", {"load": "position"}, "begunFrom.hash is missing"),
+        ("dataStart", MISSING, "dataStart is missing"),
+        ("dataStart", [], "dataStart is []"),
+        ("dataStart", {"afterStep": 0}, "dataStart.sources is missing"),
+        (
+            "dataStart",
+            {**START, "afterStep": -1},
+            "dataStart.afterStep is -1; it should be greater",
+        ),
+        ("dataStart", {**START, "sources": [{"number": "x"}]}, "sources[0].number is 'x'"),
+        ("dataStart", {**START, "sources": [{"number": 0}]}, "sources[0].taken is missing"),
+        ("dataStart", {**START, "leftOut": None}, "dataStart.leftOut is missing"),
+        ("dataStart", {**START, "dataBefore": ""}, "dataStart.dataBefore is missing"),
+    ],
+)
+def test_a_damaged_key_of_run_json_is_named(
+    directory: RunDirectory, key: str, value: Any, said: str
+) -> None:
+    record = {
+        **(directory.read_resolved() or {}),
+        "begunFrom": BEGUN_FROM,
+        "dataStart": START,
+    }
+    directory.write_resolved(record)
+    start = inspect_directory(directory, make_run(), extend=False).start
+    assert start is not None and start.to_json() == {**START, "content": {}}
+    record[key] = value
+    directory.write_resolved(
+        {key: one for key, one in record.items() if one is not MISSING}
+    )
+    text = refusal(directory, make_run())
+    assert f"{directory.resolved}: " in text and said in text, text
+    assert "Restore it from a backup. Without one, begin another run" in text
+
+
+def test_keys_that_only_another_version_knows_are_no_damage(
+    directory: RunDirectory,
+) -> None:
+    record = directory.read_resolved() or {}
+    prepared = {**record["prepared"], "later": 1}
+    start = {**START, "later": 1, "sources": [{**START["sources"][0], "later": 1}]}
+    directory.write_resolved(
+        {**record, "prepared": prepared, "dataStart": start, "later": 1}
+    )
+    run_state = inspect_directory(directory, make_run(), extend=False)
+    assert run_state.recorded == PREPARED
+    assert run_state.start is not None and run_state.start.sources[0].taken == 18
+
+
+def test_a_start_that_was_refused_before_its_first_step_may_be_tried_again(
+    directory: RunDirectory,
+) -> None:
+    directory.resolved.unlink()
+    directory.metrics.write_text("")
+    assert inspect_directory(directory, make_run(), extend=False) == RunState("fresh")
 
 
 @pytest.mark.acceptance("8d-4g")
@@ -275,13 +403,17 @@ def of_script(tmp_path: Path) -> RunDirectory:
     one = RunDirectory(tmp_path / "script")
     one.create()
     one.write_resolved(
-        resolved_script_record(make_script("train.py", "--epochs", "3"), base_directory="..")
+        resolved_script_record(
+            make_script("train.py", "--epochs", "3"), base_directory=".."
+        )
     )
     return one
 
 
 def test_a_script_goes_on_until_it_is_complete(of_script: RunDirectory) -> None:
-    run = make_script("train.py", "--epochs", "3", gracePeriodSeconds=5, metrics={"port": 0})
+    run = make_script(
+        "train.py", "--epochs", "3", gracePeriodSeconds=5, metrics={"port": 0}
+    )
     assert inspect_directory(of_script, run, extend=False) == RunState("begun")
     of_script.mark_complete({"run": "one"})
     assert inspect_directory(of_script, run, extend=True) == RunState("complete")
@@ -314,7 +446,9 @@ def test_neither_kind_goes_on_with_the_others_directory(
     )
 
 
-def test_what_is_recorded_of_a_script_loads_to_the_same_run(of_script: RunDirectory) -> None:
+def test_what_is_recorded_of_a_script_loads_to_the_same_run(
+    of_script: RunDirectory,
+) -> None:
     record = json.loads(of_script.resolved.read_text())
     assert from_wire(record["manifest"]) == make_script("train.py", "--epochs", "3")
     assert (record["format"], record["baseDirectory"], len(record["configHash"])) == (
@@ -339,13 +473,15 @@ def test_a_model_that_is_resolved_to_something_else_is_refused_by_field(
     check_model_unchanged(directory, run_state, models())
     with pytest.raises(RunDirectoryError) as raised:
         check_model_unchanged(
-            directory, run_state, models(transformers="5.1.0", rope={"theta": 5e5}, new_key=1)
+            directory,
+            run_state,
+            models(transformers="5.1.0", rope={"theta": 5e5}, new_key=1),
         )
     (problem,) = raised.value.problems
     assert problem.path == "the resolved model's configuration.rope.theta"
-    assert "is 500000.0 here, but the run in" in str(problem) and "began with 10000.0" in str(
+    assert "is 500000.0 here, but the run in" in str(
         problem
-    )
+    ) and "began with 10000.0" in str(problem)
     assert "transformers was 5.0.0 then and is 5.1.0 now" in str(problem)
     # The same version knows the same keys: one that is there only now was added by hand.
     with pytest.raises(RunDirectoryError, match="new_key"):
@@ -356,7 +492,9 @@ def test_a_run_that_an_older_version_began_says_nothing_of_its_model(
     directory: RunDirectory,
 ) -> None:
     record = directory.read_resolved() or {}
-    directory.write_resolved({key: value for key, value in record.items() if key != "model"})
+    directory.write_resolved(
+        {key: value for key, value in record.items() if key != "model"}
+    )
     run_state = inspect_directory(directory, make_run(), extend=False)
     assert run_state.model is None
     check_model_unchanged(directory, run_state, models(hidden_size=9))

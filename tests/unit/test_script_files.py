@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 
 from evergrad_manifest.script import Script
-from evergrad_manifest.script_files import is_module_found, portable_problems, script_problems
+from evergrad_manifest.script_files import (
+    is_module_found,
+    portable_problems,
+    script_problems,
+)
 
 
 def a_script(*command: str, **more: Any) -> Script:
@@ -84,18 +88,23 @@ def test_a_place_of_the_wrong_kind_is_named(folder: Path) -> None:
     )
     (said,) = problems(folder, a_script("train.py", workingDirectory="start"))
     assert "start: is not a directory; spec.script.workingDirectory names it" in said
-    assert "cannot be read: Not a directory" in problems(folder, a_script("start/train.py"))[0]
+    assert (
+        "cannot be read: Not a directory" in problems(folder, a_script("start/train.py"))[0]
+    )
 
 
 def test_a_file_that_may_not_be_executed_is_named(folder: Path) -> None:
     (folder / "start").chmod(0o644)
     (said,) = problems(folder, a_script("./start"))
     assert (
-        "start: cannot be executed; permission is denied (spec.script.command names it)" in said
+        "start: cannot be executed; permission is denied (spec.script.command names it)"
+        in said
     )
 
 
-def test_a_name_without_a_slash_is_looked_up_in_the_path_of_the_workers(folder: Path) -> None:
+def test_a_name_without_a_slash_is_looked_up_in_the_path_of_the_workers(
+    folder: Path,
+) -> None:
     assert problems(folder, a_script("start")) == [
         (
             "spec.script.command[0]: the executable 'start' was not found; a name without a "
@@ -133,7 +142,8 @@ def test_a_module_is_found_without_importing_it(folder: Path) -> None:
         a_script("-m", "package.other", workingDirectory="code"), base_directory=folder
     )
     assert not is_module_found(
-        a_script("-m", "package.main.deeper", workingDirectory="code"), base_directory=folder
+        a_script("-m", "package.main.deeper", workingDirectory="code"),
+        base_directory=folder,
     )
     assert is_module_found(a_script("-m", "json.tool"), base_directory=folder)
 

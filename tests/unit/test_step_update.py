@@ -42,11 +42,15 @@ def make_batch(
     sample_hash: int = 0,
 ) -> Batch:
     tensors = {"input_ids": ids, "labels": labels}
-    return Batch(tensors, weight=int((labels >= 0).sum()), samples=samples, hash=sample_hash)
+    return Batch(
+        tensors, weight=int((labels >= 0).sum()), samples=samples, hash=sample_hash
+    )
 
 
 def is_learned_from(token: int, tensors: Tensors) -> bool:
-    return bool(((tensors["input_ids"] == token) & (tensors["labels"] != IGNORE_INDEX)).any())
+    return bool(
+        ((tensors["input_ids"] == token) & (tensors["labels"] != IGNORE_INDEX)).any()
+    )
 
 
 class Stream:
@@ -85,7 +89,10 @@ class Model(nn.Module):
     def loss_sum(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         logits = self.head(self.embedding(ids))
         return functional.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+            logits.flatten(0, 1),
+            labels.flatten(),
+            ignore_index=IGNORE_INDEX,
+            reduction="sum",
         )
 
 
@@ -145,9 +152,13 @@ def test_the_update_is_that_of_one_big_batch_over_its_valid_tokens(exact: bool) 
     model, plain = Model(), Model()
     outcome = make_stepper(model, exact=exact).run(1, world(), QUIET)
     batch = big_batch()
-    loss = plain.loss_sum(batch.tensors["input_ids"], batch.tensors["labels"]) / batch.weight
+    loss = (
+        plain.loss_sum(batch.tensors["input_ids"], batch.tensors["labels"]) / batch.weight
+    )
     loss.backward()
-    norm = nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
+    norm = nn.utils.get_total_norm(
+        [p.grad for p in plain.parameters() if p.grad is not None]
+    )
     optimizer = build_adamw(
         plain, Optimizer.model_validate({"learningRate": 0.1, "weightDecay": 0})
     )
@@ -197,7 +208,9 @@ def test_the_graph_of_a_slot_is_gone_when_the_next_one_begins() -> None:
 
 
 @pytest.mark.acceptance("number-T-54")
-def test_gradients_above_the_limit_are_clipped_to_it_and_the_norm_is_told_unclipped() -> None:
+def test_gradients_above_the_limit_are_clipped_to_it_and_the_norm_is_told_unclipped() -> (
+    None
+):
     model, free = Model(), Model()
     told = make_stepper(free).run(1, world(), QUIET).grad_norm
     outcome = make_stepper(model, clip=told / 4).run(1, world(), QUIET)
@@ -256,7 +269,9 @@ def test_a_slot_is_over_when_its_device_has_run_it_not_when_it_was_launched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     diary = Diary()
-    monkeypatch.setattr(step_module, "mark_launched", lambda device: Noted(diary, "computed"))
+    monkeypatch.setattr(
+        step_module, "mark_launched", lambda device: Noted(diary, "computed")
+    )
     stepper = make_stepper(Model())
     stepper.heartbeat = diary
     stepper.run(3, world(), QUIET)
@@ -327,7 +342,9 @@ def test_a_step_waits_for_its_device_after_everything_is_launched_and_reads_noth
             return Noted(diary, "arrived")
 
     monkeypatch.setattr(exchange_module, "compare_steps", lambda steps: None)
-    monkeypatch.setattr(step_module, "mark_launched", lambda device: Noted(diary, "computed"))
+    monkeypatch.setattr(
+        step_module, "mark_launched", lambda device: Noted(diary, "computed")
+    )
     group: Any = object()
     two = replace(world(0, 2), group=group, transport=Launching())
     stepper = make_stepper(Model(), exact=exact)
@@ -382,7 +399,9 @@ def test_a_loss_that_is_not_finite_is_told_with_step_slot_and_samples_and_nothin
     assert [problem.path for problem in outcome.problems] == [
         f"step 3, slot {slot}" for slot in affected
     ]
-    assert "docs/epoch 0/window 30" in str(outcome.problems[0]), "it does not name the samples"
+    assert "docs/epoch 0/window 30" in str(outcome.problems[0]), (
+        "it does not name the samples"
+    )
     assert "Nothing was updated" in str(outcome.problems[0])
     assert all(
         torch.equal(a.nan_to_num(7), b.nan_to_num(7))
@@ -427,10 +446,16 @@ def test_a_skipped_step_reads_nothing_computes_nothing_and_tells_its_flags() -> 
     flags = (True, *QUIET[1:])
     outcome = stepper.run(2, world(), flags, is_skipped=True)
     assert (
-        outcome.skipped == "requested" and not outcome.is_non_finite and outcome.problems == ()
+        outcome.skipped == "requested"
+        and not outcome.is_non_finite
+        and outcome.problems == ()
     )
-    assert outcome.flags == flags and outcome.weight == 0 and outcome.sample_hash == "0" * 16
-    assert outcome.learning_rate == make_stepper(Model()).run(2, world(), QUIET).learning_rate
+    assert (
+        outcome.flags == flags and outcome.weight == 0 and outcome.sample_hash == "0" * 16
+    )
+    assert (
+        outcome.learning_rate == make_stepper(Model()).run(2, world(), QUIET).learning_rate
+    )
     assert all(map(torch.equal, before, model.parameters()))
 
 
@@ -464,7 +489,12 @@ def test_flags_arrive_as_they_were_raised(flags: tuple[bool, ...]) -> None:
 
 def test_the_phases_of_a_step_are_all_its_time() -> None:
     outcome = make_stepper(Model()).run(1, world(), QUIET)
-    assert set(outcome.seconds) == {"data", "forward_backward", "communication", "optimizer"}
+    assert set(outcome.seconds) == {
+        "data",
+        "forward_backward",
+        "communication",
+        "optimizer",
+    }
     assert all(seconds >= 0 for seconds in outcome.seconds.values())
     assert outcome.rank_skew_seconds == 0
 

@@ -31,7 +31,9 @@ def group(tmp_path: Path) -> "dist.ProcessGroup":
         dist.destroy_process_group()
 
 
-def test_the_group_counter_counts_and_is_part_of_the_names(group: dist.ProcessGroup) -> None:
+def test_the_group_counter_counts_and_is_part_of_the_names(
+    group: dist.ProcessGroup,
+) -> None:
     counted, default = torch_private.group_state()
     assert counted >= 1 and default is group
     torch_private.reset_group_counter()
@@ -73,7 +75,9 @@ def test_weights_in_the_place_of_those_that_were_cut_are_noticed(
     assert torch_private.has_foreign_weights(module)
 
 
-def test_passes_that_no_backward_pass_followed_are_forgotten(group: dist.ProcessGroup) -> None:
+def test_passes_that_no_backward_pass_followed_are_forgotten(
+    group: dist.ProcessGroup,
+) -> None:
     module = cut(group)
     torch_private.forget_passes(module)
     with torch.no_grad():
@@ -92,7 +96,9 @@ def test_a_group_takes_another_timeout_after_its_set_up(group: dist.ProcessGroup
 
 
 def test_groups_can_be_aborted_by_a_call_without_arguments() -> None:
-    parameters = inspect.signature(distributed_c10d._abort_process_group).parameters.values()
+    parameters = inspect.signature(
+        distributed_c10d._abort_process_group
+    ).parameters.values()
     assert all(parameter.default is not inspect.Parameter.empty for parameter in parameters)
 
 
@@ -103,7 +109,9 @@ def test_tensors_of_different_shapes_are_scaled_in_place_with_the_same_bits_as_o
     expected = [tensor * 0.3 for tensor in tensors]
     addresses = [tensor.data_ptr() for tensor in tensors]
     torch_private.scale(tensors, 0.3)
-    assert all(torch.equal(one, other) for one, other in zip(tensors, expected, strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(tensors, expected, strict=True)
+    )
     assert [tensor.data_ptr() for tensor in tensors] == addresses
 
 
@@ -140,7 +148,11 @@ assert "sympy" not in sys.modules
 def _run_python(code: str) -> None:
     """In a process of its own: what it imports would stay in this one."""
     ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert ended.returncode == 0, ended.stderr
 
@@ -283,7 +295,10 @@ def test_the_history_of_device_memory_takes_the_arguments_that_it_is_given(
     """Up to the C++ side, which needs an accelerator."""
     told: list[tuple[Any, ...]] = []
     monkeypatch.setattr(
-        torch._C, "_cuda_record_memory_history", lambda *args: told.append(args), raising=False
+        torch._C,
+        "_cuda_record_memory_history",
+        lambda *args: told.append(args),
+        raising=False,
     )
     torch_private.record_memory(5)
     torch_private.record_memory(None)

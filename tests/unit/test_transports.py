@@ -58,7 +58,9 @@ def aborts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 ABORTING = pytest.mark.parametrize(
-    "make", [lambda: NcclTransport(CUDA), AsynchronousTransport], ids=["nccl", "asynchronous"]
+    "make",
+    [lambda: NcclTransport(CUDA), AsynchronousTransport],
+    ids=["nccl", "asynchronous"],
 )
 
 
@@ -109,7 +111,13 @@ def test_a_group_that_nobody_gave_up_is_taken_down_without_waiting_for_peers(
     transport = make()
     transport.opened()
     world = World(
-        1, rank=0, size=2, device=CPU, group=group, interrupt=Interrupt(), transport=transport
+        1,
+        rank=0,
+        size=2,
+        device=CPU,
+        group=group,
+        interrupt=Interrupt(),
+        transport=transport,
     )
     assert not abandon_world(world, transport)
     assert len(aborts) == 1 and not dist.is_initialized()
@@ -192,7 +200,13 @@ def test_a_sum_arrives_after_its_wait_and_a_world_waits_for_it(
     transport = AsynchronousTransport()
     transport.opened()
     world = World(
-        1, rank=0, size=2, device=CPU, group=group, interrupt=Interrupt(), transport=transport
+        1,
+        rank=0,
+        size=2,
+        device=CPU,
+        group=group,
+        interrupt=Interrupt(),
+        transport=transport,
     )
     works = [
         (world.start_sum(values), values)
@@ -216,7 +230,9 @@ def test_a_transport_without_a_timeout_of_its_own_is_not_waited_for_longer_than_
 
         def wait(self) -> None: ...
 
-    world = World(1, rank=0, size=2, device=CPU, interrupt=Interrupt(), timeout_seconds=0.01)
+    world = World(
+        1, rank=0, size=2, device=CPU, interrupt=Interrupt(), timeout_seconds=0.01
+    )
     with pytest.raises(PeerLostError, match=r"did not end within 0.01 s"):
         world.wait(Never())
 

@@ -147,7 +147,9 @@ class _Worker:
             # Never waits: a node that is slow must not slow the training down.
             if self._reports is None:
                 self._reports = self.connect(waits=False)
-            self._reports.sendall(CODEC.encode(Report(self.generation, rank_number, **found)))
+            self._reports.sendall(
+                CODEC.encode(Report(self.generation, rank_number, **found))
+            )
         except BlockingIOError:
             pass  # the node is behind: a later report says more than this one
         except OSError:

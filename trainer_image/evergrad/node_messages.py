@@ -70,5 +70,11 @@ class Stopping:
 
 
 NodeMessage = Report | CommitRequest | CommitAnswer | Guard | Stopping
-KINDS: tuple[type[NodeMessage], ...] = (Report, CommitRequest, CommitAnswer, Guard, Stopping)
+KINDS: tuple[type[NodeMessage], ...] = (
+    Report,
+    CommitRequest,
+    CommitAnswer,
+    Guard,
+    Stopping,
+)
 CODEC: Codec[NodeMessage] = Codec(KINDS, max_bytes=MAX_LINE_BYTES)

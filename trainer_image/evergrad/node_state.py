@@ -73,7 +73,9 @@ def encode_node_state(state: NodeState) -> bytes:
 def decode_node_state(record: bytes) -> NodeState:
     """Raises NodeStateError for anything but a whole record."""
     if len(record) != RECORD_BYTES:
-        raise NodeStateError(f"node state: {len(record)} bytes; a record has {RECORD_BYTES}.")
+        raise NodeStateError(
+            f"node state: {len(record)} bytes; a record has {RECORD_BYTES}."
+        )
     magic, checksum = _HEAD.unpack_from(record)
     if magic != _MAGIC or checksum != zlib.crc32(record[_HEAD.size :]):
         raise NodeStateError("node state: the record is torn, or of another version.")

@@ -15,7 +15,9 @@ _LEAST = {"step": -1, "total_steps": 0, "checkpoint_step": -1}
 FIELDS = (*_LEAST, "loss", "tokens_per_second")
 
 
-def read_values(values: Mapping[str, object]) -> tuple[dict[str, int | float], dict[str, str]]:
+def read_values(
+    values: Mapping[str, object],
+) -> tuple[dict[str, int | float], dict[str, str]]:
     """Split a report into plain numbers that can be told and, by name, the reason for each value that cannot.
 
     Numbers, one-element tensors and arrays, numpy's scalars and whatever else can be turned into a finite
@@ -47,7 +49,9 @@ def read_values(values: Mapping[str, object]) -> tuple[dict[str, int | float], d
             continue
         # Not the value's own text: that may be long, or be the reason why it cannot be read.
         shown = (
-            repr(value) if type(value) is float else f"a value of type {type(value).__name__}"
+            repr(value)
+            if type(value) is float
+            else f"a value of type {type(value).__name__}"
         )
         kind = "whole" if name in _LEAST else "finite"
         left_out[name] = f"{name}: {shown} is no {kind} number; it is left out"

@@ -99,7 +99,9 @@ def run(
     """
     loaded = load_manifest(Path(manifest), overrides=list(overrides)).run
     where = (
-        Path("runs") / loaded.metadata.name if run_directory is None else Path(run_directory)
+        Path("runs") / loaded.metadata.name
+        if run_directory is None
+        else Path(run_directory)
     )
     if loaded.spec.script is not None:
         what = "is a script, whose steps and losses are known to the script alone"

@@ -12,5 +12,6 @@ def hide_bases(text: str) -> str:
     """Return ``text`` with the length of each sequence in its place. A single letter that is repeated says
     nothing, and stays."""
     return _BASES.sub(
-        lambda found: f"[{len(found[0])} bases]" if len(set(found[0])) > 1 else found[0], text
+        lambda found: f"[{len(found[0])} bases]" if len(set(found[0])) > 1 else found[0],
+        text,
     )

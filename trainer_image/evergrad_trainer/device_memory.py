@@ -23,7 +23,9 @@ def read_device_memory(device: torch.device) -> Sizes | None:
     )
 
 
-def report_device_memory(device: torch.device, on_read: Callable[[Sizes], None] | None) -> None:
+def report_device_memory(
+    device: torch.device, on_read: Callable[[Sizes], None] | None
+) -> None:
     """Call ``on_read`` with the sizes where ``device`` has an account; nothing is read for nobody."""
     if on_read is not None and (sizes := read_device_memory(device)) is not None:
         on_read(sizes)

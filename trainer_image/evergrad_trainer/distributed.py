@@ -45,7 +45,9 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
     )
 
 
-def choose_device(wanted: Literal["auto", "cpu", "cuda"], *, local_rank: int) -> torch.device:
+def choose_device(
+    wanted: Literal["auto", "cpu", "cuda"], *, local_rank: int
+) -> torch.device:
     """Choose this process's device. ``auto``: its own accelerator where there is one, else the CPU.
 
     Raises RuntimeError for a missing cuda.
@@ -156,7 +158,9 @@ def form_world(
     limit = setup_limit(setup_seconds, device=device, size=place.size)
     try:
         # Collective: waits for the slowest member, at most for the limit.
-        group, control, checkpoint = _meet(place, device, transport, timedelta(seconds=limit))
+        group, control, checkpoint = _meet(
+            place, device, transport, timedelta(seconds=limit)
+        )
     except RuntimeError as error:
         raise PeerLostError(
             f"the group of generation {place.generation} did not form: {error}"
@@ -198,7 +202,9 @@ def _meet(
         timeout=patience,
         device_id=device if device.type == "cuda" else None,
     )
-    control, checkpoint = (dist.new_group(backend="gloo", timeout=patience) for _ in range(2))
+    control, checkpoint = (
+        dist.new_group(backend="gloo", timeout=patience) for _ in range(2)
+    )
     group = dist.group.WORLD
     assert group is not None  # noqa: S101 - init_process_group has just set it
     return group, control, checkpoint
@@ -248,5 +254,7 @@ def count_accelerators() -> int:
 def accelerator_memory_bytes() -> int | None:
     """Return the memory of the first accelerator, which this initialises; None without one."""
     return (
-        torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+        torch.cuda.get_device_properties(0).total_memory
+        if torch.cuda.is_available()
+        else None
     )

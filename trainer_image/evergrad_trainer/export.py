@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from evergrad_manifest.errors import Problem, raise_if
-from evergrad_manifest.identity import from_wire
 from evergrad_manifest.training import Training
 from evergrad_trainer.checkpoint.layout import parse_checkpoint_name
 from evergrad_trainer.checkpoint.restoring import compare_tensors
@@ -32,10 +31,17 @@ from evergrad_trainer.models.adapters import (
     merge_adapters,
     write_adapter_config,
 )
-from evergrad_trainer.models.build import ModelPlan, build_empty_model, build_model, plan_model
+from evergrad_trainer.models.build import (
+    ModelPlan,
+    build_empty_model,
+    build_model,
+    plan_model,
+)
 from evergrad_trainer.models.safetensors_files import TensorForm, write_weights
 from evergrad_trainer.optim.average import AVERAGE, TRAINED, check_has_average
+from evergrad_trainer.resume import read_run
 from evergrad_trainer.run_directory import RunDirectory, reported
+from evergrad_trainer.run_record import read_key
 from evergrad_trainer.state.providers import module_tensors
 from evergrad_trainer.state.registry import EMA, FROZEN, MODEL, from_extra
 from evergrad_trainer.task import Modules
@@ -77,7 +83,9 @@ class _Weights:
     def check(self, wanted: Mapping[str, torch.Tensor]) -> None:
         """Raises CheckpointError unless the checkpoint has tensors of these names and shapes."""
         keyed = {f"{MODEL}.{name}": tensor for name, tensor in wanted.items()}
-        raise_if(compare_tensors(self.stored.table, keyed, where=self.where), CheckpointError)
+        raise_if(
+            compare_tensors(self.stored.table, keyed, where=self.where), CheckpointError
+        )
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """One whole tensor; what is not averaged, such as a buffer, as it is."""
@@ -105,7 +113,8 @@ def export_checkpoint(
     CheckpointError, ModelError or DataError.
     """
     if output.exists():
-        why, remedy = "an export never overwrites", "Choose another --output, or move it away"
+        why = "an export never overwrites"
+        remedy = "Choose another --output, or move it away"
         raise RunDirectoryError(Problem(str(output), "exists already", why, remedy))
     # Mistakes of the run's files show before the checkpoint is hashed, which may take minutes.
     training, base = _read_run(run_directory, weights=weights, is_adapter=is_adapter)
@@ -116,13 +125,11 @@ def export_checkpoint(
     if dtype is not None:
         model.to(_DTYPES[dtype])  # type: ignore[arg-type]
     checkpoint = find_checkpoint(run_directory, step=step)
-    found = _Weights(
-        open_tensors(checkpoint, prefix=f"{MODEL}.", checksums=False),
-        open_tensors(checkpoint, prefix=f"{EMA}.", checksums=False)
-        if weights == AVERAGE
-        else None,
-        str(checkpoint),
-    )
+    trained = open_tensors(checkpoint, prefix=f"{MODEL}.", checksums=False)
+    average = None
+    if weights == AVERAGE:
+        average = open_tensors(checkpoint, prefix=f"{EMA}.", checksums=False)
+    found = _Weights(trained, average, str(checkpoint))
     found.check(module_tensors(model))
 
     # Beside the final name, so that the rename is one of the same file system.
@@ -156,7 +163,9 @@ def _write_template(training: Training, folder: Path) -> None:
         (folder / TEMPLATE_FILE).write_text(template, encoding="utf-8")
 
 
-def _read_run(run_directory: Path, *, weights: str, is_adapter: bool) -> tuple[Training, Path]:
+def _read_run(
+    run_directory: Path, *, weights: str, is_adapter: bool
+) -> tuple[Training, Path]:
     """The run's settings, and the directory that their paths are relative to.
 
     Raises RunDirectoryError where it has no file of them, or not what is to be exported.
@@ -169,12 +178,14 @@ def _read_run(run_directory: Path, *, weights: str, is_adapter: bool) -> tuple[T
         raise RunDirectoryError(
             Problem(str(directory.resolved), what, why, "Restore it from a backup")
         )
-    training = from_wire(resolved["manifest"]).training
+    training = read_run(directory, resolved).training
     if is_adapter and training.model.lora is None:
         what, why = "has no adapters", "spec.training.model.lora is not set"
-        raise RunDirectoryError(Problem(str(run_directory), what, why, "Leave --adapter out"))
+        raise RunDirectoryError(
+            Problem(str(run_directory), what, why, "Leave --adapter out")
+        )
     check_has_average(training, weights, where=str(run_directory))
-    return training, run_directory / resolved["baseDirectory"]
+    return training, run_directory / read_key(directory, resolved, "baseDirectory", str)
 
 
 def _write_model(
@@ -248,7 +259,9 @@ def _write_merged(
     recorded = from_extra(read_extra(Path(found.where))).get(FROZEN, {})
     built = hash_frozen(Modules({MODEL: model}))
     if any(recorded.get(name) != own for name, own in built.items()):
-        what = "its adapters were trained beside other weights than those that are there now"
+        what = (
+            "its adapters were trained beside other weights than those that are there now"
+        )
         why = f"{plan.weights or 'what the seed makes'} has changed since the run began"
         remedy = "Restore it, or export the adapters alone: --adapter"
         raise CheckpointError(Problem(found.where, what, why, remedy))
@@ -280,7 +293,9 @@ def _write_adapters(
     from safetensors.torch import save_file
 
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
-    tensors = {adapter_key(name): found.read(name, one.dtype) for name, one in trained.items()}
+    tensors = {
+        adapter_key(name): found.read(name, one.dtype) for name, one in trained.items()
+    }
     save_file(tensors, directory / ADAPTER_FILE, metadata={"format": "pt"})
     base = "" if plan.weights is None else str(plan.weights.resolve())
     write_adapter_config(model, directory, base=base)

@@ -35,14 +35,19 @@ def observe_machine(
     The accelerator's facts come from the caller: only ``distributed.py`` may touch a device.
     """
     return Machine(
-        cores=len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1,
+        cores=usable_cores(),
         memory_bytes=usable_memory_bytes(),
         num_accelerators=num_accelerators,
         accelerator_memory_bytes=accelerator_memory_bytes,
         has_cpp_compiler=has_cpp_compiler(),
     )
+
+
+def usable_cores() -> int:
+    """The cores that this process may use, which in a container are fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def usable_memory_bytes() -> int | None:
@@ -71,7 +76,9 @@ def has_cpp_compiler() -> bool:
 
 def free_bytes(path: Path) -> int:
     """Free space of the file system that holds ``path`` or its nearest existing parent."""
-    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    existing = next(
+        parent for parent in (path, *path.absolute().parents) if parent.exists()
+    )
     return shutil.disk_usage(existing).free
 
 
@@ -90,7 +97,9 @@ def process_start_time() -> float:
     start-up too."""
     # Ticks since the machine started: the kernel has no other time of a process's start.
     try:
-        fields = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+        fields = (
+            Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+        )
         up = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
     except OSError:
         return time.time()

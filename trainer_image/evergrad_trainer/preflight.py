@@ -22,8 +22,6 @@ from evergrad_manifest.derive import (
 )
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import InputError, Problem
-from evergrad_manifest.script import Script
-from evergrad_manifest.script_files import is_module_found, script_problems
 from evergrad_manifest.training import RECIPES, Training
 from evergrad_manifest.training.optimization import OF_OPTIMIZER
 from evergrad_trainer.data.preparation.files import (
@@ -56,6 +54,7 @@ from evergrad_trainer.preflight_memory import (
     check_memory,
     model_facts,
 )
+from evergrad_trainer.preflight_script import check_script, check_script_workers
 
 _SLOWEST_BF16_DECAY = 1 - 2**-8
 """Half a step of bf16, relative: a slower decay is lost in rounding."""
@@ -99,25 +98,18 @@ def examine(
         *(Finding("error", problem) for problem in check_trackers(training)),
     ]
 
-    # A model that cannot be read ends none of the other checks: all problems are found at once.
-    plan: ModelPlan | None = None
-    facts: ModelFacts | None = None
+    plan, facts, problems = _read_model(training, base_directory)
+    findings += [Finding("error", problem) for problem in problems]
     size: int | None = None
-    try:
-        tokenizer = load_tokenizer(training.tokenizer, base_directory)
-        plan = plan_model(
-            training.model, base_directory=base_directory, vocab_size=tokenizer.vocab_size
-        )
-        facts = None if plan.config is None else model_facts(plan)
-    except InputError as error:
-        findings += [Finding("error", problem) for problem in error.problems]
     findings += check_frozen(training, plan)
     if facts is not None and is_model_trained(training):
         # Fewer workers hold larger shards each. Nodes that share this machine give memory back as they leave.
         bounds = {"world_size": max(num_workers, min(sizes)), "most_workers": max(sizes)}
         findings += check_model(training, facts)
         findings += check_base(training, base_directory, plan)
-        findings += check_memory(training, facts, machine, num_workers=num_workers, **bounds)
+        findings += check_memory(
+            training, facts, machine, num_workers=num_workers, **bounds
+        )
         size = checkpoint_bytes(facts, training)
     # A run that has begun with it goes on: its recipe cannot be changed any more.
     level: Level = "warning" if (run_directory / RunFile.RESOLVED).exists() else "error"
@@ -131,57 +123,19 @@ def examine(
     return Examination(tuple(findings), plan)
 
 
-def check_script(script: Script, base_directory: Path) -> Iterator[Finding]:
-    """Check that the program and its working directory are there.
-
-    A module is only looked for, since an import hook may know it.
-    """
-    problems = script_problems(script, base_directory=base_directory)
-    yield from (Finding("error", problem) for problem in problems)
-    program = script.program
-    if program.kind == "module" and not is_module_found(script, base_directory=base_directory):
-        why = "it is neither in the working directory nor on this interpreter's path"
-        remedy = "Check its name and workingDirectory, or install it"
-        yield Finding(
-            "warning",
-            Problem(
-                "spec.script.command[1]",
-                f"the module {program.name!r} was not found",
-                why,
-                remedy,
-            ),
+def _read_model(
+    training: Training, base_directory: Path
+) -> tuple[ModelPlan | None, ModelFacts | None, tuple[Problem, ...]]:
+    """Read the model's plan and facts, or its problems: it ends none of the other checks."""
+    plan: ModelPlan | None = None
+    try:
+        tokenizer = load_tokenizer(training.tokenizer, base_directory)
+        plan = plan_model(
+            training.model, base_directory=base_directory, vocab_size=tokenizer.vocab_size
         )
-    elif not problems:
-        yield Finding(
-            "ok", Problem("spec.script.command", f"the {program.kind} {program.name} is there")
-        )
-
-
-def check_script_workers(
-    run: TrainingRun, machine: Machine, *, num_workers: int
-) -> Iterator[Finding]:
-    """Count the processes that the script will see, and check that each of them has an accelerator."""
-    least, most = run.spec.nodes.min, run.spec.nodes.max or run.spec.nodes.min
-    if 0 < machine.num_accelerators < num_workers:
-        what = f"{num_workers} workers share {machine.num_accelerators} accelerators"
-        remedy = f"Use at most {machine.num_accelerators} workers a node, or leave workersPerNode out"
-        yield Finding(
-            "warning",
-            Problem(
-                "spec.workersPerNode",
-                what,
-                "the script chooses the device by LOCAL_RANK",
-                remedy,
-            ),
-        )
-        return
-    worlds = (
-        f"{least * num_workers}"
-        if least == most
-        else f"{least * num_workers} to {most * num_workers}"
-    )
-    noun = "worker" if worlds == "1" else "workers"
-    yield Finding("ok", Problem("spec.nodes", f"{worlds} {noun} in all, {num_workers} a node"))
+        return plan, None if plan.config is None else model_facts(plan), ()
+    except InputError as error:
+        return plan, None, tuple(error.problems)
 
 
 def describe_size(training: Training, base_directory: Path) -> str:
@@ -201,9 +155,7 @@ def describe_size(training: Training, base_directory: Path) -> str:
     need = memory_of(facts, training, world_size=1, on_accelerator=False, compiles=False)
     memory = size(need.total)
     trained = "" if facts.trained is None else f", {facts.trained:,} of them trained"
-    return (
-        f"{facts.parameters:,} parameters{trained}, about {memory} to train them on each worker"
-    )
+    return f"{facts.parameters:,} parameters{trained}, about {memory} to train them on each worker"
 
 
 def check_files(training: Training, base_directory: Path) -> Iterator[Finding]:
@@ -300,17 +252,25 @@ def check_device(training: Training, machine: Machine) -> Iterator[Finding]:
     # Asked for, a compiler is needed; by default the run goes on without one, and that is said.
     on_accelerator = machine.num_accelerators > 0 and training.runtime.device != "cpu"
     wanted = training.runtime.compile
-    if machine.has_cpp_compiler or wanted == "off" or (wanted == "auto" and not on_accelerator):
+    if (
+        machine.has_cpp_compiler
+        or wanted == "off"
+        or (wanted == "auto" and not on_accelerator)
+    ):
         return
     where, what = "spec.training.runtime.compile", "no C++ compiler was found"
     if wanted == "on":
         why = "torch.compile needs one to build kernels"
-        yield Finding("error", Problem(where, what, why, "Install g++, or use compile: off"))
+        yield Finding(
+            "error", Problem(where, what, why, "Install g++, or use compile: off")
+        )
     else:
         why = "compile: auto trains without compilation where none is, and more slowly"
         yield Finding(
             "warning",
-            Problem(where, what, why, "Build the image with a compiler (docs/installing.md)"),
+            Problem(
+                where, what, why, "Build the image with a compiler (docs/installing.md)"
+            ),
         )
 
 
@@ -341,7 +301,9 @@ def check_workers(training: Training, *, num_workers: int) -> Iterator[Finding]:
             ),
         )
     else:
-        yield Finding("ok", Problem("spec.workersPerNode", f"{num_workers} of up to {slots}"))
+        yield Finding(
+            "ok", Problem("spec.workersPerNode", f"{num_workers} of up to {slots}")
+        )
 
 
 def check_shards(training: Training, *, world_sizes: Sequence[int]) -> Iterator[Finding]:
@@ -486,7 +448,9 @@ def check_cadences(training: Training, *, total: int) -> Iterator[Finding]:
     for where, written, first, consequence in firsts:
         if first > total:
             what = f"{written} is beyond the last step {total}"
-            yield Finding("warning", Problem(f"spec.training.{where}", what, "", consequence))
+            yield Finding(
+                "warning", Problem(f"spec.training.{where}", what, "", consequence)
+            )
     has_data = bool(evaluation.sources) or training.data.held_out is not None
     cadences = (evaluation.every, *(one.every for one in evaluation.sets))
     if has_data and all(every is None for every in cadences):

@@ -81,12 +81,15 @@ def check_memory(
     available, sharers, plan = _room(training, machine, num_workers, world_size)
     need = memory_of(facts, training, **plan)
     trained = "" if facts.trained is None else f" ({facts.trained:,} of them trained)"
-    text = f"{facts.parameters:,} parameters{trained} need about {size(need.total * sharers)}"
+    text = (
+        f"{facts.parameters:,} parameters{trained} need about {size(need.total * sharers)}"
+    )
     if training.runtime.activation_checkpointing == "offload":
         yield _check_host(need.host * num_workers, machine.memory_bytes)
     if available is None:
         yield Finding(
-            "warning", Problem("memory", text, "how much this machine has could not be read")
+            "warning",
+            Problem("memory", text, "how much this machine has could not be read"),
         )
         return
 
@@ -99,26 +102,16 @@ def check_memory(
         more = f"with a microBatchSize of up to {micro}, too" if is_larger else ""
         yield Finding("ok", Problem("memory", f"{text} of {size(available)}", more))
     else:
+        what = f"{text} ({need.list_parts(sharers)}) and {size(available)} are there"
         fit = largest_fit(facts, training, available=available // sharers, **plan)
-        largest = (
-            "no model fits"
-            if fit is None
-            else f"about {fit.parameters / 1e6:,.0f}M parameters would fit"
-        )
-        # The memory that the processes need together, without parts that are nothing.
-        parts = {
-            "state": need.state,
-            "gathered": need.gathered,
-            "activations": need.activations,
-            "logits": need.logits,
-        }
-        listed = ", ".join(
-            f"{name} {size(part * sharers)}" for name, part in parts.items() if part
-        )
-        what = f"{text} ({listed}) and {size(available)} are there"
+        largest = "no model fits"
+        if fit is not None:
+            largest = f"about {fit.parameters / 1e6:,.0f}M parameters would fit"
         why = f"the process would be killed; in this plan {largest}"
         # No micro-batch is small enough where the state alone is too large.
-        lower = "Use" if micro is None else f"Lower batching.microBatchSize to {micro}, or use"
+        lower = (
+            "Use" if micro is None else f"Lower batching.microBatchSize to {micro}, or use"
+        )
         remedy = (
             f"{lower} runtime.activationCheckpointing, runtime.lossChunk, parallelism: fsdp2, or a "
             "smaller model; docs/model-sizes.md has a table"

@@ -19,15 +19,30 @@ from evergrad_manifest.identity import (
     recipe_of,
     to_wire,
 )
-from evergrad_trainer.data.places import DATA_START, DataStart
+from evergrad_trainer.data.places import DATA_START, DataStart, StartRecord
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.run_record import (
+    BEGUN_FROM,
+    BegunFrom,
+    damaged,
+    read_key,
+    read_optional,
+)
 
 if TYPE_CHECKING:
     from evergrad_trainer.checkpoint.manifest import Identity
 
 _HORIZON = "spec.training.horizon"
+
+
+@dataclass(frozen=True)
+class ModelRecord:
+    """A description of a model, as far as two of them are compared."""
+
+    transformers: str
+    config: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -39,7 +54,8 @@ class RunState:
     For a script both are unknown: None and 0. ``model``: what its model was resolved to; None where an older
     version began it. ``config_hash``, ``data_fingerprint``: those of the recipe and of the data that it
     began with, which its checkpoints carry; empty for a fresh run. ``start``: where its data began; None
-    where an older version began it, or it has several stages.
+    where an older version began it, or it has several stages. ``load``: how much of another run it began
+    with; empty for none.
     """
 
     state: Literal["fresh", "begun", "complete"]
@@ -49,9 +65,12 @@ class RunState:
     config_hash: str = ""
     data_fingerprint: str = ""
     start: DataStart | None = None
+    load: str = ""
 
 
-def inspect_directory(directory: RunDirectory, run: TrainingRun, *, extend: bool) -> RunState:
+def inspect_directory(
+    directory: RunDirectory, run: TrainingRun, *, extend: bool
+) -> RunState:
     """Compare the manifest with the run that began in ``directory``.
 
     Raises RunDirectoryError if another run lives there, or naming every field of the recipe that differs
@@ -102,20 +121,59 @@ def inspect_directory(directory: RunDirectory, run: TrainingRun, *, extend: bool
     state: Literal["begun", "complete"] = (
         "complete" if directory.is_complete() and not horizon else "begun"
     )
+    return _read_state(directory, resolved, state)
+
+
+def _read_state(
+    directory: RunDirectory,
+    resolved: Mapping[str, Any],
+    state: Literal["begun", "complete"],
+) -> RunState:
+    """Read the state of a typed run from its ``run.json``.
+
+    Raises RunDirectoryError for a damaged or missing key.
+    """
+    begun_from = read_optional(directory, resolved, BEGUN_FROM, BegunFrom)
+    model = read_optional(directory, resolved, "model", ModelRecord)
     return RunState(
         state,
-        total_steps=int(resolved["derived"]["totalSteps"]),
-        recorded=Prepared.from_json(resolved["prepared"]),
-        model=resolved.get("model"),
-        config_hash=resolved.get("configHash", ""),
-        data_fingerprint=resolved.get("dataFingerprint", ""),
-        start=DataStart.from_json(resolved[DATA_START]) if DATA_START in resolved else None,
+        total_steps=read_key(directory, resolved, "derived.totalSteps", int),
+        recorded=read_key(directory, resolved, "prepared", Prepared),
+        model=None if model is None else resolved["model"],
+        config_hash=read_optional(directory, resolved, "configHash", str) or "",
+        data_fingerprint=read_optional(directory, resolved, "dataFingerprint", str) or "",
+        start=read_start(directory, resolved),
+        load="" if begun_from is None else begun_from.load,
     )
+
+
+def read_start(directory: RunDirectory, resolved: Mapping[str, Any]) -> DataStart | None:
+    """Where the data of the run in ``directory`` begin; None where an older version began it, or it has
+    several stages.
+
+    Raises RunDirectoryError naming each key that is missing or damaged.
+    """
+    begun_from = read_optional(directory, resolved, BEGUN_FROM, BegunFrom)
+    value = read_optional(directory, resolved, DATA_START, StartRecord)
+    goes_on = begun_from is not None and begun_from.load == "position"
+    if value is None:
+        if goes_on:
+            raise damaged(directory, DATA_START)
+        return None
+    # All or nothing: with a part it would be a run that begins at its first samples, or has left out none.
+    parts = {"leftOut": value.left_out, "dataBefore": value.data_before or None}
+    if goes_on or any(one is not None for one in parts.values()):
+        for key, part in parts.items():
+            if part is None:
+                raise damaged(directory, f"{DATA_START}.{key}")
+    return DataStart.from_record(value)
 
 
 def _check_kind(before: TrainingRun, run: TrainingRun, where: str) -> None:
     """A typed run stays one, and so does a script: neither can read what the other saved."""
-    began, now = ("training" if one.spec.script is None else "script" for one in (before, run))
+    began, now = (
+        "training" if one.spec.script is None else "script" for one in (before, run)
+    )
     if began != now:
         raise RunDirectoryError(
             Problem(
@@ -127,10 +185,11 @@ def _check_kind(before: TrainingRun, run: TrainingRun, where: str) -> None:
         )
 
 
-def read_run(directory: RunDirectory, resolved: dict[str, Any]) -> TrainingRun:
+def read_run(directory: RunDirectory, resolved: Mapping[str, Any]) -> TrainingRun:
     """The run that ``run.json`` records. Its problems are not the user's manifest's, and are told apart."""
+    manifest = read_key(directory, resolved, "manifest", dict[str, Any])
     try:
-        return from_wire(resolved["manifest"])
+        return from_wire(manifest)
     except (KeyError, TypeError, ConfigurationError) as error:
         raise RunDirectoryError(
             Problem(
@@ -142,7 +201,9 @@ def read_run(directory: RunDirectory, resolved: dict[str, Any]) -> TrainingRun:
         ) from error
 
 
-def check_extension(directory: RunDirectory, run_state: RunState, *, total_steps: int) -> None:
+def check_extension(
+    directory: RunDirectory, run_state: RunState, *, total_steps: int
+) -> None:
     """A horizon may grow, never shrink. Raises RunDirectoryError."""
     if run_state.state == "begun" and total_steps < run_state.total_steps:
         raise RunDirectoryError(
@@ -190,12 +251,19 @@ def check_data_unchanged(
     """
     recorded = run_state.data_fingerprint
     if recorded and recorded != fingerprint:
+        why, also = f"that of the data here is {fingerprint!r}", ""
+        if run_state.start is None and run_state.load == "everything":
+            # The other run may itself have gone on from one in other data.
+            why += (
+                f", which begin at their first samples, since run.json has no {DATA_START}"
+            )
+            also = " (and run.json, if it is damaged)"
         raise RunDirectoryError(
             Problem(
                 str(directory.path),
                 f"the data's fingerprint is {recorded!r}",
-                f"that of the data here is {fingerprint!r}",
-                "Restore the data this run began with, or start a new run with initFrom",
+                why,
+                f"Restore the data this run began with{also}, or start a new run with initFrom",
             )
         )
 
@@ -206,7 +274,8 @@ def check_model_unchanged(
     """The model is what the run began with. Raises RunDirectoryError naming every field that differs."""
     if run_state.model is not None:
         raise_if(
-            compare_models(run_state.model, model, where=str(directory.path)), RunDirectoryError
+            compare_models(run_state.model, model, where=str(directory.path)),
+            RunDirectoryError,
         )
 
 
@@ -228,9 +297,7 @@ def compare_models(
         )
     why = "the weights would be those of another function"
     if before["transformers"] != now["transformers"]:
-        why += (
-            f"; transformers was {before['transformers']} then and is {now['transformers']} now"
-        )
+        why += f"; transformers was {before['transformers']} then and is {now['transformers']} now"
     return [
         Problem(
             path,
@@ -282,8 +349,11 @@ def resolved_script_record(run: TrainingRun, *, base_directory: str) -> dict[str
 
 def _inspect_unknown(directory: RunDirectory) -> RunState:
     """Without ``run.json``: an empty place is a fresh start, checkpoints of nobody are not."""
+    # A start that is refused in its load leaves a file of metrics without a step, and may be mended.
     leftovers = [
-        path for path in (directory.metrics, directory.checkpoints / "latest") if path.exists()
+        path
+        for path in (directory.metrics, directory.checkpoints / "latest")
+        if path.exists() and path.stat().st_size > 0
     ]
     if leftovers:
         raise RunDirectoryError(

@@ -24,7 +24,10 @@ _REASONS = {
         "permission is denied",
         "Choose a directory this user can write, or change its permissions",
     ),
-    errno.EPERM: ("the operation is not permitted", "Choose a directory this user can write"),
+    errno.EPERM: (
+        "the operation is not permitted",
+        "Choose a directory this user can write",
+    ),
     errno.ENOTDIR: (
         "a part of the path is a file, not a directory",
         "Choose another path, or move that file away",
@@ -73,7 +76,11 @@ def dumps_strict(value: Any, *, indent: int | None = None) -> str:
     round-trip bit by bit."""
     separators = (",", ":") if indent is None else (",", ": ")
     dumps = functools.partial(
-        json.dumps, allow_nan=False, indent=indent, separators=separators, ensure_ascii=False
+        json.dumps,
+        allow_nan=False,
+        indent=indent,
+        separators=separators,
+        ensure_ascii=False,
     )
     # Hardly any record has a number that is none: looking through all of them first would cost each line.
     try:
@@ -207,7 +214,9 @@ def _parse_objects(lines: list[bytes]) -> list[dict[str, Any]] | None:
         rows = json.loads(b"[%b]" % b",".join(lines))
     except (ValueError, RecursionError):
         return None
-    return rows if len(rows) == len(lines) and all(type(row) is dict for row in rows) else None
+    return (
+        rows if len(rows) == len(lines) and all(type(row) is dict for row in rows) else None
+    )
 
 
 def parse_object(line: bytes) -> dict[str, Any] | None:
@@ -337,7 +346,9 @@ class RunDirectory:
                 )
             )
         if not any(file.exists() for file in (self.resolved, self.metrics, self.events)):
-            why = f"it has none of {RunFile.RESOLVED}, {RunFile.METRICS} and {RunFile.EVENTS}"
+            why = (
+                f"it has none of {RunFile.RESOLVED}, {RunFile.METRICS} and {RunFile.EVENTS}"
+            )
             raise RunDirectoryError(
                 Problem(
                     problem.path,
@@ -390,13 +401,18 @@ class RunDirectory:
             return StopRequest(time=made, note=lines[0].strip() if lines else "")
 
 
+def searched_folders(path: Path) -> tuple[Path, ...]:
+    """The folders that ``run.json`` of a run that ``path`` belongs to is looked for in."""
+    return (path, *path.absolute().parents[:2])
+
+
 def find_record(path: Path) -> tuple[RunDirectory, dict[str, Any]] | None:
     """The run that ``path`` belongs to, with its ``run.json``; None where it belongs to none.
 
     ``path``: its directory, the folder of its checkpoints, or one of them. Raises RunDirectoryError or
     VolumeError.
     """
-    for folder in (path, *path.absolute().parents[:2]):
+    for folder in searched_folders(path):
         directory = RunDirectory(folder)
         if (record := directory.read_resolved()) is not None:
             return directory, record

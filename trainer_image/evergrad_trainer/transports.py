@@ -122,7 +122,9 @@ class _ThreadWork:
     def __init__(self, call: Callable[[], object]) -> None:
         self._call: Callable[[], object] | None = call
         self._failure: str | None = None
-        self._thread = threading.Thread(target=self._run, name="evergrad-exchange", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="evergrad-exchange", daemon=True
+        )
         self._thread.start()
 
     def is_completed(self) -> bool:
@@ -271,7 +273,9 @@ class NcclTransport:
     def give_up(self) -> None:
         # In a thread: should the driver hang in the abort, the sockets of the other groups are cut all the
         # same.
-        aborting = threading.Thread(target=self._abort.ask, name="evergrad-abort", daemon=True)
+        aborting = threading.Thread(
+            target=self._abort.ask, name="evergrad-abort", daemon=True
+        )
         aborting.start()
         aborting.join(_ABORT_SECONDS)
 
@@ -321,7 +325,9 @@ class AsynchronousTransport:
         self, values: torch.Tensor, group: dist.ProcessGroup | None, *, source: int
     ) -> Pending:
         return self._start(
-            values, lambda copy: dist.recv(copy, group=group, group_src=source), is_input=False
+            values,
+            lambda copy: dist.recv(copy, group=group, group_src=source),
+            is_input=False,
         )
 
     def mark_started(self) -> Pending:

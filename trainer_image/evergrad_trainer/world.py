@@ -88,7 +88,8 @@ class World:
         if self.control is not None:
             self.wait(
                 self._start(
-                    lambda: dist.all_reduce(values, group=self.control, async_op=True), values
+                    lambda: dist.all_reduce(values, group=self.control, async_op=True),
+                    values,
                 )
             )
         return values
@@ -130,7 +131,9 @@ class World:
     def send(self, values: torch.Tensor, *, to: int) -> None:
         """Give ``values`` to one rank. Raises PeerLostError."""
         self.wait(
-            self._start(lambda: self.transport.start_send(values, self.group, to=to), values)
+            self._start(
+                lambda: self.transport.start_send(values, self.group, to=to), values
+            )
         )
 
     def receive(self, values: torch.Tensor, *, source: int) -> None:
@@ -140,7 +143,8 @@ class World:
         """
         self.wait(
             self._start(
-                lambda: self.transport.start_receive(values, self.group, source=source), values
+                lambda: self.transport.start_receive(values, self.group, source=source),
+                values,
             )
         )
 
@@ -172,7 +176,9 @@ class World:
         Raises PeerLostError where the group was given up: they may have ended without their data then.
         """
         self.wait(self.transport.mark_started())
-        self.unfinished[:] = [entry for entry in self.unfinished if not entry[0].is_completed()]
+        self.unfinished[:] = [
+            entry for entry in self.unfinished if not entry[0].is_completed()
+        ]
 
     def confirm(self) -> None:
         """Wait until every rank has got all that was sent. Raises PeerLostError unless that is certain.
@@ -186,7 +192,9 @@ class World:
         # Collective: a rank that gets here has all of its data.
         self.barrier()
 
-    def _start(self, begin: Callable[[], Pending | None], *tensors: torch.Tensor) -> Pending:
+    def _start(
+        self, begin: Callable[[], Pending | None], *tensors: torch.Tensor
+    ) -> Pending:
         try:
             work = begin()
         except Exception as error:  # noqa: BLE001 - raised again, as what it means

@@ -49,9 +49,13 @@ def may(namespace, group, resource, verb):
 
 
 def find_crd():
-    served = {resource["name"] for resource in ask("/apis/evergrad.dev/v1alpha1")["resources"]}
+    served = {
+        resource["name"] for resource in ask("/apis/evergrad.dev/v1alpha1")["resources"]
+    }
     missing = {"trainingruns", "trainingruns/status"} - served
-    return f"the API server does not serve {', '.join(sorted(missing))}" if missing else None
+    return (
+        f"the API server does not serve {', '.join(sorted(missing))}" if missing else None
+    )
 
 
 def find_rights(namespaces, rules):
@@ -77,7 +81,9 @@ def find_health(address):
                 urllib.request.urlopen(address + path, timeout=5).read()
             return None
         except urllib.error.HTTPError as error:
-            problem = f"{path}: {error.code} {error.read().decode(errors='replace').strip()}"
+            problem = (
+                f"{path}: {error.code} {error.read().decode(errors='replace').strip()}"
+            )
         except OSError as error:
             problem = f"{path}: {error}"
         time.sleep(1)
@@ -99,7 +105,8 @@ def main(address, namespaces, rules):
         except (OSError, KeyError) as error:
             problem = f"{type(error).__name__}: {error}"
         print(
-            f"ok      {text}" if problem is None else f"FAILED  {text}: {problem}", flush=True
+            f"ok      {text}" if problem is None else f"FAILED  {text}: {problem}",
+            flush=True,
         )
         is_good = is_good and problem is None
     return 0 if is_good else 1

@@ -32,7 +32,10 @@ QUESTION: Final[Mapping[str, Any]] = {
     "spec": {
         "training": {
             "model": {"config": {"model_type": "llama"}},
-            "data": {"sources": [{"name": "none", "path": "none.jsonl"}], "sequenceLength": 8},
+            "data": {
+                "sources": [{"name": "none", "path": "none.jsonl"}],
+                "sequenceLength": 8,
+            },
             "batching": {"globalBatchSize": 1, "microBatchSize": 1},
             "optimizer": {"learningRate": 0.001},
             "schedule": {"warmup": "150%"},
@@ -93,7 +96,9 @@ def check_webhook(
     since 1970.
     """
     if asked.answer is Answer.REFUSED:
-        return Check(_NAME, State.OK, "kubectl apply reports what evergrad validate reports")
+        return Check(
+            _NAME, State.OK, "kubectl apply reports what evergrad validate reports"
+        )
     if asked.answer is Answer.UNKNOWN:
         return Check(_NAME, State.SKIP, f"it could not be asked; {asked.message}")
     webhook = find_webhook(configurations or (), asked.namespace)
@@ -106,7 +111,9 @@ def check_webhook(
             )
         else:
             what = f"no webhook covers this namespace, {asked.namespace}"
-            remedy = "Add the namespace to rbac.watchNamespaces of the operator that serves it"
+            remedy = (
+                "Add the namespace to rbac.watchNamespaces of the operator that serves it"
+            )
         what += "; a wrong file is accepted, and its run then becomes InvalidSpec"
         return Check(_NAME, State.WARN, what, remedy)
 
@@ -166,11 +173,12 @@ def _find_fault(
     # First the authority that the API server trusts: without it no connection is made at all.
     trusted = _decode(part(webhook, "clientConfig").get("caBundle"))
     if not trusted:
-        return "its configuration has no caBundle, which the operator or cert-manager adds", log
-    if (fault := _fault_of_time(trusted, now)) is not None:
-        renew = (
-            "The operator renews it while it runs (cert-manager: kubectl describe certificate)"
+        return (
+            "its configuration has no caBundle, which the operator or cert-manager adds",
+            log,
         )
+    if (fault := _fault_of_time(trusted, now)) is not None:
+        renew = "The operator renews it while it runs (cert-manager: kubectl describe certificate)"
         return f"the certificate in its caBundle {fault}", f"{renew}. {log}"
 
     # Then a pod that takes the request.
@@ -186,7 +194,10 @@ def _find_fault(
         return f"its certificate {fault}", log
     if issuer and not set(_split(issuer)) & set(_split(trusted)):
         why = "its certificate is of another authority than the caBundle names"
-        return why, f"Delete the Secret {namespace}/{name}-webhook; the operator makes another"
+        return (
+            why,
+            f"Delete the Secret {namespace}/{name}-webhook; the operator makes another",
+        )
     # Only the network is left, which cannot be looked at from here.
     remedy = "Let the API server reach the operator's port 9443: NetworkPolicies, firewalls"
     return "configuration, endpoint and certificate look right", remedy

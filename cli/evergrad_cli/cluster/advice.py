@@ -111,7 +111,11 @@ def _unseen(run: Run, now: float) -> list[str]:
 def _failed(run: Run) -> list[str]:
     # The node that failed first: the others print only that they lost it.
     failure = run.last_failure
-    node = f" --node {failure.node}" if failure is not None and failure.node is not None else ""
+    node = (
+        f" --node {failure.node}"
+        if failure is not None and failure.node is not None
+        else ""
+    )
     return [
         f"See the output of what failed: evergrad logs {run.name}{node}",
         f"Change what the message names; then go on from the newest checkpoint: evergrad restart {run.name}",

@@ -34,7 +34,9 @@ def add_cluster_arguments(
         help="namespace of the run (default: the context's)",
     )
     parser.add_argument(
-        "--context", metavar="NAME", help="context of the kubeconfig (default: the current one)"
+        "--context",
+        metavar="NAME",
+        help="context of the kubeconfig (default: the current one)",
     )
     parser.add_argument(
         "--kubeconfig",
@@ -48,7 +50,10 @@ def add_cluster_arguments(
 def add_run_name(parser: argparse.ArgumentParser) -> None:
     """Define the name of the one run that a command is about."""
     parser.add_argument(
-        "name", type=run_name, metavar="NAME", help="name of the run; trun/NAME is taken too"
+        "name",
+        type=run_name,
+        metavar="NAME",
+        help="name of the run; trun/NAME is taken too",
     )
 
 
@@ -101,7 +106,9 @@ def say(text: str, *, file: TextIO | None = None) -> None:
     # Flushed, so that the line is seen at once also in a pipe: commands here wait for minutes between lines.
     stream = sys.stdout if file is None else file
     encoding = stream.encoding or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+    print(
+        text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True
+    )
 
 
 def note(text: str) -> None:

@@ -9,7 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from evergrad_cli.cluster.arguments import add_cluster_arguments, add_run_name, say, say_json
+from evergrad_cli.cluster.arguments import (
+    add_cluster_arguments,
+    add_run_name,
+    say,
+    say_json,
+)
 from evergrad_cli.cluster.client import connect, core_path, find
 from evergrad_cli.cluster.errors import RefusedError
 from evergrad_cli.cluster.raw import part
@@ -51,7 +56,9 @@ def execute(args: argparse.Namespace) -> int:
         volume: Volume | None = None
         with contextlib.suppress(RefusedError):
             raw = find(cluster, path, what=f"persistentvolumeclaim {run.claim}")
-            volume = Volume("missing", "", {}) if raw is None else parse_volume(raw, run.name)
+            volume = (
+                Volume("missing", "", {}) if raw is None else parse_volume(raw, run.name)
+            )
 
         # The checkpoints themselves can be listed only in a pod that has the volume mounted.
         pod: str | None = None
@@ -60,7 +67,8 @@ def execute(args: argparse.Namespace) -> int:
             items = cluster.items(path, what="pods", query={"labelSelector": query})
             pods = newest_of_each(parse_pods(items))
             pod = next(
-                (one.name for one in pods if one.role == NODE and one.phase == "Running"), None
+                (one.name for one in pods if one.role == NODE and one.phase == "Running"),
+                None,
             )
     facts = document(run, volume, pod)
     if args.json:
@@ -93,7 +101,9 @@ def document(run: Run, volume: Volume | None, pod: str | None) -> dict[str, Any]
     step = run.checkpoint_step
     if isinstance(complete, Mapping) and isinstance(complete.get("step"), int):
         step = max(step or 0, complete["step"])
-    folder = str(volume.record.get("path") or run.folder) if volume is not None else run.folder
+    folder = (
+        str(volume.record.get("path") or run.folder) if volume is not None else run.folder
+    )
     directory = f"{VOLUME_PATH}/{folder}"
     healthy = run.condition("CheckpointHealthy")
     return {

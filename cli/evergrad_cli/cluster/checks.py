@@ -78,7 +78,9 @@ def check_version(raw: Mapping[str, Any], host: str) -> Check:
 
 def check_crd(raw: Mapping[str, Any] | None, *, is_served: bool, may_read: bool) -> Check:
     """The CustomResourceDefinition. ``is_served``: whether discovery knows TrainingRuns of our version."""
-    install = "Install or upgrade the chart: helm upgrade --install evergrad charts/evergrad"
+    install = (
+        "Install or upgrade the chart: helm upgrade --install evergrad charts/evergrad"
+    )
     # Discovery counts, and not the object: a CRD may be stored and not be served, such as one being deleted.
     if not is_served:
         what = (
@@ -123,7 +125,9 @@ def check_operator(deployments: Sequence[Mapping[str, Any]] | None, version: str
         )
     if not deployments:
         remedy = "Install the chart: helm upgrade --install evergrad charts/evergrad"
-        return Check("operator", State.FAIL, "no Deployment of the operator was found", remedy)
+        return Check(
+            "operator", State.FAIL, "no Deployment of the operator was found", remedy
+        )
     for raw in deployments:
         if (part(raw, "status").get("availableReplicas") or 0) < 1:
             remedy = f"kubectl -n {_namespace(raw)} describe deployment {_name(raw)}"
@@ -155,11 +159,18 @@ def check_lease(leases: Sequence[Mapping[str, Any]] | None, *, now: float) -> Ch
         return Check("operator lease", State.SKIP, "this user may not read Leases")
     if not leases:
         remedy = "Is the operator just starting? If not, look at its log"
-        return Check("operator lease", State.WARN, "no operator has taken its lease", remedy)
+        return Check(
+            "operator lease", State.WARN, "no operator has taken its lease", remedy
+        )
     # Leases of operators for other namespaces may be there, or one that an old installation left behind.
-    newest = max(leases, key=lambda raw: parse_time(part(raw, "spec").get("renewTime")) or 0.0)
+    newest = max(
+        leases, key=lambda raw: parse_time(part(raw, "spec").get("renewTime")) or 0.0
+    )
     spec = newest.get("spec") or {}
-    renewed, seconds = parse_time(spec.get("renewTime")), spec.get("leaseDurationSeconds") or 15
+    renewed, seconds = (
+        parse_time(spec.get("renewTime")),
+        spec.get("leaseDurationSeconds") or 15,
+    )
     holder = spec.get("holderIdentity") or "nobody"
     # An operator that ends clears the holder, so that another need not wait for the time to pass.
     if renewed is None or not spec.get("holderIdentity"):
@@ -195,7 +206,9 @@ class Right:
     is_needed: bool = False
 
     def __str__(self) -> str:
-        resource = f"{self.resource}/{self.subresource}" if self.subresource else self.resource
+        resource = (
+            f"{self.resource}/{self.subresource}" if self.subresource else self.resource
+        )
         return f"{self.verb} {resource}"
 
 
@@ -225,7 +238,9 @@ def check_rights(allowed: Mapping[Right, bool], namespace: str) -> Check:
     shown = ", ".join(f"{right} (for {right.purpose})" for right in lacking)
     remedy = "Ask for a RoleBinding to the ClusterRole edit in this namespace"
     state = State.FAIL if any(right.is_needed for right in lacking) else State.WARN
-    return Check("your rights", state, f"not allowed in namespace {namespace}: {shown}", remedy)
+    return Check(
+        "your rights", state, f"not allowed in namespace {namespace}: {shown}", remedy
+    )
 
 
 def check_storage(classes: Sequence[Mapping[str, Any]] | None) -> Check:
@@ -271,10 +286,14 @@ def check_storage(classes: Sequence[Mapping[str, Any]] | None) -> Check:
     return Check("storage", State.OK, text)
 
 
-def check_namespace(raw: Mapping[str, Any] | None, namespace: str, *, may_read: bool) -> Check:
+def check_namespace(
+    raw: Mapping[str, Any] | None, namespace: str, *, may_read: bool
+) -> Check:
     """The namespace and its Pod Security labels; a run's pods meet the strictest level."""
     if not may_read:
-        return Check("namespace", State.SKIP, f"this user may not read namespace {namespace}")
+        return Check(
+            "namespace", State.SKIP, f"this user may not read namespace {namespace}"
+        )
     if raw is None:
         return Check(
             "namespace",
@@ -307,7 +326,9 @@ def check_quotas(quotas: Sequence[Mapping[str, Any]] | None) -> Check:
         for resource, hard in limits.items():
             wanted.add(resource)
             if quantity_of(used.get(resource, "0")) >= quantity_of(hard):
-                full.append(f"{resource} ({used.get(resource, 0)} of {hard} in {_name(raw)})")
+                full.append(
+                    f"{resource} ({used.get(resource, 0)} of {hard} in {_name(raw)})"
+                )
     if full:
         return Check(
             "quota",
@@ -346,13 +367,19 @@ def check_network(policies: Sequence[Mapping[str, Any]] | None) -> Check:
     others = [
         raw for raw in policies if "evergrad.dev/run" not in part(raw, "metadata", "labels")
     ]
-    closing = [_name(raw) for raw in others if _selects_all(raw) and "Egress" in _types(raw)]
+    closing = [
+        _name(raw) for raw in others if _selects_all(raw) and "Egress" in _types(raw)
+    ]
     if closing:
         what = f"{', '.join(closing)} limits what all pods may reach"
-        remedy = "Let pods with the label evergrad.dev/run reach each other (all ports) and DNS"
+        remedy = (
+            "Let pods with the label evergrad.dev/run reach each other (all ports) and DNS"
+        )
         return Check("network", State.WARN, what, remedy)
     # Policies add up: traffic that any of them allows is allowed, and each run's own lets its pods in.
-    incoming = [_name(raw) for raw in others if _selects_all(raw) and "Ingress" in _types(raw)]
+    incoming = [
+        _name(raw) for raw in others if _selects_all(raw) and "Ingress" in _types(raw)
+    ]
     if incoming:
         what = (
             f"{', '.join(incoming)} limits what may reach pods; the policy of each run lets "
@@ -389,7 +416,9 @@ def check_nodes(nodes: Sequence[Mapping[str, Any]] | None) -> Check:
     ]
     # A cordoned node may be ready and gets no new pod, so that it does not count.
     if not ready:
-        return Check("nodes", State.FAIL, f"none of {len(nodes)} is ready", "kubectl get nodes")
+        return Check(
+            "nodes", State.FAIL, f"none of {len(nodes)} is ready", "kubectl get nodes"
+        )
     # Extended resources have a vendor's prefix; those of a node that is not ready cannot be used.
     devices: dict[str, float] = {}
     for raw in ready:

@@ -34,7 +34,9 @@ _READ_SECONDS: Final = 30.0
 """A person waits for the answer; an API server ends a request of its own after 60 seconds."""
 _FORWARD_PROTOCOL: Final = "v4.channel.k8s.io"
 """Channels of a forwarded port over a websocket: data and errors."""
-_IN_CLUSTER_NAMESPACE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_IN_CLUSTER_NAMESPACE: Final = Path(
+    "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
+)
 _VERSION: Final = "v1alpha1"
 
 Query = Mapping[str, str]
@@ -202,7 +204,9 @@ class KubernetesCluster:
         headers = {"sec-websocket-protocol": _FORWARD_PROTOCOL}
         websockets = importlib.import_module("kubernetes.stream.ws_client")
         with self._translated(what):
-            self._api.update_params_for_auth(headers, [], ["BearerToken"], path, "GET", None)
+            self._api.update_params_for_auth(
+                headers, [], ["BearerToken"], path, "GET", None
+            )
             forward = websockets.portforward_call(
                 self._api.configuration,
                 "GET",
@@ -240,7 +244,9 @@ class KubernetesCluster:
         if request.content_type:
             headers["Content-Type"] = request.content_type
         url = (
-            self.host + request.path + (f"?{urlencode(request.query)}" if request.query else "")
+            self.host
+            + request.path
+            + (f"?{urlencode(request.query)}" if request.query else "")
         )
         with self._translated(request.what):
             self._api.update_params_for_auth(
@@ -320,7 +326,9 @@ def _load(config: Any, settings: Any, args: argparse.Namespace) -> str | None:
             persist_config=False,
         )
     except (config.ConfigException, OSError, ValueError, TypeError, KeyError) as error:
-        where = f"kubeconfig {args.kubeconfig}" if args.kubeconfig is not None else "kubeconfig"
+        where = (
+            f"kubeconfig {args.kubeconfig}" if args.kubeconfig is not None else "kubeconfig"
+        )
         where += f", context {args.context}" if args.context is not None else ""
         # Some messages have several lines, and a problem is one.
         why = str(error).strip().splitlines()[0] if str(error) else ""
@@ -332,6 +340,8 @@ def _load(config: Any, settings: Any, args: argparse.Namespace) -> str | None:
 
     # The namespace of the context that is used, as kubectl takes it.
     if args.context is not None:
-        current = next((context for context in contexts if context["name"] == args.context), {})
+        current = next(
+            (context for context in contexts if context["name"] == args.context), {}
+        )
     namespace = (current.get("context") or {}).get("namespace")
     return str(namespace) if namespace else None

@@ -51,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Returns 0, or 1 when a check fails."""
     with connect(args) as cluster:
-        found = examine(cluster, operator_namespace=args.operator_namespace, now=time.time())
+        found = examine(
+            cluster, operator_namespace=args.operator_namespace, now=time.time()
+        )
     code = (
         CHECK_FAILED
         if any(check.state is State.FAIL for check in found)
@@ -114,11 +116,18 @@ def examine(cluster: Cluster, *, operator_namespace: str | None, now: float) -> 
         )
     )
     found.append(checks.check_namespace(raw, namespace, may_read=may_read))
-    found.append(checks.check_storage(_list(cluster, "/apis/storage.k8s.io/v1/storageclasses")))
-    found.append(checks.check_quotas(_list(cluster, core_path("resourcequotas", namespace))))
+    found.append(
+        checks.check_storage(_list(cluster, "/apis/storage.k8s.io/v1/storageclasses"))
+    )
+    found.append(
+        checks.check_quotas(_list(cluster, core_path("resourcequotas", namespace)))
+    )
     found.append(
         checks.check_network(
-            _list(cluster, f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies")
+            _list(
+                cluster,
+                f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies",
+            )
         )
     )
 
@@ -143,7 +152,9 @@ def _read(read: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None, bo
         return None, False
 
 
-def _list(cluster: Cluster, path: str, query: dict[str, str] | None = None) -> Objects | None:
+def _list(
+    cluster: Cluster, path: str, query: dict[str, str] | None = None
+) -> Objects | None:
     """The objects at ``path``, or None where this user may not list them, or the cluster does not
     know them."""
     try:

@@ -63,10 +63,14 @@ def choose(
         older = [pod for pod in wanted if pod.name not in newest]
         covered = {(pod.role, pod.index) for pod in older}
         wanted = older + [
-            pod for pod in wanted if pod.name in newest and (pod.role, pod.index) not in covered
+            pod
+            for pod in wanted
+            if pod.name in newest and (pod.role, pod.index) not in covered
         ]
     # Pods that prepare the data are shown alone only until there are nodes.
-    found = sorted(newest_of_each(wanted), key=lambda pod: (pod.role != NODE, pod.index or 0))
+    found = sorted(
+        newest_of_each(wanted), key=lambda pod: (pod.role != NODE, pod.index or 0)
+    )
     if selection.is_all or selection.is_coordinator or selection.index is not None:
         return found
     started = [pod for pod in found if pod.has_started]
@@ -75,7 +79,10 @@ def choose(
 
 def list_pods(cluster: Cluster, name: str) -> list[Pod]:
     """The run's pods. Raises RefusedError for a user who may not list them."""
-    path, query = core_path("pods", cluster.namespace), {"labelSelector": f"{LABEL_RUN}={name}"}
+    path, query = (
+        core_path("pods", cluster.namespace),
+        {"labelSelector": f"{LABEL_RUN}={name}"},
+    )
     return parse_pods(cluster.items(path, what="pods", query=query))
 
 

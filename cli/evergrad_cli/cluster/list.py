@@ -61,7 +61,9 @@ def execute(args: argparse.Namespace) -> int:
     with connect(args) as cluster:
         path = runs_path(None if args.all_namespaces else cluster.namespace)
         query = {"labelSelector": args.selector} if args.selector else {}
-        runs = [parse_run(raw) for raw in cluster.items(path, what="trainingruns", query=query)]
+        runs = [
+            parse_run(raw) for raw in cluster.items(path, what="trainingruns", query=query)
+        ]
         namespace = cluster.namespace
     # Here and not in the query: the API server cannot select by fields of the status.
     if args.phase:

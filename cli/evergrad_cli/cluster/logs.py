@@ -61,9 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="begin with the last N lines of each pod (default: all)",
     )
-    parser.add_argument("--timestamps", action="store_true", help="with the time of each line")
+    parser.add_argument(
+        "--timestamps", action="store_true", help="with the time of each line"
+    )
     add_cluster_arguments(
-        parser, json_help="print one JSON object a line: node, role, attempt, pod, time, line"
+        parser,
+        json_help="print one JSON object a line: node, role, attempt, pod, time, line",
     )
 
 
@@ -72,7 +75,10 @@ def execute(args: argparse.Namespace) -> int:
     if args.follow and args.previous:
         raise ClusterInputError(
             Problem(
-                "--previous", "cannot be followed", "it has ended", "Leave out -f or --previous"
+                "--previous",
+                "cannot be followed",
+                "it has ended",
+                "Leave out -f or --previous",
             )
         )
     if args.tail is not None and args.tail < 0:
@@ -104,7 +110,10 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _show_once(
-    cluster: KubernetesCluster, args: argparse.Namespace, selection: Selection, reader: Reader
+    cluster: KubernetesCluster,
+    args: argparse.Namespace,
+    selection: Selection,
+    reader: Reader,
 ) -> int:
     run = read_run(cluster, args.name)
     pods = list_pods(cluster, args.name)
@@ -131,7 +140,9 @@ def _show_once(
         if not pod.has_started:
             failures.append(
                 Problem(
-                    f"pod {pod.name}", "has no output yet", pod.message or f"it is {pod.phase}"
+                    f"pod {pod.name}",
+                    "has no output yet",
+                    pod.message or f"it is {pod.phase}",
                 )
             )
             continue

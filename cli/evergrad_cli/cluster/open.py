@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
-from evergrad_cli.cluster.arguments import add_cluster_arguments, note, run_name, say, say_json
+from evergrad_cli.cluster.arguments import (
+    add_cluster_arguments,
+    note,
+    run_name,
+    say,
+    say_json,
+)
 from evergrad_cli.cluster.client import Cluster, connect, core_path
 from evergrad_cli.cluster.errors import ClusterInputError
 from evergrad_cli.cluster.forwarding import forwarded
@@ -50,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="port of this machine (default: any)",
     )
     parser.add_argument(
-        "--no-browser", action="store_true", help="print where the page is, and open nothing"
+        "--no-browser",
+        action="store_true",
+        help="print where the page is, and open nothing",
     )
     add_cluster_arguments(parser, json_help="print the page's address as one JSON document")
 
@@ -67,7 +75,10 @@ def execute(args: argparse.Namespace) -> int:
     if not 0 <= args.port <= 65535:
         raise ClusterInputError(
             Problem(
-                "--port", f"{args.port} is not within 0 and 65535", "", "Choose another port"
+                "--port",
+                f"{args.port} is not within 0 and 65535",
+                "",
+                "Choose another port",
             )
         )
     with connect(args) as cluster:
@@ -81,7 +92,9 @@ def _serve(cluster: Cluster, args: argparse.Namespace) -> int:
     # The Secret is the one that the pod mounts: a namesake's run has another.
     volume = next(one for one in pod["spec"]["volumes"] if one["name"] == _TOKEN_VOLUME)
     name = volume["secret"]["secretName"]
-    secret = cluster.get(core_path("secrets", cluster.namespace, name), what=f"secret {name}")
+    secret = cluster.get(
+        core_path("secrets", cluster.namespace, name), what=f"secret {name}"
+    )
     encoded = next(iter(secret["data"].values()))
     token = base64.b64decode(encoded).decode("ascii").strip()
 
@@ -106,7 +119,10 @@ def _serve(cluster: Cluster, args: argparse.Namespace) -> int:
         except OSError as error:
             raise ClusterInputError(
                 Problem(
-                    "--port", f"{args.port} cannot be used", str(error), "Choose another port"
+                    "--port",
+                    f"{args.port} cannot be used",
+                    str(error),
+                    "Choose another port",
                 )
             ) from error
         # Behind a #, which no browser sends; and in a file of the user's own, since a command's arguments are
@@ -159,7 +175,9 @@ def _find_coordinator(cluster: Cluster, name: str, *, phase: str) -> Mapping[str
     query = {"labelSelector": f"{LABEL_RUN}={name},{LABEL_ROLE}={COORDINATOR}"}
     pods = [
         pod
-        for pod in cluster.items(core_path("pods", cluster.namespace), what="pods", query=query)
+        for pod in cluster.items(
+            core_path("pods", cluster.namespace), what="pods", query=query
+        )
         if part(pod, "status").get("phase") == "Running"
         and pod["metadata"].get("deletionTimestamp") is None
     ]

@@ -32,7 +32,9 @@ def placement_problems(run: TrainingRun) -> list[Problem]:
     folder, program = script.working_directory, script.program
     if folder != "." and not PurePosixPath(folder).is_absolute():
         problems.append(_relative("spec.script.workingDirectory", folder))
-    is_path = program.kind == "file" or (program.kind == "executable" and "/" in program.name)
+    is_path = program.kind == "file" or (
+        program.kind == "executable" and "/" in program.name
+    )
     if is_path and not PurePosixPath(program.name).is_absolute():
         problems.append(_relative("spec.script.command[0]", program.name))
     return problems

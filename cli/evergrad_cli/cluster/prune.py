@@ -153,7 +153,9 @@ def _finish(
     if args.json:
         going = [_row(one) for one in found if not one.is_kept]
         kept = [_row(one) for one in found if one.is_kept]
-        say_json({"deleted": args.yes, "leftovers": going, "kept": kept, "failures": failures})
+        say_json(
+            {"deleted": args.yes, "leftovers": going, "kept": kept, "failures": failures}
+        )
     elif not found:
         note("Nothing is left over.")
     else:

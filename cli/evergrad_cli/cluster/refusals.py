@@ -5,7 +5,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from evergrad_cli.cluster.errors import NotFoundError, RefusedError, Status, UnreachableError
+from evergrad_cli.cluster.errors import (
+    NotFoundError,
+    RefusedError,
+    Status,
+    UnreachableError,
+)
 from evergrad_manifest.errors import EvergradError, Problem
 
 _MANAGER: Final = re.compile(r'conflict with "((?:[^"\\]|\\.)*)"')

@@ -37,7 +37,10 @@ def _choose(run: Run) -> Switch:
     """The change that lets this run go on: spec.suspend taken back, or a new restartNonce after a stop."""
     if not run.has_stopped_by_itself:
         return Switch(
-            "resumed", {"suspend": False}, Goal.RUNNING, lambda run: not run.wants_suspension
+            "resumed",
+            {"suspend": False},
+            Goal.RUNNING,
+            lambda run: not run.wants_suspension,
         )
 
     # A stop on request is no suspension: only new pods, which a new nonce asks for, end it.

@@ -229,7 +229,9 @@ def parse_run(raw: Mapping[str, Any]) -> Run:
         checkpoint_at=parse_time(_mapping(status, "checkpoint").get("savedAt")),
         restarts=_integer(restarts.get("total")) or 0,
         restarts_by_cause=_counts(restarts, "byCause"),
-        failures_without_progress=_integer(_mapping(status, "failures").get("withoutProgress")),
+        failures_without_progress=_integer(
+            _mapping(status, "failures").get("withoutProgress")
+        ),
         restart_nonce=_text(status, "restartNonce"),
         image=_text(status, "image"),
         profile=_text(status, "profile"),
@@ -329,7 +331,9 @@ def _parse_pod(raw: Mapping[str, Any]) -> Pod:
     # Our container among those that others have injected, such as a service mesh, which may run on after
     # ours.
     containers = _mappings(status, "containerStatuses")
-    own = next((item for item in containers if item.get("name") in _OWN_CONTAINERS), _NOTHING)
+    own = next(
+        (item for item in containers if item.get("name") in _OWN_CONTAINERS), _NOTHING
+    )
     state = _mapping(own, "state")
     terminated, waiting = _mapping(state, "terminated"), _mapping(state, "waiting")
     conditions = _mappings(status, "conditions")
@@ -343,12 +347,16 @@ def _parse_pod(raw: Mapping[str, Any]) -> Pod:
         _NOTHING,
     )
     message = (
-        _text(waiting, "message") or _text(status, "message") or _text(unscheduled, "message")
+        _text(waiting, "message")
+        or _text(status, "message")
+        or _text(unscheduled, "message")
     )
     names = [_text(item, "name") for item in _mappings(spec, "containers")]
 
     # In one word, as kubectl shows it: the container's reason is newer and narrower than the pod's phase.
-    reason = _text(terminated, "reason") or _text(waiting, "reason") or _text(status, "reason")
+    reason = (
+        _text(terminated, "reason") or _text(waiting, "reason") or _text(status, "reason")
+    )
     phase = reason or _text(status, "phase") or "Unknown"
     code = _integer(terminated.get("exitCode"))
     if reason == "Error" and code is not None:
@@ -431,7 +439,9 @@ def _mapping(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 def _mappings(raw: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
     value = raw.get(key)
     return (
-        [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
+        [item for item in value if isinstance(item, Mapping)]
+        if isinstance(value, list)
+        else []
     )
 
 

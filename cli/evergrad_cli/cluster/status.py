@@ -8,7 +8,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from evergrad_cli.cluster.advice import advise
-from evergrad_cli.cluster.arguments import add_cluster_arguments, add_run_name, say, say_json
+from evergrad_cli.cluster.arguments import (
+    add_cluster_arguments,
+    add_run_name,
+    say,
+    say_json,
+)
 from evergrad_cli.cluster.client import Cluster, connect, core_path
 from evergrad_cli.cluster.errors import RefusedError
 from evergrad_cli.cluster.raw import part
@@ -89,11 +94,15 @@ def gather(cluster: Cluster, name: str) -> Facts:
     pods = parse_pods(
         _try_items(cluster, "pods", {"labelSelector": f"{LABEL_RUN}={name}"}, unknown)
     )
-    selector = {"fieldSelector": f"involvedObject.kind=TrainingRun,involvedObject.name={name}"}
+    selector = {
+        "fieldSelector": f"involvedObject.kind=TrainingRun,involvedObject.name={name}"
+    }
     raw = _try_items(cluster, "events", selector, unknown)
     # An event stays for an hour after its object: those of an earlier run of this name are left out.
     raw = [
-        item for item in raw if part(item, "involvedObject").get("uid") in (run.uid, None, "")
+        item
+        for item in raw
+        if part(item, "involvedObject").get("uid") in (run.uid, None, "")
     ]
     # Only warnings of pods: each pod has half a dozen events just for its start.
     if pods and "events" not in unknown:
@@ -104,7 +113,9 @@ def gather(cluster: Cluster, name: str) -> Facts:
             {"fieldSelector": "involvedObject.kind=Pod,type=Warning"},
             unknown,
         )
-        raw += [item for item in warnings if part(item, "involvedObject").get("name") in names]
+        raw += [
+            item for item in warnings if part(item, "involvedObject").get("name") in names
+        ]
     return Facts(run, tuple(pods), tuple(parse_events(raw)), tuple(unknown))
 
 
@@ -112,7 +123,9 @@ def _try_items(
     cluster: Cluster, kind: str, query: dict[str, str], unknown: list[str]
 ) -> list[dict[str, Any]]:
     try:
-        return list(cluster.items(core_path(kind, cluster.namespace), what=kind, query=query))
+        return list(
+            cluster.items(core_path(kind, cluster.namespace), what=kind, query=query)
+        )
     except RefusedError:
         unknown.append(kind)
         return []
@@ -141,7 +154,9 @@ def document(facts: Facts, *, now: float, num_events: int = _NUM_EVENTS) -> dict
         "run": {**row_of(run, now=now), **details},
         "conditions": [asdict(condition) for condition in run.conditions],
         "pods": [pod_row(pod) for pod in facts.pods],
-        "lastFailure": None if run.last_failure is None else _camel(asdict(run.last_failure)),
+        "lastFailure": None
+        if run.last_failure is None
+        else _camel(asdict(run.last_failure)),
         "attempts": [_camel(asdict(ended)) for ended in run.attempts],
         "events": [asdict(event) for event in facts.events[-num_events:]]
         if num_events > 0
@@ -187,7 +202,9 @@ def render(
         )
         told = ", ".join(f"{label} {value}" for label, value in where if value is not None)
         when = "" if failure.at is None else f", {age(now - failure.at)} ago"
-        cause = f"  {printable(failure.cause or 'unknown')}{f': {told}' if told else ''}{when}"
+        cause = (
+            f"  {printable(failure.cause or 'unknown')}{f': {told}' if told else ''}{when}"
+        )
         text = [f"    {line}" for line in printable_lines(failure.message)]
         lines += _section("Last failure", [cause, *text])
 
@@ -235,9 +252,7 @@ def _head(run: Run, now: float, *, is_unicode: bool) -> list[str]:
         speed.append(f"{age(now - run.updated)} ago")
     ages = age(None if run.created is None else now - run.created)
     if run.started is not None and run.completed is not None:
-        ages += (
-            f"; ended {age(now - run.completed)} ago, after {age(run.completed - run.started)}"
-        )
+        ages += f"; ended {age(now - run.completed)} ago, after {age(run.completed - run.started)}"
     facts = [
         ("Name", run.name),
         ("Namespace", run.namespace),
@@ -268,7 +283,9 @@ def _head(run: Run, now: float, *, is_unicode: bool) -> list[str]:
     ]
     # A line without a value would look like an error: the operator fills them in as the run goes on.
     return [
-        f"{f'{label}:' if label else '':<12}{printable(text)}" for label, text in facts if text
+        f"{f'{label}:' if label else '':<12}{printable(text)}"
+        for label, text in facts
+        if text
     ]
 
 
@@ -311,7 +328,9 @@ def _describe_evaluation(run: Run) -> str:
     results = found.get("results")
     for one in results if isinstance(results, list) else ():
         values = one.get("values") if isinstance(one, Mapping) else None
-        loss = parse_short_count(values.get("loss")) if isinstance(values, Mapping) else None
+        loss = (
+            parse_short_count(values.get("loss")) if isinstance(values, Mapping) else None
+        )
         if loss is not None:
             parts.append(f"{one.get('name')} {loss:.4f}")
     parts.append(f"{found.get('waiting') or 0} waiting")
@@ -350,7 +369,10 @@ def _pods(facts: Facts, now: float) -> list[str]:
     # Pods beyond the bound are counted, with the command that lists them.
     left_out = len(newest) - len(shown)
     return (
-        [*lines, f"   and {left_out} more: kubectl get pods -l {LABEL_RUN}={facts.run.name}"]
+        [
+            *lines,
+            f"   and {left_out} more: kubectl get pods -l {LABEL_RUN}={facts.run.name}",
+        ]
         if left_out
         else lines
     )

@@ -14,7 +14,14 @@ from evergrad_cli.cluster.arguments import (
     say,
     say_json,
 )
-from evergrad_cli.cluster.client import APPLY, FIELD_MANAGER, Cluster, connect, find, runs_path
+from evergrad_cli.cluster.client import (
+    APPLY,
+    FIELD_MANAGER,
+    Cluster,
+    connect,
+    find,
+    runs_path,
+)
 from evergrad_cli.cluster.errors import RefusedError
 from evergrad_cli.cluster.placement import placement_problems, placement_warnings
 from evergrad_cli.cluster.runs import Run, parse_run
@@ -22,7 +29,11 @@ from evergrad_cli.cluster.waiting import Goal, describe_change, wait_for
 from evergrad_coordinator.contract import ExitCode
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
-from evergrad_manifest.reading.loader import LoadedManifest, add_manifest_arguments, load_from
+from evergrad_manifest.reading.loader import (
+    LoadedManifest,
+    add_manifest_arguments,
+    load_from,
+)
 from evergrad_manifest.task_files import collect_task
 from evergrad_manifest.view import without_nulls
 
@@ -44,7 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
     add_manifest_arguments(parser)
     parser.add_argument(
-        "--dry-run", action="store_true", help="let the cluster check it, and create nothing"
+        "--dry-run",
+        action="store_true",
+        help="let the cluster check it, and create nothing",
     )
     parser.add_argument(
         "--force-conflicts",
@@ -55,7 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     waits.add_argument(
         "--wait", action="store_true", help="wait until the run is complete or has failed"
     )
-    waits.add_argument("--watch", action="store_true", help="the same, and say every change")
+    waits.add_argument(
+        "--watch", action="store_true", help="the same, and say every change"
+    )
     add_timeout(parser, default="0")
     add_cluster_arguments(parser)
 
@@ -69,9 +84,7 @@ def execute(args: argparse.Namespace) -> int:
         result, run = submit(
             cluster, loaded, is_dry=args.dry_run, is_forced=args.force_conflicts
         )
-        text = (
-            f"trainingrun/{name} {result}{' (dry run of the cluster)' if args.dry_run else ''}"
-        )
+        text = f"trainingrun/{name} {result}{' (dry run of the cluster)' if args.dry_run else ''}"
         if not args.json:
             say(text)
             # An apply succeeds in every state of the run: this is what it will not do by itself.
@@ -144,7 +157,11 @@ def _read_file(args: argparse.Namespace) -> LoadedManifest:
 
 
 def submit(
-    cluster: Cluster, loaded: LoadedManifest, *, is_dry: bool = False, is_forced: bool = False
+    cluster: Cluster,
+    loaded: LoadedManifest,
+    *,
+    is_dry: bool = False,
+    is_forced: bool = False,
 ) -> tuple[str, Run]:
     """Apply the manifest as it was written; ``created``, ``configured`` or ``unchanged``, and the run as the
     cluster has it.

@@ -88,7 +88,9 @@ def new_nonce() -> str:
     """A text for spec.restartNonce that no run has had before: the time, to the microsecond."""
     # A time and no random text: it shows in the status, and people read it there.
     now = time.time()
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1e6):06d}Z"
+    return (
+        time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1e6):06d}Z"
+    )
 
 
 def patch_spec(cluster: Cluster, name: str, spec: dict[str, Any]) -> None:
@@ -112,5 +114,9 @@ def finished(run: Run, verb: str) -> Problem | None:
     if not run.is_over:
         return None
     how = "is complete" if run.is_true("Complete") else "has failed"
-    remedy = "" if run.is_true("Complete") else f"To try it again: evergrad restart {run.name}"
-    return Problem(f"trainingrun {run.name}", f"{how}; there is nothing to {verb}", "", remedy)
+    remedy = (
+        "" if run.is_true("Complete") else f"To try it again: evergrad restart {run.name}"
+    )
+    return Problem(
+        f"trainingrun {run.name}", f"{how}; there is nothing to {verb}", "", remedy
+    )

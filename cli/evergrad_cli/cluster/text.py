@@ -17,7 +17,8 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(_width(row[column]) for row in cells) for column in range(len(headers))]
     return [
         _GAP.join(
-            cell + " " * (width - _width(cell)) for cell, width in zip(row, widths, strict=True)
+            cell + " " * (width - _width(cell))
+            for cell, width in zip(row, widths, strict=True)
         ).rstrip()
         for row in cells
     ]

@@ -58,7 +58,8 @@ def execute(args: argparse.Namespace) -> int:
     with connect(args) as cluster:
         namespace = None if args.all_namespaces else cluster.namespace
         runs = [
-            parse_run(raw) for raw in cluster.items(runs_path(namespace), what="trainingruns")
+            parse_run(raw)
+            for raw in cluster.items(runs_path(namespace), what="trainingruns")
         ]
 
         # Usage is an extra: the table of the runs is shown without it, and with the reason.
@@ -138,7 +139,9 @@ def _number(quantity: Any) -> float:
         return 0.0
 
 
-def order(runs: Sequence[Run], usage: Mapping[tuple[str, str], Usage], *, by: str) -> list[Run]:
+def order(
+    runs: Sequence[Run], usage: Mapping[tuple[str, str], Usage], *, by: str
+) -> list[Run]:
     """``runs`` with the largest first; equal ones by name."""
 
     # Values are negated and not sorted in reverse: equal ones stay in the order of their names.
@@ -175,7 +178,9 @@ def render(
     rows = []
     for run in runs:
         used = (usage or {}).get((run.namespace, run.name))
-        shown = (f"{used.cores:.2f}", size(used.memory_bytes)) if used else (NOTHING, NOTHING)
+        shown = (
+            (f"{used.cores:.2f}", size(used.memory_bytes)) if used else (NOTHING, NOTHING)
+        )
         row = (
             run.name,
             run.phase,

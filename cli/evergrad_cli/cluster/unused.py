@@ -112,7 +112,10 @@ def _judge_claim(raw: Raw, *, older_than: float, now: float) -> tuple[str, bool]
         complete = record.get("complete") if isinstance(record, Mapping) else None
         at = parse_time(complete.get("at")) if isinstance(complete, Mapping) else None
         if at is None:
-            return f"run {name} is gone and was not complete: its checkpoints are here", True
+            return (
+                f"run {name} is gone and was not complete: its checkpoints are here",
+                True,
+            )
         newest = max(newest, at)
     names = ", ".join(sorted(records))
     if now - newest < older_than:

@@ -49,7 +49,12 @@ def report(args: argparse.Namespace, outcome: Outcome) -> int:
     code = int(outcome.exit_code or 0)
     if args.json:
         say_json(
-            {"name": args.name, "reached": code == 0, "exitCode": code, "message": outcome.text}
+            {
+                "name": args.name,
+                "reached": code == 0,
+                "exitCode": code,
+                "message": outcome.text,
+            }
         )
     else:
         (say if code == 0 else note)(f"trainingrun/{args.name} {outcome.text}")

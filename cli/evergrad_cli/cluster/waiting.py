@@ -74,7 +74,9 @@ def failure_code(run: Run) -> ExitCode:
     is_users = failure is not None and (
         failure.exit_code == ExitCode.USER_ERROR or failure.cause in _USER_CAUSES
     )
-    return ExitCode.USER_ERROR if is_users or run.reason in _USER_CAUSES else ExitCode.INTERNAL
+    return (
+        ExitCode.USER_ERROR if is_users or run.reason in _USER_CAUSES else ExitCode.INTERNAL
+    )
 
 
 def _why(run: Run) -> str:
@@ -161,7 +163,9 @@ def wait_for(
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             state = "" if seen is None else f"; it is {seen.phase}{_why(seen)}"
-            return Outcome(TIMED_OUT, f"was not {goal} within {duration(timeout)}{state}"), seen
+            return Outcome(
+                TIMED_OUT, f"was not {goal} within {duration(timeout)}{state}"
+            ), seen
         time.sleep(min(_POLL_SECONDS, remaining))
 
 

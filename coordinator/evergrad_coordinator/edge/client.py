@@ -21,7 +21,12 @@ from evergrad_coordinator.protocol import (
     Welcome,
     decode_from_coordinator,
 )
-from evergrad_coordinator.wire import MAX_LINE_BYTES, ProtocolError, UnknownTypeError, encode
+from evergrad_coordinator.wire import (
+    MAX_LINE_BYTES,
+    ProtocolError,
+    UnknownTypeError,
+    encode,
+)
 
 _log = logging.getLogger(__name__)
 PING_SECONDS = 0.5
@@ -86,7 +91,11 @@ class CoordinatorClient:
 
         An answer that was read late must not make the lease longer than the coordinator believes it to be.
         """
-        return float("inf") if self._contact_at is None else time.monotonic() - self._contact_at
+        return (
+            float("inf")
+            if self._contact_at is None
+            else time.monotonic() - self._contact_at
+        )
 
     def fileno(self) -> int:
         """The connection's descriptor, -1 without one.
@@ -94,7 +103,9 @@ class CoordinatorClient:
         A forked child closes it, or the end of its parent stays hidden.
         """
         return (
-            -1 if self._writer is None else int(self._writer.get_extra_info("socket").fileno())
+            -1
+            if self._writer is None
+            else int(self._writer.get_extra_info("socket").fileno())
         )
 
     async def run(self) -> None:
@@ -116,7 +127,9 @@ class CoordinatorClient:
                 # the wait.
                 if not self._is_over:
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._wake.wait(), 0.1 + random.random() * 0.1)
+                        await asyncio.wait_for(
+                            self._wake.wait(), 0.1 + random.random() * 0.1
+                        )
         except _OwnerFailed as failed:
             # As it is, an OSError of the owner would pass for a broken connection, and come again on each new
             # one.

@@ -107,7 +107,9 @@ class StatusServer:
             self._listener.close()
         self._feed.close()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         self._open[writer] = None
         if len(self._open) > MAX_CONNECTIONS:
             # Each request is answered at once: the oldest connection sends none, or does not read.
@@ -135,7 +137,12 @@ class StatusServer:
                 # Nothing is expected of a page but that it goes.
                 while await reader.read(MAX_REQUEST_BYTES):
                     pass
-        except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+        except (
+            TimeoutError,
+            OSError,
+            asyncio.IncompleteReadError,
+            asyncio.LimitOverrunError,
+        ):
             writer.transport.abort()
         finally:
             self._feed.close_page(writer)
@@ -220,4 +227,6 @@ class StatusServer:
             journal_writable=int(server.effects.is_writable),
             rejected_total=counters.rejected,
         )
-        return Answer(200, _METRICS, build_metrics(server.group, edge, now=time.monotonic()))
+        return Answer(
+            200, _METRICS, build_metrics(server.group, edge, now=time.monotonic())
+        )

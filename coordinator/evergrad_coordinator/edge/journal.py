@@ -69,7 +69,9 @@ class FileStore:
         self._lock_path = path.with_name(path.name + ".lock")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._lock = os.open(
+                self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644
+            )
         except OSError as error:
             raise JournalError(
                 f"{self._lock_path}: cannot be opened; {error.strerror}. Choose a folder that can be written."
@@ -91,7 +93,9 @@ class FileStore:
         """The number in the file, put there by this process, while it may not be on disk."""
         # For people and for the message above: the lock itself names nobody.
         os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        os.pwrite(
+            self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0
+        )
 
     def load(self) -> int:
         """The number in the file; 0 where there is none yet."""
@@ -127,7 +131,9 @@ class FileStore:
         if known != expected and not known == new == self._unsynced:
             return False
 
-        record = json.dumps({"generation": new, "again": new}).encode().ljust(_RECORD_BYTES - 1)
+        record = (
+            json.dumps({"generation": new, "again": new}).encode().ljust(_RECORD_BYTES - 1)
+        )
         file = self._file
         if (
             file is not None
@@ -150,7 +156,9 @@ class FileStore:
         self._forget_file()
         # On the disk under another name first: after a crash the file has the old number or the new one.
         temporary = self._path.with_name(self._path.name + ".tmp")
-        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        file = os.open(
+            temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644
+        )
         try:
             os.write(file, record)
             os.fsync(file)

@@ -1,14 +1,24 @@
-"""A page of ``web/`` as one text: style, chart library and script inside, and a header that allows these."""
+"""A page of ``web/`` as one text: style, chart library and scripts inside, and a header that allows these.
+
+The report of a run has its chart library, charts and policy from here, too.
+"""
 
 import base64
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
-_CHART = "uplot-1.6.32.min"
-"""The vendored chart library, uPlot; its license is beside it."""
+CHART_STYLES = ("uplot-1.6.32.min.css", "plot.css")
+"""Style of charts: that of uPlot, the vendored chart library, whose license is beside it, and ours."""
+CHART_SCRIPTS = ("uplot-1.6.32.min.js", "common.js", "plot.js")
+"""Scripts that draw charts, in their order: uPlot, what all pages share, and a chart over both."""
+_SCRIPTS: Mapping[str, tuple[str, ...]] = {
+    "run": (*CHART_SCRIPTS, "stream.js", "run.js"),
+    "fleet": ("common.js", "stream.js", "fleet.js"),
+}
+"""Scripts of each page. The one of all runs has no chart."""
 _OWN_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 """Names under which a browser asks a loopback address of its own machine, also one that is forwarded."""
 
@@ -27,31 +37,38 @@ def build_page(name: str, *, needs_token: bool) -> Page:
 
     A browser runs the scripts of exactly these files and asks nobody but this server for anything.
     """
-    web = resources.files("evergrad_coordinator") / "web"
-
-    def read(file: str) -> str:
-        return (web / file).read_text("utf-8")
-
-    style = read(f"{_CHART}.css") + read("page.css")
-    scripts = (read(f"{_CHART}.js"), read("common.js"), read(f"{name}.js"))
-    text = read(f"{name}.html").replace("<!-- style -->", f"<style>{style}</style>")
+    style = "".join(map(read_web, (*CHART_STYLES, "page.css")))
+    scripts = [read_web(file) for file in _SCRIPTS[name]]
+    text = read_web(f"{name}.html").replace("<!-- style -->", f"<style>{style}</style>")
     # The page asks for a token first where it would be refused without one.
     text = text.replace("TOKEN_USE", "needed" if needs_token else "none")
     text = text.replace(
         "<!-- scripts -->", "".join(f"<script>{one}</script>" for one in scripts)
     )
-
-    # By hashes, so that nothing else that ever got into the page could run.
-    policy = (
-        f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {_hash(style)}; "
-        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
+    policy = f"{build_policy(scripts, style)}; connect-src 'self'; frame-ancestors 'none'"
     headers = {
         "Content-Security-Policy": policy,
         "Referrer-Policy": "no-referrer",
         "X-Content-Type-Options": "nosniff",
     }
     return Page(text, headers)
+
+
+def read_web(file: str) -> str:
+    """Read a file of ``web/``."""
+    return (resources.files("evergrad_coordinator") / "web" / file).read_text("utf-8")
+
+
+def build_policy(scripts: Sequence[str], style: str) -> str:
+    """Build the policy of a page whose elements have these texts, and that asks nobody for anything.
+
+    By hashes, so that nothing else that ever got into the page could run.
+    """
+    allowed = " ".join(map(_hash, scripts)) or "'none'"
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src {_hash(style)}; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
 
 
 def is_own_request(host: str, site: str) -> bool:

@@ -85,12 +85,16 @@ class Peer(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Leave the server's peers."""
         self._buffer.clear()
-        self._server.forget(self, "connection closed" if exc is None else type(exc).__name__)
+        self._server.forget(
+            self, "connection closed" if exc is None else type(exc).__name__
+        )
 
     def is_within_rate(self, now: float, *, burst: int, rate: float) -> bool:
         """Whether one more message is acceptable."""
         # A bucket that fills with time: a burst after a change of the group is well, an endless one is not.
-        self._allowed = min(float(burst), self._allowed + (now - self._allowed_at) * rate) - 1
+        self._allowed = (
+            min(float(burst), self._allowed + (now - self._allowed_at) * rate) - 1
+        )
         self._allowed_at = now
         return self._allowed >= 0
 

@@ -164,7 +164,9 @@ class Server:
     def take_line(self, peer: Peer, line: bytes) -> None:
         """Take one line of a peer."""
         now, limits = time.monotonic(), self.limits
-        if not peer.is_within_rate(now, burst=limits.messages, rate=limits.messages_per_second):
+        if not peer.is_within_rate(
+            now, burst=limits.messages, rate=limits.messages_per_second
+        ):
             self.reject(peer, "too_many_messages")
             return
         try:
@@ -278,7 +280,9 @@ class Server:
 
         # Nothing is decided while too much waits for the journal, as if this process had stood still.
         if self.effects.is_full:
-            self._timer = asyncio.get_running_loop().call_later(events.TICK_SECONDS, self._tick)
+            self._timer = asyncio.get_running_loop().call_later(
+                events.TICK_SECONDS, self._tick
+            )
             return
         # On a new connection a node says all of it again.
         for peer in list(self._unheard.values()):

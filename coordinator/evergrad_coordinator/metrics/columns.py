@@ -44,10 +44,16 @@ COLUMNS: Final[tuple[Column, ...]] = (
     ),
     Column("world_size", "", "processes that trained it", "agreed", "told", "integer"),
     Column(
-        "loss", "nats per valid token", "mean over the whole global batch", "mean", "closely"
+        "loss",
+        "nats per valid token",
+        "mean over the whole global batch",
+        "mean",
+        "closely",
     ),
     Column("tokens", "", "of this step, over all processes", "sum", "exactly", "integer"),
-    Column("valid_tokens", "", "those of them that carry a loss", "sum", "exactly", "integer"),
+    Column(
+        "valid_tokens", "", "those of them that carry a loss", "sum", "exactly", "integer"
+    ),
     Column(
         "sample_hash",
         "",

@@ -21,7 +21,9 @@ def render_series(series: Iterable[Series]) -> str:
         meaning = f"{one.help}.{' ' if one.note else ''}{one.note}"
         # Twice, since an empty cell beside another one is found only once.
         cells = (f"`{one.exported}`", one.kind, one.unit, one.over_several, labels, meaning)
-        lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
+        lines.append(
+            f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |")
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -29,7 +31,9 @@ def render_columns() -> str:
     """The table of metrics.jsonl on the page of the run directory."""
     lines = ["| Key | Unit | Over ranks | Meaning |", "|---|---|---|---|"]
     lines += [
-        f"| `{one.name}` | {one.unit} | {one.aggregate} | {one.help} |".replace("|  |", "| |")
+        f"| `{one.name}` | {one.unit} | {one.aggregate} | {one.help} |".replace(
+            "|  |", "| |"
+        )
         for one in COLUMNS
     ]
     return "\n".join(lines) + "\n"

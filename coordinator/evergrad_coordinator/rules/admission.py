@@ -53,7 +53,9 @@ def refuse(
     group = mine if fingerprint is None else fingerprint
     for key in sorted(mine.keys() | group.keys()):
         if mine.get(key) != group.get(key):
-            ours, theirs = (str(one.get(key, "nothing"))[:MAX_ADDRESS] for one in (mine, group))
+            ours, theirs = (
+                str(one.get(key, "nothing"))[:MAX_ADDRESS] for one in (mine, group)
+            )
             text = (
                 f"hello.fingerprint.{key[:MAX_NAME]}: {ours}; the group's first member has {theirs}. "
                 "All nodes need the same."

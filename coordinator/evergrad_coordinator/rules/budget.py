@@ -191,7 +191,9 @@ class FailureBudget:
         silent: str = "",
     ) -> None:
         """Count a break of a whole group that has no cause, unless it is the first at this place."""
-        reports = [one for one in self._reports if one.report.generation == ending.generation]
+        reports = [
+            one for one in self._reports if one.report.generation == ending.generation
+        ]
         at = min((one.at for one in reports), default=ending.at)
         self._unexplained = (reached, at)
         if before is None or reached > before[0]:
@@ -221,7 +223,9 @@ class FailureBudget:
         )
         self._count_silent(ending, silent, text, training)
 
-    def _count_silent(self, ending: Break, node: str, text: str, training: Training) -> None:
+    def _count_silent(
+        self, ending: Break, node: str, text: str, training: Training
+    ) -> None:
         """Count a break that no node has reported."""
         report = Broken(ending.generation, "peer_lost", step=training.step, message=text)
         self.last = Failure(node, ending.at, report)
@@ -275,7 +279,9 @@ class FailureBudget:
                 f"peers{said}. Check that the nodes reach each other (network policy, firewall, "
                 "--address), and that the collective timeout is longer than a step."
             )
-        code = "no exit code" if report.exit_code is None else f"exit code {report.exit_code}"
+        code = (
+            "no exit code" if report.exit_code is None else f"exit code {report.exit_code}"
+        )
         times = "once" if self.used == 1 else f"{self.used} times"
         return (
             f"workers failed {times} without progress; {self.limit} such failures are allowed. "

@@ -72,7 +72,11 @@ def remove_node(group: Group, node: Node, why: str, now: float) -> None:
 
     # A local run ends with its nodes; its exit code says whether the newest state is on the disk. Fresh
     # workers hold none that their script has not saved.
-    if group.settings.exit_when_empty and group.departures.was_left and group.finished is None:
+    if (
+        group.settings.exit_when_empty
+        and group.departures.was_left
+        and group.finished is None
+    ):
         held = max(group.members.steps.values(), default=-1)
         is_saved = group.settings.recovery == "fresh" or group.departures.saved_step >= held
         code = ExitCode.STOPPED_SAVED if is_saved else ExitCode.STOPPED_UNSAVED

@@ -161,7 +161,12 @@ def on_tick(group: Group, *, now: float) -> list[Effect]:
 
 
 def set_bounds(
-    group: Group, *, min_nodes: int, max_nodes: int, max_failures: int | None = None, now: float
+    group: Group,
+    *,
+    min_nodes: int,
+    max_nodes: int,
+    max_failures: int | None = None,
+    now: float,
 ) -> list[Effect]:
     """Take other limits (None: as before); a group that runs is changed at its next step
     boundary, if at all."""
@@ -217,6 +222,9 @@ def _catch_up(group: Group, node: Node, now: float) -> None:
     # Workers of an older group wait for members that are elsewhere, and would wait for ever.
     elif world and not world.is_over and 0 < node.group < world.generation:
         replaced = Plan(
-            world.generation, hard=True, is_member=False, reason="this group has been replaced"
+            world.generation,
+            hard=True,
+            is_member=False,
+            reason="this group has been replaced",
         )
         group.send(node.peer, replaced)

@@ -151,7 +151,9 @@ def rewind(history: History) -> None:
     history.sent = {}
 
 
-def take_update(history: History, status: Mapping[str, Any], *, now: float) -> dict[str, Any]:
+def take_update(
+    history: History, status: Mapping[str, Any], *, now: float
+) -> dict[str, Any]:
     """Return what has changed since the last call, as JSON values; parts without a change are left out.
 
     ``status``: as it is now, in the form of ``build_page_status``.

@@ -85,7 +85,11 @@ class Ledger:
         if evaluating is not None and saving is not None:
             self.reported = (message.generation, evaluating, saving)
         # The first report of a group may be another node's, whose counters began at another time.
-        if self.reported is not None and known is not None and known[0] == message.generation:
+        if (
+            self.reported is not None
+            and known is not None
+            and known[0] == message.generation
+        ):
             self._claim("evaluation", self.reported[1] - known[1])
             self._claim("saving", self.reported[2] - known[2])
         # The time up to a report is final once it has claimed its part.

@@ -37,8 +37,12 @@ def check_limits(group: Group, now: float) -> None:
         return
     missing = min((name for name, _ in world.places.keys() - world.up), key=node_order)
     since = "its start" if not world.moved else "the last growth of a member's state"
-    text = f"the group was not complete {limit:g} s after {since}: node {missing} was not up"
-    report = Broken(world.generation, "setup_failed", step=group.training.step, message=text)
+    text = (
+        f"the group was not complete {limit:g} s after {since}: node {missing} was not up"
+    )
+    report = Broken(
+        world.generation, "setup_failed", step=group.training.step, message=text
+    )
     break_world(group, Failure(missing, now, report), now=now)
 
 

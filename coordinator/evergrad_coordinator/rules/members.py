@@ -100,7 +100,9 @@ class Members:
             self._fingerprint = None
 
 
-def _forget_oldest(table: dict[str, str] | dict[str, None] | dict[Key, int], most: int) -> None:
+def _forget_oldest(
+    table: dict[str, str] | dict[str, None] | dict[Key, int], most: int
+) -> None:
     # Nodes choose their names and incarnations: without a bound each new one would cost memory for ever.
     while len(table) > most:
         del table[next(iter(table))]  # type: ignore[arg-type]

@@ -151,7 +151,9 @@ def find_running(nodes: Iterable[Node], *, generation: int) -> dict[Key, Place] 
         node for node in nodes if node.had is not None and node.had.generation == generation
     ]
     places = {
-        node.key: Place(node.had.first_rank, node.had.workers) for node in members if node.had
+        node.key: Place(node.had.first_rank, node.had.workers)
+        for node in members
+        if node.had
     }
     sizes = {node.had.world_size for node in members if node.had}
 
@@ -225,7 +227,9 @@ def describe_change(
         return "node_lost", f"{_name(lost)} lost"
     if world.is_broken:
         return world.break_cause, world.broken_by or f"generation {world.generation} broke"
-    if leaving := [node.key for node in nodes if node.is_leaving and node.key in world.places]:
+    if leaving := [
+        node.key for node in nodes if node.is_leaving and node.key in world.places
+    ]:
         return "node_left", f"{_name(leaving)} leaving"
     if joined := [node.key for node in members if node.key not in world.places]:
         return "node_joined", f"{_name(joined)} joined"

@@ -56,4 +56,6 @@ class JoinHold:
         # Only a checkpoint after the join counts: the steps since an older one would be trained again.
         if self.since is None:
             self.since, self.has_boundary = now, False
-        return self.since if self.has_boundary else self.since + settings.longest_hold_seconds
+        return (
+            self.since if self.has_boundary else self.since + settings.longest_hold_seconds
+        )

@@ -42,7 +42,11 @@ def handle_report(group: Group, node: Node, message: Message, now: float) -> Non
         case Capacity():
             node.workers = message.workers
             # The wait of a start begins with the first node that could train, not with one that shows itself.
-            if group.rendezvous and group.rendezvous.first_seen is None and node.is_candidate:
+            if (
+                group.rendezvous
+                and group.rendezvous.first_seen is None
+                and node.is_candidate
+            ):
                 group.rendezvous.first_seen = now
             group.change(now)
         case Ready():
@@ -76,7 +80,9 @@ def _find_world(group: Group, node: Node, generation: int) -> World | None:
     """The newest group, if ``generation`` is its number and the node is a member."""
     world = group.world
     return (
-        world if world and world.generation == generation and node.key in world.places else None
+        world
+        if world and world.generation == generation and node.key in world.places
+        else None
     )
 
 
@@ -112,7 +118,9 @@ def _on_ready(group: Group, node: Node, message: Ready, now: float) -> None:
         settle(group, now)
 
 
-def _note_course(group: Group, world: World, node: Node, message: Message, now: float) -> None:
+def _note_course(
+    group: Group, world: World, node: Node, message: Message, now: float
+) -> None:
     """Note how the newest group gets on, as one of its members reports it."""
     training = group.training
     match message:
@@ -218,7 +226,12 @@ def _on_result(group: Group, node: Node, message: Result, now: float) -> None:
 
     # Workers that a lost lease has ended report a stop, too, although nobody has asked the run to stop.
     is_stop = message.exit_code in (ExitCode.STOPPED_SAVED, ExitCode.STOPPED_UNSAVED)
-    if world and is_stop and group.settings.recovery == "fresh" and node.key in world.unwatched:
+    if (
+        world
+        and is_stop
+        and group.settings.recovery == "fresh"
+        and node.key in world.unwatched
+    ):
         world.out.add(node.key)
         world.is_broken = True
         group.log("lease_lost", node=node.name)

@@ -149,7 +149,9 @@ def _wait_until(group: Group, members: tuple[Node, ...], now: float) -> float:
     # Groups that break at once, one after the other, are planned ever more slowly.
     delay = 0.0
     if (excess := group.num_fruitless_plans - _FREE_PLANS) > 0:
-        delay = min(_LONGEST_DELAY_SECONDS, settings.debounce_seconds * 2 ** min(excess, 16))
+        delay = min(
+            _LONGEST_DELAY_SECONDS, settings.debounce_seconds * 2 ** min(excess, 16)
+        )
     return max(group.fence_until, group.planned_at + delay)
 
 
@@ -184,7 +186,9 @@ def _plan(group: Group, members: tuple[Node, ...], now: float) -> None:
         group.generation, keys, is_hard, cause, reason, now, waits_for, saves=saves
     )
     group.proposal = proposal
-    group.log("plan", hard=is_hard, members=len(keys), cause=cause, reason=reason, saves=saves)
+    group.log(
+        "plan", hard=is_hard, members=len(keys), cause=cause, reason=reason, saves=saves
+    )
 
     # Counted before the answers: a worker that holds the only state must be waited for, not replaced.
     group.num_holders = sum(node.step is not None and node.step >= 0 for node in nodes)

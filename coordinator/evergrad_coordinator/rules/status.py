@@ -58,9 +58,13 @@ def describe_condition(group: Group, *, now: float) -> Condition:
         if not waits_for and group.departures.saver:
             text = f"node {group.departures.saver[0]} saves before it leaves"
             return Condition("Draining", "WaitingForSave", text)
-        is_draining = group.world is not None and not group.world.is_over and not proposal.hard
+        is_draining = (
+            group.world is not None and not group.world.is_over and not proposal.hard
+        )
         text = f"{proposal.reason}; waiting for {waits_for} nodes to be ready"
-        return Condition("Draining" if is_draining else "Starting", "MembersGettingReady", text)
+        return Condition(
+            "Draining" if is_draining else "Starting", "MembersGettingReady", text
+        )
     if group.world and not group.world.is_over and group.nodes and not group.rendezvous:
         return _describe_world(group, group.world)
 
@@ -114,7 +118,10 @@ def _describe_world(group: Group, world: World) -> Condition:
 
 
 def _describe_shortage(group: Group) -> Condition:
-    ready, settings = sum(node.is_candidate for node in group.nodes.values()), group.settings
+    ready, settings = (
+        sum(node.is_candidate for node in group.nodes.values()),
+        group.settings,
+    )
     if group.rendezvous and settings.min_nodes <= ready < settings.expect:
         return Condition(
             "Waiting",
@@ -167,7 +174,9 @@ def build_status(group: Group, *, now: float) -> dict[str, Any]:
         "loss": training.loss,
         "tokensPerSecond": training.tokens_per_second,
         "etaSeconds": training.eta_seconds,
-        "checkpointStep": training.checkpoint_step if training.checkpoint_step >= 0 else None,
+        "checkpointStep": training.checkpoint_step
+        if training.checkpoint_step >= 0
+        else None,
         "restarts": dict(group.accounting.restarts),
         "lostSeconds": {
             cause: round(seconds, 3)
@@ -197,7 +206,8 @@ def _list_members(group: Group) -> Iterable[dict[str, Any]]:
     places = world.places if world and not world.is_over else {}
     # Members first: the list is cut, and spares are the least of it.
     nodes = sorted(
-        group.nodes.values(), key=lambda node: (node.key not in places, node_order(node.name))
+        group.nodes.values(),
+        key=lambda node: (node.key not in places, node_order(node.name)),
     )
     for node in nodes:
         place = places.get(node.key)

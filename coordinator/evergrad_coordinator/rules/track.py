@@ -130,9 +130,9 @@ class Track:
         columns = {}
         for name, one in self.columns.items():
             parts = (one.mean, one.least, one.most)
-            columns[name] = [_plain(part[begin:]) for part in parts]
+            columns[name] = [plain_numbers(part[begin:]) for part in parts]
         # With more digits than values: a step of a long run must not be rounded to its neighbour.
-        x = _plain(self.x[begin:], digits=12)
+        x = plain_numbers(self.x[begin:], digits=12)
         return {
             "from": begin,
             "x": x,
@@ -164,7 +164,7 @@ class Track:
         self._changed_from = 0
 
 
-def _plain(values: Iterable[float], *, digits: int = _DIGITS) -> list[float | None]:
+def plain_numbers(values: Iterable[float], *, digits: int = _DIGITS) -> list[float | None]:
     """Values as JSON has them: none for what is no number, whole numbers without a point."""
     plain: list[float | None] = []
     for value in values:

@@ -1,5 +1,5 @@
 "use strict";
-// What both pages share: words for numbers, elements, and the stream of events.
+// What all pages and the report share: words for numbers, and elements.
 
 const MISSING = "–";
 
@@ -69,54 +69,3 @@ const TONES = {
   Running: "good", Complete: "good", Failed: "bad", Stopped: "warn", Starting: "warn", Waiting: "warn",
   Draining: "warn", Suspended: "quiet", Pending: "quiet", Preparing: "quiet",
 };
-
-// Server-sent events by fetch: EventSource cannot send a token. Tries again for as long as the page is open.
-const LONGEST_PAUSE_MS = 30000;
-const SILENCE_MS = 60000;
-
-async function readEvents(path, token, { onUpdate, onOpen }) {
-  const ended = new AbortController();
-  let watch = 0;
-  const heard = () => {
-    clearTimeout(watch);
-    watch = setTimeout(() => ended.abort(), SILENCE_MS);
-  };
-  try {
-    heard();
-    const answer = await fetch(path, {
-      headers: token ? { Authorization: `Bearer ${token}` } : {}, cache: "no-store", signal: ended.signal,
-    });
-    if (!answer.ok) return answer.status;
-    onOpen();
-    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-    let rest = "";
-    for (;;) {
-      const { done, value } = await reader.read();
-      if (done) return 0;
-      heard();
-      const parts = (rest + value).split("\n\n");
-      rest = parts.pop();
-      for (const part of parts) {
-        const line = part.split("\n").find((one) => one.startsWith("data: "));
-        if (line) onUpdate(JSON.parse(line.slice(6)));
-      }
-    }
-  } catch (error) {
-    return 0;
-  } finally {
-    clearTimeout(watch);
-  }
-}
-
-async function follow(path, token, handlers) {
-  let pause = 1000;
-  for (;;) {
-    const status = await readEvents(path, token, {
-      ...handlers, onOpen: () => { pause = 1000; handlers.onOpen(); },
-    });
-    if (status === 401) return "refused";
-    handlers.onAway(status);
-    await new Promise((resolve) => setTimeout(resolve, pause));
-    pause = Math.min(2 * pause, LONGEST_PAUSE_MS);
-  }
-}

@@ -177,25 +177,25 @@
 
   const plots = new Map();
   let isLogarithmic = false;
-  const inShort = (number) => (Math.abs(number) >= 10000 ? shortCount(number) : real(number));
-  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const faint = (name) => `color-mix(in srgb, ${color(name)} 22%, transparent)`;
+  const curvesOf = (names) => names.map((name, index) => ({ name, color: COLORS[index] }));
+
+  const scaleOfLoss = () => (isLogarithmic ? "logarithmic" : "");
 
   function showPlots() {
     const isNew = (part) => changed.has(part);
     if (isNew("steps")) {
       for (const [name, parts] of Object.entries(run.steps.columns)) {
         const [title, unit] = TITLES[name] ?? [name, ""];
-        draw(`steps/${name}`, { title, unit, isHero: name === "loss", hasBand: true, marks: name === "loss" },
-          ["value"], [run.steps.x, ...parts]);
+        const own = name === "loss" ? { isHero: true, height: 280, scale: scaleOfLoss(), hooks: { draw: [drawCheckpoints] } } : {};
+        draw(`steps/${name}`, { title, unit, sync: "steps", curves: curvesOf(["value"]), ...own }, run.steps.x, [parts]);
       }
     }
     if (isNew("evaluations")) showEvaluations();
     if (isNew("times")) {
       const { columns, x } = run.times;
-      const times = x.map((one) => run.beganAt + one);
-      draw("times", { title: "Processes and nodes", unit: "", isHero: true, isTime: true },
-        Object.keys(columns), [times, ...Object.values(columns).map((parts) => parts[0])]);
+      const kind = { title: "Processes and nodes", unit: "", isHero: true, height: 190, sync: "times", form: "stairs", scale: "zero",
+        isTime: true, ticks: hours, where: timeOfDay, curves: curvesOf(Object.keys(columns)) };
+      draw("times", kind, x.map((one) => run.beganAt + one), Object.values(columns).map(([value]) => [value]));
     }
   }
 
@@ -205,26 +205,38 @@
     const numbers = new Set(names.flatMap((one) => Object.keys(run.evaluations[one].columns)));
     for (const number of numbers) {
       const sets = names.filter((one) => run.evaluations[one].columns[number]);
-      const joined = uPlot.join(sets.map((one) => [run.evaluations[one].x, run.evaluations[one].columns[number][0]]));
+      const [x, ...values] = uPlot.join(sets.map((one) => [run.evaluations[one].x, run.evaluations[one].columns[number][0]]));
       const title = number === "loss" ? "Evaluation loss" : `Evaluation: ${number}`;
-      draw(`evaluations/${number}/${sets.length}`, { title, unit: number === "loss" ? "nats per token" : "", hasPoints: true },
-        sets, joined);
+      const kind = { title, unit: number === "loss" ? "nats per token" : "", sync: "steps", form: "points", curves: curvesOf(sets) };
+      draw(`evaluations/${number}/${sets.length}`, kind, x, values.map((one) => [one]));
     }
   }
 
-  function draw(key, kind, names, data) {
+  function draw(key, kind, x, columns) {
     let plot = plots.get(key);
     if (!plot) {
       if (plots.size >= MOST_PLOTS) return;
       // A set more is another plot in the place of the one before.
       const prefix = key.startsWith("evaluations/") ? key.slice(0, key.lastIndexOf("/") + 1) : null;
       const before = prefix && [...plots.keys()].find((one) => one.startsWith(prefix));
-      plot = new Plot(kind, names, data);
-      if (before) { plots.get(before).replaceBy(plot); plots.delete(before); }
+      plot = makePlot(kind);
+      if (before) { replace(plots.get(before), plot); plots.delete(before); }
       else place(plot, key);
       plots.set(key, plot);
     }
-    plot.setData(data);
+    plot.setData(x, columns);
+  }
+
+  function makePlot(kind) {
+    const element = make("figure", "", kind.isHero ? "hero" : ""), caption = make("figcaption");
+    caption.append(make("h3", kind.unit ? `${kind.title}, ${kind.unit}` : kind.title));
+    element.append(caption);
+    return new Plot({ height: 210, ...kind }, element, caption);
+  }
+
+  function replace(before, after) {
+    before.element.replaceWith(after.element);
+    before.remove();
   }
 
   // Loss, then evaluations, then the rest; the one over the time comes last.
@@ -234,162 +246,23 @@
     const behind = [...plots.entries()].filter(([one]) => rank(one) > rank(key)).map(([, one]) => one.element);
     const all = [...byId("plots").children];
     byId("plots").insertBefore(plot.element, all.find((one) => behind.includes(one)) ?? null);
-    plot.begin();
   }
 
-  class Plot {
-    constructor(kind, names, data) {
-      this.kind = kind;
-      this.names = names;
-      this.data = data;
-      this.isZoomed = false;
-      this.element = make("figure", "", kind.isHero ? "hero" : "");
-      this.reading = make("span", "", "reading");
-      this.canvas = make("div", "", "canvas");
-      this.canvas.tabIndex = 0;
-      this.canvas.setAttribute("role", "img");
-      this.canvas.addEventListener("keydown", (event) => this.onKey(event));
-      const caption = make("figcaption");
-      caption.append(make("h3", kind.unit ? `${kind.title}, ${kind.unit}` : kind.title), this.reading);
-      this.element.append(caption, this.canvas);
-      this.observer = new ResizeObserver(() => this.fit());
+  // Checkpoints stand as small triangles on the axis of the step.
+  function drawCheckpoints(chart) {
+    const { ctx, bbox } = chart;
+    ctx.save();
+    ctx.fillStyle = color("--s3");
+    for (const [, step] of run.checkpoints) {
+      const x = chart.valToPos(step, "x", true), y = bbox.top + bbox.height;
+      if (x < bbox.left || x > bbox.left + bbox.width) continue;
+      ctx.beginPath();
+      ctx.moveTo(x, y - 8 * devicePixelRatio);
+      ctx.lineTo(x - 4 * devicePixelRatio, y);
+      ctx.lineTo(x + 4 * devicePixelRatio, y);
+      ctx.fill();
     }
-
-    begin() {
-      this.chart = new uPlot(this.options(), this.data, this.canvas);
-      this.observer.observe(this.canvas);
-      this.read();
-    }
-
-    options() {
-      const { kind } = this;
-      const axis = { stroke: () => color("--muted"), grid: { stroke: () => color("--grid"), width: 1 },
-        ticks: { stroke: () => color("--axis"), width: 1, size: 4 }, font: "11px system-ui, sans-serif" };
-      const curve = (index) => ({
-        label: this.names[index], stroke: () => color(COLORS[index]), width: 1.6, spanGaps: Boolean(kind.hasPoints),
-        points: { show: kind.hasPoints ? (chart, number) => chart.data[number].length <= 60 : (chart) => chart.data[0].length === 1, size: 5 },
-        paths: kind.isTime ? uPlot.paths.stepped({ align: 1 }) : undefined,
-      });
-      const edge = { stroke: "transparent", width: 0, points: { show: false } };
-      return {
-        width: this.width(), height: kind.isHero ? (kind.isTime ? 190 : 280) : 210, legend: { show: false },
-        scales: {
-          x: { time: Boolean(kind.isTime) },
-          y: kind.isTime ? { range: (chart, low, high) => [0, Math.max(1, high) * 1.15] }
-            : { distr: kind.isHero && isLogarithmic ? 3 : 1 },
-        },
-        axes: [
-          { ...axis, size: 34, values: kind.isTime ? (chart, values) => values.map((one) => hours(one)) : (chart, values) => values.map((one) => (Number.isInteger(one) ? shortCount(one) : "")) },
-          { ...axis, size: 58, values: (chart, values) => values.map((one) => (one === null ? "" : Math.abs(one) >= 1000 ? shortCount(one) : String(Number(one.toPrecision(4))))) },
-        ],
-        series: [{}, ...this.names.map((_, index) => curve(index)), ...(kind.hasBand ? [edge, edge] : [])],
-        bands: kind.hasBand ? [{ series: [3, 2], fill: () => faint("--s1") }] : undefined,
-        cursor: { sync: { key: kind.isTime ? "times" : "steps", setSeries: false }, points: { size: 7 }, drag: { x: true, y: false } },
-        hooks: {
-          setCursor: [() => this.read()],
-          setSelect: [(chart) => { if (chart.select.width > 0) this.isZoomed = true; }],
-          draw: kind.marks ? [(chart) => this.drawMarks(chart)] : [],
-          ready: [(chart) => chart.over.addEventListener("dblclick", () => { this.isZoomed = false; })],
-        },
-      };
-    }
-
-    width() { return Math.max(200, Math.floor(this.canvas.clientWidth) || 300); }
-
-    fit() {
-      if (this.chart && this.chart.width !== this.width()) {
-        this.chart.setSize({ width: this.width(), height: this.chart.height });
-      }
-    }
-
-    setData(data) {
-      this.data = data;
-      if (!this.chart) return;
-      this.chart.setData(data, !this.isZoomed);
-      if (this.isZoomed) this.chart.redraw();
-      this.read();
-      const last = this.last(1);
-      this.canvas.setAttribute("aria-label", `${this.kind.title}: ${data[0].length} points, now ${inShort(last)}`);
-    }
-
-    last(series) {
-      const values = this.data[series];
-      for (let index = values.length - 1; index >= 0; index -= 1) {
-        if (values[index] !== null && values[index] !== undefined) return values[index];
-      }
-      return null;
-    }
-
-    where(index) {
-      const x = this.data[0][index];
-      return this.kind.isTime ? timeOfDay(x) : `step ${count(x)}`;
-    }
-
-    // The values under the cursor, else the newest ones.
-    read() {
-      const index = this.chart?.cursor.idx ?? null;
-      const parts = [];
-      this.names.forEach((name, number) => {
-        if (this.names.length > 1) {
-          const key = make("i", "", "key");
-          key.style.background = `var(${COLORS[number]})`;
-          parts.push(key, `${name} `);
-        }
-        parts.push(make("b", inShort(index === null ? this.last(number + 1) : this.data[number + 1][index])));
-      });
-      if (index !== null) {
-        const [least, most] = this.kind.hasBand ? [this.data[2][index], this.data[3][index]] : [null, null];
-        parts.push(least !== null && least !== most ? ` (${inShort(least)} to ${inShort(most)})` : "", ` at ${this.where(index)}`);
-      }
-      this.reading.replaceChildren(...parts);
-    }
-
-    onKey(event) {
-      const { chart } = this, length = this.data[0].length;
-      if (event.key === "Escape") {
-        this.isZoomed = false;
-        chart.setData(this.data, true);
-        chart.setCursor({ left: -10, top: -10 });
-        return;
-      }
-      const now = chart.cursor.idx ?? length - 1, page = Math.max(1, Math.round(length / 20));
-      const next = { ArrowLeft: now - 1, ArrowRight: now + 1, PageUp: now - page, PageDown: now + page, Home: 0, End: length - 1 }[event.key];
-      if (next === undefined || !length) return;
-      event.preventDefault();
-      const index = Math.min(length - 1, Math.max(0, next));
-      const left = chart.valToPos(this.data[0][index], "x"), value = this.data[1][index];
-      chart.setCursor({ left, top: value === null ? 0 : chart.valToPos(value, "y") });
-      setText(byId("spoken"), `${this.kind.title}: ${this.reading.textContent}`);
-    }
-
-    // Checkpoints stand as small triangles on the axis of the step.
-    drawMarks(chart) {
-      const { ctx, bbox } = chart;
-      ctx.save();
-      ctx.fillStyle = color("--s3");
-      for (const [, step] of run.checkpoints) {
-        const x = chart.valToPos(step, "x", true), y = bbox.top + bbox.height;
-        if (x < bbox.left || x > bbox.left + bbox.width) continue;
-        ctx.beginPath();
-        ctx.moveTo(x, y - 8 * devicePixelRatio);
-        ctx.lineTo(x - 4 * devicePixelRatio, y);
-        ctx.lineTo(x + 4 * devicePixelRatio, y);
-        ctx.fill();
-      }
-      ctx.restore();
-    }
-
-    replaceBy(other) {
-      this.element.replaceWith(other.element);
-      this.remove();
-      other.begin();
-    }
-
-    remove() {
-      this.observer.disconnect();
-      this.chart?.destroy();
-      this.element.remove();
-    }
+    ctx.restore();
   }
 
   function press(id, act) {
@@ -405,12 +278,11 @@
     isLogarithmic = isPressed;
     const before = plots.get("steps/loss");
     if (!before) return;
-    const after = new Plot(before.kind, before.names, before.data);
-    before.replaceBy(after);
+    const after = makePlot({ ...before.kind, scale: scaleOfLoss() });
+    replace(before, after);
+    after.setData(before.x, before.columns);
     plots.set("steps/loss", after);
   });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () =>
-    plots.forEach((plot) => plot.chart.redraw(false)));
 
   // ---- the connection ------------------------------------------------------------------------------------------
 

@@ -42,7 +42,9 @@ def build_text() -> str:
         ],
     }
     data = {
-        f"resource.customizations.health.{KEY}": (SCRIPTS / "health.lua").read_text("utf-8"),
+        f"resource.customizations.health.{KEY}": (SCRIPTS / "health.lua").read_text(
+            "utf-8"
+        ),
         f"resource.customizations.actions.{KEY}": _dump(actions),
         # The status is written every ten seconds; health is looked at all the same.
         f"resource.customizations.ignoreResourceUpdates.{KEY}": _dump(

@@ -24,13 +24,37 @@ _HEADER: Final = (
 )
 _COLUMNS: Final = (
     ("Phase", "string", ".status.phase", "The run in one word.", 0),
-    ("Nodes", "string", ".status.nodes.summary", "Nodes that train, of those it may use.", 0),
+    (
+        "Nodes",
+        "string",
+        ".status.nodes.summary",
+        "Nodes that train, of those it may use.",
+        0,
+    ),
     ("Step", "string", ".status.progress.summary", "Optimizer steps done, of all.", 0),
     ("Loss", "string", ".status.progress.loss", "Training loss of the newest step.", 0),
-    ("Tok/s", "string", ".status.progress.tokensPerSecond", "Tokens a second of all nodes.", 0),
+    (
+        "Tok/s",
+        "string",
+        ".status.progress.tokensPerSecond",
+        "Tokens a second of all nodes.",
+        0,
+    ),
     ("ETA", "string", ".status.progress.eta", "Time to the end.", 0),
-    ("Checkpoint", "integer", ".status.checkpoint.step", "Step of the newest checkpoint.", 0),
-    ("Restarts", "integer", ".status.restarts.total", "Pods that ended and were replaced.", 0),
+    (
+        "Checkpoint",
+        "integer",
+        ".status.checkpoint.step",
+        "Step of the newest checkpoint.",
+        0,
+    ),
+    (
+        "Restarts",
+        "integer",
+        ".status.restarts.total",
+        "Pods that ended and were replaced.",
+        0,
+    ),
     ("Age", "date", ".metadata.creationTimestamp", "Time since it was created.", 0),
     (
         "Generation",

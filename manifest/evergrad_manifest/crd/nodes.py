@@ -10,9 +10,7 @@ Schema = dict[str, Any]
 LONGEST_TEXT: Final = 4096
 LONGEST_KEY_NAME: Final = 253
 # The pattern of Kubernetes' own OpenAPI document for a quantity.
-QUANTITY: Final = (
-    r"^(\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?[0-9]+))?$"
-)
+QUANTITY: Final = r"^(\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?[0-9]+))?$"
 PRESERVE: Final = "x-kubernetes-preserve-unknown-fields"
 VALIDATIONS: Final = "x-kubernetes-validations"
 
@@ -30,7 +28,13 @@ def text(
     """
     # Left out and not written as 0: whatever is in the CRD counts against its size.
     least = {} if shortest is None else {"minLength": shortest}
-    return {"type": "string", "description": description, "maxLength": longest, **least, **more}
+    return {
+        "type": "string",
+        "description": description,
+        "maxLength": longest,
+        **least,
+        **more,
+    }
 
 
 def choice(description: str, words: Sequence[str]) -> Schema:
@@ -44,7 +48,11 @@ def moment(description: str) -> Schema:
 
 
 def integer(
-    description: str, *, least: int | None = None, most: int | None = None, large: bool = False
+    description: str,
+    *,
+    least: int | None = None,
+    most: int | None = None,
+    large: bool = False,
 ) -> Schema:
     """A whole number. ``large``: of 64 bits."""
     bounds = {
@@ -91,7 +99,9 @@ def mapping(
     }
 
 
-def texts_by_name(description: str, *, most: int = 128, longest: int = LONGEST_TEXT) -> Schema:
+def texts_by_name(
+    description: str, *, most: int = 128, longest: int = LONGEST_TEXT
+) -> Schema:
     """Name → text."""
     return {
         "type": "object",

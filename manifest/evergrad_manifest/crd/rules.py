@@ -65,7 +65,8 @@ _ARITHMETIC: Final = [
 _RECIPE_IS_KEPT: Final = " && ".join(
     (
         _all_unchanged(
-            "spec.training", [key for key in RECIPE_SECTIONS if key not in ("data", "horizon")]
+            "spec.training",
+            [key for key in RECIPE_SECTIONS if key not in ("data", "horizon")],
         ),
         # A task of the user's own may do without data, and CEL ends with an error at a field of a section
         # that is not there.
@@ -81,8 +82,10 @@ _RECIPE_IS_KEPT: Final = " && ".join(
 )
 # Where the run's state is. The rest is of a claim that is made once: the webhook refuses another size, and a
 # change that gets past it has no effect. Each field costs 170 bytes of the CRD.
-_STORAGE_IS_KEPT: Final = "has(self.spec.storage) == has(oldSelf.spec.storage) && ({})".format(
-    _within("spec.storage", _all_unchanged("spec.storage", PLACE_OF_STORAGE))
+_STORAGE_IS_KEPT: Final = (
+    "has(self.spec.storage) == has(oldSelf.spec.storage) && ({})".format(
+        _within("spec.storage", _all_unchanged("spec.storage", PLACE_OF_STORAGE))
+    )
 )
 _KINDS_ARE_KEPT: Final = " && ".join(
     f"has(self.spec.{kind}) == has(oldSelf.spec.{kind})" for kind in KINDS
@@ -122,11 +125,18 @@ _KEPT: Final = (
 # Few: an API server refuses a CRD whose rules could cost too much. They hold while the webhook is down, too.
 RULES: Final[Mapping[str, tuple[Schema, ...]]] = {
     "": tuple(
-        rule(f"{_IS_OPEN} || ({same})", message, at=f".spec{at}", reason="FieldValueForbidden")
+        rule(
+            f"{_IS_OPEN} || ({same})",
+            message,
+            at=f".spec{at}",
+            reason="FieldValueForbidden",
+        )
         for same, at, message in _KEPT
     ),
     "spec": (
-        _exactly_one(KINDS, "a run is exactly one of training and script. Set one of them."),
+        _exactly_one(
+            KINDS, "a run is exactly one of training and script. Set one of them."
+        ),
     ),
     "spec.nodes": (
         rule(

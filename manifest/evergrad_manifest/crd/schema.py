@@ -54,7 +54,9 @@ def section_schema(section: type[Section], prefix: str = "") -> Schema:
     properties: dict[str, Schema] = {}
     for key, info in fields_of(section).items():
         if f"{prefix}{key}" not in LEFT_OUT:
-            properties[key] = field_schema(Field(f"{prefix}{key}", key, info, shape_of(info)))
+            properties[key] = field_schema(
+                Field(f"{prefix}{key}", key, info, shape_of(info))
+            )
     required = [key for key, info in fields_of(section).items() if info.is_required()]
     needed = {"required": required} if required else {}
     return {"type": "object", PRESERVE: True, **needed, "properties": properties}
@@ -106,7 +108,9 @@ def _plain_schema(field: Field) -> Schema:
     annotation, metadata = _unwrapped(field.info.annotation, list(field.info.metadata))
     if (choices := choices_of(field.info)) and bool not in get_args(annotation):
         # YAML reads a bare on or off as true or false, and older files have them where there are words now.
-        inputs = [getattr(one, "json_schema_input_type", None) for one in field.info.metadata]
+        inputs = [
+            getattr(one, "json_schema_input_type", None) for one in field.info.metadata
+        ]
         if any(bool in get_args(one) for one in inputs):
             return {PRESERVE: True, "enum": [*choices, True, False]}
         return {"type": "string", "enum": list(choices)}
@@ -123,7 +127,12 @@ def _plain_schema(field: Field) -> Schema:
         bounds: Schema = {"minItems": len(arguments), "maxItems": len(arguments)}
         if Ellipsis in get_args(annotation):
             bounds = _item_bounds(field.info)
-        return {"type": "array", **bounds, "x-kubernetes-list-type": "atomic", "items": item}
+        return {
+            "type": "array",
+            **bounds,
+            "x-kubernetes-list-type": "atomic",
+            "items": item,
+        }
     if get_origin(annotation) is not dict:
         return scalar_schema(annotation, metadata)
 
@@ -137,7 +146,11 @@ def _plain_schema(field: Field) -> Schema:
     # Every map needs a bound: the API server multiplies the cost of rules by it.
     most = 10 if ".resources." in field.path else _MOST_ENTRIES
     most = next(
-        (found for one in field.info.metadata if (found := getattr(one, "max_length", None))),
+        (
+            found
+            for one in field.info.metadata
+            if (found := getattr(one, "max_length", None))
+        ),
         most,
     )
     return {"type": "object", "maxProperties": most, "additionalProperties": item}
@@ -166,7 +179,9 @@ def _unwrapped(annotation: Any, metadata: list[Any]) -> tuple[Any, list[Any]]:
             metadata = [*metadata, *annotation.__metadata__]
             annotation = annotation.__origin__
         elif type(None) in get_args(annotation):
-            annotation = next(item for item in get_args(annotation) if item is not type(None))
+            annotation = next(
+                item for item in get_args(annotation) if item is not type(None)
+            )
         else:
             return annotation, metadata
 

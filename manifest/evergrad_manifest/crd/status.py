@@ -61,7 +61,9 @@ _PROGRESS: Final[Schema] = mapping(
         "step": integer("Optimizer steps done.", least=0, large=True),
         "totalSteps": integer("Optimizer steps of the whole run.", least=0, large=True),
         "summary": text("Steps done, of all: 1200/20000.", longest=64),
-        "percent": integer("Share of the steps that is done, in percent.", least=0, most=100),
+        "percent": integer(
+            "Share of the steps that is done, in percent.", least=0, most=100
+        ),
         # A text: Kubernetes' conventions forbid floats, which clients in different languages round
         # differently.
         "loss": text("Training loss of the newest step, in nats a token.", longest=32),
@@ -153,7 +155,9 @@ STATUS: Final[Schema] = mapping(
             least=-1,
             large=True,
         ),
-        "phase": text("The run in one word, for people; programs read conditions.", longest=32),
+        "phase": text(
+            "The run in one word, for people; programs read conditions.", longest=32
+        ),
         "reason": text("Why it is so, in one CamelCase word.", longest=128),
         "message": text(
             "Why it is so, and what to do if something is to be done.",
@@ -184,7 +188,9 @@ STATUS: Final[Schema] = mapping(
         "preparation": mapping(
             "How far the preparation of the data is.",
             {
-                "work": text("What it does: scan, tokenize, split, wait or done.", longest=128),
+                "work": text(
+                    "What it does: scan, tokenize, split, wait or done.", longest=128
+                ),
                 "source": text("The source it works on.", longest=128),
                 "bytesDone": integer("Bytes of source files done.", least=0, large=True),
                 "bytesTotal": integer("Bytes of this work.", least=0, large=True),
@@ -201,7 +207,9 @@ STATUS: Final[Schema] = mapping(
                 "step": integer("Newest checkpoint evaluated.", least=0, large=True),
                 "evaluated": integer("Checkpoints evaluated.", least=0, large=True),
                 "waiting": integer("Checkpoints that wait.", least=0),
-                "passedOver": text("Newest checkpoint without results, and why.", longest=1024),
+                "passedOver": text(
+                    "Newest checkpoint without results, and why.", longest=1024
+                ),
                 "results": items(
                     "Its results.",
                     mapping(

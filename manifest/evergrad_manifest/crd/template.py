@@ -104,7 +104,9 @@ _NODE_AFFINITY: Final[Schema] = mapping(
 # topologyKey alone is required: a term without it would compare pods in no place at all.
 def _pod_term(description: str) -> Schema:
     properties = {
-        "topologyKey": text("Label of nodes whose value makes them one place.", longest=317),
+        "topologyKey": text(
+            "Label of nodes whose value makes them one place.", longest=317
+        ),
         "labelSelector": _label_selector("Which pods; none if it is left out."),
         "namespaceSelector": _label_selector("Namespaces by their labels; {} is all."),
         "namespaces": items(
@@ -170,13 +172,19 @@ _POLICIES: Final = ("Honor", "Ignore")
 _SPREAD: Final[Schema] = mapping(
     "One rule of spreading.",
     {
-        "maxSkew": integer("Largest difference of the numbers of pods in two places.", least=1),
-        "topologyKey": text("Label of nodes whose value makes them one place.", longest=317),
+        "maxSkew": integer(
+            "Largest difference of the numbers of pods in two places.", least=1
+        ),
+        "topologyKey": text(
+            "Label of nodes whose value makes them one place.", longest=317
+        ),
         "whenUnsatisfiable": choice(
             "What happens if it cannot be kept.", ("DoNotSchedule", "ScheduleAnyway")
         ),
         "labelSelector": _label_selector("Which pods are counted."),
-        "matchLabelKeys": _label_keys("Labels in which the pods counted equal the new one."),
+        "matchLabelKeys": _label_keys(
+            "Labels in which the pods counted equal the new one."
+        ),
         "minDomains": integer("Fewest places to spread over.", least=1),
         "nodeAffinityPolicy": choice(
             "Whether nodes that affinity excludes are left out; default: Honor.", _POLICIES
@@ -295,9 +303,13 @@ _PROJECTED: Final[Schema] = mapping(
                             "signerName": text(
                                 "Signer of the bundles, instead of name.", longest=571
                             ),
-                            "labelSelector": _label_selector("Which of the signer's bundles."),
+                            "labelSelector": _label_selector(
+                                "Which of the signer's bundles."
+                            ),
                             "path": text("File it becomes, relative.", longest=1024),
-                            "optional": switch("Whether it may be missing. Default: false."),
+                            "optional": switch(
+                                "Whether it may be missing. Default: false."
+                            ),
                         },
                         required=("path",),
                     ),
@@ -350,7 +362,9 @@ _EPHEMERAL: Final[Schema] = mapping(
                                 }
                             },
                         ),
-                        "storageClassName": text("Its storage class; default: the cluster's."),
+                        "storageClassName": text(
+                            "Its storage class; default: the cluster's."
+                        ),
                         "volumeMode": choice(
                             "As a folder or as a device. Default: Filesystem.",
                             ("Filesystem", "Block"),
@@ -380,7 +394,8 @@ _VOLUME: Final[Schema] = mapping(
             "Scratch space that lives as long as the pod.",
             {
                 "medium": text(
-                    "Empty for the node's disk, Memory for a tmpfs. Default: empty.", longest=32
+                    "Empty for the node's disk, Memory for a tmpfs. Default: empty.",
+                    longest=32,
                 ),
                 "sizeLimit": int_or_text(
                     "Most it may hold, a quantity. Default: no limit.", pattern=QUANTITY

@@ -37,7 +37,9 @@ RESOURCE_FIELD_REF: Final[Schema] = mapping(
     {
         "resource": text("Resource, such as limits.cpu."),
         "containerName": text("Name of the container.", longest=63),
-        "divisor": int_or_text("Unit of the value, a quantity. Default: 1.", pattern=QUANTITY),
+        "divisor": int_or_text(
+            "Unit of the value, a quantity. Default: 1.", pattern=QUANTITY
+        ),
     },
     required=("resource",),
     **{"x-kubernetes-map-type": "atomic"},

@@ -123,7 +123,9 @@ def check_nodes(view: View) -> Iterator[Problem]:
     if processes <= most:
         return
     given = f"{nodes} nodes with {per_node} workersPerNode" if workers else f"{nodes} nodes"
-    what = f"{given} make W = {processes} processes, more than the M = {most} slots of a step"
+    what = (
+        f"{given} make W = {processes} processes, more than the M = {most} slots of a step"
+    )
     why = f"globalBatchSize {whole} / microBatchSize {micro} = {most}, and a process needs a slot of its own"
 
     # Numbers with which every process has a slot. A micro-batch has to divide the global batch, so that only
@@ -160,7 +162,8 @@ class Spec(Section):
     model_config = ConfigDict(
         json_schema_extra={
             "oneOf": [
-                {"required": [kind], "properties": {kind: {"type": "object"}}} for kind in KINDS
+                {"required": [kind], "properties": {kind: {"type": "object"}}}
+                for kind in KINDS
             ]
         }
     )
@@ -226,7 +229,9 @@ def check_kind(view: View) -> Iterator[Problem]:
     if len(given) == 2:
         yield Problem("spec", "training and script are both set", why, "Remove one of them")
     elif not given:
-        remedy = "Add training (the typed recipe), or script with a command such as [train.py]"
+        remedy = (
+            "Add training (the typed recipe), or script with a command such as [train.py]"
+        )
         yield Problem("spec", "neither training nor script is set", why, remedy)
 
 
@@ -234,7 +239,9 @@ def check_image(view: View) -> Iterator[Problem]:
     """A reference that a container runtime can pull."""
     image = view.get("spec.image")
     if isinstance(image, str) and not is_image(image):
-        yield Problem("spec.image", f"{show(image)} is not an image", IMAGE_RULE, IMAGE_REMEDY)
+        yield Problem(
+            "spec.image", f"{show(image)} is not an image", IMAGE_RULE, IMAGE_REMEDY
+        )
 
 
 def check_size(view: View) -> Iterator[Problem]:

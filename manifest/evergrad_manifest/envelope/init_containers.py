@@ -68,7 +68,9 @@ def check_init_containers(view: View) -> Iterator[Problem]:
     yield from check_keys(plain, _CONTAINER)
     yield from check_unique(containers, "name")
     for path, container in containers:
-        name, image, folder = (container.get(key) for key in ("name", "image", "workingDir"))
+        name, image, folder = (
+            container.get(key) for key in ("name", "image", "workingDir")
+        )
         where = format_path((*path, "name"))
         if isinstance(name, str) and name and not is_dns_label(name):
             why = "a container's name has lower-case letters, digits and '-'"

@@ -20,7 +20,16 @@ from evergrad_manifest.values.quantities import (
 )
 from evergrad_manifest.view import View
 
-_ACCELERATORS = ("gpu", "tpu", "npu", "xpu", "gaudi", "neuron", "neuroncore", "neurondevice")
+_ACCELERATORS = (
+    "gpu",
+    "tpu",
+    "npu",
+    "xpu",
+    "gaudi",
+    "neuron",
+    "neuroncore",
+    "neurondevice",
+)
 """Names of resources, behind a vendor's prefix, that count as accelerators. Others are network cards and the
 like."""
 _STANDARD_RESOURCES = ("cpu", "memory", "ephemeral-storage")
@@ -144,7 +153,9 @@ def _check_resource(path: str, name: str, quantity: str) -> Iterator[Problem]:
 def is_extended(name: str) -> bool:
     """Whether Kubernetes counts the resource in whole units and shares none of them, as it does devices."""
     prefix, slash, _ = name.partition("/")
-    return bool(slash) and not (prefix == "kubernetes.io" or prefix.endswith(".kubernetes.io"))
+    return bool(slash) and not (
+        prefix == "kubernetes.io" or prefix.endswith(".kubernetes.io")
+    )
 
 
 RULES: Final = (check_resources,)

@@ -77,7 +77,9 @@ def check_storage(view: View) -> Iterator[Problem]:
     )
     if size and claim:
         why = "a run has either a new volume or an existing one"
-        yield Problem(_STORAGE, "size and claimName are both set", why, "Remove one of them")
+        yield Problem(
+            _STORAGE, "size and claimName are both set", why, "Remove one of them"
+        )
     elif meaningless and claim:
         why = _WHY_MEANINGLESS[meaningless]
         where = f"{_STORAGE}.{meaningless}"
@@ -136,13 +138,17 @@ def check_access_modes(view: View) -> Iterator[Problem]:
     found = view.known("spec.nodes.min", "spec.nodes.max")
     if found is not None:
         smallest, largest = found
-        yield from check_shared(smallest, largest, f"{_STORAGE}.accessModes has {FOR_ONE_POD}")
+        yield from check_shared(
+            smallest, largest, f"{_STORAGE}.accessModes has {FOR_ONE_POD}"
+        )
 
 
 def check_shared(smallest: int, largest: int | None, why: str) -> Iterator[Problem]:
     """Refuse a run of several nodes on a volume that one pod alone may mount, for the reason ``why``."""
     # The bounds are blamed: unlike the volume they can still be changed once the run has begun.
-    nodes, where = (smallest, "spec.nodes.min") if largest is None else (largest, _MAX_NODES)
+    nodes, where = (
+        (smallest, "spec.nodes.min") if largest is None else (largest, _MAX_NODES)
+    )
     if nodes > 1:
         remedy = (
             "Set nodes.max to 1, or accessModes to [ReadWriteMany], or to [ReadWriteOnce], which keeps all "

@@ -112,7 +112,10 @@ def check_scheduling(view: View) -> Iterator[Problem]:
         if isinstance(name, str) and not is_dns_subdomain(name):
             why = "it has lower-case letters, digits, '-' and '.'"
             yield Problem(
-                f"spec.template.{key}", f"{show(name)} is not a valid name", why, "Correct it"
+                f"spec.template.{key}",
+                f"{show(name)} is not a valid name",
+                why,
+                "Correct it",
             )
     yield from check_keys(items_at(view, *TEMPLATE, "imagePullSecrets"), _SECRET)
 

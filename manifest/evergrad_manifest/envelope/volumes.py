@@ -64,7 +64,9 @@ def check_volumes(view: View) -> Iterator[Problem]:
                 "Correct it",
             )
         if len(kinds) != 1:
-            what = "has no source" if not kinds else f"has several sources: {', '.join(kinds)}"
+            what = (
+                "has no source" if not kinds else f"has several sources: {', '.join(kinds)}"
+            )
             remedy = "Give it exactly one, such as `emptyDir: {}` or `persistentVolumeClaim: {claimName: …}`"
             yield Problem(format_path(path), what, "a volume has exactly one", remedy)
         yield from _check_volume_kinds(path, volume, kinds)
@@ -98,13 +100,17 @@ def check_mounts(mounts: Sequence[Item], volumes: Sequence[Item]) -> Iterator[Pr
     # Names and mounts against each other, and against what the run itself has in its pods.
     names = dict.fromkeys(str(volume.get("name")) for _, volume in volumes)
     for path, mount in mounts:
-        if isinstance(mount.get("name"), str) and mount["name"] and mount["name"] not in names:
+        if (
+            isinstance(mount.get("name"), str)
+            and mount["name"]
+            and mount["name"] not in names
+        ):
             remedy = (
-                f"Add it there, or use one of: {', '.join(names)}" if names else "Add it there"
+                f"Add it there, or use one of: {', '.join(names)}"
+                if names
+                else "Add it there"
             )
-            what = (
-                f"{show(mount['name'])} is not the name of a volume under spec.template.volumes"
-            )
+            what = f"{show(mount['name'])} is not the name of a volume under spec.template.volumes"
             yield Problem(format_path((*path, "name")), what, "", remedy)
         place = mount.get("mountPath")
         if (
@@ -172,7 +178,9 @@ def _check_volume_kinds(
 def _check_token(path: FieldPath, token: Any) -> Iterator[Problem]:
     if not isinstance(token, Mapping):
         why = f"a mapping is needed with keys such as {', '.join(_TOKEN.known)}"
-        yield Problem(format_path(path), f"{show(token)} is not a mapping", why, "Correct it")
+        yield Problem(
+            format_path(path), f"{show(token)} is not a mapping", why, "Correct it"
+        )
         return
     yield from check_keys([(path, token)], _TOKEN)
     seconds, file = token.get("expirationSeconds"), token.get("path")

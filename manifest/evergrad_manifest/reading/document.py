@@ -180,7 +180,10 @@ _REMEDIES: Final = (
         "Check the indentation and the brackets of this line and the one before",
     ),
     (r"expected ',' or", "Close the bracket or add the comma"),
-    (r"could not find expected ':'", "Add the colon after the key, or check the indentation"),
+    (
+        r"could not find expected ':'",
+        "Add the colon after the key, or check the indentation",
+    ),
     (r"found undefined alias", "Define the anchor (&name) before it is used (*name)"),
     (r"cannot start any token", "Put the value in quotes"),
     (r"found unexpected end of stream", "Close the quotes or brackets"),
@@ -224,12 +227,9 @@ class _Construction:
         # An alias is expanded where it is used: a page of text can become a million values.
         self._count += 1
         if self._count > MAX_VALUES:
+            what = f"aliases expand to more than {MAX_VALUES} values"
             remedy = "Write the values out where they are needed"
-            raise _UnusableDocumentError(
-                Problem(
-                    self._label, f"aliases expand to more than {MAX_VALUES} values", "", remedy
-                )
-            )
+            raise _UnusableDocumentError(Problem(self._label, what, "", remedy))
 
         # Followed by the nodes that are being built, since an alias is its anchor's own node.
         if id(node) in self._open or len(self._open) > MAX_DEPTH:
@@ -238,13 +238,9 @@ class _Construction:
                 if id(node) in self._open
                 else f"aliases nest deeper than {MAX_DEPTH} levels"
             )
+            where = f"{self._label}:{_line(node)}"
             raise _UnusableDocumentError(
-                Problem(
-                    f"{self._label}:{_line(node)}",
-                    "cannot be expanded",
-                    why,
-                    "Remove the alias",
-                )
+                Problem(where, "cannot be expanded", why, "Remove the alias")
             )
 
         # The first place stays: a key's line is noted before its value, and `<<` must not move what it
@@ -258,12 +254,20 @@ class _Construction:
                 return self._scalar(node, path)
             if node.tag != f"{_TAG}seq":
                 return self._foreign_tag(node, path)
-            return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
+            return [
+                self.value(item, (*path, index)) for index, item in enumerate(node.value)
+            ]
         finally:
             self._open.pop()
 
     def _refuse_value(
-        self, path: FieldPath, node: yaml.Node, what: str, *, why: str = "", remedy: str = ""
+        self,
+        path: FieldPath,
+        node: yaml.Node,
+        what: str,
+        *,
+        why: str = "",
+        remedy: str = "",
     ) -> None:
         """Note that the value at ``path`` cannot be read; null takes its place, and later checks pass over
         it."""
@@ -271,7 +275,13 @@ class _Construction:
         self._document.lost.add(format_path(path))
 
     def _refuse(
-        self, path: FieldPath, node: yaml.Node, what: str, *, why: str = "", remedy: str = ""
+        self,
+        path: FieldPath,
+        node: yaml.Node,
+        what: str,
+        *,
+        why: str = "",
+        remedy: str = "",
     ) -> None:
         where = Place(self._source, _line(node))
         self._document.problems.append(
@@ -299,7 +309,10 @@ class _Construction:
                     if is_scalar
                     else "Write a text before the colon"
                 )
-                what, why = f"the key {show(shown)} is not a text", f"YAML reads it as {kind}"
+                what, why = (
+                    f"the key {show(shown)} is not a text",
+                    f"YAML reads it as {kind}",
+                )
                 self._refuse(path, key_node, what, why=why, remedy=remedy)
                 continue
             key = self._text(key_node, path)
@@ -310,7 +323,10 @@ class _Construction:
             if key in first:
                 source = f" of {self._source}" if self._source else ""
                 lines = f"in lines {first[key]} and {_line(key_node)}{source}"
-                what, why = f"the key is given twice, {lines}", "only one of them could count"
+                what, why = (
+                    f"the key is given twice, {lines}",
+                    "only one of them could count",
+                )
                 self._document.problems.append(
                     Problem(format_path(here), what, why, "Remove one of them")
                 )
@@ -335,7 +351,9 @@ class _Construction:
             )
         for node in nodes[:1]:
             for part in node.value if isinstance(node, yaml.SequenceNode) else [node]:
-                value = self.value(part, path) if isinstance(part, yaml.MappingNode) else None
+                value = (
+                    self.value(part, path) if isinstance(part, yaml.MappingNode) else None
+                )
                 if isinstance(value, dict):
                     yield value
                 else:

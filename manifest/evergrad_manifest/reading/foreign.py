@@ -22,10 +22,14 @@ FOREIGN: Final = (
     *PARALLEL,
     # Engines and their parts.
     Foreign(
-        ("deepspeed", "deepspeed_config", "zero", "zero_stage"), (f"{_T}.runtime",), _SHARDING
+        ("deepspeed", "deepspeed_config", "zero", "zero_stage"),
+        (f"{_T}.runtime",),
+        _SHARDING,
     ),
     Foreign(("fsdp", "fsdp_config", "strategy"), (f"{_T}.runtime.parallelism",)),
-    Foreign(("dp_shard", "sharding_world_size", "hsdp_shard_size"), (f"{_T}.runtime.shards",)),
+    Foreign(
+        ("dp_shard", "sharding_world_size", "hsdp_shard_size"), (f"{_T}.runtime.shards",)
+    ),
     Foreign(("ddp_timeout", "dist_timeout"), (f"{_T}.runtime.collectiveTimeoutSeconds",)),
     Foreign(("ddp_bucket_cap_mb", "bucket_cap_mb"), (f"{_T}.runtime.bucketSize",)),
     Foreign(
@@ -119,12 +123,22 @@ FOREIGN: Final = (
         why="each token of a step counts the same; the mean of the means of micro-batches would give more "
         "weight to short rows, and another loss with another microBatchSize",
     ),
-    Foreign(("save_steps", "save_freq", "save_interval"), (f"{_T}.checkpoint.every.steps",)),
-    Foreign(("checkpoint_interval", "save_every_n_steps"), (f"{_T}.checkpoint.every.steps",)),
+    Foreign(
+        ("save_steps", "save_freq", "save_interval"), (f"{_T}.checkpoint.every.steps",)
+    ),
+    Foreign(
+        ("checkpoint_interval", "save_every_n_steps"), (f"{_T}.checkpoint.every.steps",)
+    ),
     Foreign(("save_total_limit", "keep_last_n"), (f"{_T}.checkpoint.keep",)),
-    Foreign(("load_best_model_at_end", "metric_for_best_model"), (f"{_T}.checkpoint.best",)),
-    Foreign(("eval_steps", "eval_freq", "eval_interval"), (f"{_T}.evaluation.every.steps",)),
-    Foreign(("validation_interval", "val_check_interval"), (f"{_T}.evaluation.every.steps",)),
+    Foreign(
+        ("load_best_model_at_end", "metric_for_best_model"), (f"{_T}.checkpoint.best",)
+    ),
+    Foreign(
+        ("eval_steps", "eval_freq", "eval_interval"), (f"{_T}.evaluation.every.steps",)
+    ),
+    Foreign(
+        ("validation_interval", "val_check_interval"), (f"{_T}.evaluation.every.steps",)
+    ),
     Foreign(
         ("eval_log_iter_interval", "eval_log_interval"),
         (f"{_T}.evaluation.every.steps",),
@@ -134,9 +148,12 @@ FOREIGN: Final = (
         ("log_level", "print_output_ranks", "file_output_ranks"),
         why="each rank writes a file of its own with all lines from INFO on, and the terminal has warnings",
     ),
-    Foreign(("logging_steps", "log_freq", "report_interval"), (f"{_T}.logging.every.steps",)),
     Foreign(
-        ("report_to", "wandb", "wandb_project", "aim", "mlflow"), (f"{_T}.logging.trackers",)
+        ("logging_steps", "log_freq", "report_interval"), (f"{_T}.logging.every.steps",)
+    ),
+    Foreign(
+        ("report_to", "wandb", "wandb_project", "aim", "mlflow"),
+        (f"{_T}.logging.trackers",),
     ),
     Foreign(("tensorboard_dir", "track", "track_dir"), (f"{_T}.logging.trackers",)),
     Foreign(
@@ -162,7 +179,9 @@ FOREIGN: Final = (
     Foreign(("max_lr", "lr_max"), (f"{_T}.optimizer.learningRate",)),
     Foreign(("adam_beta1", "adam_beta2", "beta1", "beta2"), (f"{_T}.optimizer.betas",)),
     Foreign(("adam_epsilon", "adam_eps"), (f"{_T}.optimizer.epsilon",)),
-    Foreign(("max_grad_norm", "gradient_clip_val", "grad_clip"), (f"{_T}.optimizer.clipNorm",)),
+    Foreign(
+        ("max_grad_norm", "gradient_clip_val", "grad_clip"), (f"{_T}.optimizer.clipNorm",)
+    ),
     Foreign(("lr_scheduler_type", "lr_scheduler"), (f"{_T}.schedule.type",)),
     Foreign(("warmup_steps", "warmup_ratio", "warmup_pct"), (f"{_T}.schedule.warmup",)),
     Foreign(("decay_pct", "decay_fraction", "decay_ratio"), (f"{_T}.schedule.decay",)),
@@ -176,12 +195,19 @@ FOREIGN: Final = (
     Foreign(("lr_power", "poly_power"), (f"{_T}.schedule.power",)),
     Foreign(("optim", "optimizer_name", "optimizer_type"), (f"{_T}.optimizer.type",)),
     Foreign(
-        ("param_groups", "optimizer_grouped_parameters", "no_decay", "no_weight_decay_params"),
+        (
+            "param_groups",
+            "optimizer_grouped_parameters",
+            "no_decay",
+            "no_weight_decay_params",
+        ),
         (f"{_T}.optimizer.groups",),
     ),
     # Preferences.
     Foreign(("ref_model", "ref_model_name_or_path"), (f"{_T}.preference.reference",)),
-    Foreign(("dpo_beta", "dpo_loss_type"), (f"{_T}.preference.beta", f"{_T}.preference.loss")),
+    Foreign(
+        ("dpo_beta", "dpo_loss_type"), (f"{_T}.preference.beta", f"{_T}.preference.loss")
+    ),
     Foreign(
         ("max_prompt_length", "dpo_prompt_truncation_mode"),
         (f"{_T}.rows.tooLong",),
@@ -222,7 +248,13 @@ FOREIGN: Final = (
     # The machine.
     Foreign(("bf16", "fp16", "mixed_precision", "amp"), (f"{_T}.runtime.precision",)),
     Foreign(
-        ("loss_scale", "init_scale", "initial_scale_power", "grad_scaler", "fp16_scale_window"),
+        (
+            "loss_scale",
+            "init_scale",
+            "initial_scale_power",
+            "grad_scaler",
+            "fp16_scale_window",
+        ),
         (f"{_T}.runtime.precision",),
         "the scale of fp16-autocast begins at 65536 and finds its own value",
     ),
@@ -284,7 +316,13 @@ FOREIGN: Final = (
         (f"{_T}.data.packing",),
     ),
     Foreign(
-        ("hub_dataset", "hf_dataset", "dataset_name", "dataset_config_name", "dataset_path"),
+        (
+            "hub_dataset",
+            "hf_dataset",
+            "dataset_name",
+            "dataset_config_name",
+            "dataset_path",
+        ),
         (f"{_T}.data.sources[].path",),
         "nothing is downloaded; save a data set of the hub as JSON Lines or Parquet",
     ),
@@ -333,10 +371,17 @@ FOREIGN: Final = (
         ("fail_on_missing_cache",),
         why="it is a matter of one start: `evergrad run --require-prepared` prepares nothing",
     ),
-    Foreign(("tokenizer_chat_template", "chat_template_path"), (f"{_T}.rows.chatTemplate",)),
+    Foreign(
+        ("tokenizer_chat_template", "chat_template_path"), (f"{_T}.rows.chatTemplate",)
+    ),
     Foreign(
         (
-            *("completion_only_loss", "assistant_only_loss", "train_on_inputs", "mask_inputs"),
+            *(
+                "completion_only_loss",
+                "assistant_only_loss",
+                "train_on_inputs",
+                "mask_inputs",
+            ),
             *("train_on_prompt", "mask_prompt", "loss_on_prompt"),
         ),
         (f"{_T}.rows.learn",),
@@ -348,7 +393,8 @@ FOREIGN: Final = (
         "a row says by its fields where its completion begins",
     ),
     Foreign(
-        ("filter_samples", "truncation_mode", "excess_length_strategy"), (f"{_T}.rows.tooLong",)
+        ("filter_samples", "truncation_mode", "excess_length_strategy"),
+        (f"{_T}.rows.tooLong",),
     ),
     Foreign(("predict_with_generate", "do_generate"), (f"{_T}.evaluation.generation",)),
     Foreign(
@@ -389,7 +435,9 @@ FOREIGN: Final = (
         (f"{_T}.checkpoint.every",),
         "sources repeat each in its own epochs; a rhythm is in steps, tokens or seconds",
     ),
-    Foreign(("save_end_of_training", "save_last"), why="state is saved at the end in any case"),
+    Foreign(
+        ("save_end_of_training", "save_last"), why="state is saved at the end in any case"
+    ),
     Foreign(
         ("checkpoint.enabled", "enable_checkpointing", "save_checkpoints"),
         (f"{_T}.checkpoint.every",),

@@ -120,7 +120,9 @@ def load_manifest(
     )
 
 
-def _merge_all(path: Path, *, overlays: Sequence[Path], overrides: Sequence[str]) -> Document:
+def _merge_all(
+    path: Path, *, overlays: Sequence[Path], overrides: Sequence[str]
+) -> Document:
     """The merged manifest. Raises ConfigurationError when a file or an argument cannot be used at all."""
     documents = [
         read_document(path),
@@ -182,7 +184,9 @@ def read_document(path: Path, *, source: str = "") -> Document:
         line = data.count(b"\n", 0, error.start) + 1
         why = f"byte {error.start + 1}, in line {line}, is {data[error.start]:#04x}"
         return Document(
-            problems=[Problem(f"{label}:{line}", "is not UTF-8 text", why, "Save it as UTF-8")]
+            problems=[
+                Problem(f"{label}:{line}", "is not UTF-8 text", why, "Save it as UTF-8")
+            ]
         )
     document = parse_document(text, label=label, source=source)
     if document.value is not None and not isinstance(document.value, dict):

@@ -30,7 +30,9 @@ def apply_overlay(base: Document, overlay: Document) -> Document:
     # Places are replaced with the values, so that a problem names the file that the value came from.
     merging = _Merging(overlay)
     value = merging.merge(base.value, overlay.value, ())
-    new = {path: place for path, place in overlay.places.items() if path not in merging.removed}
+    new = {
+        path: place for path, place in overlay.places.items() if path not in merging.removed
+    }
     return Document(
         value,
         _replace_places(base.places, new, merging.replaced | merging.removed),
@@ -105,7 +107,9 @@ def _replace_places(
 def without_null_keys(value: Any) -> Any:
     """A mapping that is new, without the keys its nulls would have removed."""
     if isinstance(value, Mapping):
-        return {key: without_null_keys(item) for key, item in value.items() if item is not None}
+        return {
+            key: without_null_keys(item) for key, item in value.items() if item is not None
+        }
     return value
 
 
@@ -172,7 +176,9 @@ def parse_path(text: str) -> FieldPath | None:
         word, index, *quoted = match.groups()
         if word is not None:
             parts.append(
-                int(word) if word.isdecimal() and word.isascii() and len(word) <= 6 else word
+                int(word)
+                if word.isdecimal() and word.isascii() and len(word) <= 6
+                else word
             )
         else:
             parts.append(
@@ -182,7 +188,9 @@ def parse_path(text: str) -> FieldPath | None:
             )
         position = match.end()
     return (
-        tuple(parts) if parts and isinstance(parts[0], str) and not text.endswith(".") else None
+        tuple(parts)
+        if parts and isinstance(parts[0], str) and not text.endswith(".")
+        else None
     )
 
 

@@ -23,7 +23,10 @@ from evergrad_manifest.fields import (
     walk_fields,
 )
 from evergrad_manifest.reading.foreign import say_foreign
-from evergrad_manifest.reading.foreign_values import WHY_LENGTH_IS_WRITTEN, say_foreign_value
+from evergrad_manifest.reading.foreign_values import (
+    WHY_LENGTH_IS_WRITTEN,
+    say_foreign_value,
+)
 from evergrad_manifest.spelling import fold, nearest
 from evergrad_manifest.training.latent_edit import (
     CHROMOSOME,
@@ -56,7 +59,11 @@ _PATTERNS: Final = {
     NAME_PATTERN: "letters, digits, '-', '_' and '.' are allowed, a letter or digit first and last",
 }
 _FORMS: Final = {
-    CHROMOSOME: ("is no name of a chromosome", "it has neither blanks nor colons", "Rename it"),
+    CHROMOSOME: (
+        "is no name of a chromosome",
+        "it has neither blanks nor colons",
+        "Rename it",
+    ),
     INTERVAL: (
         "is no interval",
         "it is a chromosome with its first and its last base",
@@ -281,7 +288,11 @@ def _say_not_a_mapping(finding: _Finding) -> Sentence:
 
 def _say_not_a_list(finding: _Finding) -> Sentence:
     if finding.value is None:
-        return "is empty", "a list is needed", "Write its items as lines that begin with `- `"
+        return (
+            "is empty",
+            "a list is needed",
+            "Write its items as lines that begin with `- `",
+        )
     return (
         f"{finding.shown} is not a list",
         "",
@@ -401,7 +412,9 @@ def _say_own_words(finding: _Finding) -> Sentence:
             else None
         )
         if duration is not None:
-            seconds = int(duration[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[duration[2]]
+            seconds = (
+                int(duration[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[duration[2]]
+            )
             return (
                 f"{finding.shown} is not a number",
                 "the field counts seconds and takes no unit",

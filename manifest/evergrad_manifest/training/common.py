@@ -151,10 +151,14 @@ def check_rhythms(view: View) -> Iterator[Problem]:
         if len(given) != 1:
             what = f"{' and '.join(given)} are set" if given else "has no length"
             why = "a rhythm is exactly one of steps, tokens and seconds"
-            yield Problem(path, what, why, "Keep one, remove the rest" if given else "Add one")
+            yield Problem(
+                path, what, why, "Keep one, remove the rest" if given else "Add one"
+            )
         elif given == ["seconds"] and key == "keepEvery":
             why = "which checkpoints are never removed follows from their steps, and not from a clock"
-            yield Problem(f"{path}.seconds", "has no meaning here", why, "Use steps or tokens")
+            yield Problem(
+                f"{path}.seconds", "has no meaning here", why, "Use steps or tokens"
+            )
 
 
 def check_export(view: View) -> Iterator[Problem]:
@@ -196,7 +200,9 @@ def check_position(view: View) -> Iterator[Problem]:
     if view.is_given(f"{horizon}.epochs") and not view.is_given(f"{horizon}.exhausted"):
         what = "epochs have no meaning with initFrom.load position"
         why = "the steps of the other run were passes over another mixture"
-        remedy = "Write steps or tokens, those of the other run with them, or add `exhausted`"
+        remedy = (
+            "Write steps or tokens, those of the other run with them, or add `exhausted`"
+        )
         yield Problem(f"{horizon}.epochs", what, why, remedy)
     if view.get(f"{TRAINING}.data.overfitFirstBatch") is True:
         what = "has no meaning with initFrom.load position"
@@ -267,7 +273,9 @@ class Runtime(Section):
 def check_runtime(view: View) -> Iterator[Problem]:
     """Exact sums exist for plain data parallelism only, and copies of shards for a sharded model only."""
     # Sums in a fixed order are made of whole gradients, of which a shard has only a part.
-    found = view.known(f"{TRAINING}.reproducibility.elastic", f"{TRAINING}.runtime.parallelism")
+    found = view.known(
+        f"{TRAINING}.reproducibility.elastic", f"{TRAINING}.runtime.parallelism"
+    )
     if found is not None and found[0] == "exact" and found[1] != "dataParallel":
         yield Problem(
             f"{TRAINING}.reproducibility.elastic",

@@ -216,7 +216,10 @@ def check_phase(view: View) -> Iterator[Problem]:
 
 def check_loss(view: View) -> Iterator[Problem]:
     """One of both terms counts."""
-    if _is_here(view) and view.get(f"{_SECTION}.alpha") == view.get(f"{_SECTION}.beta") == 0:
+    if (
+        _is_here(view)
+        and view.get(f"{_SECTION}.alpha") == view.get(f"{_SECTION}.beta") == 0
+    ):
         what, why = "0, and beta is 0 as well", "the loss would be 0 whatever is predicted"
         yield Problem(f"{_SECTION}.alpha", what, why, "Raise one of both")
 
@@ -267,7 +270,10 @@ def check_heads(view: View) -> Iterator[Problem]:
     width, heads = found
     # Both neighbours are named: which of them is meant is not known.
     if width % heads:
-        what, why = f"{width} is not divisible by heads {heads}", "each head has an equal part"
+        what, why = (
+            f"{width} is not divisible by heads {heads}",
+            "each head has an equal part",
+        )
         remedy = f"Use {width - width % heads or heads} or {width - width % heads + heads}"
         yield Problem(f"{_PREDICTOR}.width", what, why, remedy)
 
@@ -288,7 +294,9 @@ def check_intervals(view: View) -> Iterator[Problem]:
 
 def _is_here(view: View) -> bool:
     """Whether the run is of this recipe and has a section that could be read."""
-    return view.get(f"{TRAINING}.recipe") == RECIPE and isinstance(view.get(_SECTION), Mapping)
+    return view.get(f"{TRAINING}.recipe") == RECIPE and isinstance(
+        view.get(_SECTION), Mapping
+    )
 
 
 RULES: Final = (

@@ -172,7 +172,9 @@ def check_stored(view: View) -> Iterator[Problem]:
             remedy = "Write the values into model.config"
             if key == "resizeEmbeddings":
                 remedy = "Remove it; a configuration without vocab_size has the tokenizer's"
-            yield Problem(f"{MODEL}.{key}", "has no meaning without model.path", why, remedy)
+            yield Problem(
+                f"{MODEL}.{key}", "has no meaning without model.path", why, remedy
+            )
 
     overrides = view.get(f"{MODEL}.configOverrides")
     if not isinstance(overrides, Mapping):
@@ -180,7 +182,9 @@ def check_stored(view: View) -> Iterator[Problem]:
     for key, why in _FIXED.items():
         if key in overrides:
             remedy = "Remove it" if key == "model_type" else "Use model.resizeEmbeddings"
-            yield Problem(f"{MODEL}.configOverrides.{key}", "cannot be changed", why, remedy)
+            yield Problem(
+                f"{MODEL}.configOverrides.{key}", "cannot be changed", why, remedy
+            )
     yield from _check_no_remote_code(
         overrides, ("spec", "training", "model", "configOverrides")
     )

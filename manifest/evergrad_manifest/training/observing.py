@@ -135,7 +135,11 @@ def check_trackers(view: View) -> Iterator[Problem]:
 
         files_only = type_ == "tensorboard"
         unused: list[tuple[str, bool, str]] = [
-            ("mode", files_only and tracker["mode"] == "online", "it has files, and no server"),
+            (
+                "mode",
+                files_only and tracker["mode"] == "online",
+                "it has files, and no server",
+            ),
             ("project", files_only, "it has no projects"),
             ("entity", type_ != "wandb", "only wandb has entities"),
             ("url", tracker["mode"] == "offline", "offline there is no connection"),
@@ -154,7 +158,10 @@ def check_trackers(view: View) -> Iterator[Problem]:
         url = tracker["url"]
         is_online = type_ in _CREDENTIALS_OF and tracker["mode"] != "offline"
         if is_online and isinstance(url, str) and has_credentials(url):
-            what, why = "has a user or a password", "everybody who sees the run would see them"
+            what, why = (
+                "has a user or a password",
+                "everybody who sees the run would see them",
+            )
             remedy = f"Remove them; they belong in {_CREDENTIALS_OF[type_]}"
             yield Problem(format_path((*path, "url")), what, why, remedy)
 
@@ -164,7 +171,9 @@ def check_profile(view: View) -> Iterator[Problem]:
     if view.get(f"{PROFILE}.ranks") == "all" and view.get(f"{PROFILE}.firstStep") == 1:
         why = "only the first process is told of a start before it, and the others follow its steps"
         remedy = "Raise it to at least 2, or set ranks: first"
-        yield Problem(f"{PROFILE}.firstStep", "1 cannot be traced by all ranks", why, remedy)
+        yield Problem(
+            f"{PROFILE}.firstStep", "1 cannot be traced by all ranks", why, remedy
+        )
     found = view.known(f"{PROFILE}.steps", f"{PROFILE}.every")
     if found is None or None in found:
         return
@@ -192,7 +201,9 @@ def check_monitors(view: View) -> Iterator[Problem]:
         type_, metric = monitor["type"], monitor["metric"]
         if type_ is UNKNOWN:
             continue
-        of_others = {key for keys in _KEYS_OF.values() for key in keys} - set(_KEYS_OF[type_])
+        of_others = {key for keys in _KEYS_OF.values() for key in keys} - set(
+            _KEYS_OF[type_]
+        )
         for key in sorted(of_others):
             default = fields_of(Monitor)[key].default
             if view.raw(*path, key) not in (None, default):
@@ -215,7 +226,9 @@ def check_monitors(view: View) -> Iterator[Problem]:
         if metric is not UNKNOWN:
             if (type_, metric) in seen:
                 what = f"a {type_} of {metric} is watched already"
-                yield Problem(format_path((*path, "metric")), what, "", "Remove one of them")
+                yield Problem(
+                    format_path((*path, "metric")), what, "", "Remove one of them"
+                )
             seen.add((type_, metric))
             yield from _check_metric(view, format_path((*path, "metric")), metric)
         other, where = monitor["of"], format_path((*path, "of"))

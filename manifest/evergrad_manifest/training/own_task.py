@@ -52,17 +52,22 @@ def check_files(view: View) -> Iterator[Problem]:
     if recipe in RECIPES:
         what = f"have no meaning with recipe {recipe}"
         why = "they are those of a task of your own"
-        yield Problem(f"{TRAINING}.files", what, why, "Remove them, or set recipe: module:attr")
+        yield Problem(
+            f"{TRAINING}.files", what, why, "Remove them, or set recipe: module:attr"
+        )
     for name in files:
         if len(str(name)) > LONGEST_FILE_NAME:
             why = f"at most {LONGEST_FILE_NAME} characters are allowed"
-            yield Problem(f"{TRAINING}.files", f"{show(name)} is too long", why, "Rename it")
-        elif not _FILE_NAME.fullmatch(str(name)):
-            why = (
-                "a name is a relative path of a Python module, such as task.py or parts/loss.py"
-            )
             yield Problem(
-                f"{TRAINING}.files", f"{show(name)} cannot be a file's name", why, "Rename it"
+                f"{TRAINING}.files", f"{show(name)} is too long", why, "Rename it"
+            )
+        elif not _FILE_NAME.fullmatch(str(name)):
+            why = "a name is a relative path of a Python module, such as task.py or parts/loss.py"
+            yield Problem(
+                f"{TRAINING}.files",
+                f"{show(name)} cannot be a file's name",
+                why,
+                "Rename it",
             )
 
     # A file that is not there would be noticed by the first pod only.
@@ -70,7 +75,9 @@ def check_files(view: View) -> Iterator[Problem]:
         stem = recipe.partition(":")[0].replace(".", "/")
         if not {f"{stem}.py", f"{stem}/__init__.py"} & {*files}:
             remedy = "Add it, or correct the name of the module"
-            yield Problem(f"{TRAINING}.files", f"{stem}.py is not among the files", "", remedy)
+            yield Problem(
+                f"{TRAINING}.files", f"{stem}.py is not among the files", "", remedy
+            )
 
 
 RULES: Final = (check_options, check_files)

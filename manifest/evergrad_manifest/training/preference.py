@@ -64,7 +64,9 @@ def check_smoothing(view: View) -> Iterator[Problem]:
         return
     what = f"has no meaning with loss {found[0]}"
     why = "only the loss of sigmoid is that of a probability"
-    yield Problem(f"{_SECTION}.labelSmoothing", what, why, "Remove it, or set loss: sigmoid")
+    yield Problem(
+        f"{_SECTION}.labelSmoothing", what, why, "Remove it, or set loss: sigmoid"
+    )
 
 
 def check_keys(view: View) -> Iterator[Problem]:
@@ -73,7 +75,10 @@ def check_keys(view: View) -> Iterator[Problem]:
         return
     for name in ("messagesField", "completionField", "learn"):
         # Their defaults stand in each run that was written out.
-        if view.is_given(_ROWS) and view.get(f"{_ROWS}.{name}") not in (*_UNSET[name], UNKNOWN):
+        if view.is_given(_ROWS) and view.get(f"{_ROWS}.{name}") not in (
+            *_UNSET[name],
+            UNKNOWN,
+        ):
             why = "a pair has a prompt and two completions, which are learned"
             remedy = f"Remove it; {_SECTION} has chosenField and rejectedField"
             yield Problem(f"{_ROWS}.{name}", "has no meaning for pairs", why, remedy)

@@ -43,5 +43,7 @@ def check_preset(name: str) -> str:
         return name
     near = nearest(name, PRESETS)
     why = f"it is one of {', '.join(PRESETS)}"
-    remedy = f"Did you mean {near}?" if near else "Write one of them, or a `config` of your own"
+    remedy = (
+        f"Did you mean {near}?" if near else "Write one of them, or a `config` of your own"
+    )
     raise FieldValueError(f"{show(name)} is not a preset", why, remedy)

@@ -44,7 +44,13 @@ _EVALUATION: Final = f"{TRAINING}.evaluation"
 _PODS: Final = "spec.evaluation"
 METRICS_OF_ALL: Final = ("loss", "perplexity")
 """Metrics that every evaluation set has."""
-_LOSSES_OF_STEPS: Final = ("loss", "train/loss", "train_loss", "training/loss", "training_loss")
+_LOSSES_OF_STEPS: Final = (
+    "loss",
+    "train/loss",
+    "train_loss",
+    "training/loss",
+    "training_loss",
+)
 """Names that other trainers, and trackers, give to the loss of a step."""
 
 
@@ -147,7 +153,9 @@ class Data(Section):
     """Where prepared token files are kept; default: ``.prepared`` beside the run directory."""
 
 
-NO_DATA: Final = Data.model_construct(set(), sources=(), sequence_length=LENGTH_WITHOUT_DATA)
+NO_DATA: Final = Data.model_construct(
+    set(), sources=(), sequence_length=LENGTH_WITHOUT_DATA
+)
 """``data`` of a task that prepares its data itself: built past the rule that there is a source."""
 
 OF_SOURCES: Final = (
@@ -195,7 +203,9 @@ def check_source_names(view: View) -> Iterator[Problem]:
                 yield Problem(here, f"{name!r} is reserved", why, "Rename the source")
             elif name.casefold() in first:
                 place, other = first[name.casefold()]
-                same = "is also" if name == other else f"differs only in case from {other!r},"
+                same = (
+                    "is also" if name == other else f"differs only in case from {other!r},"
+                )
                 why = "names of sources are unique, whatever the case of their letters"
                 yield Problem(
                     here, f"{name!r} {same} the name of {place}", why, "Rename one of them"
@@ -231,7 +241,9 @@ def check_held_out(view: View) -> Iterator[Problem]:
     ]
     if "count" in given and flat:
         why = f"{flat[0]} is a flat file of tokens, which has no documents to count"
-        yield Problem(f"{_HELD_OUT}.count", "cannot be used here", why, "Use heldOut.fraction")
+        yield Problem(
+            f"{_HELD_OUT}.count", "cannot be used here", why, "Use heldOut.fraction"
+        )
 
 
 class EvaluationSource(Source):
@@ -286,7 +298,9 @@ def check_evaluation(view: View) -> Iterator[Problem]:
     if view.get(_EVALUATION) is UNKNOWN or has_sources or view.is_given(_HELD_OUT):
         return
     for key in ("every", "atStart", "samples", "saveFirst", "sets"):
-        if view.is_given(f"{_EVALUATION}.{key}") and view.get(f"{_EVALUATION}.{key}") not in (
+        if view.is_given(f"{_EVALUATION}.{key}") and view.get(
+            f"{_EVALUATION}.{key}"
+        ) not in (
             False,
             (),
             [],
@@ -313,7 +327,9 @@ def check_sets(view: View) -> Iterator[Problem]:
         if item["every"] is None and item["samples"] is None and is_default:
             other = str(not default).lower()
             remedy = f"Add every, samples or `whileTraining: {other}`, or remove it"
-            yield Problem(format_path(path), "changes nothing", "it has only a name", remedy)
+            yield Problem(
+                format_path(path), "changes nothing", "it has only a name", remedy
+            )
         if name is UNKNOWN:
             continue
         if name in first:
@@ -326,7 +342,9 @@ def check_sets(view: View) -> Iterator[Problem]:
             near, known = nearest(name, names), f"Known here: {', '.join(names)}"
             why = f"did you mean `{near}`? {known}" if near else "no set has this name"
             remedy = "" if near else known
-            yield Problem(here, f"{name!r} is not an evaluation set of this run", why, remedy)
+            yield Problem(
+                here, f"{name!r} is not an evaluation set of this run", why, remedy
+            )
 
 
 def check_evaluated_by_pods(view: View) -> Iterator[Problem]:
@@ -337,13 +355,14 @@ def check_evaluated_by_pods(view: View) -> Iterator[Problem]:
     is_text = view.get(f"{TRAINING}.recipe") in OF_TEXT
     if is_text and not has_sources and not view.is_given(_HELD_OUT):
         why = "neither evaluation.sources nor data.heldOut is set"
-        remedy = (
-            "Add data.heldOut (such as `fraction: 1%`) or a source, or remove spec.evaluation"
-        )
+        remedy = "Add data.heldOut (such as `fraction: 1%`) or a source, or remove spec.evaluation"
         yield Problem(_PODS, "there is nothing to evaluate on", why, remedy)
         return
 
-    why, instead = "with spec.evaluation pods evaluate each checkpoint", "`whileTraining: true`"
+    why, instead = (
+        "with spec.evaluation pods evaluate each checkpoint",
+        "`whileTraining: true`",
+    )
     sets = view.items(f"{_EVALUATION}.sets")
     for path, item in sets:
         if item["every"] is not None and item["whileTraining"] in (None, False):

@@ -123,9 +123,13 @@ def check_rows(view: View) -> Iterator[Problem]:
                 )
                 if has_pairs:
                     why = "a row has a prompt and two completions"
-                    remedy = f"Remove it; {TRAINING}.{recipe} has chosenField and rejectedField"
+                    remedy = (
+                        f"Remove it; {TRAINING}.{recipe} has chosenField and rejectedField"
+                    )
                 where_field = format_path((*path, "textField"))
-                yield Problem(where_field, f"has no meaning with recipe {recipe}", why, remedy)
+                yield Problem(
+                    where_field, f"has no meaning with recipe {recipe}", why, remedy
+                )
 
 
 def check_packing(view: View) -> Iterator[Problem]:

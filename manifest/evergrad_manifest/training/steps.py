@@ -264,7 +264,9 @@ def check_overrides(view: View) -> Iterator[Problem]:
         first, here = item["fromStep"], format_path((*path, "fromStep"))
         if item["learningRate"] is None and item["clipNorm"] is None:
             remedy = "Add learningRate or clipNorm, or remove it; steps are skipped by training.skipSteps"
-            yield Problem(format_path(path), "replaces nothing", "it has only a step", remedy)
+            yield Problem(
+                format_path(path), "replaces nothing", "it has only a step", remedy
+            )
         if first is UNKNOWN:
             continue
         if first <= last:
@@ -280,7 +282,9 @@ def check_overrides(view: View) -> Iterator[Problem]:
                 "the run ends before that step",
                 f"Lower it to at most {total}, or remove it",
             )
-            yield Problem(here, f"{first} is beyond the horizon of {total} steps", why, remedy)
+            yield Problem(
+                here, f"{first} is beyond the horizon of {total} steps", why, remedy
+            )
         last = max(last, first)
 
 

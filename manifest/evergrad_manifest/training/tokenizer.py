@@ -34,7 +34,10 @@ def check_tokenizer(view: View) -> Iterator[Problem]:
     if kind == "byte" and view.is_given(path):
         why = "the byte tokenizer has no files"
         yield Problem(
-            path, "has no meaning with type byte", why, "Remove it, or set type: transformers"
+            path,
+            "has no meaning with type byte",
+            why,
+            "Remove it, or set type: transformers",
         )
 
 

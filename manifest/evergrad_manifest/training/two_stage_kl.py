@@ -113,7 +113,9 @@ def problem_of_boundary(
     what = f"{tokens:,} tokens are {end:,} steps, and the horizon is {total:,}"
     least = (end + 1) * samples * length
     remedy = f"Lower it, or lengthen {HORIZON.removeprefix(f'{TRAINING}.')} to at least {least:,} tokens"
-    return Problem(f"{_STAGES}[0].tokens", what, "no step is left for the second stage", remedy)
+    return Problem(
+        f"{_STAGES}[0].tokens", what, "no step is left for the second stage", remedy
+    )
 
 
 def check_mixtures(view: View) -> Iterator[Problem]:
@@ -128,7 +130,11 @@ def check_mixtures(view: View) -> Iterator[Problem]:
             if name in names:
                 continue
             near = nearest(name, names)
-            why = f"did you mean `{near}`?" if near else "a mixture is of sources of this file"
+            why = (
+                f"did you mean `{near}`?"
+                if near
+                else "a mixture is of sources of this file"
+            )
             remedy = f"Known here: {', '.join(names)}"
             where = format_path((*path, "mixture", name))
             yield Problem(where, f"{name!r} is not a name of data.sources", why, remedy)
@@ -139,7 +145,9 @@ def check_mixtures(view: View) -> Iterator[Problem]:
             if not any(name in one for one in mixtures):
                 what = f"{name!r} is in the mixture of no stage"
                 remedy = "Add it to one of them, or remove the source"
-                yield Problem(format_path(path), what, "nothing would be trained on it", remedy)
+                yield Problem(
+                    format_path(path), what, "nothing would be trained on it", remedy
+                )
 
 
 def check_mixing(view: View) -> Iterator[Problem]:
@@ -147,7 +155,9 @@ def check_mixing(view: View) -> Iterator[Problem]:
     where, recipe = f"{TRAINING}.data.mixing", view.get(f"{TRAINING}.recipe")
     if view.is_given(f"{TRAINING}.twoStageKl") and view.get(where) == "passes":
         why = "a stage ends by its tokens, in the middle of a pass"
-        yield Problem(where, f"passes cannot be used with recipe {recipe}", why, "Remove it")
+        yield Problem(
+            where, f"passes cannot be used with recipe {recipe}", why, "Remove it"
+        )
 
 
 def check_set_names(view: View) -> Iterator[Problem]:
@@ -166,7 +176,9 @@ def check_set_names(view: View) -> Iterator[Problem]:
 
 def _stages_of(view: View) -> list[tuple[Any, dict[str, Any]]]:
     """The known stages of a run of this recipe, each with its path."""
-    if view.get(f"{TRAINING}.recipe") != RECIPE or not isinstance(view.get(_SECTION), Mapping):
+    if view.get(f"{TRAINING}.recipe") != RECIPE or not isinstance(
+        view.get(_SECTION), Mapping
+    ):
         return []
     return view.items(_STAGES)
 

@@ -17,7 +17,14 @@ from pydantic import BeforeValidator, GetJsonSchemaHandler, PlainSerializer
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-DECIMAL_UNITS: Final = {"k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
+DECIMAL_UNITS: Final = {
+    "k": 10**3,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "B": 10**9,
+    "T": 10**12,
+}
 BINARY_UNITS: Final = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
 BYTE_UNITS: Final = {
     unit: size for unit, size in DECIMAL_UNITS.items() if unit != "B"
@@ -44,7 +51,8 @@ class NumberError(ValueError):
     def __init__(self, what: str, why: str = "", remedy: str = "") -> None:
         self.what, self.why, self.remedy = what, why, remedy
         super().__init__(
-            "; ".join(part for part in (what, why) if part) + (f". {remedy}" if remedy else "")
+            "; ".join(part for part in (what, why) if part)
+            + (f". {remedy}" if remedy else "")
         )
 
 
@@ -81,7 +89,9 @@ def _exact(value: Any, units: dict[str, Any]) -> Ratio:
         return Ratio(value)
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise NumberError(f"{value} is not a finite number", "", "Write a finite number")
+            raise NumberError(
+                f"{value} is not a finite number", "", "Write a finite number"
+            )
         # Through the shortest decimal that is this float: 0.1 means a tenth and not its binary neighbour.
         return Ratio(Decimal(repr(value)))
     if isinstance(value, str):
@@ -143,7 +153,9 @@ def _unknown_unit(text: str, digits: str, unit: str, units: dict[str, Any]) -> N
     if unit in BINARY_UNITS:
         number = Ratio(Decimal(digits.replace("_", ""))) * BINARY_UNITS[unit]
         remedy = (
-            f"Write {number.numerator}" if number.denominator == 1 else "Write a plain number"
+            f"Write {number.numerator}"
+            if number.denominator == 1
+            else "Write a plain number"
         )
         return NumberError(
             what,
@@ -154,7 +166,9 @@ def _unknown_unit(text: str, digits: str, unit: str, units: dict[str, Any]) -> N
         return NumberError(what, "this is not a share of something", "Write a plain number")
     if unit == "B" and "Ki" in units:
         return NumberError(
-            what, "it could mean bytes or billions", f"Write {digits} for bytes, or {digits}G"
+            what,
+            "it could mean bytes or billions",
+            f"Write {digits} for bytes, or {digits}G",
         )
 
     # 20MB, 20mb and 20m: what is meant is nearly always the unit of the same letter.
@@ -268,7 +282,9 @@ def parse_steps_or_fraction(
     number = _exact(value, DECIMAL_UNITS)
     if 0 < number < 1:
         return _float(number, value)
-    if number == 1 and (isinstance(value, float) or (isinstance(value, str) and "." in value)):
+    if number == 1 and (
+        isinstance(value, float) or (isinstance(value, str) and "." in value)
+    ):
         raise NumberError(
             f"{show(value)} is ambiguous",
             f"it could be one {unit} or the whole {whole}",
@@ -277,7 +293,9 @@ def parse_steps_or_fraction(
     if number > 1 and number.denominator != 1:
         remedy = f"Write {math.floor(number)} for {unit}s, or a share such as 5%"
         raise NumberError(
-            f"{show(value)} is neither whole {unit}s nor a fraction of the {whole}", "", remedy
+            f"{show(value)} is neither whole {unit}s nor a fraction of the {whole}",
+            "",
+            remedy,
         )
     return _whole(number, value, f"this is a number of {unit}s")
 

@@ -25,9 +25,7 @@ _SUFFIXES: Final[dict[str, Fraction]] = {
     **{unit: Fraction(size) for unit, size in BINARY_UNITS.items()},
     "Ei": Fraction(2**60),
 }
-_PATTERN = (
-    r"(\+?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))(?:[eE]([+-]?[0-9]{1,3})|([numkMGTPE]|[KMGTPE]i)?)"
-)
+_PATTERN = r"(\+?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))(?:[eE]([+-]?[0-9]{1,3})|([numkMGTPE]|[KMGTPE]i)?)"
 _QUANTITY = re.compile(_PATTERN)
 _LIKELY = re.compile(r"([0-9.]+)\s*([A-Za-z]{1,3})")
 _PROPER_UNITS: Final = {
@@ -44,9 +42,13 @@ LONGEST_RUN_NAME: Final = 45
 DNS_LABEL: Final = r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$"
 RUN_NAME: Final = r"^[a-z]([a-z0-9-]*[a-z0-9])?$"
 """A label that a Service can have, too."""
-_LABEL_RULE = "letters, digits, '-', '_' and '.' are allowed, a letter or digit first and last"
+_LABEL_RULE = (
+    "letters, digits, '-', '_' and '.' are allowed, a letter or digit first and last"
+)
 _LABEL_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
-_DNS_SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
+_DNS_SUBDOMAIN = re.compile(
+    r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*"
+)
 
 
 def parse_quantity(value: Any) -> str:
@@ -138,7 +140,10 @@ def fault_of_key(key: str) -> tuple[str, str] | None:
 def fault_of_label_value(value: str) -> tuple[str, str] | None:
     """Return what is wrong with a label's value, and why, or None."""
     if len(value) > LONGEST_LABEL:
-        return f"{show(value)} is too long", f"at most {LONGEST_LABEL} characters are allowed"
+        return (
+            f"{show(value)} is too long",
+            f"at most {LONGEST_LABEL} characters are allowed",
+        )
     if value and not _LABEL_NAME.fullmatch(value):
         return f"{show(value)} is not a valid label value", _LABEL_RULE
     return None

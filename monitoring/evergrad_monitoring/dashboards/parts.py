@@ -42,7 +42,9 @@ _WIDTH: Final = 24
 
 Query = tuple[str, str]
 """PromQL and the legend of its series."""
-P = TypeVar("P", timeseries.Panel, stat.Panel, table.Panel, heatmap.Panel, statetimeline.Panel)
+P = TypeVar(
+    "P", timeseries.Panel, stat.Panel, table.Panel, heatmap.Panel, statetimeline.Panel
+)
 
 
 MOST_SERIES: Final = 10
@@ -87,9 +89,13 @@ def number(
     return panel.unit(unit).reduce_options(calculation).height(4)
 
 
-def states(title: str, description: str, expression: str, legend: str) -> statetimeline.Panel:
+def states(
+    title: str, description: str, expression: str, legend: str
+) -> statetimeline.Panel:
     """Which of several states held when."""
-    panel = _begin(statetimeline.Panel(), title, description, [(expression, legend)], _WIDTH)
+    panel = _begin(
+        statetimeline.Panel(), title, description, [(expression, legend)], _WIDTH
+    )
     return panel.unit("short").height(5).merge_values(True)
 
 
@@ -129,18 +135,24 @@ def rows(
         )
     order = {"excludeByName": excluded, "renameByName": headings, "indexByName": {}}
     panel = panel.with_transformation(DataTransformerConfig(id_val="merge", options={}))
-    return panel.with_transformation(DataTransformerConfig(id_val="organize", options=order))
+    return panel.with_transformation(
+        DataTransformerConfig(id_val="organize", options=order)
+    )
 
 
 def begin_dashboard(title: str, uid: str, description: str) -> dashboard.Dashboard:
     """A dashboard with the data source to choose, and links to the others."""
-    board = dashboard.Dashboard(title).uid(uid).description(description).tags([_TAG]).readonly()
+    board = (
+        dashboard.Dashboard(title).uid(uid).description(description).tags([_TAG]).readonly()
+    )
     board = board.time("now-6h", "now").refresh("1m").tooltip(DashboardCursorSync.CROSSHAIR)
     board = board.with_variable(
         dashboard.DatasourceVariable("datasource").type("prometheus").label("Data source")
     )
     others = dashboard.DashboardLink("Evergrad").type(DashboardLinkType.DASHBOARDS)
-    return board.link(others.tags([_TAG]).as_dropdown(True).include_vars(True).keep_time(True))
+    return board.link(
+        others.tags([_TAG]).as_dropdown(True).include_vars(True).keep_time(True)
+    )
 
 
 def choose(name: str, label: str, selector: str, of: str) -> dashboard.QueryVariable:
@@ -169,7 +181,11 @@ def render_dashboard(board: Board) -> str:
 
 
 def _begin(
-    panel: P, title: str, description: str, queries: list[Query] | tuple[Query, ...], span: int
+    panel: P,
+    title: str,
+    description: str,
+    queries: list[Query] | tuple[Query, ...],
+    span: int,
 ) -> P:
     panel = panel.title(title).description(description).datasource(PROMETHEUS)
     panel = panel.span(span).height(_HEIGHT)

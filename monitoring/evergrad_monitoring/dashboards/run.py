@@ -27,7 +27,9 @@ _HIDDEN_BEHIND: Final = "Absent where nothing of the run is scraped, as while it
 def build_run() -> Dashboard:
     """One run. The namespace and the run are chosen; both are labels that all families have."""
     board = begin_dashboard(
-        "Evergrad: run", RUN, "One training run: progress, loss, speed, checkpoints, restarts."
+        "Evergrad: run",
+        RUN,
+        "One training run: progress, loss, speed, checkpoints, restarts.",
     )
     phase = metric("operator_run_phase")
     named = metric("operator_run_phase", 'run_namespace="$run_namespace"')
@@ -78,7 +80,10 @@ def _add_state(board: Dashboard) -> Dashboard:
         )
         .with_panel(
             number(
-                "World", "Processes that train together.", "short", f"max({_of('world_size')})"
+                "World",
+                "Processes that train together.",
+                "short",
+                f"max({_of('world_size')})",
             )
         )
         .with_panel(
@@ -109,6 +114,11 @@ def _add_state(board: Dashboard) -> Dashboard:
 
 
 def _add_learning(board: Dashboard) -> Dashboard:
+    skipped, alerts = (
+        f"increase({_of(name)}{_WINDOW})"
+        for name in ("skipped_steps_total", "alerts_total")
+    )
+    rate = (f"max({_of('learning_rate')})", "learning rate")
     return (
         board.with_panel(
             plot(
@@ -148,21 +158,14 @@ def _add_learning(board: Dashboard) -> Dashboard:
                 shape="any",
             )
         )
-        .with_panel(
-            plot(
-                "Learning rate",
-                "Of the last step.",
-                "short",
-                (f"max({_of('learning_rate')})", "learning rate"),
-            )
-        )
+        .with_panel(plot("Learning rate", "Of the last step.", "short", rate))
         .with_panel(
             plot(
                 "Steps without an update, and alerts of monitors",
                 "Losses and gradients that are not finite, steps that were left out, what monitors found.",
                 "short",
-                (f"sum by (why) (increase({_of('skipped_steps_total')}{_WINDOW}))", "{{why}}"),
-                (f"sum by (monitor) (increase({_of('alerts_total')}{_WINDOW}))", "{{monitor}}"),
+                (f"sum by (why) ({skipped})", "{{why}}"),
+                (f"sum by (monitor) ({alerts})", "{{monitor}}"),
             )
         )
     )
@@ -190,7 +193,9 @@ def _add_speed(board: Dashboard) -> Dashboard:
                 shape="share",
             )
         )
-        .with_panel(buckets("Time of a step", "Wall time of optimizer steps.", "s", durations))
+        .with_panel(
+            buckets("Time of a step", "Wall time of optimizer steps.", "s", durations)
+        )
         .with_panel(
             plot(
                 "Time of a step, middle and slow",
@@ -259,7 +264,9 @@ def _add_cost(board: Dashboard) -> Dashboard:
                 "Changes cost no finished step; the cause is theirs. Pods are counted since the run began.",
                 "short",
                 (
-                    top(f"sum by (cause) (increase({_of('world_changes_total')}{_WINDOW}))"),
+                    top(
+                        f"sum by (cause) (increase({_of('world_changes_total')}{_WINDOW}))"
+                    ),
                     "{{cause}}",
                 ),
                 (
@@ -346,7 +353,9 @@ def _add_memory(board: Dashboard) -> Dashboard:
                 "Of the host; the ten workers that hold the most. Pages that workers share count for each.",
                 "bytes",
                 (
-                    top(f"max by (node, local_rank) ({_of('worker_resident_memory_bytes')})"),
+                    top(
+                        f"max by (node, local_rank) ({_of('worker_resident_memory_bytes')})"
+                    ),
                     "node {{node}}, worker {{local_rank}}",
                 ),
             )

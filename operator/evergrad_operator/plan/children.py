@@ -165,7 +165,8 @@ def _plan_deletions(
     is_running = decision.action == Action.RUN
     # The uid is a precondition: a successor of the same name must not be deleted in its place.
     delete = [
-        Deletion("Pod", pod.name, pod.uid, pod.grace_seconds) for pod in decision.pods_to_delete
+        Deletion("Pod", pod.name, pod.uid, pod.grace_seconds)
+        for pod in decision.pods_to_delete
     ]
     # All children go at the end; before that, only one that was switched off, and Kubernetes' PodGroup of a
     # run that is suspended, or restarted as a whole: its priority class cannot change. A missing ConfigMap or
@@ -220,7 +221,9 @@ def _build_wanted(
         priority = _find_group_priority(observation)
         wanted.append(build_pod_group(run, group, priority_class=priority))
     return {
-        (child["kind"], child["metadata"]["name"]): with_hash(pass_labels(child, run, config))
+        (child["kind"], child["metadata"]["name"]): with_hash(
+            pass_labels(child, run, config)
+        )
         for child in wanted
     }
 
@@ -254,7 +257,9 @@ def _build_pods(
         if running or (is_queued and coming and run.parsed.recovery == "in-process"):
             expect = min(max(running or len(coming), run.spec.nodes.min), expect)
         # A pod that waits in a queue has never run.
-        all_ended = all(pod.end is not None or pod.place.is_gated for pod in observation.nodes)
+        all_ended = all(
+            pod.end is not None or pod.place.is_gated for pod in observation.nodes
+        )
         epoch = Epoch(
             attempt,
             expect,
@@ -269,6 +274,10 @@ def _build_pods(
         )
 
     is_on_one_host = is_for_one_host(run, config, observation.claim)
+    # A coordinator that an operator before tokens has made turns away whoever brings one.
+    serving = [pod for pod in observation.coordinators if pod.is_live]
+    if decision.coordinator_attempt is None and not all(pod.has_token for pod in serving):
+        token = ""
     for index, attempt in decision.nodes_to_create:
         node = Node(
             index,

@@ -5,7 +5,12 @@ from typing import Final
 from evergrad_operator import names
 from evergrad_operator.config import Config
 from evergrad_operator.observe import ClaimState, Record, build_record
-from evergrad_operator.plan.common import JsonObject, build_metadata, pass_labels, without_none
+from evergrad_operator.plan.common import (
+    JsonObject,
+    build_metadata,
+    pass_labels,
+    without_none,
+)
 from evergrad_operator.spec import TrainingRun
 
 KEPT_RECORDS: Final = 100

@@ -114,7 +114,8 @@ def build_tolerations(
         covering = [
             one
             for one in given
-            if one.get("key") == key or (not one.get("key") and one.get("operator") == "Exists")
+            if one.get("key") == key
+            or (not one.get("key") and one.get("operator") == "Exists")
         ]
         if all(one.get("effect") not in (None, "", "NoExecute") for one in covering):
             ours = {
@@ -131,7 +132,9 @@ def build_pull_secrets(run: TrainingRun, config: Config) -> list[dict[str, str]]
     """Return the pull secrets of the installation and of the run, each once."""
     own = [secret.get("name") for secret in run.spec.template.image_pull_secrets]
     found = dict.fromkeys(
-        name for name in (*config.image_pull_secrets, *own) if isinstance(name, str) and name
+        name
+        for name in (*config.image_pull_secrets, *own)
+        if isinstance(name, str) and name
     )
     return [{"name": name} for name in found]
 

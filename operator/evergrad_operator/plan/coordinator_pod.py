@@ -72,7 +72,9 @@ def build_coordinator_pod(
     # pod that is in none. It is never in the nodes' group, which it outlives.
     queue = {}
     if memory.coordinator.is_queued:
-        queue = {key: run.labels[key] for key in names.PROPAGATED_LABELS if key in run.labels}
+        queue = {
+            key: run.labels[key] for key in names.PROPAGATED_LABELS if key in run.labels
+        }
     # Ours come last: a template must not take a pod out of its run.
     metadata["labels"] = {**labels, **queue, **ours}
     # Where the policies of runs let nobody to coordinators, a target there would be down for ever.
@@ -132,7 +134,10 @@ def _build_container(
         *("--linger", str(_LINGER_SECONDS)),
     ]
     requests = {"cpu": config.coordinator_cpu, "memory": config.coordinator_memory}
-    limits = {"cpu": config.coordinator_cpu_limit, "memory": config.coordinator_memory_limit}
+    limits = {
+        "cpu": config.coordinator_cpu_limit,
+        "memory": config.coordinator_memory_limit,
+    }
     resources = bound_disk(
         Resources.model_construct(requests=requests, limits=limits),
         config.coordinator_ephemeral_storage,

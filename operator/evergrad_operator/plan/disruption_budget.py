@@ -49,7 +49,9 @@ def _build(
         "metadata": metadata,
         "spec": {
             "minAvailable": fewest,
-            "selector": {"matchLabels": {names.LABEL_RUN: run.name, names.LABEL_ROLE: role}},
+            "selector": {
+                "matchLabels": {names.LABEL_RUN: run.name, names.LABEL_ROLE: role}
+            },
             # A pod that does not run yet protects no work: a drain need not wait for it.
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
         },

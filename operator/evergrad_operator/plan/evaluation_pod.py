@@ -16,8 +16,8 @@ from evergrad_operator.plan.resources import bound_disk
 from evergrad_operator.plan.template import build_placement_beside, require_host
 from evergrad_operator.spec import TrainingRun
 
-_NOT_NEEDED: Final = ("evergrad-config", "evergrad-token")
-"""Volumes of a node that it lacks: all that it reads is in the run's directory, and it asks nobody."""
+_NOT_NEEDED: Final = ("evergrad-config",)
+"""Volumes of a node that it lacks: all that it reads is in the run's directory."""
 
 
 def build_evaluation_pod(
@@ -44,7 +44,7 @@ def build_evaluation_pod(
         ports=[],
     )
     mounts = container["volumeMounts"]
-    volumes = build_trainer_volumes(run, config, resources, token="")
+    volumes = build_trainer_volumes(run, config, resources, token="")  # it asks nobody
     container["volumeMounts"] = [one for one in mounts if one["name"] not in _NOT_NEEDED]
 
     # Hosts that failed the nodes may serve it well, so that only those of its own tries are avoided.

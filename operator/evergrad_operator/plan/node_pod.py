@@ -58,12 +58,14 @@ class Node:
 def build_node_pod(
     run: TrainingRun, memory: Memory, config: Config, node: Node, *, token: str
 ) -> JsonObject:
-    """Build the pod of one node. ``token``: the run's."""
+    """Build the pod of one node. ``token``: the run's, empty where its coordinator has none."""
     template, grace, port = run.spec.template, grace_seconds(run), metrics_port(run)
-    arguments = _build_arguments(run, config, index=node.index, grace=grace)
+    arguments = _build_arguments(run, config, index=node.index, grace=grace, token=token)
     ports = [{"name": "metrics", "containerPort": port, "protocol": "TCP"}] if port else []
     resources = bound_disk(
-        run.spec.resources, config.node_ephemeral_storage, config.node_ephemeral_storage_limit
+        run.spec.resources,
+        config.node_ephemeral_storage,
+        config.node_ephemeral_storage_limit,
     )
     pod: JsonObject = {
         # A node that ends is replaced by a new pod, perhaps elsewhere: its host may be broken.
@@ -98,40 +100,57 @@ def build_node_pod(
         pod["schedulingGroup"] = {"podGroupName": run.name}
         pod["priorityClassName"] = node.group_priority
 
+    labels = {names.LABEL_GANG: run.name} if has_label else {}
+    metadata = _build_node_metadata(run, memory, config, node, labels=labels)
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": metadata,
+        "spec": without_none(pod),
+    }
+
+
+def _build_node_metadata(
+    run: TrainingRun, memory: Memory, config: Config, node: Node, *, labels: JsonObject
+) -> JsonObject:
     # Ours come last: a template must not take a pod out of its run.
     metadata = build_metadata(run, names.node_pod_name(run.name, node.index, node.attempt))
     queue_labels, queue_annotations = _build_queue(run, node)
     metadata["labels"] = {
         **build_user_labels(run),
-        **({names.LABEL_GANG: run.name} if has_label else {}),
+        **labels,
         **queue_labels,
         **build_labels(run, role=names.ROLE_NODE),
         names.LABEL_INDEX: str(node.index),
         names.LABEL_ATTEMPT: str(node.attempt),
     }
+    # The team's own annotations win over those of scraping.
     metadata["annotations"] = {
-        **build_scrape_annotations(port, config),  # before the team's own, which win
-        **template.annotations,
+        **build_scrape_annotations(metrics_port(run), config),
+        **run.spec.template.annotations,
         **queue_annotations,
         names.ANNOTATION_RESTART: str(memory.restart),
     }
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": without_none(pod)}
+    return metadata
 
 
 def build_trainer_volumes(
     run: TrainingRun, config: Config, resources: Resources, *, token: str
 ) -> list[Mapping[str, Any]]:
-    """Build the volumes that ``build_trainer_container`` mounts. ``resources``: the container's."""
+    """Build the volumes that ``build_trainer_container`` mounts. ``resources``: the container's; ``token``:
+    the run's, empty for none."""
     # One bound on the host's disk is enough: a limit of the container covers /tmp, too.
     is_bounded = EPHEMERAL_STORAGE in resources.limits
     scratch = without_none({"sizeLimit": None if is_bounded else config.scratch_size})
-    shared_memory = without_none({"medium": "Memory", "sizeLimit": config.shared_memory_size})
+    shared_memory = without_none(
+        {"medium": "Memory", "sizeLimit": config.shared_memory_size}
+    )
     return [
         {"name": "evergrad-volume", "persistentVolumeClaim": {"claimName": run.claim_name}},
         {"name": "evergrad-config", "configMap": {"name": names.config_name(run.name)}},
         {"name": "evergrad-tmp", "emptyDir": scratch},
         {"name": "evergrad-shm", "emptyDir": shared_memory},
-        build_token_volume(run, token),
+        *([build_token_volume(run, token)] if token else []),
         *run.spec.template.volumes,
     ]
 
@@ -184,7 +203,7 @@ def build_trainer_container(
                     "mountPath": contract.CONFIG_PATH,
                     "readOnly": True,
                 },
-                build_token_mount(),
+                *([build_token_mount()] if "--token-file" in arguments else []),
                 {"name": "evergrad-tmp", "mountPath": "/tmp"},
                 {"name": "evergrad-shm", "mountPath": "/dev/shm"},
                 *spec.template.volume_mounts,
@@ -193,7 +212,9 @@ def build_trainer_container(
     )
 
 
-def _build_arguments(run: TrainingRun, config: Config, *, index: int, grace: int) -> list[str]:
+def _build_arguments(
+    run: TrainingRun, config: Config, *, index: int, grace: int, token: str
+) -> list[str]:
     """Build the arguments of ``evergrad``: the node of this index, on the run's volume."""
     host = f"{names.coordinator_service_name(run.name)}.{run.namespace}.{config.cluster_domain or 'svc'}"
     # The kubelet would replace ``$(NAME)`` in the folder's name.
@@ -202,7 +223,7 @@ def _build_arguments(run: TrainingRun, config: Config, *, index: int, grace: int
         "node",
         f"{contract.CONFIG_PATH}/{names.CONFIG_FILE}",
         *("--join", f"{host}:{names.JOIN_PORT}"),
-        *build_token_arguments(),
+        *(build_token_arguments() if token else ()),
         *("--node", str(index)),
         *("--address", "$(EVERGRAD_POD_IP)"),
         *("--run-directory", folder),

@@ -74,4 +74,9 @@ def build_pod_beside(
         **annotations,
         names.ANNOTATION_RESTART: str(memory.restart),
     }
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": without_none(spec)}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": metadata,
+        "spec": without_none(spec),
+    }

@@ -1,12 +1,8 @@
 """The Secret with a run's token, by which its nodes, its coordinator and the operator prove who they are."""
 
-from typing import Final
-
 from evergrad_operator import names
 from evergrad_operator.plan.common import JsonObject, build_metadata
 from evergrad_operator.spec import TrainingRun
-
-_VOLUME: Final = "evergrad-token"
 
 
 def build_token_secret(run: TrainingRun, token: str) -> JsonObject:
@@ -28,7 +24,7 @@ def build_token_secret(run: TrainingRun, token: str) -> JsonObject:
 def build_token_volume(run: TrainingRun, token: str) -> JsonObject:
     """Build the volume of a pod that holds the token."""
     return {
-        "name": _VOLUME,
+        "name": names.TOKEN_VOLUME,
         "secret": {"secretName": names.token_secret_name(run.name, token)},
     }
 
@@ -36,7 +32,7 @@ def build_token_volume(run: TrainingRun, token: str) -> JsonObject:
 def build_token_mount() -> JsonObject:
     """Build the mount of that volume in a container."""
     return {
-        "name": _VOLUME,
+        "name": names.TOKEN_VOLUME,
         "mountPath": names.TOKEN_PATH,
         "readOnly": True,
     }

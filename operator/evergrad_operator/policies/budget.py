@@ -48,9 +48,13 @@ def count_failures(
         if cause in COUNTED and pod.created_at > budget.at:
             # A run whose coordinator reports no step shows no progress either: there a long life of the pod
             # stands in for it, and its end is a first failure again.
-            is_silent = memory.training.step is None and memory.training.checkpoint_step is None
+            is_silent = (
+                memory.training.step is None and memory.training.checkpoint_step is None
+            )
             ended_at = (pod.end.at if pod.end is not None else None) or 0.0
-            has_lasted = is_silent and ended_at - pod.created_at >= config.undisturbed_seconds
+            has_lasted = (
+                is_silent and ended_at - pod.created_at >= config.undisturbed_seconds
+            )
             failures = 1 if has_lasted else budget.failures + 1
             retry_at = now + _delay(failures - 1, config)
             budget = replace(
@@ -59,7 +63,10 @@ def count_failures(
                 at=newest,
                 retry_at=max(budget.retry_at, retry_at),
             )
-        elif cause not in _NO_SHORT_LIVES and now - pod.created_at < config.short_life_seconds:
+        elif (
+            cause not in _NO_SHORT_LIVES
+            and now - pod.created_at < config.short_life_seconds
+        ):
             budget = add_short_life(budget, memory, config, now)
     return replace(memory, budget=budget)
 

@@ -6,7 +6,11 @@ from dataclasses import replace
 from evergrad_coordinator.causes import PodCause
 from evergrad_operator.names import Phase, Reason
 from evergrad_operator.policies.context import ReconcileContext
-from evergrad_operator.policies.record import find_longer_horizon, find_own_record, has_recipe
+from evergrad_operator.policies.record import (
+    find_longer_horizon,
+    find_own_record,
+    has_recipe,
+)
 from evergrad_operator.times import parse_time
 
 
@@ -78,7 +82,9 @@ def complete_if_done(context: ReconcileContext) -> ReconcileContext | None:
 
     # The coordinator's word comes first, while rank 0 still writes the report: pods at work have time for it.
     since = context.now if memory.finishing_since is None else memory.finishing_since
-    context = _note_last_step(replace(context, memory=replace(memory, finishing_since=since)))
+    context = _note_last_step(
+        replace(context, memory=replace(memory, finishing_since=since))
+    )
     memory = context.memory
     at_work = [
         pod for pod in context.nodes if pod.is_running and not context.is_unreachable(pod)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
+from evergrad_coordinator.causes import PodCause
 from evergrad_operator.answer import Progress
 from evergrad_operator.config import Config
 from evergrad_operator.decision import Action, Decision
@@ -41,7 +42,9 @@ class ReconcileContext:
     @property
     def progress(self) -> Progress | None:
         """The answer of the run's own, newest coordinator."""
-        return self.observation.progress if is_current(self.observation, self.memory) else None
+        return (
+            self.observation.progress if is_current(self.observation, self.memory) else None
+        )
 
     @property
     def ready(self) -> int:
@@ -68,6 +71,20 @@ class ReconcileContext:
     def live(self) -> tuple[PodState, ...]:
         """Pods of nodes that train or may still come to train."""
         return tuple(pod for pod in self.nodes if pod.is_live)
+
+    @cached_property
+    def last_holders(self) -> frozenset[int]:
+        """Nodes whose leaving pod may be the only one that holds the state.
+
+        A pod on a lost node is not waited for: whatever it holds cannot be reached.
+        """
+        if any(other.is_running for other in self.live):
+            return frozenset()
+        return frozenset(
+            pod.index
+            for pod in self.leaving
+            if pod.is_running and pod.disruption != PodCause.NODE_LOST
+        )
 
     @cached_property
     def preparing(self) -> tuple[PodState, ...]:

@@ -95,7 +95,9 @@ def decide(observation: Observation, config: Config, now: float) -> Decision:
                 is_recorded = pod.attempt < newest.attempt or (
                     pod.attempt == newest.attempt and newest.is_recorded
                 )
-            if is_recorded or (known.finish is not None and pod.role != names.ROLE_EVALUATION):
+            if is_recorded or (
+                known.finish is not None and pod.role != names.ROLE_EVALUATION
+            ):
                 recorded.append(pod)
         # The pass that follows the status write deletes the others.
         seconds = 1.0 if len(recorded) < len(left) else None
@@ -164,7 +166,8 @@ def _decide(context: ReconcileContext) -> Decision:
         or _run(started)
     )
     return replace(
-        decision, requeue_after=earliest(decision.requeue_after, seconds_to_deadline(context))
+        decision,
+        requeue_after=earliest(decision.requeue_after, seconds_to_deadline(context)),
     )
 
 
@@ -227,9 +230,13 @@ def _run(context: ReconcileContext) -> Decision:
     has_record = is_recorded(context, record)
 
     # A refusal is an obstacle only where it concerns something that is wanted now.
-    wanted = [names.node_pod_name(context.run.name, *node) for node in scale.nodes_to_create]
+    wanted = [
+        names.node_pod_name(context.run.name, *node) for node in scale.nodes_to_create
+    ]
     if scale.coordinator_attempt is not None:
-        wanted.append(names.coordinator_pod_name(context.run.name, scale.coordinator_attempt))
+        wanted.append(
+            names.coordinator_pod_name(context.run.name, scale.coordinator_attempt)
+        )
     if not has_record:
         wanted.append(context.run.claim_name)
     obstacle = find_obstacle(context, wanted)

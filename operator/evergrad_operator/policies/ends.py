@@ -18,7 +18,9 @@ from evergrad_operator.policies.host_faults import forgive_hosts, note_host_faul
 from evergrad_operator.policies.root_cause import note_pods
 
 
-def note_nodes(memory: Memory, observation: Observation, config: Config, now: float) -> Memory:
+def note_nodes(
+    memory: Memory, observation: Observation, config: Config, now: float
+) -> Memory:
     """Return the memory with every end of a node's pod that was not counted before."""
     pods: dict[int, list[PodState]] = {}
     for pod in observation.nodes:
@@ -56,7 +58,9 @@ def note_nodes(memory: Memory, observation: Observation, config: Config, now: fl
         pod for pod in ended if pod.index not in released and pod.restart == memory.restart
     ]
     lost = [(index, attempt) for index, attempt in vanished if index not in released]
-    memory = replace(memory, attempts=tuple(attempts), recorded=frozenset(recorded | released))
+    memory = replace(
+        memory, attempts=tuple(attempts), recorded=frozenset(recorded | released)
+    )
 
     # The order matters: causes and counters first, then the budget and the hosts, which read them.
     memory = _add_ends(memory, observation, counted, lost, now)

@@ -97,7 +97,9 @@ def _find_surplus(
 def _has_one_host(context: ReconcileContext) -> bool:
     """Whether the run's volume can be mounted by one host at a time."""
     claim = context.observation.claim
-    return claim is not None and "ReadWriteMany" not in (claim.spec.get("accessModes") or ())
+    return claim is not None and "ReadWriteMany" not in (
+        claim.spec.get("accessModes") or ()
+    )
 
 
 def _choose_host(context: ReconcileContext, *, is_over: bool) -> str | None:
@@ -143,11 +145,16 @@ def _describe(
                 return EvaluationState.WAITING, explain_refusal(failure).message
         return EvaluationState.WAITING, f"pod {name} is on its way"
     if not known.pending:
-        text = "no checkpoint waits" if known.seen >= 0 else "no checkpoint was reported yet"
+        text = (
+            "no checkpoint waits" if known.seen >= 0 else "no checkpoint was reported yet"
+        )
         return EvaluationState.UP_TO_DATE, text
     if not may_make:
         return EvaluationState.WAITING, "no pod is made before the run trains, or is over"
     text = "the pod before leaves"
     if context.now < known.tries.retry_at:
         text = f"the next pod comes at {format_time(known.tries.retry_at)}"
-    return EvaluationState.WAITING, f"{text}. Last: {known.failure}" if known.failure else text
+    return (
+        EvaluationState.WAITING,
+        f"{text}. Last: {known.failure}" if known.failure else text,
+    )

@@ -24,7 +24,12 @@ from evergrad_operator.observe import Observation
 from evergrad_operator.pods import PodState, describe_cause
 from evergrad_operator.policies.budget import count_failures
 from evergrad_operator.policies.host_faults import note_host_faults
-from evergrad_operator.policies.wording import describe_disk_remedy, describe_end, quote, stop
+from evergrad_operator.policies.wording import (
+    describe_disk_remedy,
+    describe_end,
+    quote,
+    stop,
+)
 
 NONE_AFTER: Final = (Reason.DEADLINE_EXCEEDED, Reason.OUTPUT_CONFLICT)
 """Ends of a run after which nothing of it may go on."""
@@ -111,7 +116,10 @@ def _count(
     scratch = Memory(
         has_formed=True,
         budget=Budget(
-            tries.failures, at=tries.at, short_lives=tries.short_lives, retry_at=tries.retry_at
+            tries.failures,
+            at=tries.at,
+            short_lives=tries.short_lives,
+            retry_at=tries.retry_at,
         ),
         faults=HostFaults(
             tries.hosts, in_a_row=tries.faults, at=tries.at, retry_at=tries.retry_at

@@ -3,12 +3,18 @@
 from typing import Final
 
 from evergrad_coordinator.causes import PodCause
+from evergrad_operator.answer import Progress
 from evergrad_operator.memory import LastFailure
 from evergrad_operator.names import Phase, Reason
 from evergrad_operator.packing import pack_ranges
 from evergrad_operator.policies.context import ReconcileContext
 from evergrad_operator.policies.host_faults import is_input_error_confirmed
-from evergrad_operator.policies.wording import describe_disk_remedy, describe_end, quote, stop
+from evergrad_operator.policies.wording import (
+    describe_disk_remedy,
+    describe_end,
+    quote,
+    stop,
+)
 from evergrad_operator.times import format_time
 
 _REASONS: Final = {
@@ -31,12 +37,34 @@ _REMEDIES: Final = {
     Reason.VOLUME_FULL: (
         f"Enlarge the PersistentVolumeClaim or delete what is not needed there; then {_THEN}."
     ),
-    Reason.OUT_OF_EPHEMERAL_STORAGE: stop(describe_disk_remedy("spec.resources", then=_THEN)),
+    Reason.OUT_OF_EPHEMERAL_STORAGE: stop(
+        describe_disk_remedy("spec.resources", then=_THEN)
+    ),
     Reason.START_ERROR: f"Check spec.image, spec.template and the node's runtime; then {_THEN}.",
     Reason.WORKER_CRASH: (
         f"Read that node's logs (kubectl logs, or logs/ in the run directory); to try again, {_THEN}."
     ),
 }
+
+
+def _read_failure(progress: Progress) -> tuple[Reason, str]:
+    """Read from a coordinator's answer why the run has failed, and in which words."""
+    failure = progress.last_failure
+    said = progress.message or (failure.message if failure else "")
+    cause = failure.cause if failure else ""
+    if progress.reason == "UserError" or cause == "user_error":
+        reason = Reason.USER_ERROR
+    elif cause == "out_of_memory":
+        reason = Reason.OUT_OF_MEMORY
+    elif "no space left on device" in said.lower():
+        reason = Reason.VOLUME_FULL
+    else:
+        reason = Reason.WORKER_CRASH
+    # The coordinator's text most often names the node already.
+    where = ""
+    if failure is not None and f"node {failure.node}" not in said:
+        where = f"node {failure.node}, rank {failure.rank}, exit code {failure.exit_code}: "
+    return reason, stop(where + (quote(said) or progress.reason))
 
 
 def fail_if_due(context: ReconcileContext) -> ReconcileContext | None:
@@ -55,9 +83,7 @@ def fail_if_due(context: ReconcileContext) -> ReconcileContext | None:
         # The earliest node counts: what the others report may be a consequence.
         _, index, name, message = min(ended)
         said = quote(message)
-        text = (
-            f"node {index} (pod {name}) ended with exit code 64: {said or 'it left no message'}"
-        )
+        text = f"node {index} (pod {name}) ended with exit code 64: {said or 'it left no message'}"
         # A volume that is too small from the start is refused before the first step; it is no fault of the
         # recipe.
         has_no_room = any(words in said for words in _NO_ROOM)
@@ -67,22 +93,7 @@ def fail_if_due(context: ReconcileContext) -> ReconcileContext | None:
     # Then the coordinator's outcome: it counts the workers that fail inside the pods.
     progress = context.progress
     if progress is not None and progress.phase == "Failed":
-        failure = progress.last_failure
-        said = progress.message or (failure.message if failure else "")
-        cause = failure.cause if failure else ""
-        if progress.reason == "UserError" or cause == "user_error":
-            reason = Reason.USER_ERROR
-        elif cause == "out_of_memory":
-            reason = Reason.OUT_OF_MEMORY
-        elif "no space left on device" in said.lower():
-            reason = Reason.VOLUME_FULL
-        else:
-            reason = Reason.WORKER_CRASH
-        # The coordinator's text most often names the node already.
-        where = ""
-        if failure is not None and f"node {failure.node}" not in said:
-            where = f"node {failure.node}, rank {failure.rank}, exit code {failure.exit_code}: "
-        text = stop(where + (quote(said) or progress.reason))
+        reason, text = _read_failure(progress)
         return context.finished(Phase.FAILED, reason, f"{text} {_REMEDIES[reason]}")
 
     # At last the budget. A status of another version may have a cause that this one has not.
@@ -97,8 +108,12 @@ def fail_if_due(context: ReconcileContext) -> ReconcileContext | None:
         f"Last: {describe_failure(last)}"
     )
     limit = context.run.spec.resources.limits.get("memory")
-    bound = f" The memory limit is {limit}." if reason == Reason.OUT_OF_MEMORY and limit else ""
-    return context.finished(Phase.FAILED, reason, f"{stop(text)}{bound} {_REMEDIES[reason]}")
+    bound = (
+        f" The memory limit is {limit}." if reason == Reason.OUT_OF_MEMORY and limit else ""
+    )
+    return context.finished(
+        Phase.FAILED, reason, f"{stop(text)}{bound} {_REMEDIES[reason]}"
+    )
 
 
 def describe_failure(failure: LastFailure | None) -> str:

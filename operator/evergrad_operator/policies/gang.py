@@ -164,7 +164,9 @@ def _join(
         if index >= size:
             continue
         before = [pod for pod in active if pod.index == index]
-        if any(not (pod.place.has_terminated or context.is_unreachable(pod)) for pod in before):
+        if any(
+            not (pod.place.has_terminated or context.is_unreachable(pod)) for pod in before
+        ):
             wait.add(index)
         elif room > 0:
             joined.add(index)

@@ -136,7 +136,9 @@ def forgive_hosts(memory: Memory, observation: Observation, now: float) -> Memor
     # A node is well once its pod has run for long enough, and forgotten once the run has fewer nodes.
     live = [pod for pod in observation.nodes if pod.is_live and pod.started_at is not None]
     well = {pod.index for pod in live if now - (pod.started_at or now) >= WELL_SECONDS}
-    surplus = {index for index in faults.nodes if index >= observation.run.spec.nodes.largest}
+    surplus = {
+        index for index in faults.nodes if index >= observation.run.spec.nodes.largest
+    }
     nodes = faults.nodes - well - surplus
     if nodes == faults.nodes:
         return memory
@@ -161,7 +163,9 @@ def is_input_error_confirmed(memory: Memory, observation: Observation) -> bool:
 
     # Two nodes on two hosts agree: it is the input, and not a host.
     if any(
-        one.node != other.node and one.host != other.host for one in errors for other in errors
+        one.node != other.node and one.host != other.host
+        for one in errors
+        for other in errors
     ):
         return True
 

@@ -6,7 +6,7 @@ from typing import Final
 
 from evergrad_operator.decision import Action, Decision, PodDeletion
 from evergrad_operator.installation import DELETES_RUN, NO_DELETION
-from evergrad_operator.memory import Budget, Finish, HostFaults
+from evergrad_operator.memory import Finish, begin_anew
 from evergrad_operator.names import Phase, Reason
 from evergrad_operator.observe import Record
 from evergrad_operator.pods import PodState
@@ -23,7 +23,9 @@ _AT_ONCE: Final = frozenset(
     }
 )
 _NOT_ASKED: Final = frozenset({"AllNodesLeft", "Signal"})
-_PREPARING_LEAVES: Final = "the pod that prepares the data leaves; what it has finished is kept"
+_PREPARING_LEAVES: Final = (
+    "the pod that prepares the data leaves; what it has finished is kept"
+)
 _EVALUATION_LEAVES: Final = "the pod that evaluates leaves; what it has measured is kept"
 _FIRST_WORDS_SECONDS: Final = 30.0
 """Time that a coordinator has to give a first answer before a suspended run lets it go."""
@@ -88,7 +90,8 @@ def conclude(context: ReconcileContext) -> Decision:
     ttl = context.run.spec.ttl_seconds_after_finished
     # The last stage: nothing is left but the record on the volume. Checkpoints that wait are evaluated first.
     is_evaluated = (
-        not is_evaluation_due(context.memory, context.observation) and not context.evaluating
+        not is_evaluation_due(context.memory, context.observation)
+        and not context.evaluating
     )
     # A run that was complete before it was made is there for as long: somebody has just made it.
     expiry = None if ttl is None else max(finish.at, context.run.created_at) + ttl
@@ -96,7 +99,9 @@ def conclude(context: ReconcileContext) -> Decision:
         return _clean(context, finish)
 
     # The pods of a failed run have time to write their last words, unless nothing may go on at all.
-    grace = finish.at + config.fail_grace_seconds if finish.phase == Phase.FAILED else finish.at
+    grace = (
+        finish.at + config.fail_grace_seconds if finish.phase == Phase.FAILED else finish.at
+    )
     is_due = finish.reason in _AT_ONCE or now >= grace
     chosen = [pod for pod in context.live if is_due or not pod.is_running]
     chosen += context.preparing
@@ -150,7 +155,10 @@ def _said(context: ReconcileContext) -> str:
     finish, nonce = context.memory.finish, context.run.spec.restart_nonce
     message = finish.message if finish else ""
     # The webhook refuses this, but may have been down, and the right may have been taken away since.
-    if context.run.spec.ttl_deletes == DELETES_RUN and not context.config.allow_run_deletion:
+    if (
+        context.run.spec.ttl_deletes == DELETES_RUN
+        and not context.config.allow_run_deletion
+    ):
         message += f"; the run will not be deleted: {NO_DELETION}"
     if finish is None or finish.phase != Phase.COMPLETE:
         return message
@@ -231,7 +239,9 @@ def _drain(context: ReconcileContext, reason: Reason) -> Decision:
     is_unheard = memory.training.step is None and any(
         context.now - pod.created_at < _FIRST_WORDS_SECONDS for pod in live_coordinators
     )
-    is_stale = is_unheard or (context.progress is not None and context.progress.connected > 0)
+    is_stale = is_unheard or (
+        context.progress is not None and context.progress.connected > 0
+    )
 
     # Nodes first, then the coordinator, to which the last save is reported.
     if working or live_coordinators:
@@ -255,25 +265,12 @@ def _drain(context: ReconcileContext, reason: Reason) -> Decision:
             ),
         )
 
-    # Time and budget begin anew.
-    memory = replace(
-        memory,
-        start_time=None,
-        budget=Budget(at=memory.budget.at),
-        faults=HostFaults(
-            hosts=memory.faults.hosts, at=memory.faults.at, seen=memory.faults.seen
-        ),
-        given_back=0,
-        come_again_at=0.0,
-        has_formed=False,
-        input_errors=(),
-    )
     return Decision(
         Action.STOP,
         Phase.SUSPENDED,
         reason,
         _describe_pause(context, reason),
-        memory,
+        begin_anew(memory),
         pods_to_delete=remove((*context.nodes, *coordinators, *ended)),
         # Only a person can say whether the step or the recipe is to blame for a loss that is not finite.
         is_blocked=reason == Reason.NON_FINITE,
@@ -313,14 +310,18 @@ def drain_older(context: ReconcileContext) -> Decision | None:
     live = [pod for pod in context.live if pod.restart < restart]
     leaving = [pod for pod in context.leaving if pod.restart < restart]
     coordinators = [
-        pod for pod in context.observation.coordinators if pod.is_live and pod.restart < restart
+        pod
+        for pod in context.observation.coordinators
+        if pod.is_live and pod.restart < restart
     ]
     preparing = [pod for pod in context.preparing if pod.restart < restart]
     if not (live or leaving or coordinators or preparing):
         return None
     ended = [pod for pod in context.nodes if not pod.is_live and pod.restart < restart]
     # As in a suspension: nodes first, all together, so that the last holder of the state saves it.
-    chosen = (*live, *preparing) if live or leaving or preparing else (*coordinators, *ended)
+    chosen = (
+        (*live, *preparing) if live or leaving or preparing else (*coordinators, *ended)
+    )
     text = f"{len(live) + len(leaving)} nodes save and leave"
     if preparing:
         text = _PREPARING_LEAVES

@@ -23,7 +23,12 @@ from evergrad_operator.policies.lifecycle import earliest, remove
 from evergrad_operator.policies.record import is_recorded, plan_record
 from evergrad_operator.policies.scale import find_epoch, is_digest_missing
 from evergrad_operator.policies.waiting import Obstacle, find_obstacle
-from evergrad_operator.policies.wording import describe_disk_remedy, describe_end, quote, stop
+from evergrad_operator.policies.wording import (
+    describe_disk_remedy,
+    describe_end,
+    quote,
+    stop,
+)
 from evergrad_operator.times import format_time
 
 _THEN: Final = "set spec.restartNonce to a new text"
@@ -55,9 +60,7 @@ def fail_if_unprepared(context: ReconcileContext) -> ReconcileContext | None:
         return None
     if end.cause == PodCause.USER_ERROR:
         said = quote(end.message) or "it left no message"
-        text = (
-            f"the preparation of the data (pod {mine[-1].name}) ended with exit code 64: {said}"
-        )
+        text = f"the preparation of the data (pod {mine[-1].name}) ended with exit code 64: {said}"
         reason = Reason.USER_ERROR
     else:
         most = context.run.spec.failure_policy.max_failures_without_progress
@@ -134,7 +137,9 @@ def _describe(
         phase = Phase.PREPARING if is_starting else Phase.WAITING
         return phase, obstacle.reason, obstacle.message, obstacle.needs_person_at
     if live and live[-1].is_running:
-        text = f"pod {live[-1].name} prepares the data; nodes are asked for once that is done"
+        text = (
+            f"pod {live[-1].name} prepares the data; nodes are asked for once that is done"
+        )
         return Phase.PREPARING, Reason.PREPARING, text, None
     memory = context.memory
     budget, faults, last = memory.budget, memory.faults, memory.last_failure

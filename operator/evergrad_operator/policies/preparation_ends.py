@@ -38,7 +38,9 @@ def note_preparation(
     # A pod that was known and is gone has ended unseen.
     is_gone = all(pod.attempt != attempt for pod in pods)
     has_vanished = attempt >= 0 and not is_counted and is_gone
-    vanished = names.preparation_pod_name(observation.run.name, attempt) if has_vanished else ""
+    vanished = (
+        names.preparation_pod_name(observation.run.name, attempt) if has_vanished else ""
+    )
     is_counted = is_counted or has_vanished
     ended: list[PodState] = []
     for pod in pods:
@@ -101,7 +103,9 @@ def _note_done(memory: Memory, observation: Observation) -> Memory:
     )
 
 
-def _add_ends(memory: Memory, ended: Sequence[PodState], vanished: str, now: float) -> Memory:
+def _add_ends(
+    memory: Memory, ended: Sequence[PodState], vanished: str, now: float
+) -> Memory:
     """Write down each end, and count as a restart what is started again."""
     records = [EndRecord(vanished, PodCause.DELETED, None, now)] if vanished else []
     restarts, failure = dict(memory.restarts), memory.last_failure

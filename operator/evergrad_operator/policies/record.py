@@ -46,7 +46,9 @@ def has_recipe(context: ReconcileContext, record: Record) -> bool:
     return record.recipe in known
 
 
-def find_longer_horizon(context: ReconcileContext, record: Record) -> tuple[int, int] | None:
+def find_longer_horizon(
+    context: ReconcileContext, record: Record
+) -> tuple[int, int] | None:
     """Return the step after which a record's run was complete and the steps that this run asks for, if
     those are more."""
     done = get_int(record.complete or NOTHING, "step")

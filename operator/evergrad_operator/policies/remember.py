@@ -34,7 +34,13 @@ from evergrad_operator.policies.usage import note_usage
 from evergrad_operator.profiles import UNSETTLED
 
 Value = TypeVar("Value")
-IN_POD_CAUSES: Final = ("worker_crash", "out_of_memory", "stuck", "setup_failed", "environment")
+IN_POD_CAUSES: Final = (
+    "worker_crash",
+    "out_of_memory",
+    "stuck",
+    "setup_failed",
+    "environment",
+)
 """Changes of the group, as the coordinator counts them, that restarted a worker inside its pod."""
 _FORMED: Final = ("Running", "Draining")
 """Phases of a coordinator whose group is up."""
@@ -109,7 +115,9 @@ def _begin(observation: Observation, config: Config) -> Memory:
     # The hash follows the file: one of an older release, of the spelling, becomes that of the meaning here.
     # A file that cannot be read says nothing about the recipe, and what is over is not written any more.
     is_readable, applied = not run.parsed.problems, observation.applied
-    keeps_recipe = bool(memory.recipe_hash) and (not is_readable or memory.finish is not None)
+    keeps_recipe = bool(memory.recipe_hash) and (
+        not is_readable or memory.finish is not None
+    )
     coordinator_image = memory.coordinator.image or config.operator_image
     # The image may be the profile's: while that is wrong, or was at the last look, none is settled.
     image = "" if UNSETTLED in (memory.profile_note, run.profile.note) else memory.image
@@ -260,7 +268,9 @@ def _add_lost_coordinator(
     # The end is written on the PVC before the coordinator goes, and into the status only after that: a new
     # operator may find the one without the other.
     record = claim.records.get(run.name) if claim else None
-    is_complete = record is not None and record.complete is not None and record.uid == run.uid
+    is_complete = (
+        record is not None and record.complete is not None and record.uid == run.uid
+    )
     is_of_before = pod is not None and pod.restart < memory.restart
     if is_complete or is_of_before or is_letting_go(observation, memory):
         return replace(memory, coordinator=known)
@@ -356,7 +366,9 @@ def _add_counters(memory: Memory, progress: Progress) -> Memory:
         if more > 0 and (name in lost or len(lost) < MAX_CAUSES):
             lost[name] = lost.get(name, 0) + more
     seen = {
-        name: progress.restarts[name] for name in IN_POD_CAUSES if progress.restarts.get(name)
+        name: progress.restarts[name]
+        for name in IN_POD_CAUSES
+        if progress.restarts.get(name)
     }
     coordinator = replace(known, restarts=seen, lost_seconds=counted)
     return replace(

@@ -33,7 +33,9 @@ _SAID_BEFORE = (ExitCode.USER_ERROR, ExitCode.INTERNAL)
 def note_pods(memory: Memory, ended: Sequence[PodState], now: float) -> Memory:
     """Return the memory with the last failure among pods that have just ended."""
     failure = memory.last_failure
-    failed = [pod for pod in ended if describe_cause(pod) in (*COUNTED, PodCause.USER_ERROR)]
+    failed = [
+        pod for pod in ended if describe_cause(pod) in (*COUNTED, PodCause.USER_ERROR)
+    ]
     # Host faults are reported only where nothing that counts has ended in the same look.
     if not failed:
         failed = [pod for pod in ended if describe_cause(pod) == PodCause.HOST_FAULT]

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Final
 
-from evergrad_coordinator.causes import PodCause
 from evergrad_operator.decision import Bounds, Gang, PodDeletion
 from evergrad_operator.images import pin_image
 from evergrad_operator.memory import Memory
@@ -50,16 +49,12 @@ def decide_scale(context: ReconcileContext) -> Scale:
 
     # Which nodes get a pod now, and which have to wait: for the budget, for the last holder of the state, or
     # after a fault of their host.
-    missing = [index for index in range(context.run.spec.nodes.largest) if index not in newest]
+    missing = [
+        index for index in range(context.run.spec.nodes.largest) if index not in newest
+    ]
     is_waiting = is_backing_off(context)
-    # Where only a leaving pod may hold the state, a successor, the same node to the coordinator, would cut
-    # its save short. A pod on a lost node is not waited for: whatever it holds cannot be reached.
-    is_anybody_left = any(other.is_running for other in context.live)
-    held = {
-        pod.index
-        for pod in context.leaving
-        if pod.is_running and pod.disruption != PodCause.NODE_LOST and not is_anybody_left
-    }
+    # The same node to the coordinator: a successor would cut the save of the last holder short.
+    held = context.last_holders
     faults = context.memory.faults
     is_faulty = context.now < faults.retry_at
     faulty = faults.nodes.intersection(missing if is_faulty else ())
@@ -133,7 +128,9 @@ def _find_newest(context: ReconcileContext) -> tuple[dict[int, PodState], list[P
         pod for pod in context.live if pod.index >= most or newest.get(pod.index) is not pod
     ]
     surplus += [
-        pod for pod in newest.values() if pod.index < most and is_digest_missing(pod, memory)
+        pod
+        for pod in newest.values()
+        if pod.index < most and is_digest_missing(pod, memory)
     ]
     return newest, surplus
 

@@ -188,7 +188,8 @@ def explain_refusal(failure: ApplyFailure) -> Obstacle:
     text = f"the API server refuses {what}: {quote(said) or failure.reason} (HTTP {failure.status})"
     if "exceeded quota" in said or "insufficient quota" in said:
         return Obstacle(
-            Reason.QUOTA_EXCEEDED, f"{text}. Free or raise the ResourceQuota; it is tried again"
+            Reason.QUOTA_EXCEEDED,
+            f"{text}. Free or raise the ResourceQuota; it is tried again",
         )
     if "must specify" in said and "quota" in said:
         remedy = f"Set these under {of_pod}; it is tried again"
@@ -227,7 +228,9 @@ def _explain_record(failure: ApplyFailure) -> Obstacle:
     elif failure.status == 403:
         remedy = "Allow the operator to patch the claim: see its rights, quotas and admission policies"
     else:
-        remedy = "See what the API server or a webhook has against an annotation of the claim"
+        remedy = (
+            "See what the API server or a webhook has against an annotation of the claim"
+        )
     return Obstacle(Reason.VOLUME_RECORD_REFUSED, f"{text}. {remedy}; it is tried again")
 
 
@@ -298,7 +301,11 @@ def explain_pod(pod: PodState, context: ReconcileContext) -> Obstacle | None:
     if reason == "SchedulerError":
         text = f"{where}: the scheduler refuses it: {said or 'no details'}. {_REFUSED}"
         return Obstacle(Reason.UNSCHEDULABLE, text)
-    if reason == "PodInitializing" and said and context.now - pod.created_at > _SLOW_SECONDS:
+    if (
+        reason == "PodInitializing"
+        and said
+        and context.now - pod.created_at > _SLOW_SECONDS
+    ):
         remedy = f"See kubectl logs {pod.name} -c, with its name; the pod waits for it"
         return Obstacle(Reason.STARTING, f"{where}: {said}. {remedy}")
     if reason == "ContainerCreating" and context.now - pod.created_at > _SLOW_SECONDS:
@@ -331,9 +338,7 @@ def find_group_obstacle(context: ReconcileContext) -> Obstacle | None:
     gang = context.config.gang
     group = POD_GROUPS[gang][0].version.partition("/")[0]
     text = f"the API server has no PodGroup of {group}, by which this installation places the nodes of a run"
-    remedy = (
-        f"{_MISSING_GROUP[gang]}, or set runs.gang of the chart to none; it is looked for again"
-    )
+    remedy = f"{_MISSING_GROUP[gang]}, or set runs.gang of the chart to none; it is looked for again"
     return Obstacle(Reason.GANG_UNAVAILABLE, f"{text}. {remedy}")
 
 
@@ -349,9 +354,7 @@ def find_claim_obstacle(context: ReconcileContext) -> Obstacle | None:
         for failure in context.observation.failures:
             if (failure.verb, failure.name) == ("get", name):
                 return explain_refusal(failure)
-        text = (
-            f"PersistentVolumeClaim {name} does not exist in namespace {context.run.namespace}"
-        )
+        text = f"PersistentVolumeClaim {name} does not exist in namespace {context.run.namespace}"
         remedy = "Create it, or leave out spec.storage.claimName in a new TrainingRun"
         return Obstacle(Reason.VOLUME_MISSING, f"{text}. {remedy}", since)
     if claim.phase == "Lost":
@@ -363,8 +366,6 @@ def find_claim_obstacle(context: ReconcileContext) -> Obstacle | None:
         )
     # While pods use a claim, its deletion waits for them.
     if claim.is_deleting and not context.live:
-        text = (
-            f"PersistentVolumeClaim {name} is being deleted. Wait for that, or create another"
-        )
+        text = f"PersistentVolumeClaim {name} is being deleted. Wait for that, or create another"
         return Obstacle(Reason.VOLUME_MISSING, text, since)
     return None

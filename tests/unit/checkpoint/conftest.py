@@ -82,7 +82,10 @@ def make_solo(tmp_path: Path) -> MakeSolo:
     ) -> Solo:
         directory = directory or tmp_path / "checkpoints"
         world = World(
-            generation=claim_generation(directory), rank=0, size=1, device=torch.device("cpu")
+            generation=claim_generation(directory),
+            rank=0,
+            size=1,
+            device=torch.device("cpu"),
         )
         events: list[tuple[str, dict[str, Any]]] = []
         medium = Medium(stale_seconds=0.0, faults=hook or NoFaults())

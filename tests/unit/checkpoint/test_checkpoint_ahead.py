@@ -21,7 +21,9 @@ def checkpoints(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_files_of_the_newest_checkpoint_are_read_to_their_ends(checkpoints: Path) -> None:
+def test_the_files_of_the_newest_checkpoint_are_read_to_their_ends(
+    checkpoints: Path,
+) -> None:
     held = read_ahead(checkpoints, memory_bytes=2**20)
     assert held is not None
     held.wait()
@@ -53,7 +55,9 @@ def test_a_checkpoint_that_takes_too_much_memory_is_not_read(checkpoints: Path) 
 
 
 @pytest.mark.parametrize("hint", [None, b"", b"{", b"[1]", b'{"checkpoint": "../step-1"}'])
-def test_a_hint_that_cannot_be_read_is_no_error(checkpoints: Path, hint: bytes | None) -> None:
+def test_a_hint_that_cannot_be_read_is_no_error(
+    checkpoints: Path, hint: bytes | None
+) -> None:
     (checkpoints / "latest").unlink()
     if hint is not None:
         (checkpoints / "latest").write_bytes(hint)

@@ -67,7 +67,9 @@ def test_list_as_json_is_one_document_with_every_fact(
         False,
         True,
     )
-    assert newest["bytes"] > 1000 and newest["world_size"] == 1 and newest["finished"] > 1.7e9
+    assert (
+        newest["bytes"] > 1000 and newest["world_size"] == 1 and newest["finished"] > 1.7e9
+    )
 
 
 def test_list_names_what_cannot_be_read_and_what_was_set_aside(

@@ -21,9 +21,13 @@ def save(make_solo: MakeSolo, make_state: MakeState, tmp_path: Path) -> Callable
 
     def save(name: str, step: int, **changes: torch.Tensor | None) -> Path:
         solo = make_solo(
-            directory=tmp_path / name / "checkpoints", identity=Identity(name, "recipe", "data")
+            directory=tmp_path / name / "checkpoints",
+            identity=Identity(name, "recipe", "data"),
         )
-        state = {**make_state(20), **{key.replace("_", "."): it for key, it in changes.items()}}
+        state = {
+            **make_state(20),
+            **{key.replace("_", "."): it for key, it in changes.items()},
+        }
         kept = {key: value for key, value in state.items() if value is not None}
         solo.manager.save(step, kept, extra={"step": step}, wait=True)
         return tmp_path / name
@@ -69,7 +73,9 @@ def test_a_tensor_that_one_run_lacks_is_a_difference(save: Callable[..., Path]) 
     ]
 
 
-def test_a_step_that_the_second_run_has_not_saved_is_refused(save: Callable[..., Path]) -> None:
+def test_a_step_that_the_second_run_has_not_saved_is_refused(
+    save: Callable[..., Path],
+) -> None:
     a, b = save("a", 20), save("b", 10)
     with pytest.raises(CheckpointError, match="holds no checkpoint of step 20"):
         compare_states(a, b)

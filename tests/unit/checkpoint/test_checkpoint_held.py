@@ -164,7 +164,9 @@ def test_memory_is_for_one_checkpoint_at_a_time(tmp_path: Path) -> None:
     assert not held.has(tmp_path / "step-2" / SHARD)
 
 
-@pytest.mark.parametrize(("begin", "size"), [(0, 100), (3, 64), (36, 64), (99, 1), (100, 0)])
+@pytest.mark.parametrize(
+    ("begin", "size"), [(0, 100), (3, 64), (36, 64), (99, 1), (100, 0)]
+)
 def test_a_large_tensor_is_copied_in_pieces_between_which_other_threads_run(
     monkeypatch: pytest.MonkeyPatch, begin: int, size: int
 ) -> None:

@@ -32,7 +32,9 @@ def only_lease(directory: Path) -> Path:
     return path
 
 
-def test_a_held_checkpoint_outlives_retention_until_it_is_let_go(make_solo: MakeSolo) -> None:
+def test_a_held_checkpoint_outlives_retention_until_it_is_let_go(
+    make_solo: MakeSolo,
+) -> None:
     solo = make_solo(keep=1)
     solo.save(1)
     with hold(solo.directory, "step-1"):
@@ -44,7 +46,9 @@ def test_a_held_checkpoint_outlives_retention_until_it_is_let_go(make_solo: Make
     assert solo.names() == ["step-4"]
 
 
-def test_a_lease_that_nobody_touches_holds_nothing_after_a_while(make_solo: MakeSolo) -> None:
+def test_a_lease_that_nobody_touches_holds_nothing_after_a_while(
+    make_solo: MakeSolo,
+) -> None:
     solo = make_solo(keep=1)
     solo.save(1)
     # As a reader that was killed leaves it.

@@ -64,7 +64,11 @@ def test_a_save_is_an_event_with_its_facts_and_is_found_by_the_next_start(
     solo.save(10)
     ((type_, fields),) = solo.events
     assert type_ == "save"
-    assert fields["checkpoint"] == "step-10" and fields["kept"] == 1 and fields["best"] is False
+    assert (
+        fields["checkpoint"] == "step-10"
+        and fields["kept"] == 1
+        and fields["best"] is False
+    )
     assert fields["bytes"] == sum(
         path.stat().st_size
         for path in (solo.directory / "step-10").iterdir()
@@ -105,7 +109,9 @@ def test_an_asynchronous_save_holds_the_values_of_the_moment_it_was_called(
     assert all(torch.equal(value, make_state(10)[key]) for key, value in loaded.items())
 
 
-def test_poll_reports_a_finished_save_once(make_solo: MakeSolo, make_state: MakeState) -> None:
+def test_poll_reports_a_finished_save_once(
+    make_solo: MakeSolo, make_state: MakeState
+) -> None:
     solo = make_solo()
     solo.manager.save(10, make_state(10), extra={})
     solo.manager._flight.background.join()
@@ -114,7 +120,9 @@ def test_poll_reports_a_finished_save_once(make_solo: MakeSolo, make_state: Make
     assert solo.types() == ["save"]
 
 
-def test_a_second_save_waits_for_the_first(make_solo: MakeSolo, make_state: MakeState) -> None:
+def test_a_second_save_waits_for_the_first(
+    make_solo: MakeSolo, make_state: MakeState
+) -> None:
     is_second = threading.Event()
     solo = make_solo(hook=At(faults.BEFORE_FSYNC, lambda: is_second.wait(60)))
     solo.manager.save(10, make_state(10), extra={"step": 10})
@@ -208,7 +216,9 @@ def test_another_state_of_a_published_step_gets_a_name_of_its_own_and_the_newest
     )
 
 
-def test_a_damaged_checkpoint_of_the_same_step_is_not_written_over(make_solo: MakeSolo) -> None:
+def test_a_damaged_checkpoint_of_the_same_step_is_not_written_over(
+    make_solo: MakeSolo,
+) -> None:
     make_solo().save(10)
     flip_bit(make_solo().directory / "step-10" / "rank-00000.bin")
     make_solo().save(10)
@@ -253,12 +263,16 @@ def test_trouble_after_the_rename_does_not_unpublish(make_solo: MakeSolo) -> Non
 def test_too_many_failures_in_a_row_raise_and_a_success_in_between_starts_the_count_again(
     make_solo: MakeSolo,
 ) -> None:
-    solo = make_solo(hook=At(faults.MID_SHARD, refuse(errno.ENOSPC), times=2), maxFailures=3)
+    solo = make_solo(
+        hook=At(faults.MID_SHARD, refuse(errno.ENOSPC), times=2), maxFailures=3
+    )
     solo.save(10)
     solo.save(20)
     solo.save(30)
     assert [fields.get("failures") for _, fields in solo.events] == [1, 2, None]
-    failing = make_solo(hook=At(faults.MID_SHARD, refuse(errno.ENOSPC), times=9), maxFailures=2)
+    failing = make_solo(
+        hook=At(faults.MID_SHARD, refuse(errno.ENOSPC), times=9), maxFailures=2
+    )
     failing.save(40)
     words = r"2 saves in a row have failed; the last one: rank 0: .*No space left on device"
     with pytest.raises(SaveError, match=words) as caught:
@@ -335,7 +349,12 @@ def test_poll_notices_a_newer_claim_without_raising(make_solo: MakeSolo) -> None
 
 @pytest.mark.parametrize(
     "point",
-    [faults.AFTER_SHARDS, faults.BEFORE_MANIFEST, faults.BEFORE_RENAME, faults.AFTER_RENAME],
+    [
+        faults.AFTER_SHARDS,
+        faults.BEFORE_MANIFEST,
+        faults.BEFORE_RENAME,
+        faults.AFTER_RENAME,
+    ],
 )
 def test_a_claim_in_the_middle_of_a_save_leaves_nothing_published(
     make_solo: MakeSolo, tmp_path: Path, point: str
@@ -379,7 +398,9 @@ def test_a_permanent_checkpoint_outlives_all_others_whatever_a_later_start_is_to
 
 
 @pytest.mark.capability("T-48")
-def test_the_best_checkpoint_is_kept_until_there_is_a_better_one(make_solo: MakeSolo) -> None:
+def test_the_best_checkpoint_is_kept_until_there_is_a_better_one(
+    make_solo: MakeSolo,
+) -> None:
     solo = make_solo(keep=1)
     for step in (10, 20, 30):
         solo.save(step, best=step == 10)
@@ -411,7 +432,9 @@ def test_a_mark_that_points_to_nothing_is_given_to_another_and_a_right_one_left_
     assert solo.names() == ["step-10", "step-30", "step-40"]
 
 
-def test_the_best_stays_pinned_when_a_kill_came_before_its_pointer(make_solo: MakeSolo) -> None:
+def test_the_best_stays_pinned_when_a_kill_came_before_its_pointer(
+    make_solo: MakeSolo,
+) -> None:
     solo = make_solo(keep=1)
     solo.save(10, best=True)
     (solo.directory / "best.json").unlink()
@@ -429,7 +452,9 @@ def test_damaged_checkpoints_neither_count_nor_are_removed(make_solo: MakeSolo) 
     assert solo.events[-1][1]["kept"] == 2
 
 
-def test_the_checkpoint_just_published_survives_newer_looking_ones(make_solo: MakeSolo) -> None:
+def test_the_checkpoint_just_published_survives_newer_looking_ones(
+    make_solo: MakeSolo,
+) -> None:
     make_solo(keep=5).save(90)
     solo = make_solo(keep=1)
     solo.save(10)
@@ -446,7 +471,9 @@ def test_a_start_removes_attempts_of_smaller_generations_and_rubbish_only(
     (first.directory / ".latest.4711-abc.tmp").touch()
     (first.directory / ".mine.4711-abc.tmp").touch()
     assert make_solo().restore() is None
-    assert not (first.directory / ".latest.4711-abc.tmp").exists(), "of a pointer half written"
+    assert not (first.directory / ".latest.4711-abc.tmp").exists(), (
+        "of a pointer half written"
+    )
     assert (first.directory / ".mine.4711-abc.tmp").exists(), "not one of this program's"
     assert sorted(os.listdir(first.directory / ".tmp")) == [
         "notes",
@@ -533,9 +560,9 @@ def test_a_damaged_checkpoint_is_quarantined_and_the_older_one_loads(
         f"fell back from step 1200 ({fields['reason']}) to step 1000, losing 200 steps"
         in caplog.text
     )
-    assert again.names() == ["step-1000"] and os.listdir(again.directory / "quarantine") == [
-        "step-1200"
-    ]
+    assert again.names() == ["step-1000"] and os.listdir(
+        again.directory / "quarantine"
+    ) == ["step-1200"]
     assert make_solo().restore() == 1000
 
 
@@ -577,7 +604,8 @@ def test_quarantined_checkpoints_alone_never_lead_to_step_0(make_solo: MakeSolo)
     (solo.directory / "quarantine").mkdir()
     (solo.directory / "step-10").rename(solo.directory / "quarantine" / "step-10")
     with pytest.raises(
-        CheckpointError, match="quarantine/step-10: cannot be loaded; was set aside as damaged"
+        CheckpointError,
+        match="quarantine/step-10: cannot be loaded; was set aside as damaged",
     ):
         make_solo().restore()
 
@@ -615,7 +643,9 @@ def test_without_checksums_sizes_are_still_checked(make_solo: MakeSolo) -> None:
         b"\xff",
     ],
 )
-def test_a_hint_that_points_nowhere_changes_nothing(make_solo: MakeSolo, hint: bytes) -> None:
+def test_a_hint_that_points_nowhere_changes_nothing(
+    make_solo: MakeSolo, hint: bytes
+) -> None:
     solo = make_solo()
     solo.save(10)
     (solo.directory / "latest").write_bytes(hint)
@@ -633,7 +663,10 @@ def test_a_stray_file_called_like_a_checkpoint_is_damage(make_solo: MakeSolo) ->
 @pytest.mark.parametrize(
     ("theirs", "message"),
     [
-        (Identity("other", "recipe", "data"), "the run's name is 'run'; this run's is 'other'"),
+        (
+            Identity("other", "recipe", "data"),
+            "the run's name is 'run'; this run's is 'other'",
+        ),
         (
             Identity("run", "changed", "data"),
             "the recipe's hash is 'recipe'; this run's is 'changed'",
@@ -671,7 +704,9 @@ def test_a_refused_checkpoint_names_the_fields_of_the_recipe_that_differ(
         make_solo(identity=Identity("run", "changed", "data", recipe=recipe)).restore()
 
 
-def test_a_newer_programs_checkpoint_is_refused_and_not_set_aside(make_solo: MakeSolo) -> None:
+def test_a_newer_programs_checkpoint_is_refused_and_not_set_aside(
+    make_solo: MakeSolo,
+) -> None:
     solo = make_solo()
     solo.save(10)
     solo.save(20)
@@ -698,7 +733,9 @@ def test_tensors_that_do_not_fit_the_state_are_named(
     assert "tensors are missing; model.new." in text
     assert "it holds tensors this model does not have; model.half." in text
     assert "shapes differ; model.weight (stored [33, 7], wanted [33, 8])." in text
-    assert "types differ; optimizer.count (stored torch.int64, wanted torch.float32)." in text
+    assert (
+        "types differ; optimizer.count (stored torch.int64, wanted torch.float32)." in text
+    )
 
 
 def test_parameters_that_want_gradients_are_filled_in_place(

@@ -39,9 +39,13 @@ def test_a_manifest_is_read_back_as_it_was_written() -> None:
 
 @pytest.mark.capability("G-69")
 @given(st.data())
-def test_a_flipped_bit_in_a_manifest_is_refused_or_changes_nothing(data: st.DataObject) -> None:
+def test_a_flipped_bit_in_a_manifest_is_refused_or_changes_nothing(
+    data: st.DataObject,
+) -> None:
     encoded = bytearray(encode_manifest(build_manifest()))
-    encoded[data.draw(st.integers(0, len(encoded) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    encoded[data.draw(st.integers(0, len(encoded) - 1))] ^= 1 << data.draw(
+        st.integers(0, 7)
+    )
     try:
         assert decode_manifest(bytes(encoded)) == build_manifest()  # white space only
     except (InvalidCheckpointError, UnknownFormatError) as error:
@@ -68,8 +72,14 @@ def test_garbage_is_no_manifest(garbage: bytes) -> None:
 @pytest.mark.acceptance("input-G-64")
 @pytest.mark.capability("G-64")
 def test_a_newer_format_is_told_apart_from_damage() -> None:
-    newer = {**json.loads(encode_manifest(build_manifest())), "format": 2, "something": "new"}
-    with pytest.raises(UnknownFormatError, match="has format 2, this program knows up to 1"):
+    newer = {
+        **json.loads(encode_manifest(build_manifest())),
+        "format": 2,
+        "something": "new",
+    }
+    with pytest.raises(
+        UnknownFormatError, match="has format 2, this program knows up to 1"
+    ):
         decode_manifest(json.dumps(newer).encode())
 
 

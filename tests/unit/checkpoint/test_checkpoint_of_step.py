@@ -34,7 +34,9 @@ def load(solo: Any, state: dict[str, torch.Tensor], *, is_right: bool = True) ->
     return load_of_step(search, state, step=STEP, world=alone, is_right=lambda: is_right)
 
 
-def refuse(monkeypatch: pytest.MonkeyPatch, solo: Any, method: str, *, times: int) -> list[str]:
+def refuse(
+    monkeypatch: pytest.MonkeyPatch, solo: Any, method: str, *, times: int
+) -> list[str]:
     """Have a method of the reader fail this often; the names that it was called with then."""
     reader: Reader = solo.manager._store.reader
     original, refused = getattr(reader, method), list[str]()

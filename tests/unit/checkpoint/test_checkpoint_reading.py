@@ -49,7 +49,8 @@ def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int,
     shape = tuple(draw(st.lists(st.integers(1, 6), max_size=4)))
     starts = tuple(draw(st.integers(0, size - 1)) for size in shape)
     lengths = tuple(
-        draw(st.integers(0, size - start)) for size, start in zip(shape, starts, strict=True)
+        draw(st.integers(0, size - start))
+        for size, start in zip(shape, starts, strict=True)
     )
     return shape, starts, lengths
 
@@ -82,7 +83,9 @@ def test_any_box_of_a_stored_chunk_is_read_into_dense_and_strided_targets(
     finally:
         dcp_storage.SLAB_BYTES = before
     expected = stored[
-        tuple(slice(start, start + size) for start, size in zip(starts, lengths, strict=True))
+        tuple(
+            slice(start, start + size) for start, size in zip(starts, lengths, strict=True)
+        )
     ]
     assert torch.equal(target, expected)
 
@@ -124,7 +127,9 @@ def test_the_table_is_read_back_as_it_was_written() -> None:
                 StoredChunk((3, 0), (1, 2), "rank-00001.bin", 0, 4),
             ),
         ),
-        "step": StoredTensor(torch.float32, (), (StoredChunk((), (), "rank-00000.bin", 0, 4),)),
+        "step": StoredTensor(
+            torch.float32, (), (StoredChunk((), (), "rank-00000.bin", 0, 4),)
+        ),
     }
     assert decode_table(encode_table(table)) == table
     assert set(build_metadata(table).state_dict_metadata) == set(table)
@@ -161,7 +166,11 @@ def test_a_rank_of_a_sharded_model_reads_its_own_part_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Counted where bytes are read; the checkpoint was written by a world of one."""
-    whole = {"model.a": torch.randn(64, 32), "model.b": torch.randn(40), "step": torch.ones(())}
+    whole = {
+        "model.a": torch.randn(64, 32),
+        "model.b": torch.randn(40),
+        "step": torch.ones(()),
+    }
     solo = make_solo()
     solo.manager.save(10, whole, extra={}, wait=True)
     counted: list[int] = []

@@ -42,7 +42,11 @@ def test_everything_appended_is_found_at_its_aligned_offset(
         all(offset % 64 == 0 for offset in offsets)
         and len(content) < sum(lengths) + 64 * len(lengths) + 1
     )
-    assert (entry.name, entry.bytes, entry.hash) == (path.name, len(content), hash_file(path))
+    assert (entry.name, entry.bytes, entry.hash) == (
+        path.name,
+        len(content),
+        hash_file(path),
+    )
 
 
 def test_a_file_system_that_refuses_direct_writes_gets_ordinary_ones(

@@ -65,7 +65,8 @@ def test_the_signature_tells_other_keys_shapes_and_dtypes_apart() -> None:
 
 
 @given(
-    st.dictionaries(st.text(min_size=1), st.integers(0, 1000), max_size=40), st.integers(1, 9)
+    st.dictionaries(st.text(min_size=1), st.integers(0, 1000), max_size=40),
+    st.integers(1, 9),
 )
 def test_owners_are_balanced_up_to_the_largest_tensor_and_do_not_depend_on_order(
     sizes: dict[str, int], world_size: int

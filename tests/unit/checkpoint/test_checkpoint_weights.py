@@ -26,7 +26,8 @@ MakeState = Callable[[int], dict[str, torch.Tensor]]
 def run(make_solo: MakeSolo, tmp_path: Path) -> Path:
     """A run directory with checkpoints of steps 10 and 20."""
     solo = make_solo(
-        directory=tmp_path / "run" / "checkpoints", identity=Identity("other", "recipe", "data")
+        directory=tmp_path / "run" / "checkpoints",
+        identity=Identity("other", "recipe", "data"),
     )
     solo.save(10)
     solo.save(20)
@@ -57,7 +58,9 @@ def test_the_checkpoint_of_a_step_is_loaded_and_one_that_is_not_there_is_named(
     for where, known in ((run, "20, 10"), (run / "checkpoints" / "step-20", "20")):
         with pytest.raises(CheckpointError) as error:
             load_weights(where, make_state(0), step=15)
-        assert f"holds no checkpoint of step 15; there are those of {known}" in str(error.value)
+        assert f"holds no checkpoint of step 15; there are those of {known}" in str(
+            error.value
+        )
 
 
 @pytest.mark.acceptance("input-O-61")
@@ -90,7 +93,8 @@ def test_weights_of_another_precision_are_converted_and_the_log_says_so(
     load_weights(run, state)
     assert torch.equal(state["model.weight"], make_state(20)["model.weight"].bfloat16())
     assert (
-        "stored as torch.float32, loaded as torch.bfloat16: values are converted" in caplog.text
+        "stored as torch.float32, loaded as torch.bfloat16: values are converted"
+        in caplog.text
     )
 
 
@@ -104,13 +108,16 @@ def test_a_damaged_checkpoint_of_another_run_is_passed_over_and_left_alone(
         "step-20",
     ]
     with pytest.raises(
-        CheckpointError, match=r"step-20: cannot be loaded; file rank-00000\.bin: has 1 bytes"
+        CheckpointError,
+        match=r"step-20: cannot be loaded; file rank-00000\.bin: has 1 bytes",
     ):
         load_weights(run / "checkpoints" / "step-20", make_state(0))
 
 
 @pytest.mark.capability("G-64")
-def test_weights_of_another_model_are_refused_by_name(run: Path, make_state: MakeState) -> None:
+def test_weights_of_another_model_are_refused_by_name(
+    run: Path, make_state: MakeState
+) -> None:
     state = {**make_state(0), "model.head": torch.zeros(3)}
     with pytest.raises(CheckpointError, match=r"tensors are missing; model\.head"):
         load_weights(run, state)
@@ -124,11 +131,13 @@ def test_a_path_without_checkpoints_is_named(tmp_path: Path, make_state: MakeSta
             find_checkpoint(path, step=7)
 
 
-def test_all_tensors_of_a_checkpoint_are_read_whole(run: Path, make_state: MakeState) -> None:
+def test_all_tensors_of_a_checkpoint_are_read_whole(
+    run: Path, make_state: MakeState
+) -> None:
     state = read_plain_state(run / "checkpoints" / "step-20")
-    assert all(torch.equal(value, state[key]) for key, value in make_state(20).items()) and len(
-        state
-    ) == len(make_state(20))
+    assert all(
+        torch.equal(value, state[key]) for key, value in make_state(20).items()
+    ) and len(state) == len(make_state(20))
     assert set(read_plain_state(run / "checkpoints" / "step-20", prefix="model.")) == {
         "model.weight",
         "model.half",
@@ -170,7 +179,9 @@ def test_a_look_finds_what_a_load_would_take_and_reads_no_tensors(run: Path) -> 
         "data",
     )
     assert (
-        look_at(run / "checkpoints" / "step-10")[1].step == look_at(run, step=10)[1].step == 10
+        look_at(run / "checkpoints" / "step-10")[1].step
+        == look_at(run, step=10)[1].step
+        == 10
     )
     # One that is cut short is passed over, and whether bits are right is left to the load.
     shards = sorted((run / "checkpoints" / "step-20").glob("rank-*.bin"))

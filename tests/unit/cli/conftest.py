@@ -45,7 +45,9 @@ class FakeApi:
         """Answer so from now on."""
         self.answers[method, path] = answer if callable(answer) else (status, answer)
 
-    def refuse(self, method: str, path: str, status: int, message: str, **details: Any) -> None:
+    def refuse(
+        self, method: str, path: str, status: int, message: str, **details: Any
+    ) -> None:
         """Answer with a Status, as the API server refuses."""
         body = {
             "kind": "Status",
@@ -81,13 +83,18 @@ def api(tmp_path: Path) -> Iterator[FakeApi]:
             data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             body = json.loads(data) if data else None
             request = Request(
-                self.command, parts.path, dict(parse_qsl(parts.query)), dict(self.headers), body
+                self.command,
+                parts.path,
+                dict(parse_qsl(parts.query)),
+                dict(self.headers),
+                body,
             )
             status, content = fake.answer(request)
             text = content if isinstance(content, str) else json.dumps(content)
             self.send_response(status)
             self.send_header(
-                "Content-Type", "text/plain" if isinstance(content, str) else "application/json"
+                "Content-Type",
+                "text/plain" if isinstance(content, str) else "application/json",
             )
             self.send_header("Content-Length", str(len(text.encode())))
             self.end_headers()
@@ -109,7 +116,9 @@ def api(tmp_path: Path) -> Iterator[FakeApi]:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread = threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.02}
+        )
         thread.start()
         fake.url = f"http://127.0.0.1:{server.server_port}"
         fake.kubeconfig = str(write_kubeconfig(tmp_path / "kubeconfig", fake.url))
@@ -127,7 +136,10 @@ def write_kubeconfig(path: Path, server: str) -> Path:
         "clusters": [{"name": "fake", "cluster": {"server": server}}],
         "users": [{"name": "me", "user": {"token": "very-secret"}}],
         "contexts": [
-            {"name": "lab", "context": {"cluster": "fake", "user": "me", "namespace": "lab"}},
+            {
+                "name": "lab",
+                "context": {"cluster": "fake", "user": "me", "namespace": "lab"},
+            },
             {"name": "other", "context": {"cluster": "fake", "user": "me"}},
         ],
     }
@@ -171,7 +183,12 @@ def make_run() -> Callable[..., dict[str, Any]]:
                 condition("Progressing", "True"),
             ],
         }
-        metadata = {"name": name, "namespace": "lab", "uid": f"uid-of-{name}", "generation": 1}
+        metadata = {
+            "name": name,
+            "namespace": "lab",
+            "uid": f"uid-of-{name}",
+            "generation": 1,
+        }
         return {
             "apiVersion": "evergrad.dev/v1alpha1",
             "kind": "TrainingRun",

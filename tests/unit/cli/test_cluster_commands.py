@@ -50,7 +50,12 @@ def listed(*items: dict[str, Any]) -> dict[str, Any]:
 
 
 def pod(
-    name: str, index: int | None = 0, attempt: int = 0, *, phase: str = "Running", **status: Any
+    name: str,
+    index: int | None = 0,
+    attempt: int = 0,
+    *,
+    phase: str = "Running",
+    **status: Any,
 ) -> dict[str, Any]:
     labels = {"evergrad.dev/run": "docs-lm", "evergrad.dev/attempt": str(attempt)}
     labels["evergrad.dev/role"] = "coordinator" if index is None else "node"
@@ -143,7 +148,11 @@ def test_without_the_client_the_message_says_how_to_install_it(tmp_path: Path) -
         "main\nsys.exit(main(['list']))"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
     )
     assert result.returncode == 64
     assert "pip install ./coordinator ./manifest './cli[cluster]'" in result.stderr
@@ -181,7 +190,9 @@ def test_a_cluster_without_the_crd_says_so(
     assert "this cluster does not know TrainingRuns" in capsys.readouterr().err
 
 
-def test_a_user_without_the_right_is_told(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_user_without_the_right_is_told(
+    api: Api, capsys: pytest.CaptureFixture[str]
+) -> None:
     api.refuse("GET", RUNS, 403, 'trainingruns is forbidden: User "me" cannot list')
     assert call(api, "list") == 64
     assert "trainingruns: is not allowed" in capsys.readouterr().err
@@ -216,7 +227,9 @@ def test_status_shows_run_pods_and_events(
         "GET",
         PODS,
         listed(
-            pod("docs-lm-0-0", 0), pod("docs-lm-0-1", 0, 1), pod("docs-lm-coordinator-0", None)
+            pod("docs-lm-0-0", 0),
+            pod("docs-lm-0-1", 0, 1),
+            pod("docs-lm-coordinator-0", None),
         ),
     )
 
@@ -291,14 +304,20 @@ def test_checkpoints_say_what_is_known(
     api.on("GET", PODS, listed(pod("docs-lm-0-0", 0)))
     assert call(api, "checkpoints", "docs-lm", "--json") == 0
     shown = json.loads(capsys.readouterr().out)
-    assert (shown["newestStep"], shown["stepsSince"], shown["complete"]) == (1100, 100, False)
+    assert (shown["newestStep"], shown["stepsSince"], shown["complete"]) == (
+        1100,
+        100,
+        False,
+    )
     assert shown["directory"] == "/volume/runs/docs-lm/checkpoints"
     assert "docs-lm-0-0" in shown["listCommand"]
     api.refuse("GET", CLAIM, 403, "no")
     api.on("GET", PODS, listed())
     assert call(api, "checkpoints", "docs-lm") == 0
     text = capsys.readouterr().out
-    assert "Newest:     step 1100; 100 steps since" in text and "may not read claims" in text
+    assert (
+        "Newest:     step 1100; 100 steps since" in text and "may not read claims" in text
+    )
 
 
 def test_top_adds_up_usage_where_the_cluster_measures_it(
@@ -442,7 +461,8 @@ def test_paths_that_cannot_exist_in_a_pod_are_refused(
         "spec.training.initFrom.path",
     ]
     assert (
-        "documents.jsonl is a relative path; there is no folder of the file in a pod" in told[0]
+        "documents.jsonl is a relative path; there is no folder of the file in a pod"
+        in told[0]
     )
     assert api.requests == []
 
@@ -469,7 +489,11 @@ def test_the_servers_refusal_names_the_fields(
 
 def conflict(manager: str) -> dict[str, Any]:
     message = f'conflict with "{manager}" using evergrad.dev/v1alpha1'
-    return {"reason": "FieldManagerConflict", "message": message, "field": ".spec.nodes.max"}
+    return {
+        "reason": "FieldManagerConflict",
+        "message": message,
+        "field": ".spec.nodes.max",
+    }
 
 
 def test_fields_of_another_writer_are_not_taken_unasked(
@@ -515,7 +539,9 @@ def test_the_namespace_of_the_file_is_used_and_may_not_be_contradicted(
     api.on("PATCH", path, make_run(), status=201)
     assert call(api, "submit", str(manifest), *override) == 0
     assert call(api, "submit", str(manifest), *override, "-n", "lab") == 64
-    assert "lab is not the namespace of the file; the file has mine" in capsys.readouterr().err
+    assert (
+        "lab is not the namespace of the file; the file has mine" in capsys.readouterr().err
+    )
 
 
 def test_submit_can_wait_and_ends_as_the_run_did(
@@ -552,7 +578,11 @@ def test_submit_can_wait_and_ends_as_the_run_did(
             {"phase": "Failed", "conditions": [FAILED], "lastFailure": {"exitCode": 64}},
             64,
         ),
-        ("complete", {"phase": "Failed", "reason": "UserError", "conditions": [FAILED]}, 64),
+        (
+            "complete",
+            {"phase": "Failed", "reason": "UserError", "conditions": [FAILED]},
+            64,
+        ),
         ("complete", {}, 124),
         ("failed", {"phase": "Failed", "conditions": [FAILED]}, 0),
         ("failed", {"phase": "Complete", "conditions": [COMPLETE]}, 70),
@@ -563,7 +593,10 @@ def test_submit_can_wait_and_ends_as_the_run_did(
         ("suspended", {"conditions": [{"type": "Suspended", "status": "True"}]}, 0),
         (
             "suspended",
-            {"observedGeneration": 0, "conditions": [{"type": "Suspended", "status": "True"}]},
+            {
+                "observedGeneration": 0,
+                "conditions": [{"type": "Suspended", "status": "True"}],
+            },
             124,
         ),
     ],
@@ -577,7 +610,9 @@ def test_wait_ends_with_a_code_for_what_it_found(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     api.on("GET", RUN, make_run(**status))
-    assert call(api, "wait", "docs-lm", "--for", goal, "--timeout", "0.05", "--json") == code
+    assert (
+        call(api, "wait", "docs-lm", "--for", goal, "--timeout", "0.05", "--json") == code
+    )
     shown = json.loads(capsys.readouterr().out)
     assert (shown["reached"], shown["exitCode"]) == (code == 0, code)
 
@@ -606,7 +641,9 @@ def test_a_wait_outlives_an_outage_and_ends_with_a_deletion(
     api.on("GET", RUN, lambda request: answers.pop(0))
     assert call(api, "wait", "docs-lm") == 70
     error = capsys.readouterr().err
-    assert "The cluster answers again." in error and "trainingrun/docs-lm was deleted" in error
+    assert (
+        "The cluster answers again." in error and "trainingrun/docs-lm was deleted" in error
+    )
 
 
 def test_another_run_of_the_same_name_is_not_the_one_waited_for(
@@ -661,12 +698,18 @@ def test_a_switch_can_wait_for_its_effect(
     ]
 
 
-def test_a_restart_has_a_name_of_its_own_and_is_awaited_by_it(api: Api, make_run: Make) -> None:
+def test_a_restart_has_a_name_of_its_own_and_is_awaited_by_it(
+    api: Api, make_run: Make
+) -> None:
     nonces: list[str] = []
 
     def patch(request: Any) -> tuple[int, Any]:
         nonces.append(request.body["spec"]["restartNonce"])
-        states = [make_run(), make_run(conditions=[FAILED]), make_run(restartNonce=nonces[-1])]
+        states = [
+            make_run(),
+            make_run(conditions=[FAILED]),
+            make_run(restartNonce=nonces[-1]),
+        ]
         api.on("GET", RUN, lambda request: (200, states.pop(0)))
         return 200, make_run()
 
@@ -722,7 +765,8 @@ def test_a_run_that_stopped_by_itself_is_resumed_by_a_nonce_and_awaited_by_it(
     first, second = capsys.readouterr().out.splitlines()
     why = "before a step that is not finite" if status == NON_FINITE else "on request"
     assert (
-        first == f"trainingrun/docs-lm resumed by a new spec.restartNonce: it had stopped {why}"
+        first
+        == f"trainingrun/docs-lm resumed by a new spec.restartNonce: it had stopped {why}"
     )
     assert second == "trainingrun/docs-lm is running on 3/4 nodes"
 
@@ -730,7 +774,9 @@ def test_a_run_that_stopped_by_itself_is_resumed_by_a_nonce_and_awaited_by_it(
 def test_a_stop_that_is_taken_back_already_gets_no_second_nonce(
     api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    api.on("GET", RUN, make_run(spec={"restartNonce": "new"}, observedGeneration=0, **STOPPED))
+    api.on(
+        "GET", RUN, make_run(spec={"restartNonce": "new"}, observedGeneration=0, **STOPPED)
+    )
     assert call(api, "resume", "docs-lm") == 0
     assert api.sent("PATCH") == []
     assert capsys.readouterr().out == "trainingrun/docs-lm was resumed already\n"
@@ -740,7 +786,9 @@ def test_a_stop_that_is_taken_back_already_gets_no_second_nonce(
 def test_a_run_whose_recipe_would_stop_it_again_at_once_is_not_resumed(
     api: Api, make_run: Make, after: Any, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    api.on("GET", RUN, make_run(spec={"training": {"stop": {"afterStep": after}}}, **STOPPED))
+    api.on(
+        "GET", RUN, make_run(spec={"training": {"stop": {"afterStep": after}}}, **STOPPED)
+    )
     api.on("PATCH", RUN, make_run())
     assert call(api, "resume", "docs-lm") == code
     assert len(api.sent("PATCH")) == (code == 0)

@@ -33,7 +33,9 @@ def crd(fields: list[str], *, subresources: dict[str, Any] | None = None) -> dic
             "versions": [
                 {
                     **version,
-                    "subresources": {"status": {}} if subresources is None else subresources,
+                    "subresources": {"status": {}}
+                    if subresources is None
+                    else subresources,
                 }
             ]
         }
@@ -42,8 +44,12 @@ def crd(fields: list[str], *, subresources: dict[str, Any] | None = None) -> dic
 
 def test_an_old_or_silent_server_is_told() -> None:
     found = [
-        checks.check_version({"major": "1", "minor": "34+", "gitVersion": "v1.34.4"}, "host"),
-        checks.check_version({"major": "1", "minor": "29", "gitVersion": "v1.29.0"}, "host"),
+        checks.check_version(
+            {"major": "1", "minor": "34+", "gitVersion": "v1.34.4"}, "host"
+        ),
+        checks.check_version(
+            {"major": "1", "minor": "29", "gitVersion": "v1.29.0"}, "host"
+        ),
         checks.check_version({}, "host"),
     ]
     assert states(*found) == ["ok", "fail", "warn"]
@@ -56,7 +62,9 @@ def test_a_crd_that_is_missing_old_or_not_served_is_told() -> None:
         checks.check_crd(crd(all_fields), is_served=False, may_read=True),
         checks.check_crd(crd(all_fields), is_served=True, may_read=True),
         checks.check_crd(
-            crd([name for name in all_fields if name != "image"]), is_served=True, may_read=True
+            crd([name for name in all_fields if name != "image"]),
+            is_served=True,
+            may_read=True,
         ),
         checks.check_crd(crd(all_fields, subresources={}), is_served=True, may_read=True),
         checks.check_crd(None, is_served=True, may_read=False),
@@ -119,8 +127,13 @@ def test_rights_that_lack_are_told_with_what_they_are_for() -> None:
 
 
 def storage_class(name: str, provisioner: str, *, is_default: bool) -> dict[str, Any]:
-    annotations = {"storageclass.kubernetes.io/is-default-class": "true"} if is_default else {}
-    return {"metadata": {"name": name, "annotations": annotations}, "provisioner": provisioner}
+    annotations = (
+        {"storageclass.kubernetes.io/is-default-class": "true"} if is_default else {}
+    )
+    return {
+        "metadata": {"name": name, "annotations": annotations},
+        "provisioner": provisioner,
+    }
 
 
 def test_storage_needs_a_default_that_several_nodes_can_write() -> None:
@@ -156,7 +169,9 @@ def test_a_quota_that_is_used_up_warns() -> None:
         checks.check_quotas(None),
         checks.check_quotas([]),
         checks.check_quotas([quota({"pods": "10"}, {"pods": "3"})]),
-        checks.check_quotas([quota({"requests.memory": "1Gi"}, {"requests.memory": "1024Mi"})]),
+        checks.check_quotas(
+            [quota({"requests.memory": "1Gi"}, {"requests.memory": "1024Mi"})]
+        ),
     ]
     assert states(*found) == ["skip", "ok", "ok", "warn"]
     assert "requests.memory (1024Mi of 1Gi in q)" in found[3].message
@@ -188,7 +203,10 @@ def test_a_policy_that_shuts_pods_in_warns() -> None:
 def node(*, is_ready: bool = True, gpus: str = "0") -> dict[str, Any]:
     ready = {"type": "Ready", "status": "True" if is_ready else "Unknown"}
     return {
-        "status": {"conditions": [ready], "allocatable": {"cpu": "8", "nvidia.com/gpu": gpus}}
+        "status": {
+            "conditions": [ready],
+            "allocatable": {"cpu": "8", "nvidia.com/gpu": gpus},
+        }
     }
 
 
@@ -208,7 +226,9 @@ def cluster(api: Api) -> Api:
     """A cluster where everything is right, except that nothing of storage may be read."""
     items = {"metadata": {}, "items": []}
     api.on("GET", "/version", {"major": "1", "minor": "34", "gitVersion": "v1.34.4"})
-    api.on("GET", "/apis", {"groups": [{"name": "metrics.k8s.io"}, {"name": "kueue.x-k8s.io"}]})
+    api.on(
+        "GET", "/apis", {"groups": [{"name": "metrics.k8s.io"}, {"name": "kueue.x-k8s.io"}]}
+    )
     api.on("GET", "/apis/evergrad.dev/v1alpha1", {"resources": [{"name": "trainingruns"}]})
     api.on("GET", CRD, crd(list(fields_of(Spec))))
     api.on("GET", "/apis/apps/v1/deployments", {**items, "items": [deployment()]})
@@ -227,7 +247,10 @@ def cluster(api: Api) -> Api:
         "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews",
         {"status": {"allowed": True}},
     )
-    cause = {"field": "spec.training.schedule.warmup", "message": "is longer than the horizon"}
+    cause = {
+        "field": "spec.training.schedule.warmup",
+        "message": "is longer than the horizon",
+    }
     api.refuse("POST", RUNS, 422, "denied", causes=[cause])
     return api
 
@@ -292,7 +315,9 @@ ACCEPTED, FAILED = (
 )
 
 
-def test_the_question_to_the_webhook_is_a_run_with_the_one_mistake_that_is_looked_for() -> None:
+def test_the_question_to_the_webhook_is_a_run_with_the_one_mistake_that_is_looked_for() -> (
+    None
+):
     _, problems = check_run(admission.QUESTION)
     assert [problem.path for problem in problems] == ["spec.training.schedule.warmup"]
 
@@ -304,7 +329,10 @@ def test_a_webhook_that_refuses_the_question_is_all_right() -> None:
     # A quota, a policy, or no right to make runs.
     other = admission.judge_refusal(["a trainingrun"], "is not allowed")
     found = admission.check_webhook(other, None, None, None, now=NOW)
-    assert (found.state, found.message) == (State.SKIP, "it could not be asked; is not allowed")
+    assert (found.state, found.message) == (
+        State.SKIP,
+        "it could not be asked; is not allowed",
+    )
     assert admission.judge_failure("500; etcd is down").answer is admission.Answer.UNKNOWN
 
 
@@ -320,7 +348,13 @@ def test_a_webhook_that_does_not_answer_says_why_and_what_to_do() -> None:
         (configured("eHg="), READY, None, "caBundle cannot be read", "renews it"),
         (configured(ancient["ca.crt"]), READY, None, "caBundle has expired", "renews it"),
         (configured(future["ca.crt"]), READY, None, "is not valid yet", "renews it"),
-        (ours, [], None, "system/evergrad has no endpoint that is ready", "kubectl -n system"),
+        (
+            ours,
+            [],
+            None,
+            "system/evergrad has no endpoint that is ready",
+            "kubectl -n system",
+        ),
         (ours, READY, {"data": old}, "its certificate has expired", "operator's log"),
         (
             ours,
@@ -338,7 +372,8 @@ def test_a_webhook_that_does_not_answer_says_why_and_what_to_do() -> None:
     same = {"data": {**now, "tls.crt": now["tls.crt"]}}
     right = configured(now["ca.crt"])
     assert (
-        "look right" in admission.check_webhook(ACCEPTED, right, READY, same, now=NOW).message
+        "look right"
+        in admission.check_webhook(ACCEPTED, right, READY, same, now=NOW).message
     )
     # One that may not be passed over keeps all runs from being made.
     failed = admission.check_webhook(FAILED, ours, [], None, now=NOW)
@@ -365,11 +400,16 @@ def test_the_webhook_that_is_looked_at_is_the_one_of_this_namespace() -> None:
     asked = admission.Asked(admission.Answer.ACCEPTED, namespace="green")
     shown = admission.check_webhook(asked, both, None, None, now=NOW)
     assert shown.state is State.WARN
-    assert shown.message.startswith("no webhook covers this namespace, green; a wrong file is")
+    assert shown.message.startswith(
+        "no webhook covers this namespace, green; a wrong file is"
+    )
     assert "rbac.watchNamespaces" in shown.remedy
     # One without a choice of namespaces is asked about all.
     everywhere = [*both, *configured(None)]
-    assert "caBundle" in admission.check_webhook(asked, everywhere, None, None, now=NOW).message
+    assert (
+        "caBundle"
+        in admission.check_webhook(asked, everywhere, None, None, now=NOW).message
+    )
 
 
 def test_doctor_looks_for_the_fault_of_a_webhook_that_fails(

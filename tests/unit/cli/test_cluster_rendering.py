@@ -28,7 +28,14 @@ from evergrad_cli.cluster.list import render as render_list
 from evergrad_cli.cluster.runs import Pod, Run, parse_events, parse_pods, parse_run, row_of
 from evergrad_cli.cluster.status import Facts, render
 from evergrad_cli.cluster.status import document as status_document
-from evergrad_cli.cluster.text import age, bar, parse_short_count, parse_time, printable, table
+from evergrad_cli.cluster.text import (
+    age,
+    bar,
+    parse_short_count,
+    parse_time,
+    printable,
+    table,
+)
 from evergrad_operator import names
 
 Make = Callable[..., dict[str, Any]]
@@ -173,14 +180,28 @@ def test_a_status_of_any_shape_can_be_shown(make_run: Make) -> None:
         None,
         "text",
         [],
-        {"nodes": 3, "progress": [], "conditions": {}, "restarts": "many", "lastFailure": "x"},
+        {
+            "nodes": 3,
+            "progress": [],
+            "conditions": {},
+            "restarts": "many",
+            "lastFailure": "x",
+        },
     ):
         raw = {**make_run(), "status": broken}
         assert render(Facts(parse_run(raw), (), (), ()), now=NOW)
 
 
-def test_how_far_the_data_are_prepared_is_shown_until_there_is_a_step(make_run: Make) -> None:
-    done = {"work": "tokenize", "source": "docs", "percent": 25, "documents": 7, "tokens": 1500}
+def test_how_far_the_data_are_prepared_is_shown_until_there_is_a_step(
+    make_run: Make,
+) -> None:
+    done = {
+        "work": "tokenize",
+        "source": "docs",
+        "percent": 25,
+        "documents": 7,
+        "tokens": 1500,
+    }
     raw = make_run(phase="Preparing", reason="Preparing", progress={}, preparation=done)
     (line,) = [one for one in render(facts(raw), now=NOW) if one.startswith("Data:")]
     assert line.split()[1:3] == ["tokenize", "docs"]
@@ -206,7 +227,11 @@ def raw_pod(
     if index is not None:
         labels["evergrad.dev/index"] = str(index)
     phase = (
-        "Failed" if "terminated" in state else "Running" if "running" in state else "Pending"
+        "Failed"
+        if "terminated" in state
+        else "Running"
+        if "running" in state
+        else "Pending"
     )
     return {
         "metadata": {
@@ -270,11 +295,14 @@ def test_an_injected_sidecar_hides_neither_the_state_nor_the_name_of_the_trainer
 
 
 def test_the_status_of_a_thousand_nodes_fits_a_screen_or_two(make_run: Make) -> None:
-    many = [raw_pod(f"docs-lm-{index}-0", index, 0, {"running": {}}) for index in range(1000)]
+    many = [
+        raw_pod(f"docs-lm-{index}-0", index, 0, {"running": {}}) for index in range(1000)
+    ]
     lines = render(facts(make_run(), *many), now=NOW)
     assert len(lines) < 80
     assert any(
-        "and 968 more: kubectl get pods -l evergrad.dev/run=docs-lm" in line for line in lines
+        "and 968 more: kubectl get pods -l evergrad.dev/run=docs-lm" in line
+        for line in lines
     )
 
 
@@ -302,7 +330,9 @@ def advice_of(raw: dict[str, Any]) -> str:
     return "\n".join(advise(parse_run(raw), now=NOW))
 
 
-@pytest.mark.parametrize("reason", [*sorted(advice._WHERE), "AdmissionRefused", "SomethingNew"])
+@pytest.mark.parametrize(
+    "reason", [*sorted(advice._WHERE), "AdmissionRefused", "SomethingNew"]
+)
 def test_a_run_that_waits_is_shown_with_a_command_that_shows_more(
     reason: str, make_run: Make
 ) -> None:
@@ -332,11 +362,15 @@ def test_advice_knows_the_other_states(make_run: Make) -> None:
     deleted = make_run()
     deleted["metadata"]["deletionTimestamp"] = "2026-03-01T12:59:00Z"
     assert "keeps the checkpoints" in advice_of(deleted)
-    assert "evergrad resume" in advice_of(make_run(spec={"suspend": True}, phase="Suspended"))
+    assert "evergrad resume" in advice_of(
+        make_run(spec={"suspend": True}, phase="Suspended")
+    )
     stopped = {"phase": "Suspended", "reason": "StoppedOnRequest"}
     assert "evergrad resume" in advice_of(make_run(**stopped))
     not_finite = advice_of(make_run(phase="Suspended", reason="NonFinite"))
-    assert "spec.training.skipSteps" in not_finite and "evergrad resume docs-lm" in not_finite
+    assert (
+        "spec.training.skipSteps" in not_finite and "evergrad resume docs-lm" in not_finite
+    )
     at_its_stop = advice_of(
         make_run(spec={"training": {"stop": {"afterStep": 1100}}}, **stopped)
     )
@@ -358,7 +392,9 @@ def test_a_run_of_another_controller_is_shown_with_that_controller(make_run: Mak
     assert "Managed by: kueue.x-k8s.io/multikueue" in lines
     assert "kueue.x-k8s.io/multikueue has this run (spec.managedBy)" in advice_of(raw)
     assert "No operator has looked at it" not in advice_of(raw)
-    assert status_document(facts, now=NOW)["run"]["managedBy"] == "kueue.x-k8s.io/multikueue"
+    assert (
+        status_document(facts, now=NOW)["run"]["managedBy"] == "kueue.x-k8s.io/multikueue"
+    )
     # The operator's own name is as none.
     ours = make_run(spec={"managedBy": "evergrad.dev/operator"})
     assert not any(
@@ -368,7 +404,10 @@ def test_a_run_of_another_controller_is_shown_with_that_controller(make_run: Mak
 
 def test_a_pod_that_waits_is_pointed_at(make_run: Make) -> None:
     waiting = raw_pod(
-        "docs-lm-0-0", 0, 0, {"waiting": {"reason": "ErrImagePull", "message": "no such image"}}
+        "docs-lm-0-0",
+        0,
+        0,
+        {"waiting": {"reason": "ErrImagePull", "message": "no such image"}},
     )
     lines = advise(
         parse_run(make_run(phase="Waiting", reason="ImagePullFailed")),
@@ -501,9 +540,9 @@ def test_which_pods_are_shown(
 
 
 def test_a_node_that_has_not_started_is_passed_over_for_one_that_has() -> None:
-    assert [one.index for one in choose([pod(0, has_started=False), pod(1)], Selection())] == [
-        1
-    ]
+    assert [
+        one.index for one in choose([pod(0, has_started=False), pod(1)], Selection())
+    ] == [1]
     assert [one.index for one in choose([pod(0, has_started=False)], Selection())] == [0]
 
 

@@ -35,10 +35,14 @@ def compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Compare:
 def _execute(path: Path, *options: str) -> int:
     parser = argparse.ArgumentParser()
     compare_runs.add_arguments(parser)
-    return compare_runs.execute(parser.parse_args([str(path / "a"), str(path / "b"), *options]))
+    return compare_runs.execute(
+        parser.parse_args([str(path / "a"), str(path / "b"), *options])
+    )
 
 
-def _write(path: Path, rows: list[Any], evaluations: tuple[EvaluationRecord, ...] = ()) -> None:
+def _write(
+    path: Path, rows: list[Any], evaluations: tuple[EvaluationRecord, ...] = ()
+) -> None:
     directory = RunDirectory(path)
     directory.create()
     log = RunLog(directory)
@@ -221,7 +225,8 @@ def test_exact_means_every_bit(
     row = synthetic.step_record(40)
     _write(tmp_path / "a", [row])
     _write(
-        tmp_path / "b", [synthetic.step_record(40, **{field: _one_ulp_up(getattr(row, field))})]
+        tmp_path / "b",
+        [synthetic.step_record(40, **{field: _one_ulp_up(getattr(row, field))})],
     )
     assert compare()[0] == 0
     code, result = compare("--exact")
@@ -239,7 +244,8 @@ def test_other_parts_of_the_recipe_count(
 ) -> None:
     _write(tmp_path / "a", [synthetic.step_record(step) for step in (1, 2)])
     _write(
-        tmp_path / "b", [synthetic.step_record(1), synthetic.step_record(2, **{field: value})]
+        tmp_path / "b",
+        [synthetic.step_record(1), synthetic.step_record(2, **{field: value})],
     )
     code, result = compare()
     assert code == 1
@@ -292,7 +298,10 @@ def test_losses_that_are_no_numbers_agree_only_with_each_other(
     _write(tmp_path / "b", [synthetic.step_record(1, loss=2.0)])
     code, result = compare()
     assert code == 1
-    assert (_by_field(result)["loss"]["a"], _by_field(result)["loss"]["largest_relative"]) == (
+    assert (
+        _by_field(result)["loss"]["a"],
+        _by_field(result)["loss"]["largest_relative"],
+    ) == (
         None,
         None,
     )
@@ -307,7 +316,9 @@ def test_evaluations_are_compared_by_step_and_set(
         rows,
         (_evaluation(1), _evaluation(1, 3.0, "other"), _evaluation(2, 9.0), _evaluation(2)),
     )
-    _write(tmp_path / "b", rows, (_evaluation(1), _evaluation(1, 3.1, "other"), _evaluation(2)))
+    _write(
+        tmp_path / "b", rows, (_evaluation(1), _evaluation(1, 3.1, "other"), _evaluation(2))
+    )
     code, result = compare()
     assert code == 1
     (found,) = result["differences"]
@@ -420,7 +431,10 @@ def test_unusable_runs_are_refused_with_their_path(
     cases: list[tuple[Callable[[Path], Any], str]] = [
         (lambda path: None, "b: does not exist"),
         (lambda path: path.mkdir(), "b: is not a run directory"),
-        (lambda path: (path / "run.json").write_text("{}"), "metrics.jsonl: does not exist"),
+        (
+            lambda path: (path / "run.json").write_text("{}"),
+            "metrics.jsonl: does not exist",
+        ),
         (
             lambda path: (path / "metrics.jsonl").write_text('{"step":1}\n'),
             "metrics.jsonl line 1: has no generation",

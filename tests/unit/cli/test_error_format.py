@@ -53,7 +53,9 @@ def test_text_and_json_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_an_error_without_problems_keeps_its_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_without_problems_keeps_its_text(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     print_error(EvergradError("gone; tried twice"), as_json=True)
     row = json.loads(capsys.readouterr().err)
     assert (row["message"], row["code"], row["exitCode"]) == (

@@ -53,7 +53,9 @@ def begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ..
     kernel.write_text(ASKED + "\n", encoding="ascii")
     monkeypatch.setattr(huge_pages, "_KERNELS_CHOICE", kernel)
     monkeypatch.setattr(os, "confstr", lambda name: "glibc 2.36")
-    monkeypatch.setattr(sys, "orig_argv", ["python3", "-m", "evergrad_cli", "run", "a.yaml"])
+    monkeypatch.setattr(
+        sys, "orig_argv", ["python3", "-m", "evergrad_cli", "run", "a.yaml"]
+    )
     monkeypatch.setenv(VARIABLE, "glibc.malloc.arena_max=2")
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(os, "execve", lambda *arguments: calls.append(arguments))

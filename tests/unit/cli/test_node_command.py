@@ -47,7 +47,15 @@ def test_an_address_that_is_none_is_refused(
 
 def test_every_problem_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     said = fail(
-        capsys, "--join", "here", "--node", "-1", "--workers", "0", "--token-file", "/nowhere"
+        capsys,
+        "--join",
+        "here",
+        "--node",
+        "-1",
+        "--workers",
+        "0",
+        "--token-file",
+        "/nowhere",
     )
     assert [line.split()[1] for line in said.splitlines()] == [
         "--join:",
@@ -116,7 +124,9 @@ def test_a_mistake_of_the_file_is_wrong_input_at_once(
     assert "does not exist" in text
 
 
-def test_a_host_that_recovers_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_host_that_recovers_serves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(pod, "HOST_PAUSES", (0.0, 0.0))
     troubles = [
         OSError(errno.ESTALE, "stale"),
@@ -173,9 +183,13 @@ def test_a_pod_that_sees_none_of_its_accelerators_is_trouble_of_its_host(
         "--set",
         "spec.training.runtime.device=auto",
     )
-    code, (kind, text) = start_node(tmp_path, "--run-directory", str(tmp_path / "run"), *limits)
+    code, (kind, text) = start_node(
+        tmp_path, "--run-directory", str(tmp_path / "run"), *limits
+    )
     assert (code, kind) == (70, ErrorKind.ENVIRONMENT)
-    assert "no accelerator is visible; spec.resources.limits asks for nvidia.com/gpu" in text
+    assert (
+        "no accelerator is visible; spec.resources.limits asks for nvidia.com/gpu" in text
+    )
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,9 @@ def test_trouble_of_the_volume_is_tried_again_and_then_left_to_another_host(
 def test_the_page_shows_progress_to_whoever_has_the_token_and_nothing_to_others() -> None:
     page = StatusPage("secret", port=0)
     try:
-        page.show(prepare.describe_progress(PrepareProgress("tokenize", "docs", 5, 10, 1, 2)))
+        page.show(
+            prepare.describe_progress(PrepareProgress("tokenize", "docs", 5, 10, 1, 2))
+        )
         status, text = ask(page.port, "/status", "secret")
         assert status == 200
         assert json.loads(text) == {

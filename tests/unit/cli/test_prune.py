@@ -18,7 +18,12 @@ DAY = 86400.0
 RUNS = "/apis/evergrad.dev/v1alpha1/namespaces/lab/trainingruns"
 CLAIMS = "/api/v1/namespaces/lab/persistentvolumeclaims"
 PODS = "/api/v1/namespaces/lab/pods"
-DONE = {"path": "old", "recipe": "r", "epoch": 1, "complete": {"at": "2021-02-01T12:00:00Z"}}
+DONE = {
+    "path": "old",
+    "recipe": "r",
+    "epoch": 1,
+    "complete": {"at": "2021-02-01T12:00:00Z"},
+}
 
 
 # ---- a cluster ---------------------------------------------------------------------------------------------
@@ -35,7 +40,10 @@ def make_claim(name: str = "old", **records: Any) -> dict[str, Any]:
             "namespace": "lab",
             "uid": f"uid-{name}",
             "resourceVersion": "9",
-            "labels": {"evergrad.dev/run": name, "app.kubernetes.io/managed-by": "evergrad"},
+            "labels": {
+                "evergrad.dev/run": name,
+                "app.kubernetes.io/managed-by": "evergrad",
+            },
             "annotations": found,
         },
         "status": {"phase": "Bound", "capacity": {"storage": "20Gi"}},
@@ -64,7 +72,9 @@ def judge(
     pods: list[dict[str, Any]] | None = None,
     older_than: float = 0.0,
 ) -> list[tuple[bool, str]]:
-    found = find_unused_claims([claim], runs or [], pods or [], older_than=older_than, now=NOW)
+    found = find_unused_claims(
+        [claim], runs or [], pods or [], older_than=older_than, now=NOW
+    )
     return [(one.is_kept, one.why) for one in found]
 
 
@@ -142,7 +152,9 @@ def serve(api: Any) -> None:
         api.on("DELETE", path, {"kind": "Status", "status": "Success"})
 
 
-def test_nothing_is_deleted_without_yes(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_deleted_without_yes(
+    api: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     serve(api)
     assert main(["prune", "--kubeconfig", api.kubeconfig, "--older-than", "1d"]) == 0
     shown = capsys.readouterr().out
@@ -172,7 +184,9 @@ def test_with_yes_exactly_what_was_looked_at_is_deleted(
     }
 
 
-def test_without_an_age_no_run_is_touched(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_an_age_no_run_is_touched(
+    api: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     serve(api)
     assert main(["prune", "--kubeconfig", api.kubeconfig, "--yes"]) == 0
     assert [one.path for one in api.sent("DELETE")] == [f"{CLAIMS}/gone"]

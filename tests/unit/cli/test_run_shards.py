@@ -23,7 +23,11 @@ def manifest(nodes: dict[str, int]) -> dict[str, object]:
             "nodes": nodes,
             "training": {
                 "model": {
-                    "config": {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1}
+                    "config": {
+                        "model_type": "llama",
+                        "hidden_size": 64,
+                        "num_hidden_layers": 1,
+                    }
                 },
                 "data": {
                     "sources": [{"name": "docs", "path": "docs.jsonl"}],

@@ -36,9 +36,16 @@ def test_a_script_has_nothing_to_prepare(
 def test_preflight_of_a_script_is_refused_until_its_file_is_there(
     manifest: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["preflight", str(manifest), "--run-directory", str(manifest.parent / "run")]
+    arguments = [
+        "preflight",
+        str(manifest),
+        "--run-directory",
+        str(manifest.parent / "run"),
+    ]
     assert main(arguments) == 64
-    assert "train.py: does not exist; spec.script.command names it" in capsys.readouterr().err
+    assert (
+        "train.py: does not exist; spec.script.command names it" in capsys.readouterr().err
+    )
     (manifest.parent / "train.py").touch()
     assert main(arguments) == 0
     out, err = capsys.readouterr()

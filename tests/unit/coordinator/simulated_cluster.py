@@ -146,7 +146,9 @@ class FakeNode:
             self.outbox.append(message)
         else:
             self.cluster.carry_out(
-                events.on_message(self.cluster.group, self.peer, message, now=self.cluster.now)
+                events.on_message(
+                    self.cluster.group, self.peer, message, now=self.cluster.now
+                )
             )
 
     def get_ready(self, generation: int) -> None:
@@ -278,7 +280,12 @@ class Cluster:
         """A new process of a node."""
         self.num_nodes += 1
         node = FakeNode(
-            self, str(name), f"i{self.num_nodes}", workers=workers, step=step, heard_at=self.now
+            self,
+            str(name),
+            f"i{self.num_nodes}",
+            workers=workers,
+            step=step,
+            heard_at=self.now,
         )
         node.fingerprint = {"script": script} if script else {}
         self.nodes.append(node)
@@ -347,7 +354,9 @@ class Cluster:
     def members_of(self, generation: int) -> list[FakeNode]:
         """Nodes whose workers are in a group."""
         return [
-            node for node in self.nodes if node.group and node.group.generation == generation
+            node
+            for node in self.nodes
+            if node.group and node.group.generation == generation
         ]
 
     def agree_on_step(self, generation: int) -> int:
@@ -379,13 +388,20 @@ class Cluster:
     def _carry_out(self, effect: Any) -> None:
         match effect:
             case Persist(expected, generation):
-                assert expected == self.durable and generation > max(self.durable, self.planned)
+                assert expected == self.durable and generation > max(
+                    self.durable, self.planned
+                )
                 self.durable = self.planned = generation
             case Send(peer, message):
                 self._send(peer, message)
             case Close(peer, _):
                 node = self.peers.pop(peer, None)
-                if node is not None and node.peer == peer and not node.is_cut and node.is_alive:
+                if (
+                    node is not None
+                    and node.peer == peer
+                    and not node.is_cut
+                    and node.is_alive
+                ):
                     node.read()
                     if node.peer == peer:
                         node.peer, node.retry_at = None, self.now + 0.15
@@ -435,7 +451,9 @@ class Cluster:
 
     def _check_last_group(self) -> None:
         group = self.go_members.get(self.gone, [])
-        assert not group or group[-1][1].num_nodes == len(group) == group[-1][1].node_rank + 1
+        assert (
+            not group or group[-1][1].num_nodes == len(group) == group[-1][1].node_rank + 1
+        )
 
     def check_go(self, node: FakeNode, go: Go) -> None:
         """A node's view of a go."""

@@ -32,7 +32,10 @@ def test_every_break_and_every_loss_has_a_word_in_the_status_of_a_run_and_nothin
     None
 ):
     # Planned changes end no pod, and what nobody has named is a crash to the operator.
-    assert {cause for cause, one in CHANGES.items() if one.pod} == {*BREAKS, *get_args(Lost)}
+    assert {cause for cause, one in CHANGES.items() if one.pod} == {
+        *BREAKS,
+        *get_args(Lost),
+    }
 
 
 @pytest.mark.parametrize("value", ["node 0 lost", "", None, 3, "NodeLost", ["node_lost"]])

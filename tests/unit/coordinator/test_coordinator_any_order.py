@@ -165,14 +165,17 @@ def is_at_rest(cluster: Cluster) -> bool:
         return False
     needed = 1 if group.world and group.world.done else cluster.settings.min_nodes
     wanted = min(
-        len([node for node in able if not is_done(cluster, node)]), cluster.settings.max_nodes
+        len([node for node in able if not is_done(cluster, node)]),
+        cluster.settings.max_nodes,
     )
     if cluster.condition.phase == "Running":
         members = cluster.members_of(cluster.gone)
         is_whole = sum(one.group.workers for one in members if one.group) == sum(
             one.workers for one in members
         )
-        return is_whole and (len(members) == wanted or bool(group.world and group.world.done))
+        return is_whole and (
+            len(members) == wanted or bool(group.world and group.world.done)
+        )
     return wanted < needed and cluster.condition.reason in WAITS
 
 
@@ -265,7 +268,10 @@ def test_nodes_that_come_and_leave_as_they_should_lose_no_step(examples: int) ->
     def judge(events: list[tuple[str, Any]]) -> None:
         cluster = Cluster(make_settings(lease_seconds=30))
         cluster.is_graceful = True
-        play(cluster, [("start", "0"), ("start", "1"), ("start", "2"), ("wait", 1.0), *events])
+        play(
+            cluster,
+            [("start", "0"), ("start", "1"), ("start", "2"), ("wait", 1.0), *events],
+        )
         for node in [one for one in cluster.nodes if one.is_alive]:
             leave(cluster, node)
         cluster.run(5)

@@ -81,7 +81,9 @@ def with_server(
     errors: list[dict[str, Any]] = []
 
     async def run() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, error: errors.append(error))
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, error: errors.append(error)
+        )
         settings = make_settings(
             expect=num_nodes, max_nodes=num_nodes, silence_seconds=PATIENCE
         )
@@ -132,7 +134,9 @@ def test_what_waits_for_a_journal_that_cannot_be_written_is_bounded() -> None:
         store.is_failing = False
         await poll(lambda: server.effects.num_waiting == 0, "the plan")
         assert b'"plan"' in nodes[1].sent
-        await poll(lambda: nodes[0].is_closed, "the end of the connection that was not heard")
+        await poll(
+            lambda: nodes[0].is_closed, "the end of the connection that was not heard"
+        )
         assert not nodes[1].is_closed
         again = Connection(server)
         again.say(hello("0"))
@@ -169,7 +173,9 @@ def test_a_node_that_was_not_heard_is_passed_over_until_it_connects_anew(
         nodes[0].say(late, Ping())
         nodes[1].say(late)
         assert taken.count(late) == 1
-        await poll(lambda: nodes[0].is_closed, "the end of the connection that was not heard")
+        await poll(
+            lambda: nodes[0].is_closed, "the end of the connection that was not heard"
+        )
 
     with_server(work, store=store, waiting_effects=64)
 
@@ -182,7 +188,9 @@ def test_any_number_of_nodes_that_do_not_read_is_dropped() -> None:
         # From now on nobody reads fast enough: the plan to the first ends its connection, which concerns
         # all others.
         server.limits = dataclasses.replace(server.limits, unsent_bytes=-1)
-        await poll(lambda: all(node.is_closed for node in nodes), "the end of all connections")
+        await poll(
+            lambda: all(node.is_closed for node in nodes), "the end of all connections"
+        )
         assert server.num_connections == 0
         assert server.counters.rejected == {"does_not_read": 600}
 

@@ -18,7 +18,9 @@ def ask(request: bytes) -> tuple[bytes, int]:
 
     async def run() -> tuple[bytes, int]:
         errors: list[dict[str, Any]] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, error: errors.append(error))
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, error: errors.append(error)
+        )
         group = new_group(make_settings(), generation=0, now=time.monotonic())
         status = StatusServer(Server(group, MemoryStore(), log=lambda *_, **__: None))
         port = await status.listen("127.0.0.1", 0)

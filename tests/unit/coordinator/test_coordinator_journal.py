@@ -69,7 +69,9 @@ def test_the_memory_store_compares_too() -> None:
 
 def test_a_second_holder_is_told_who_the_first_is(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "state")
-    with pytest.raises(JournalError, match=r"held by process \d+ on .*\. .*Wait for it to end"):
+    with pytest.raises(
+        JournalError, match=r"held by process \d+ on .*\. .*Wait for it to end"
+    ):
         FileStore(tmp_path / "state")
     store.close()
     FileStore(tmp_path / "state").close()
@@ -181,7 +183,9 @@ def test_a_file_of_an_older_release_goes_on(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_file_that_was_replaced_meanwhile_is_not_written_out_of_sight(tmp_path: Path) -> None:
+def test_a_file_that_was_replaced_meanwhile_is_not_written_out_of_sight(
+    tmp_path: Path,
+) -> None:
     store, path = FileStore(tmp_path / "state"), tmp_path / "state"
     assert store.advance(0, 5)
     other = tmp_path / "other"

@@ -48,9 +48,7 @@ def of_kind(node: FakeNode, kind: type[Message]) -> list[Any]:
     return [message for message in node.received if isinstance(message, kind)]
 
 
-WRONG_TOKEN = (
-    "hello.token: not this run's. Give the node the token file that its coordinator was given."
-)
+WRONG_TOKEN = "hello.token: not this run's. Give the node the token file that its coordinator was given."
 
 
 def hello(cluster: Cluster, **changes: Any) -> Message:
@@ -68,7 +66,9 @@ def hello(cluster: Cluster, **changes: Any) -> Message:
         cluster.group, 999, Hello(**{**values, **changes}), now=cluster.now
     )
     return next(
-        effect.message for effect in effects if isinstance(effect, Send) and effect.peer == 999
+        effect.message
+        for effect in effects
+        if isinstance(effect, Send) and effect.peer == 999
     )
 
 
@@ -89,15 +89,16 @@ def test_ranks_follow_the_index_as_a_number_and_count_workers() -> None:
     cluster.run_until_running()
     go = {node.name: of_kind(node, Go)[0] for node in nodes}
     assert [
-        (go[name].first_rank, go[name].workers, go[name].node_rank) for name in ("2", "9", "10")
+        (go[name].first_rank, go[name].workers, go[name].node_rank)
+        for name in ("2", "9", "10")
     ] == [
         (0, 2, 0),
         (2, 3, 1),
         (5, 1, 2),
     ]
-    assert {(one.world_size, one.num_nodes, one.address, one.port) for one in go.values()} == {
-        (6, 3, "10.0.0.2", 1002)
-    }
+    assert {
+        (one.world_size, one.num_nodes, one.address, one.port) for one in go.values()
+    } == {(6, 3, "10.0.0.2", 1002)}
 
 
 def test_the_start_waits_for_the_expected_nodes() -> None:
@@ -122,7 +123,10 @@ def test_fewer_than_the_minimum_wait_by_name() -> None:
     cluster = Cluster()
     cluster.start(0)
     cluster.run(30)
-    assert (cluster.condition.phase, cluster.condition.reason) == ("Waiting", "WaitingForNodes")
+    assert (cluster.condition.phase, cluster.condition.reason) == (
+        "Waiting",
+        "WaitingForNodes",
+    )
     assert cluster.group.generation == 0
 
 
@@ -185,7 +189,10 @@ def test_a_lowered_maximum_makes_spares_of_the_last_nodes_at_a_step_boundary_and
     step = cluster.newest_step()
     set_bounds(cluster, 1, 2)
     cluster.run(3)
-    assert [node.name for node in cluster.members_of(cluster.group.generation)] == ["0", "1"]
+    assert [node.name for node in cluster.members_of(cluster.group.generation)] == [
+        "0",
+        "1",
+    ]
     assert cluster.newest_step() > step
     set_bounds(cluster, 1, 4)
     cluster.run(3)
@@ -197,7 +204,9 @@ def test_a_lowered_maximum_makes_spares_of_the_last_nodes_at_a_step_boundary_and
     ]
 
 
-def test_a_lowered_failure_budget_holds_at_once_and_a_raised_one_lets_the_run_go_on() -> None:
+def test_a_lowered_failure_budget_holds_at_once_and_a_raised_one_lets_the_run_go_on() -> (
+    None
+):
     cluster, _ = start_running("012", max_failures_without_progress=1)
     cluster.train = lambda: None  # type: ignore[method-assign]
     group = cluster.group
@@ -302,7 +311,9 @@ def test_connections_that_all_end_within_a_moment_stop_no_group() -> None:
         node.disconnect()
         cluster.now += 0.001
     cluster.run_until_running()
-    assert cluster.group.generation == 1 and nodes[0].group and not of_kind(nodes[0], Plan)[1:]
+    assert (
+        cluster.group.generation == 1 and nodes[0].group and not of_kind(nodes[0], Plan)[1:]
+    )
 
 
 @pytest.mark.parametrize("deed", ["leaves", "is no member", "is done"])
@@ -363,7 +374,8 @@ def test_a_group_that_does_not_come_up_is_planned_anew() -> None:
     cluster.run(2.5)
     assert cluster.group.generation > 2
     assert (
-        cluster.group.budget.last and cluster.group.budget.last.report.cause == "setup_failed"
+        cluster.group.budget.last
+        and cluster.group.budget.last.report.cause == "setup_failed"
     )
 
 
@@ -394,7 +406,10 @@ def test_too_few_nodes_leave_their_group_and_wait() -> None:
     cluster, nodes = start_running("01")
     nodes[1].die()
     cluster.run(1)
-    assert (cluster.condition.phase, cluster.condition.reason) == ("Waiting", "WaitingForNodes")
+    assert (cluster.condition.phase, cluster.condition.reason) == (
+        "Waiting",
+        "WaitingForNodes",
+    )
     assert nodes[0].group is None and nodes[0].is_alive
     cluster.start(1)
     cluster.run_until_running()
@@ -661,7 +676,11 @@ def test_without_the_token_a_refusal_says_nothing_of_the_run_and_changes_nothing
         "whatever else is wrong or right"
     )
     cluster.run(2)
-    assert (cluster.group.world, cluster.group.generation, dict(cluster.group.nodes)) == before
+    assert (
+        cluster.group.world,
+        cluster.group.generation,
+        dict(cluster.group.nodes),
+    ) == before
     assert all(node.is_alive and node.group for node in nodes)
 
 
@@ -764,7 +783,9 @@ def test_breaks_with_progress_between_them_are_free() -> None:
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.4])
-def test_a_break_that_lost_a_node_is_free_even_if_the_loss_is_seen_later(delay: float) -> None:
+def test_a_break_that_lost_a_node_is_free_even_if_the_loss_is_seen_later(
+    delay: float,
+) -> None:
     cluster, _ = start_running("0123", max_failures_without_progress=0)
     cluster.train = lambda: None  # type: ignore[method-assign]
     for _ in range(4):
@@ -1035,7 +1056,9 @@ def test_those_not_done_restart_even_below_the_minimum_when_a_member_is_lost() -
 def test_a_held_join_waits_for_a_checkpoint_after_it_not_for_one_before(
     is_one_there: bool,
 ) -> None:
-    cluster, nodes = start_running(recovery="fresh", hold_joins=True, longest_hold_seconds=50)
+    cluster, nodes = start_running(
+        recovery="fresh", hold_joins=True, longest_hold_seconds=50
+    )
     if is_one_there:
         nodes[0].say(Boundary(1, 10))
         cluster.run(1)
@@ -1057,7 +1080,9 @@ def test_a_hold_ends_by_itself() -> None:
 
 
 def test_nobody_is_held_while_nodes_are_missing() -> None:
-    cluster, nodes = start_running(recovery="fresh", hold_joins=True, longest_hold_seconds=50)
+    cluster, nodes = start_running(
+        recovery="fresh", hold_joins=True, longest_hold_seconds=50
+    )
     nodes[0].die()
     cluster.run_until_running()
     cluster.start(0)
@@ -1172,10 +1197,17 @@ def test_a_new_epoch_makes_a_plan_that_was_in_the_air_anew_and_nobody_stops_befo
     cluster.run_until_running()
     cluster.run(1)
     assert not any(plan.hard for node in nodes for plan in of_kind(node, Plan)[1:])
-    assert [node.name for node, _ in cluster.go_members[cluster.gone]] == ["0", "1", "2", "7"]
+    assert [node.name for node, _ in cluster.go_members[cluster.gone]] == [
+        "0",
+        "1",
+        "2",
+        "7",
+    ]
 
 
-def test_a_new_epoch_waits_a_lease_for_a_member_that_is_missing_and_plans_without_it() -> None:
+def test_a_new_epoch_waits_a_lease_for_a_member_that_is_missing_and_plans_without_it() -> (
+    None
+):
     cluster, nodes = start_running(lease_seconds=4)
     cluster.restart_coordinator(epoch=1)
     nodes[1].die()
@@ -1184,7 +1216,12 @@ def test_a_new_epoch_waits_a_lease_for_a_member_that_is_missing_and_plans_withou
     cluster.run(3)
     assert (cluster.gone, cluster.condition.reason) == (1, "WaitingForReconnects")
     cluster.run(4)
-    assert [node.name for node, _ in cluster.go_members[(1 << 32) + 1]] == ["0", "2", "5", "6"]
+    assert [node.name for node, _ in cluster.go_members[(1 << 32) + 1]] == [
+        "0",
+        "2",
+        "5",
+        "6",
+    ]
 
 
 def test_where_the_first_epoch_is_not_0_nobody_is_waited_for_if_nothing_runs_but_after_a_restart_within_it() -> (
@@ -1200,7 +1237,9 @@ def test_where_the_first_epoch_is_not_0_nobody_is_waited_for_if_nothing_runs_but
     for name in "567":
         cluster.start(name)
     cluster.run(10)
-    assert cluster.gone == (3 << 32) + 1, "its container started anew with the same arguments"
+    assert cluster.gone == (3 << 32) + 1, (
+        "its container started anew with the same arguments"
+    )
 
 
 def test_what_a_member_says_before_its_group_is_adopted_counts() -> None:
@@ -1284,7 +1323,9 @@ def test_a_run_that_was_stopped_while_no_coordinator_was_there_is_not_begun_agai
     ("reason", "told"),
     [("non_finite", "NonFinite"), ("stop_file", "StopFile"), ("after-step", "AfterStep")],
 )
-def test_why_a_run_stopped_is_told_as_kubernetes_writes_reasons(reason: str, told: str) -> None:
+def test_why_a_run_stopped_is_told_as_kubernetes_writes_reasons(
+    reason: str, told: str
+) -> None:
     cluster, nodes = start_running("01")
     nodes[0].say(Result(cluster.group.generation, 500, exit_code=75, reason=reason))
     status = build_status(cluster.group, now=cluster.now)
@@ -1420,7 +1461,9 @@ def test_a_group_that_may_run_unseen_is_waited_for_although_the_first_node_to_co
     cluster.run(0.5)
     assert find_phase(cluster.group) is Phase.ADOPTING
     cluster.run_until_running()
-    assert cluster.gone > 1 and {node.name for node in cluster.members_of(cluster.gone)} == {
+    assert cluster.gone > 1 and {
+        node.name for node in cluster.members_of(cluster.gone)
+    } == {
         "7",
         "8",
     }

@@ -68,7 +68,8 @@ def test_a_group_is_found_running_only_if_every_rank_is_covered_once(
     places: list[tuple[int, int, int]], is_whole: bool
 ) -> None:
     nodes = [
-        build_node(str(number), had=Placement(7, *place)) for number, place in enumerate(places)
+        build_node(str(number), had=Placement(7, *place))
+        for number, place in enumerate(places)
     ]
     assert (find_running(nodes, generation=7) is not None) is is_whole
     assert find_running(nodes, generation=8) is None
@@ -146,7 +147,9 @@ def test_the_trouble_of_a_host_is_no_failure_of_the_run_in_a_large_group_either(
             budget.report(
                 build_failure("peer_lost", float(at), generation=generation), Training()
             )
-        budget.report(build_failure("environment", 200.0, generation=generation), Training())
+        budget.report(
+            build_failure("environment", 200.0, generation=generation), Training()
+        )
         budget.conclude(Break(generation, 300.0), Training(step=3))
     assert budget.used == 0
 
@@ -220,21 +223,26 @@ def test_trouble_of_a_host_counts_a_tenth_also_where_others_only_saw_it_fail() -
     budget = FailureBudget(0, "in-process")
     for generation in range(1, LOSSES_PER_FAILURE + 1):
         assert not budget.is_exhausted
-        budget.report(build_failure("peer_lost", 0.0, generation=generation), Training(step=3))
+        budget.report(
+            build_failure("peer_lost", 0.0, generation=generation), Training(step=3)
+        )
         budget.report(
             build_failure("environment", 1.0, generation=generation), Training(step=3)
         )
         budget.conclude(Break(generation, 2.0), Training(step=3))
     assert budget.is_exhausted
     assert (
-        "nodes or their hosts were lost 10 times in a row without progress" in budget.describe()
+        "nodes or their hosts were lost 10 times in a row without progress"
+        in budget.describe()
     )
 
 
 def test_a_generation_that_has_a_cause_counts_once_and_only_for_that() -> None:
     budget = FailureBudget(3, "in-process")
     for generation in (1, 2):
-        budget.report(build_failure("peer_lost", 0.0, generation=generation), Training(step=3))
+        budget.report(
+            build_failure("peer_lost", 0.0, generation=generation), Training(step=3)
+        )
         budget.report(
             build_failure("worker_crash", 1.0, generation=generation), Training(step=3)
         )

@@ -211,7 +211,9 @@ def test_a_line_that_is_too_long_is_refused_in_both_directions() -> None:
 
 
 def test_a_long_failure_message_is_cut_by_the_sender() -> None:
-    message = decode_from_node(encode(Broken(1, "worker_crash", message="🐍" * (MAX_TEXT + 5))))
+    message = decode_from_node(
+        encode(Broken(1, "worker_crash", message="🐍" * (MAX_TEXT + 5)))
+    )
     assert isinstance(message, Broken)
     assert message.message == "🐍" * MAX_TEXT
 
@@ -237,7 +239,8 @@ def test_random_bytes_give_a_message_or_a_protocol_error(line: bytes) -> None:
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=5), inner, max_size=3)
     ),
     max_leaves=5,
 )

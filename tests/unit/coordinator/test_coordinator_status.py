@@ -6,7 +6,12 @@ from simulated_cluster import Cluster, make_settings
 
 from evergrad_coordinator.metrics import COORDINATOR
 from evergrad_coordinator.protocol import Broken, Progress
-from evergrad_coordinator.rules.status import MAX_LISTED, EdgeFacts, build_metrics, build_status
+from evergrad_coordinator.rules.status import (
+    MAX_LISTED,
+    EdgeFacts,
+    build_metrics,
+    build_status,
+)
 
 EDGE = EdgeFacts(
     connections=3,
@@ -44,7 +49,12 @@ def test_a_running_group_is_described() -> None:
     status = build_status(cluster.group, now=cluster.now + 2)
     assert json.loads(json.dumps(status, allow_nan=False)) == status
     assert (status["phase"], status["generation"], status["worldSize"]) == ("Running", 1, 3)
-    assert (status["step"], status["totalSteps"], status["loss"], status["checkpointStep"]) == (
+    assert (
+        status["step"],
+        status["totalSteps"],
+        status["loss"],
+        status["checkpointStep"],
+    ) == (
         40,
         100,
         2.5,
@@ -82,7 +92,13 @@ def test_the_last_failure_is_told() -> None:
     cluster = start_running()
     cluster.nodes[1].say(
         Broken(
-            1, "out_of_memory", rank=1, step=7, exit_code=-9, message="killed", time_since=1.0
+            1,
+            "out_of_memory",
+            rank=1,
+            step=7,
+            exit_code=-9,
+            message="killed",
+            time_since=1.0,
         )
     )
     failure = build_status(cluster.group, now=cluster.now)["lastFailure"]
@@ -118,7 +134,9 @@ def test_metrics_are_prometheus_text() -> None:
 def test_what_is_exported_is_what_the_catalogue_has() -> None:
     cluster = start_running()
     cluster.nodes[0].say(
-        Progress(1, step=3, total_steps=9, loss=2.5, tokens_per_second=10.0, checkpoint_step=2)
+        Progress(
+            1, step=3, total_steps=9, loss=2.5, tokens_per_second=10.0, checkpoint_step=2
+        )
     )
     text = build_metrics(cluster.group, EDGE, now=cluster.now)
     kinds = [tuple(line.split(" ")[2:4]) for line in text.splitlines() if "# TYPE" in line]

@@ -221,7 +221,9 @@ def test_a_page_gets_what_the_time_of_nodes_was_used_for_and_the_texts_once() ->
     # What programs subtract is not for a page.
     assert "usage" not in first
     ledger.close_interval(now=20.4)
-    assert read(history, group, now=20.4)["status"] == {"uses": {"training": 61, "idle": 20}}
+    assert read(history, group, now=20.4)["status"] == {
+        "uses": {"training": 61, "idle": 20}
+    }
     ledger.close_interval(now=20.401)
     assert "status" not in read(history, group, now=20.401)
 
@@ -281,7 +283,9 @@ def test_eight_hours_at_ten_steps_a_second_stay_within_the_bounds(num_metrics: i
             )
             largest = max(largest, len(text))
         else:
-            take_update(history, build_page_status(group, now=float(second)), now=float(second))
+            take_update(
+                history, build_page_status(group, now=float(second)), now=float(second)
+            )
     assert group.training.step == 288_000
     tracks = [history.steps, history.times, *history.evaluations.values()]
     assert all(len(one.x) <= MOST_ROWS for one in tracks)

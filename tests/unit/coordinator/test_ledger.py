@@ -34,28 +34,36 @@ def counted(cluster: Cluster) -> dict[Use, int]:
 
 
 def report(
-    node: FakeNode, step: int, *, evaluating: float | None = None, saving: float | None = None
+    node: FakeNode,
+    step: int,
+    *,
+    evaluating: float | None = None,
+    saving: float | None = None,
 ) -> None:
     assert node.group is not None
     node.say(
         Progress(
-            node.group.generation, step, evaluation_seconds=evaluating, saving_seconds=saving
+            node.group.generation,
+            step,
+            evaluation_seconds=evaluating,
+            saving_seconds=saving,
         )
     )
 
 
 @given(
     st.integers(0, 10**12),
-    st.dictionaries(st.sampled_from(sorted(USES)), st.integers(0, 10**9), min_size=1).filter(
-        lambda weights: sum(weights.values()) > 0
-    ),
+    st.dictionaries(
+        st.sampled_from(sorted(USES)), st.integers(0, 10**9), min_size=1
+    ).filter(lambda weights: sum(weights.values()) > 0),
 )
 def test_shares_sum_to_the_whole(amount: int, weights: dict[Use, int]) -> None:
     shares = apportion(amount, weights)
     assert sum(shares.values()) == amount
     total = sum(weights.values())
     assert all(
-        abs(shares[use] * total - amount * weight) < total for use, weight in weights.items()
+        abs(shares[use] * total - amount * weight) < total
+        for use, weight in weights.items()
     )
 
 
@@ -185,7 +193,9 @@ def test_the_uses_sum_to_the_time_of_the_nodes(
         now += seconds
         ledger.close_interval(now=now)
         expected += (ledger.at_milliseconds - before) * (number + 1)
-        ledger.note_progress(Progress(1, 1, evaluation_seconds=now / 7, saving_seconds=now / 9))
+        ledger.note_progress(
+            Progress(1, 1, evaluation_seconds=now / 7, saving_seconds=now / 9)
+        )
     assert sum(ledger.counted.values()) == expected
     assert not ledger.unsettled
     assert all(amount >= 0 for amount in ledger.counted.values())

@@ -202,7 +202,9 @@ def test_pages_that_are_opened_again_and_again_share_what_they_are_sent(
     monkeypatch.setattr(live, "UPDATE_SECONDS", 3600.0)
     rewound: list[object] = []
     rewind = live.rewind
-    monkeypatch.setattr(live, "rewind", lambda history: (rewound.append(1), rewind(history)))
+    monkeypatch.setattr(
+        live, "rewind", lambda history: (rewound.append(1), rewind(history))
+    )
 
     async def story(place: Place) -> None:
         for _ in range(20):

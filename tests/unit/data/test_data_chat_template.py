@@ -8,7 +8,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from evergrad_manifest.training import Tokenizer as Settings
-from evergrad_trainer.data.chat_template import ChatTemplate, ChatTemplateError, check_template
+from evergrad_trainer.data.chat_template import (
+    ChatTemplate,
+    ChatTemplateError,
+    check_template,
+)
 from evergrad_trainer.data.marked_text import MarkedText, marks_of
 from evergrad_trainer.data.tokenizers import load_tokenizer
 
@@ -89,14 +93,19 @@ def test_a_template_that_changes_earlier_turns_needs_blocks() -> None:
         "{% for message in messages %}{% if loop.last or message.role == 'user' %}"
         "{{ message.content }}|{% endif %}{% endfor %}"
     )
-    with pytest.raises(ChatTemplateError, match=r"message 3 behind the prompt .* generation"):
+    with pytest.raises(
+        ChatTemplateError, match=r"message 3 behind the prompt .* generation"
+    ):
         ChatTemplate(only_last).render(TALK, {})
 
 
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("{{ raise_exception('roles must alternate') }}", "refuses it: roles must alternate"),
+        (
+            "{{ raise_exception('roles must alternate') }}",
+            "refuses it: roles must alternate",
+        ),
         ("{{ strftime_now('%d') }}", "fails: 'strftime_now' is undefined"),
         ("{{ messages.append(1) }}", "the chat template fails"),
         ("{{ ''.__class__.__mro__ }}", "the chat template fails"),
@@ -119,5 +128,7 @@ def test_what_templates_of_models_use_is_there() -> None:
         "{% for message in messages %}{% if message.role != 'user' %}{% continue %}{% endif %}"
         "{{ message | tojson }}{% endfor %}{{ tools | length }}"
     )
-    text = ChatTemplate(source).render([{"role": "user", "content": "<é>"}], {"tools": [1, 2]})
+    text = ChatTemplate(source).render(
+        [{"role": "user", "content": "<é>"}], {"tools": [1, 2]}
+    )
     assert text == '{"role": "user", "content": "<é>"}2'

@@ -60,7 +60,9 @@ def test_the_last_line_needs_no_newline() -> None:
 
 def test_only_a_newline_ends_a_line() -> None:
     texts = ["a\u2028b", "c\x85d", "e\x0bf"]
-    data = "\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts).encode()
+    data = "\n".join(
+        json.dumps({"text": text}, ensure_ascii=False) for text in texts
+    ).encode()
     assert read(data)[0] == ["a\u2028b", "c\x85d", "e\x0bf"]
 
 
@@ -96,8 +98,18 @@ def test_blank_lines_and_empty_texts_are_counted_and_no_error() -> None:
             "the line is not JSON",
             "Extra data at column 14",
         ),
-        (b"plain text", Reason.NOT_JSON, "the line is not JSON", "Expecting value at column 1"),
-        (b"[" * 100_000, Reason.NOT_JSON, "the line is not JSON", "it is nested too deeply"),
+        (
+            b"plain text",
+            Reason.NOT_JSON,
+            "the line is not JSON",
+            "Expecting value at column 1",
+        ),
+        (
+            b"[" * 100_000,
+            Reason.NOT_JSON,
+            "the line is not JSON",
+            "it is nested too deeply",
+        ),
         (
             b'{"text": ' + b"1" * 5000 + b"}",
             Reason.NOT_JSON,
@@ -116,15 +128,30 @@ def test_blank_lines_and_empty_texts_are_counted_and_no_error() -> None:
             "the line is not UTF-8",
             "a byte in it starts no character",
         ),
-        (b"[1]", Reason.NOT_AN_OBJECT, "the line holds a list", "each line is one JSON object"),
+        (
+            b"[1]",
+            Reason.NOT_AN_OBJECT,
+            "the line holds a list",
+            "each line is one JSON object",
+        ),
         (
             b'"a"',
             Reason.NOT_AN_OBJECT,
             "the line holds a string",
             "each line is one JSON object",
         ),
-        (b"null", Reason.NOT_AN_OBJECT, "the line holds null", "each line is one JSON object"),
-        (b'{"body": "a"}', Reason.NO_TEXT, "the object has no field 'text'", "it has 'body'"),
+        (
+            b"null",
+            Reason.NOT_AN_OBJECT,
+            "the line holds null",
+            "each line is one JSON object",
+        ),
+        (
+            b'{"body": "a"}',
+            Reason.NO_TEXT,
+            "the object has no field 'text'",
+            "it has 'body'",
+        ),
         (b"{}", Reason.NO_TEXT, "the object has no field 'text'", "it has none"),
         (
             b'{"text": 3}',

@@ -49,7 +49,9 @@ def test_every_token_is_predicted_exactly_once(sequences: list[TokenSequence]) -
     assert {batch.tensors["input_ids"].shape for batch in batches} == {(4, 10)}, (
         "the last one is not filled up"
     )
-    found = [label for batch in batches for label in batch.tensors["labels"].flatten().tolist()]
+    found = [
+        label for batch in batches for label in batch.tensors["labels"].flatten().tolist()
+    ]
     labels = [label for label in found if label != IGNORE_INDEX]
     assert labels == [*range(1, 100), *range(1001, 1050)]
     assert sum(batch.weight for batch in batches) == 148
@@ -68,7 +70,9 @@ def test_a_batch_of_another_size_has_the_same_samples_in_the_same_order(
     def labels(of: EvaluationSet) -> list[int]:
         batches = [of.batch(index) for index in range(of.num_batches)]
         found = [
-            label for batch in batches for label in batch.tensors["labels"].flatten().tolist()
+            label
+            for batch in batches
+            for label in batch.tensors["labels"].flatten().tolist()
         ]
         return [label for label in found if label != IGNORE_INDEX]
 
@@ -82,7 +86,9 @@ def test_a_limit_takes_the_same_samples_each_time_spread_over_all_sources(
     sequences: list[TokenSequence],
 ) -> None:
     one, again = build(sequences, limit=6), build(sequences, limit=6, batch=1)
-    chosen = [sample for index in range(one.num_batches) for sample in one.batch(index).samples]
+    chosen = [
+        sample for index in range(one.num_batches) for sample in one.batch(index).samples
+    ]
     assert [(sample.source, sample.window) for sample in chosen] == [
         (0, 0),
         (0, 2),
@@ -92,7 +98,9 @@ def test_a_limit_takes_the_same_samples_each_time_spread_over_all_sources(
         (1, 2),
     ]
     assert chosen == [
-        sample for index in range(again.num_batches) for sample in again.batch(index).samples
+        sample
+        for index in range(again.num_batches)
+        for sample in again.batch(index).samples
     ]
     assert build(sequences, limit=99).num_samples == 15
 

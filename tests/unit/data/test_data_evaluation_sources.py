@@ -40,7 +40,11 @@ def test_evaluation_sources_may_come_and_go_and_change_places_between_two_starts
 
 
 def test_another_content_under_the_name_of_an_evaluation_source_is_refused(
-    tmp_path: Path, training: Recipe, documents: Write, topics: list[str], prepared_in: Prepare
+    tmp_path: Path,
+    training: Recipe,
+    documents: Write,
+    topics: list[str],
+    prepared_in: Prepare,
 ) -> None:
     for index, name in enumerate(("docs", "wiki", "books", "news")):
         documents(tmp_path / f"{name}.jsonl", topics[index:])
@@ -52,4 +56,6 @@ def test_another_content_under_the_name_of_an_evaluation_source_is_refused(
         check_unchanged(recorded, recipe, **where)
     with pytest.raises(DataError, match=said):
         check_prepared(recorded, prepared_in(recipe))
-    check_unchanged(recorded, evaluated_on(training, "mended", mended="news.jsonl"), **where)
+    check_unchanged(
+        recorded, evaluated_on(training, "mended", mended="news.jsonl"), **where
+    )

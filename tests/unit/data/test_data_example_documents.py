@@ -27,7 +27,9 @@ def write(folder: Path, rows: list[Any], *arguments: str) -> list[str]:
     spec.loader.exec_module(module)
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "in.jsonl").write_text(lines, "utf-8")
-    module.main([str(folder / "in.jsonl"), "--output", str(folder / "out.jsonl"), *arguments])
+    module.main(
+        [str(folder / "in.jsonl"), "--output", str(folder / "out.jsonl"), *arguments]
+    )
     written = (folder / "out.jsonl").read_text("utf-8").splitlines()
     return [json.loads(line)["text"] for line in written]
 
@@ -64,7 +66,9 @@ def test_what_is_drawn_follows_from_seed_pass_and_content_alone(tmp_path: Path) 
 
 
 @pytest.mark.capability("C-7", "C-59")
-def test_an_assay_is_cut_into_documents_that_each_have_its_description(tmp_path: Path) -> None:
+def test_an_assay_is_cut_into_documents_that_each_have_its_description(
+    tmp_path: Path,
+) -> None:
     values = [{"SMILES": "C" * 9, "value": 1.0 + number} for number in range(30)]
     row = {"description": "binding", "values": values}
     texts = write(tmp_path, [row], "--type", "assay", "--longest", "200")

@@ -104,7 +104,9 @@ def test_links_to_folders_are_followed_and_loops_end(folder: Path, tmp_path: Pat
     assert names(folder)[-1] == "linked/z.jsonl"
 
 
-def test_the_order_of_files_is_that_of_their_names_and_not_of_the_disk(tmp_path: Path) -> None:
+def test_the_order_of_files_is_that_of_their_names_and_not_of_the_disk(
+    tmp_path: Path,
+) -> None:
     wanted = [f"{number:02}.jsonl" for number in range(40)]
     for name in reversed(wanted):
         (tmp_path / name).write_text("x")
@@ -184,12 +186,20 @@ def test_a_file_that_two_stars_find_more_than_once_counts_once(
 def write_run(directory: Path) -> None:
     for name in ("checkpoints", "logs"):
         (directory / name).mkdir(parents=True)
-    for name in ("run.json", "metrics.jsonl", "events.jsonl", "logs/worker.jsonl", "own.jsonl"):
+    for name in (
+        "run.json",
+        "metrics.jsonl",
+        "events.jsonl",
+        "logs/worker.jsonl",
+        "own.jsonl",
+    ):
         (directory / name).write_text("{}\n")
 
 
 @pytest.mark.parametrize("path", ["", "**/*.jsonl", "*/*.jsonl", "*/*/*.jsonl"])
-def test_what_runs_wrote_is_no_part_of_a_folder_or_pattern(tmp_path: Path, path: str) -> None:
+def test_what_runs_wrote_is_no_part_of_a_folder_or_pattern(
+    tmp_path: Path, path: str
+) -> None:
     write_run(tmp_path / "runs" / "first")
     write_run(tmp_path / "other")
     for name in ("data/a.jsonl", "runs/notes/b.jsonl", "data/run.json"):

@@ -58,7 +58,9 @@ def message_of(prepare: Prepare, recipe: Training) -> str:
 
 
 def one_source(training: Recipe, path: str, **keys: object) -> Training:
-    return training(data={"sources": [{"name": "docs", "path": path, **keys}], "heldOut": None})
+    return training(
+        data={"sources": [{"name": "docs", "path": path, **keys}], "heldOut": None}
+    )
 
 
 @pytest.fixture
@@ -78,7 +80,9 @@ def test_the_files_of_a_folder_or_pattern_are_one_source_in_the_order_of_their_n
 ) -> None:
     (source,) = prepared_in(one_source(training, path)).sources
     assert texts_of(source.train) == topics
-    assert [Path(file.name).name for file in source.files] == [f"{n}.jsonl" for n in range(5)]
+    assert [Path(file.name).name for file in source.files] == [
+        f"{n}.jsonl" for n in range(5)
+    ]
     assert [file.lines for file in source.files] == [10] * 5
 
 
@@ -113,7 +117,10 @@ def test_compressed_files_give_the_bytes_of_the_plain_ones_and_are_the_same_data
     }
     (source,) = prepared_in(training(data=data)).sources
     assert tree_of(source) == tree_of(plain)
-    assert (source.fingerprint, source.content_hash) == (plain.fingerprint, plain.content_hash)
+    assert (source.fingerprint, source.content_hash) == (
+        plain.fingerprint,
+        plain.content_hash,
+    )
     assert len(source.train.shards) > 3
     # A run that began with the plain file goes on with the compressed one.
     where = {"base_directory": tmp_path, "prepared_directory": tmp_path / "prepared"}
@@ -156,7 +163,11 @@ def test_a_compressed_file_is_read_by_few_jobs_and_goes_on_after_an_interruption
 
 
 def test_a_compressed_file_that_was_cut_short_is_named(
-    tmp_path: Path, training: Recipe, documents: Write, topics: list[str], prepared_in: Prepare
+    tmp_path: Path,
+    training: Recipe,
+    documents: Write,
+    topics: list[str],
+    prepared_in: Prepare,
 ) -> None:
     path = documents(tmp_path / "docs.jsonl", topics)
     data = gzip.compress(path.read_bytes())[:-100]
@@ -188,7 +199,9 @@ def test_plain_text_files_are_a_document_each_or_a_document_a_line(
     (whole,) = prepared_in(one_source(training, "texts", type="text")).sources
     assert texts_of(whole.train) == ["one\r\n\ntwo\n", "drei ä\n"]
     assert (whole.documents, whole.skipped, whole.unit) == (2, {"emptyText": 1}, "file")
-    (lines,) = prepared_in(one_source(training, "texts", type="text", document="line")).sources
+    (lines,) = prepared_in(
+        one_source(training, "texts", type="text", document="line")
+    ).sources
     assert texts_of(lines.train) == ["one", "two", "drei ä"]
     assert (lines.documents, lines.skipped, lines.unit) == (3, {"blankLine": 1}, "line")
     assert whole.fingerprint != lines.fingerprint
@@ -217,7 +230,9 @@ def test_a_text_that_begins_like_an_archive_is_text(
     tmp_path: Path, training: Recipe, prepared_in: Prepare
 ) -> None:
     (tmp_path / "a.txt").write_text("BZh was here\nPAR1 too \\ud800\n")
-    (source,) = prepared_in(one_source(training, "a.txt", type="text", document="line")).sources
+    (source,) = prepared_in(
+        one_source(training, "a.txt", type="text", document="line")
+    ).sources
     assert texts_of(source.train) == ["BZh was here", "PAR1 too \\ud800"]
 
 
@@ -247,9 +262,15 @@ def test_a_folder_without_a_document_is_refused(
 @pytest.mark.parametrize(
     ("change", "difference"),
     [
-        (lambda folder: (folder / "7.jsonl").write_text('{"text": "x"}\n'), "added: 7.jsonl"),
+        (
+            lambda folder: (folder / "7.jsonl").write_text('{"text": "x"}\n'),
+            "added: 7.jsonl",
+        ),
         (lambda folder: (folder / "2.jsonl").unlink(), "missing: 2.jsonl"),
-        (lambda folder: (folder / "2.jsonl").write_text('{"text": "x"}\n'), "changed: 2.jsonl"),
+        (
+            lambda folder: (folder / "2.jsonl").write_text('{"text": "x"}\n'),
+            "changed: 2.jsonl",
+        ),
         (
             lambda folder: (folder / "0.jsonl").rename(folder / "9.jsonl"),
             "added: 9.jsonl; missing: 0.jsonl",
@@ -307,7 +328,11 @@ def test_files_that_are_named_anew_in_the_same_order_are_the_same_data(
 
 
 def test_a_folder_of_one_file_is_the_same_data_as_the_file(
-    tmp_path: Path, training: Recipe, documents: Write, topics: list[str], prepared_in: Prepare
+    tmp_path: Path,
+    training: Recipe,
+    documents: Write,
+    topics: list[str],
+    prepared_in: Prepare,
 ) -> None:
     (tmp_path / "only").mkdir()
     documents(tmp_path / "only" / "a.jsonl", topics)
@@ -439,6 +464,8 @@ def test_chunks_of_many_files_are_of_a_like_size_and_bounded_in_number(
     assert all(chunk.size >= 1024 for chunk in content.chunks[:-1])
     assert sum(chunk.size for chunk in content.chunks) == content.size
     pieces = [piece for chunk in content.chunks for piece in chunk.pieces]
-    assert [content.place(piece.first_line)[0] for piece in pieces] == [p.path for p in pieces]
+    assert [content.place(piece.first_line)[0] for piece in pieces] == [
+        p.path for p in pieces
+    ]
     monkeypatch.setattr(sources, "MOST_CHUNKS", 20)
     assert len(Content(files).chunks) <= 20

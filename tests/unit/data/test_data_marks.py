@@ -75,7 +75,9 @@ def test_a_token_that_reaches_into_a_completion_is_learned_and_none_before_it(
     assert [backend.id_to_token(one) for one in found.ids[found.marks].tolist()] == tokens
 
     # What is generated begins with the first learned token, which the prompt does not hold.
-    prompts = PromptSource(reader, sequence_length=16, settings=Generation.model_validate({}))
+    prompts = PromptSource(
+        reader, sequence_length=16, settings=Generation.model_validate({})
+    )
     assert prompts.read([0]).tensors[PROMPT_LENGTH].tolist() == [prompt_length]
 
 
@@ -101,7 +103,9 @@ def test_the_marks_of_a_token_across_a_border_are_those_of_transformers() -> Non
     assert sum(expected["assistant_masks"]) == 2
 
 
-def test_tokens_of_a_part_of_a_character_and_of_none_are_marked_by_where_they_stand() -> None:
+def test_tokens_of_a_part_of_a_character_and_of_none_are_marked_by_where_they_stand() -> (
+    None
+):
     text = MarkedText("aébc", (Span(1, 2), Span(2, 2), Span(3, 4)))
     offsets = [(0, 0), (0, 1), (1, 2), (1, 2), (2, 2), (2, 3), (3, 3), (3, 4), (4, 4)]
     assert marks_of(text, offsets).astype(int).tolist() == [0, 0, 1, 1, 0, 0, 1, 1, 0]
@@ -114,7 +118,9 @@ def test_rows_are_prepared_anew_for_another_rule_of_marks(
 ) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     (tmp_path / "docs.jsonl").write_text('{"text": "a"}\n')
-    rows = training(recipe="sft", data={"sources": [{"name": "rows", "path": "rows.jsonl"}]})
+    rows = training(
+        recipe="sft", data={"sources": [{"name": "rows", "path": "rows.jsonl"}]}
+    )
     before = [prepared_in(one).sources[0].fingerprint for one in (rows, training())]
     monkeypatch.setattr("evergrad_trainer.data.preparation.publish.MARKS", 0)
     after = [prepared_in(one).sources[0].fingerprint for one in (rows, training())]

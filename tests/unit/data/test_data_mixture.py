@@ -30,7 +30,8 @@ def test_the_mixture_is_a_contract_and_its_values_never_change() -> None:
         10**9: (SampleId(0, 699996, 466), [699996948, 199996948, 100006104]),
     }
     assert {
-        position: (mixture.locate(position), mixture.cursor(position)) for position in golden
+        position: (mixture.locate(position), mixture.cursor(position))
+        for position in golden
     } == golden
 
 
@@ -46,7 +47,9 @@ def test_two_sources_of_equal_weight_take_turns() -> None:
 @pytest.mark.capability("T-51")
 @settings(max_examples=15, deadline=None)
 @given(weights)
-def test_every_prefix_is_within_one_sample_of_the_wanted_shares(values: list[float]) -> None:
+def test_every_prefix_is_within_one_sample_of_the_wanted_shares(
+    values: list[float],
+) -> None:
     mixture = Mixture([10**9] * len(values), weights=values, seed=0)
     sources = mixture._source_at
     counted = np.arange(1, PERIOD + 1)

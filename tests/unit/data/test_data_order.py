@@ -20,7 +20,16 @@ GOLDEN = [
     ((1234, 3, 7, 1000), [926, 523, 737, 147, 859, 425, 849, 806], 61),
     (
         (2**63 - 1, 63, 10**6, 10**9),
-        [421821287, 703484916, 99370954, 184099494, 637497670, 211403507, 633300523, 379812780],
+        [
+            421821287,
+            703484916,
+            99370954,
+            184099494,
+            637497670,
+            211403507,
+            633300523,
+            379812780,
+        ],
         583167776,
     ),
     (
@@ -51,7 +60,11 @@ def test_the_order_is_a_contract_and_its_values_never_change(
 
 
 def test_hashes_of_sample_ids_are_a_contract_and_never_change() -> None:
-    assert [absorb(), absorb(0), absorb(1, 2, 3)] == [0, 0xE220A8397B1DCDAF, 0xD0734750FDE362B3]
+    assert [absorb(), absorb(0), absorb(1, 2, 3)] == [
+        0,
+        0xE220A8397B1DCDAF,
+        0xD0734750FDE362B3,
+    ]
     assert sample_hash(0, SampleId(0, 0, 0)) == 0x2130748AAAC80268
     assert sample_hash(10**12, SampleId(5, 3, 123456789)) == 0x46B22A3B7572A302
 
@@ -104,7 +117,9 @@ def test_small_permutations_are_uniform(size: int) -> None:
             Permutation(seed=seed, source=0, epoch=0, size=size).many(indices).astype(int),
         ] += 1
     expected, freedom = keys / size, (size - 1) ** 2
-    deviation = (((counts - expected) ** 2 / expected).sum() - freedom) / (2 * freedom) ** 0.5
+    deviation = (((counts - expected) ** 2 / expected).sum() - freedom) / (
+        2 * freedom
+    ) ** 0.5
     assert deviation < 4.5
 
 

@@ -51,7 +51,9 @@ def write(folder: Path, *rows: Any) -> None:
 
 def turns(*said: str, first: int = 0) -> list[dict[str, str]]:
     roles = ("user", "assistant")
-    return [{"role": roles[(at + first) % 2], "content": text} for at, text in enumerate(said)]
+    return [
+        {"role": roles[(at + first) % 2], "content": text} for at, text in enumerate(said)
+    ]
 
 
 def source_of(
@@ -76,7 +78,9 @@ def read(recipe: Training, prepared: Prepared) -> list[list[tuple[list[int], lis
         for ids, wanted in zip(inputs.tolist(), labels.tolist(), strict=True):
             last = max(at for at, label in enumerate(wanted) if label != IGNORE_INDEX)
             assert not any(ids[last + 1 :]), "filled up behind its end"
-            rows.append((ids[: last + 1], [label for label in wanted if label != IGNORE_INDEX]))
+            rows.append(
+                (ids[: last + 1], [label for label in wanted if label != IGNORE_INDEX])
+            )
         found.append(rows)
     return found
 
@@ -123,7 +127,10 @@ def test_turns_of_the_prompt_are_no_completion(
     [
         ({"prompt": "a", "chosen": "b"}, "the row has no field 'rejected'; its fields are"),
         ({"rejected": "b"}, "the row has no field 'chosen'; its fields are 'rejected'"),
-        ({"chosen": "a", "rejected": "b"}, "the row has no field 'prompt'; it has 'chosen'"),
+        (
+            {"chosen": "a", "rejected": "b"},
+            "the row has no field 'prompt'; it has 'chosen'",
+        ),
         (
             {"prompt": "a", "chosen": "b", "rejected": "b"},
             "the fields 'chosen' and 'rejected' are the same; neither of them can be preferred",
@@ -157,7 +164,11 @@ def test_turns_of_the_prompt_are_no_completion(
             "no message has the role 'assistant'; there are user",
         ),
         (
-            {"prompt": turns("a"), "chosen": turns("b", first=1), "rejected": [{"role": "x"}]},
+            {
+                "prompt": turns("a"),
+                "chosen": turns("b", first=1),
+                "rejected": [{"role": "x"}],
+            },
             "rejected[0].content is missing; it is a JSON string",
         ),
         (
@@ -286,7 +297,9 @@ def test_a_pair_of_which_a_row_is_too_long_is_cut_in_both_or_left_out(
 def test_a_held_out_pair_is_held_out_whole(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
-    rows = [{"prompt": f"{at}.", "chosen": f"{at}+", "rejected": f"{at}-"} for at in range(20)]
+    rows = [
+        {"prompt": f"{at}.", "chosen": f"{at}+", "rejected": f"{at}-"} for at in range(20)
+    ]
     write(tmp_path, *rows)
     recipe = pairs(training, data={"heldOut": {"count": 5}})
     prepared = prepared_in(recipe)

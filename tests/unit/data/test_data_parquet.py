@@ -23,7 +23,9 @@ pytestmark = pytest.mark.usefixtures("small_chunks")
 FIELD = "spec.training.data.sources[0]"
 
 
-def write(path: Path, texts: Sequence[str | None], *, rows: int = 7, kind: Any = None) -> Path:
+def write(
+    path: Path, texts: Sequence[str | None], *, rows: int = 7, kind: Any = None
+) -> Path:
     """A file with a column of texts among others, ``rows`` a row group."""
     column = pa.array(texts, type=kind or pa.string())
     table = pa.table({"id": list(range(len(texts))), "text": column})
@@ -135,7 +137,8 @@ def test_a_column_without_texts_is_refused(
 ) -> None:
     path = write(tmp_path / "a.parquet", ["one"])
     assert (
-        message_of(prepared_in, recipe_of(training, "a.parquet", **keys)) == f"{path}: {what}"
+        message_of(prepared_in, recipe_of(training, "a.parquet", **keys))
+        == f"{path}: {what}"
     )
 
 
@@ -169,7 +172,9 @@ def test_a_file_damaged_in_its_middle_is_named(
     metadata = pq.ParquetFile(path).metadata
     column = metadata.row_group(0).column(1)
     begin = column.dictionary_page_offset or column.data_page_offset
-    data[begin : begin + column.total_compressed_size] = b"\xff" * column.total_compressed_size
+    data[begin : begin + column.total_compressed_size] = (
+        b"\xff" * column.total_compressed_size
+    )
     path.write_bytes(data)
     message = message_of(prepared_in, recipe_of(training, "a.parquet"))
     assert message.startswith(f"{path}: cannot be read as a Parquet file; ")
@@ -186,7 +191,9 @@ def test_without_pyarrow_the_message_says_what_to_install(
     )
 
 
-def test_row_groups_are_those_of_the_file_with_the_size_of_their_texts(tmp_path: Path) -> None:
+def test_row_groups_are_those_of_the_file_with_the_size_of_their_texts(
+    tmp_path: Path,
+) -> None:
     path = write(tmp_path / "a.parquet", [f"{n}" * 100 for n in range(20)], rows=8)
     groups = read_row_groups(path, "text", field=FIELD)
     assert [group.rows for group in groups] == [8, 8, 4]

@@ -247,7 +247,9 @@ def test_a_source_that_ends_within_the_first_step_is_refused(
         horizon={"epochs": 1, "exhausted": "first"},
         batching={"globalBatchSize": 64, "microBatchSize": 2},
     )
-    with pytest.raises(ConfigurationError, match="exhausted: a source is exhausted after 20"):
+    with pytest.raises(
+        ConfigurationError, match="exhausted: a source is exhausted after 20"
+    ):
         derive_steps(recipe, num_samples=35, exhausted_after=data.exhausted_after)
 
 
@@ -269,14 +271,18 @@ def test_passes_give_each_source_exactly_as_often_as_it_is_weighted(
         for slot in range(5)
         for sample in data.train.slot(step, slot).samples
     )
-    wanted = {(0, window): 1 for window in range(25)} | {(1, window): 3 for window in range(10)}
+    wanted = {(0, window): 1 for window in range(25)} | {
+        (1, window): 3 for window in range(10)
+    }
     assert seen == wanted and data.train.cursor(steps) == {"large": 25, "small": 30}
 
 
 def test_passes_are_rounded_to_whole_samples_and_never_to_none() -> None:
     # 0.1 · 30 is 3.0000000000000004 in floats; a half rounds up.
     assert count_passes([30, 5, 7], [0.1, 0.5, 2]) == [3, 3, 14]
-    with pytest.raises(ConfigurationError, match=r"sources\[1\]\.weight: 0.04 passes over 10"):
+    with pytest.raises(
+        ConfigurationError, match=r"sources\[1\]\.weight: 0.04 passes over 10"
+    ):
         count_passes([10, 10], [1, 0.04])
 
 

@@ -13,7 +13,7 @@ from evergrad_trainer.data.batch import Rows, Stage
 from evergrad_trainer.data.mixture import Mixture
 from evergrad_trainer.data.order import Permutation, SampleId
 from evergrad_trainer.data.passes import Order, PassMixture, exhausted_after
-from evergrad_trainer.data.places import DataStart, Place, place_sources
+from evergrad_trainer.data.places import DataStart, Place, StartRecord, place_sources
 from evergrad_trainer.data.stream import Batching, TrainingStream
 
 BATCHING = Batching(global_batch_size=4, micro_batch_size=2)
@@ -41,7 +41,9 @@ class Items:
 
 
 def stream_of(
-    *sources: tuple[str, str, int, float], start: DataStart | None = None, passes: bool = False
+    *sources: tuple[str, str, int, float],
+    start: DataStart | None = None,
+    passes: bool = False,
 ) -> TrainingStream:
     """A stream over sources by name, content, size and weight."""
     stage = Stage(
@@ -67,7 +69,25 @@ def test_a_fresh_run_has_each_source_at_its_first_item() -> None:
     assert place_sources(None, [("a", "A"), ("b", "B")]) == BOTH
     assert not BOTH.goes_on and LEFT.goes_on
     for start in (BOTH, LEFT, place_sources(LEFT, [("c", "C")])):
-        assert DataStart.from_json(start.to_json()) == start
+        assert DataStart.from_record(StartRecord.model_validate(start.to_json())) == start
+
+
+def test_the_content_of_a_source_is_kept_while_runs_leave_it_out() -> None:
+    first = BOTH.go_on(
+        6,
+        cursor={"a": 18, "b": 7},
+        data_fingerprint="one",
+        contents={"a": "files", "b": "more"},
+    )
+    second = place_sources(first, [("b", "B")])
+    # As an older version reads it, which takes every key of a place for a field.
+    written = second.to_json()
+    assert {*written["leftOut"][0]} == {"name", "fingerprint", "number", "taken"}
+    third = DataStart.from_record(StartRecord.model_validate(written)).go_on(
+        9, cursor={"b": 19}, data_fingerprint="two"
+    )
+    assert third.left_out == (Place("a", "A", 0, 18, "files"),)
+    assert third.sources == (Place("b", "B", 1, 19, "more"),)
 
 
 def test_a_source_is_known_by_its_content_and_goes_on_under_any_name() -> None:
@@ -86,7 +106,9 @@ def test_a_resume_finds_the_places_that_the_run_began_with() -> None:
     assert place_sources(placed, mixture) == placed
 
 
-def test_a_source_that_kept_its_name_goes_on_as_itself_beside_one_with_the_same_items() -> None:
+def test_a_source_that_kept_its_name_goes_on_as_itself_beside_one_with_the_same_items() -> (
+    None
+):
     twins = DataStart((Place("one", "A", 0, 5), Place("two", "A", 1, 9)), 3, (), "before")
     assert place_sources(twins, [("two", "A")]).sources == (Place("two", "A", 1, 9),)
     placed = place_sources(twins, [("other", "A"), ("two", "A"), ("third", "A")])
@@ -125,12 +147,16 @@ def test_mixtures_that_begin_elsewhere_are_as_they_are_by_hand(passes: bool) -> 
         for epoch, index in kept
     ]
     new = Permutation(seed=3, source=2, epoch=0, size=4)
-    assert [one.window for one in located if one.source == 1] == [new(at) for at in range(4)]
+    assert [one.window for one in located if one.source == 1] == [
+        new(at) for at in range(4)
+    ]
     assert mixture.cursor(0) == [7, 0] and mixture.cursor(8) == [11, 4]
 
 
 @pytest.mark.parametrize("passes", [False, True])
-def test_a_kept_source_gives_exactly_what_follows_and_a_new_one_begins(passes: bool) -> None:
+def test_a_kept_source_gives_exactly_what_follows_and_a_new_one_begins(
+    passes: bool,
+) -> None:
     old = stream_of(("a", "A", 50, 3.0), ("b", "B", 11, 1.0), passes=passes)
     assert old.start is not None
     start = old.start.go_on(6, cursor=old.cursor(6), data_fingerprint=old.fingerprint)

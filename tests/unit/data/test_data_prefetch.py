@@ -31,12 +31,16 @@ class Stream:
         if (step, slot) in self.failing:
             raise RuntimeError(f"step {step}, slot {slot}")
         tensor = torch.tensor([[step, slot]])
-        return Batch({"step": tensor[:, 0], "slot": tensor[:, 1]}, weight=2, samples=(), hash=0)
+        return Batch(
+            {"step": tensor[:, 0], "slot": tensor[:, 1]}, weight=2, samples=(), hash=0
+        )
 
 
 def prefetch_threads() -> set[threading.Thread]:
     """Those of other tests' prefetchers too, where they were left to end with the process."""
-    return {thread for thread in threading.enumerate() if thread.name == "evergrad-prefetch"}
+    return {
+        thread for thread in threading.enumerate() if thread.name == "evergrad-prefetch"
+    }
 
 
 @pytest.mark.acceptance("8d-1e")
@@ -45,7 +49,9 @@ def test_whatever_is_foreseen_the_batch_asked_for_comes_back() -> None:
     prefetcher = Prefetcher(stream)
     for _ in range(300):
         step, slot = rng.randint(1, 5), rng.randint(0, 3)
-        upcoming = [(rng.randint(1, 5), rng.randint(0, 3)) for _ in range(rng.randint(0, 3))]
+        upcoming = [
+            (rng.randint(1, 5), rng.randint(0, 3)) for _ in range(rng.randint(0, 3))
+        ]
         batch = prefetcher.take(step, slot, upcoming=upcoming)
         assert (int(batch.tensors["step"]), int(batch.tensors["slot"])) == (step, slot)
     prefetcher.close()
@@ -85,7 +91,9 @@ def test_reading_goes_on_while_the_caller_works() -> None:
 
 @pytest.mark.acceptance("input-T-50")
 @pytest.mark.capability("T-50")
-def test_an_error_in_the_background_is_raised_where_the_batch_is_taken_and_only_there() -> None:
+def test_an_error_in_the_background_is_raised_where_the_batch_is_taken_and_only_there() -> (
+    None
+):
     stream = Stream()
     stream.failing = {(2, 0)}
     prefetcher = Prefetcher(stream)

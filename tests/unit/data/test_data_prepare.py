@@ -64,7 +64,11 @@ def message_of(prepare: Prepare, recipe: Training) -> str:
 
 
 def test_documents_become_tokens_in_their_order_each_with_its_end(
-    tmp_path: Path, training: Recipe, documents: Write, topics: list[str], prepared_in: Prepare
+    tmp_path: Path,
+    training: Recipe,
+    documents: Write,
+    topics: list[str],
+    prepared_in: Prepare,
 ) -> None:
     documents(tmp_path / "docs.jsonl", topics)
     (source,) = prepared_in(training()).sources
@@ -110,7 +114,11 @@ def test_a_second_preparation_finds_everything_done(
 
 
 def test_the_prepared_directory_holds_nothing_but_what_is_published(
-    tmp_path: Path, training: Recipe, documents: Write, topics: list[str], prepared_in: Prepare
+    tmp_path: Path,
+    training: Recipe,
+    documents: Write,
+    topics: list[str],
+    prepared_in: Prepare,
 ) -> None:
     documents(tmp_path / "docs.jsonl", topics)
     (source,) = prepared_in(training(data={"heldOut": {"fraction": "10%"}})).sources
@@ -124,7 +132,11 @@ def test_the_prepared_directory_holds_nothing_but_what_is_published(
 
 @pytest.mark.capability("A-42")
 def test_data_that_are_not_prepared_are_refused_where_nothing_may_be_prepared(
-    tmp_path: Path, training: Recipe, documents: Write, topics: list[str], prepared_in: Prepare
+    tmp_path: Path,
+    training: Recipe,
+    documents: Write,
+    topics: list[str],
+    prepared_in: Prepare,
 ) -> None:
     documents(tmp_path / "docs.jsonl", topics)
     with pytest.raises(DataError) as refused:
@@ -155,7 +167,11 @@ def test_the_manifest_may_name_the_prepared_directory(
 
 
 def test_what_does_not_change_the_bytes_does_not_change_the_fingerprint(
-    tmp_path: Path, training: Recipe, documents: Write, topics: list[str], prepared_in: Prepare
+    tmp_path: Path,
+    training: Recipe,
+    documents: Write,
+    topics: list[str],
+    prepared_in: Prepare,
 ) -> None:
     documents(tmp_path / "docs.jsonl", topics)
     shutil.copy(tmp_path / "docs.jsonl", tmp_path / "copy.jsonl")
@@ -172,7 +188,11 @@ def test_what_does_not_change_the_bytes_does_not_change_the_fingerprint(
 @pytest.mark.acceptance("input-4e-16")
 @pytest.mark.capability("A-76")
 def test_what_changes_the_bytes_changes_the_fingerprint(
-    tmp_path: Path, training: Recipe, documents: Write, topics: list[str], prepared_in: Prepare
+    tmp_path: Path,
+    training: Recipe,
+    documents: Write,
+    topics: list[str],
+    prepared_in: Prepare,
 ) -> None:
     documents(tmp_path / "docs.jsonl", topics)
     documents(tmp_path / "more.jsonl", [*topics, "more"])
@@ -199,7 +219,12 @@ def test_what_changes_the_bytes_changes_the_fingerprint(
 @pytest.mark.capability("T-X14")
 @pytest.mark.parametrize(
     ("held_out", "count"),
-    [({"fraction": 0.1}, 5), ({"fraction": 0.001}, 1), ({"count": 7}, 7), ({"count": 49}, 49)],
+    [
+        ({"fraction": 0.1}, 5),
+        ({"fraction": 0.001}, 1),
+        ({"count": 7}, 7),
+        ({"count": 49}, 49),
+    ],
 )
 def test_held_out_documents_are_chosen_by_the_seed_and_never_trained_on(
     tmp_path: Path,
@@ -299,7 +324,9 @@ def test_malformed_lines_are_refused_naming_the_first_five_and_their_number(
 def test_a_single_malformed_line_is_one_message(
     tmp_path: Path, training: Recipe, prepared_in: Prepare
 ) -> None:
-    (tmp_path / "docs.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n{"text": "b"}\n')
+    (tmp_path / "docs.jsonl").write_bytes(
+        b'{"text": "a"}\n{"text": "\xff"}\n{"text": "b"}\n'
+    )
     assert message_of(prepared_in, training()) == (
         f"{tmp_path / 'docs.jsonl'}:2: the line is not UTF-8; a byte in it starts no character. "
         "Correct the line, or set spec.training.data.malformed to skip."
@@ -307,7 +334,11 @@ def test_a_single_malformed_line_is_one_message(
 
 
 def test_a_torn_last_line_says_that_the_file_may_be_truncated(
-    tmp_path: Path, training: Recipe, documents: Write, topics: list[str], prepared_in: Prepare
+    tmp_path: Path,
+    training: Recipe,
+    documents: Write,
+    topics: list[str],
+    prepared_in: Prepare,
 ) -> None:
     path = documents(tmp_path / "docs.jsonl", topics)
     path.write_bytes(path.read_bytes()[:-20])
@@ -316,7 +347,8 @@ def test_a_torn_last_line_says_that_the_file_may_be_truncated(
         f"{path}:50: the line is not JSON; Unterminated string starting at column 10; "
     )
     assert (
-        "the file ends within this line, so it may be truncated. Copy the file again" in message
+        "the file ends within this line, so it may be truncated. Copy the file again"
+        in message
     )
 
 
@@ -380,7 +412,8 @@ def test_every_missing_file_is_named_at_once(
     (tmp_path / "empty.jsonl").touch()
     sources = [{"name": "a", "path": "a.jsonl"}, {"name": "b", "path": "empty.jsonl"}]
     recipe = training(
-        data={"sources": sources}, evaluation={"sources": [{"name": "c", "path": "c.jsonl"}]}
+        data={"sources": sources},
+        evaluation={"sources": [{"name": "c", "path": "c.jsonl"}]},
     )
     message = message_of(prepared_in, recipe)
     assert [line.partition(";")[0] for line in message.split("\n")] == [
@@ -393,7 +426,11 @@ def test_every_missing_file_is_named_at_once(
 
 @pytest.mark.capability("C-8")
 def test_evaluation_sources_are_prepared_whole(
-    tmp_path: Path, training: Recipe, documents: Write, topics: list[str], prepared_in: Prepare
+    tmp_path: Path,
+    training: Recipe,
+    documents: Write,
+    topics: list[str],
+    prepared_in: Prepare,
 ) -> None:
     documents(tmp_path / "docs.jsonl", topics)
     documents(tmp_path / "eval.jsonl", ["one", "two"])
@@ -441,7 +478,9 @@ def test_what_is_wrong_with_a_tokens_file_is_said(
     message = message_of(
         prepared_in, training(data={"sources": sources, "heldOut": {"fraction": 0.1}})
     )
-    assert "holds 3 tokens and 2 would be held out; none would remain for training" in message
+    assert (
+        "holds 3 tokens and 2 would be held out; none would remain for training" in message
+    )
 
 
 def test_a_count_of_documents_cannot_be_held_out_of_a_tokens_file(
@@ -458,11 +497,18 @@ def test_a_count_of_documents_cannot_be_held_out_of_a_tokens_file(
 
 
 def test_damaged_prepared_data_is_named_with_its_remedy(
-    tmp_path: Path, training: Recipe, documents: Write, topics: list[str], prepared_in: Prepare
+    tmp_path: Path,
+    training: Recipe,
+    documents: Write,
+    topics: list[str],
+    prepared_in: Prepare,
 ) -> None:
     documents(tmp_path / "docs.jsonl", topics)
     (source,) = prepared_in(training()).sources
-    directory, shard = tmp_path / "prepared" / source.fingerprint, source.train.shards[1].path
+    directory, shard = (
+        tmp_path / "prepared" / source.fingerprint,
+        source.train.shards[1].path,
+    )
     remedy = (
         f"Delete the directory {directory} and prepare again; the source file is untouched."
     )
@@ -490,7 +536,11 @@ def test_damaged_prepared_data_is_named_with_its_remedy(
 
 
 def test_a_source_changed_after_preparation_is_refused_by_a_resumed_run_and_prepared_anew_by_a_fresh_one(
-    tmp_path: Path, training: Recipe, documents: Write, topics: list[str], prepared_in: Prepare
+    tmp_path: Path,
+    training: Recipe,
+    documents: Write,
+    topics: list[str],
+    prepared_in: Prepare,
 ) -> None:
     path = documents(tmp_path / "docs.jsonl", topics)
     recorded = prepared_in(training())
@@ -515,7 +565,11 @@ def test_a_source_changed_after_preparation_is_refused_by_a_resumed_run_and_prep
 
 
 def test_a_source_that_changes_while_it_is_prepared_is_refused(
-    tmp_path: Path, training: Recipe, documents: Write, topics: list[str], prepared_in: Prepare
+    tmp_path: Path,
+    training: Recipe,
+    documents: Write,
+    topics: list[str],
+    prepared_in: Prepare,
 ) -> None:
     path = documents(tmp_path / "docs.jsonl", topics)
 
@@ -530,7 +584,11 @@ def test_a_source_that_changes_while_it_is_prepared_is_refused(
 
 
 def test_progress_counts_the_bytes_of_every_source_in_every_phase(
-    tmp_path: Path, training: Recipe, documents: Write, topics: list[str], prepared_in: Prepare
+    tmp_path: Path,
+    training: Recipe,
+    documents: Write,
+    topics: list[str],
+    prepared_in: Prepare,
 ) -> None:
     documents(tmp_path / "docs.jsonl", topics)
     documents(tmp_path / "b.jsonl", topics[:20])

@@ -141,7 +141,10 @@ def test_a_row_of_a_parquet_file_that_is_none_is_refused_with_its_number(
     rows = [*make_rows(10), {"prompt": "a"}]
     write_parquet(tmp_path / "rows.parquet", rows, group=4)
     message = message_of(prepared_in, sft(training, "rows.parquet", "parquet"))
-    assert "rows.parquet, row 11: the row has no field 'completion'; it has 'prompt'" in message
+    assert (
+        "rows.parquet, row 11: the row has no field 'completion'; it has 'prompt'"
+        in message
+    )
 
 
 def test_a_row_of_a_parquet_file_that_is_no_utf8_is_refused_and_no_other(
@@ -152,6 +155,7 @@ def test_a_row_of_a_parquet_file_that_is_no_utf8_is_refused_and_no_other(
     pq.write_table(table, tmp_path / "rows.parquet")
     message = message_of(prepared_in, sft(training, "rows.parquet", "parquet"))
     assert (
-        "rows.parquet, row 2: the row is not UTF-8; a byte in it starts no character" in message
+        "rows.parquet, row 2: the row is not UTF-8; a byte in it starts no character"
+        in message
     )
     assert "row 1" not in message and "row 3" not in message

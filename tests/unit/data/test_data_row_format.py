@@ -18,7 +18,10 @@ def sft(folder: Path, **rows: Any) -> Training:
             "rows": rows,
             "model": {"config": {"model_type": "llama"}},
             "tokenizer": {"type": "transformers", "path": str(folder)},
-            "data": {"sources": [{"name": "rows", "path": "r.jsonl"}], "sequenceLength": 16},
+            "data": {
+                "sources": [{"name": "rows", "path": "r.jsonl"}],
+                "sequenceLength": 16,
+            },
             "batching": {"globalBatchSize": 2, "microBatchSize": 1},
             "optimizer": {"learningRate": 1e-3},
             "horizon": {"steps": 10},
@@ -35,7 +38,10 @@ def write(folder: Path, name: str, value: Any) -> None:
     ("files", "template"),
     [
         ({"tokenizer_config.json": {"chat_template": "a"}}, "a"),
-        ({"tokenizer_config.json": {"chat_template": "a"}, "chat_template.jinja": "b"}, "b"),
+        (
+            {"tokenizer_config.json": {"chat_template": "a"}, "chat_template.jinja": "b"},
+            "b",
+        ),
         (
             {
                 "tokenizer_config.json": {

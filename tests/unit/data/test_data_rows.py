@@ -39,7 +39,9 @@ def write(folder: Path, *rows: Any) -> None:
 def chat(*said: str) -> dict[str, Any]:
     roles = ("user", "assistant")
     return {
-        "messages": [{"role": roles[at % 2], "content": text} for at, text in enumerate(said)]
+        "messages": [
+            {"role": roles[at % 2], "content": text} for at, text in enumerate(said)
+        ]
     }
 
 
@@ -73,7 +75,11 @@ def test_the_assistants_turns_of_a_conversation_are_learned(
 def test_names_of_fields_are_those_of_the_file(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
-    write(tmp_path, {"q": "a", "text": "b", "prompt": 1}, {"turns": chat("a", "b")["messages"]})
+    write(
+        tmp_path,
+        {"q": "a", "text": "b", "prompt": 1},
+        {"turns": chat("a", "b")["messages"]},
+    )
     names = {"promptField": "q", "completionField": "text", "messagesField": "turns"}
     assert len(read(prepared_in(sft(training, rows=names)))) == 2
 
@@ -96,8 +102,14 @@ def test_names_of_fields_are_those_of_the_file(
             "the field 'completion' is empty; there is nothing to",
         ),
         ({"messages": "hi"}, "the field 'messages' is no list of messages"),
-        ({"messages": ["hi"]}, "messages[0] is no object; a message has a role and content"),
-        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content is no text"),
+        (
+            {"messages": ["hi"]},
+            "messages[0] is no object; a message has a role and content",
+        ),
+        (
+            {"messages": [{"role": "user", "content": None}]},
+            "messages[0].content is no text",
+        ),
         (chat("only"), "no message has the role 'assistant'; there are user"),
         (
             {},
@@ -112,7 +124,9 @@ def test_a_row_that_is_none_is_refused_with_file_and_line(
     with pytest.raises(DataError) as refused:
         prepared_in(sft(training))
     assert f"rows.jsonl:2: {said}" in str(refused.value)
-    assert "Correct the line, or set spec.training.data.malformed to skip" in str(refused.value)
+    assert "Correct the line, or set spec.training.data.malformed to skip" in str(
+        refused.value
+    )
 
 
 @pytest.mark.acceptance("8d-12d:sft")
@@ -175,7 +189,9 @@ def test_rows_that_are_too_long_are_named_behind_any_number_of_malformed_ones(
     write(tmp_path, *[LONG] * 2, *[{}] * 200)
     with pytest.raises(DataError) as refused:
         prepared_in(sft(training))
-    assert [one.path.rpartition(":")[2] for one in refused.value.problems[:-1]] == [*"12345"]
+    assert [one.path.rpartition(":")[2] for one in refused.value.problems[:-1]] == [
+        *"12345"
+    ]
 
 
 def test_rows_that_are_too_long_are_left_out_and_counted(
@@ -231,7 +247,9 @@ def test_rows_that_are_held_out_keep_their_marks_and_none_is_lost(
 ) -> None:
     rows = [{"prompt": f"{number}=", "completion": str(number)} for number in range(200)]
     write(tmp_path, *rows)
-    prepared = prepared_in(sft(training, data={"heldOut": {"count": 20}}), workers=2).sources[0]
+    prepared = prepared_in(
+        sft(training, data={"heldOut": {"count": 20}}), workers=2
+    ).sources[0]
     found = []
     assert prepared.held_out is not None
     for sequence in (prepared.train, prepared.held_out):
@@ -361,4 +379,6 @@ def test_an_index_that_is_not_that_of_the_rows_is_refused(
     damage(shard.documents)
     with pytest.raises(DataError, match=stream + said) as refused:
         RowReader(source, sequence)
-    assert f"delete the directory {shard.path.parent} and prepare again" in str(refused.value)
+    assert f"delete the directory {shard.path.parent} and prepare again" in str(
+        refused.value
+    )

@@ -45,7 +45,9 @@ def told(
         parser = argparse.ArgumentParser()
         add_arguments(parser)
         kept = ("--prepared-directory", str(tmp_path / "prepared"), "--workers", "1")
-        assert execute(parser.parse_args([str(tmp_path / "run.yaml"), *kept, *arguments])) == 0
+        assert (
+            execute(parser.parse_args([str(tmp_path / "run.yaml"), *kept, *arguments])) == 0
+        )
         return capsys.readouterr().out
 
     return prepare
@@ -64,11 +66,15 @@ def test_samples_of_the_first_step_are_shown_with_their_places(
 
     # As text the same, one JSON string a row: ends of lines are seen, and none is made.
     lines = told("--show-samples", "3").splitlines()
-    assert [one["sample"] for one in samples] == [line for line in lines if "/window " in line]
+    assert [one["sample"] for one in samples] == [
+        line for line in lines if "/window " in line
+    ]
     assert all(json.dumps(one["texts"][0]) in lines for one in samples)
 
 
-def test_no_more_samples_are_shown_than_the_first_step_has(told: Callable[..., str]) -> None:
+def test_no_more_samples_are_shown_than_the_first_step_has(
+    told: Callable[..., str],
+) -> None:
     assert len(json.loads(told("--json", "--show-samples", "10"))["firstStep"]) == 4
     assert "firstStep" not in json.loads(told("--json"))
 
@@ -97,8 +103,13 @@ def test_both_rows_of_a_pair_are_shown() -> None:
 
 
 def test_batches_without_tokens_are_named_instead_of_shown() -> None:
-    said = "-s: the recipe has no text to show; its batches hold no input_ids. Leave it out."
+    said = (
+        "-s: the recipe has no text to show; its batches hold no input_ids. Leave it out."
+    )
     with pytest.raises(ConfigurationError, match=said):
         show_samples(
-            stream_of({"states": torch.zeros(1, 4)}), ByteTokenizer(), count=1, asked_by="-s"
+            stream_of({"states": torch.zeros(1, 4)}),
+            ByteTokenizer(),
+            count=1,
+            asked_by="-s",
         )

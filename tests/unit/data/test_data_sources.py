@@ -71,7 +71,16 @@ def test_chunks_are_whole_lines_that_cover_the_file(
 ) -> None:
     data = b"\n".join(lines) + (b"\n" if ends else b"")
     if not data or data.startswith(
-        (b"\x1f\x8b", b"BZh", b"PK", b"PAR1", b"\xff\xfe", b"\xfe\xff", b"\xfd7", b"\x28\xb5")
+        (
+            b"\x1f\x8b",
+            b"BZh",
+            b"PK",
+            b"PAR1",
+            b"\xff\xfe",
+            b"\xfe\xff",
+            b"\xfd7",
+            b"\x28\xb5",
+        )
     ):
         return
     (tmp_path / "f").write_bytes(data)
@@ -127,7 +136,9 @@ def test_what_is_wrong_with_a_file_is_said_with_its_path(tmp_path: Path) -> None
         f"ends within a token id; its size, 3 bytes, is not a multiple of 2 ({field}.dtype is uint16)"
     )
     assert message("single", kind="tokens").startswith("holds a single token id")
-    assert message("fine", kind="tokens", dtype="uint32").startswith("holds a single token id")
+    assert message("fine", kind="tokens", dtype="uint32").startswith(
+        "holds a single token id"
+    )
     fine = tmp_path / "fine"
     assert find_files(source_of(fine, kind="tokens")) == ((fine,), [])
 
@@ -208,7 +219,9 @@ def test_an_unchanged_file_is_read_once(
     monkeypatch.setattr(scan_cache, "is_settled", lambda _: True)
     reads = counting(monkeypatch)
     first = scan_cached(source_of(path), tmp_path / "scans", on_bytes=lambda _: None)
-    assert scan_cached(source_of(path), tmp_path / "scans", on_bytes=lambda _: None) == first
+    assert (
+        scan_cached(source_of(path), tmp_path / "scans", on_bytes=lambda _: None) == first
+    )
     assert reads() == 1
     ((_, one),) = first.files
     assert Scan.from_json(json.loads(json.dumps(one.to_json()))) == one
@@ -224,14 +237,18 @@ def test_a_touched_file_is_read_again_and_a_changed_one_is_noticed_even_at_the_s
     first = scan_cached(source_of(path), tmp_path / "scans", on_bytes=lambda _: None)
     age(path)
     assert (
-        scan_cached(source_of(path), tmp_path / "scans", on_bytes=lambda _: None).content_hash
+        scan_cached(
+            source_of(path), tmp_path / "scans", on_bytes=lambda _: None
+        ).content_hash
         == first.content_hash
     )
     stamp = path.stat()
     path.write_text('{"text": "b"}\n')
     os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     assert (
-        scan_cached(source_of(path), tmp_path / "scans", on_bytes=lambda _: None).content_hash
+        scan_cached(
+            source_of(path), tmp_path / "scans", on_bytes=lambda _: None
+        ).content_hash
         != first.content_hash
     )
     assert reads() == 3
@@ -269,7 +286,9 @@ def test_a_broken_memory_is_ignored(
     first = scan_cached(source_of(path), tmp_path / "scans", on_bytes=lambda _: None)
     (memory,) = (tmp_path / "scans").iterdir()
     memory.write_text(content)
-    assert scan_cached(source_of(path), tmp_path / "scans", on_bytes=lambda _: None) == first
+    assert (
+        scan_cached(source_of(path), tmp_path / "scans", on_bytes=lambda _: None) == first
+    )
 
 
 def test_a_memory_that_cannot_be_kept_is_no_error(
@@ -279,7 +298,9 @@ def test_a_memory_that_cannot_be_kept_is_no_error(
     path.write_text('{"text": "a"}\n')
     monkeypatch.setattr(scan_cache, "is_settled", lambda _: True)
     (tmp_path / "scans").write_text("a file is in the way")
-    assert scan_cached(source_of(path), tmp_path / "scans", on_bytes=lambda _: None).lines == 1
+    assert (
+        scan_cached(source_of(path), tmp_path / "scans", on_bytes=lambda _: None).lines == 1
+    )
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:

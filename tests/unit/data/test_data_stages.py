@@ -27,7 +27,8 @@ class Numbers:
 
     def read(self, items: Sequence[int]) -> Rows:
         return Rows(
-            {"number": torch.tensor([self._first + item for item in items])}, weight=len(items)
+            {"number": torch.tensor([self._first + item for item in items])},
+            weight=len(items),
         )
 
     def describe(self, item: int) -> str:
@@ -36,7 +37,9 @@ class Numbers:
 
 def numbers(stream: TrainingStream, step: int) -> list[int]:
     slots = range(stream.slots_per_step)
-    return [int(value) for slot in slots for value in stream.slot(step, slot).tensors["number"]]
+    return [
+        int(value) for slot in slots for value in stream.slot(step, slot).tensors["number"]
+    ]
 
 
 def staged(*, until: int = 3, seed: int = 0) -> TrainingStream:
@@ -72,8 +75,12 @@ def test_each_stage_gives_every_item_of_its_sources_once_an_epoch() -> None:
     )
 
 
-def test_the_first_stage_is_in_the_order_of_a_run_without_stages_and_the_next_is_not() -> None:
-    alone = TrainingStream([Stage({"low": (Numbers(0, 12), 1.0)})], seed=0, batching=BATCHING)
+def test_the_first_stage_is_in_the_order_of_a_run_without_stages_and_the_next_is_not() -> (
+    None
+):
+    alone = TrainingStream(
+        [Stage({"low": (Numbers(0, 12), 1.0)})], seed=0, batching=BATCHING
+    )
     twice = [
         Stage({"low": (Numbers(0, 12), 1.0)}, until=3),
         Stage({"low": (Numbers(0, 12), 1.0)}),
@@ -92,7 +99,9 @@ def test_the_cursor_counts_each_stages_sources_by_their_own_names() -> None:
     assert stream.cursor(5) == {"0/low": 12, "1/high": 6, "1/low": 2}
 
 
-def test_samples_of_two_stages_have_different_ids_and_are_described_by_their_source() -> None:
+def test_samples_of_two_stages_have_different_ids_and_are_described_by_their_source() -> (
+    None
+):
     stream = staged()
     first, second = stream.slot(1, 0).samples[0], stream.slot(4, 0).samples[0]
     assert first.source == 0 and second.source in (1, 2)
@@ -124,7 +133,9 @@ def test_an_epoch_has_a_source_once_however_many_stages_have_it() -> None:
 
 
 @pytest.mark.parametrize("ends", [(), (None, None), (5, 3), (0, None)])
-def test_stages_that_do_not_follow_each_other_are_refused(ends: tuple[int | None, ...]) -> None:
+def test_stages_that_do_not_follow_each_other_are_refused(
+    ends: tuple[int | None, ...],
+) -> None:
     stages = [Stage({"low": (Numbers(0, 12), 1.0)}, until=end) for end in ends]
     if ends and ends[-1] is not None:
         stages.append(Stage({"low": (Numbers(0, 12), 1.0)}))

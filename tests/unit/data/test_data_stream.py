@@ -75,7 +75,9 @@ def test_a_slot_has_inputs_shifted_labels_and_its_hash(build: Callable[..., Data
         first = (step - 1) * 8 + slot * 2
         assert (
             batch.hash
-            == sum(sample_hash(first + at, sample) for at, sample in enumerate(batch.samples))
+            == sum(
+                sample_hash(first + at, sample) for at, sample in enumerate(batch.samples)
+            )
             % 2**64
         )
         learned = labels != IGNORE_INDEX
@@ -100,11 +102,15 @@ def test_batches_do_not_share_memory(build: Callable[..., Data]) -> None:
     batch = stream.slot(1, 0)
     batch.tensors["input_ids"].fill_(7)
     batch.tensors["labels"].fill_(7)
-    assert not torch.equal(stream.slot(1, 0).tensors["input_ids"], batch.tensors["input_ids"])
+    assert not torch.equal(
+        stream.slot(1, 0).tensors["input_ids"], batch.tensors["input_ids"]
+    )
 
 
 @pytest.mark.acceptance("8d-12b")
-def test_every_token_of_a_source_is_a_label_once_an_epoch(build: Callable[..., Data]) -> None:
+def test_every_token_of_a_source_is_a_label_once_an_epoch(
+    build: Callable[..., Data],
+) -> None:
     stream = build(data={"sources": SOURCES[1:]}).train
     steps = -(-stream.num_samples // 8)
     labels: list[int] = []
@@ -187,7 +193,9 @@ def test_three_hundred_elastic_plans_train_the_same_samples_in_the_same_steps(
 
 
 @pytest.mark.acceptance("8d-12c", "8d-17b")
-def test_each_sample_appears_once_an_epoch_under_every_plan(build: Callable[..., Data]) -> None:
+def test_each_sample_appears_once_an_epoch_under_every_plan(
+    build: Callable[..., Data],
+) -> None:
     stream = build(
         data={"sources": SOURCES[:1]}, batching={"globalBatchSize": 12, "microBatchSize": 1}
     ).train
@@ -202,7 +210,9 @@ def test_each_sample_appears_once_an_epoch_under_every_plan(build: Callable[...,
         )
         assert max(seen.values()) == 1
         assert all(
-            (epoch, window) in seen for epoch in (0, 1) for window in range(stream.num_samples)
+            (epoch, window) in seen
+            for epoch in (0, 1)
+            for window in range(stream.num_samples)
         )
 
 
@@ -258,7 +268,8 @@ def test_a_sample_is_described_by_its_place_in_the_source_file(
             == f"docs/epoch 2/window {window} (docs.jsonl, {lines})"
         )
     assert (
-        stream.describe(SampleId(1, 0, 2)) == "flat/epoch 0/window 2 (ids.bin, tokens 32 to 48)"
+        stream.describe(SampleId(1, 0, 2))
+        == "flat/epoch 0/window 2 (ids.bin, tokens 32 to 48)"
     )
 
 
@@ -300,5 +311,7 @@ def test_data_of_another_tokenizer_is_refused(
 
 
 def test_a_weight_that_would_never_be_drawn_is_refused(build: Callable[..., Data]) -> None:
-    with pytest.raises(ConfigurationError, match=r"spec\.training\.data\.sources\[1\]\.weight"):
+    with pytest.raises(
+        ConfigurationError, match=r"spec\.training\.data\.sources\[1\]\.weight"
+    ):
         build(data={"sources": [SOURCES[0], {**SOURCES[1], "weight": 1e-6}]})

@@ -154,14 +154,18 @@ def test_a_file_cut_short_underneath_is_an_error_with_its_name(
     assert f"delete the directory {tmp_path} and prepare again" in str(caught.value)
 
 
-def test_a_file_removed_before_it_was_opened_is_an_error_with_its_name(tmp_path: Path) -> None:
+def test_a_file_removed_before_it_was_opened_is_an_error_with_its_name(
+    tmp_path: Path,
+) -> None:
     sequence = write_shards(tmp_path, [40, 40])
     sequence.shards[1].path.unlink()
     with pytest.raises(DataError, match="cannot be read"):
         reader_of(sequence, 10).read([7])
 
 
-def test_threads_may_share_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_may_share_a_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(token_files, "_OPEN_FILES", 2)
     reader = reader_of(write_shards(tmp_path, [10] * 10), 10)
     wrong: list[int] = []
@@ -169,7 +173,9 @@ def test_threads_may_share_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def check(seed: int) -> None:
         windows = np.random.default_rng(seed).integers(0, reader.num_windows, 500).tolist()
         wrong.extend(
-            window for window in windows if reader.read([window]).tokens[0, 0] != window * 10
+            window
+            for window in windows
+            if reader.read([window]).tokens[0, 0] != window * 10
         )
 
     threads = [threading.Thread(target=check, args=(seed,)) for seed in range(4)]

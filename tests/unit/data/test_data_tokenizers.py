@@ -70,7 +70,9 @@ def test_byte_ids_are_the_utf8_bytes_and_decode_to_the_text(texts: list[str]) ->
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.text(alphabet=st.characters(codec=None), max_size=20), max_size=6))
-def test_documents_in_one_array_are_the_single_ones_each_with_its_end(texts: list[str]) -> None:
+def test_documents_in_one_array_are_the_single_ones_each_with_its_end(
+    texts: list[str],
+) -> None:
     tokenizer = ByteTokenizer()
     tokens, lengths = tokenizer.encode_documents(texts)
     expected = [[*ids.tolist(), BYTE_END] for ids in tokenizer.encode_many(texts)]
@@ -81,10 +83,14 @@ def test_documents_in_one_array_are_the_single_ones_each_with_its_end(texts: lis
 
 def test_half_a_surrogate_pair_becomes_the_replacement_character() -> None:
     assert replace_lone_surrogates("a\ud800b") == "a\ufffdb"
-    assert ByteTokenizer().decode(ByteTokenizer().encode_many(["a\ud800b"])[0]) == "a\ufffdb"
+    assert (
+        ByteTokenizer().decode(ByteTokenizer().encode_many(["a\ud800b"])[0]) == "a\ufffdb"
+    )
 
 
-def test_the_saved_byte_tokenizer_gives_the_same_ids_in_transformers(tmp_path: Path) -> None:
+def test_the_saved_byte_tokenizer_gives_the_same_ids_in_transformers(
+    tmp_path: Path,
+) -> None:
     from transformers import AutoTokenizer
 
     ours = ByteTokenizer()
@@ -171,7 +177,8 @@ def test_saved_truncation_and_padding_never_touch_a_document(tmp_path: Path) -> 
     backend.save(str(directory / "tokenizer.json"))
     loaded = load_directory(directory)
     assert (
-        loaded.decode(loaded.encode_many(["the quick brown fox"])[0]) == "the quick brown fox"
+        loaded.decode(loaded.encode_many(["the quick brown fox"])[0])
+        == "the quick brown fox"
     )
 
 
@@ -190,7 +197,9 @@ def test_identity_follows_the_content_and_not_the_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "eos", [{"content": "<|endoftext|>", "special": True}, "<|endoftext|>"]
 )
-def test_the_end_of_a_document_may_be_spelled_either_way(tmp_path: Path, eos: object) -> None:
+def test_the_end_of_a_document_may_be_spelled_either_way(
+    tmp_path: Path, eos: object
+) -> None:
     assert load_directory(train_bpe(tmp_path / "bpe", eos=eos)).end_of_document == 0
 
 
@@ -205,12 +214,18 @@ def test_what_is_wrong_with_a_directory_is_said_with_its_remedy(tmp_path: Path) 
     (tmp_path / "file").write_text("x")
     assert "is not a directory" in message_of(tmp_path / "file")
     (tmp_path / "empty").mkdir()
-    assert "holds no tokenizer; there is no tokenizer.json" in message_of(tmp_path / "empty")
-    assert "no eos_token is named there" in message_of(train_bpe(tmp_path / "noend", eos=None))
+    assert "holds no tokenizer; there is no tokenizer.json" in message_of(
+        tmp_path / "empty"
+    )
+    assert "no eos_token is named there" in message_of(
+        train_bpe(tmp_path / "noend", eos=None)
+    )
     assert "its eos_token 'zzz' is not in the vocabulary" in message_of(
         train_bpe(tmp_path / "wrongend", eos="zzz")
     )
-    assert message_of(tmp_path / "wrongend").endswith("Set eos_token in tokenizer_config.json.")
+    assert message_of(tmp_path / "wrongend").endswith(
+        "Set eos_token in tokenizer_config.json."
+    )
 
 
 @pytest.mark.parametrize(
@@ -261,7 +276,9 @@ def test_a_directory_is_read_once_in_a_process_until_its_files_are_others(
     assert other is not first and other.identity != first.identity
 
 
-def test_a_manifest_names_its_tokenizer_relative_to_its_own_directory(tmp_path: Path) -> None:
+def test_a_manifest_names_its_tokenizer_relative_to_its_own_directory(
+    tmp_path: Path,
+) -> None:
     train_bpe(tmp_path / "bpe")
     assert (
         load_tokenizer(

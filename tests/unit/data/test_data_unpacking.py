@@ -91,13 +91,17 @@ def test_an_archive_that_was_cut_short_is_an_error_with_its_position(
         content(path)
     kind = "gzip" if pack is pack_gzip else "zstandard"
     text = str(caught.value)
-    assert text.startswith(f"{path}: ends within its {kind} archive, after byte {len(data)}; ")
+    assert text.startswith(
+        f"{path}: ends within its {kind} archive, after byte {len(data)}; "
+    )
     assert text.endswith("before that; the file was cut short. Copy it again.")
     assert caught.value.exit_code == 64
 
 
 @both
-def test_a_damaged_archive_is_an_error_with_its_position(tmp_path: Path, pack: Pack) -> None:
+def test_a_damaged_archive_is_an_error_with_its_position(
+    tmp_path: Path, pack: Pack
+) -> None:
     path = tmp_path / "f"
     data = bytearray(pack(DATA))
     data[-2] ^= 255  # within the checksum, or the last block

@@ -33,7 +33,9 @@ def store(*names: str, best: str | None = None, damaged: str = "", refused: int 
     return cast(
         Any,
         SimpleNamespace(
-            catalog=SimpleNamespace(scan=lambda: candidates, read_pointer=lambda pointer: best),
+            catalog=SimpleNamespace(
+                scan=lambda: candidates, read_pointer=lambda pointer: best
+            ),
             reader=SimpleNamespace(
                 locate=lambda name: f"run/checkpoints/{name}", validate=validate
             ),
@@ -88,12 +90,16 @@ def test_what_is_not_there_is_refused_with_what_is(asked: str, message: str) -> 
 @pytest.mark.acceptance("8d-4h")
 @pytest.mark.parametrize("asked", ["newest", "-3", "4.0", ""])
 def test_what_is_no_step_is_refused(asked: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"is no step; .* Use a step, best or last"):
+    with pytest.raises(
+        ConfigurationError, match=r"is no step; .* Use a step, best or last"
+    ):
         choose_checkpoint(store("step-9"), asked)
 
 
 def test_a_run_without_checkpoints_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="holds no checkpoint; the run has not saved one"):
+    with pytest.raises(
+        CheckpointError, match="holds no checkpoint; the run has not saved one"
+    ):
         choose_checkpoint(store(), "last")
 
 
@@ -101,7 +107,10 @@ def test_a_run_without_checkpoints_is_refused() -> None:
 def test_sets_are_chosen_by_name_in_the_order_of_the_run() -> None:
     found = sets("heldOut", "wiki", "code")
     assert [one.name for one in choose_sets(found, [])] == ["heldOut", "wiki", "code"]
-    assert [one.name for one in choose_sets(found, ["code", "heldOut"])] == ["heldOut", "code"]
+    assert [one.name for one in choose_sets(found, ["code", "heldOut"])] == [
+        "heldOut",
+        "code",
+    ]
 
 
 def test_all_unknown_sets_are_named_at_once_with_those_that_there_are() -> None:

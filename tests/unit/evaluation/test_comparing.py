@@ -48,7 +48,11 @@ def row(**changes: Any) -> dict[str, Any]:
         ),
         ({"loss": None}, 1e-5, "differs: None over"),
         ({"name": "broken", "loss": None}, 1e-5, "as the run measured it"),
-        ({"name": "broken"}, 1e-5, "differs: 2.5 over 4,096 tokens, and the run measured nan"),
+        (
+            {"name": "broken"},
+            1e-5,
+            "differs: 2.5 over 4,096 tokens, and the run measured nan",
+        ),
         (
             {"step": 20},
             1e-5,
@@ -71,7 +75,10 @@ def test_each_result_has_a_verdict(
     [
         (["--watch"], "--watch; one checkpoint is compared"),
         (["--tolerance", "nan"], "--tolerance nan; one checkpoint is compared"),
-        (["--weights", "average"], "--weights; the weights are those that the run itself has"),
+        (
+            ["--weights", "average"],
+            "--weights; the weights are those that the run itself has",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_anything_is_opened(

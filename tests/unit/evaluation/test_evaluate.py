@@ -37,8 +37,12 @@ class Samples:
     def batch(self, index: int) -> Batch:
         labels = self.labels[index * self.size : (index + 1) * self.size]
         valid = int((labels != IGNORE_INDEX).sum())
-        inputs = (self.labels.clamp(min=0)[index * self.size : (index + 1) * self.size] + 1) % 7
-        return Batch({"input_ids": inputs, "labels": labels}, weight=valid, samples=(), hash=0)
+        inputs = (
+            self.labels.clamp(min=0)[index * self.size : (index + 1) * self.size] + 1
+        ) % 7
+        return Batch(
+            {"input_ids": inputs, "labels": labels}, weight=valid, samples=(), hash=0
+        )
 
 
 @dataclass
@@ -73,7 +77,8 @@ def make(model: nn.Module, size: int, *, is_sharded: bool = False) -> Evaluation
             logits, labels, ignore_index=IGNORE_INDEX, reduction="sum"
         )
         return Loss(
-            loss, {"right": ((logits.argmax(-1) == labels) & (labels != IGNORE_INDEX)).sum()}
+            loss,
+            {"right": ((logits.argmax(-1) == labels) & (labels != IGNORE_INDEX)).sum()},
         )
 
     return EvaluationRunner(
@@ -218,7 +223,9 @@ def test_metrics_may_be_made_of_the_means_of_the_parts() -> None:
     runner = make(Table(), 3)
     plain = run(runner, Samples(rows(), 3))
     loss_of = runner.measures["some"].loss_of
-    measure = Measure(loss_of, ("right",), lambda means, stage: {"wrong": 1 - means["right"]})
+    measure = Measure(
+        loss_of, ("right",), lambda means, stage: {"wrong": 1 - means["right"]}
+    )
     found = run(replace(runner, measures={"some": measure}), Samples(rows(), 3))
     assert found.metrics == {"wrong": 1 - plain.metrics["right"]}
 

@@ -36,7 +36,9 @@ def evaluator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Evaluator:
         session=SimpleNamespace(identity=None, world=None),
         machinery=SimpleNamespace(state=dict),
     )
-    return Evaluator(cast(Any, opened), open_store(tmp_path), lambda: False, lambda *_: None)
+    return Evaluator(
+        cast(Any, opened), open_store(tmp_path), lambda: False, lambda *_: None
+    )
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> None:
@@ -80,5 +82,7 @@ def test_a_checkpoint_that_is_gone_or_another_by_now_is_refused(
     evaluator: Evaluator, monkeypatch: pytest.MonkeyPatch, now: Any
 ) -> None:
     answer(monkeypatch, now)
-    with pytest.raises(CheckpointError, match="step-8: is not there any more; retention has"):
+    with pytest.raises(
+        CheckpointError, match="step-8: is not there any more; retention has"
+    ):
         evaluator._load(CANDIDATE)

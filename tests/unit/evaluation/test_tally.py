@@ -19,7 +19,9 @@ def through_json(tally: Tally) -> Tally:
 
 
 @pytest.mark.parametrize("width", [1, 7, 500])
-def test_the_mean_is_that_of_the_exactly_rounded_sum_wherever_it_was_cut(width: int) -> None:
+def test_the_mean_is_that_of_the_exactly_rounded_sum_wherever_it_was_cut(
+    width: int,
+) -> None:
     tally = Tally("key")
     for first in range(0, len(NUMBERS), width):
         part = NUMBERS[first : first + width]
@@ -64,7 +66,9 @@ def test_a_set_that_weighs_nothing_has_no_mean() -> None:
 
 
 @pytest.mark.parametrize(("key", "names"), [("other", ("a",)), ("key", ("a", "b"))])
-def test_what_was_measured_otherwise_counts_nothing(key: str, names: tuple[str, ...]) -> None:
+def test_what_was_measured_otherwise_counts_nothing(
+    key: str, names: tuple[str, ...]
+) -> None:
     tally = Tally("key", ("a",))
     tally.add([[1.0], [2.0]], num_batches=1, weight=1)
     found = Tally.from_json(tally.to_json(), key=key, names=names)

@@ -51,9 +51,9 @@ PLAIN = {path: node for path, node in NODES.items() if path not in ("", "metadat
 
 def test_every_field_says_what_it_is() -> None:
     for path, node in PLAIN.items():
-        assert re.match(r"[A-Z`(<]|fp32|torch|jsonl|wsd|tokens", node.get("description", "")), (
-            path
-        )
+        assert re.match(
+            r"[A-Z`(<]|fp32|torch|jsonl|wsd|tokens", node.get("description", "")
+        ), path
         assert "``" not in node["description"] and "\n" not in node["description"]
 
 
@@ -163,7 +163,9 @@ def test_defaults_are_filled_in_for_operational_fields_only() -> None:
     assert sorted(path for path, node in NODES.items() if "default" in node) == sorted(
         [*SHOWN_DEFAULTS, "status"]
     )
-    assert not any(path.startswith(("spec.training", "spec.script")) for path in SHOWN_DEFAULTS)
+    assert not any(
+        path.startswith(("spec.training", "spec.script")) for path in SHOWN_DEFAULTS
+    )
 
 
 def test_unknown_keys_of_our_sections_reach_the_whole_validation() -> None:
@@ -201,7 +203,9 @@ def test_the_rules_cost_less_than_two_thirds_of_what_an_api_server_allows() -> N
     assert max(rule["cost"] for rule in found["rules"]) < found["limitOfARule"] * 2 // 3
     # A rule that the estimate must refuse: texts without a bound, compared with each other.
     definition = build_definition()
-    spec = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    spec = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"][
+        "spec"
+    ]
     spec["properties"]["words"] = {
         "type": "array",
         "items": {"type": "string"},

@@ -38,6 +38,14 @@ def test_steps_are_taken_as_they_are() -> None:
     assert derive_steps(training(override), num_samples=10**9).total_steps == 7
 
 
+def test_epochs_of_a_run_that_begins_at_a_position_are_those_of_its_own_steps() -> None:
+    run = training("spec.training.horizon={steps: 7}")
+    found = derive_steps(run, num_samples=64, steps_before=5)
+    assert (found.epochs, found.total_steps, found.samples) == (1.0, 7, 7 * 32)
+    # A horizon that the other run has reached is refused elsewhere.
+    assert derive_steps(run, num_samples=64, steps_before=9).epochs == 0
+
+
 @pytest.mark.capability("C-43", "A-12")
 @pytest.mark.parametrize(
     ("epochs", "samples", "steps"),
@@ -164,7 +172,9 @@ def test_the_second_stage_begins_with_the_first_step_that_starts_at_or_behind_it
     assert (end - 1) * 8192 < boundary <= end * 8192
 
 
-def test_a_boundary_behind_a_horizon_in_epochs_is_refused_once_its_length_is_known() -> None:
+def test_a_boundary_behind_a_horizon_in_epochs_is_refused_once_its_length_is_known() -> (
+    None
+):
     epochs = "spec.training.horizon={epochs: 1}"
     assert derive_steps(staged("8192", epochs), num_samples=64).stage_ends == (1,)
     with pytest.raises(ConfigurationError, match="no step is left for the second stage"):

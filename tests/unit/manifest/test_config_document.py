@@ -173,7 +173,8 @@ def test_a_long_chain_of_aliases_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["[" * 100_000, "{a: " * 100_000, "- " * 5000 + "x", "a: " + "[" * 65 + "]" * 65]
+    "text",
+    ["[" * 100_000, "{a: " * 100_000, "- " * 5000 + "x", "a: " + "[" * 65 + "]" * 65],
 )
 def test_deep_nesting_is_refused_and_never_overflows(text: str) -> None:
     assert "nested deeper than 64 levels" in said(text)[0]

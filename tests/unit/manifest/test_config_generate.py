@@ -10,9 +10,23 @@ import yaml
 
 from evergrad_coordinator.contract import API_VERSION, KIND
 from evergrad_manifest.envelope import TrainingRun
-from evergrad_manifest.example import EDITS, EXAMPLE, OWN_TASK, PAIRS, SCRIPT, SFT, TWO_STAGES
+from evergrad_manifest.example import (
+    EDITS,
+    EXAMPLE,
+    OWN_TASK,
+    PAIRS,
+    SCRIPT,
+    SFT,
+    TWO_STAGES,
+)
 from evergrad_manifest.fields import fields_of, walk_fields
-from evergrad_manifest.generate import REFERENCE, SCHEMA, build_reference, build_schema, main
+from evergrad_manifest.generate import (
+    REFERENCE,
+    SCHEMA,
+    build_reference,
+    build_schema,
+    main,
+)
 from evergrad_manifest.reading.validation import check_run
 from evergrad_manifest.training import Training
 
@@ -54,7 +68,9 @@ def test_a_missing_file_is_drift(tmp_path: Path) -> None:
 
 
 def test_the_reference_has_each_field_once() -> None:
-    rows = re.findall(r"^\| `([a-z][A-Za-z.\[\]]+)` \|", build_reference(), flags=re.MULTILINE)
+    rows = re.findall(
+        r"^\| `([a-z][A-Za-z.\[\]]+)` \|", build_reference(), flags=re.MULTILINE
+    )
     assert sorted(rows) == sorted(field.path for field in walk_fields(TrainingRun))
 
 
@@ -67,7 +83,9 @@ def test_the_reference_says_type_bounds_and_default() -> None:
     assert '| `spec.training.checkpoint.every` | mapping | `{"steps": 500}` |' in page
     assert "| `spec.training.optimizer.betas` | 2 numbers | `[0.9, 0.95]` |" in page
     assert "| `spec.script.command` | list of texts | required |" in page
-    assert "| `spec.training.runtime.compile` | one of `auto`, `on`, `off` | `auto` |" in page
+    assert (
+        "| `spec.training.runtime.compile` | one of `auto`, `on`, `off` | `auto` |" in page
+    )
 
 
 def _accepts(schema: dict[str, Any], value: Any, root: dict[str, Any]) -> bool:
@@ -77,7 +95,8 @@ def _accepts(schema: dict[str, Any], value: Any, root: dict[str, Any]) -> bool:
     if (
         "oneOf" in schema
         and sum(
-            _accepts({"type": "object", **branch}, value, root) for branch in schema["oneOf"]
+            _accepts({"type": "object", **branch}, value, root)
+            for branch in schema["oneOf"]
         )
         != 1
     ):
@@ -97,17 +116,23 @@ def _accepts(schema: dict[str, Any], value: Any, root: dict[str, Any]) -> bool:
         )
     if kind == "string":
         return (
-            isinstance(value, str) and re.search(schema.get("pattern", ""), value) is not None
+            isinstance(value, str)
+            and re.search(schema.get("pattern", ""), value) is not None
         )
     if kind in ("integer", "number"):
         return _accepts_number(schema, value, whole=kind == "integer")
-    return (kind != "boolean" or isinstance(value, bool)) and (kind != "null" or value is None)
+    return (kind != "boolean" or isinstance(value, bool)) and (
+        kind != "null" or value is None
+    )
 
 
 def _accepts_object(
     schema: dict[str, Any], value: dict[str, Any], root: dict[str, Any]
 ) -> bool:
-    properties, more = schema.get("properties", {}), schema.get("additionalProperties", True)
+    properties, more = (
+        schema.get("properties", {}),
+        schema.get("additionalProperties", True),
+    )
     for key, item in value.items():
         if key not in properties and more is False:
             return False
@@ -148,7 +173,8 @@ def schema_accepts(*changes: tuple[str, Any]) -> bool:
 def test_the_schema_accepts_what_is_right_and_human() -> None:
     assert schema_accepts()
     assert schema_accepts(
-        ("spec.training.data.sequenceLength", "1k"), ("spec.training.runtime.bucketSize", "4Mi")
+        ("spec.training.data.sequenceLength", "1k"),
+        ("spec.training.runtime.bucketSize", "4Mi"),
     )
     assert schema_accepts(
         ("spec.training.schedule.warmup", "5%"),
@@ -186,7 +212,9 @@ def test_the_schema_accepts_what_is_right_and_human() -> None:
         ("spec.training", None),
     ],
 )
-def test_the_schema_refuses_what_one_field_shows_to_be_wrong(change: tuple[str, Any]) -> None:
+def test_the_schema_refuses_what_one_field_shows_to_be_wrong(
+    change: tuple[str, Any],
+) -> None:
     assert not schema_accepts(change)
 
 
@@ -238,7 +266,9 @@ def test_each_section_has_an_example_that_validate_accepts() -> None:
         {"script": SCRIPT},
     ):
         assert check_run({**EXAMPLE, "spec": {**without, **kind}})[1] == []
-    assert {*training, *OWN_TASK, *SFT, *TWO_STAGES, *PAIRS, *EDITS} == set(fields_of(Training))
+    assert {*training, *OWN_TASK, *SFT, *TWO_STAGES, *PAIRS, *EDITS} == set(
+        fields_of(Training)
+    )
     examples = re.findall(r"^```yaml\n(.*?)^```$", build_reference(), flags=re.M | re.S)
     shown = [next(iter(yaml.safe_load(text).items())) for text in examples]
     assert [key for key, _ in shown[1:]] == [*fields_of(Training), "script"]

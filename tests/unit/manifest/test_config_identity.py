@@ -90,9 +90,19 @@ RECIPE = [
         1.0,
         2.0,
     ),
-    ("spec.training.data.sequenceLength=128", "spec.training.data.sequenceLength", 256, 128),
+    (
+        "spec.training.data.sequenceLength=128",
+        "spec.training.data.sequenceLength",
+        256,
+        128,
+    ),
     ("spec.training.data.malformed=skip", "spec.training.data.malformed", "refuse", "skip"),
-    ("spec.training.batching.microBatchSize=2", "spec.training.batching.microBatchSize", 4, 2),
+    (
+        "spec.training.batching.microBatchSize=2",
+        "spec.training.batching.microBatchSize",
+        4,
+        2,
+    ),
     (
         "spec.training.optimizer.learningRate=2e-3",
         "spec.training.optimizer.learningRate",
@@ -192,9 +202,12 @@ def test_spelling_does_not_change_the_hash() -> None:
 def test_the_hash_is_a_fixed_function_of_the_recipe() -> None:
     # A release that changes this number makes every run in existence refuse to resume.
     assert (
-        config_hash(run()) == "93d4973dbd209e0912e5b06f0d9659d66dfca1dd7eec42aedbc526d90de667cc"
+        config_hash(run())
+        == "93d4973dbd209e0912e5b06f0d9659d66dfca1dd7eec42aedbc526d90de667cc"
     )
-    assert config_hash(from_wire(json.loads(json.dumps(to_wire(run()))))) == config_hash(run())
+    assert config_hash(from_wire(json.loads(json.dumps(to_wire(run()))))) == config_hash(
+        run()
+    )
 
 
 def test_sources_in_another_number_are_compared_as_a_whole() -> None:
@@ -250,7 +263,10 @@ WIRES = [
     ("spec.training.schedule={type: cosine, warmup: 100%}",),
     ("spec.training.schedule={type: constant}",),
     ("spec.training.schedule={warmup: 100%, decay: 0}",),
-    ("spec.training.data.sources[0].type=tokens", "spec.training.data.sources[0].dtype=uint32"),
+    (
+        "spec.training.data.sources[0].type=tokens",
+        "spec.training.data.sources[0].dtype=uint32",
+    ),
     (
         "spec.training.model={path: model}",
         "spec.training.tokenizer={type: transformers, path: t}",

@@ -92,7 +92,8 @@ def test_files_that_cannot_be_used_are_refused_by_name(tmp_path: Path) -> None:
     assert "cannot be read" in problems("a\0b")[0]
     assert "too long" in problems("x" * 5000)[0]
     assert (
-        "is too large; the largest manifest read is 1048576 bytes" in problems("/dev/zero")[0]
+        "is too large; the largest manifest read is 1048576 bytes"
+        in problems("/dev/zero")[0]
     )
     assert "is empty" in problems("/dev/null")[0]
 
@@ -226,7 +227,8 @@ def test_removing_a_key_that_is_not_there_is_fine_if_it_exists_and_refused_if_it
     manifest: Path, tmp_path: Path
 ) -> None:
     assert load_manifest(
-        manifest, overlays=[overlay(tmp_path, "spec: {training: {stop: null, initFrom: null}}")]
+        manifest,
+        overlays=[overlay(tmp_path, "spec: {training: {stop: null, initFrom: null}}")],
     )
     slip = overlay(tmp_path, "spec: {training: {horizn: null}}")
     assert problems(manifest, [slip]) == [
@@ -245,7 +247,9 @@ def test_problems_name_the_file_or_argument_a_value_came_from(
     manifest: Path, tmp_path: Path
 ) -> None:
     over = overlay(tmp_path, "spec:\n  training:\n    data:\n      sequenceLength: 3\n")
-    said = problems(manifest, [over], ["spec.training.horizon.tokens=x", "spec.nodes.max=1"])
+    said = problems(
+        manifest, [over], ["spec.training.horizon.tokens=x", "spec.nodes.max=1"]
+    )
     assert any(f"3 is too small ({over} line 4)" in line for line in said)
     assert any("'x' is not a number (--set)" in line for line in said)
     assert any("1 is below nodes.min 2 (--set)" in line for line in said)
@@ -404,7 +408,9 @@ def test_an_override_of_a_value_that_cannot_be_read_is_judged_itself_too(
 ) -> None:
     manifest.write_text(BASE.replace("learningRate: 1e-3", "learningRate: .nan"))
     said = problems(manifest, overrides=["spec.training.optimizer.learningRate=x"])
-    assert len(said) == 2 and "'.nan'" in said[0] and "'x' is not a number (--set)" in said[1]
+    assert (
+        len(said) == 2 and "'.nan'" in said[0] and "'x' is not a number (--set)" in said[1]
+    )
 
 
 def test_a_path_is_parsed_or_refused() -> None:

@@ -243,7 +243,9 @@ def replace_value(tree: Any, chance: random.Random) -> None:
 
 
 def rename_key(tree: Any, chance: random.Random) -> None:
-    container, key = chance.choice([(c, k) for c, k in places_in(tree) if isinstance(c, dict)])
+    container, key = chance.choice(
+        [(c, k) for c, k in places_in(tree) if isinstance(c, dict)]
+    )
     new = chance.choice([*ODD_KEYS, key[:-1], key.upper(), key + "x", key[::-1]])
     container[new] = container.pop(key)
 
@@ -349,11 +351,14 @@ def mutated_overrides(chance: random.Random) -> list[str]:
         "on",
     ]
     return [
-        f"{word}{chance.choice(('=', '=', '=', ''))}{chance.choice(values)}" for word in words
+        f"{word}{chance.choice(('=', '=', '=', ''))}{chance.choice(values)}"
+        for word in words
     ]
 
 
-def run_validate(path: Path, overrides: list[str], *, as_json: bool) -> tuple[int, str, str]:
+def run_validate(
+    path: Path, overrides: list[str], *, as_json: bool
+) -> tuple[int, str, str]:
     parser = argparse.ArgumentParser()
     validate.add_arguments(parser)
     arguments = [
@@ -382,7 +387,8 @@ def check(path: Path, overrides: list[str]) -> int:
         run = load_manifest(path, overrides=overrides).run
         assert from_wire(document["resolved"]) == run
         assert (
-            to_wire(run) == document["resolved"] and config_hash(run) == document["configHash"]
+            to_wire(run) == document["resolved"]
+            and config_hash(run) == document["configHash"]
         )
     return code
 
@@ -419,7 +425,9 @@ def test_mutated_manifests_are_accepted_or_refused_with_a_path_and_no_traceback(
 
 
 @pytest.mark.acceptance("input-A-68")
-@pytest.mark.parametrize("mutation", TREE_MUTATIONS[:6], ids=lambda mutation: mutation.__name__)
+@pytest.mark.parametrize(
+    "mutation", TREE_MUTATIONS[:6], ids=lambda mutation: mutation.__name__
+)
 def test_the_printed_form_of_a_refused_mutant_is_error_lines(
     mutation: Callable[[Any, random.Random], None], tmp_path: Path
 ) -> None:

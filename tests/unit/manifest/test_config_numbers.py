@@ -119,7 +119,11 @@ REFUSED: list[tuple[Parser, Any, str]] = [
     ),
     (parse_count, "10^6", "'10^6' is not a number; a power is not worked out. Write 1e6"),
     (parse_real, "10^-3", "'10^-3' is not a number; a power is not worked out. Write 1e-3"),
-    (parse_count, "2**20", "'2**20' is not a number; a power is not worked out. Write 1048576"),
+    (
+        parse_count,
+        "2**20",
+        "'2**20' is not a number; a power is not worked out. Write 1048576",
+    ),
     (parse_real, "2^-3", "a power is not worked out. Write its value"),
     (parse_count, "2^999", "'2^999' is not a number"),
     (parse_count, "0x10", "'0x10' is not a number"),
@@ -184,7 +188,11 @@ REFUSED: list[tuple[Parser, Any, str]] = [
     ),
     (parse_count, "1e99999", "'1e99999' is not a number"),
     (parse_count, 10**400, "a number of more than"),
-    (parse_real, "1e400", "'1e400' is too large; it cannot be represented as a 64-bit float"),
+    (
+        parse_real,
+        "1e400",
+        "'1e400' is too large; it cannot be represented as a 64-bit float",
+    ),
     (parse_real, "1e-400", "'1e-400' is too small"),
     (parse_real, "1e-401", "'1e-401' is too small"),
     (parse_real, "64Ki", "has the unit Ki"),
@@ -261,7 +269,9 @@ def test_a_million_digits_are_refused_at_once(parse: Parser, text: str) -> None:
 
 
 @given(
-    st.integers(-(2**53), 2**53), st.integers(0, 6), st.sampled_from(["", "k", "M", "G", "T"])
+    st.integers(-(2**53), 2**53),
+    st.integers(0, 6),
+    st.sampled_from(["", "k", "M", "G", "T"]),
 )
 def test_decimal_fractions_of_units_are_exact(digits: int, shift: int, unit: str) -> None:
     text = f"{digits}e-{shift}{unit}"
@@ -282,7 +292,9 @@ def test_a_float_and_its_text_are_read_alike(value: float) -> None:
     assert parse_real(repr(value)) == value
 
 
-@given(st.one_of(st.text(), st.integers(), st.floats(), st.booleans(), st.none(), st.binary()))
+@given(
+    st.one_of(st.text(), st.integers(), st.floats(), st.booleans(), st.none(), st.binary())
+)
 def test_anything_is_a_number_or_refused_as_one(value: Any) -> None:
     for parse in (
         parse_count,
@@ -350,8 +362,12 @@ _PLAIN_SECTIONS = ("spec.template.", "spec.training.latentEdit.")
 def test_every_numeric_field_of_the_manifest_reads_human_numbers() -> None:
     numeric = 0
     for field in walk_fields(TrainingRun):
-        for annotation, metadata in _leaves(field.info.annotation, tuple(field.info.metadata)):
-            is_plain = field.path.startswith(_PLAIN_SECTIONS) or field.path in _PLAIN_NUMBERS
+        for annotation, metadata in _leaves(
+            field.info.annotation, tuple(field.info.metadata)
+        ):
+            is_plain = (
+                field.path.startswith(_PLAIN_SECTIONS) or field.path in _PLAIN_NUMBERS
+            )
             if (annotation in (int, float) or int in get_args(annotation)) and not is_plain:
                 assert any(isinstance(marker, Human) for marker in metadata), field.path
                 numeric += 1

@@ -67,7 +67,9 @@ def test_a_quantity_is_kept_as_text_and_has_an_exact_value(
     ],
     ids=lambda value: repr(value)[:20],
 )
-def test_what_is_no_quantity_is_refused_with_the_likely_one(written: Any, said: str) -> None:
+def test_what_is_no_quantity_is_refused_with_the_likely_one(
+    written: Any, said: str
+) -> None:
     with pytest.raises(NumberError) as refused:
         parse_quantity(written)
     assert said in str(refused.value)
@@ -80,7 +82,19 @@ def test_a_right_key_has_no_fault(key: str) -> None:
 
 @pytest.mark.parametrize(
     "key",
-    ["", "/a", "a/", "a/b/c", "A.com/x", "-a", "a-", "a b", "x" * 64, "a\n", "x" * 254 + "/a"],
+    [
+        "",
+        "/a",
+        "a/",
+        "a/b/c",
+        "A.com/x",
+        "-a",
+        "a-",
+        "a b",
+        "x" * 64,
+        "a\n",
+        "x" * 254 + "/a",
+    ],
 )
 def test_a_wrong_key_has_a_fault(key: str) -> None:
     assert fault_of_key(key) is not None

@@ -51,7 +51,11 @@ def refused(*overrides: str) -> dict[str, str]:
 def test_a_script_is_read_with_its_defaults() -> None:
     script = run("spec.script={command: [./start]}").script
     assert script.command == ("./start",)
-    assert (script.env, script.working_directory, script.grace_period_seconds) == ({}, ".", 30)
+    assert (script.env, script.working_directory, script.grace_period_seconds) == (
+        {},
+        ".",
+        30,
+    )
     assert (script.metrics.port, script.metrics.linger_seconds) == (None, 0)
 
 
@@ -88,7 +92,11 @@ def test_the_accessor_of_the_other_kind_says_what_the_run_is() -> None:
             Program("executable", "bash", ("-c", "a.py")),
             ("bash", "-c", "a.py"),
         ),
-        (["bin/start", ""], Program("executable", "bin/start", ("",)), ("/base/bin/start", "")),
+        (
+            ["bin/start", ""],
+            Program("executable", "bin/start", ("",)),
+            ("/base/bin/start", ""),
+        ),
         (["train.pyc"], Program("executable", "train.pyc", ()), ("train.pyc",)),
     ],
 )
@@ -255,7 +263,10 @@ def test_every_field_of_a_script_is_decided_upon() -> None:
 )
 def test_what_is_operational_may_change(override: str) -> None:
     assert config_hash(run(override)) == config_hash(run())
-    assert changed_fields(recipe_of(run()), recipe_of(run(override)), where="spec.script") == []
+    assert (
+        changed_fields(recipe_of(run()), recipe_of(run(override)), where="spec.script")
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -283,13 +294,18 @@ def test_what_decides_the_result_changes_the_hash_and_is_named(
 def test_the_hash_of_a_script_is_a_fixed_function_of_its_recipe() -> None:
     # A release that changes this number makes every script run in existence refuse to go on.
     assert (
-        config_hash(run()) == "6fe226d59927bfb36ef16e2b99e12bf6c64ff970e20b7be1987e92a47145dbc7"
+        config_hash(run())
+        == "6fe226d59927bfb36ef16e2b99e12bf6c64ff970e20b7be1987e92a47145dbc7"
     )
 
 
 @pytest.mark.parametrize(
     "overrides",
-    [(), ("spec.script={command: [-m, a]}",), ("spec.nodes=null", "spec.script.env={A: ''}")],
+    [
+        (),
+        ("spec.script={command: [-m, a]}",),
+        ("spec.nodes=null", "spec.script.env={A: ''}"),
+    ],
 )
 def test_a_script_survives_the_wire_and_is_itself_a_manifest(
     overrides: tuple[str, ...], tmp_path: Path

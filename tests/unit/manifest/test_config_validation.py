@@ -179,14 +179,17 @@ def test_the_names_of_the_cases_are_unique() -> None:
     assert len(names) == len(set(names))
 
 
-GOOD: dict[str, dict[str, Any]] = yaml.safe_load((FOLDER / "good_manifests.yaml").read_text())
+GOOD: dict[str, dict[str, Any]] = yaml.safe_load(
+    (FOLDER / "good_manifests.yaml").read_text()
+)
 
 
 @pytest.mark.acceptance("8d-8j", "input-2e-3")
 @pytest.mark.parametrize("changes", GOOD.values(), ids=GOOD)
 def test_what_is_right_at_the_edge_is_accepted(changes: dict[str, Any]) -> None:
     overrides = [
-        as_override(path, "null" if value is None else value) for path, value in changes.items()
+        as_override(path, "null" if value is None else value)
+        for path, value in changes.items()
     ]
     assert load_manifest(BASE, overrides=overrides).run.spec.nodes.min
 

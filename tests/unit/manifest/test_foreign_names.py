@@ -33,7 +33,9 @@ def refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refuse:
         directory = tmp_path / "run"
         directory.mkdir(exist_ok=True)
         (directory / "run.json").write_text("{}")
-        code = main(["run", str(BASE), "--run-directory", str(directory), "--set", override])
+        code = main(
+            ["run", str(BASE), "--run-directory", str(directory), "--set", override]
+        )
         said = capsys.readouterr()
         assert (code, said.out) == (64, "")
         assert said.err.splitlines() == [f"error: {one}" for one in refused.value.problems]
@@ -136,7 +138,9 @@ def test_an_option_of_other_trainers_is_refused_with_what_to_write(
 
 
 @pytest.mark.acceptance("input-A-18")
-@pytest.mark.capability("A-18", "A-19", "A-22", "A-24", "A-83", "C-48", "C-61", "C-63", "C-64")
+@pytest.mark.capability(
+    "A-18", "A-19", "A-22", "A-24", "A-83", "C-48", "C-61", "C-63", "C-64"
+)
 @pytest.mark.capability(
     "A-7", "A-84", "A-29", "A-34", "A-47", "A-70", "O-23", "O-26", "O-72", "O-79", "T-43"
 )
@@ -161,7 +165,10 @@ def test_an_option_of_other_trainers_is_refused_with_what_to_write(
         ("python_profile", "Write spec.training.logging.profile."),
         ("grad_accumulation_scheduler", "so that its samples follow from its number"),
         ("separate_perplexity", "is an evaluator of a task of your own"),
-        ("rejection_sampling", "each round is a run of its own that begins with the weights"),
+        (
+            "rejection_sampling",
+            "each round is a run of its own that begins with the weights",
+        ),
         ("oracle", "a search that calls a model is a program around its runs"),
         (
             "data.synthetic_data",
@@ -196,10 +203,19 @@ def test_what_is_not_built_is_refused_with_its_reason(
 @pytest.mark.parametrize(
     ("key", "said"),
     [
-        ("valid_batch_size", "`evergrad evaluate --micro-batch-size` has a size of its own"),
+        (
+            "valid_batch_size",
+            "`evergrad evaluate --micro-batch-size` has a size of its own",
+        ),
         ("log_rotation", "trackers read metrics.jsonl from its beginning"),
-        ("data.hub_dataset", "save a data set of the hub as JSON Lines or Parquet. Write spec"),
-        ("data.flat_batch", "one to a sample by the file. Write spec.training.data.packing."),
+        (
+            "data.hub_dataset",
+            "save a data set of the hub as JSON Lines or Parquet. Write spec",
+        ),
+        (
+            "data.flat_batch",
+            "one to a sample by the file. Write spec.training.data.packing.",
+        ),
         (
             "checkpoint.type",
             "`evergrad checkpoint export` makes a transformers directory of any of them",
@@ -219,10 +235,16 @@ def test_what_is_not_built_is_refused_with_its_reason(
         ("data.train_eval_split", "Write spec.training.data.heldOut."),
         ("data.cache_dir", "Write spec.training.data.preparedDirectory."),
         ("data.cache_fs_type", "one rename publishes prepared data"),
-        ("data.fail_on_missing_cache", "`evergrad run --require-prepared` prepares nothing"),
+        (
+            "data.fail_on_missing_cache",
+            "`evergrad run --require-prepared` prepares nothing",
+        ),
         ("data.div_length", "all samples have one length"),
         ("data.pad_to", "Write spec.training.data.sequenceLength."),
-        ("data.drop_last", "behind the last samples of an epoch come the first of the next"),
+        (
+            "data.drop_last",
+            "behind the last samples of an epoch come the first of the next",
+        ),
         ("data.fuse_positions_prob", "positions begin anew in each row"),
         ("data.repeat_to_pack_max_length", "would be learned more often than others"),
         ("data.ignore_empty_think", "which can leave thoughts out"),
@@ -242,7 +264,9 @@ def test_a_name_that_counts_in_one_section_is_an_unknown_key_elsewhere() -> None
     assert "unknown key" in str(problem)
 
 
-@pytest.mark.capability("G-X22", "G-X28", "G-X29", "G-X30", "G-X31", "G-X36", "G-X37", "G-X39")
+@pytest.mark.capability(
+    "G-X22", "G-X28", "G-X29", "G-X30", "G-X31", "G-X36", "G-X37", "G-X39"
+)
 @pytest.mark.capability("O-73")
 @pytest.mark.capability("T-X2", "T-X3", "T-X4", "T-X5", "T-X12")
 @pytest.mark.parametrize(
@@ -261,7 +285,10 @@ def test_a_name_that_counts_in_one_section_is_an_unknown_key_elsewhere() -> None
         ("registry", "there is no table to enter oneself in, and so nothing entered twice"),
         ("optimizer.class_path", "are module:attr of a file beside it"),
         ("attestation", "a signature needs a key, and a run has none"),
-        ("twoStageKl.fade", "weights that move with the step would need the steps before it"),
+        (
+            "twoStageKl.fade",
+            "weights that move with the step would need the steps before it",
+        ),
         (
             "twoStageKl.snapshot_stages",
             "there is one boundary, and the reference is the model there",
@@ -318,16 +345,18 @@ def test_a_length_from_the_model_is_refused_and_the_models_number_is_named(
     refuse: Refuse, tmp_path: Path
 ) -> None:
     path = "spec.training.data.sequenceLength"
-    why = (
-        "it decides which tokens are a sample, and must not change where the model's file does"
-    )
+    why = "it decides which tokens are a sample, and must not change where the model's file does"
     [problem] = refuse(f"{path}=auto")
-    assert f"{path}: 'auto' is not a number (--set); {why}. Write the number" in str(problem)
+    assert f"{path}: 'auto' is not a number (--set); {why}. Write the number" in str(
+        problem
+    )
 
     # Left out, the error has what to write, where the file has it.
     text = BASE.read_text("utf-8").replace("      sequenceLength: 256\n", "")
     file = tmp_path / "run.yaml"
-    file.write_text(text.replace("llama,", "llama, max_position_embeddings: 2048,"), "utf-8")
+    file.write_text(
+        text.replace("llama,", "llama, max_position_embeddings: 2048,"), "utf-8"
+    )
     with pytest.raises(ConfigurationError) as refused:
         load_manifest(file)
     [problem] = [one for one in refused.value.problems if one.path == path]
@@ -353,7 +382,11 @@ def test_the_loss_of_a_step_chooses_no_best_checkpoint(metric: str) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
-        ("spec.training.batching.microBatchSize", "auto", f"'auto' is not a number{_OF_MICRO}"),
+        (
+            "spec.training.batching.microBatchSize",
+            "auto",
+            f"'auto' is not a number{_OF_MICRO}",
+        ),
         ("spec.training.batching.microBatchSize", "-1", f"-1 is too small{_OF_MICRO}"),
         (
             "spec.training.runtime.device",

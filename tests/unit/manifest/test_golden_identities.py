@@ -29,7 +29,9 @@ from evergrad_manifest.training.two_stage_kl import DEFAULT_BETA
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[2]
 BASE = FOLDER / "base_manifest.yaml"
-GOLDEN: list[dict[str, Any]] = yaml.safe_load((FOLDER / "golden_identities.yaml").read_text())
+GOLDEN: list[dict[str, Any]] = yaml.safe_load(
+    (FOLDER / "golden_identities.yaml").read_text()
+)
 EXAMPLES = {
     "elastic": "d7700ccf853613b191b34ae4085d2f64764b2e4f7a011d5f6282035385b990d7",
     "pydoc": "94478a20741fbc81cd81e73664677bbc6f407f71bd59125c5a6a93ba4fe33c25",
@@ -178,7 +180,9 @@ def test_every_field_of_the_recipe_is_set_by_a_golden_spec() -> None:
     recipe = {
         path
         for path in fields
-        if path.startswith(("script.", *(f"training.{section}" for section in RECIPE_SECTIONS)))
+        if path.startswith(
+            ("script.", *(f"training.{section}" for section in RECIPE_SECTIONS))
+        )
     }
     assert recipe - said == set()
 
@@ -214,7 +218,9 @@ def test_a_field_that_a_later_version_adds_changes_no_hash_of_a_file_that_does_n
     ],
     ids=["section", "optional", "item of a list", "number", "mapping"],
 )
-def test_a_later_field_that_is_set_changes_the_hash(path: tuple[str, str], value: Any) -> None:
+def test_a_later_field_that_is_set_changes_the_hash(
+    path: tuple[str, str], value: Any
+) -> None:
     raw = json.loads(json.dumps(document(GOLDEN[0])))
     raw["spec"]["training"][path[0]][path[1]] = value
     assert config_hash(LaterRun.model_validate(raw)) != GOLDEN[0]["hash"]
@@ -334,6 +340,8 @@ def test_the_weight_of_a_penalty_is_the_same_written_out_or_not() -> None:
     same, other = with_beta(0, DEFAULT_BETA), with_beta(0, 2 * DEFAULT_BETA)
     assert (config_hash(same), settings_hash(same)) == (golden["hash"], golden["settings"])
     assert recipe_of(same) == recipe_of(before) and changed_settings(before, same) == []
-    assert config_hash(other) != golden["hash"] and settings_hash(other) != golden["settings"]
+    assert (
+        config_hash(other) != golden["hash"] and settings_hash(other) != golden["settings"]
+    )
     (change,) = changed_fields(recipe_of(before), recipe_of(other))
     assert change[0] == "spec.training.twoStageKl.stages[1].beta"

@@ -158,9 +158,9 @@ def test_what_the_cluster_adds_to_a_valid_object_is_no_problem() -> None:
     ids=["recipe", "horizon", "image", "volume", "manager", "kind"],
 )
 def test_what_a_run_keeps_cannot_be_replaced(changes: dict[str, Any], problem: str) -> None:
-    assert [str(found) for found in problems_of(sent(changed(changes)), old=sent(BASE))] == [
-        problem
-    ]
+    assert [
+        str(found) for found in problems_of(sent(changed(changes)), old=sent(BASE))
+    ] == [problem]
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,9 @@ def test_what_a_run_keeps_cannot_be_replaced(changes: dict[str, Any], problem: s
         "the end of its volume",
     ],
 )
-def test_another_spelling_and_what_is_operational_may_change(changes: dict[str, Any]) -> None:
+def test_another_spelling_and_what_is_operational_may_change(
+    changes: dict[str, Any],
+) -> None:
     assert problems_of(sent(changed(changes)), old=sent(BASE)) == ()
 
 
@@ -201,7 +203,9 @@ def test_a_run_that_was_refused_before_it_began_may_change_as_a_whole() -> None:
     ]
     good = changed({"spec.training.optimizer.learningRate": 0.5})
     assert problems_of(sent(good), old=sent(bad, reason=INVALID_SPEC)) == ()
-    assert problems_of(sent(good), old=sent(BASE, reason=INVALID_SPEC, recipeHash="ab")) != ()
+    assert (
+        problems_of(sent(good), old=sent(BASE, reason=INVALID_SPEC, recipeHash="ab")) != ()
+    )
 
 
 def test_an_invalid_update_says_what_is_invalid_and_not_what_changed() -> None:
@@ -249,8 +253,13 @@ def test_no_words_are_looked_for_where_an_object_is_all_problems(
     raw = changed({})
     raw["spec"]["training"] |= {f"key{number}": 0 for number in range(20_000)}
     found = problems_of(sent(raw))
-    assert (len(found), len(words)) == (problems.MOST_PROBLEMS + 1, 10 * problems.MOST_PROBLEMS)
-    assert found[-1].what == f"{20_000 - problems.MOST_PROBLEMS} more problems are not listed"
+    assert (len(found), len(words)) == (
+        problems.MOST_PROBLEMS + 1,
+        10 * problems.MOST_PROBLEMS,
+    )
+    assert (
+        found[-1].what == f"{20_000 - problems.MOST_PROBLEMS} more problems are not listed"
+    )
 
 
 # ---- what an API server still keeps ------------------------------------------------------------------------
@@ -282,7 +291,9 @@ def test_numbers_in_quotes_of_an_earlier_version_are_read_and_each_is_named() ->
 
 
 def test_no_other_text_becomes_a_number() -> None:
-    wrong = changed({"spec.nodes": "{min: many}", "spec.training.schedule.warmup": '"150%"'})
+    wrong = changed(
+        {"spec.nodes": "{min: many}", "spec.training.schedule.warmup": '"150%"'}
+    )
     assert with_plain_numbers(wrong) == (wrong, ())
     assert with_plain_numbers(BASE) == (BASE, ())
 
@@ -328,7 +339,10 @@ def nested(levels: int) -> dict[str, Any]:
     for _ in range(levels):
         options = {"a": options, "b": [1]}
     return changed({"spec.training.model": {"config": {"model_type": "llama", "x": 1}}}) | {
-        "spec": {**BASE["spec"], "training": {**BASE["spec"]["training"], "options": options}}
+        "spec": {
+            **BASE["spec"],
+            "training": {**BASE["spec"]["training"], "options": options},
+        }
     }
 
 
@@ -344,12 +358,15 @@ def test_an_object_that_is_nested_too_deeply_has_one_problem() -> None:
 def test_what_lies_too_deep_is_cut_and_what_does_not_stays_itself() -> None:
     cut = cut_deep(nested(1_200))
     assert (
-        json.dumps(cut).count('{"a"') == MAX_DEPTH - 2 and cut["metadata"] == BASE["metadata"]
+        json.dumps(cut).count('{"a"') == MAX_DEPTH - 2
+        and cut["metadata"] == BASE["metadata"]
     )
     assert cut_deep(BASE) is BASE
 
 
-def test_a_file_of_as_many_levels_as_a_file_may_have_is_not_too_deep(tmp_path: Path) -> None:
+def test_a_file_of_as_many_levels_as_a_file_may_have_is_not_too_deep(
+    tmp_path: Path,
+) -> None:
     # The mapping of the options is on level 4, so that its innermost values are on the last one.
     for levels, is_read in ((MAX_DEPTH - 5, True), (MAX_DEPTH - 4, False)):
         document = nested(levels)

@@ -23,7 +23,9 @@ def test_each_field_that_stands_for_an_option_of_arctictraining_exists() -> None
         assert find_field(TrainingRun, path) is not None, name
 
 
-def test_a_file_of_arctictraining_and_the_converted_one_say_the_same(tmp_path: Path) -> None:
+def test_a_file_of_arctictraining_and_the_converted_one_say_the_same(
+    tmp_path: Path,
+) -> None:
     theirs_text, ours_text = re.findall(
         r"^```yaml\n(.*?)^```$", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL
     )

@@ -58,7 +58,12 @@ PRECEDENCE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"template": {"labels": {"a": "1", "b": "2"}, "nodeSelector": {"x": "1"}}},
     ),
     "a resource as request and limit at once": (
-        {"resources": {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": "2Gi"}}},
+        {
+            "resources": {
+                "requests": {"cpu": "1", "memory": "1Gi"},
+                "limits": {"memory": "2Gi"},
+            }
+        },
         {"resources": {"requests": {"memory": "8Gi"}}},
         {"resources": {"requests": {"cpu": "1", "memory": "8Gi"}, "limits": {}}},
     ),
@@ -247,7 +252,10 @@ def test_a_wrong_profile_is_refused_with_the_place(profile: Any, said: str) -> N
 
 
 def test_all_problems_of_a_profile_come_at_once() -> None:
-    wrong = {"defaults": {"image": "A B", "queueName": "a b"}, "allows": {"rdma": ["x y/z"]}}
+    wrong = {
+        "defaults": {"image": "A B", "queueName": "a b"},
+        "allows": {"rdma": ["x y/z"]},
+    }
     assert len(check_profile(wrong)) == 3
 
 
@@ -325,7 +333,9 @@ def test_the_pages_command_shows_what_its_profiles_fill_in(
         "spec.template",
         "spec.ttlSecondsAfterFinished",
     ]
-    assert "team-a" in shown["metadata.labels"], "the namespace's profile stands over the other"
+    assert "team-a" in shown["metadata.labels"], (
+        "the namespace's profile stands over the other"
+    )
 
 
 @pytest.mark.parametrize(

@@ -117,13 +117,16 @@ def test_a_run_carries_the_module_that_its_recipe_names_as_a_file_or_as_a_packag
 
 
 @pytest.mark.capability("A-2")
-def test_a_run_that_does_not_carry_its_module_is_refused_before_any_node_looks_for_it() -> None:
+def test_a_run_that_does_not_carry_its_module_is_refused_before_any_node_looks_for_it() -> (
+    None
+):
     (problem,) = carried("mine:Task", "yours.py")
     assert problem.startswith("spec.training.files: mine.py is not among the files. Add it")
 
 
 @pytest.mark.parametrize(
-    "name", ["../mine.py", "/mine.py", "parts/../../mine.py", "mine.sh", ".mine.py", "a//b.py"]
+    "name",
+    ["../mine.py", "/mine.py", "parts/../../mine.py", "mine.sh", ".mine.py", "a//b.py"],
 )
 def test_no_name_of_a_file_leads_out_of_its_folder(name: str) -> None:
     assert any(
@@ -133,5 +136,10 @@ def test_no_name_of_a_file_leads_out_of_its_folder(name: str) -> None:
 
 
 def test_the_api_server_stores_whatever_files_submit_sends() -> None:
-    node = build_root()["properties"]["spec"]["properties"]["training"]["properties"]["files"]
-    assert (node["maxProperties"], node["additionalProperties"]["maxLength"]) == (64, MAX_BYTES)
+    node = build_root()["properties"]["spec"]["properties"]["training"]["properties"][
+        "files"
+    ]
+    assert (node["maxProperties"], node["additionalProperties"]["maxLength"]) == (
+        64,
+        MAX_BYTES,
+    )

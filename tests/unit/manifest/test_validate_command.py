@@ -11,7 +11,11 @@ import pytest
 import yaml
 
 from evergrad_cli import validate
-from evergrad_manifest.reading.loader import add_manifest_arguments, load_from, load_manifest
+from evergrad_manifest.reading.loader import (
+    add_manifest_arguments,
+    load_from,
+    load_manifest,
+)
 
 BASE = Path(__file__).parent / "base_manifest.yaml"
 SCRIPT = Path(__file__).parent / "script_manifest.yaml"
@@ -23,7 +27,9 @@ def execute(*arguments: str | Path) -> int:
     return validate.execute(parser.parse_args([str(argument) for argument in arguments]))
 
 
-def test_a_valid_manifest_is_one_line_and_exit_0(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_valid_manifest_is_one_line_and_exit_0(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert execute(BASE) == 0
     out, err = capsys.readouterr()
     assert out == (
@@ -49,7 +55,13 @@ def test_overlays_and_overrides_are_applied_in_their_order(
 ) -> None:
     (tmp_path / "one.yaml").write_text("metadata: {name: one}")
     (tmp_path / "two.yaml").write_text("metadata: {name: two}")
-    arguments = (BASE, "--overlay", tmp_path / "one.yaml", "--overlay", tmp_path / "two.yaml")
+    arguments = (
+        BASE,
+        "--overlay",
+        tmp_path / "one.yaml",
+        "--overlay",
+        tmp_path / "two.yaml",
+    )
     assert execute(*arguments) == 0
     assert "valid: two" in capsys.readouterr().out
     assert (
@@ -77,7 +89,9 @@ def test_json_is_one_document_either_way(capsys: pytest.CaptureFixture[str]) -> 
     assert err == "" and bad["valid"] is False
     (problem,) = bad["problems"]
     assert problem["path"] == "spec.training.horizon"
-    assert problem["message"].startswith("spec.training.horizon: steps and tokens are both set")
+    assert problem["message"].startswith(
+        "spec.training.horizon: steps and tokens are both set"
+    )
     assert problem["remedy"] == "Keep one, remove the rest"
 
 
@@ -110,7 +124,9 @@ def a_script(folder: Path, **script: Any) -> Path:
     return path
 
 
-def test_a_script_is_one_line_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_is_one_line_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = a_script(tmp_path)
     (tmp_path / "train.py").touch()
     assert execute(path) == 0
@@ -144,12 +160,15 @@ def test_a_python_file_that_is_not_beside_its_manifest_is_named(
     assert execute(path, "--json") == 64
     document = json.loads(capsys.readouterr().out)
     assert (
-        document["valid"] is False and document["problems"][0]["path"] == f"{tmp_path}/train.py"
+        document["valid"] is False
+        and document["problems"][0]["path"] == f"{tmp_path}/train.py"
     )
 
 
 @pytest.mark.parametrize(
-    "command", [["/in/the/pod/train.py"], ["-m", "nothing"], ["no-such-program"]], ids=" ".join
+    "command",
+    [["/in/the/pod/train.py"], ["-m", "nothing"], ["no-such-program"]],
+    ids=" ".join,
 )
 def test_what_only_the_pod_may_have_is_not_looked_for(
     command: list[str], tmp_path: Path

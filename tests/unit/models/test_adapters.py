@@ -85,7 +85,9 @@ def test_by_default_every_linear_layer_but_the_head_has_an_adapter() -> None:
 def test_an_adapter_is_a_function_of_the_seed_and_begins_by_adding_nothing() -> None:
     settings = Model.model_validate({"config": LLAMA})
     plain = build_model(
-        plan_model(settings, base_directory=Path(), vocab_size=257), seed=3, precision="fp32"
+        plan_model(settings, base_directory=Path(), vocab_size=257),
+        seed=3,
+        precision="fp32",
     )
     one, again, other = build(seed=3), build(seed=3), build(seed=4)
     assert torch.equal(one.eval()(IDS).logits, plain.eval()(IDS).logits)
@@ -103,7 +105,9 @@ def test_an_adapter_is_a_function_of_the_seed_and_begins_by_adding_nothing() -> 
 def test_the_state_has_what_is_trained_alone_and_the_base_has_a_hash() -> None:
     model = build()
     trained = {name for name, one in model.named_parameters() if one.requires_grad}
-    assert set(module_tensors(model)) == trained and all("lora_" in name for name in trained)
+    assert set(module_tensors(model)) == trained and all(
+        "lora_" in name for name in trained
+    )
     modules = Modules({"model": model})
     assert set(find_bases(modules)) == {"model.base"}
     built = hash_frozen(modules)
@@ -137,12 +141,17 @@ def test_the_base_has_its_values_also_where_a_checkpoint_follows() -> None:
 
 
 def test_an_empty_model_has_the_names_and_types_of_a_whole_one() -> None:
-    settings = Model.model_validate({"config": LLAMA, "lora": {"rank": 4, "baseDtype": "bf16"}})
+    settings = Model.model_validate(
+        {"config": LLAMA, "lora": {"rank": 4, "baseDtype": "bf16"}}
+    )
     plan = plan_model(settings, base_directory=Path(), vocab_size=257)
     empty = build_empty_model(plan, precision="fp32")
     whole = build_model(plan, seed=0, precision="fp32")
     facts = [
-        {name: (one.shape, one.dtype, one.requires_grad) for name, one in m.named_parameters()}
+        {
+            name: (one.shape, one.dtype, one.requires_grad)
+            for name, one in m.named_parameters()
+        }
         for m in (empty, whole)
     ]
     assert facts[0] == facts[1]
@@ -189,7 +198,10 @@ def test_a_head_that_shares_its_weights_gets_no_adapter() -> None:
     assert "which shares its weights with the embeddings" in refusal(
         tied, targetModules=["lm_head"]
     )
-    assert build(targetModules=["lm_head"]).lm_head.lora_A["default"].weight.shape == (4, 32)
+    assert build(targetModules=["lm_head"]).lm_head.lora_A["default"].weight.shape == (
+        4,
+        32,
+    )
 
 
 def test_all_wrong_names_are_told_at_once() -> None:
@@ -219,7 +231,9 @@ def test_a_model_without_adapters_is_built_without_importing_peft() -> None:
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_a_merged_model_is_a_plain_one_that_computes_the_same(config: dict[str, Any]) -> None:
+def test_a_merged_model_is_a_plain_one_that_computes_the_same(
+    config: dict[str, Any],
+) -> None:
     model = learn(build(config)).eval()
     before = model(IDS).logits
     merge_adapters(model)

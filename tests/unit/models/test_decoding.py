@@ -42,7 +42,9 @@ def build(name: str, **further: Any) -> Any:
 
 
 @torch.no_grad()
-def run(model: Any, prompts: list[list[int]] = PROMPTS, *, most: int = 12) -> list[list[int]]:
+def run(
+    model: Any, prompts: list[list[int]] = PROMPTS, *, most: int = 12
+) -> list[list[int]]:
     return decode(model, prompts, device=CPU, most=most, is_end=lambda ids: ids[-1] == END)
 
 
@@ -96,5 +98,7 @@ def test_the_model_is_called_as_often_as_it_may_be_where_others_take_part(
     calls: list[int] = []
     model.register_forward_pre_hook(lambda *_: calls.append(1))
     with torch.no_grad():
-        decode(model, [[1, 2]], device=CPU, most=5, is_end=lambda ids: True, is_even=is_even)
+        decode(
+            model, [[1, 2]], device=CPU, most=5, is_end=lambda ids: True, is_even=is_even
+        )
     assert len(calls) == (5 if is_even else 1)

@@ -42,7 +42,9 @@ def assert_same_state(one: nn.Module, other: nn.Module) -> None:
         {**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (one, other)
     )
     assert mine.keys() == theirs.keys()
-    assert [name for name, value in mine.items() if not torch.equal(value, theirs[name])] == []
+    assert [
+        name for name, value in mine.items() if not torch.equal(value, theirs[name])
+    ] == []
 
 
 @pytest.mark.capability("T-5")
@@ -60,7 +62,9 @@ def test_weights_made_one_by_one_have_the_bits_of_a_whole_model(
 
 
 @pytest.mark.parametrize("shard_size", ["1GB", "20KB"])
-def test_weights_of_a_directory_are_read_one_by_one(tmp_path: Path, shard_size: str) -> None:
+def test_weights_of_a_directory_are_read_one_by_one(
+    tmp_path: Path, shard_size: str
+) -> None:
     whole = build_model(plan(config=LLAMA), seed=1, precision="fp32")
     whole.save_pretrained(tmp_path, max_shard_size=shard_size)
     deferred = defer_model(plan(path=str(tmp_path)), seed=7, precision="fp32")

@@ -70,7 +70,9 @@ def test_an_operation_without_such_a_kernel_is_the_files_mistake() -> None:
     weights = torch.ones(4)
     # In torch itself this one has no deterministic kernel on any device.
     with pytest.raises(RuntimeError) as caught:
-        torch.zeros(4).put_(torch.tensor([0, 0]), torch.tensor([1.0, 2.0]), accumulate=False)
+        torch.zeros(4).put_(
+            torch.tensor([0, 0]), torch.tensor([1.0, 2.0]), accumulate=False
+        )
     with pytest.raises(ModelError) as explained:
         raise_if_not_deterministic(caught.value)
     (problem,) = explained.value.problems

@@ -126,7 +126,15 @@ def test_the_gradients_of_packed_documents_are_those_of_each_by_itself() -> None
 def test_a_token_sees_those_before_it_in_its_document() -> None:
     mask = keep_apart(torch.tensor([[0, 1, 0, 1, 0]]))["attention_mask"]
     assert mask.int().tolist() == [
-        [[[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 1]]]
+        [
+            [
+                [1, 0, 0, 0, 0],
+                [1, 1, 0, 0, 0],
+                [0, 0, 1, 0, 0],
+                [0, 0, 1, 1, 0],
+                [0, 0, 0, 0, 1],
+            ]
+        ]
     ]
 
 
@@ -137,7 +145,9 @@ def test_a_token_sees_those_before_it_in_its_document() -> None:
         (AutoConfig.for_model("mistral", sliding_window=8), "sees 8 tokens here"),
     ],
 )
-def test_a_model_that_cannot_keep_documents_apart_is_named(config: object, said: str) -> None:
+def test_a_model_that_cannot_keep_documents_apart_is_named(
+    config: object, said: str
+) -> None:
     assert said in (why_not_apart(config, 16) or "")
 
 
@@ -161,8 +171,12 @@ def test_a_model_that_can_has_no_reason_against_it(config: object) -> None:
         ("qwen3_moe", "Set router_aux_loss_coef: 0 in"),
     ],
 )
-def test_a_router_loss_over_what_fills_samples_up_is_refused(name: str, remedy: str) -> None:
-    def found(packing: str, *, coefficient: float = 0.1, has_loss: bool = True) -> list[str]:
+def test_a_router_loss_over_what_fills_samples_up_is_refused(
+    name: str, remedy: str
+) -> None:
+    def found(
+        packing: str, *, coefficient: float = 0.1, has_loss: bool = True
+    ) -> list[str]:
         config = AutoConfig.for_model(
             name, output_router_logits=has_loss, router_aux_loss_coef=coefficient
         )

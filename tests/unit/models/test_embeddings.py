@@ -9,7 +9,12 @@ import torch
 
 from evergrad_manifest.training import Model
 from evergrad_trainer.errors import ModelError
-from evergrad_trainer.models.build import ModelPlan, build_empty_model, build_model, plan_model
+from evergrad_trainer.models.build import (
+    ModelPlan,
+    build_empty_model,
+    build_model,
+    plan_model,
+)
 from evergrad_trainer.models.embeddings import padded_size
 from evergrad_trainer.models.randomness import Purpose, seed_generators
 
@@ -23,7 +28,9 @@ LLAMA = {
 
 
 def plan(base: Path, *, vocab_size: int = 257, **model: Any) -> ModelPlan:
-    return plan_model(Model.model_validate(model), base_directory=base, vocab_size=vocab_size)
+    return plan_model(
+        Model.model_validate(model), base_directory=base, vocab_size=vocab_size
+    )
 
 
 def save(directory: Path, **config: Any) -> Any:
@@ -56,10 +63,14 @@ def test_a_stored_models_tables_grow_to_the_tokenizers_vocabulary(
         assert table.weight.shape == (32, 16)
         assert torch.equal(table.weight[:20], before.weight)
         mean = before.weight.detach().double().mean(dim=0).float()
-        torch.testing.assert_close(table.weight[20:], mean.expand(12, 16), rtol=0, atol=1e-7)
+        torch.testing.assert_close(
+            table.weight[20:], mean.expand(12, 16), rtol=0, atol=1e-7
+        )
     # The bits do not depend on the seed, and a checkpoint finds the same shapes.
     again = build_model(one, seed=9, precision="fp32")
-    assert torch.equal(again.get_input_embeddings().weight, model.get_input_embeddings().weight)
+    assert torch.equal(
+        again.get_input_embeddings().weight, model.get_input_embeddings().weight
+    )
     empty = dict(build_empty_model(one, precision="fp32").named_parameters())
     assert {name: value.shape for name, value in empty.items()} == {
         name: value.shape for name, value in model.named_parameters()
@@ -67,12 +78,15 @@ def test_a_stored_models_tables_grow_to_the_tokenizers_vocabulary(
     assert one.describe()["config"]["vocab_size"] == 32
 
 
-def test_tables_never_shrink_and_are_refused_where_they_are_too_small(tmp_path: Path) -> None:
+def test_tables_never_shrink_and_are_refused_where_they_are_too_small(
+    tmp_path: Path,
+) -> None:
     save(tmp_path)
     one = plan(tmp_path, vocab_size=4, path="stored", resizeEmbeddings={"multipleOf": 1})
     assert one.config is not None and one.config.vocab_size == 20
     assert (
-        build_model(one, seed=0, precision="fp32").get_input_embeddings().weight.shape[0] == 20
+        build_model(one, seed=0, precision="fp32").get_input_embeddings().weight.shape[0]
+        == 20
     )
     with pytest.raises(ModelError, match=r"or model.resizeEmbeddings: \{multipleOf: 8\}"):
         plan(tmp_path, vocab_size=30, path="stored")

@@ -96,7 +96,9 @@ def test_every_peak_names_who_says_so() -> None:
 
 
 def info(**changes: object) -> RunInfo:
-    known = RunInfo("run", 1, 2, 10, 0, 100, 4, 1, "bf16", "dataParallel", "llama", "/runs/run")
+    known = RunInfo(
+        "run", 1, 2, 10, 0, 100, 4, 1, "bf16", "dataParallel", "llama", "/runs/run"
+    )
     return RunInfo(**{**vars(known), **changes})
 
 

@@ -32,23 +32,31 @@ def accumulate(
         gradients.after_backward()
     gradients.finish()
     return [
-        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+        parameter.grad.clone()
+        for parameter in model.parameters()
+        if parameter.grad is not None
     ]
 
 
 def plain_gradients(batches: list[torch.Tensor]) -> list[torch.Tensor]:
     model = make_model()
     model(torch.cat(batches)).square().sum().backward()
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [
+        parameter.grad for parameter in model.parameters() if parameter.grad is not None
+    ]
 
 
 def exact_sum(model: nn.Module, slots_per_step: int = 4) -> ExactSum:
-    return ExactSum(list(model.parameters()), bucket_bytes=64, slots_per_step=slots_per_step)
+    return ExactSum(
+        list(model.parameters()), bucket_bytes=64, slots_per_step=slots_per_step
+    )
 
 
 def test_bucketed_slots_sum_to_the_gradient_of_one_big_batch() -> None:
     model = make_model()
-    sums = accumulate(model, BucketedSum(list(model.parameters()), bucket_bytes=64), slots(4))
+    sums = accumulate(
+        model, BucketedSum(list(model.parameters()), bucket_bytes=64), slots(4)
+    )
     assert all(
         torch.allclose(a, b, rtol=1e-5, atol=1e-6)
         for a, b in zip(sums, plain_gradients(slots(4)), strict=True)
@@ -67,7 +75,10 @@ def test_exact_slots_sum_to_the_gradient_of_one_big_batch() -> None:
 
 def test_a_second_step_begins_from_zero() -> None:
     model = make_model()
-    for gradients in (BucketedSum(list(model.parameters()), bucket_bytes=64), exact_sum(model)):
+    for gradients in (
+        BucketedSum(list(model.parameters()), bucket_bytes=64),
+        exact_sum(model),
+    ):
         first = accumulate(model, gradients, slots(2))
         second = accumulate(model, gradients, slots(2))
         assert all(map(torch.equal, first, second))
@@ -82,7 +93,9 @@ def test_exact_sums_have_the_same_bits_in_every_order_of_the_slots() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_exact_sums_of_the_ranks_of_any_world_add_up_to_those_of_one(world_size: int) -> None:
+def test_exact_sums_of_the_ranks_of_any_world_add_up_to_those_of_one(
+    world_size: int,
+) -> None:
     """What each rank would send, summed as integers, are the integers that a world of one has."""
     batches = slots(4)
     model = make_model()
@@ -122,7 +135,9 @@ def test_the_exact_range_is_not_left_by_as_many_slots_as_a_step_has() -> None:
         gradients.after_backward()
     gradients.finish()
     assert all(
-        bool((p.grad > 7.9 * largest).all()) for p in model.parameters() if p.grad is not None
+        bool((p.grad > 7.9 * largest).all())
+        for p in model.parameters()
+        if p.grad is not None
     )
 
 

@@ -31,7 +31,9 @@ def build(precision: str, **model: Any) -> Any:
 
 @pytest.mark.capability("C-52")
 @pytest.mark.parametrize("precision", ["bf16-autocast", "bf16"])
-def test_logits_are_products_in_fp32_of_what_the_model_computes_in_bf16(precision: str) -> None:
+def test_logits_are_products_in_fp32_of_what_the_model_computes_in_bf16(
+    precision: str,
+) -> None:
     plain, model = build(precision), build(precision, headPrecision="fp32")
     is_autocast = precision == "bf16-autocast"
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_autocast):
@@ -45,7 +47,9 @@ def test_logits_are_products_in_fp32_of_what_the_model_computes_in_bf16(precisio
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 7])
-def test_the_loss_and_its_gradients_are_those_of_such_logits(chunk_tokens: int | None) -> None:
+def test_the_loss_and_its_gradients_are_those_of_such_logits(
+    chunk_tokens: int | None,
+) -> None:
     found = []
     for chunk in (None, chunk_tokens):
         model = build("bf16-autocast", headPrecision="fp32")

@@ -12,7 +12,9 @@ from evergrad_trainer.models import kernels
 from evergrad_trainer.models.kernels import AttentionShape, choose_kernels
 
 CPU = torch.device("cpu")
-SHAPE = AttentionShape(num_heads=4, num_key_value_heads=2, head_size=16, dtype=torch.float32)
+SHAPE = AttentionShape(
+    num_heads=4, num_key_value_heads=2, head_size=16, dtype=torch.float32
+)
 
 
 @pytest.fixture(autouse=True)

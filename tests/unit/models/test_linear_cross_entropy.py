@@ -45,7 +45,11 @@ def test_loss_and_gradients_are_those_of_all_logits_at_once(
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_bf16):
             loss = (
                 linear_cross_entropy(
-                    hidden, weight, labels, chunk_tokens=chunk_tokens, ignore_index=IGNORE_INDEX
+                    hidden,
+                    weight,
+                    labels,
+                    chunk_tokens=chunk_tokens,
+                    ignore_index=IGNORE_INDEX,
                 )
                 if chunked
                 else whole_loss(hidden, weight, labels)
@@ -104,7 +108,9 @@ def test_an_evaluation_computes_no_gradients() -> None:
         loss = linear_cross_entropy(
             hidden, weight, labels, chunk_tokens=4, ignore_index=IGNORE_INDEX
         )
-    assert not loss.requires_grad and torch.allclose(loss, whole_loss(hidden, weight, labels))
+    assert not loss.requires_grad and torch.allclose(
+        loss, whole_loss(hidden, weight, labels)
+    )
 
 
 def make_model(**config: Any) -> Any:

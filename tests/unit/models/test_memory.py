@@ -96,7 +96,9 @@ def test_copies_of_a_sharded_model_hold_what_their_shards_hold() -> None:
 
 
 def test_gradients_of_a_compiled_block_stand_beside_the_buckets() -> None:
-    plain = memory_of(LLAMA_8B, training(), world_size=8, on_accelerator=True, compiles=False)
+    plain = memory_of(
+        LLAMA_8B, training(), world_size=8, on_accelerator=True, compiles=False
+    )
     assert 0 < need(LLAMA_8B, training()).total - plain.total < plain.state // 32
 
 
@@ -136,7 +138,9 @@ def test_inputs_of_blocks_that_are_offloaded_take_the_memory_of_the_host() -> No
 
 
 def test_logits_in_chunks_take_the_memory_of_a_chunk_and_of_the_heads_gradient() -> None:
-    whole, chunked = (need(LLAMA_8B, training(runtime)) for runtime in ({}, {"lossChunk": 512}))
+    whole, chunked = (
+        need(LLAMA_8B, training(runtime)) for runtime in ({}, {"lossChunk": 512})
+    )
     assert chunked.logits == whole.logits // 8 + 4 * 128_256 * 4096 < whole.logits
 
 

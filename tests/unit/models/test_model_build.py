@@ -36,7 +36,9 @@ TINY = {
 
 
 def plan(base: Path, vocab_size: int = 257, **model: Any) -> ModelPlan:
-    return plan_model(Model.model_validate(model), base_directory=base, vocab_size=vocab_size)
+    return plan_model(
+        Model.model_validate(model), base_directory=base, vocab_size=vocab_size
+    )
 
 
 def message(base: Path, **model: Any) -> str:
@@ -52,7 +54,9 @@ def test_the_vocabulary_follows_the_tokenizer(tmp_path: Path) -> None:
     assert plan(tmp_path, config={**TINY, "vocab_size": 300}).config.vocab_size == 300
 
 
-def test_a_preset_is_counted_as_the_configuration_that_it_stands_for(tmp_path: Path) -> None:
+def test_a_preset_is_counted_as_the_configuration_that_it_stands_for(
+    tmp_path: Path,
+) -> None:
     named = plan(tmp_path, preset="llama-10M")
     written = plan(tmp_path, config=dict(PRESETS["llama-10M"]))
     assert named.describe() == written.describe()
@@ -65,7 +69,8 @@ def test_unknown_names_come_with_the_nearest_one_and_all_at_once(tmp_path: Path)
     text = message(tmp_path, config={**TINY, "hiden_size": 1, "num_atention_heads": 2})
     assert "spec.training.model.config.hiden_size: unknown name 'hiden_size'" in text
     assert (
-        "Did you mean 'hidden_size'?" in text and "Did you mean 'num_attention_heads'?" in text
+        "Did you mean 'hidden_size'?" in text
+        and "Did you mean 'num_attention_heads'?" in text
     )
     assert "Did you mean 'llama'?" in message(tmp_path, config={"model_type": "lama"})
 
@@ -132,7 +137,9 @@ def test_a_model_type_that_needs_remote_code_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.capability("G-X23")
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.ckpt", "model.pkl"])
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "model.pt", "weights.ckpt", "model.pkl"]
+)
 def test_pickled_weights_alone_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**TINY, "vocab_size": 257}))
     (tmp_path / name).write_bytes(b"\x80\x04.")
@@ -153,7 +160,9 @@ def test_initial_weights_are_a_function_of_the_seed_alone(tmp_path: Path) -> Non
 def test_the_count_of_parameters_is_the_models(tmp_path: Path) -> None:
     one = plan(tmp_path, config=TINY)
     model = build_model(one, seed=0, precision="fp32")
-    assert count_parameters(one) == sum(parameter.numel() for parameter in model.parameters())
+    assert count_parameters(one) == sum(
+        parameter.numel() for parameter in model.parameters()
+    )
 
 
 @pytest.mark.parametrize(
@@ -207,7 +216,8 @@ def test_a_saved_directory_is_built_again_bit_for_bit(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "saved")
     again = build_model(plan(tmp_path, path="saved"), seed=0, precision="fp32")
     assert all(
-        torch.equal(value, again.state_dict()[key]) for key, value in model.state_dict().items()
+        torch.equal(value, again.state_dict()[key])
+        for key, value in model.state_dict().items()
     )
 
 
@@ -227,14 +237,18 @@ def trouble(base: Path, **config: Any) -> str:
     return "\n".join(
         map(
             str,
-            check_experts(plan(base, config=config).config, where="spec.training.model.config"),
+            check_experts(
+                plan(base, config=config).config, where="spec.training.model.config"
+            ),
         )
     )
 
 
 def test_a_mixture_of_experts_without_its_router_loss_is_refused(tmp_path: Path) -> None:
     text = trouble(tmp_path, **EXPERTS)
-    assert text.startswith("spec.training.model.config: the router loss of mixtral is left out")
+    assert text.startswith(
+        "spec.training.model.config: the router loss of mixtral is left out"
+    )
     assert "Set output_router_logits: true" in text
     assert not trouble(tmp_path, **EXPERTS, router_aux_loss_coef=0.0)
     assert not trouble(tmp_path, **EXPERTS, output_router_logits=True)
@@ -247,7 +261,8 @@ def test_the_router_loss_of_a_mixture_of_experts_is_trained_and_not_evaluated(
     tmp_path: Path,
 ) -> None:
     one = plan(
-        tmp_path, config={**EXPERTS, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+        tmp_path,
+        config={**EXPERTS, "output_router_logits": True, "router_aux_loss_coef": 0.5},
     )
     model = build_model(one, seed=0, precision="fp32")
     loss_sum = causal_lm_loss(model)
@@ -258,14 +273,19 @@ def test_the_router_loss_of_a_mixture_of_experts_is_trained_and_not_evaluated(
     model.eval()
     evaluated = loss_sum(ids, labels).detach()
     assert float(aux) > 0
-    assert float(trained) == pytest.approx(float(evaluated) + 0.5 * float(aux) * 19, rel=1e-5)
+    assert float(trained) == pytest.approx(
+        float(evaluated) + 0.5 * float(aux) * 19, rel=1e-5
+    )
 
 
 def test_what_a_configuration_was_resolved_to_holds_the_defaults_of_transformers_too(
     tmp_path: Path,
 ) -> None:
     described = plan(tmp_path, config=TINY).describe()
-    assert described["config"]["hidden_size"] == 32 and described["config"]["vocab_size"] == 257
+    assert (
+        described["config"]["hidden_size"] == 32
+        and described["config"]["vocab_size"] == 257
+    )
     assert (
         described["config"]["rms_norm_eps"] == 1e-06
         and "rope_parameters" in described["config"]
@@ -273,7 +293,9 @@ def test_what_a_configuration_was_resolved_to_holds_the_defaults_of_transformers
     assert json.loads(json.dumps(described, allow_nan=False)) == described
     build_model(plan(tmp_path, config=TINY), seed=0, precision="bf16")
     other = plan(tmp_path, config={**TINY, "rms_norm_eps": 1e-5}).describe()["config"]
-    assert {key for key in other if other[key] != described["config"][key]} == {"rms_norm_eps"}
+    assert {key for key in other if other[key] != described["config"][key]} == {
+        "rms_norm_eps"
+    }
 
 
 def test_the_bytes_of_weights_that_were_read_are_reported(
@@ -307,7 +329,9 @@ def test_keys_of_a_stored_configuration_are_changed_and_its_weights_are_not(
     assert one.describe()["config"]["attention_dropout"] == 0.25
 
 
-def test_a_changed_configuration_is_checked_as_one_that_is_written_out(tmp_path: Path) -> None:
+def test_a_changed_configuration_is_checked_as_one_that_is_written_out(
+    tmp_path: Path,
+) -> None:
     stored = build_model(plan(tmp_path, config=TINY), seed=3, precision="fp32")
     stored.save_pretrained(tmp_path / "saved")
     text = message(tmp_path, path="saved", configOverrides={"atention_dropout": 0.1})
@@ -322,5 +346,7 @@ def test_adapters_beside_stored_weights_are_refused_and_not_loaded(tmp_path: Pat
     stored = build_model(plan(tmp_path, config=TINY), seed=3, precision="fp32")
     stored.save_pretrained(tmp_path / "saved")
     (tmp_path / "saved" / "adapter_config.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"has adapters beside its weights.*Merge them into"):
+    with pytest.raises(
+        ModelError, match=r"has adapters beside its weights.*Merge them into"
+    ):
         build_model(plan(tmp_path, path="saved"), seed=0, precision="fp32")

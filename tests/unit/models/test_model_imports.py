@@ -89,6 +89,8 @@ assert transformers.BertModel and transformers.models.gpt2.GPT2Config
 
 
 @pytest.mark.long
-def test_a_part_of_transformers_is_imported_as_such_and_reads_no_source_of_a_model() -> None:
+def test_a_part_of_transformers_is_imported_as_such_and_reads_no_source_of_a_model() -> (
+    None
+):
     # `from . import initialization`, as modeling_utils begins, asks the package for the name first.
     assert _run("import transformers.modeling_utils") < 100

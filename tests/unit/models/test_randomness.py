@@ -35,7 +35,9 @@ def test_neighbouring_seeds_and_steps_share_no_bits_to_speak_of(purpose: Purpose
     seeds = [keyed_seed(seed, 0, 0, purpose) for seed in range(501)]
     steps = [keyed_seed(0, step, 0, purpose) for step in range(501)]
     for numbers in (seeds, steps):
-        different = [(one ^ other).bit_count() for one, other in itertools.pairwise(numbers)]
+        different = [
+            (one ^ other).bit_count() for one, other in itertools.pairwise(numbers)
+        ]
         assert 29 < sum(different) / len(different) < 34
 
 

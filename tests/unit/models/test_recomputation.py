@@ -93,7 +93,9 @@ def test_recomputed_blocks_have_the_bits_of_those_that_keep_everything(
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "offload", "selective"])
-def test_blocks_that_are_computed_again_are_compiled_and_share_their_graphs(mode: str) -> None:
+def test_blocks_that_are_computed_again_are_compiled_and_share_their_graphs(
+    mode: str,
+) -> None:
     torch._dynamo.utils.counters.clear()
     train(build(mode, dropout=0.0, is_compiled=True))
     # One for the first block, whose input has no gradient, and one for the other two.
@@ -121,7 +123,8 @@ def test_offloaded_blocks_keep_no_input_in_the_memory_of_the_device(
 ) -> None:
     monkeypatch.setattr(recomputation, "copy_to_host", leave_outside)
     full, offloaded = (
-        kept_bytes(build(mode, dropout=0.0, is_compiled=False)) for mode in ("full", "offload")
+        kept_bytes(build(mode, dropout=0.0, is_compiled=False))
+        for mode in ("full", "offload")
     )
     # The first of three blocks is given data, which have no gradient and are not the model's.
     assert full - offloaded == 2 * 4 * TOKENS * WIDTH

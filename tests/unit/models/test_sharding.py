@@ -12,10 +12,14 @@ from evergrad_trainer.models.parallel import Cut, Sharding, shard
 from evergrad_trainer.world import World
 
 
-def test_a_group_that_lost_a_node_and_cannot_be_cut_into_copies_does_not_end_the_run() -> None:
+def test_a_group_that_lost_a_node_and_cannot_be_cut_into_copies_does_not_end_the_run() -> (
+    None
+):
     three = World(
         generation=2, rank=0, size=3, device=torch.device("cpu"), group=cast(Any, object())
     )
-    with pytest.raises(HostError, match="3 workers cannot be cut into copies of 2") as caught:
+    with pytest.raises(
+        HostError, match="3 workers cannot be cut into copies of 2"
+    ) as caught:
         shard([Cut(nn.Linear(2, 2))], three, Sharding("fp32", shards=2))
     assert not isinstance(caught.value, InputError)

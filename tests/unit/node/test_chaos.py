@@ -47,7 +47,9 @@ def test_a_plan_has_all_kinds_and_most_events_are_single() -> None:
 @pytest.mark.parametrize(
     ("kind", "only"), [("transfer", "starve"), ("coordinator", "kill_coordinator")]
 )
-def test_a_kind_of_chaos_consists_of_one_disturbance_at_a_time(kind: str, only: str) -> None:
+def test_a_kind_of_chaos_consists_of_one_disturbance_at_a_time(
+    kind: str, only: str
+) -> None:
     events = list(islice(plan_events(3, kind), 50))
     assert {one.kind for event in events for one in event.disturbances} == {only}
     assert all(len(event.disturbances) == 1 and event.awaits_all for event in events)
@@ -76,7 +78,9 @@ def test_freezes_last_one_to_six_seconds_on_both_sides_of_the_silence_that_count
     ]
     lengths = [one.seconds for one in disturbances if one.kind.startswith("freeze")]
     assert 1.0 <= min(lengths) < 3.0 < max(lengths) <= 6.0
-    assert {one.seconds for one in disturbances if not one.kind.startswith("freeze")} == {0.0}
+    assert {one.seconds for one in disturbances if not one.kind.startswith("freeze")} == {
+        0.0
+    }
 
 
 @pytest.mark.parametrize("pick", [0.0, 0.3, 0.999, 1.0])
@@ -90,7 +94,11 @@ def test_the_last_that_holds_the_state_is_spared(pick: float) -> None:
 
 def test_every_node_can_be_chosen_while_others_hold_the_state() -> None:
     alive = {0: 100, 2: 102, 3: 103}
-    assert {choose_victim(pick / 10, alive, {100, 102, 103}) for pick in range(11)} == {0, 2, 3}
+    assert {choose_victim(pick / 10, alive, {100, 102, 103}) for pick in range(11)} == {
+        0,
+        2,
+        3,
+    }
 
 
 def test_repeated_steps_are_counted_from_the_rows(tmp_path: Path) -> None:

@@ -4,7 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from evergrad_coordinator.contract import MAX_TERMINATION_BYTES, ErrorKind, decode_termination
+from evergrad_coordinator.contract import (
+    MAX_TERMINATION_BYTES,
+    ErrorKind,
+    decode_termination,
+)
 from evergrad_trainer.node.failures import (
     count_oom_kills,
     describe_end,

@@ -144,7 +144,9 @@ def test_the_first_node_sees_the_same_carried_task_as_those_that_find_it_written
     assert fingerprint(run, tmp_path) == first
 
 
-def test_nodes_whose_data_sets_or_length_differ_are_refused_by_name_and_both_values() -> None:
+def test_nodes_whose_data_sets_or_length_differ_are_refused_by_name_and_both_values() -> (
+    None
+):
     def hello(data: str, steps: int, *evaluation: str) -> Hello:
         sets = [SimpleNamespace(name="wiki", fingerprint=one) for one in evaluation]
         plan = SimpleNamespace(
@@ -159,7 +161,9 @@ def test_nodes_whose_data_sets_or_length_differ_are_refused_by_name_and_both_val
 
     settings = Settings("docs", min_nodes=1, max_nodes=2, expect=2, token="t")
     first = hello("aaaa", 100, "eeee")
-    assert refuse(hello("aaaa", 100, "eeee"), settings, fingerprint=first.fingerprint) is None
+    assert (
+        refuse(hello("aaaa", 100, "eeee"), settings, fingerprint=first.fingerprint) is None
+    )
     for other, said in (
         (
             hello("bbbb", 100, "eeee"),

@@ -84,7 +84,9 @@ class Scene:
         )
         self.group.start()
 
-    def _start(self, local_rank: int, serial: int, variables: Mapping[str, str]) -> FakeWorker:
+    def _start(
+        self, local_rank: int, serial: int, variables: Mapping[str, str]
+    ) -> FakeWorker:
         self.workers.append(FakeWorker(local_rank, variables))
         return self.workers[-1]
 
@@ -296,7 +298,9 @@ def test_a_plan_told_again_is_answered_again() -> None:
     assert scene.heard.take() == [("ready", 2, 2, -1)] * 2
 
 
-@pytest.mark.parametrize(("codes", "is_saved"), [((SAVED, SAVED), True), ((SAVED, -9), False)])
+@pytest.mark.parametrize(
+    ("codes", "is_saved"), [((SAVED, SAVED), True), ((SAVED, -9), False)]
+)
 def test_a_departure_says_whether_the_workers_saved(
     codes: tuple[int, int], is_saved: bool
 ) -> None:

@@ -53,7 +53,13 @@ def test_a_fresh_worker_names_the_kind_of_its_error(
         ours.close()
         theirs.close()
     assert isinstance(words, Failed)
-    assert (words.generation, words.exit_code, words.kind, words.is_final, words.is_agreed) == (
+    assert (
+        words.generation,
+        words.exit_code,
+        words.kind,
+        words.is_final,
+        words.is_agreed,
+    ) == (
         7,
         code,
         kind,

@@ -25,7 +25,8 @@ def test_a_node_speaks_with_its_name_in_front_and_only_while_it_is_one() -> None
         _log.info("node 3 was asked to leave")
         _log.warning("workers are started cold")
         _log.info(
-            "node %s rank 1 ValueError: no label\nTraceback that the worker has printed", "3"
+            "node %s rank 1 ValueError: no label\nTraceback that the worker has printed",
+            "3",
         )
         _log.debug("nothing for people")
         logging.getLogger("another.library").info("nor this")
@@ -41,7 +42,9 @@ def test_on_a_terminal_the_line_of_the_progress_bar_is_cleared_first() -> None:
     stream = Terminal()
     with speaking_as("0", stream=stream):
         _log.info("node 0 has lost the coordinator: training pauses")
-    assert stream.getvalue() == "\r\x1b[2K[node 0] has lost the coordinator: training pauses\n"
+    assert (
+        stream.getvalue() == "\r\x1b[2K[node 0] has lost the coordinator: training pauses\n"
+    )
 
 
 def test_a_forked_worker_does_not_speak_as_its_node() -> None:

@@ -88,7 +88,9 @@ def test_what_is_not_forwarded_is_kept_all_the_same(
     )
 
 
-def test_the_last_lines_are_few_and_a_later_process_adds_to_the_file(tmp_path: Path) -> None:
+def test_the_last_lines_are_few_and_a_later_process_adds_to_the_file(
+    tmp_path: Path,
+) -> None:
     lines = b"".join(b"line %d\n" % number for number in range(100))
     for _ in range(2):
         output = read_all(

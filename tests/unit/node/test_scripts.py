@@ -42,7 +42,14 @@ def run(
     (tmp_path / "beside.py").write_text("VALUE = 'beside'\n", "utf-8")
     document = json.dumps({"command": command, "env": {"KEY": "value"}})
     ended = subprocess.run(
-        [sys.executable, "-c", RUNNER, document, str(tmp_path), "warm" if is_warm else "cold"],
+        [
+            sys.executable,
+            "-c",
+            RUNNER,
+            document,
+            str(tmp_path),
+            "warm" if is_warm else "cold",
+        ],
         capture_output=True,
         text=True,
         timeout=60,

@@ -114,7 +114,10 @@ class Scene:
 
 
 def play(
-    directory: Path, script: Callable[[Scene], Awaitable[None]], *, grace_seconds: float = 600.0
+    directory: Path,
+    script: Callable[[Scene], Awaitable[None]],
+    *,
+    grace_seconds: float = 600.0,
 ) -> int:
     """Run ``script`` beside a supervisor; the supervisor's exit code."""
 
@@ -123,7 +126,9 @@ def play(
 
         writers: list[asyncio.StreamWriter] = []
 
-        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def connected(
+            reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        ) -> None:
             writers.append(writer)
             await connections.put(Peer(reader, writer))
 
@@ -344,7 +349,12 @@ def test_a_checkpoint_is_announced_once_with_its_own_step(tmp_path: Path) -> Non
             (26, 20),
         ):
             scene.supervisor.reported(
-                {"rank": 0, "generation": 3, "step": step, "checkpoint_step": checkpoint_step}
+                {
+                    "rank": 0,
+                    "generation": 3,
+                    "step": step,
+                    "checkpoint_step": checkpoint_step,
+                }
             )
         scene.supervisor.reported(
             {"rank": 1, "generation": 3, "step": 26, "checkpoint_step": 25}
@@ -404,13 +414,18 @@ def test_a_step_that_nothing_follows_for_long_is_told_all_the_same(tmp_path: Pat
         peer = await scene.welcome()
         for step in (1, 2):
             scene.supervisor.reported({"step": step, "generation": 3})
-        assert [(await peer.hear(Progress)).step, (await peer.hear(Progress)).step] == [1, 2]
+        assert [(await peer.hear(Progress)).step, (await peer.hear(Progress)).step] == [
+            1,
+            2,
+        ]
         peer.say(End(exit_code=0, reason="Complete"))
 
     assert play(tmp_path, script) == 0
 
 
-def test_a_typed_run_s_background_save_is_told_with_the_step_it_holds(tmp_path: Path) -> None:
+def test_a_typed_run_s_background_save_is_told_with_the_step_it_holds(
+    tmp_path: Path,
+) -> None:
     async def script(scene: Scene) -> None:
         peer = await scene.welcome()
         supervisor = scene.supervisor
@@ -434,7 +449,9 @@ def test_a_typed_run_s_background_save_is_told_with_the_step_it_holds(tmp_path: 
     [
         (
             End(
-                exit_code=70, reason="FailuresWithoutProgress", message="rank 1 failed 3 times"
+                exit_code=70,
+                reason="FailuresWithoutProgress",
+                message="rank 1 failed 3 times",
             ),
             70,
             ErrorKind.INTERNAL,
@@ -455,7 +472,10 @@ def test_the_coordinator_s_last_words_are_the_node_s(
         peer.say(message)
 
     assert play(tmp_path, script) == code
-    assert decode_termination((tmp_path / "last-words").read_text()) == (kind, message.message)
+    assert decode_termination((tmp_path / "last-words").read_text()) == (
+        kind,
+        message.message,
+    )
 
 
 REFUSED = Refused(
@@ -463,7 +483,9 @@ REFUSED = Refused(
 )
 
 
-@pytest.mark.parametrize(("kind", "code"), [(ErrorKind.INPUT, 64), (ErrorKind.INTERNAL, 70)])
+@pytest.mark.parametrize(
+    ("kind", "code"), [(ErrorKind.INPUT, 64), (ErrorKind.INTERNAL, 70)]
+)
 def test_a_node_without_workers_ends_as_their_trouble_says(
     tmp_path: Path, kind: ErrorKind, code: int
 ) -> None:
@@ -487,7 +509,9 @@ def test_a_node_that_is_refused_asks_again_some_times_and_leaves_its_place_to_an
             await peer.hear(Hello)
             peer.say(REFUSED)
 
-    assert play(tmp_path, script) == 70, "whatever code a coordinator of another version names"
+    assert play(tmp_path, script) == 70, (
+        "whatever code a coordinator of another version names"
+    )
     kind, text = decode_termination((tmp_path / "last-words").read_text())
     assert kind is ErrorKind.ENVIRONMENT
     assert socket.gethostname() in text and REFUSED.message in text
@@ -555,7 +579,8 @@ def fail(*args: Any, **kwargs: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", ["tick", "conversation with the coordinator", "last words", "take_report", "leave"]
+    "part",
+    ["tick", "conversation with the coordinator", "last words", "take_report", "leave"],
 )
 def test_a_node_ends_with_its_reason_when_a_part_of_its_supervisor_fails(
     tmp_path: Path, part: str
@@ -618,7 +643,9 @@ def test_an_error_of_the_worker_group_is_not_taken_for_a_broken_connection(
     assert str(error) in text
 
 
-def test_a_second_signal_ends_a_node_at_once_and_its_workers_with_it(tmp_path: Path) -> None:
+def test_a_second_signal_ends_a_node_at_once_and_its_workers_with_it(
+    tmp_path: Path,
+) -> None:
     async def script(scene: Scene) -> None:
         peer = await scene.welcome()
         scene.group.place = Go(7, 2, 1, 3, 1, 3, "10.0.0.1", 4000)

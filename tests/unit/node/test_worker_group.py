@@ -82,7 +82,9 @@ class Room:
 
     def begin(self, generation: int, step: int = -1) -> tuple[Worker, Worker]:
         """Both workers in the group of ``generation``, at ranks 2 and 3 of 4."""
-        first, second = self.warm() if not self.started else (self.started[0], self.started[1])
+        first, second = (
+            self.warm() if not self.started else (self.started[0], self.started[1])
+        )
         self.group.change(say.Plan(generation, hard=False), cause="test")
         for worker in (first, second):
             self.group.hear(worker, say.Ready(generation, step))
@@ -143,14 +145,19 @@ def room(now: list[float], monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
 
 def test_workers_count_once_all_of_them_are_warm(room: Room) -> None:
     room.group.start()
-    assert [worker.local_rank for worker in room.started] == [0, 1] and room.group.capacity == 0
+    assert [worker.local_rank for worker in room.started] == [
+        0,
+        1,
+    ] and room.group.capacity == 0
     room.group.hear(room.started[1], say.Warm())
     assert room.group.capacity == 0 and room.reports.take() == []
     room.group.hear(room.started[0], say.Warm())
     assert room.group.capacity == 2 and room.reports.take() == [("Capacity", 2)]
 
 
-def test_a_node_whose_first_worker_cannot_start_counts_those_that_are_warm(room: Room) -> None:
+def test_a_node_whose_first_worker_cannot_start_counts_those_that_are_warm(
+    room: Room,
+) -> None:
     room.group.start()
     room.group.hear(room.started[1], say.Warm())
     room.group.end(room.started[0], -signal.SIGKILL)
@@ -272,7 +279,9 @@ def test_state_that_reaches_workers_is_reported_while_it_grows_and_until_they_ar
 
 def test_ranks_are_given_out_in_order_and_the_node_is_up_when_all_are(room: Room) -> None:
     first, second = room.warm()
-    room.group.change(say.Plan(3, hard=False), cause="node_joined", detail="2 nodes are here")
+    room.group.change(
+        say.Plan(3, hard=False), cause="node_joined", detail="2 nodes are here"
+    )
     for worker in (second, first):
         room.group.hear(worker, say.Ready(3, -1))
         room.sent(worker)
@@ -367,14 +376,17 @@ def test_a_worker_that_leaves_by_itself_in_the_middle_is_a_crash(
     room.group.end(first, code)
     (broken,) = room.reports.take_broken()
     assert (
-        broken.cause == "worker_crash" and words in broken.message and broken.exit_code == code
+        broken.cause == "worker_crash"
+        and words in broken.message
+        and broken.exit_code == code
     )
 
 
 def test_a_worker_s_own_words_are_the_message_of_its_end(room: Room) -> None:
     first, _ = room.begin(3)
     room.group.hear(
-        first, say.Failed(3, 6, 70, "ValueError", "a mistake", is_final=False, is_agreed=False)
+        first,
+        say.Failed(3, 6, 70, "ValueError", "a mistake", is_final=False, is_agreed=False),
     )
     room.group.end(first, 70)
     (broken,) = room.reports.take_broken()
@@ -386,7 +398,9 @@ def test_a_worker_s_own_words_are_the_message_of_its_end(room: Room) -> None:
 
 
 @pytest.mark.parametrize(("is_final", "is_agreed"), [(True, False), (False, True)])
-def test_what_no_retry_can_cure_is_final(room: Room, is_final: bool, is_agreed: bool) -> None:
+def test_what_no_retry_can_cure_is_final(
+    room: Room, is_final: bool, is_agreed: bool
+) -> None:
     first, _ = room.begin(3)
     room.group.hear(
         first,
@@ -400,7 +414,12 @@ def test_a_worker_that_lost_a_peer_says_so_and_lives(room: Room) -> None:
     first, _ = room.begin(3)
     room.group.hear(first, say.Broken(3, 6, "Connection closed by peer"))
     (broken,) = room.reports.take_broken()
-    assert (broken.cause, broken.rank, broken.step, broken.generation) == ("peer_lost", 2, 6, 3)
+    assert (broken.cause, broken.rank, broken.step, broken.generation) == (
+        "peer_lost",
+        2,
+        6,
+        3,
+    )
     assert len(room.started) == 2 and room.killed == []
 
 
@@ -536,7 +555,9 @@ def test_workers_that_end_before_they_are_warm_are_tried_again_a_few_times(
     assert len(room.started) == 4
     ((name, message, kind, exit_code),) = room.reports.take()
     assert (
-        name == "NoWorkers" and "3 workers in a row" in message and "no such module" in message
+        name == "NoWorkers"
+        and "3 workers in a row" in message
+        and "no such module" in message
     )
     assert (kind, exit_code) == (ErrorKind.INTERNAL, 70)
 

@@ -33,7 +33,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_a_worker_speaks_with_its_node_and_ends_with_it(method: str, tmp_path: Path) -> None:
+def test_a_worker_speaks_with_its_node_and_ends_with_it(
+    method: str, tmp_path: Path
+) -> None:
     path = tmp_path / "node.py"
     path.write_text(NODE)
     node = subprocess.Popen(
@@ -89,7 +91,11 @@ def test_a_signal_to_a_worker_that_was_just_forked_does_not_reach_its_node(
     path = tmp_path / "node.py"
     path.write_text(EARLY_SIGNAL)
     ended = subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, timeout=SECONDS, check=True
+        [sys.executable, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=True,
     )
     assert ended.stdout == "[] set()\n", ended.stderr
 

@@ -37,8 +37,12 @@ def test_an_undisturbed_run_loses_only_startup_saves_evaluations_and_pauses(
     _check_sum(goodput, run.now - synthetic.BEGIN)
     assert goodput.productive_seconds == pytest.approx(200 * synthetic.STEP_SECONDS)
     assert goodput.lost_seconds["startup"] == pytest.approx(synthetic.STARTUP_SECONDS)
-    assert goodput.lost_seconds["checkpoint"] == pytest.approx(4 * synthetic.BLOCKING_SECONDS)
-    assert goodput.lost_seconds["evaluation"] == pytest.approx(5 * synthetic.EVALUATION_SECONDS)
+    assert goodput.lost_seconds["checkpoint"] == pytest.approx(
+        4 * synthetic.BLOCKING_SECONDS
+    )
+    assert goodput.lost_seconds["evaluation"] == pytest.approx(
+        5 * synthetic.EVALUATION_SECONDS
+    )
     assert goodput.lost_seconds["other"] == pytest.approx(
         199 * synthetic.PAUSE_SECONDS, abs=1e-4
     )
@@ -125,7 +129,9 @@ def test_a_failure_is_told_apart_from_a_kill_and_carries_its_error(
     _check_sum(goodput, run.now - synthetic.BEGIN)
     assert goodput.restarts_by_cause == {"failed": 1, "killed": 1}
     assert goodput.restarts[0].detail == "SaveError: 3 saves in a row have failed."
-    assert goodput.lost_seconds["recompute"] == pytest.approx((6 + 10) * synthetic.STEP_SECONDS)
+    assert goodput.lost_seconds["recompute"] == pytest.approx(
+        (6 + 10) * synthetic.STEP_SECONDS
+    )
 
 
 def test_a_process_killed_before_its_first_step_is_startup_and_restore(
@@ -167,7 +173,9 @@ def test_what_a_process_writes_before_its_start_event_is_still_its_own(
             1,
             {"process_start_time": begin, "resumed_from": None},
         ),
-        Event(EventType.RESTORED, begin + 23, 0, 2, {"checkpoint": "step-2", "seconds": 2.0}),
+        Event(
+            EventType.RESTORED, begin + 23, 0, 2, {"checkpoint": "step-2", "seconds": 2.0}
+        ),
         Event(
             EventType.START,
             begin + 24,
@@ -201,7 +209,11 @@ def test_a_process_that_failed_before_its_start_event_is_a_process_of_its_own(
         Event(EventType.END, end + 11, 0, 2, {"exit_code": 64}),
     ]
     again = Event(
-        EventType.START, end + 31, 50, 3, {"process_start_time": end + 30, "resumed_from": 50}
+        EventType.START,
+        end + 31,
+        50,
+        3,
+        {"process_start_time": end + 30, "resumed_from": 50},
     )
     goodput = account(history.steps, [*history.events, *failed, again], history.evaluations)
     assert [(restart.cause, restart.detail) for restart in goodput.restarts] == [
@@ -223,7 +235,9 @@ def test_a_new_generation_without_a_start_is_the_same_process_in_a_new_world(
         {"process_start_time": synthetic.BEGIN, "resumed_from": None},
     )
     rows = [
-        synthetic.step_record(step, generation=1 + step // 5, time=synthetic.BEGIN + step / 2)
+        synthetic.step_record(
+            step, generation=1 + step // 5, time=synthetic.BEGIN + step / 2
+        )
         for step in range(1, 11)
     ]
     goodput = account(synthetic.step_table(rows), [start], [])
@@ -298,7 +312,11 @@ def test_worlds_without_a_step_between_them_each_have_the_time_up_to_their_own_e
     run.write(synthetic.Process(last=57, ended="killed"))
     run.go_on(
         synthetic.World(
-            last=57, cause="node_lost", detail="node 0 lost", paused_seconds=0.5, ended="killed"
+            last=57,
+            cause="node_lost",
+            detail="node 0 lost",
+            paused_seconds=0.5,
+            ended="killed",
         )
     )
     run.go_on(
@@ -389,7 +407,9 @@ def test_a_failure_that_the_others_survived_is_not_how_the_run_ended(
         )
     )
     history = read_history(run.directory)
-    assert [process.ended for process in _account(history).processes] == ["running or killed"]
+    assert [process.ended for process in _account(history).processes] == [
+        "running or killed"
+    ]
     # In a world that had not begun to train: generation 3 failed, and generation 4 went on.
     failed = [
         Event(
@@ -540,7 +560,9 @@ def test_an_evaluation_before_the_first_step_is_not_startup(synthetic: ModuleTyp
         1,
         {"process_start_time": synthetic.BEGIN, "resumed_from": None},
     )
-    evaluation = EvaluationRecord(0, 1, "heldOut", 5.0, 148.0, 100, 3.0, synthetic.BEGIN + 4)
+    evaluation = EvaluationRecord(
+        0, 1, "heldOut", 5.0, 148.0, 100, 3.0, synthetic.BEGIN + 4
+    )
     row = synthetic.step_record(1, time=synthetic.BEGIN + 5)
     goodput = account(synthetic.step_table([row]), [start], [evaluation])
     assert goodput.lost_seconds["evaluation"] == pytest.approx(3.0)
@@ -575,7 +597,11 @@ def test_impossible_durations_never_make_a_part_negative(synthetic: ModuleType) 
         synthetic.step_record(3, time=synthetic.BEGIN + 3),
     ]
     save = Event(
-        EventType.SAVE, synthetic.BEGIN + 3, 3, 1, {"blocking_seconds": -7, "seconds": "soon"}
+        EventType.SAVE,
+        synthetic.BEGIN + 3,
+        3,
+        1,
+        {"blocking_seconds": -7, "seconds": "soon"},
     )
     start = Event(
         EventType.START,
@@ -590,7 +616,9 @@ def test_impossible_durations_never_make_a_part_negative(synthetic: ModuleType) 
 def _heard(records: list[Record], generations: set[int]) -> list[Record]:
     """What one process would have heard: the records of its generations."""
     return [
-        one for one in records if not isinstance(one, RunInfo) and one.generation in generations
+        one
+        for one in records
+        if not isinstance(one, RunInfo) and one.generation in generations
     ]
 
 
@@ -643,7 +671,9 @@ def test_the_accounts_of_any_chain_of_processes_are_what_the_clock_saw(
     tmp_path_factory: pytest.TempPathFactory,
     synthetic: ModuleType,
 ) -> None:
-    run = synthetic.RunWriter(tmp_path_factory.mktemp("run"), save_every=15, evaluate_every=20)
+    run = synthetic.RunWriter(
+        tmp_path_factory.mktemp("run"), save_every=15, evaluate_every=20
+    )
     saved, downtime = None, 0.0
     for num_steps, ended, gap in plan:
         last = (saved or 0) + num_steps
@@ -655,7 +685,9 @@ def test_the_accounts_of_any_chain_of_processes_are_what_the_clock_saw(
         saved = (last if ended == "signal" else last - last % 15) or None
         downtime = gap
     run.write(
-        synthetic.Process(last=(saved or 0) + 10, resumed_from=saved, downtime_seconds=downtime)
+        synthetic.Process(
+            last=(saved or 0) + 10, resumed_from=saved, downtime_seconds=downtime
+        )
     )
     goodput = _account(read_history(run.directory))
     _check_sum(goodput, run.now - synthetic.BEGIN)
@@ -664,9 +696,9 @@ def test_the_accounts_of_any_chain_of_processes_are_what_the_clock_saw(
         "step": goodput.productive_seconds + goodput.lost_seconds["recompute"]
     }
     for cause in ("startup", "restore", "checkpoint", "evaluation", "downtime", "other"):
-        assert goodput.lost_seconds[cause] == pytest.approx(seen.get(cause, 0.0), abs=1e-3), (
-            cause
-        )
+        assert goodput.lost_seconds[cause] == pytest.approx(
+            seen.get(cause, 0.0), abs=1e-3
+        ), cause
     assert run.seconds["step"] == pytest.approx(seen["step"])
     assert goodput.productive_seconds == pytest.approx(
         ((saved or 0) + 10) * synthetic.STEP_SECONDS
@@ -689,7 +721,9 @@ _LINKS = st.tuples(
     st.sampled_from(["killed", "signal", "failed"]),
     st.floats(0, 100),
     st.floats(0, 20),
-    st.sampled_from(["node 1 lost", "node 1 joined", "node 2 leaving", "generation 3 broke"]),
+    st.sampled_from(
+        ["node 1 lost", "node 1 joined", "node 2 leaving", "generation 3 broke"]
+    ),
     st.integers(0, 2),
 )
 
@@ -731,7 +765,9 @@ def test_the_accounts_of_any_history_of_starts_worlds_and_kills_are_what_the_clo
     tmp_path_factory: pytest.TempPathFactory,
     synthetic: ModuleType,
 ) -> None:
-    run = synthetic.RunWriter(tmp_path_factory.mktemp("run"), save_every=15, evaluate_every=20)
+    run = synthetic.RunWriter(
+        tmp_path_factory.mktemp("run"), save_every=15, evaluate_every=20
+    )
     run.write(synthetic.Process(last=17, ended="killed"))
     at, saved, ended, worlds, starts = 17, 15, "killed", 0, 0
     for kind, num_steps, ending, gap, settle, cause, forgotten in plan:
@@ -812,11 +848,17 @@ def test_accounts_leave_out_what_rank_0_did_elsewhere(
 ) -> None:
     run = synthetic.RunWriter(tmp_path, save_every=1000, evaluate_every=1000)
     run.write(synthetic.Process(last=10, ended="killed"))
-    run.go_on(synthetic.World(last=20, cause="node_lost", detail="node 0 lost", ended="killed"))
     run.go_on(
-        synthetic.World(last=30, cause="node_joined", detail="node 0 joined", ended="killed")
+        synthetic.World(last=20, cause="node_lost", detail="node 0 lost", ended="killed")
     )
-    run.go_on(synthetic.World(last=40, cause="node_lost", detail="node 0 lost", ended="killed"))
+    run.go_on(
+        synthetic.World(
+            last=30, cause="node_joined", detail="node 0 joined", ended="killed"
+        )
+    )
+    run.go_on(
+        synthetic.World(last=40, cause="node_lost", detail="node 0 lost", ended="killed")
+    )
     goodput = _account(read_history(run.directory))
     there = [*_heard(run.heard, {1}), _takes_over(20), *_heard(run.heard, {3})]
     here = [

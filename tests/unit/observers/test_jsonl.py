@@ -61,7 +61,9 @@ def test_a_step_row_has_every_field_of_the_record_in_its_order(
     log.close()
     row = json.loads(directory.metrics.read_text())
     without = ("metrics", "loss_scale")
-    assert row == {name: one for name, one in record.__dict__.items() if name not in without}
+    assert row == {
+        name: one for name, one in record.__dict__.items() if name not in without
+    }
     assert list(row)[:8] == [
         "step",
         "generation",
@@ -299,7 +301,9 @@ def test_lines_that_wait_for_good_end_the_process_as_trouble_of_the_host(
     monkeypatch.setattr("evergrad_trainer.observers.jsonl.CLOSING_SECONDS", 0.0)
     writer = JsonLinesWriter(Path("/dev/full"))
     writer.write({"a": 1})
-    with pytest.raises(VolumeError, match="/dev/full: 2 lines wait to be written") as raised:
+    with pytest.raises(
+        VolumeError, match="/dev/full: 2 lines wait to be written"
+    ) as raised:
         writer.write({"a": "x" * 200})
     assert raised.value.exit_code == 70
     with pytest.raises(VolumeError, match="/dev/full: cannot be brought to the disk"):
@@ -458,7 +462,9 @@ def test_why_a_step_was_skipped_and_its_scale_are_read_back(
     assert (read[0], read[2]) == (records[0], records[2])
     # Rows that are chosen keep both.
     chosen = steps.take(steps.step == 2)
-    assert chosen.skipped.tolist() == ["overflow"] and chosen.loss_scale.tolist() == [65536.0]
+    assert chosen.skipped.tolist() == ["overflow"] and chosen.loss_scale.tolist() == [
+        65536.0
+    ]
 
 
 def test_files_of_before_a_column_was_written_are_read(

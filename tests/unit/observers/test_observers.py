@@ -179,7 +179,8 @@ def test_an_essential_observer_stops_the_run_with_an_error_that_names_the_file(
     observers = Observers(
         [
             Essential(
-                {2}, OSError(errno.ENOSPC, "No space left on device", "/runs/x/metrics.jsonl")
+                {2},
+                OSError(errno.ENOSPC, "No space left on device", "/runs/x/metrics.jsonl"),
             )
         ]
     )

@@ -120,7 +120,8 @@ def test_the_history_of_device_memory_is_a_file_beside_the_trace(
     profiler.close()
     assert told == [20_000, None]
     kinds = sorted(
-        path.name.rsplit(".", 3 if "trace" in path.name else 2)[1:] for path in folder.iterdir()
+        path.name.rsplit(".", 3 if "trace" in path.name else 2)[1:]
+        for path in folder.iterdir()
     )
     assert kinds == [["memory", "pickle"], ["trace", "json", "gz"]]
 
@@ -158,7 +159,10 @@ def test_the_newest_trace_is_kept_where_a_run_went_back(tmp_path: Path) -> None:
     make_file(tmp_path, "step-10.a.2.memory.pickle", at=3999.0)
     make_file(tmp_path, "step-10.a.2.trace.json.gz", at=4000.0)
     prune(tmp_path, keep=2)
-    assert {path.name.split(".")[0] for path in tmp_path.iterdir()} == {"step-10", "step-30"}
+    assert {path.name.split(".")[0] for path in tmp_path.iterdir()} == {
+        "step-10",
+        "step-30",
+    }
     prune(tmp_path, keep=1)
     assert {path.name.split(".")[0] for path in tmp_path.iterdir()} == {"step-10"}
 

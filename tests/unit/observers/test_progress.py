@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -108,6 +109,20 @@ def test_lines_are_printed_every_n_steps_and_at_every_notable_event(
         "save step=1240 seconds=0.61 size=11.8MiB",
         "warning two lines",
         "stop step=1241 reason=signal saved=true",
+    ]
+
+
+def test_a_line_says_how_many_samples_each_source_of_another_run_had_given() -> None:
+    stream = io.StringIO()
+    lines = ProgressLines(stream, every=20, clock=Clock())
+    fields: dict[str, Any] = {"path": "runs/first", "from_step": 6, "load": "position"}
+    lines.event(
+        Event(EventType.BEGUN_FROM, 0.0, 6, 3, {**fields, "sources": {"b": 18, "c": 0}})
+    )
+    lines.event(Event(EventType.BEGUN_FROM, 0.0, 6, 3, {**fields, "load": "everything"}))
+    assert stream.getvalue().splitlines() == [
+        'begun_from path=runs/first step=6 load=position sources={"b":18,"c":0}',
+        "begun_from path=runs/first step=6 load=everything",
     ]
 
 
@@ -237,7 +252,9 @@ def test_the_bar_shows_all_facts_where_there_is_room(synthetic: ModuleType) -> N
     )
 
 
-def test_the_bar_says_who_went_for_a_while_and_how_many_are_left(synthetic: ModuleType) -> None:
+def test_the_bar_says_who_went_for_a_while_and_how_many_are_left(
+    synthetic: ModuleType,
+) -> None:
     clock = Clock()
     state = State(clock)
     state.start(replace(INFO, world_size=3, takes_over=True))
@@ -290,7 +307,9 @@ def test_a_bar_before_the_first_step_has_no_loss_and_no_eta() -> None:
     assert "loss –" in line and "ETA –" in line
 
 
-def test_a_finished_bar_says_how_long_it_took_instead_of_an_eta(synthetic: ModuleType) -> None:
+def test_a_finished_bar_says_how_long_it_took_instead_of_an_eta(
+    synthetic: ModuleType,
+) -> None:
     clock = Clock()
     state = State(clock)
     state.start(INFO)

@@ -75,7 +75,9 @@ def _samples(exporter: PrometheusExporter) -> Samples:
 def _train(exporter: PrometheusExporter, synthetic: ModuleType) -> None:
     exporter.run_start(INFO)
     exporter.event(
-        Event(EventType.START, 101.0, 40, 3, {"process_start_time": 100.0, "resumed_from": 40})
+        Event(
+            EventType.START, 101.0, 40, 3, {"process_start_time": 100.0, "resumed_from": 40}
+        )
     )
     exporter.event(
         Event(EventType.RESTORED, 103.0, 40, 3, {"checkpoint": "step-40", "seconds": 1.5})
@@ -134,7 +136,9 @@ def test_the_help_of_a_recipe_s_metrics_has_their_units_and_meanings(
         for one in text_string_to_metric_families(_scrape(exporter))
         if one.name == "evergrad_task_metric"
     ]
-    assert family.documentation.endswith("last step: kl (nats): divergence from the teacher.")
+    assert family.documentation.endswith(
+        "last step: kl (nats): divergence from the teacher."
+    )
     assert [sample.value for sample in family.samples] == [0.5]
 
 
@@ -202,22 +206,32 @@ def test_checkpoint_metrics_tell_time_size_step_and_what_training_waited(
             119.0,
             80,
             3,
-            {"checkpoint": "step-80", "seconds": 2.0, "blocking_seconds": 2.0, "bytes": 2000},
+            {
+                "checkpoint": "step-80",
+                "seconds": 2.0,
+                "blocking_seconds": 2.0,
+                "bytes": 2000,
+            },
         )
     )
     samples = _samples(exporter)
     assert (
         samples[
-            "evergrad_checkpoint_duration_seconds_count", (("mode", "async"), ("op", "save"))
+            "evergrad_checkpoint_duration_seconds_count",
+            (("mode", "async"), ("op", "save")),
         ]
         == 1
     )
     assert (
-        samples["evergrad_checkpoint_duration_seconds_sum", (("mode", "sync"), ("op", "save"))]
+        samples[
+            "evergrad_checkpoint_duration_seconds_sum", (("mode", "sync"), ("op", "save"))
+        ]
         == 2.0
     )
     assert (
-        samples["evergrad_checkpoint_duration_seconds_sum", (("mode", "sync"), ("op", "load"))]
+        samples[
+            "evergrad_checkpoint_duration_seconds_sum", (("mode", "sync"), ("op", "load"))
+        ]
         == 1.5
     )
     assert samples["evergrad_checkpoint_blocking_seconds_total", ()] == 2.75
@@ -225,11 +239,15 @@ def test_checkpoint_metrics_tell_time_size_step_and_what_training_waited(
     assert samples["evergrad_checkpoint_last_step", ()] == 80
     assert samples["evergrad_checkpoint_last_success_timestamp_seconds", ()] == 119.0
     assert (
-        samples["evergrad_checkpoint_failures_total", (("op", "save"), ("reason", "no_space"))]
+        samples[
+            "evergrad_checkpoint_failures_total", (("op", "save"), ("reason", "no_space"))
+        ]
         == 1
     )
     assert (
-        samples["evergrad_checkpoint_failures_total", (("op", "load"), ("reason", "invalid"))]
+        samples[
+            "evergrad_checkpoint_failures_total", (("op", "load"), ("reason", "invalid"))
+        ]
         == 1
     )
 
@@ -255,7 +273,8 @@ def test_time_is_productive_or_lost_to_a_cause(
     _train(exporter, synthetic)
     samples = _samples(exporter)
     lost = {
-        cause: samples["evergrad_lost_seconds_total", (("cause", cause),)] for cause in CAUSES
+        cause: samples["evergrad_lost_seconds_total", (("cause", cause),)]
+        for cause in CAUSES
     }
     assert samples["evergrad_productive_seconds_total", ()] == pytest.approx(18 * 0.5)
     assert lost == pytest.approx(
@@ -288,7 +307,8 @@ def test_a_change_of_the_world_is_counted_by_its_cause_and_costs_reconfiguration
     exporter.step_end(synthetic.step_record(61, generation=4, world_size=1, time=119.0))
     samples = _samples(exporter)
     counted = {
-        cause: samples["evergrad_world_changes_total", (("cause", cause),)] for cause in CHANGES
+        cause: samples["evergrad_world_changes_total", (("cause", cause),)]
+        for cause in CHANGES
     }
     assert counted == dict.fromkeys(CHANGES, 0) | {"node_lost": 1}
     # From the end of step 60 at 114.5 to the begin of step 61 at 118.5, less an evaluation of 2 s and a save
@@ -296,7 +316,9 @@ def test_a_change_of_the_world_is_counted_by_its_cause_and_costs_reconfiguration
     assert samples[
         "evergrad_lost_seconds_total", (("cause", "reconfiguration"),)
     ] == pytest.approx(4.0 - 2.25)
-    assert samples["evergrad_lost_seconds_total", (("cause", "other"),)] == pytest.approx(0.0)
+    assert samples["evergrad_lost_seconds_total", (("cause", "other"),)] == pytest.approx(
+        0.0
+    )
 
 
 def test_no_counter_jumps_back_when_rank_0_leaves_this_node_and_comes_back(
@@ -313,7 +335,12 @@ def test_no_counter_jumps_back_when_rank_0_leaves_this_node_and_comes_back(
     ) not in away
     exporter.run_start(
         replace(
-            INFO, generation=7, start_step=90, takes_over=True, highest_step=90, last_time=500.0
+            INFO,
+            generation=7,
+            start_step=90,
+            takes_over=True,
+            highest_step=90,
+            last_time=500.0,
         )
     )
     fields = {
@@ -337,12 +364,16 @@ def test_no_counter_jumps_back_when_rank_0_leaves_this_node_and_comes_back(
     assert after["evergrad_step", ()] == 91
     assert after["evergrad_steps_total", ()] == 21
     # What went on elsewhere between 117 and 500 is in the other node's counters.
-    lost = sum(after["evergrad_lost_seconds_total", (("cause", cause),)] for cause in CAUSES)
+    lost = sum(
+        after["evergrad_lost_seconds_total", (("cause", cause),)] for cause in CAUSES
+    )
     assert lost - sum(
         before["evergrad_lost_seconds_total", (("cause", cause),)] for cause in CAUSES
     ) == pytest.approx(0.75)
     assert ("evergrad_exit_code", ()) not in after
-    attempts = [dict(labels)["attempt"] for name, labels in after if name == "evergrad_info"]
+    attempts = [
+        dict(labels)["attempt"] for name, labels in after if name == "evergrad_info"
+    ]
     assert attempts == ["7"]
 
 
@@ -354,27 +385,29 @@ def test_a_second_start_on_one_endpoint_keeps_the_counters(
         replace(INFO, generation=4, start_step=40, highest_step=60, last_time=117.0)
     )
     exporter.event(
-        Event(EventType.START, 130.0, 40, 4, {"process_start_time": 127.0, "resumed_from": 40})
+        Event(
+            EventType.START, 130.0, 40, 4, {"process_start_time": 127.0, "resumed_from": 40}
+        )
     )
     exporter.step_end(synthetic.step_record(41, generation=4, time=131.0))
     samples = _samples(exporter)
     assert samples["evergrad_steps_total", ()] == 21
     assert samples["evergrad_step", ()] == 41
     # The 18 steps after step 42 are lost at once; the counter of productive seconds waits for new ones.
-    assert samples["evergrad_lost_seconds_total", (("cause", "recompute"),)] == pytest.approx(
-        1.0 + 18 * 0.5 + 0.5
-    )
-    assert samples["evergrad_lost_seconds_total", (("cause", "downtime"),)] == pytest.approx(
-        5.0 + 10.0
-    )
+    assert samples[
+        "evergrad_lost_seconds_total", (("cause", "recompute"),)
+    ] == pytest.approx(1.0 + 18 * 0.5 + 0.5)
+    assert samples[
+        "evergrad_lost_seconds_total", (("cause", "downtime"),)
+    ] == pytest.approx(5.0 + 10.0)
     assert samples["evergrad_productive_seconds_total", ()] == pytest.approx(18 * 0.5)
     for step in range(42, 62):
         exporter.step_end(synthetic.step_record(step, generation=4, time=90.0 + step))
     samples = _samples(exporter)
     assert samples["evergrad_productive_seconds_total", ()] == pytest.approx(19 * 0.5)
-    assert samples["evergrad_lost_seconds_total", (("cause", "recompute"),)] == pytest.approx(
-        1.0 + 18 * 0.5 + 2 * 0.5
-    )
+    assert samples[
+        "evergrad_lost_seconds_total", (("cause", "recompute"),)
+    ] == pytest.approx(1.0 + 18 * 0.5 + 2 * 0.5)
 
 
 def test_no_counter_goes_back_when_the_clock_does(
@@ -414,7 +447,9 @@ def test_a_relay_that_cannot_read_the_run_directory_still_relays(
     Relay(lambda kind, record: sent.append((kind, record))).run_start(
         replace(INFO, run_directory=str(tmp_path))
     )
-    assert [(kind, record["highest_step"]) for kind, record in sent] == [("run_start", None)]
+    assert [(kind, record["highest_step"]) for kind, record in sent] == [
+        ("run_start", None)
+    ]
     assert "metrics.jsonl" in caplog.text
 
 
@@ -426,7 +461,9 @@ def test_counters_begin_at_zero_before_the_first_step(exporter: PrometheusExport
         assert samples["evergrad_world_changes_total", (("cause", cause),)] == 0
     for reason in TROUBLES:
         assert (
-            samples["evergrad_checkpoint_failures_total", (("op", "save"), ("reason", reason))]
+            samples[
+                "evergrad_checkpoint_failures_total", (("op", "save"), ("reason", reason))
+            ]
             == 0
         )
     assert ("evergrad_loss", (("dataset", ""), ("split", "train"))) not in samples
@@ -445,12 +482,21 @@ def test_a_non_finite_step_is_counted_by_what_was_not_finite(
         Event(EventType.NON_FINITE, 1.0, 5, 3, {"why": what, "message": "x", "in_a_row": 2})
     )
     exporter.event(
-        Event(EventType.SKIPPED, 1.0, 7, 3, {"why": "requested", "message": "x", "in_a_row": 0})
+        Event(
+            EventType.SKIPPED,
+            1.0,
+            7,
+            3,
+            {"why": "requested", "message": "x", "in_a_row": 0},
+        )
     )
     samples = _samples(exporter)
     assert samples["evergrad_nonfinite_total", (("what", what),)] == 2
     assert (
-        sum(samples["evergrad_nonfinite_total", (("what", one),)] for one in ("loss", "grad"))
+        sum(
+            samples["evergrad_nonfinite_total", (("what", one),)]
+            for one in ("loss", "grad")
+        )
         == 2
     )
     assert samples["evergrad_skipped_steps_total", (("why", what),)] == 1
@@ -463,7 +509,9 @@ def test_a_step_without_an_update_leaves_loss_and_norm_as_they_were(
     exporter.run_start(INFO)
     exporter.step_end(synthetic.step_record(1, loss=2.5, grad_norm=0.5))
     exporter.step_end(
-        synthetic.step_record(2, loss=math.nan, grad_norm=math.nan, tokens=0, skipped="loss")
+        synthetic.step_record(
+            2, loss=math.nan, grad_norm=math.nan, tokens=0, skipped="loss"
+        )
     )
     samples = _samples(exporter)
     assert samples["evergrad_loss", (("dataset", ""), ("split", "train"))] == 2.5
@@ -516,7 +564,9 @@ def test_memory_of_devices_is_shown_by_worker_and_absent_where_there_is_none(
     metrics = NodeMetrics("docs-lm", "0", exporter)
     heartbeats = [WorkerHeartbeat(), WorkerHeartbeat()]
     workers = [
-        SimpleNamespace(local_rank=place, heartbeat=heartbeat, state="inside", pid=os.getpid())
+        SimpleNamespace(
+            local_rank=place, heartbeat=heartbeat, state="inside", pid=os.getpid()
+        )
         for place, heartbeat in enumerate(heartbeats)
     ]
     for worker in workers:

@@ -41,7 +41,10 @@ def _run_in_own_mount_namespace(script: str, directory: Path) -> str:
         _SMALL_DISK + script,
         str(directory),
     ]
-    if subprocess.run([*command[:4], "true"], capture_output=True, check=False).returncode != 0:
+    if (
+        subprocess.run([*command[:4], "true"], capture_output=True, check=False).returncode
+        != 0
+    ):
         pytest.skip(
             "this machine allows no mount namespaces, so no disk can be made full or read-only"
         )
@@ -122,7 +125,8 @@ def test_an_empty_stop_file_is_a_request_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "why"), [("{", "is not valid JSON"), ("[1]", "holds a list, not a JSON object")]
+    ("text", "why"),
+    [("{", "is not valid JSON"), ("[1]", "holds a list, not a JSON object")],
 )
 def test_a_broken_small_file_is_refused_with_its_path(
     tmp_path: Path, text: str, why: str
@@ -184,7 +188,9 @@ print(directory.read_resolved(), sorted(path.name for path in directory.path.ite
     assert rest == "{'a': 1} ['checkpoints', 'logs', 'run.json']"
 
 
-def test_a_read_only_file_system_is_reported_before_anything_is_trained(tmp_path: Path) -> None:
+def test_a_read_only_file_system_is_reported_before_anything_is_trained(
+    tmp_path: Path,
+) -> None:
     out = _run_in_own_mount_namespace(
         """
 RunDirectory(disk / "run").create()
@@ -213,7 +219,9 @@ def test_every_known_cause_has_a_remedy() -> None:
         )
         assert isinstance(error, RunDirectoryError)
         assert (
-            error.problems[0].why and error.problems[0].remedy and error.problems[0].path == "x"
+            error.problems[0].why
+            and error.problems[0].remedy
+            and error.problems[0].path == "x"
         )
 
 
@@ -225,7 +233,9 @@ def test_trouble_of_a_moment_is_the_hosts_and_not_a_mistake(number: int) -> None
         OSError(number, os.strerror(number)), "x", what="cannot be written"
     )
     assert (
-        isinstance(error, VolumeError) and error.exit_code == 70 and error.kind == "environment"
+        isinstance(error, VolumeError)
+        and error.exit_code == 70
+        and error.kind == "environment"
     )
     assert str(error).startswith(f"x: cannot be written; {os.strerror(number)}. ")
 

@@ -48,7 +48,8 @@ def read_event_files(folder: Path) -> tuple[dict[str, list[tuple[int, float]]], 
     shown.Reload()
     tags = shown.Tags()
     scalars = {
-        name: [(one.step, one.value) for one in shown.Scalars(name)] for name in tags["scalars"]
+        name: [(one.step, one.value) for one in shown.Scalars(name)]
+        for name in tags["scalars"]
     }
     return scalars, tags["tensors"]
 
@@ -141,7 +142,9 @@ class FakeWandb:
     def Settings(
         *,
         base_url: str = "https://api.wandb.ai",
-        console: Literal["auto", "off", "wrap", "redirect", "wrap_raw", "wrap_emu"] = "auto",
+        console: Literal[
+            "auto", "off", "wrap", "redirect", "wrap_raw", "wrap_emu"
+        ] = "auto",
         disable_code: bool = False,
         disable_git: bool = False,
         finish_timeout: float = 0.0,
@@ -164,7 +167,9 @@ def fake_wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
 
 
 @pytest.mark.capability("A-8", "A-48", "T-36")
-def test_wandb_is_given_one_id_and_whole_rows(tmp_path: Path, fake_wandb: FakeWandb) -> None:
+def test_wandb_is_given_one_id_and_whole_rows(
+    tmp_path: Path, fake_wandb: FakeWandb
+) -> None:
     library = find_opener("wandb")(tracked(tmp_path / "wandb", "wandb"))
     for step in (1, 2):
         library.write(step, 0.0, {"train/loss": float(step)})
@@ -176,7 +181,9 @@ def test_wandb_is_given_one_id_and_whole_rows(tmp_path: Path, fake_wandb: FakeWa
     other.write(2, 0.0, {"train/loss": 2.0})
     other.write(2, 0.0, {"evaluation/held/loss": 3.0})
     other.finish("complete")
-    assert fake_wandb.rows[1:] == [(2, {"train/loss": 2.0, "evaluation/held/loss": 3.0}, True)]
+    assert fake_wandb.rows[1:] == [
+        (2, {"train/loss": 2.0, "evaluation/held/loss": 3.0}, True)
+    ]
     assert fake_wandb.ends == [0, 0]
     keys = ("id", "resume", "mode", "project", "name", "tags")
     first, second = ([one[key] for key in keys] for one in fake_wandb.inits)

@@ -214,7 +214,10 @@ def test_files_of_a_tracker_lie_in_the_run_directory_or_where_the_file_says(
     """A relative path begins beside the file, like all others."""
     monkeypatch.setattr(build, "find_opener", lambda type_: lambda run: Kept(run, store))
     monkeypatch.setattr(observers, "CLOSING_SECONDS", 60.0)
-    tracker = {"type": "aim", **{key: text.format(tmp=tmp_path) for key, text in given.items()}}
+    tracker = {
+        "type": "aim",
+        **{key: text.format(tmp=tmp_path) for key, text in given.items()},
+    }
     training = Training.model_validate({**TRAINING, "logging": {"trackers": [tracker]}})
     directory = RunDirectory(tmp_path / "run")
     directory.create()
@@ -229,7 +232,9 @@ def test_files_of_a_tracker_lie_in_the_run_directory_or_where_the_file_says(
     )
     made = build.build_observers(around).observers
     made.run_start(
-        RunInfo("docs", 1, 2, 10, 0, 8192, 32, 100, "bf16", "dataParallel", "llama", "", "id-1")
+        RunInfo(
+            "docs", 1, 2, 10, 0, 8192, 32, 100, "bf16", "dataParallel", "llama", "", "id-1"
+        )
     )
     made.event(Event(EventType.STOP, 0.0, 1, 1, {"reason": "complete", "saved": True}))
     made.close()
@@ -276,7 +281,11 @@ def test_a_tracker_gets_the_configuration_and_the_hashes(
     scene = make_scene(lambda run: Kept(run, store))
     recipe = {"optimizer": {"learningRate": 1e-3}}
     scene.directory.write_resolved(
-        {"configHash": "c", "dataFingerprint": "d", "manifest": {"spec": {"training": recipe}}}
+        {
+            "configHash": "c",
+            "dataFingerprint": "d",
+            "manifest": {"spec": {"training": recipe}},
+        }
     )
     checkpoint = scene.directory.checkpoints / "step-2.g1"
     checkpoint.mkdir()
@@ -286,7 +295,11 @@ def test_a_tracker_gets_the_configuration_and_the_hashes(
     scene.stop()
     (run,) = store["runs"]
     flat = flatten(run.facts)
-    assert (flat["configHash"], flat["dataFingerprint"], flat["runId"]) == ("c", "d", "id-1")
+    assert (flat["configHash"], flat["dataFingerprint"], flat["runId"]) == (
+        "c",
+        "d",
+        "id-1",
+    )
     assert flat["training.optimizer.learningRate"] == 1e-3
     # The sha256 of "{}".
     ((_, text),) = store["notes"]

@@ -27,7 +27,9 @@ TRAINING = {
 }
 
 
-def alerts_of(rule: Rule, values: Iterable[float], **others: Iterable[float]) -> list[Alert]:
+def alerts_of(
+    rule: Rule, values: Iterable[float], **others: Iterable[float]
+) -> list[Alert]:
     """The alerts of a watch over values at steps 1, 2, 3, …"""
     watch = Watch(rule)
     rows = zip(values, *others.values(), strict=True)
@@ -130,7 +132,9 @@ def test_a_watch_that_goes_on_anywhere_decides_as_one_that_was_never_stopped(
         first, second = Watch(rule), Watch(rule)
         found = [first.look(step, {"loss": values[step - 1]}) for step in range(1, cut + 1)]
         second.load_state(json.loads(json.dumps(first.state())))
-        found += [second.look(step, {"loss": values[step - 1]}) for step in range(cut + 1, 61)]
+        found += [
+            second.look(step, {"loss": values[step - 1]}) for step in range(cut + 1, 61)
+        ]
         assert [one for one in found if one is not None] == whole, cut
         assert second.state()["alerts"] == len(whole)
 
@@ -179,7 +183,8 @@ def test_a_run_that_a_monitor_has_stopped_goes_on_by_a_bound_that_its_values_are
     assert changed.since is None
     # Beyond the new bound, too: said once more.
     found = [
-        changed.look(step, {"loss": 100.0, "neg": -100.0, "other": -1000.0}) for step in (5, 6)
+        changed.look(step, {"loss": 100.0, "neg": -100.0, "other": -1000.0})
+        for step in (5, 6)
     ]
     assert any(one is not None for one in found)
 
@@ -281,7 +286,9 @@ def test_an_early_stop_follows_an_evaluation_and_goes_on_in_another_process(
     assert other.wishes() == {"stop"}
 
 
-def test_the_longest_state_of_monitors_fits_into_a_checkpoint(synthetic: ModuleType) -> None:
+def test_the_longest_state_of_monitors_fits_into_a_checkpoint(
+    synthetic: ModuleType,
+) -> None:
     metrics = {f"a_metric_{number}": 1 / 3 + number / 7 for number in range(8)}
     watches = [
         Watch(Rule("collapse", name, "warn", window=100, of="a_metric_0", ratio=0.001))

@@ -26,7 +26,11 @@ def violations(pod: Mapping[str, Any]) -> list[str]:
     spec = pod["spec"]
     return [
         *_of_pod(spec),
-        *(text for container in _containers(spec) for text in _of_container(container, spec)),
+        *(
+            text
+            for container in _containers(spec)
+            for text in _of_container(container, spec)
+        ),
     ]
 
 

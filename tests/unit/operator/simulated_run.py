@@ -56,7 +56,8 @@ def make_progress(attempt: int = 0, *, phase: str = "Running", **fields: Any) ->
     """What a coordinator says. Names as on the wire."""
     nodes = {"min": 2, "max": 3, "ready": 3, "connected": 3, **fields.pop("nodes", {})}
     return parse_progress(
-        {"phase": phase, "reason": "AllMembersUp", "nodes": nodes, **fields}, attempt=attempt
+        {"phase": phase, "reason": "AllMembersUp", "nodes": nodes, **fields},
+        attempt=attempt,
     )
 
 
@@ -114,7 +115,9 @@ class Simulation:
                 for pod in self.pods.values()
                 if "deletionTimestamp" not in pod["metadata"]
             ]
-            there = sum(one["labels"][names.LABEL_ROLE] == names.ROLE_NODE for one in staying)
+            there = sum(
+                one["labels"][names.LABEL_ROLE] == names.ROLE_NODE for one in staying
+            )
             self.progress = replace(
                 self.progress, connected=min(self.progress.connected, there)
             )
@@ -178,7 +181,9 @@ class Simulation:
             self.raw["status"] = status
             self.writes += 1
             counted = {pod.uid for pod, _ in seen.gone}
-            self.gone = [one for one in self.gone if one[0]["metadata"]["uid"] not in counted]
+            self.gone = [
+                one for one in self.gone if one[0]["metadata"]["uid"] not in counted
+            ]
 
     def _write(self) -> None:
         if self.writes_left is not None:
@@ -281,7 +286,9 @@ class Simulation:
                 "nodeName", f"host-{pod['metadata']['labels'].get(names.LABEL_INDEX, 'c')}"
             )
 
-    def end(self, name: str, code: int, *, reason: str = "Error", message: str = "") -> None:
+    def end(
+        self, name: str, code: int, *, reason: str = "Error", message: str = ""
+    ) -> None:
         """The container of a pod ends."""
         pod = self.pods[name]
         terminated = {
@@ -300,13 +307,20 @@ class Simulation:
             if one["type"] == "DisruptionTarget"
         ]
         phase = "Failed" if code else "Succeeded"
-        pod["status"] = {"phase": phase, "containerStatuses": [container], "conditions": kept}
+        pod["status"] = {
+            "phase": phase,
+            "containerStatuses": [container],
+            "conditions": kept,
+        }
         self._note_end(name, parse_time(format_time(self.now)) or 0.0)
 
     def wait_for(self, name: str, reason: str, message: str = "") -> None:
         """The container of a pod cannot start."""
         ours = self.pods[name]["spec"]["containers"][0]["name"]
-        container = {"name": ours, "state": {"waiting": {"reason": reason, "message": message}}}
+        container = {
+            "name": ours,
+            "state": {"waiting": {"reason": reason, "message": message}},
+        }
         self.pods[name]["status"] = {"phase": "Pending", "containerStatuses": [container]}
 
     def unschedulable(self, name: str, message: str, reason: str = "Unschedulable") -> None:
@@ -345,7 +359,9 @@ class Simulation:
     def leave(self) -> None:
         """All pods that are being deleted save, and are gone."""
         for name in [
-            name for name, pod in self.pods.items() if "deletionTimestamp" in pod["metadata"]
+            name
+            for name, pod in self.pods.items()
+            if "deletionTimestamp" in pod["metadata"]
         ]:
             self.vanish(name)
 
@@ -357,7 +373,8 @@ class Simulation:
             if name in self.live(role=names.ROLE_COORDINATOR)
         ]
         newest = max(
-            (int(pod["metadata"]["labels"][names.LABEL_ATTEMPT]) for pod in attempts), default=0
+            (int(pod["metadata"]["labels"][names.LABEL_ATTEMPT]) for pod in attempts),
+            default=0,
         )
         nodes = {key: self.raw["spec"]["nodes"][key] for key in ("min", "max")}
         values = {

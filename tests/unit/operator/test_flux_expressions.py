@@ -22,7 +22,9 @@ FAILED = {
 
 
 def find_check() -> dict[str, Any]:
-    for one in yaml.safe_load_all((ROOT / "examples/gitops/flux/runs.yaml").read_text("utf-8")):
+    for one in yaml.safe_load_all(
+        (ROOT / "examples/gitops/flux/runs.yaml").read_text("utf-8")
+    ):
         if one["kind"] == "Kustomization":
             [check] = one["spec"]["healthCheckExprs"]
             return dict(check)

@@ -45,7 +45,9 @@ def cache() -> InformerCache:
     return InformerCache(clock=lambda: 0.0)
 
 
-def test_an_older_version_never_takes_the_place_of_a_newer_one(cache: InformerCache) -> None:
+def test_an_older_version_never_takes_the_place_of_a_newer_one(
+    cache: InformerCache,
+) -> None:
     assert cache.see(PODS, pod(version=12, phase="Running"), is_watched=True) == (KEY,)
     assert cache.see(PODS, pod(version=11, phase="Pending"), is_watched=True) == ()
     assert cache.pods(KEY)[0]["status"] == {"phase": "Running"}
@@ -135,7 +137,10 @@ def test_a_list_prunes_what_the_watch_never_said_was_gone(cache: InformerCache) 
     cache.see(PODS, pod("run-0-0", uid="a", version=10), is_watched=True)
     cache.see(PODS, pod("run-1-0", uid="b", version=11), is_watched=True)
     changed = cache.replace(
-        PODS, [pod("run-0-0", uid="a", version=10)], version=50, covers=lambda namespace: True
+        PODS,
+        [pod("run-0-0", uid="a", version=10)],
+        version=50,
+        covers=lambda namespace: True,
     )
     assert changed == {KEY}
     assert [one["metadata"]["name"] for one in cache.pods(KEY)] == ["run-0-0"]
@@ -178,7 +183,12 @@ def test_runs_on_one_claim_know_each_other_and_all_hear_of_the_claim(
     assert [one["metadata"]["name"] for one in cache.others(("ns", "a"))] == ["b", "shared"]
     assert cache.others(("ns", "d")) == ()
     claim = {
-        "metadata": {"name": "shared", "namespace": "ns", "uid": "p", "resourceVersion": "5"},
+        "metadata": {
+            "name": "shared",
+            "namespace": "ns",
+            "uid": "p",
+            "resourceVersion": "5",
+        },
         "spec": {},
         "status": {},
     }
@@ -204,7 +214,10 @@ def test_only_runs_whose_folders_overlap_hear_of_each_other_and_only_of_what_con
     cache.see(RUNS, at("apart", "team/b", 2))
     assert cache.see(RUNS, at("new", "team/a/deep", 3)) == (("ns", "new"), ("ns", "old"))
     assert cache.see(RUNS, at("old", "team/a", 4, "Running")) == (("ns", "old"),)
-    assert cache.see(RUNS, at("old", "team/a", 5, "Failed")) == (("ns", "old"), ("ns", "new"))
+    assert cache.see(RUNS, at("old", "team/a", 5, "Failed")) == (
+        ("ns", "old"),
+        ("ns", "new"),
+    )
     assert cache.replace(RUNS, [], version=9, covers=lambda _: True) == {
         ("ns", "old"),
         ("ns", "new"),
@@ -218,7 +231,9 @@ def test_only_runs_whose_folders_overlap_hear_of_each_other_and_only_of_what_con
     )
 
 
-def test_children_are_kept_by_kind_and_name_and_go_with_a_list(cache: InformerCache) -> None:
+def test_children_are_kept_by_kind_and_name_and_go_with_a_list(
+    cache: InformerCache,
+) -> None:
     metadata = {**pod("run-config")["metadata"], "uid": "c", "resourceVersion": "5"}
     cache.see(
         CHILDREN, {"kind": "ConfigMap", "metadata": metadata, "data": {"much": "x" * 1000}}
@@ -252,22 +267,28 @@ def test_a_slimmed_pod_keeps_what_is_read_and_drops_the_rest() -> None:
     raw["spec"] = {
         "nodeName": "n1",
         "containers": [{"name": "node", "image": "i", "env": [1]}],
-        "volumes": [1],
+        "volumes": [1, {"name": "evergrad-tmp"}, {"name": "evergrad-token", "secret": {}}],
     }
     slim = slim_pod(raw)
-    assert slim["spec"] == {"nodeName": "n1", "containers": [{"name": "node", "image": "i"}]}
+    assert slim["spec"] == {
+        "nodeName": "n1",
+        "containers": [{"name": "node", "image": "i"}],
+        "volumes": [{"name": "evergrad-token"}],
+    }
     assert slim["status"] == {
         "phase": "Running",
         "podIP": "10.0.0.1",
         "containerStatuses": [{"name": "node"}],
     }
-    assert "managedFields" not in slim["metadata"] and slim["metadata"]["ownerReferences"] == [
-        {"uid": "r1"}
-    ]
+    assert "managedFields" not in slim["metadata"] and slim["metadata"][
+        "ownerReferences"
+    ] == [{"uid": "r1"}]
 
 
 @pytest.mark.parametrize("resource", [RUNS, PODS])
-def test_an_answer_that_the_watch_has_shown_already_is_not_owed_by_it(resource: str) -> None:
+def test_an_answer_that_the_watch_has_shown_already_is_not_owed_by_it(
+    resource: str,
+) -> None:
     now = [0.0]
     cache = InformerCache(clock=lambda: now[0])
     build = run if resource == RUNS else pod
@@ -291,7 +312,10 @@ def test_nothing_is_owed_of_what_is_gone(cache: InformerCache) -> None:
     now[0] = 180.0
     cache.forget(PODS, pod(uid="a"))
     cache.replace(
-        PODS, [pod("run-2-0", uid="c", version=12)], version=20, covers=lambda namespace: True
+        PODS,
+        [pod("run-2-0", uid="c", version=12)],
+        version=20,
+        covers=lambda namespace: True,
     )
     assert cache.expectations.lag() == {PODS: 180.0, RUNS: 180.0}
     # An end has a version of its own, which is newer than every answer about the object.

@@ -26,11 +26,15 @@ def coordinators(world: Simulation) -> list[str]:
     """Those that are not being deleted."""
     pods = [world.store.get("pods", "ns", name) for name in world.pods("coordinator")]
     return [
-        pod["metadata"]["name"] for pod in pods if "deletionTimestamp" not in pod["metadata"]
+        pod["metadata"]["name"]
+        for pod in pods
+        if "deletionTimestamp" not in pod["metadata"]
     ]
 
 
-def test_a_coordinator_that_is_silent_for_ten_seconds_is_replaced_and_its_nodes_stay() -> None:
+def test_a_coordinator_that_is_silent_for_ten_seconds_is_replaced_and_its_nodes_stay() -> (
+    None
+):
     world = begin()
     world.fall_silent(is_host_dead=True)
     world.now += 9
@@ -81,7 +85,9 @@ def test_a_coordinator_is_kept_while_it_may_be_well(change: dict[str, Any]) -> N
         has_timed_out=True,
         is_alone=True,
     )
-    world.coordinators.silence = lambda key: replace(silence, **change) if key == KEY else None  # type: ignore[method-assign]
+    world.coordinators.silence = lambda key: (
+        replace(silence, **change) if key == KEY else None
+    )  # type: ignore[method-assign]
     world.now += 1000
     world.settle()
     assert coordinators(world) == ["run-coordinator-0"]
@@ -137,7 +143,9 @@ def test_who_hears_hardly_anybody_takes_itself_for_the_one_that_is_cut_off(
         (EOFError(), False),
     ],
 )
-def test_a_host_that_answers_in_any_way_is_alive(cause: Exception, has_timed_out: bool) -> None:
+def test_a_host_that_answers_in_any_way_is_alive(
+    cause: Exception, has_timed_out: bool
+) -> None:
     known = Coordinators()
     known.follow(KEY, "10.0.0.1", 0, token="t")
     error = OperatorError("no answer")

@@ -193,7 +193,9 @@ def test_a_mistake_is_final_for_the_evaluation_alone_until_the_run_is_edited(
 ) -> None:
     publish(simulation, 2)
     start(simulation)
-    said = encode_termination(ErrorKind.INPUT, "/documents/held.jsonl: does not exist").decode()
+    said = encode_termination(
+        ErrorKind.INPUT, "/documents/held.jsonl: does not exist"
+    ).decode()
     simulation.end_pod("run-evaluate-2-0", 64, message=said)
     simulation.settle()
     assert shown(simulation)["state"] == "Failed"
@@ -207,7 +209,9 @@ def test_a_mistake_is_final_for_the_evaluation_alone_until_the_run_is_edited(
     edit(simulation, evaluation={"resources": {"requests": {"cpu": "1"}}})
     simulation.settle()
     assert "run-evaluate-2-1" in simulation.pods("evaluation")
-    assert simulation.pods() == ["run-0-0", "run-1-0"], "its resources are no nodes' concern"
+    assert simulation.pods() == ["run-0-0", "run-1-0"], (
+        "its resources are no nodes' concern"
+    )
 
 
 def test_an_evaluation_that_fails_too_often_gives_up_and_names_its_own_limit(
@@ -275,7 +279,9 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over_with_an_event(
     assert reasons == ["CheckpointPassedOver"]
 
 
-def test_an_image_that_leaves_no_report_is_not_tried_for_ever(simulation: Simulation) -> None:
+def test_an_image_that_leaves_no_report_is_not_tried_for_ever(
+    simulation: Simulation,
+) -> None:
     publish(simulation, 2)
     start(simulation)
     simulation.end_pod("run-evaluate-2-0", message="done")
@@ -390,7 +396,9 @@ def test_a_volume_of_one_host_takes_the_pod_to_the_nodes_and_off_a_host_they_hav
 def test_the_nodes_are_given_what_stays_for_the_pods_and_nothing_else_of_them(
     simulation: Simulation,
 ) -> None:
-    text = simulation.store.get("configmaps", "ns", "run-config")["data"]["trainingrun.json"]
+    text = simulation.store.get("configmaps", "ns", "run-config")["data"][
+        "trainingrun.json"
+    ]
     assert json.loads(text)["spec"]["evaluation"] == {"keepWaiting": 4}
 
 

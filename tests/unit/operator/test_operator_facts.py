@@ -55,7 +55,9 @@ def test_each_live_pod_of_a_node_counts_in_one_state() -> None:
 def test_replaced_pods_are_counted_from_0_on() -> None:
     name = f"evergrad_operator_run_pods_replaced_total{{{WHO}}}"
     assert f"{name} 0.0" in scrape({}, [])
-    assert f"{name} 3.0" in scrape({"restarts": {"total": 3, "byCause": {"NodeLost": 3}}}, [])
+    assert f"{name} 3.0" in scrape(
+        {"restarts": {"total": 3, "byCause": {"NodeLost": 3}}}, []
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ from evergrad_operator.fleet import MOST_RUNS, build_fleet
 from evergrad_operator.fleet_page import MOST_PAGES, FleetPage
 
 
-def run(name: str, *, created: str = "2026-03-01T12:00:00Z", **status: Any) -> dict[str, Any]:
+def run(
+    name: str, *, created: str = "2026-03-01T12:00:00Z", **status: Any
+) -> dict[str, Any]:
     metadata = {"name": name, "namespace": "lab", "creationTimestamp": created}
     return {"metadata": metadata, "spec": {}, "status": status}
 
@@ -41,11 +43,18 @@ def test_a_run_is_one_row() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("status", [None, "text", {"progress": 1, "restarts": [], "phase": {}}])
+@pytest.mark.parametrize(
+    "status", [None, "text", {"progress": 1, "restarts": [], "phase": {}}]
+)
 def test_a_status_that_cannot_be_read_leaves_its_parts_out(status: Any) -> None:
     raw = {**run("x"), "status": status}
     [row] = build_fleet([raw])["runs"]
-    assert (row["phase"], row["step"], row["loss"], row["restarts"]) == ("Pending", None, "", 0)
+    assert (row["phase"], row["step"], row["loss"], row["restarts"]) == (
+        "Pending",
+        None,
+        "",
+        0,
+    )
 
 
 def test_runs_that_have_not_ended_come_first_and_the_newest_before_the_others() -> None:
@@ -105,7 +114,9 @@ def test_only_so_many_pages_are_open_at_once() -> None:
     async def story() -> None:
         page = FleetPage(list)
         port = await page.listen(0)
-        readers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MOST_PAGES)]
+        readers = [
+            await asyncio.open_connection("127.0.0.1", port) for _ in range(MOST_PAGES)
+        ]
         for reader, writer in readers:
             writer.write(b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n")
             await reader.readuntil(b"data: ")

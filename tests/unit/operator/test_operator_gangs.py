@@ -49,7 +49,9 @@ def test_all_nodes_and_no_other_pod_are_in_the_group_of_the_coscheduling_plugin(
     )
     (owner,) = group["metadata"]["ownerReferences"]
     assert (owner["kind"], owner["uid"]) == ("TrainingRun", "uid-docs-lm")
-    labels = {name: pod["metadata"]["labels"].get(LABEL) for name, pod in made(world).items()}
+    labels = {
+        name: pod["metadata"]["labels"].get(LABEL) for name, pod in made(world).items()
+    }
     assert labels == {
         "docs-lm-coordinator-0": None,
         "docs-lm-0-0": "docs-lm",
@@ -79,7 +81,9 @@ def test_all_nodes_and_no_other_pod_are_in_the_group_of_kubernetes(kind: Kind) -
     assert not any(LABEL in pod["metadata"]["labels"] for pod in made(world).values())
 
 
-@pytest.mark.parametrize(("gang", "kind"), [("coscheduling", COSCHEDULING), ("podGroup", BETA)])
+@pytest.mark.parametrize(
+    ("gang", "kind"), [("coscheduling", COSCHEDULING), ("podGroup", BETA)]
+)
 def test_preparation_and_evaluation_are_in_no_group(gang: str, kind: Kind) -> None:
     annotated = {"labels": {LABEL: "of-the-user"}}
     world = in_gangs(gang, kind, preparation={}, template=annotated)
@@ -95,7 +99,9 @@ def test_preparation_and_evaluation_are_in_no_group(gang: str, kind: Kind) -> No
     assert "schedulingGroup" not in evaluating["spec"]
 
 
-@pytest.mark.parametrize(("gang", "kind"), [("coscheduling", COSCHEDULING), ("podGroup", BETA)])
+@pytest.mark.parametrize(
+    ("gang", "kind"), [("coscheduling", COSCHEDULING), ("podGroup", BETA)]
+)
 def test_a_replacement_and_a_node_above_the_minimum_join_the_same_group(
     gang: str, kind: Kind
 ) -> None:
@@ -238,7 +244,9 @@ def test_a_run_without_the_group_that_it_needs_makes_no_pod_and_says_what_to_do(
     stalled = world.condition("Stalled")
     assert (stalled["status"], stalled["reason"]) == ("True", "GangUnavailable")
     assert f"no PodGroup of {group}" in decision.message
-    assert remedy in decision.message and "runs.gang of the chart to none" in decision.message
+    assert (
+        remedy in decision.message and "runs.gang of the chart to none" in decision.message
+    )
     assert decision.requeue_after is not None, "nothing tells of an API group that appears"
     # It comes, and the run begins by itself.
     world.group_kind = POD_GROUPS[gang][0]
@@ -326,7 +334,9 @@ def test_no_pod_is_made_while_the_group_is_refused() -> None:
     assert simulation.pods() == ["run-0-0", "run-1-0"]
 
 
-def test_a_type_that_goes_while_the_operator_remembers_it_is_missed_at_the_next_try() -> None:
+def test_a_type_that_goes_while_the_operator_remembers_it_is_missed_at_the_next_try() -> (
+    None
+):
     simulation = clustered("coscheduling", COSCHEDULING)
     simulation.reconcile()
     simulation.cluster.served = set()

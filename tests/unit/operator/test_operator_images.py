@@ -80,7 +80,9 @@ def test_a_digest_is_asked_for_where_a_registry_has_it(
         ("nonsense", A, True),
     ],
 )
-def test_image_ids_are_compared_where_they_can_be(one: str, other: str, is_same: bool) -> None:
+def test_image_ids_are_compared_where_they_can_be(
+    one: str, other: str, is_same: bool
+) -> None:
     assert is_same_image(one, other) is is_same
     assert is_same_image(other, one) is is_same
 
@@ -157,7 +159,9 @@ def test_where_nothing_is_ever_pulled_all_pods_ask_for_the_tag() -> None:
     assert image_of(world, "docs-lm-1-1") == TAG
 
 
-@pytest.mark.parametrize("reason", ["ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull"])
+@pytest.mark.parametrize(
+    "reason", ["ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull"]
+)
 def test_a_host_that_cannot_get_the_digest_is_asked_for_the_tag(reason: str) -> None:
     world = begin([BY_DIGEST, BY_DIGEST])
     replace_node(world, "docs-lm-1-0")
@@ -201,7 +205,9 @@ def test_a_pod_of_another_image_leaves_as_its_hosts_fault_and_the_first_stays(
 
 
 @pytest.mark.parametrize(
-    "image", [None, BY_DIGEST], ids=["by the first pod's digest", "by the digest of the run"]
+    "image",
+    [None, BY_DIGEST],
+    ids=["by the first pod's digest", "by the digest of the run"],
 )
 def test_a_pod_that_asked_for_the_digest_stays_also_where_its_host_names_the_image_by_another(
     image: str | None,
@@ -242,4 +248,6 @@ def test_an_operator_that_dies_before_it_wrote_the_image_down_finds_the_same() -
     lost.reconcile(is_status_lost=True)
     world.settle()
     lost.settle()
-    assert lost.status["memory"]["imageID"] == world.status["memory"]["imageID"] == BY_DIGEST
+    assert (
+        lost.status["memory"]["imageID"] == world.status["memory"]["imageID"] == BY_DIGEST
+    )

@@ -122,7 +122,10 @@ def test_a_default_volume_for_one_pod_is_refused_for_several_nodes() -> None:
     (problem,) = find_refusals(make_run(nodes={"min": 2}, storage={"size": "1Gi"}), rules)
     assert problem.path == "spec.nodes.min"
     assert "new volumes of this installation are ReadWriteOncePod" in problem.why
-    for storage in ({"claimName": "mine"}, {"size": "1Gi", "accessModes": ["ReadWriteMany"]}):
+    for storage in (
+        {"claimName": "mine"},
+        {"size": "1Gi", "accessModes": ["ReadWriteMany"]},
+    ):
         assert find_refusals(make_run(nodes={"min": 2}, storage=storage), rules) == ()
     assert find_refusals(make_run(nodes={"min": 1, "max": 1}), rules) == ()
 
@@ -133,13 +136,19 @@ def test_a_default_volume_for_one_pod_is_refused_for_several_nodes() -> None:
 def test_an_init_container_is_as_restricted_as_the_trainers_and_has_neither_token_nor_manifest() -> (
     None
 ):
-    resources = {"requests": {"cpu": "2"}, "limits": {"memory": "4Gi", "nvidia.com/gpu": "2"}}
+    resources = {
+        "requests": {"cpu": "2"},
+        "limits": {"memory": "4Gi", "nvidia.com/gpu": "2"},
+    }
     world = build(resources=resources)
     world.reconcile()
     pod = node_pod(world)["spec"]
     fetch, check = pod["initContainers"]
     (trainer,) = pod["containers"]
-    assert (fetch["image"], check["image"]) == ("registry.example/tools:1", trainer["image"])
+    assert (fetch["image"], check["image"]) == (
+        "registry.example/tools:1",
+        trainer["image"],
+    )
     assert fetch["securityContext"] == trainer["securityContext"]
     assert fetch["terminationMessagePolicy"] == "FallbackToLogsOnError"
     assert [mount["mountPath"] for mount in fetch["volumeMounts"]] == [
@@ -173,7 +182,9 @@ def test_a_scripts_references_are_variables_of_its_nodes() -> None:
     world.reconcile()
     (container,) = node_pod(world)["spec"]["containers"]
     assert {"name": "HF_TOKEN", "valueFrom": source} in container["env"]
-    assert all(one["name"] != "A" for one in container["env"]), "the nodes read it themselves"
+    assert all(one["name"] != "A" for one in container["env"]), (
+        "the nodes read it themselves"
+    )
 
 
 def test_pods_beside_the_nodes_have_the_account_and_the_init_containers_too() -> None:
@@ -225,7 +236,8 @@ def test_the_bounds_of_the_installation_hold_where_the_run_sets_none(
     for container in (*pod["containers"], *pod["initContainers"]):
         resources = container.get("resources", {})
         found = tuple(
-            resources.get(kind, {}).get("ephemeral-storage") for kind in ("requests", "limits")
+            resources.get(kind, {}).get("ephemeral-storage")
+            for kind in ("requests", "limits")
         )
         assert found == disk
     (volume,) = [one for one in pod["volumes"] if one["name"] == "evergrad-tmp"]
@@ -373,7 +385,9 @@ def test_the_end_of_an_init_container_has_the_causes_of_the_trainers(
     assert not pod.is_running
 
 
-def test_an_init_container_that_fails_again_and_again_ends_the_run_in_its_own_words() -> None:
+def test_an_init_container_that_fails_again_and_again_ends_the_run_in_its_own_words() -> (
+    None
+):
     world = build(nodes={"min": 1, "max": 1})
     world.settle()
     for attempt in range(4):
@@ -422,20 +436,27 @@ def test_an_init_container_that_cannot_start_is_reported_as_the_trainers_is(
 ) -> None:
     world = build(nodes={"min": 1, "max": 1})
     world.settle()
-    wait_before(world, "docs-lm-0-0", {"waiting": {"reason": reason, "message": "not found"}})
+    wait_before(
+        world, "docs-lm-0-0", {"waiting": {"reason": reason, "message": "not found"}}
+    )
     decision = world.reconcile()
     assert decision.reason == expected
     said = f"node 0 (pod docs-lm-0-0): {reason}: init container fetch: not found"
     assert said in decision.message
 
 
-def test_the_image_of_an_init_container_that_is_missing_says_nothing_of_the_trainers() -> None:
+def test_the_image_of_an_init_container_that_is_missing_says_nothing_of_the_trainers() -> (
+    None
+):
     world = build(nodes={"min": 1, "max": 1})
     world.settle()
     wait_before(world, "docs-lm-0-0", {"waiting": {"reason": "ErrImagePull"}})
     pod = parse_pod(slim_pod(world.pods["docs-lm-0-0"]))
     assert pod is not None
-    assert (pod.waiting_image, pod.image) == ("registry.example/tools:1", CONFIG.trainer_image)
+    assert (pod.waiting_image, pod.image) == (
+        "registry.example/tools:1",
+        CONFIG.trainer_image,
+    )
 
 
 def test_an_init_container_that_takes_long_is_named() -> None:
@@ -444,4 +465,6 @@ def test_an_init_container_that_takes_long_is_named() -> None:
     wait_before(world, "docs-lm-0-0", {"running": {"startedAt": "2030-01-01T00:00:00Z"}})
     assert "fetch" not in world.reconcile().message
     world.age(121)
-    assert "node 0 (pod docs-lm-0-0): init container fetch runs" in world.reconcile().message
+    assert (
+        "node 0 (pod docs-lm-0-0): init container fetch runs" in world.reconcile().message
+    )

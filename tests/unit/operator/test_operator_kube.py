@@ -274,7 +274,8 @@ def test_every_request_is_counted_by_verb_resource_and_code() -> None:
         await kube.get(POD, "ns", "p")
 
     with_server(
-        work, observer=lambda verb, resource, code, seconds: seen.append((verb, resource, code))
+        work,
+        observer=lambda verb, resource, code, seconds: seen.append((verb, resource, code)),
     )
     assert seen == [
         ("patch", "configmaps", "500"),
@@ -300,7 +301,9 @@ def test_a_rotated_token_is_taken_from_its_file_when_the_server_refuses_the_old_
         server = FakeServer()
         await server.listen()
         server.tokens = {"first"}
-        connection = await connect(in_pod(server, tmp_path, "first"), service_account=tmp_path)
+        connection = await connect(
+            in_pod(server, tmp_path, "first"), service_account=tmp_path
+        )
         assert connection._loader is not None
         connection._loader.host = connection.configuration.host = server.url
         kube = Kube(

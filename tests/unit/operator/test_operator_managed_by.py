@@ -49,7 +49,9 @@ def test_what_another_controller_writes_about_its_run_stays() -> None:
     status = {"phase": "Running", "message": "runs in cluster b", "observedGeneration": 1}
     simulation.store.change("trainingruns", *KEY, {"status": status})
     simulation.reconcile()
-    simulation.store.change("trainingruns", *KEY, {"metadata": {"deletionTimestamp": "now"}})
+    simulation.store.change(
+        "trainingruns", *KEY, {"metadata": {"deletionTimestamp": "now"}}
+    )
     simulation.reconcile()
     assert simulation.status == status and simulation.store.writes == []
 

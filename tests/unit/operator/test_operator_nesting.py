@@ -29,19 +29,29 @@ def deep_run(levels: int = 900) -> dict[str, Any]:
     }
 
 
-def test_a_list_with_an_object_of_as_many_levels_as_an_api_server_keeps_can_be_read() -> None:
+def test_a_list_with_an_object_of_as_many_levels_as_an_api_server_keeps_can_be_read() -> (
+    None
+):
     done = subprocess.run(
-        [sys.executable, "-c", READ], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", READ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert (done.returncode, done.stdout.split()[0]) == (0, "other"), done.stderr[-500:]
 
 
-def test_a_run_that_is_nested_too_deeply_has_one_problem_and_is_cut_before_it_is_kept() -> None:
+def test_a_run_that_is_nested_too_deeply_has_one_problem_and_is_cut_before_it_is_kept() -> (
+    None
+):
     kept = slim_run(deep_run())
     assert len(json.dumps(kept)) < 3_000
     run = parse_run(kept)
     [problem] = run.parsed.problems
-    assert problem.path == "spec.training.options" and "deeper than 64 levels" in problem.what
+    assert (
+        problem.path == "spec.training.options" and "deeper than 64 levels" in problem.what
+    )
     # Its envelope can be read, so that it can be explained, suspended and deleted.
     assert (run.spec.nodes.min, run.parsed.is_whole) == (1, False)
     assert run.find_obstacles(has_begun=True) == (problem,)

@@ -61,7 +61,9 @@ def test_a_pod_is_read_into_values() -> None:
         "phase": "Running",
         "podIP": "10.0.0.1",
         "conditions": [{"type": "Ready", "status": "True"}],
-        "containerStatuses": [{"name": "trainer", "state": {"running": {"startedAt": "x"}}}],
+        "containerStatuses": [
+            {"name": "trainer", "state": {"running": {"startedAt": "x"}}}
+        ],
     }
     pod = parse_pod(make_pod(status, annotations={"evergrad.dev/restart": "3"}))
     assert pod is not None
@@ -174,7 +176,15 @@ def test_no_status_of_a_pod_breaks_the_operator(status: dict[str, Any]) -> None:
 @given(
     st.dictionaries(
         st.sampled_from(
-            ["memory", "conditions", "nodes", "coordinator", "progress", "attempts", "failures"]
+            [
+                "memory",
+                "conditions",
+                "nodes",
+                "coordinator",
+                "progress",
+                "attempts",
+                "failures",
+            ]
         ),
         ANYTHING,
     )
@@ -247,7 +257,9 @@ def test_a_recipe_is_the_same_however_its_keys_are_ordered_and_with_its_nulls() 
         key: value for key, value in training.items() if key != "schedule"
     }
     assert recipe_of(run) == recipe_of(make_run(training=turned))
-    assert recipe_of(run) != recipe_of(make_run(training={**training, "horizon": {"steps": 3}}))
+    assert recipe_of(run) != recipe_of(
+        make_run(training={**training, "horizon": {"steps": 3}})
+    )
     one, other = ({"training": None, "script": {"command": [name]}} for name in "ab")
     assert recipe_of(make_run(**one)) != recipe_of(make_run(**other))
 
@@ -281,7 +293,12 @@ def test_a_coordinators_answer_is_read_into_values() -> None:
 
 @pytest.mark.parametrize(
     "raw",
-    [{}, {"phase": 3, "nodes": {}}, {"phase": "Running"}, {"phase": "Running", "nodes": []}],
+    [
+        {},
+        {"phase": 3, "nodes": {}},
+        {"phase": "Running"},
+        {"phase": "Running", "nodes": []},
+    ],
 )
 def test_what_no_coordinator_says_is_refused(raw: dict[str, Any]) -> None:
     with pytest.raises(ProgressError, match="another program") as refused:
@@ -305,7 +322,9 @@ FIELDS = (
 
 
 @given(st.dictionaries(st.sampled_from(FIELDS), ANYTHING))
-def test_no_answer_on_a_coordinators_port_breaks_the_operator(fields: dict[str, Any]) -> None:
+def test_no_answer_on_a_coordinators_port_breaks_the_operator(
+    fields: dict[str, Any],
+) -> None:
     world = Simulation()
     world.reconcile()
     world.start()

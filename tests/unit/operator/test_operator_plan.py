@@ -28,13 +28,18 @@ FULL_TEMPLATE: dict[str, Any] = {
     "annotations": {"note": "x"},
     "nodeSelector": {"gpu": "h100"},
     "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}],
-    "affinity": {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+    "affinity": {
+        "podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}
+    },
     "topologySpreadConstraints": [
         {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}
     ],
     "volumes": [
         {"name": "cache", "emptyDir": {"sizeLimit": "1Gi"}},
-        {"name": "data", "persistentVolumeClaim": {"claimName": "corpus", "readOnly": True}},
+        {
+            "name": "data",
+            "persistentVolumeClaim": {"claimName": "corpus", "readOnly": True},
+        },
         {"name": "token", "secret": {"secretName": "hub"}},
     ],
     "volumeMounts": [
@@ -42,7 +47,10 @@ FULL_TEMPLATE: dict[str, Any] = {
         {"name": "cache", "mountPath": "/tmp/cache"},
     ],
     "env": [
-        {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}},
+        {
+            "name": "HF_TOKEN",
+            "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}},
+        },
         {"name": "HOME", "value": "/data"},
     ],
     "priorityClassName": "high",
@@ -106,7 +114,8 @@ def script() -> Simulation:
         training=None,
     )
     return Simulation(
-        run, config=Config(CONFIG.trainer_image, CONFIG.operator_image, network_policies=False)
+        run,
+        config=Config(CONFIG.trainer_image, CONFIG.operator_image, network_policies=False),
     )
 
 
@@ -154,7 +163,10 @@ def test_the_pod_of_an_evaluation_is_as_it_was() -> None:
     world = full()
     training = world.raw["spec"]["training"]
     training["evaluation"] = {"sources": training["evaluation"]["sources"]}
-    resources = {"requests": {"cpu": "1"}, "limits": {"memory": "2Gi", "nvidia.com/gpu": "1"}}
+    resources = {
+        "requests": {"cpu": "1"},
+        "limits": {"memory": "2Gi", "nvidia.com/gpu": "1"},
+    }
     world.set_spec(evaluation={"resources": resources})
     world.reconcile()
     world.start()
@@ -176,7 +188,9 @@ def test_the_pod_of_an_evaluation_is_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("name", list(WORLDS))
-def test_every_planned_pod_may_run_where_pod_security_restricted_is_enforced(name: str) -> None:
+def test_every_planned_pod_may_run_where_pod_security_restricted_is_enforced(
+    name: str,
+) -> None:
     world = WORLDS[name]()
     world.reconcile()
     assert len(world.plan.create) >= 2
@@ -258,7 +272,12 @@ def test_what_nodes_read_is_the_run_without_what_only_concerns_the_operator() ->
     config = next(child for child in world.plan.apply if child["kind"] == "ConfigMap")
     manifest = json.loads(config["data"]["trainingrun.json"])
     assert manifest["metadata"] == {"name": "docs-lm"}
-    assert sorted(manifest["spec"]) == ["failurePolicy", "nodes", "training", "workersPerNode"]
+    assert sorted(manifest["spec"]) == [
+        "failurePolicy",
+        "nodes",
+        "training",
+        "workersPerNode",
+    ]
     assert manifest["spec"]["training"]["metrics"]["port"] == 29402
     world = script()
     world.reconcile()
@@ -348,9 +367,9 @@ def test_a_queue_admits_the_smallest_group_together_and_each_node_above_it_alone
     world.reconcile()
     nodes = [pod["metadata"] for pod in world.plan.create[1:]]
     assert {one["labels"][key] for one in nodes} == {"docs-lm-uid-d-1"}
-    assert [one["annotations"]["kueue.x-k8s.io/pod-group-total-count"] for one in nodes] == [
-        "3"
-    ] * 3
+    assert [
+        one["annotations"]["kueue.x-k8s.io/pod-group-total-count"] for one in nodes
+    ] == ["3"] * 3
 
 
 def test_nodes_lost_beside_one_that_was_admitted_alone_are_a_group_of_their_own() -> None:
@@ -427,14 +446,18 @@ def with_volume(
     return world
 
 
-def test_a_claim_that_is_to_go_with_its_run_is_owned_once_it_is_seen_to_be_the_runs() -> None:
+def test_a_claim_that_is_to_go_with_its_run_is_owned_once_it_is_seen_to_be_the_runs() -> (
+    None
+):
     world = with_volume(whenDeleted="Delete")
     claim = world.plan.claim
     assert claim is not None
     (owner,) = claim["metadata"]["ownerReferences"]
     assert owner["uid"] == "uid-docs-lm"
     assert claim["metadata"]["annotations"]["evergrad.dev/deleted-with"] == "uid-docs-lm"
-    assert "run.evergrad.dev/docs-lm" in claim["metadata"]["annotations"], "its record stays"
+    assert "run.evergrad.dev/docs-lm" in claim["metadata"]["annotations"], (
+        "its record stays"
+    )
 
     # One write, and no further one.
     assert world.reconcile() and world.plan.claim is None
@@ -455,7 +478,9 @@ def test_a_claim_that_is_to_go_with_its_run_is_owned_once_it_is_seen_to_be_the_r
         {"whenDeleted": "Delete", "users": frozenset({"docs-lm", "reader"})},
         {
             "whenDeleted": "Delete",
-            "annotations": {"run.evergrad.dev/old": '{"path":"old","recipe":"r","epoch":0}'},
+            "annotations": {
+                "run.evergrad.dev/old": '{"path":"old","recipe":"r","epoch":0}'
+            },
         },
     ],
     ids=[
@@ -528,7 +553,9 @@ def test_a_volume_is_asked_for_as_many_hosts_as_the_run_has_nodes(
     modes: list[str],
     is_on_one_host: bool,
 ) -> None:
-    run = make_run(nodes={"min": nodes[0], "max": nodes[1]}, storage={"size": "1Gi", **storage})
+    run = make_run(
+        nodes={"min": nodes[0], "max": nodes[1]}, storage={"size": "1Gi", **storage}
+    )
     world = Simulation(run, config=dataclasses.replace(CONFIG, **config))
     world.reconcile()
     assert world.plan.claim is not None
@@ -564,7 +591,9 @@ def test_a_drain_leaves_the_smallest_group_or_one_less_where_there_are_no_others
     )  # no group has formed yet
     world.train()
     world.reconcile()
-    budgets = [child for child in world.plan.apply if child["kind"] == "PodDisruptionBudget"]
+    budgets = [
+        child for child in world.plan.apply if child["kind"] == "PodDisruptionBudget"
+    ]
     of_nodes = [
         one
         for one in budgets
@@ -580,7 +609,11 @@ def test_a_drain_leaves_the_smallest_group_or_one_less_where_there_are_no_others
     [
         ({}, 30, 25),
         ({"template": {"terminationGracePeriodSeconds": 300}}, 300, 295),
-        ({"training": None, "script": {"command": ["a.py"], "gracePeriodSeconds": 60}}, 65, 60),
+        (
+            {"training": None, "script": {"command": ["a.py"], "gracePeriodSeconds": 60}},
+            65,
+            60,
+        ),
         (
             {
                 "training": None,
@@ -597,9 +630,9 @@ def test_a_pod_lives_a_little_longer_than_its_node_has_to_leave(
 ) -> None:
     world = Simulation(make_run(**changes))
     world.reconcile()
-    spec = next(one for one in world.plan.create if one["metadata"]["name"] == "docs-lm-0-0")[
-        "spec"
-    ]
+    spec = next(
+        one for one in world.plan.create if one["metadata"]["name"] == "docs-lm-0-0"
+    )["spec"]
     arguments = spec["containers"][0]["args"]
     assert spec["terminationGracePeriodSeconds"] == pod
     assert arguments[arguments.index("--grace") + 1] == str(node)
@@ -641,7 +674,9 @@ def test_names_of_children_fit_however_long_the_runs_name_and_the_numbers_are() 
     assert len(world.plan.create) == 1025
 
 
-def test_a_metrics_port_of_the_users_own_is_kept_and_any_free_port_is_not_declared() -> None:
+def test_a_metrics_port_of_the_users_own_is_kept_and_any_free_port_is_not_declared() -> (
+    None
+):
     world = script()
     world.reconcile()
     assert world.plan.create[1]["spec"]["containers"][0]["ports"] == [
@@ -661,7 +696,9 @@ def test_the_network_policy_lets_in_the_run_its_operator_and_its_metrics_only() 
     ]
     assert policy["policyTypes"] == ["Ingress"]
     own, operator, metrics = policy["ingress"]
-    assert own == {"from": [{"podSelector": {"matchLabels": {"evergrad.dev/run": "docs-lm"}}}]}
+    assert own == {
+        "from": [{"podSelector": {"matchLabels": {"evergrad.dev/run": "docs-lm"}}}]
+    }
     assert operator["from"][0]["namespaceSelector"] == {
         "matchLabels": {"kubernetes.io/metadata.name": "evergrad-system"}
     }
@@ -775,7 +812,9 @@ def test_the_coordinator_may_be_where_the_nodes_may_and_counts_as_much() -> None
     assert spec["priorityClassName"] == "high"
 
 
-def test_the_coordinator_keeps_away_from_nothing_and_needs_no_accelerators_runtime() -> None:
+def test_the_coordinator_keeps_away_from_nothing_and_needs_no_accelerators_runtime() -> (
+    None
+):
     spec = coordinator_of(
         {
             "affinity": {
@@ -867,7 +906,8 @@ def test_what_a_template_asks_for_a_training_pod_alone_is_not_asked_for_the_coor
         }
     )["metadata"]
     assert all(
-        key.startswith(("evergrad.dev/", "app.kubernetes.io/")) for key in metadata["labels"]
+        key.startswith(("evergrad.dev/", "app.kubernetes.io/"))
+        for key in metadata["labels"]
     )
     assert list(metadata["annotations"]) == ["evergrad.dev/restart"]
 

@@ -84,7 +84,9 @@ def test_others_of_a_failed_run_have_a_moment_to_end_by_themselves_and_keep_thei
     world.age(11)
     assert [pod.name for pod in world.reconcile().pods_to_delete] == ["docs-lm-2-0"]
     world.leave()
-    assert [pod.name for pod in world.reconcile().pods_to_delete] == ["docs-lm-coordinator-0"]
+    assert [pod.name for pod in world.reconcile().pods_to_delete] == [
+        "docs-lm-coordinator-0"
+    ]
     world.leave()
     world.settle()
     assert sorted(world.pods) == ["docs-lm-0-0", "docs-lm-1-0"]
@@ -131,16 +133,44 @@ def test_exit_codes_64_end_no_run_that_trained_under_an_older_operator() -> None
     assert sorted(world.live()) == ["docs-lm-0-1", "docs-lm-1-1", "docs-lm-2-1"]
 
 
+def test_a_lost_node_of_a_coordinator_without_a_token_gets_none_until_that_is_replaced() -> (
+    None
+):
+    """It was made by an operator before tokens, and turns away whoever brings one."""
+    world = Simulation().run()
+    spec = world.pods["docs-lm-coordinator-0"]["spec"]
+    spec["volumes"] = [one for one in spec["volumes"] if one["name"] != "evergrad-token"]
+
+    def names_token(pod: str) -> bool:
+        return "evergrad-token" in str(world.pods[pod]) or "--token-file" in str(
+            world.pods[pod]
+        )
+
+    world.vanish("docs-lm-1-0")
+    world.settle()
+    assert not names_token("docs-lm-1-1") and names_token("docs-lm-2-0")
+    world.start()
+    world.train(20)
+    world.vanish("docs-lm-coordinator-0")
+    world.vanish("docs-lm-1-1")
+    world.settle()
+    assert names_token("docs-lm-coordinator-1") and names_token("docs-lm-1-2")
+
+
 def test_nodes_that_follow_the_coordinators_outcome_with_64_are_no_restarts() -> None:
     world = Simulation().run()
-    world.train(12, phase="Failed", reason="UserError", message="ValueError: the eighth sin")
+    world.train(
+        12, phase="Failed", reason="UserError", message="ValueError: the eighth sin"
+    )
     for name in world.live():
         world.end(name, 64)
     assert world.reconcile().phase == Phase.FAILED
     assert world.status["restarts"] == {"total": 0}
 
 
-def test_a_first_exit_code_64_waits_for_what_other_nodes_say_and_is_tried_elsewhere() -> None:
+def test_a_first_exit_code_64_waits_for_what_other_nodes_say_and_is_tried_elsewhere() -> (
+    None
+):
     world = begun()
     world.end("docs-lm-1-0", 64, message="error: bad data")
     decision = world.reconcile()
@@ -305,9 +335,14 @@ def test_many_hosts_that_fail_a_run_stall_it_and_never_end_it() -> None:
     world.train(1)
     world.age(180)
     world.settle()
-    assert (world.status["phase"], world.condition("Stalled")["status"]) == ("Running", "False")
+    assert (world.status["phase"], world.condition("Stalled")["status"]) == (
+        "Running",
+        "False",
+    )
     world.end("docs-lm-0-14", 70, message=host_fault())
-    assert world.reconcile().nodes_to_create == ((0, 15),), "the next one is a first one again"
+    assert world.reconcile().nodes_to_create == ((0, 15),), (
+        "the next one is a first one again"
+    )
 
 
 def test_a_device_plugin_that_refuses_a_pod_speaks_against_its_host() -> None:
@@ -358,7 +393,9 @@ CAUSES: list[tuple[str, dict[str, Any], PodCause]] = [
 ]
 
 
-@pytest.mark.parametrize(("how", "fields", "cause"), CAUSES, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("how", "fields", "cause"), CAUSES, ids=lambda value: str(value)[:40]
+)
 def test_an_ended_pod_is_replaced_at_once_and_its_cause_is_told(
     how: str, fields: dict[str, Any], cause: PodCause
 ) -> None:
@@ -599,7 +636,9 @@ def test_free_causes_are_not_repeated_at_full_speed_for_ever() -> None:
     assert 5 <= replaced <= 12
 
 
-def test_a_quick_crash_of_the_coordinators_pod_is_not_repeated_at_full_speed_either() -> None:
+def test_a_quick_crash_of_the_coordinators_pod_is_not_repeated_at_full_speed_either() -> (
+    None
+):
     world = Simulation().run()
     for _ in range(120):
         for name in world.live(role="coordinator"):
@@ -667,7 +706,9 @@ def test_the_coordinators_outcome_ends_the_run_with_its_words() -> None:
     decision = world.reconcile()
     assert (decision.phase, decision.reason) == (Phase.FAILED, Reason.WORKER_CRASH)
     assert "Last: worker_crash on rank 2 (node 2)" in decision.message
-    shown = {key: value for key, value in world.status["lastFailure"].items() if key != "at"}
+    shown = {
+        key: value for key, value in world.status["lastFailure"].items() if key != "at"
+    }
     assert shown == {
         "cause": "WorkerCrash",
         "node": 2,
@@ -683,7 +724,10 @@ def test_the_coordinators_outcome_ends_the_run_with_its_words() -> None:
     [
         ({"reason": "UserError", "message": "bad shape"}, "UserError"),
         (
-            {"reason": "FailuresWithoutProgress", "lastFailure": {"cause": "out_of_memory"}},
+            {
+                "reason": "FailuresWithoutProgress",
+                "lastFailure": {"cause": "out_of_memory"},
+            },
             "OutOfMemory",
         ),
         ({"reason": "InternalError", "message": "No space left on device"}, "VolumeFull"),
@@ -727,7 +771,13 @@ def test_in_pod_restarts_are_counted_once_over_the_coordinators_lives() -> None:
 
 def test_a_failure_that_is_told_again_and_again_is_written_once() -> None:
     world = Simulation().run()
-    failure = {"cause": "worker_crash", "node": "0", "rank": 0, "exitCode": 1, "message": "x"}
+    failure = {
+        "cause": "worker_crash",
+        "node": "0",
+        "rank": 0,
+        "exitCode": 1,
+        "message": "x",
+    }
     world.train(11, lastFailure={**failure, "secondsAgo": 1})
     world.settle()
     written = world.writes
@@ -750,7 +800,11 @@ REFUSALS = [
         'violates PodSecurity "restricted:latest": allowPrivilegeEscalation != false',
         "AdmissionRefused",
     ),
-    (403, "maximum memory usage per Container is 1Gi, but limit is 4Gi", "AdmissionRefused"),
+    (
+        403,
+        "maximum memory usage per Container is 1Gi, but limit is 4Gi",
+        "AdmissionRefused",
+    ),
     (403, 'no PriorityClass with name "high" was found', "AdmissionRefused"),
     (
         422,
@@ -807,7 +861,9 @@ def test_a_quota_for_some_of_the_pods_leaves_a_smaller_run_that_trains() -> None
     world = Simulation().run()
     world.age(100)
     world.delete("docs-lm-2-0")
-    refusal = ApplyFailure("Pod", "docs-lm-2-1", 403, "Forbidden", "exceeded quota: q", START)
+    refusal = ApplyFailure(
+        "Pod", "docs-lm-2-1", 403, "Forbidden", "exceeded quota: q", START
+    )
     world.reconcile(refuse=refusal)
     world.failures = [refusal]
     world.train(20)
@@ -834,13 +890,19 @@ WAITING = [
     ("wait_for", ("CreateContainerConfigError", 'secret "tokens" not found'), "StartError"),
     ("unschedulable", ("0/2 nodes are available: 2 Insufficient cpu.",), "Unschedulable"),
     ("unschedulable", ('persistentvolumeclaim "docs" not found',), "VolumeMissing"),
-    ("unschedulable", ("pod has unbound immediate PersistentVolumeClaims",), "VolumePending"),
+    (
+        "unschedulable",
+        ("pod has unbound immediate PersistentVolumeClaims",),
+        "VolumePending",
+    ),
     ("unschedulable", ("waiting", "SchedulingGated"), "Queued"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("how", "arguments", "reason"), WAITING, ids=[f"{row[2]} {row[1][0]}" for row in WAITING]
+    ("how", "arguments", "reason"),
+    WAITING,
+    ids=[f"{row[2]} {row[1][0]}" for row in WAITING],
 )
 def test_what_keeps_pods_from_starting_is_told_and_waited_for(
     how: str, arguments: tuple[str, ...], reason: str
@@ -877,7 +939,9 @@ def test_what_keeps_pods_from_starting_is_told_and_waited_for(
 
 
 @pytest.mark.parametrize(
-    ("how", "arguments", "reason"), WAITING, ids=[f"{row[2]} {row[1][0]}" for row in WAITING]
+    ("how", "arguments", "reason"),
+    WAITING,
+    ids=[f"{row[2]} {row[1][0]}" for row in WAITING],
 )
 def test_a_run_is_stalled_only_where_waiting_will_not_help(
     how: str, arguments: tuple[str, ...], reason: str
@@ -901,13 +965,19 @@ def test_a_run_is_stalled_only_where_waiting_will_not_help(
 def test_a_claim_that_does_not_come_stalls_the_run_after_minutes_and_not_before() -> None:
     world = Simulation(make_run(storage={"claimName": "shared"}))
     world.reconcile()
-    assert (world.condition("Stalled")["status"], world.condition("Reconciling")["reason"]) == (
+    assert (
+        world.condition("Stalled")["status"],
+        world.condition("Reconciling")["reason"],
+    ) == (
         "False",
         "VolumeMissing",
     )
     world.age(300)
     world.reconcile()
-    assert (world.condition("Stalled")["status"], world.condition("Reconciling")["status"]) == (
+    assert (
+        world.condition("Stalled")["status"],
+        world.condition("Reconciling")["status"],
+    ) == (
         "True",
         "False",
     )
@@ -919,7 +989,11 @@ RECORDS = [
         "metadata.annotations: Too long: may not be more than 262144 bytes",
         "Delete TrainingRuns that are over",
     ),
-    (403, 'admission webhook "x" denied the request', "Allow the operator to patch the claim"),
+    (
+        403,
+        'admission webhook "x" denied the request',
+        "Allow the operator to patch the claim",
+    ),
     (400, "admission webhook denied the request", "See what the API server"),
 ]
 
@@ -937,7 +1011,10 @@ def test_a_record_that_an_existing_claim_does_not_take_has_a_reason_and_a_remedy
         ApplyFailure("PersistentVolumeClaim", "shared", status, "Invalid", message, START)
     ]
     decision = world.reconcile()
-    assert (decision.phase, decision.reason) == (Phase.WAITING, Reason.VOLUME_RECORD_REFUSED)
+    assert (decision.phase, decision.reason) == (
+        Phase.WAITING,
+        Reason.VOLUME_RECORD_REFUSED,
+    )
     assert message in decision.message and remedy in decision.message
     assert world.condition("Stalled")["reason"] == "VolumeRecordRefused"
 
@@ -967,7 +1044,9 @@ def test_an_existing_claim_that_is_missing_is_waited_for_without_pods() -> None:
     world = Simulation(make_run(storage={"claimName": "shared"}))
     decision = world.reconcile()
     assert (decision.phase, decision.reason) == (Phase.WAITING, Reason.VOLUME_MISSING)
-    assert "PersistentVolumeClaim shared does not exist in namespace team" in decision.message
+    assert (
+        "PersistentVolumeClaim shared does not exist in namespace team" in decision.message
+    )
     assert world.plan.is_empty
     assert decision.requeue_after is not None
     world.children["PersistentVolumeClaim", "shared"] = {
@@ -1010,7 +1089,10 @@ def test_young_pods_that_have_not_joined_are_starting_and_only_old_ones_are_wait
         message="0 nodes are here",
         nodes={"ready": 0},
     )
-    assert (world.reconcile().phase, world.decision.reason) == (Phase.STARTING, Reason.STARTING)
+    assert (world.reconcile().phase, world.decision.reason) == (
+        Phase.STARTING,
+        Reason.STARTING,
+    )
     world.age(200)
     assert (world.reconcile().phase, world.decision.reason) == (
         Phase.WAITING,
@@ -1040,7 +1122,10 @@ def test_a_node_that_ends_by_itself_does_not_hide_the_rank_that_failed(
     world.reconcile()
     world.train(11, lastFailure={**failure, "secondsAgo": 4})
     world.reconcile()
-    assert (world.status["lastFailure"]["rank"], world.status["lastFailure"]["message"]) == (
+    assert (
+        world.status["lastFailure"]["rank"],
+        world.status["lastFailure"]["message"],
+    ) == (
         1,
         "ValueError: x",
     )

@@ -34,7 +34,9 @@ def test_a_new_run_gets_all_its_children_in_one_pass_and_nothing_in_the_next() -
     world = Simulation()
     decision = world.reconcile()
     assert (decision.action, decision.phase) == (Action.RUN, Phase.STARTING)
-    assert world.plan.claim is not None and world.plan.claim["metadata"]["name"] == "docs-lm"
+    assert (
+        world.plan.claim is not None and world.plan.claim["metadata"]["name"] == "docs-lm"
+    )
     assert kinds(world) == [
         "ConfigMap/docs-lm-config",
         "Service/docs-lm-coordinator",
@@ -85,7 +87,8 @@ def test_a_run_without_pods_of_a_lost_status_goes_on_under_the_same_images() -> 
 def test_an_upgrade_of_the_operator_never_mixes_images() -> None:
     world = Simulation().run()
     world.config = type(CONFIG)(
-        trainer_image="registry.example/trainer:2", operator_image="registry.example/operator:2"
+        trainer_image="registry.example/trainer:2",
+        operator_image="registry.example/operator:2",
     )
     world.settle()
     assert len(world.created) == 4, "no pod restarts"
@@ -242,7 +245,9 @@ def test_suspension_lets_the_nodes_save_before_the_coordinator_goes() -> None:
     assert world.reconcile().pods_to_delete == ()
     assert "docs-lm-coordinator-0" in world.live(role="coordinator")
     world.leave()
-    assert [pod.name for pod in world.reconcile().pods_to_delete] == ["docs-lm-coordinator-0"]
+    assert [pod.name for pod in world.reconcile().pods_to_delete] == [
+        "docs-lm-coordinator-0"
+    ]
     world.leave()
     decision = world.settle()
     assert (decision.phase, decision.reason) == (Phase.SUSPENDED, Reason.SUSPENDED)
@@ -300,7 +305,9 @@ def test_an_unreachable_pod_on_a_lost_node_does_not_hold_a_suspension_up() -> No
     world.vanish("docs-lm-1-0")
     assert world.reconcile().phase == Phase.SUSPENDING
     world.age(world.decision.requeue_after or 0)
-    assert [pod.name for pod in world.reconcile().pods_to_delete] == ["docs-lm-coordinator-0"]
+    assert [pod.name for pod in world.reconcile().pods_to_delete] == [
+        "docs-lm-coordinator-0"
+    ]
     world.vanish("docs-lm-coordinator-0")
     assert world.reconcile().phase == Phase.SUSPENDED
 
@@ -337,7 +344,10 @@ def test_a_stop_that_the_recipe_asked_for_parks_the_run() -> None:
     world.progress = None
     world.leave()
     world.settle()
-    assert (world.status["phase"], world.status["reason"]) == ("Suspended", "StoppedOnRequest")
+    assert (world.status["phase"], world.status["reason"]) == (
+        "Suspended",
+        "StoppedOnRequest",
+    )
     assert "restartNonce" in world.status["message"]
     assert len(world.created) == 4
     world.set_spec(restartNonce="go on")
@@ -535,7 +545,10 @@ def test_a_run_is_complete_when_its_nodes_have_ended_well() -> None:
     assert world.condition("Complete")["status"] == "True"
     assert world.condition("Ready")["status"] == "True"
     assert world.live(role="coordinator") == []
-    assert record_of(world)["complete"] == {"at": world.status["completionTime"], "step": 100}
+    assert record_of(world)["complete"] == {
+        "at": world.status["completionTime"],
+        "step": 100,
+    }
     assert world.status["restarts"]["total"] == 0
     assert sorted(world.pods) == ["docs-lm-0-0", "docs-lm-1-0", "docs-lm-2-0"], (
         "kept for their logs"
@@ -581,7 +594,9 @@ def test_the_coordinators_word_is_enough_where_no_pod_is_left() -> None:
     assert world.reconcile().phase == Phase.COMPLETE
 
 
-def test_a_complete_run_restored_without_its_status_is_complete_again_without_a_pod() -> None:
+def test_a_complete_run_restored_without_its_status_is_complete_again_without_a_pod() -> (
+    None
+):
     world = completed()
     restored = made_anew(world)
     decision = restored.settle()
@@ -592,7 +607,9 @@ def test_a_complete_run_restored_without_its_status_is_complete_again_without_a_
     assert restored.status["completionTime"] == world.status["completionTime"]
 
 
-def test_a_complete_run_that_is_made_anew_with_more_steps_is_refused_and_not_complete() -> None:
+def test_a_complete_run_that_is_made_anew_with_more_steps_is_refused_and_not_complete() -> (
+    None
+):
     longer = made_anew(completed(), training={**TRAINING, "horizon": {"steps": 101}})
     decision = longer.settle()
     assert (decision.phase, decision.reason) == (Phase.FAILED, Reason.OUTPUT_CONFLICT)
@@ -690,7 +707,9 @@ def test_two_folders_of_one_volume_are_none() -> None:
     first = with_claim(shared("first")).run()
     second = with_claim(shared("second"), first).run()
     assert second.decision.phase == Phase.RUNNING
-    annotations = second.children["PersistentVolumeClaim", "shared"]["metadata"]["annotations"]
+    annotations = second.children["PersistentVolumeClaim", "shared"]["metadata"][
+        "annotations"
+    ]
     assert {"run.evergrad.dev/first", "run.evergrad.dev/second"} <= set(annotations)
 
 
@@ -736,7 +755,9 @@ def test_a_refused_run_keeps_nobody_else_out() -> None:
     assert world.reconcile().action == Action.RUN
 
 
-def test_the_same_name_with_another_recipe_is_a_conflict_and_with_the_same_goes_on() -> None:
+def test_the_same_name_with_another_recipe_is_a_conflict_and_with_the_same_goes_on() -> (
+    None
+):
     first = with_claim(shared("docs-lm")).run()
     other = {**TRAINING, "batching": {"globalBatchSize": 8192, "microBatchSize": 1}}
     again = with_claim(shared("docs-lm", uid="later", training=other), first)
@@ -790,11 +811,15 @@ def test_a_deadline_ends_the_run_with_its_state_saved() -> None:
     }
     assert "1h after its start" in decision.message
     world.leave()
-    assert [pod.name for pod in world.reconcile().pods_to_delete] == ["docs-lm-coordinator-0"]
+    assert [pod.name for pod in world.reconcile().pods_to_delete] == [
+        "docs-lm-coordinator-0"
+    ]
 
 
 def test_a_deadline_runs_while_a_volume_is_waited_for() -> None:
-    world = Simulation(make_run(activeDeadlineSeconds=3600, storage={"claimName": "missing"}))
+    world = Simulation(
+        make_run(activeDeadlineSeconds=3600, storage={"claimName": "missing"})
+    )
     assert world.reconcile().reason == Reason.VOLUME_MISSING
     world.age(3601)
     decision = world.reconcile()
@@ -886,7 +911,9 @@ def test_a_file_that_is_corrected_before_the_first_pod_starts_the_run_with_all_i
 ):
     wrong = {**TRAINING, "schedule": {"type": "wsd", "warmup": "150%"}}
     world = Simulation(
-        make_run(training=wrong, nodes={"min": 3, "max": 2}, image="registry.example/wrong:1")
+        make_run(
+            training=wrong, nodes={"min": 3, "max": 2}, image="registry.example/wrong:1"
+        )
     )
     world.settle()
     status = world.raw["status"]
@@ -1002,7 +1029,9 @@ def test_an_edit_of_live_settings_is_an_event_that_names_each_field_once() -> No
     assert "spec.training.logging.every.steps: 10 → 50" in event.message
     world.set_spec(nodes={"min": 1, "max": 3})
     world.settle()
-    assert [one for one in world.events[told:] if one.reason == "SettingsChanged"] == [event]
+    assert [one for one in world.events[told:] if one.reason == "SettingsChanged"] == [
+        event
+    ]
 
 
 def test_an_edit_of_a_run_without_pods_is_not_told_again_by_its_later_edits() -> None:
@@ -1063,7 +1092,9 @@ def test_a_recipe_that_is_only_spelled_otherwise_goes_on_in_the_same_folder() ->
 
 def test_a_record_of_an_older_release_has_the_recipe_by_its_spelling() -> None:
     first = with_claim(shared("docs-lm")).run()
-    annotations = first.children["PersistentVolumeClaim", "shared"]["metadata"]["annotations"]
+    annotations = first.children["PersistentVolumeClaim", "shared"]["metadata"][
+        "annotations"
+    ]
     (name,) = annotations
     record = json.loads(annotations[name])
     record["recipe"] = first.look().run.parsed.spelling_hash
@@ -1109,7 +1140,9 @@ def test_more_problems_than_a_status_holds_are_counted() -> None:
     assert len(message.encode()) <= 4000
     assert message.startswith("spec.template.env[0].name: 'EVERGRAD_0' is reserved")
     told = message.count("is reserved")
-    assert message.endswith(f" {90 - told} more: `evergrad validate` of the file lists them.")
+    assert message.endswith(
+        f" {90 - told} more: `evergrad validate` of the file lists them."
+    )
     assert world.raw["status"]["message"] == message
 
 

@@ -178,9 +178,13 @@ def test_a_mistake_in_the_data_fails_the_run_with_the_commands_own_words(
     words = "docs.jsonl:7: is not valid JSON; a brace is missing. Correct the line."
     simulation.end_pod("run-prepare-0", 64, message=said(ErrorKind.INPUT, words))
     simulation.settle()
-    assert (simulation.status["phase"], simulation.status["reason"]) == ("Failed", "UserError")
+    assert (simulation.status["phase"], simulation.status["reason"]) == (
+        "Failed",
+        "UserError",
+    )
     assert (
-        f"(pod run-prepare-0) ended with exit code 64: {words}" in simulation.status["message"]
+        f"(pod run-prepare-0) ended with exit code 64: {words}"
+        in simulation.status["message"]
     )
     assert simulation.pods() == [] and simulation.pods("coordinator") == []
     assert simulation.pods("preparation") == ["run-prepare-0"], "it was tried again"
@@ -471,7 +475,10 @@ def test_a_pod_that_has_run_for_long_makes_the_next_trouble_of_a_host_a_first_on
 
 
 def test_the_sandbox_of_the_nodes_is_the_pods_own_unless_it_has_hosts_of_its_own() -> None:
-    for section, expected in ((SECTION, "gvisor"), ({"nodeSelector": {"pool": "cpu"}}, None)):
+    for section, expected in (
+        (SECTION, "gvisor"),
+        ({"nodeSelector": {"pool": "cpu"}}, None),
+    ):
         simulation = Simulation()
         simulation.create_run(preparation=section, template={"runtimeClassName": "gvisor"})
         simulation.settle()

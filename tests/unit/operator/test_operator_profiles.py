@@ -63,13 +63,13 @@ def test_a_run_has_the_profile_it_names_else_default_and_the_namespaces_over_it(
     assert found.text == "big, ConfigMap team/evergrad-profile" and found.problems == ()
 
 
-def test_a_profile_that_does_not_exist_or_is_anothers_is_refused_with_those_there_are() -> None:
+def test_a_profile_that_does_not_exist_or_is_anothers_is_refused_with_those_there_are() -> (
+    None
+):
     installation = profiles(
         default=of({}), big=of({}, namespaces=["other"]), small=of({}, namespaces=["team"])
     )
-    said = (
-        "spec.profile: there is no profile '{}' for namespace team. Use one of: default, small."
-    )
+    said = "spec.profile: there is no profile '{}' for namespace team. Use one of: default, small."
     for name in ("huge", "big"):
         found = resolve(make_run(profile=name), installation, None)
         assert texts(found) == [said.format(name)] and found.note == "unsettled"
@@ -114,7 +114,9 @@ def test_a_namespace_cannot_allow_what_the_installation_does_not() -> None:
 
 def test_profiles_that_a_status_has_no_room_for_are_refused() -> None:
     labels = {f"l{number}": "x" * 60 for number in range(100)}
-    found = resolve(make_run(), profiles(default=of({"template": {"labels": labels}})), None)
+    found = resolve(
+        make_run(), profiles(default=of({"template": {"labels": labels}})), None
+    )
     assert f"has room for {LONGEST_NOTE}" in texts(found)[0] and found.note == "unsettled"
 
 
@@ -157,7 +159,9 @@ def test_a_note_that_says_nothing_is_resolved_anew(note: str) -> None:
 
 def page_blocks() -> list[Any]:
     text = (ROOT / "docs/profiles.md").read_text("utf-8")
-    return [yaml.safe_load(one) for one in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
+    return [
+        yaml.safe_load(one) for one in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    ]
 
 
 def test_the_ten_lines_of_the_page_with_its_profiles_make_these_pods() -> None:
@@ -171,7 +175,9 @@ def test_the_ten_lines_of_the_page_with_its_profiles_make_these_pods() -> None:
     world = simulated_run.Simulation(run)
     world.profile = profile
     world.reconcile()
-    pods = [one for one in world.plan.create if "-coordinator-" not in one["metadata"]["name"]]
+    pods = [
+        one for one in world.plan.create if "-coordinator-" not in one["metadata"]["name"]
+    ]
     built = json.loads(json.dumps({"claim": world.plan.claim, "node": pods[0]}))
     if os.environ.get("GOLDEN") == "write":
         GOLDEN.write_text(
@@ -189,7 +195,9 @@ def test_memory_is_locked_only_with_a_device_that_is_allowed() -> None:
         world.profile = RunProfile(rdma=("rdma/x",))
         world.reconcile()
         assert world.plan.create
-        assert [violations(pod) for pod in world.plan.create] == [[]] * len(world.plan.create)
+        assert [violations(pod) for pod in world.plan.create] == [[]] * len(
+            world.plan.create
+        )
 
 
 # ---- the operator ------------------------------------------------------------------------------------------
@@ -214,7 +222,9 @@ def put_profile(simulation: Simulation, text: str) -> None:
 
 def tolerations(simulation: Simulation, pod: str) -> list[Any]:
     found = simulation.store.get("pods", "ns", pod)["spec"]["tolerations"]
-    return [one for one in found if not one.get("key", "").startswith("node.kubernetes.io/")]
+    return [
+        one for one in found if not one.get("key", "").startswith("node.kubernetes.io/")
+    ]
 
 
 def train(simulation: Simulation) -> None:
@@ -249,9 +259,9 @@ def test_a_run_keeps_the_profile_it_began_with_and_a_restart_takes_the_new_one()
     simulation.now += 120
     simulation.settle()
     assert tolerations(simulation, "run-1-1") == [GPU]
-    assert simulation.store.get("pods", "ns", "run-1-1")["spec"]["containers"][0]["image"] == (
-        "trainer:1"
-    )
+    assert simulation.store.get("pods", "ns", "run-1-1")["spec"]["containers"][0][
+        "image"
+    ] == ("trainer:1")
 
     # Started anew, all pods have the profiles of now.
     simulation.store.change("trainingruns", *KEY, {"spec": {"restartNonce": "2"}})
@@ -262,7 +272,8 @@ def test_a_run_keeps_the_profile_it_began_with_and_a_restart_takes_the_new_one()
     newest = simulation.pods()[0]
     assert [one["key"] for one in tolerations(simulation, newest)] == ["other"]
     assert (
-        simulation.store.get("pods", "ns", newest)["spec"]["containers"][0]["image"] == "x/y:1"
+        simulation.store.get("pods", "ns", newest)["spec"]["containers"][0]["image"]
+        == "x/y:1"
     )
 
 
@@ -281,7 +292,10 @@ def test_the_profile_of_a_namespace_is_read_once_by_its_name() -> None:
 def test_a_wrong_profile_holds_the_run_until_it_is_corrected() -> None:
     simulation = begun()
     for text, said in (
-        ("defaults: {imge: x}", "ConfigMap ns/evergrad-profile: defaults.imge: unknown key"),
+        (
+            "defaults: {imge: x}",
+            "ConfigMap ns/evergrad-profile: defaults.imge: unknown key",
+        ),
         ("defaults: [", "ConfigMap ns/evergrad-profile: profile.yaml:1"),
         ("7", "ConfigMap ns/evergrad-profile: is no mapping"),
     ):
@@ -332,7 +346,9 @@ def test_devices_that_no_profile_allows_are_refused_before_a_pod_exists() -> Non
     simulation = begun(resources={"limits": {"rdma/hca": 1}})
     simulation.settle()
     assert simulation.status["reason"] == "InvalidSpec" and simulation.pods() == []
-    assert "spec.resources.limits['rdma/hca']: is not allowed" in simulation.status["message"]
+    assert (
+        "spec.resources.limits['rdma/hca']: is not allowed" in simulation.status["message"]
+    )
 
 
 def test_a_queue_of_a_profile_is_the_queue_of_its_pods() -> None:
@@ -344,4 +360,6 @@ def test_a_queue_of_a_profile_is_the_queue_of_its_pods() -> None:
         if "-coordinator-" not in raw["metadata"]["name"]
     ]
     assert pods
-    assert {raw["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] for raw in pods} == {"gpus"}
+    assert {raw["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] for raw in pods} == {
+        "gpus"
+    }

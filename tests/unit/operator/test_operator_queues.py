@@ -93,7 +93,9 @@ class Queued:
         return self.simulation.status
 
     def condition(self, kind: str) -> str:
-        return next(one["status"] for one in self.status["conditions"] if one["type"] == kind)
+        return next(
+            one["status"] for one in self.status["conditions"] if one["type"] == kind
+        )
 
 
 def test_nodes_above_the_minimum_are_asked_for_once_all_below_it_have_a_host() -> None:
@@ -171,12 +173,17 @@ def test_a_lost_pod_of_a_group_is_replaced_once_and_only_when_it_has_ended() -> 
     assert world.status["restarts"] == {"total": 1, "byCause": {"Deleted": 1}}
 
 
-def test_a_pod_whose_container_was_killed_is_replaced_once_its_kubelet_has_said_so() -> None:
+def test_a_pod_whose_container_was_killed_is_replaced_once_its_kubelet_has_said_so() -> (
+    None
+):
     world = Queued().create().train()
     world.simulation.now += 100
     pod = world.pod("run-1-0")
     terminated = {"exitCode": 137, "reason": "Error", "finishedAt": None}
-    container = {**pod["status"]["containerStatuses"][0], "state": {"terminated": terminated}}
+    container = {
+        **pod["status"]["containerStatuses"][0],
+        "state": {"terminated": terminated},
+    }
     world.simulation.store.change(
         "pods", "ns", "run-1-0", {"status": {"containerStatuses": [container]}}
     )
@@ -227,7 +234,9 @@ def test_a_replacement_that_joined_a_group_too_late_leaves_and_comes_in_a_new_on
     assert world.status["restarts"]["total"] == 2, "what never ran is no loss"
 
 
-def test_a_suspended_run_gives_its_quota_back_and_resumes_with_a_quota_for_one_gang() -> None:
+def test_a_suspended_run_gives_its_quota_back_and_resumes_with_a_quota_for_one_gang() -> (
+    None
+):
     world = Queued(quota=3).create().train()
     world.suspend(True)
     world.go_on()
@@ -266,7 +275,13 @@ def test_a_deleted_run_gives_its_quota_back_with_and_without_an_operator(
 def test_a_run_that_is_over_gives_its_quota_back(phase: str) -> None:
     world = Queued().create().train()
     if phase == "Failed":
-        failure = {"cause": "user_error", "node": "1", "rank": 1, "exitCode": 1, "message": "x"}
+        failure = {
+            "cause": "user_error",
+            "node": "1",
+            "rank": 1,
+            "exitCode": 1,
+            "message": "x",
+        }
         world.simulation.train(
             phase="Failed", reason="FailuresWithoutProgress", lastFailure=failure
         )
@@ -320,7 +335,11 @@ def test_an_elastic_node_that_is_preempted_comes_again_when_there_is_room() -> N
 def test_a_lost_host_costs_the_gang_one_node_that_is_admitted_alone() -> None:
     world = Queued(quota=4).create().train()
     world.simulation.now += 100
-    mark = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"}
+    mark = {
+        "type": "DisruptionTarget",
+        "status": "True",
+        "reason": "DeletionByTaintManager",
+    }
     pod = world.pod("run-1-0")
     world.simulation.store.change(
         "pods",
@@ -343,17 +362,23 @@ def test_elastic_nodes_have_a_priority_of_their_own_if_the_run_names_one() -> No
     )
     world.train()
     key = "kueue.x-k8s.io/priority-class"
-    classes = [world.pod(name)["metadata"]["labels"][key] for name in world.simulation.pods()]
+    classes = [
+        world.pod(name)["metadata"]["labels"][key] for name in world.simulation.pods()
+    ]
     assert classes == ["normal", "normal", "low"]
 
 
-def test_a_preparation_that_waits_in_no_queue_comes_again_in_the_one_that_is_named() -> None:
+def test_a_preparation_that_waits_in_no_queue_comes_again_in_the_one_that_is_named() -> (
+    None
+):
     preparation = {"resources": {"requests": {"cpu": "1"}}}
     world = Queued(quota=4, manages_all=True, preparation=preparation)
     world.labels = None
     world.create().go_on(3)
     assert world.status["reason"] == "Queued" and world.condition("Stalled") == "True"
-    assert "the preparation (pod run-prepare-0) waits for a queue" in world.status["message"]
+    assert (
+        "the preparation (pod run-prepare-0) waits for a queue" in world.status["message"]
+    )
     world.label(LABELS)
     world.go_on()
     (name,) = world.simulation.pods("preparation")
@@ -408,7 +433,9 @@ def test_a_run_whose_queue_is_another_one_waits_there() -> None:
     world.label({**LABELS, QUEUE: "others"})
     world.kueue.quota = 0
     world.go_on(8)
-    queues = {world.pod(name)["metadata"]["labels"][QUEUE] for name in world.simulation.pods()}
+    queues = {
+        world.pod(name)["metadata"]["labels"][QUEUE] for name in world.simulation.pods()
+    }
     assert queues == {"others"}
     assert world.status["message"].endswith("the queue others")
 
@@ -505,7 +532,9 @@ def test_how_long_pods_wait_for_a_host_is_the_installations_to_say() -> None:
     assert "fewer than 2 nodes found a host within 1m30s" in world.settle().message
 
 
-def test_a_run_that_stays_below_its_minimum_gives_its_pods_back_and_asks_again_later() -> None:
+def test_a_run_that_stays_below_its_minimum_gives_its_pods_back_and_asks_again_later() -> (
+    None
+):
     world = contend()
     decision = world.settle()
     assert decision.reason == "Unschedulable"
@@ -558,7 +587,9 @@ def test_two_runs_that_have_waited_for_each_other_come_again_at_different_moment
     assert len(pauses) == 2
 
 
-def test_a_run_whose_quota_admits_too_few_pods_gives_them_back_and_asks_again_later() -> None:
+def test_a_run_whose_quota_admits_too_few_pods_gives_them_back_and_asks_again_later() -> (
+    None
+):
     world = simulated_run.Simulation()
     world.set_spec(nodes={"min": 2, "max": 2})
     world.reconcile()

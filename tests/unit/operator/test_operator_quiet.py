@@ -56,7 +56,9 @@ def test_three_quiet_minutes_after_a_killed_pod(simulation: Simulation) -> None:
     stay_quiet(simulation)
 
 
-def test_three_quiet_minutes_after_a_pod_that_vanished_untold(simulation: Simulation) -> None:
+def test_three_quiet_minutes_after_a_pod_that_vanished_untold(
+    simulation: Simulation,
+) -> None:
     simulation.store.remove("pods", "ns", "run-1-0", is_silent=True)
     simulation.end_pod("run-0-0", 137)
     simulation.deliver()
@@ -110,7 +112,9 @@ def test_a_watch_that_shows_nothing_any_more_is_noticed(simulation: Simulation) 
     simulation.store.on_change = lambda *_: None
     simulation.resync()
     with simulation.by_others():
-        simulation.store.merge("trainingruns", *KEY, {"metadata": {"annotations": {"x": "y"}}})
+        simulation.store.merge(
+            "trainingruns", *KEY, {"metadata": {"annotations": {"x": "y"}}}
+        )
     simulation.resync()
     simulation.now += STALLED_SECONDS + 1
     assert simulation.watch_lag > STALLED_SECONDS

@@ -30,7 +30,8 @@ def writes(simulation: Simulation, since: int = 0) -> list[tuple[str, str, str]]
 
 def conditions(simulation: Simulation) -> dict[str, tuple[str, str]]:
     return {
-        one["type"]: (one["status"], one["reason"]) for one in simulation.status["conditions"]
+        one["type"]: (one["status"], one["reason"])
+        for one in simulation.status["conditions"]
     }
 
 
@@ -115,12 +116,16 @@ def test_an_object_of_somebody_else_is_neither_taken_over_nor_deleted(
     simulation.store.change("trainingruns", *KEY, {"spec": {"suspend": False}})
     simulation.now += 120
     simulation.settle()
-    assert simulation.store.get("configmaps", "ns", "run-config")["metadata"]["ownerReferences"]
+    assert simulation.store.get("configmaps", "ns", "run-config")["metadata"][
+        "ownerReferences"
+    ]
 
 
 def test_what_an_older_run_of_the_name_leaves_is_waited_for(simulation: Simulation) -> None:
     simulation.reconcile()
-    del simulation.store.objects["trainingruns", *KEY]  # the garbage collector has yet to come
+    del simulation.store.objects[
+        "trainingruns", *KEY
+    ]  # the garbage collector has yet to come
     simulation.create_run()
     simulation.start_operator()
     simulation.reconcile()
@@ -132,9 +137,9 @@ def test_what_an_older_run_of_the_name_leaves_is_waited_for(simulation: Simulati
     simulation.settle()
     uid = simulation.store.get("trainingruns", *KEY)["metadata"]["uid"]
     assert (
-        simulation.store.get("configmaps", "ns", "run-config")["metadata"]["ownerReferences"][
-            0
-        ]["uid"]
+        simulation.store.get("configmaps", "ns", "run-config")["metadata"][
+            "ownerReferences"
+        ][0]["uid"]
         == uid
     )
 
@@ -164,7 +169,10 @@ def test_nodes_that_end_by_themselves_are_replaced_only_after_the_coordinator_wa
     assert "run-0-1" in simulation.pods()  # killed by somebody: nothing to ask for
     simulation.end_pod("run-1-0", 70)
     simulation.settle()
-    assert (simulation.status["phase"], simulation.status["reason"]) == ("Failed", "UserError")
+    assert (simulation.status["phase"], simulation.status["reason"]) == (
+        "Failed",
+        "UserError",
+    )
     assert "run-1-1" not in simulation.pods()
 
 
@@ -291,7 +299,8 @@ def outcome(simulation: Simulation) -> Any:
         for raw in simulation.store.list("pods")
     ]
     conditions = [
-        (one["type"], one["status"], one["reason"]) for one in simulation.status["conditions"]
+        (one["type"], one["status"], one["reason"])
+        for one in simulation.status["conditions"]
     ]
     others = [child for child in simulation.children() if child[0] != "pods"]
     return (
@@ -326,7 +335,9 @@ def with_crash(story: Story, number: int, *, is_before: bool) -> Simulation:
 
     def create_run(*arguments: Any, **options: Any) -> None:
         original(*arguments, **options)
-        simulation.store.before, simulation.store.after = crash_at(number, is_before=is_before)
+        simulation.store.before, simulation.store.after = crash_at(
+            number, is_before=is_before
+        )
 
     simulation.create_run = create_run  # type: ignore[method-assign]
     tell(story, simulation)
@@ -342,7 +353,9 @@ def test_an_operator_killed_before_or_after_any_of_its_writes_leads_to_the_same_
     story(plain)
     expected, count = outcome(plain), len(writes(plain))
     assert count > 8
-    ends = [outcome(with_crash(story, number, is_before=is_before)) for number in range(count)]
+    ends = [
+        outcome(with_crash(story, number, is_before=is_before)) for number in range(count)
+    ]
     assert [number for number, end in enumerate(ends) if end != expected] == []
 
 
@@ -444,7 +457,9 @@ def test_pods_of_a_run_without_a_status_that_the_cache_never_saw_are_found(
         simulation.cache.forget("pods", raw)
     before = len(simulation.store.writes)
     simulation.settle()
-    created = [write for write in writes(simulation, before) if write[:2] == ("create", "pods")]
+    created = [
+        write for write in writes(simulation, before) if write[:2] == ("create", "pods")
+    ]
     assert simulation.pods() == ["run-0-0", "run-1-0"], created
 
 
@@ -485,7 +500,9 @@ def test_a_child_that_somebody_deleted_comes_back(simulation: Simulation) -> Non
     assert ("services", "run-coordinator") in simulation.children()
 
 
-def test_progress_alone_is_written_every_ten_seconds_at_most(simulation: Simulation) -> None:
+def test_progress_alone_is_written_every_ten_seconds_at_most(
+    simulation: Simulation,
+) -> None:
     begin(simulation)
     before = len(simulation.store.writes)
     for step in range(2, 42):
@@ -685,7 +702,9 @@ def test_a_replaced_node_that_ends_with_64_costs_the_group_that_trains_nothing(
         simulation.now += 11
         simulation.settle()
     assert [
-        raw for raw in simulation.store.list("pods") if raw["metadata"].get("deletionTimestamp")
+        raw
+        for raw in simulation.store.list("pods")
+        if raw["metadata"].get("deletionTimestamp")
     ] == []
     assert "run-1-2" in simulation.pods()
 
@@ -821,7 +840,10 @@ def test_a_sidecar_that_is_listed_first_says_nothing_of_the_trainer_or_the_coord
         inject(simulation, name, {"running": {}})
     before = set(simulation.store.objects)
     simulation.settle()
-    assert (simulation.status["phase"], simulation.status["nodes"]["running"]) == ("Running", 2)
+    assert (simulation.status["phase"], simulation.status["nodes"]["running"]) == (
+        "Running",
+        2,
+    )
     inject(simulation, "run-coordinator-0", {"terminated": {"exitCode": 1}})
     simulation.settle()
     assert (set(simulation.store.objects), simulation.pods("coordinator")) == (
@@ -855,7 +877,8 @@ def test_a_pod_without_an_owner_belongs_to_no_run_whatever_its_labels_say(
         simulation.now += 61
     assert {**simulation.status, "progress": {}} == {**before, "progress": {}}
     assert (
-        simulation.store.get("pods", "ns", "copy")["metadata"].get("deletionTimestamp") is None
+        simulation.store.get("pods", "ns", "copy")["metadata"].get("deletionTimestamp")
+        is None
     )
 
 
@@ -874,9 +897,9 @@ def test_an_edit_of_settings_is_compared_with_the_config_map_before_that_is_appl
     assert [one["message"] for one in told] == ["spec.training.skipSteps: [] → [12]"]
     assert told[0]["count"] == 1
     config = simulation.store.get("configmaps", "ns", "run-config")
-    assert json.loads(config["data"]["trainingrun.json"])["spec"]["training"]["skipSteps"] == [
-        12
-    ]
+    assert json.loads(config["data"]["trainingrun.json"])["spec"]["training"][
+        "skipSteps"
+    ] == [12]
 
 
 @pytest.mark.parametrize("is_edited_again", [False, True])
@@ -980,4 +1003,6 @@ def test_without_the_pods_manifest_an_edit_is_not_acted_upon(
     assert len(simulation.store.writes) == writes
     simulation.cluster.list_all = list_all  # type: ignore[method-assign]
     simulation.settle()
-    assert any(one["reason"] == "SettingsChanged" for one in simulation.store.list("events"))
+    assert any(
+        one["reason"] == "SettingsChanged" for one in simulation.store.list("events")
+    )

@@ -30,7 +30,9 @@ def test_the_same_event_is_one_object_with_a_count() -> None:
         "rank 1 died",
     )
     assert event["involvedObject"]["uid"] == "u"
-    assert event["reportingComponent"] == event["source"]["component"] == "evergrad-operator"
+    assert (
+        event["reportingComponent"] == event["source"]["component"] == "evergrad-operator"
+    )
 
 
 def test_a_crash_loop_of_fifty_with_ever_new_messages_stays_below_fifteen_objects() -> None:

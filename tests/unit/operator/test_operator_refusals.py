@@ -11,7 +11,9 @@ from fake_kubernetes.store import RefusedError, Write
 from evergrad_operator.errors import ApiError, OperatorError
 from evergrad_operator.kinds import CLAIM, POD
 
-WEBHOOK = 'Internal error occurred: failed calling webhook "w.example.org": connection refused'
+WEBHOOK = (
+    'Internal error occurred: failed calling webhook "w.example.org": connection refused'
+)
 QUOTA = 'pods "run-1-0" is forbidden: exceeded quota: small'
 
 
@@ -58,7 +60,8 @@ def grant(simulation: Simulation) -> None:
 
 def conditions(simulation: Simulation) -> dict[str, tuple[str, str]]:
     return {
-        one["type"]: (one["status"], one["reason"]) for one in simulation.status["conditions"]
+        one["type"]: (one["status"], one["reason"])
+        for one in simulation.status["conditions"]
     }
 
 
@@ -73,7 +76,13 @@ def count_reads(simulation: Simulation, passes: int) -> list[tuple[str, str]]:
 
 
 ANSWERS = [
-    (500, "InternalError", WEBHOOK, "WebhookFailed", "an admission webhook does not answer"),
+    (
+        500,
+        "InternalError",
+        WEBHOOK,
+        "WebhookFailed",
+        "an admission webhook does not answer",
+    ),
     (
         500,
         "InternalError",
@@ -149,7 +158,8 @@ def test_a_child_that_cannot_be_made_is_told_and_the_rest_is_made(
     refuse(simulation, 500, "InternalError", WEBHOOK, plural=plural)
     simulation.reconcile()
     assert (
-        simulation.status["reason"] == "WebhookFailed" and kind in simulation.status["message"]
+        simulation.status["reason"] == "WebhookFailed"
+        and kind in simulation.status["message"]
     )
     assert simulation.pods() == ["run-0-0", "run-1-0"]
     grant(simulation)
@@ -300,7 +310,9 @@ def test_a_webhook_that_never_answers_leaves_time_for_the_status(
     create = simulation.cluster.create
 
     async def hang(body: Any, **options: Any) -> Any:
-        return await (asyncio.sleep(3600) if body["kind"] == "Pod" else create(body, **options))
+        return await (
+            asyncio.sleep(3600) if body["kind"] == "Pod" else create(body, **options)
+        )
 
     simulation.cluster.create = hang  # type: ignore[method-assign]
     monkeypatch.setattr("evergrad_operator.apply.APPLY_SECONDS", 0.1)
@@ -349,7 +361,9 @@ def test_a_run_at_its_quota_reads_nothing_in_passes_that_only_carry_progress(
     assert ("list", "pods") in simulation.cluster.reads
 
 
-def test_pods_beyond_a_quota_cause_no_pass_before_the_first_of_them_is_tried_again() -> None:
+def test_pods_beyond_a_quota_cause_no_pass_before_the_first_of_them_is_tried_again() -> (
+    None
+):
     simulation = Simulation()
     simulation.create_run(nodes={"min": 1, "max": 5})
     made: list[str] = []
@@ -418,7 +432,9 @@ def test_pods_that_could_not_be_listed_for_a_silent_coordinator_are_listed_later
     assert delay is None or delay >= 1.0
 
 
-def test_a_run_that_is_over_stays_so_whatever_its_spec_becomes(simulation: Simulation) -> None:
+def test_a_run_that_is_over_stays_so_whatever_its_spec_becomes(
+    simulation: Simulation,
+) -> None:
     begin(simulation)
     simulation.train(10, phase="Complete", reason="AllStepsDone")
     for name in simulation.pods():
@@ -432,7 +448,9 @@ def test_a_run_that_is_over_stays_so_whatever_its_spec_becomes(simulation: Simul
 
 
 @pytest.mark.parametrize("status", [404, 409])
-def test_a_status_that_was_overtaken_is_no_error(simulation: Simulation, status: int) -> None:
+def test_a_status_that_was_overtaken_is_no_error(
+    simulation: Simulation, status: int
+) -> None:
     refuse(simulation, status, "Conflict", verb="patch", plural="trainingruns")
     delay = simulation.reconcile()
     assert status == 404 or (delay is not None and delay <= 5.0)

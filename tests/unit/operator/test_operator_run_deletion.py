@@ -81,7 +81,9 @@ def test_a_failed_run_is_deleted_too() -> None:
 
 
 def test_a_run_that_is_not_over_is_never_deleted() -> None:
-    world = Simulation(make_run(ttlSecondsAfterFinished=0, ttlDeletes="Run"), config=ALLOWED)
+    world = Simulation(
+        make_run(ttlSecondsAfterFinished=0, ttlDeletes="Run"), config=ALLOWED
+    )
     world.run()
     world.train(50)
     world.age(100)
@@ -151,7 +153,9 @@ def test_a_run_goes_only_once_its_claim_follows_what_the_file_says_of_it() -> No
 # ---- where it is not allowed -------------------------------------------------------------------------------
 
 
-def test_where_it_is_not_allowed_the_webhook_refuses_it_and_says_who_can_change_that() -> None:
+def test_where_it_is_not_allowed_the_webhook_refuses_it_and_says_who_can_change_that() -> (
+    None
+):
     asking, silent = make_run(ttlDeletes="Run"), make_run(ttlDeletes="Children")
     (problem,) = find_problems(asking, None)
     assert str(problem) == (
@@ -306,7 +310,9 @@ def test_a_deletion_that_is_refused_is_explained_and_tried_again() -> None:
     assert len(deletions(simulation)) == 1
 
 
-def test_a_complete_run_that_is_made_anew_is_complete_without_a_pod_and_deleted_again() -> None:
+def test_a_complete_run_that_is_made_anew_is_complete_without_a_pod_and_deleted_again() -> (
+    None
+):
     simulation = over()
     simulation.now += 3600
     simulation.reconcile()

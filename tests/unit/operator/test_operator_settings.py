@@ -33,7 +33,8 @@ def test_the_command_line_wins_over_the_environment() -> None:
 
 def test_namespaces_are_served_alone() -> None:
     settings = parse_settings(
-        [*IMAGES, "--no-lease", "--namespace", "a", "--namespace", "b", "--namespace", "a"], {}
+        [*IMAGES, "--no-lease", "--namespace", "a", "--namespace", "b", "--namespace", "a"],
+        {},
     )
     assert settings.namespaces == settings.scopes == ("a", "b")
     assert settings.covers("a") and not settings.covers("c")
@@ -63,7 +64,10 @@ def test_namespaces_are_served_alone() -> None:
     ],
 )
 def test_settings_that_cannot_be_are_said(
-    arguments: list[str], environ: dict[str, str], text: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    environ: dict[str, str],
+    text: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
         parse_settings(arguments, environ)
@@ -129,12 +133,16 @@ def test_trap_3_there_are_event_handlers_only_so_no_finalizer_is_ever_added() ->
         assert list(others.get_all_handlers()) == []
 
 
-def test_every_handler_returns_nothing_because_kopf_would_write_it_into_the_status() -> None:
+def test_every_handler_returns_nothing_because_kopf_would_write_it_into_the_status() -> (
+    None
+):
     tree = ast.parse(inspect.getsource(handlers))
     found = [node for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef)]
     assert {node.name for node in found} == {"take", "log_in", "start", "stop"}
     returns = {
-        node.name: [one for one in ast.walk(node) if isinstance(one, ast.Return) and one.value]
+        node.name: [
+            one for one in ast.walk(node) if isinstance(one, ast.Return) and one.value
+        ]
         for node in found
     }
     assert {name for name, values in returns.items() if values} == {"log_in"}

@@ -104,11 +104,15 @@ def test_a_run_whose_coordinator_was_never_reached_does_not_say_starting_for_eve
         "Waiting",
         "CoordinatorUnreachable",
     )
-    stalled = next(one for one in simulation.status["conditions"] if one["type"] == "Stalled")
+    stalled = next(
+        one for one in simulation.status["conditions"] if one["type"] == "Stalled"
+    )
     assert stalled["status"] == "False"
     simulation.now += 300
     simulation.settle()
-    stalled = next(one for one in simulation.status["conditions"] if one["type"] == "Stalled")
+    stalled = next(
+        one for one in simulation.status["conditions"] if one["type"] == "Stalled"
+    )
     assert (stalled["status"], stalled["reason"]) == ("True", "CoordinatorUnreachable")
 
 

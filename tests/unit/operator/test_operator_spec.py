@@ -37,11 +37,20 @@ def stored(spec: dict[str, Any] | None = None, **metadata: Any) -> dict[str, Any
 
 def test_the_example_is_read_into_the_manifests_own_models() -> None:
     run = parse_run(FILE)
-    assert (run.name, run.namespace, run.uid, run.generation) == ("docs-lm", "default", "", 0)
+    assert (run.name, run.namespace, run.uid, run.generation) == (
+        "docs-lm",
+        "default",
+        "",
+        0,
+    )
     expected = check_run(FILE)[0]
     assert expected is not None
     assert run.spec == expected.spec.model_copy(update={"training": None})
-    assert (run.parsed.is_typed, run.parsed.is_whole, run.parsed.problems) == (True, True, ())
+    assert (run.parsed.is_typed, run.parsed.is_whole, run.parsed.problems) == (
+        True,
+        True,
+        (),
+    )
 
 
 def test_what_the_api_server_adds_is_read_too_and_is_no_problem() -> None:
@@ -92,7 +101,9 @@ def test_the_port_of_the_metrics_is_the_runs_or_nobodys(
         == port
     )
     script = {"command": ["x"], "metrics": given}
-    assert parse_run(stored({"training": None, "script": script})).parsed.metrics_port == port
+    assert (
+        parse_run(stored({"training": None, "script": script})).parsed.metrics_port == port
+    )
 
 
 def test_every_problem_that_validate_finds_is_known_before_the_first_pod() -> None:
@@ -113,7 +124,11 @@ def test_every_problem_that_validate_finds_is_known_before_the_first_pod() -> No
 
 def test_an_envelope_is_read_although_the_recipe_is_unreadable() -> None:
     run = parse_run(stored({"suspend": True, "training": {"recipe": "cooking"}}))
-    assert (run.spec.suspend, run.parsed.is_typed, run.parsed.is_whole) == (True, True, False)
+    assert (run.spec.suspend, run.parsed.is_typed, run.parsed.is_whole) == (
+        True,
+        True,
+        False,
+    )
     assert run.find_obstacles(has_begun=True) == run.parsed.problems != ()
 
 
@@ -125,7 +140,9 @@ def test_an_envelope_that_is_unreadable_is_refused_with_all_problems() -> None:
         "spec.nodes.min",
         "spec.suspend",
     ]
-    assert "spec.nodes.min: " in str(refused.value) and "spec.suspend: " in str(refused.value)
+    assert "spec.nodes.min: " in str(refused.value) and "spec.suspend: " in str(
+        refused.value
+    )
 
 
 def test_a_later_versions_rule_for_the_recipe_is_not_held_against_a_run_that_has_begun() -> (

@@ -148,7 +148,9 @@ def test_a_group_that_makes_no_step_for_long_is_told() -> None:
     world.age(1000)
     world.reconcile()
     assert world.condition("Progressing")["reason"] == "NoSteps"
-    assert f"no step since {format_time(START)}" in world.condition("Progressing")["message"]
+    assert (
+        f"no step since {format_time(START)}" in world.condition("Progressing")["message"]
+    )
 
 
 def test_a_full_volume_is_an_unhealthy_checkpoint() -> None:
@@ -168,7 +170,9 @@ def test_a_full_volume_is_an_unhealthy_checkpoint() -> None:
 
 def test_a_status_of_a_thousand_nodes_in_the_worst_disorder_is_below_16_kib() -> None:
     rng = random.Random(5)
-    world = Simulation(make_run("x" * 45, nodes={"min": 1, "max": 1024}, restartNonce="n" * 64))
+    world = Simulation(
+        make_run("x" * 45, nodes={"min": 1, "max": 1024}, restartNonce="n" * 64)
+    )
     world.profile = RunProfile(
         {"template": {"annotations": {"note": "x" * (LONGEST_NOTE - 200)}}},
         sources=("p" * 63, f"ConfigMap {'n' * 63}/evergrad-profile"),
@@ -209,7 +213,9 @@ def test_a_status_of_a_thousand_nodes_in_the_worst_disorder_is_below_16_kib() ->
     )
 
 
-def test_a_long_message_with_many_bytes_a_character_stays_within_bounds_everywhere() -> None:
+def test_a_long_message_with_many_bytes_a_character_stays_within_bounds_everywhere() -> (
+    None
+):
     world = Simulation(make_run(nodes={"min": 1, "max": 1024}))
     world.reconcile()
     world.start()
@@ -231,8 +237,12 @@ def test_what_is_no_text_does_not_stop_the_status() -> None:
 
 @functools.cache
 def status_schema() -> dict[str, Any]:
-    crd = yaml.safe_load((Path(__file__).parents[3] / "crds" / "trainingrun.yaml").read_text())
-    return dict(crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"])
+    crd = yaml.safe_load(
+        (Path(__file__).parents[3] / "crds" / "trainingrun.yaml").read_text()
+    )
+    return dict(
+        crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]
+    )
 
 
 ODD = (-1, 0, -(2**70), 2**70, 1e300, -0.5, 3.7, "7", "nan", None, True, [], {})
@@ -255,7 +265,9 @@ def test_whatever_a_coordinator_says_the_status_is_one_that_the_api_server_takes
         "checkpointStep",
         "updatedSecondsAgo",
     )
-    said = {key: data.draw(NUMBERS, label=key) for key in (*whole, "worldSize", "maxFailures")}
+    said = {
+        key: data.draw(NUMBERS, label=key) for key in (*whole, "worldSize", "maxFailures")
+    }
     said["nodes"] = {
         key: data.draw(NUMBERS, label=key) for key in ("min", "max", "ready", "connected")
     }
@@ -342,7 +354,9 @@ def problems_with(value: Any, schema: dict[str, Any], path: str = "status") -> l
             else:
                 found.append(f"{path}.{key}: unknown")
         found += [
-            f"{path}.{key}: missing" for key in schema.get("required", ()) if key not in value
+            f"{path}.{key}: missing"
+            for key in schema.get("required", ())
+            if key not in value
         ]
         if len(value) > schema.get("maxProperties", 10**9):
             found.append(f"{path}: too many")
@@ -416,7 +430,9 @@ def test_pods_that_start_one_after_the_other_are_counted_once_a_second() -> None
     assert should_write(old, world.status, now=START + 1, last_progress_write=START).write
     world.end(names[1], 64)
     world.reconcile()
-    assert should_write(old, world.status, now=START + 0.25, last_progress_write=START).write
+    assert should_write(
+        old, world.status, now=START + 0.25, last_progress_write=START
+    ).write
 
 
 def test_an_operator_that_has_just_started_goes_by_the_time_in_the_status() -> None:
@@ -425,7 +441,10 @@ def test_an_operator_that_has_just_started_goes_by_the_time_in_the_status() -> N
     world.train(11)
     world.age(4)
     world.reconcile()
-    assert should_write(old, world.status, now=START + 4, last_progress_write=None).after == 6.0
+    assert (
+        should_write(old, world.status, now=START + 4, last_progress_write=None).after
+        == 6.0
+    )
     assert should_write(old, world.status, now=START + 10, last_progress_write=None).write
 
 
@@ -568,7 +587,9 @@ def test_progress_of_an_older_coordinator_is_not_believed() -> None:
     world.age(100)
     world.vanish("docs-lm-coordinator-0")
     world.settle()
-    world.progress = make_progress(0, phase="Failed", reason="UserError", message="long ago")
+    world.progress = make_progress(
+        0, phase="Failed", reason="UserError", message="long ago"
+    )
     assert world.reconcile().phase != "Failed"
 
 

@@ -75,7 +75,9 @@ def test_operators_that_start_together_agree_on_one_key() -> None:
 
     async def main() -> list[bytes]:
         return list(
-            await asyncio.gather(*(load_key(Slow(store), "system", "key") for _ in range(3)))
+            await asyncio.gather(
+                *(load_key(Slow(store), "system", "key") for _ in range(3))
+            )
         )
 
     assert len(set(asyncio.run(main()))) == 1
@@ -95,7 +97,9 @@ def test_operators_that_start_together_agree_on_one_key() -> None:
 )
 def test_a_secret_without_a_key_is_said_and_never_taken_for_one(data: Any) -> None:
     store = Store()
-    store.create("secrets", {"metadata": {"name": "key", "namespace": "system"}, "data": data})
+    store.create(
+        "secrets", {"metadata": {"name": "key", "namespace": "system"}, "data": data}
+    )
     with pytest.raises(SettingsError, match=r"system/key.*Delete it"):
         asyncio.run(load_key(FakeCluster(store), "system", "key"))
 
@@ -136,7 +140,9 @@ def test_a_run_has_one_secret_of_its_own_that_all_its_pods_mount(
     assert secret["stringData"] == {"token": token_of(simulation)}
     assert secret["metadata"]["name"] == token_secret_name("run", token_of(simulation))
     (owner,) = secret["metadata"]["ownerReferences"]
-    assert owner["uid"] == simulation.store.get("trainingruns", "ns", "run")["metadata"]["uid"]
+    assert (
+        owner["uid"] == simulation.store.get("trainingruns", "ns", "run")["metadata"]["uid"]
+    )
     pods = simulation.store.list("pods")
     assert {mounted(pod) for pod in pods} == {secret["metadata"]["name"]}
     assert len(pods) == 3
@@ -158,7 +164,9 @@ def test_the_token_stands_in_no_other_object(simulation: Simulation) -> None:
     simulation.train()
     simulation.settle()
     others = [
-        raw for (plural, _, _), raw in simulation.store.objects.items() if plural != "secrets"
+        raw
+        for (plural, _, _), raw in simulation.store.objects.items()
+        if plural != "secrets"
     ]
     assert token_of(simulation) not in json.dumps(others)
     assert KEY_OF_TOKENS.decode() not in json.dumps(others)
@@ -169,10 +177,12 @@ def test_no_secret_of_a_run_is_ever_read_listed_or_changed(simulation: Simulatio
     simulation.start_pods()
     simulation.end_pod("run-1-0", 70)
     simulation.settle()
-    assert [write.verb for write in simulation.store.writes if write.plural == "secrets"] != []
-    assert {write.verb for write in simulation.store.writes if write.plural == "secrets"} == {
-        "create"
-    }
+    assert [
+        write.verb for write in simulation.store.writes if write.plural == "secrets"
+    ] != []
+    assert {
+        write.verb for write in simulation.store.writes if write.plural == "secrets"
+    } == {"create"}
     assert "secrets" not in {plural for _, plural in simulation.cluster.reads}
 
 
@@ -243,7 +253,9 @@ def test_no_pod_is_made_whose_secret_is_refused_and_the_status_says_why(
     def refuse(write: Write) -> None:
         if write.plural == "secrets":
             raise RefusedError(
-                403, "Forbidden", "exceeded quota: secrets, requested: 1, used: 9, limited: 9"
+                403,
+                "Forbidden",
+                "exceeded quota: secrets, requested: 1, used: 9, limited: 9",
             )
 
     simulation.store.before = refuse
@@ -267,7 +279,9 @@ def test_a_quota_that_is_used_up_does_not_keep_a_run_from_replacing_its_pods(
     def refuse(write: Write) -> None:
         if write.plural == "secrets":
             raise RefusedError(
-                403, "Forbidden", "exceeded quota: secrets, requested: 1, used: 9, limited: 9"
+                403,
+                "Forbidden",
+                "exceeded quota: secrets, requested: 1, used: 9, limited: 9",
             )
 
     simulation.store.before = refuse
@@ -305,7 +319,9 @@ def test_the_coordinator_is_asked_with_the_runs_token(simulation: Simulation) ->
     assert followed.token not in repr(followed)
 
 
-def test_a_restart_mends_a_run_whose_installations_key_was_lost(simulation: Simulation) -> None:
+def test_a_restart_mends_a_run_whose_installations_key_was_lost(
+    simulation: Simulation,
+) -> None:
     simulation.settle()
     simulation.start_pods()
     simulation.train()
@@ -313,7 +329,9 @@ def test_a_restart_mends_a_run_whose_installations_key_was_lost(simulation: Simu
     (old,) = secrets_of(simulation)
     simulation.start_operator()
     simulation.reconciler.token_of = partial(derive_token, b"another key" * 4)
-    simulation.store.change("trainingruns", "ns", "run", {"spec": {"restartNonce": "new key"}})
+    simulation.store.change(
+        "trainingruns", "ns", "run", {"spec": {"restartNonce": "new key"}}
+    )
     for _ in range(6):
         simulation.settle()
         simulation.reap()

@@ -117,7 +117,12 @@ def test_a_pod_is_in_a_queue_then_starts_then_does_what_its_coordinator_says() -
 
     reading = Reading(0, {"training": 2_000, "saving": 1_000})
     usage = count(usage, [life], now=20_000, reading=reading)
-    assert usage.pods == {OFF_HOST: 2_000, "startup": 5_000, "training": 2_000, "saving": 1_000}
+    assert usage.pods == {
+        OFF_HOST: 2_000,
+        "startup": 5_000,
+        "training": 2_000,
+        "saving": 1_000,
+    }
     assert usage.accelerators["training"] == 16_000
     assert usage.wasted == 5 / 8
 
@@ -131,13 +136,19 @@ def test_a_pod_is_in_a_queue_then_starts_then_does_what_its_coordinator_says() -
 def test_an_end_that_is_seen_late_gives_its_time_back() -> None:
     life = PodLife("0-0", 0, bound=0, joined=0)
     other = PodLife("1-0", 0, bound=0, joined=0)
-    usage = count(Usage(), [life, other], now=10_000, reading=Reading(0, {"training": 20_000}))
+    usage = count(
+        Usage(), [life, other], now=10_000, reading=Reading(0, {"training": 20_000})
+    )
     assert usage.pods == {"training": 20_000}
     ended = replace(life, ended=7_000)
-    usage = count(usage, [ended, other], now=11_000, reading=Reading(0, {"training": 21_000}))
+    usage = count(
+        usage, [ended, other], now=11_000, reading=Reading(0, {"training": 21_000})
+    )
     # Nothing goes back: the time of the other pod makes up for it first.
     assert usage.pods == {"training": 20_000} and usage.pending == (-2_000, 0)
-    usage = count(usage, [ended, other], now=15_000, reading=Reading(0, {"training": 25_000}))
+    usage = count(
+        usage, [ended, other], now=15_000, reading=Reading(0, {"training": 25_000})
+    )
     assert usage.pods == {"training": 22_000} and usage.pending == (0, 0)
 
 
@@ -203,10 +214,14 @@ def test_a_run_counts_its_pods_whole_through_kills_and_operators() -> None:
             world.leave()
         elif kind == 2:
             world.vanish(victim)
-        world.train(10 + index, usage={"milliseconds": {"training": used, "recovery": index}})
+        world.train(
+            10 + index, usage={"milliseconds": {"training": used, "recovery": index}}
+        )
         world.reconcile(is_status_lost=index % 5 == 0)
         world.start()
-        world.train(10 + index, usage={"milliseconds": {"training": used, "recovery": index}})
+        world.train(
+            10 + index, usage={"milliseconds": {"training": used, "recovery": index}}
+        )
         world.reconcile()
     assert world.counted() == world.lifetime()
     shown = world.status["usage"]
@@ -245,10 +260,12 @@ def test_time_is_exported_with_the_run_and_its_labels() -> None:
     text = generate_latest(registry).decode()
     place = 'run="docs-lm",run_namespace="team"'
     assert (
-        f'evergrad_operator_run_pod_seconds_total{{cause="training",{place}}} 10800.0' in text
+        f'evergrad_operator_run_pod_seconds_total{{cause="training",{place}}} 10800.0'
+        in text
     )
     assert (
-        f'evergrad_operator_run_gpu_seconds_total{{cause="training",{place}}} 86400.0' in text
+        f'evergrad_operator_run_gpu_seconds_total{{cause="training",{place}}} 86400.0'
+        in text
     )
     assert (
         f'evergrad_operator_run_labels{{label_cost_center="7",label_team="lm",{place}}} 1.0'
@@ -271,7 +288,9 @@ def test_time_is_exported_with_the_run_and_its_labels() -> None:
 
 
 def test_the_time_before_a_host_is_no_time_of_accelerators() -> None:
-    world = Simulation(make_run(resources={"limits": {"nvidia.com/gpu": "2"}, "requests": {}}))
+    world = Simulation(
+        make_run(resources={"limits": {"nvidia.com/gpu": "2"}, "requests": {}})
+    )
     world.reconcile()
     world.age(100.0)
     world.unschedulable("docs-lm-0-0", "no room")

@@ -33,8 +33,17 @@ def make_object(*, status: Any = None, metadata: Any = None, **spec: Any) -> dic
     return {
         "apiVersion": "evergrad.dev/v1alpha1",
         "kind": "TrainingRun",
-        "metadata": {"name": "docs-lm", "namespace": "team", "uid": "u", **(metadata or {})},
-        "spec": {"nodes": {"min": 1, "max": 2}, "training": copy.deepcopy(TRAINING), **spec},
+        "metadata": {
+            "name": "docs-lm",
+            "namespace": "team",
+            "uid": "u",
+            **(metadata or {}),
+        },
+        "spec": {
+            "nodes": {"min": 1, "max": 2},
+            "training": copy.deepcopy(TRAINING),
+            **spec,
+        },
         **({"status": status} if status else {}),
     }
 
@@ -46,7 +55,13 @@ WRONG = {
 
 
 def ask(new: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    request = {"uid": "r-1", "name": "docs-lm", "object": new, "oldObject": old, "dryRun": True}
+    request = {
+        "uid": "r-1",
+        "name": "docs-lm",
+        "object": new,
+        "oldObject": old,
+        "dryRun": True,
+    }
     answer = review(
         {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": request}
     )
@@ -62,16 +77,27 @@ def test_a_valid_run_is_allowed() -> None:
     assert ask(make_object()) == {"uid": "r-1", "allowed": True}
 
 
-def test_a_denial_has_every_problem_that_validate_finds_with_path_reason_and_remedy() -> None:
+def test_a_denial_has_every_problem_that_validate_finds_with_path_reason_and_remedy() -> (
+    None
+):
     wrong = make_object(**WRONG)
     response, expected = ask(wrong), problems_of(wrong)
     assert len(expected) == 2
     status = response["status"]
-    assert (response["allowed"], status["code"], status["reason"]) == (False, 422, "Invalid")
-    told = [f"{cause['field']}: {cause['message']}" for cause in status["details"]["causes"]]
+    assert (response["allowed"], status["code"], status["reason"]) == (
+        False,
+        422,
+        "Invalid",
+    )
+    told = [
+        f"{cause['field']}: {cause['message']}" for cause in status["details"]["causes"]
+    ]
     assert told == [str(problem) for problem in expected]
     assert status["message"] == " ".join(told)
-    assert (status["details"]["kind"], status["details"]["name"]) == ("TrainingRun", "docs-lm")
+    assert (status["details"]["kind"], status["details"]["name"]) == (
+        "TrainingRun",
+        "docs-lm",
+    )
 
 
 def test_an_account_is_denied_that_this_installation_does_not_allow() -> None:
@@ -154,12 +180,16 @@ def read(pem: bytes) -> x509.Certificate:
     return x509.load_pem_x509_certificate(pem)
 
 
-def test_a_certificate_is_for_the_services_names_and_is_signed_by_what_clients_trust() -> None:
+def test_a_certificate_is_for_the_services_names_and_is_signed_by_what_clients_trust() -> (
+    None
+):
     bundle = certificates.renew(None, NAMES, now=NOW)
     assert bundle is not None
     certificate, authority = read(bundle.certificate), read(bundle.authority)
     certificate.verify_directly_issued_by(authority)
-    found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    found = certificate.extensions.get_extension_for_class(
+        x509.SubjectAlternativeName
+    ).value
     assert tuple(found.get_values_for_type(x509.DNSName)) == NAMES
     assert certificates.read_bundle(certificates.write_bundle(bundle)) == bundle
     assert certificates.renew(bundle, NAMES, now=NOW) is None
@@ -177,7 +207,9 @@ def test_a_certificate_is_renewed_in_time_under_the_same_authority() -> None:
     )
 
 
-def test_a_new_authority_stands_before_the_old_one_which_other_replicas_still_serve() -> None:
+def test_a_new_authority_stands_before_the_old_one_which_other_replicas_still_serve() -> (
+    None
+):
     first = certificates.renew(None, NAMES, now=NOW)
     assert first is not None
     late = NOW + timedelta(days=9 * 365)
@@ -244,7 +276,9 @@ class Store:
         assert (kind, namespace) == (SECRET, "evergrad")
         return copy.deepcopy(self.secrets.get(name))
 
-    async def create(self, body: Any, *, is_fenced: bool = True, is_brief: bool = False) -> Any:
+    async def create(
+        self, body: Any, *, is_fenced: bool = True, is_brief: bool = False
+    ) -> Any:
         if body["metadata"]["name"] in self.secrets:
             raise ApiError(409, "AlreadyExists", "it exists")
         return self._store("create", body)
@@ -271,10 +305,14 @@ class Store:
     @property
     def trusted(self) -> bytes:
         assert self.configuration is not None
-        return base64.b64decode(self.configuration["webhooks"][0]["clientConfig"]["caBundle"])
+        return base64.b64decode(
+            self.configuration["webhooks"][0]["clientConfig"]["caBundle"]
+        )
 
 
-SETTINGS = WebhookSettings("127.0.0.1", 0, "evergrad", "operator", "certificate", "evergrad")
+SETTINGS = WebhookSettings(
+    "127.0.0.1", 0, "evergrad", "operator", "certificate", "evergrad"
+)
 
 
 def make_webhook(store: Store, *, leads: bool = True, files: str = "") -> Webhook:
@@ -293,7 +331,9 @@ async def post(webhook: Webhook, authority: bytes, body: bytes) -> tuple[int, An
         return answer.status, json.loads(text) if answer.status == 200 else text
 
 
-def test_the_holder_of_the_lease_makes_the_certificate_and_says_whom_to_trust_once() -> None:
+def test_the_holder_of_the_lease_makes_the_certificate_and_says_whom_to_trust_once() -> (
+    None
+):
     async def run() -> None:
         store = Store()
         webhook = make_webhook(store)
@@ -327,7 +367,9 @@ def test_both_configurations_trust_the_same_authority_where_it_is_asked_early() 
     asyncio.run(run())
 
 
-def test_a_standby_serves_what_the_holder_of_the_lease_has_made_and_writes_nothing() -> None:
+def test_a_standby_serves_what_the_holder_of_the_lease_has_made_and_writes_nothing() -> (
+    None
+):
     async def run() -> None:
         store = Store()
         standby = make_webhook(store, leads=False)
@@ -337,7 +379,9 @@ def test_a_standby_serves_what_the_holder_of_the_lease_has_made_and_writes_nothi
         await leader.look()
         await standby.look()
         request = json.dumps({"request": {"uid": "r", "object": make_object()}}).encode()
-        assert (await post(standby, store.trusted, request))[1]["response"]["allowed"] is True
+        assert (await post(standby, store.trusted, request))[1]["response"][
+            "allowed"
+        ] is True
         assert store.writes == ["create", "apply"]
         # A renewed certificate is served without a new start.
         del store.secrets["certificate"]["data"]["tls.crt"]
@@ -442,9 +486,7 @@ def test_an_object_that_no_list_of_runs_could_be_read_with_is_denied() -> None:
         webhook.on_review = answers.append
         await webhook.look()
         deep = '{"a":' * 9000 + "0" + "}" * 9000
-        review = (
-            f'{{"kind":"AdmissionReview","request":{{"uid":"r-7","object":{{"spec":{deep}}}}}}}'
-        )
+        review = f'{{"kind":"AdmissionReview","request":{{"uid":"r-7","object":{{"spec":{deep}}}}}}}'
         status, answer = await post(webhook, store.trusted, review.encode())
         assert (status, answer["response"]["uid"], answer["response"]["allowed"]) == (
             200,

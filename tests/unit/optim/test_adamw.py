@@ -47,9 +47,16 @@ def test_a_frozen_parameter_is_not_updated_and_has_no_moments() -> None:
 @pytest.mark.capability("A-10", "A-45", "T-54")
 def test_updates_are_torchs_own() -> None:
     model, other = Small(), Small()
-    ours = build_adamw(model, Optimizer.model_validate({"learningRate": 0.1, "weightDecay": 0}))
+    ours = build_adamw(
+        model, Optimizer.model_validate({"learningRate": 0.1, "weightDecay": 0})
+    )
     theirs = torch.optim.AdamW(
-        other.parameters(), lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, fused=True
+        other.parameters(),
+        lr=0.1,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        weight_decay=0.0,
+        fused=True,
     )
     train(model, ours, 3)
     train(other, theirs, 3)

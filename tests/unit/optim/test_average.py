@@ -69,7 +69,9 @@ def test_the_average_takes_the_place_of_the_weights_and_gives_it_back() -> None:
         # What reads the weights beside this sees them as they are.
         assert before.tolist() == [[3.0]]
         raise RuntimeError
-    assert module.weight.tolist() == [[3.0]] and module.weight.data_ptr() == before.data_ptr()
+    assert (
+        module.weight.tolist() == [[3.0]] and module.weight.data_ptr() == before.data_ptr()
+    )
 
 
 def test_what_is_not_trained_is_not_averaged() -> None:

@@ -94,7 +94,9 @@ def test_adafactor_divides_by_the_roots_of_a_rows_and_a_columns_mean() -> None:
     updates = [1 / math.sqrt(5 / 3), 2 / math.sqrt(10 / 3), 3 / math.sqrt(25 / 3)]
     updates.append(4 / math.sqrt(50 / 3))
     # Their root mean square is √0.96, below the threshold 1. The rate is 0.1 of that of the weights, 2.5.
-    assert math.sqrt(sum(one * one for one in updates) / 4) == pytest.approx(math.sqrt(0.96))
+    assert math.sqrt(sum(one * one for one in updates) / 4) == pytest.approx(
+        math.sqrt(0.96)
+    )
     expected = [3 - 0.25 * updates[0], 4 - 0.25 * updates[1]]
     expected += [-0.25 * updates[2], -0.25 * updates[3]]
     assert model[0].flatten().tolist() == pytest.approx(expected)
@@ -297,7 +299,10 @@ def test_muon_keeps_its_momentum_in_bf16_with_nesterov_alone(nesterov: bool) -> 
     """The manifest refuses the other, in which torch makes its update in the place of the momentum."""
     model = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
     optimizer = build_optimizer(model, settings(type="muon", nesterov=nesterov))
-    expected, before = torch.zeros(4, 4, dtype=torch.bfloat16), model.weight.detach().clone()
+    expected, before = (
+        torch.zeros(4, 4, dtype=torch.bfloat16),
+        model.weight.detach().clone(),
+    )
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
         model.weight.grad = torch.randn(4, 4, generator=generator).bfloat16()

@@ -16,9 +16,9 @@ def make(total: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
     """Weights, gradient and moments. Magnitudes are spread, so that roundings differ wherever they can."""
     source = torch.Generator().manual_seed(seed)
     weights, gradient, average = (
-        (torch.randn(total, generator=source) * torch.rand(total, generator=source).exp()).to(
-            dtype
-        )
+        (
+            torch.randn(total, generator=source) * torch.rand(total, generator=source).exp()
+        ).to(dtype)
         for _ in range(3)
     )
     return [weights, gradient, average, average.float().square().to(dtype)]
@@ -55,7 +55,9 @@ def update_whole(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @given(st.data())
-def test_any_cut_gives_the_bits_of_the_whole(dtype: torch.dtype, data: st.DataObject) -> None:
+def test_any_cut_gives_the_bits_of_the_whole(
+    dtype: torch.dtype, data: st.DataObject
+) -> None:
     total = data.draw(st.integers(1, 300))
     cuts = data.draw(st.lists(st.integers(0, total), max_size=4))
     tensors = make(total, dtype, data.draw(st.integers(0, 1000)))

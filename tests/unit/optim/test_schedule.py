@@ -61,7 +61,10 @@ def test_rates_at_listed_steps(settings: dict[str, Any], points: dict[int, float
     ("settings", "points"),
     [
         # 1 - x^2, 1 - √x, c^x and twice the line less the cosine at x = 0.25, 0.5, 0.75 of the last 40 steps.
-        ({"decayShape": "square"}, {60: 2.0, 61: 2.0, 71: 1.875, 81: 1.5, 91: 0.875, 101: 0.0}),
+        (
+            {"decayShape": "square"},
+            {60: 2.0, 61: 2.0, 71: 1.875, 81: 1.5, 91: 0.875, 101: 0.0},
+        ),
         ({"decayShape": "squareRoot"}, {61: 2.0, 71: 1.0, 81: 2 - math.sqrt(2), 101: 0.0}),
         (
             {"decayShape": "exponential", "minimumRatio": 0.0625},
@@ -130,13 +133,25 @@ def test_a_tail_of_two_pieces_has_the_published_points() -> None:
         {"until": 100, "ratio": 0.01},
     ]
     rate = schedule(type="pieces", warmup=10, pieces=pieces)
-    points = {1: 0.1, 10: 1, 11: 1, 82: 1, 90: 0.55, 98: 0.1, 99: 0.055, 100: 0.01, 200: 0.01}
+    points = {
+        1: 0.1,
+        10: 1,
+        11: 1,
+        82: 1,
+        90: 0.55,
+        98: 0.1,
+        99: 0.055,
+        100: 0.01,
+        200: 0.01,
+    }
     assert {step: rate(step) / 2 for step in points} == pytest.approx(points, abs=1e-12)
 
 
 @pytest.mark.acceptance("number-T-55")
 @pytest.mark.capability("T-8", "T-55")
-def test_pieces_make_two_decays_with_a_hold_between_and_a_cosine_that_is_warmed_again() -> None:
+def test_pieces_make_two_decays_with_a_hold_between_and_a_cosine_that_is_warmed_again() -> (
+    None
+):
     twice = [
         {"until": "49%", "ratio": 1},
         {"until": "50%", "ratio": 0.1},
@@ -144,7 +159,16 @@ def test_pieces_make_two_decays_with_a_hold_between_and_a_cosine_that_is_warmed_
         {"until": "100%", "ratio": 0.01},
     ]
     rate = schedule(1000, type="pieces", warmup="1%", startRatio="1%", pieces=twice)
-    points = {5: 0.505, 10: 1, 490: 1, 495: 0.55, 500: 0.1, 990: 0.1, 995: 0.055, 1000: 0.01}
+    points = {
+        5: 0.505,
+        10: 1,
+        490: 1,
+        495: 0.55,
+        500: 0.1,
+        990: 0.1,
+        995: 0.055,
+        1000: 0.01,
+    }
     assert {step: rate(step) / 2 for step in points} == pytest.approx(points, abs=1e-12)
 
     again = [

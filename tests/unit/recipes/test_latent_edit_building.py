@@ -56,7 +56,9 @@ def test_a_subset_depends_on_no_other_name_and_is_a_part_of_a_larger_one() -> No
     assert len(large) == pytest.approx(1200, rel=0.15)
     other = {name for name in names if is_kept(name, fraction=Fraction(1, 10), salt="b")}
     assert len(small & other) < 80, "another salt is another choice"
-    assert all(is_kept(name, fraction=1) and not is_kept(name, fraction=0) for name in names)
+    assert all(
+        is_kept(name, fraction=1) and not is_kept(name, fraction=0) for name in names
+    )
 
 
 def test_a_mixture_has_the_fractions_of_its_sources_to_the_row() -> None:
@@ -86,7 +88,8 @@ def window(start: int, *, chromosome: str | None = "chr1", seed: int = 0) -> Win
 def test_windows_that_are_trained_on_too_are_counted() -> None:
     train = [window(0, seed=1), window(100, seed=2), window(50, seed=3)]
     assert (
-        find_leaks(train, [window(10, seed=4), window(40, seed=5), window(110, seed=6)]) == {}
+        find_leaks(train, [window(10, seed=4), window(40, seed=5), window(110, seed=6)])
+        == {}
     )
     # By one base at either end, and from inside another chromosome not at all.
     other = [
@@ -99,7 +102,9 @@ def test_windows_that_are_trained_on_too_are_counted() -> None:
     same = [window(500, seed=2), window(0, chromosome=None, seed=1), window(100, seed=2)]
     assert find_leaks(train, same) == {"sameSequence": 3, "overlapping": 1}
     said = describe_leaks("test", 3, find_leaks(train, same))
-    assert said.startswith("test: of 3 windows 3 have the sequence of, 1 overlap one that is")
+    assert said.startswith(
+        "test: of 3 windows 3 have the sequence of, 1 overlap one that is"
+    )
 
 
 def test_a_manifest_that_was_written_is_one_that_a_run_takes(tmp_path: Path) -> None:

@@ -35,7 +35,9 @@ def first_file(**values: Any) -> Change:
 
 
 @pytest.mark.capability("G-3", "G-16", "G-17", "G-34", "G-X8")
-def test_a_corpus_is_known_by_its_snapshot_and_the_content_of_its_files(tmp_path: Path) -> None:
+def test_a_corpus_is_known_by_its_snapshot_and_the_content_of_its_files(
+    tmp_path: Path,
+) -> None:
     corpus = read_corpus(write_corpus(tmp_path), windows=None)
     assert corpus.snapshot_id == "toy-snap-1" and len(corpus.hash) == 64
     kinds = {one.name: (one.kind, one.split, one.is_train) for one in corpus.files}
@@ -60,14 +62,20 @@ def test_a_corpus_is_known_by_its_snapshot_and_the_content_of_its_files(tmp_path
         (first_file(path="./placed"), "'./placed' is not written in its plain form"),
         (first_file(path="a\\b"), "is not relative"),
         (first_file(path="placed/none.jsonl"), "does not exist"),
-        (first_file(sha256=None), "files[0].sha256: is missing; what was trained on is known"),
+        (
+            first_file(sha256=None),
+            "files[0].sha256: is missing; what was trained on is known",
+        ),
         (first_file(sha256="md5:1"), "files[0].sha256: is no SHA-256"),
         (first_file(sha256="0" * 64), "has the SHA-256"),
         (first_file(size_bytes=1), "bytes; "),
         (first_file(records=True), "files[0].records: is no count"),
         (first_file(split=""), "files[0].split: is no text"),
         (first_file(split="../x"), "files[0].split: '../x' is no name; an evaluation set"),
-        (first_file(split="heldout"), "files[0].split: 'heldout' is taken; it is the set of"),
+        (
+            first_file(split="heldout"),
+            "files[0].split: 'heldout' is taken; it is the set of",
+        ),
         (lambda raw: raw["files"].append(raw["files"][0]), "is listed twice"),
     ],
 )
@@ -134,7 +142,9 @@ def test_which_windows_are_read_is_said_where_there_are_two_kinds(tmp_path: Path
     rows = [{"record_id": "free-1", "sequence": bases(LENGTH)}]
     write_lines(tmp_path / "carbon/train.jsonl", rows)
     seal(tmp_path)
-    with pytest.raises(DataError, match=r"latentEdit.windows: missing, and .* placed/ and of"):
+    with pytest.raises(
+        DataError, match=r"latentEdit.windows: missing, and .* placed/ and of"
+    ):
         read_corpus(tmp_path, windows=None)
     for kind in ("placed", "carbon"):
         found = read_corpus(tmp_path, windows=kind)
@@ -173,7 +183,9 @@ def test_windows_are_read_with_their_place_and_in_upper_case(tmp_path: Path) -> 
         ('{"chrom": "c", "sequence": "ACGT", "start_bp": -1}', "start_bp is no count"),
     ],
 )
-def test_a_wrong_window_is_named_by_file_and_line(tmp_path: Path, line: str, said: str) -> None:
+def test_a_wrong_window_is_named_by_file_and_line(
+    tmp_path: Path, line: str, said: str
+) -> None:
     folder = write_corpus(tmp_path)
     (folder / "placed/train.jsonl").write_text(line + "\n", "utf-8")
     seal(folder)
@@ -194,7 +206,10 @@ def test_no_message_shows_a_sequence(tmp_path: Path) -> None:
         read_windows(read_corpus(folder, windows=None).windows(), policy())
     said = str(caught.value)
     assert secret[:20] not in said
-    assert "is not the only one" in said and "Cut all windows of a corpus to one length" in said
+    assert (
+        "is not the only one" in said
+        and "Cut all windows of a corpus to one length" in said
+    )
 
 
 def test_counts_that_differ_from_the_manifest_are_refused(tmp_path: Path) -> None:
@@ -246,7 +261,9 @@ def test_the_hash_of_a_hold_out_is_of_its_meaning() -> None:
 
 @pytest.mark.acceptance("number-G-54")
 @pytest.mark.capability("G-19", "G-37", "G-54")
-def test_common_variants_count_and_others_are_passed_over_and_counted(tmp_path: Path) -> None:
+def test_common_variants_count_and_others_are_passed_over_and_counted(
+    tmp_path: Path,
+) -> None:
     folder = write_corpus(tmp_path)
     base = {"chrom": "chr1", "pos": 5, "ref": "A", "alt": "C", "af_global": 0.01}
     rows = [
@@ -258,13 +275,17 @@ def test_common_variants_count_and_others_are_passed_over_and_counted(tmp_path: 
     ]
     write_lines(folder / "gnomad/train.jsonl", rows)
     corpus = read_corpus(seal(folder), windows=None)
-    found = read_tables(corpus.tables("population"), "population", split="train", policy=None)
+    found = read_tables(
+        corpus.tables("population"), "population", split="train", policy=None
+    )
     assert [*found.edits] == ["chr1:5:A:C"]
     assert found.passed_over == {"repeated": 1, "filter": 1, "rare": 1, "longAllele": 1}
 
 
 @pytest.mark.capability("G-20", "G-37", "G-55")
-def test_tables_may_be_parquet_files_and_clinical_ones_have_their_words(tmp_path: Path) -> None:
+def test_tables_may_be_parquet_files_and_clinical_ones_have_their_words(
+    tmp_path: Path,
+) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     folder = write_corpus(tmp_path)

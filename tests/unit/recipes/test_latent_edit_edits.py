@@ -171,7 +171,9 @@ def test_each_window_has_three_three_one_and_one_in_this_order() -> None:
     families = [own.item(index).family for index in range(len(own))]
     expected = ["population"] * 3 + ["syntheticSnv"] * 3 + ["syntheticIndel", "clinical"]
     assert families == expected * 3
-    assert [own.item(index).window for index in range(len(own))] == [0] * 8 + [1] * 8 + [2] * 8
+    assert [own.item(index).window for index in range(len(own))] == [0] * 8 + [1] * 8 + [
+        2
+    ] * 8
 
 
 @pytest.mark.capability("G-43")
@@ -183,7 +185,9 @@ def test_rows_of_one_draw_differ_and_lie_inside_their_window() -> None:
         assert len(set(chosen)) == 3
         for one in chosen:
             apply_edits(own.windows[number].sequence, [one])
-    draws = [tuple(own.item(draw * 8 + place).edits for place in range(3)) for draw in range(4)]
+    draws = [
+        tuple(own.item(draw * 8 + place).edits for place in range(3)) for draw in range(4)
+    ]
     assert len(set(draws)) > 1, "another draw is shuffled anew"
 
 
@@ -192,7 +196,9 @@ def test_an_item_is_a_function_of_its_index_the_seed_and_its_windows_content() -
     own = items(draws=3)
     known = [own.item(index) for index in range(len(own))]
     # In any order, and by another process that has made no item before.
-    assert [items(draws=3).item(index) for index in reversed(range(len(own)))] == known[::-1]
+    assert [items(draws=3).item(index) for index in reversed(range(len(own)))] == known[
+        ::-1
+    ]
     assert items(draws=3).item(41) == known[41]
     # Neither the other windows nor the place among them decides.
     alone = items(windows()[1:2], draws=3)
@@ -238,7 +244,9 @@ def test_an_edit_that_is_held_out_is_not_drawn_either() -> None:
     keys = [own[0].key_of(rest.item(place).edits[0]) for place in range(60)]
     assert not held & set(keys)
     # Every other item stays as it was.
-    assert all(one == other for one, other in zip(drawn, keys, strict=True) if one not in held)
+    assert all(
+        one == other for one, other in zip(drawn, keys, strict=True) if one not in held
+    )
     assert own[0].key_of(edit(4, "A", "C")) == "chr1:5:A:C"
     # A window without coordinates has no edit that a hold-out could name.
     assert windows(1, is_placed=False)[0].key_of(edit(4, "A", "C")) == ""
@@ -273,7 +281,9 @@ def test_nothing_takes_the_place_of_rows_without_being_asked_to() -> None:
 @pytest.mark.capability("G-X41")
 def test_types_of_edits_are_as_frequent_as_their_families_are_asked_for() -> None:
     shares = {"syntheticSnv": 4, "syntheticIndel": 4, "syntheticMnv": 1}
-    made = items(mixture=[{"family": name, "count": count} for name, count in shares.items()])
+    made = items(
+        mixture=[{"family": name, "count": count} for name, count in shares.items()]
+    )
     types = [made.item(index).edits[0].type for index in range(len(made))]
     assert len(types) == 3 * 9
     assert (types.count(EditType.SNV), types.count(EditType.MNV)) == (12, 3)

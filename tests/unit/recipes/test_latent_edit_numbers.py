@@ -113,7 +113,9 @@ def watches() -> list[Watch]:
 @pytest.mark.acceptance("8d-11c:latent_edit", "number-G-85", "number-G-86")
 @pytest.mark.capability("G-83", "G-85")
 @pytest.mark.parametrize("batches", [500, pytest.param(10_000, marks=pytest.mark.long)])
-def test_healthy_batches_raise_no_alert_and_a_collapsed_one_all_it_should(batches: int) -> None:
+def test_healthy_batches_raise_no_alert_and_a_collapsed_one_all_it_should(
+    batches: int,
+) -> None:
     torch.manual_seed(3)
     # Far more states than dimensions, so that a covariance has no direction without spread.
     mask = torch.ones(32, 1, dtype=torch.bool)

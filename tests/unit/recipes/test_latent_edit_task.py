@@ -84,7 +84,9 @@ def corpus(tmp_path: Path) -> Path:
 
 @pytest.mark.capability("G-27", "G-73", "G-74", "G-78")
 def test_states_that_are_kept_are_those_that_are_made_in_each_step(corpus: Path) -> None:
-    kept, live = (Opened(corpus, mixture=MIXTURE, features=one) for one in ("cached", "live"))
+    kept, live = (
+        Opened(corpus, mixture=MIXTURE, features=one) for one in ("cached", "live")
+    )
     one, other = kept.build(), live.build()
     assert len(kept.source) == len(live.source) == 24
     losses = []
@@ -139,7 +141,9 @@ def test_the_cache_is_keyed_by_what_makes_a_state_and_by_nothing_else(corpus: Pa
     others.append(identity(reproducibility={"seed": 1}))
     assert len({base, *others}) == 10
     assert (
-        identity(horizon={"steps": 99}, batching={"globalBatchSize": 4, "microBatchSize": 2})
+        identity(
+            horizon={"steps": 99}, batching={"globalBatchSize": 4, "microBatchSize": 2}
+        )
         == base
     )
 
@@ -169,7 +173,9 @@ def test_the_weights_of_a_directory_are_part_of_the_encoder_and_may_be_pinned(
 def test_tokens_are_pooled_around_the_edit_and_never_outside_of_the_sequence(
     corpus: Path,
 ) -> None:
-    raw = training({"encoder": {"radius": 2, "prefix": "<d>", "suffix": "</d>", "padTo": 6}})
+    raw = training(
+        {"encoder": {"radius": 2, "prefix": "<d>", "suffix": "</d>", "padTo": 6}}
+    )
     encoder = Encoder(Setup(Training.model_validate(raw), None, corpus))
     whole = encoder.tokenize(b"ACGTACGT", None)
     # Three letters, eight bases, four of filling, four letters.
@@ -196,7 +202,9 @@ def test_another_width_than_the_encoders_is_refused(corpus: Path) -> None:
 def test_no_gradient_reaches_the_encoder_and_its_weights_stay(corpus: Path) -> None:
     opened = Opened(corpus, features="live")
     modules = opened.build()
-    before = {name: one.clone() for name, one in modules.frozen["encoder"].state_dict().items()}
+    before = {
+        name: one.clone() for name, one in modules.frozen["encoder"].state_dict().items()
+    }
     optimizer = torch.optim.AdamW(modules.root().parameters(), lr=0.1)
     for _ in range(2):
         opened.task.loss(modules, opened.batch(0, 1, 2), opened.stage).total.backward()
@@ -312,7 +320,9 @@ def test_an_evaluation_sums_up_to_the_numbers_of_the_whole_set(corpus: Path) -> 
 
 
 @pytest.mark.capability("G-15", "G-97", "G-95")
-def test_what_is_recorded_names_the_corpus_and_no_path_of_this_machine(corpus: Path) -> None:
+def test_what_is_recorded_names_the_corpus_and_no_path_of_this_machine(
+    corpus: Path,
+) -> None:
     opened = Opened(corpus, holdOut={"records": ["w-chr1-1"]})
     text = json.dumps(opened.facts)
     assert str(corpus) not in text and "toy-snap-1" in text
@@ -329,7 +339,9 @@ def test_another_content_of_the_corpus_is_another_source(corpus: Path) -> None:
         json.loads(line)
         for line in (corpus / "corpus/gnomad/train.jsonl").read_text("utf-8").splitlines()
     ]
-    rows[0]["alt"] = next(one for one in "ACGT" if one not in (rows[0]["ref"], rows[0]["alt"]))
+    rows[0]["alt"] = next(
+        one for one in "ACGT" if one not in (rows[0]["ref"], rows[0]["alt"])
+    )
     write_lines(corpus / "corpus/gnomad/train.jsonl", rows)
     seal(corpus / "corpus")
     assert Opened(corpus).source.fingerprint != before
@@ -354,7 +366,11 @@ def test_a_changed_bit_of_what_was_prepared_is_found_at_the_next_start(
     path = next((corpus / "prepared" / opened.facts["folder"]).glob(name))
     content = bytearray(path.read_bytes())
     # Of facts.json a digit of the manifest's hash, of the others a byte of what they hold.
-    at = content.index(b'"manifestHash": "') + 17 if name == "facts.json" else len(content) // 2
+    at = (
+        content.index(b'"manifestHash": "') + 17
+        if name == "facts.json"
+        else len(content) // 2
+    )
     content[at] ^= 1
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"the prepared items are damaged; .*Delete"):
@@ -393,7 +409,9 @@ def test_states_of_another_encoder_are_refused_wherever_they_were_copied_to(
     other = FeatureCache(corpus / "prepared", "f" * 64)
     other.folder.mkdir()
     shutil.copy(path, other.folder)
-    with pytest.raises(DataError, match=r"holds states of another encoder; its folder is of f"):
+    with pytest.raises(
+        DataError, match=r"holds states of another encoder; its folder is of f"
+    ):
         other.load([])
     assert FeatureCache(corpus / "prepared", first.facts["encoder"]).load([]) == {}
 
@@ -426,7 +444,9 @@ def test_a_kill_while_states_are_computed_costs_the_newest_of_them_alone(
     assert calls == 21 + len(states) - 16
 
 
-def test_nodes_with_other_weights_of_the_encoder_are_no_peers_either_way(corpus: Path) -> None:
+def test_nodes_with_other_weights_of_the_encoder_are_no_peers_either_way(
+    corpus: Path,
+) -> None:
     """What nodes are compared by depends on the states, or on what makes them in each step."""
     found = {
         Opened(
@@ -453,7 +473,9 @@ def test_what_is_in_two_sets_is_said_at_every_start(
         opened = Opened(corpus, holdOut={"records": ["again"]})
         assert opened.facts["leaks"] == {"heldOut": {"sameSequence": 1, "overlapping": 1}}
         said = capsys.readouterr().err
-        assert "warning: heldOut: of 1 windows 1 have the sequence of, 1 overlap one" in said
+        assert (
+            "warning: heldOut: of 1 windows 1 have the sequence of, 1 overlap one" in said
+        )
 
 
 def test_windows_of_other_numbers_of_tokens_are_refused_where_states_are_made_anew(
@@ -465,5 +487,7 @@ def test_windows_of_other_numbers_of_tokens_are_refused_where_states_are_made_an
         return tokenize(self, sequence[: len(sequence) - sequence.count(b"A")], focus)
 
     monkeypatch.setattr(Encoder, "tokenize", shorter)
-    with pytest.raises(DataError, match=r"latentEdit.features: windows have \d+ to \d+ tokens"):
+    with pytest.raises(
+        DataError, match=r"latentEdit.features: windows have \d+ to \d+ tokens"
+    ):
         Opened(corpus, mixture=[{"family": "syntheticSnv"}], features="live")

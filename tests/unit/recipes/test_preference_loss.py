@@ -24,7 +24,7 @@ from evergrad_trainer.recipes import load_task
 from evergrad_trainer.recipes.preference import task as preference_task
 from evergrad_trainer.recipes.preference.loss import LogProbs, pair_losses, pair_metrics
 from evergrad_trainer.task import Loss, Modules, Source, Stage, Task
-from evergrad_trainer.training.build import build_limits
+from evergrad_trainer.training.limits import build_limits
 
 ROWS = [
     {"prompt": "ab", "chosen": "c", "rejected": "b"},
@@ -142,7 +142,9 @@ def test_only_tokens_of_the_completions_count(tmp_path: Path) -> None:
     # The reference finds both completions, of two tokens each, equally likely.
     margin = 0.1 * (right - wrong)
     assert float(found.parts["margin"]) == pytest.approx(margin, rel=1e-5)
-    assert float(found.total.detach()) == pytest.approx(math.log1p(math.exp(-margin)), rel=1e-6)
+    assert float(found.total.detach()) == pytest.approx(
+        math.log1p(math.exp(-margin)), rel=1e-6
+    )
     assert rows.weight == 1
 
 
@@ -157,7 +159,8 @@ def small_models() -> Modules:
         num_attention_heads=2,
     )
     model, reference = (
-        AutoModelForCausalLM.from_config(config, attn_implementation="sdpa") for _ in range(2)
+        AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        for _ in range(2)
     )
     return Modules(trained={"model": model}, frozen={"reference": reference})
 
@@ -172,10 +175,16 @@ def test_the_sums_do_not_depend_on_the_cut_into_batches_nor_on_the_length_of_a_s
     modules = small_models()
     task, source, stage = open_task(tmp_path, training())
     together = numbers(task.loss(modules, source.read([0, 1, 2]).tensors, stage))
-    alone = [numbers(task.loss(modules, source.read([at]).tensors, stage)) for at in range(3)]
-    assert [sum(one) for one in zip(*alone, strict=True)] == pytest.approx(together, rel=1e-5)
+    alone = [
+        numbers(task.loss(modules, source.read([at]).tensors, stage)) for at in range(3)
+    ]
+    assert [sum(one) for one in zip(*alone, strict=True)] == pytest.approx(
+        together, rel=1e-5
+    )
 
-    longer, its_source, its_stage = open_task(tmp_path, training(data={"sequenceLength": 40}))
+    longer, its_source, its_stage = open_task(
+        tmp_path, training(data={"sequenceLength": 40})
+    )
     found = longer.loss(modules, its_source.read([0, 1, 2]).tensors, its_stage)
     assert numbers(found) == pytest.approx(together, rel=1e-5)
 
@@ -192,12 +201,17 @@ def test_what_fills_up_a_batch_of_an_evaluation_adds_nothing(tmp_path: Path) -> 
     )
 
 
-def test_only_the_model_has_gradients_and_they_are_those_of_the_loss(tmp_path: Path) -> None:
+def test_only_the_model_has_gradients_and_they_are_those_of_the_loss(
+    tmp_path: Path,
+) -> None:
     """By differences: what a step along the gradient changes."""
     modules = small_models()
     task, source, stage = open_task(tmp_path, training(preference={"beta": 0.5}))
     tensors = source.read([0, 1, 2]).tensors
-    model, reference = modules.trained["model"].double(), modules.frozen["reference"].double()
+    model, reference = (
+        modules.trained["model"].double(),
+        modules.frozen["reference"].double(),
+    )
     reference.requires_grad_(False)
     task.loss(modules, tensors, stage).total.backward()
     slope = sum(
@@ -304,7 +318,10 @@ def test_products_in_bf16_leave_no_reward_to_a_model_that_is_its_reference(
 ) -> None:
     """``dtype``: of the weights. Sums over tokens and the loss are fp32 in any case."""
     modules = small_models()
-    model, reference = modules.trained["model"].to(dtype), modules.frozen["reference"].to(dtype)
+    model, reference = (
+        modules.trained["model"].to(dtype),
+        modules.frozen["reference"].to(dtype),
+    )
     reference.load_state_dict(model.state_dict())
     task, source, stage = open_task(tmp_path, training(runtime={"lossChunk": chunk}))
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):

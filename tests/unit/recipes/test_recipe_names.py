@@ -24,7 +24,9 @@ def test_no_name_of_a_recipe_stands_outside_of_the_recipes_folder() -> None:
     """Neither in the loop, the step, the worker or the checkpoint, nor anywhere else in the trainer: not as an
     import, a text, a field of the file or a word of a comment."""
     name = re.compile(rf"\b({'|'.join((*NAMES, *SECTIONS))})\b")
-    modules = [one for one in PACKAGE.rglob("*.py") if PACKAGE / "recipes" not in one.parents]
+    modules = [
+        one for one in PACKAGE.rglob("*.py") if PACKAGE / "recipes" not in one.parents
+    ]
     folders = {one.relative_to(PACKAGE).parts[0] for one in modules}
     assert folders >= {"training", "worker", "checkpoint", "state", "data", "task.py"}
     found = [

@@ -66,7 +66,9 @@ def batch(*rows: tuple[str, str], size: int = 12) -> dict[str, torch.Tensor]:
     return {"input_ids": inputs, "labels": labels, "prompt_length": lengths}
 
 
-def measure(model: nn.Module, made: Completions, *rows: tuple[str, str]) -> dict[str, float]:
+def measure(
+    model: nn.Module, made: Completions, *rows: tuple[str, str]
+) -> dict[str, float]:
     loss = made(Modules(trained={"model": model}), batch(*rows), Stage({}))
     assert tuple(loss.parts) == PARTS
     return {name: float(value) for name, value in loss.parts.items()}
@@ -105,7 +107,9 @@ def test_numbers_that_are_generated_are_compared_with_the_rows_own() -> None:
 
 @pytest.mark.acceptance("8d-13c:sft", "number-C-47")
 @pytest.mark.capability("C-47")
-def test_what_is_no_number_lowers_the_parse_rate_and_leaves_the_error_of_the_others() -> None:
+def test_what_is_no_number_lowers_the_parse_rate_and_leaves_the_error_of_the_others() -> (
+    None
+):
     found = measure(Says("ten"), completions(), ("1=", "13"), ("2=", "ten"))
     assert found == {"rows": 2, "exact": 1, "numbers": 1, "parsed": 0, "squared_error": 0}
     said = summarize(found)
@@ -132,7 +136,9 @@ def test_the_loss_of_completions_is_made_of_chunks_where_that_of_training_is(
         lambda _module, _inputs, output: widths.append(output.shape[-1])
     )
     runtime = Runtime.model_validate({"lossChunk": chunk})
-    made = Completions(ByteTokenizer(), Generation.model_validate({"maxNewTokens": 1}), runtime)
+    made = Completions(
+        ByteTokenizer(), Generation.model_validate({"maxNewTokens": 1}), runtime
+    )
     rows = batch(("1=", "13"), ("2=", "6"))
     modules = Modules(trained={"model": model})
     with torch.no_grad():
@@ -203,7 +209,12 @@ def test_a_number_is_a_whole_text(text: str, number: float | None) -> None:
 
 @pytest.mark.parametrize(
     ("marks", "span"),
-    [([0, 0, 1, 1], (2, 4)), ([0, 1, 0, 1, 0], (3, 4)), ([1, 1, 1], (1, 3)), ([0, 1], (1, 2))],
+    [
+        ([0, 0, 1, 1], (2, 4)),
+        ([0, 1, 0, 1, 0], (3, 4)),
+        ([1, 1, 1], (1, 3)),
+        ([0, 1], (1, 2)),
+    ],
 )
 def test_the_last_completion_is_what_is_generated(
     marks: list[int], span: tuple[int, int]

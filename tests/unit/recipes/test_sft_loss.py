@@ -87,7 +87,9 @@ def sums(task: Task, opened: Any, model: nn.Module) -> tuple[float, int, int]:
 
 @pytest.mark.acceptance("8d-13a:sft", "number-C-37")
 @pytest.mark.capability("C-37")
-def test_the_loss_of_completions_is_the_one_that_is_computed_by_hand(tmp_path: Path) -> None:
+def test_the_loss_of_completions_is_the_one_that_is_computed_by_hand(
+    tmp_path: Path,
+) -> None:
     task, opened = open_task(tmp_path, training())
     total, weight, _ = sums(task, opened, Bigrams())
     # Labels (with what stands before them) and ends: "c" behind b, then E; a behind nothing is no label, b, c
@@ -142,7 +144,9 @@ def test_a_sample_is_whole_rows_behind_each_other_with_positions_of_their_own(
     end, none = 256, IGNORE_INDEX
     a, b, c = b"abc"
     assert rows["input_ids"].tolist() == [[*b"ccccab", a, b, c, *b"aa", 0]]
-    assert rows["labels"].tolist() == [[none, none, none, a, b, end, b, c, end, a, end, none]]
+    assert rows["labels"].tolist() == [
+        [none, none, none, a, b, end, b, c, end, a, end, none]
+    ]
     assert rows["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 0, 1, 2, 0, 1, 0]]
 
 

@@ -46,7 +46,9 @@ def test_a_report_has_the_figures_and_the_files_of_a_run(
     run.write(synthetic.Process(last=50, resumed_from=20))
     start = {"type": "start", "resumed_from": 20, "samples_per_step": 32}
     with run.directory.events.open("a") as file:
-        file.write(json.dumps(start | {"time": run.now, "step": 20, "generation": 2}) + "\n")
+        file.write(
+            json.dumps(start | {"time": run.now, "step": 20, "generation": 2}) + "\n"
+        )
     found = api.report(tmp_path / "run")
     assert (found.completed_steps, found.resumed_from, found.samples) == (50, 20, 50 * 32)
     assert found.loss is not None and found.metrics == run.directory.metrics

@@ -21,8 +21,12 @@ USAGE = {
 }
 
 
-def make_object(usage: Any = USAGE, *, name: str = "docs-lm", kind: str = "TrainingRun") -> str:
-    return json.dumps({"kind": kind, "metadata": {"name": name}, "status": {"usage": usage}})
+def make_object(
+    usage: Any = USAGE, *, name: str = "docs-lm", kind: str = "TrainingRun"
+) -> str:
+    return json.dumps(
+        {"kind": kind, "metadata": {"name": name}, "status": {"usage": usage}}
+    )
 
 
 def test_the_sums_and_each_use_are_read_in_the_order_of_the_catalogue() -> None:
@@ -39,7 +43,10 @@ def test_the_sums_and_each_use_are_read_in_the_order_of_the_catalogue() -> None:
 
 
 def test_a_use_of_a_later_version_and_a_sum_that_is_missing_are_left_out() -> None:
-    usage = {"podHours": "1.00", "byCause": {"training": 3600, "holidays": 10, "idle": "many"}}
+    usage = {
+        "podHours": "1.00",
+        "byCause": {"training": 3600, "holidays": 10, "idle": "many"},
+    }
     found = read_pod_time(make_object(usage), source="run.json", run=None)
     assert found.summary.startswith("1.00 pod-hours. Counted")
     assert [row[0] for row in found.table.rows] == [USES["training"]]

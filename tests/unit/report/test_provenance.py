@@ -11,7 +11,11 @@ import pytest
 
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_trainer.errors import RunDirectoryError
-from evergrad_trainer.provenance.record import describe_process, read_processes, record_process
+from evergrad_trainer.provenance.record import (
+    describe_process,
+    read_processes,
+    record_process,
+)
 from evergrad_trainer.provenance.redaction import hide_home, is_secret, redact_command
 from evergrad_trainer.provenance.request import record_request
 from evergrad_trainer.report.figures import environment_rows
@@ -24,7 +28,10 @@ _RUN: dict[str, Any] = {
     "spec": {
         "training": {
             "model": {"config": {"model_type": "llama"}},
-            "data": {"sources": [{"name": "docs", "path": "docs.jsonl"}], "sequenceLength": 64},
+            "data": {
+                "sources": [{"name": "docs", "path": "docs.jsonl"}],
+                "sequenceLength": 64,
+            },
             "batching": {"globalBatchSize": 8, "microBatchSize": 2},
             "optimizer": {"learningRate": 1e-3},
             "horizon": {"steps": 10},
@@ -67,11 +74,13 @@ def test_each_process_appends_its_entry(tmp_path: Path, run: TrainingRun) -> Non
 
 
 def test_a_script_has_an_entry_without_a_seed(tmp_path: Path) -> None:
-    run = TrainingRun.model_validate({**_RUN, "spec": {"script": {"command": ["train.py"]}}})
+    run = TrainingRun.model_validate(
+        {**_RUN, "spec": {"script": {"command": ["train.py"]}}}
+    )
     assert (
-        record_process(RunDirectory(tmp_path), run=run, command=[], world_size=1, generation=1)[
-            "seed"
-        ]
+        record_process(
+            RunDirectory(tmp_path), run=run, command=[], world_size=1, generation=1
+        )["seed"]
         is None
     )
 

@@ -17,7 +17,10 @@ ROOT = Path(__file__).resolve().parents[3]
 ARGO = ROOT / "examples/gitops/argocd"
 SCRIPTS = ARGO / "resource_customizations/evergrad.dev/TrainingRun"
 ACTIONS = ("restart", "resume", "suspend")
-PROGRAMS = ["lua", pytest.param("argolua", marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
+PROGRAMS = [
+    "lua",
+    pytest.param("argolua", marks=[pytest.mark.long, pytest.mark.timeout(1800)]),
+]
 
 
 def load(path: Path) -> Any:
@@ -25,7 +28,9 @@ def load(path: Path) -> Any:
 
 
 def make_scripts() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_argocd_cm", ARGO / "make_argocd_cm.py")
+    spec = importlib.util.spec_from_file_location(
+        "make_argocd_cm", ARGO / "make_argocd_cm.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -92,7 +97,10 @@ def test_argo_cd_waits_for_a_run_that_has_no_status_at_all(
     run = load(SCRIPTS / "testdata/new.yaml")
     del run["status"]
     [answer] = ask(program, [run], data=data)
-    assert answer["health"] == {"status": "Progressing", "message": "waiting for the operator"}
+    assert answer["health"] == {
+        "status": "Progressing",
+        "message": "waiting for the operator",
+    }
     assert answer["results"]["restart"]["spec"]["restartNonce"] == "argocd-1"
 
 
@@ -109,7 +117,8 @@ def test_a_running_run_can_count_as_healthy_with_one_more_line(
     script = data[key].replace("\nreturn hs\n", f"\n{lines[0]}\nreturn hs\n")
     assert script != data[key]
     runs = [
-        load(SCRIPTS / f"testdata/{name}.yaml") for name in ("running", "queued", "suspended")
+        load(SCRIPTS / f"testdata/{name}.yaml")
+        for name in ("running", "queued", "suspended")
     ]
     answers = ask(program, runs, data={**data, key: script})
     assert [one["health"]["status"] for one in answers] == [

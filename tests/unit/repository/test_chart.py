@@ -132,7 +132,10 @@ def test_a_crd_that_is_not_kept_has_no_policy_and_one_that_is_not_wanted_is_not_
 ):
     (crd,) = of_kind(chart.render({"crds": {"keep": False}}), "CustomResourceDefinition")
     assert "helm.sh/resource-policy" not in crd["metadata"]["annotations"]
-    assert of_kind(chart.render({"crds": {"install": False}}), "CustomResourceDefinition") == []
+    assert (
+        of_kind(chart.render({"crds": {"install": False}}), "CustomResourceDefinition")
+        == []
+    )
 
 
 def test_the_operator_of_a_cluster_has_exactly_the_rights_of_the_table() -> None:
@@ -159,7 +162,9 @@ def test_the_operator_of_a_cluster_has_exactly_the_rights_of_the_table() -> None
         ]
 
 
-def test_the_operator_of_namespaces_has_the_same_rights_there_and_none_of_the_cluster() -> None:
+def test_the_operator_of_namespaces_has_the_same_rights_there_and_none_of_the_cluster() -> (
+    None
+):
     objects = chart.render(
         chart.MATRIX["namespaces"]
         | {"rbac": {**chart.MATRIX["namespaces"]["rbac"], "aggregatedRoles": False}}
@@ -182,7 +187,9 @@ def test_a_namespaced_operator_serves_its_own_namespace_where_none_is_named() ->
 def test_the_lease_is_the_only_one_the_operator_may_change() -> None:
     objects = chart.render({})
     (role,) = [
-        one for one in of_kind(objects, "Role") if one["metadata"]["name"].endswith("-lease")
+        one
+        for one in of_kind(objects, "Role")
+        if one["metadata"]["name"].endswith("-lease")
     ]
     create, change, *_ = role["rules"]
     assert (create["verbs"], create.get("resourceNames")) == (["create"], None)
@@ -197,7 +204,9 @@ def test_the_installations_key_and_the_webhooks_certificate_are_the_only_secrets
 ):
     objects = chart.render({})
     roles = of_kind(objects, "Role", "ClusterRole")
-    rules = [rule for role in roles for rule in role["rules"] if "secrets" in rule["resources"]]
+    rules = [
+        rule for role in roles for rule in role["rules"] if "secrets" in rule["resources"]
+    ]
     readable = [rule for rule in rules if rule["verbs"] != ["create"]]
     assert [(rule["verbs"], rule["resourceNames"]) for rule in readable] == [
         (["get"], [environment(objects)["EVERGRAD_KEY_NAME"]]),
@@ -208,7 +217,9 @@ def test_the_installations_key_and_the_webhooks_certificate_are_the_only_secrets
     assert (home["kind"], home["metadata"]["namespace"]) == ("Role", chart.NAMESPACE)
 
 
-def test_nothing_grants_secrets_nodes_exec_roles_or_wildcards(rendering: list[Object]) -> None:
+def test_nothing_grants_secrets_nodes_exec_roles_or_wildcards(
+    rendering: list[Object],
+) -> None:
     for role in of_kind(rendering, "Role", "ClusterRole"):
         for (group, resource), verbs in rights_of(role).items():
             assert "*" not in {group, resource, *verbs}
@@ -241,9 +252,15 @@ def test_what_is_switched_off_can_still_be_found_and_deleted_but_not_made(
 
 @pytest.mark.parametrize(
     ("gang", "group"),
-    [("coscheduling", "scheduling.x-k8s.io"), ("podGroup", "scheduling.k8s.io"), ("none", "")],
+    [
+        ("coscheduling", "scheduling.x-k8s.io"),
+        ("podGroup", "scheduling.k8s.io"),
+        ("none", ""),
+    ],
 )
-def test_the_right_to_make_groups_of_pods_comes_with_gangs_alone(gang: str, group: str) -> None:
+def test_the_right_to_make_groups_of_pods_comes_with_gangs_alone(
+    gang: str, group: str
+) -> None:
     values = {
         "rbac": {"aggregatedRoles": False},
         "runs": {"gang": gang, "schedulerName": "gangs"},
@@ -277,7 +294,9 @@ def test_viewers_read_runs_editors_change_them_and_nobody_gets_pods_by_it() -> N
     for role, verbs in aggregated.items():
         for one in roles.values():
             if (
-                one["metadata"]["labels"].get(f"rbac.authorization.k8s.io/aggregate-to-{role}")
+                one["metadata"]["labels"].get(
+                    f"rbac.authorization.k8s.io/aggregate-to-{role}"
+                )
                 == "true"
             ):
                 assert {resource for _, resource in rights_of(one)} <= {
@@ -293,14 +312,17 @@ def test_viewers_read_runs_editors_change_them_and_nobody_gets_pods_by_it() -> N
     }
 
 
-def test_every_pod_of_the_chart_passes_pod_security_restricted(rendering: list[Object]) -> None:
+def test_every_pod_of_the_chart_passes_pod_security_restricted(
+    rendering: list[Object],
+) -> None:
     for _, spec in pod_specs(rendering):
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["runAsUser"] > 0
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert not {"hostNetwork", "hostPID", "hostIPC", "initContainers"} & set(spec)
         assert {
-            next(key for key in volume if key != "name") for volume in spec.get("volumes", ())
+            next(key for key in volume if key != "name")
+            for volume in spec.get("volumes", ())
         } <= {"emptyDir"}
         for container in spec["containers"]:
             context = container["securityContext"]
@@ -322,7 +344,9 @@ def test_one_operator_is_replaced_before_the_next_starts_and_more_are_spread_by_
     assert of_kind(objects, "Deployment")[0]["spec"]["strategy"] == {"type": "Recreate"}
     assert of_kind(objects, "PodDisruptionBudget") == []
     objects = chart.render({"replicas": 2})
-    assert of_kind(objects, "Deployment")[0]["spec"]["strategy"] == {"type": "RollingUpdate"}
+    assert of_kind(objects, "Deployment")[0]["spec"]["strategy"] == {
+        "type": "RollingUpdate"
+    }
     assert len(of_kind(objects, "PodDisruptionBudget")) == 1
 
 
@@ -350,7 +374,9 @@ def test_whom_runs_run_as_and_their_shared_memory_reach_the_operator_as_they_are
 ):
     assert "EVERGRAD_SHARED_MEMORY_SIZE" not in environment(chart.render({}))
     given = environment(
-        chart.render({"runs": {"sharedMemorySize": "8Gi", "userId": 1000660000, "groupId": 0}})
+        chart.render(
+            {"runs": {"sharedMemorySize": "8Gi", "userId": 1000660000, "groupId": 0}}
+        )
     )
     config = parse_settings([], given).config
     assert (config.shared_memory_size, config.user_id, config.group_id) == (
@@ -360,7 +386,9 @@ def test_whom_runs_run_as_and_their_shared_memory_reach_the_operator_as_they_are
     )
 
 
-def test_allowed_accounts_and_bounds_of_the_disk_reach_the_operator_by_kind_of_pod() -> None:
+def test_allowed_accounts_and_bounds_of_the_disk_reach_the_operator_by_kind_of_pod() -> (
+    None
+):
     given = environment(chart.render({}))
     assert not any("ACCOUNTS" in name or "EPHEMERAL" in name for name in given)
     assert parse_settings([], given).config.scratch_size == "50Gi"
@@ -380,7 +408,9 @@ def test_allowed_accounts_and_bounds_of_the_disk_reach_the_operator_by_kind_of_p
     assert (config.preparation_ephemeral_storage, config.scratch_size) == ("", "")
 
 
-def test_the_operators_pods_carry_the_label_by_which_runs_let_them_in_under_any_name() -> None:
+def test_the_operators_pods_carry_the_label_by_which_runs_let_them_in_under_any_name() -> (
+    None
+):
     (deployment,) = of_kind(
         chart.render({"nameOverride": "trainings", "podLabels": {"a": "b"}}), "Deployment"
     )
@@ -410,9 +440,9 @@ def test_an_empty_list_of_scrapers_is_no_setting_of_the_operator() -> None:
 
 
 def test_a_digest_wins_over_a_tag() -> None:
-    assert environment(chart.render(chart.MATRIX["everything"]))["EVERGRAD_TRAINER_IMAGE"] == (
-        "registry.example.com/evergrad/trainer@sha256:" + "ab" * 32
-    )
+    assert environment(chart.render(chart.MATRIX["everything"]))[
+        "EVERGRAD_TRAINER_IMAGE"
+    ] == ("registry.example.com/evergrad/trainer@sha256:" + "ab" * 32)
 
 
 def test_selectors_never_change_with_a_version_and_match_the_pods(
@@ -450,7 +480,8 @@ def test_two_releases_in_two_namespaces_meet_in_the_crd_only() -> None:
     def names(namespace: str) -> set[tuple[str, str]]:
         objects = chart.render({"crds": {"install": namespace == "a"}}, namespace=namespace)
         return {
-            (one["kind"], one["metadata"]["name"]) for one in of_kind(objects, *CLUSTER_SCOPED)
+            (one["kind"], one["metadata"]["name"])
+            for one in of_kind(objects, *CLUSTER_SCOPED)
         }
 
     assert names("a") & names("b") == set()
@@ -462,7 +493,9 @@ def test_the_longest_names_stay_within_their_bounds() -> None:
         release="r" * 53,
         namespace="n" * 63,
     ):
-        assert len(one["metadata"]["name"]) <= (253 if one["kind"] in CLUSTER_SCOPED else 63)
+        assert len(one["metadata"]["name"]) <= (
+            253 if one["kind"] in CLUSTER_SCOPED else 63
+        )
         assert all(len(value) <= 63 for value in one["metadata"]["labels"].values())
 
 
@@ -474,7 +507,9 @@ def test_the_admission_policy_of_a_namespaced_operator_stays_in_its_namespaces()
         }
     )
     (binding,) = of_kind(objects, "ValidatingAdmissionPolicyBinding")
-    (expression,) = binding["spec"]["matchResources"]["namespaceSelector"]["matchExpressions"]
+    (expression,) = binding["spec"]["matchResources"]["namespaceSelector"][
+        "matchExpressions"
+    ]
     assert expression["values"] == ["team-a"]
     (policy,) = of_kind(objects, "ValidatingAdmissionPolicy")
     assert [rule["expression"] for rule in policy["spec"]["validations"]] == [
@@ -490,9 +525,9 @@ def test_the_admission_policy_reads_numbers_of_nodes_as_the_whole_numbers_that_t
     (crd,) = of_kind(chart.render({}), "CustomResourceDefinition")
     (number,) = policy["spec"]["variables"]
     (version,) = crd["spec"]["versions"]
-    bounds = version["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]["nodes"][
-        "properties"
-    ]
+    bounds = version["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"][
+        "nodes"
+    ]["properties"]
     for bound in ("max", "min"):
         assert (
             f"has(object.spec.nodes.{bound}) ? object.spec.nodes.{bound}"
@@ -525,7 +560,10 @@ def test_the_webhook_asks_the_operators_service_and_blocks_nothing_while_nobody_
     )
     (rule,) = hook["rules"]
     # No subresource: status is the operator's own, and a run has no scale.
-    assert (rule["resources"], rule["operations"]) == (["trainingruns"], ["CREATE", "UPDATE"])
+    assert (rule["resources"], rule["operations"]) == (
+        ["trainingruns"],
+        ["CREATE", "UPDATE"],
+    )
     (service,) = of_kind(objects, "Service")
     called = hook["clientConfig"]["service"]
     assert (called["name"], called["namespace"]) == (
@@ -552,7 +590,9 @@ def test_without_the_early_question_no_right_for_mutating_webhooks_is_given() ->
         for one in of_kind(objects, "ClusterRole")
         if one["metadata"]["name"].endswith("-webhook")
     ]
-    assert {resource for _, resource in rights_of(role)} == {"validatingwebhookconfigurations"}
+    assert {resource for _, resource in rights_of(role)} == {
+        "validatingwebhookconfigurations"
+    }
     assert environment(objects)["EVERGRAD_WEBHOOK_EARLY"] == "false"
 
 
@@ -566,7 +606,9 @@ def test_an_operator_of_namespaces_has_a_webhook_only_where_somebody_wants_one()
     (expression,) = configuration["webhooks"][0]["namespaceSelector"]["matchExpressions"]
     assert expression["values"] == ["team-a", "team-b"]
     assert (
-        of_kind(chart.render({"webhook": {"enabled": False}}), "ValidatingWebhookConfiguration")
+        of_kind(
+            chart.render({"webhook": {"enabled": False}}), "ValidatingWebhookConfiguration"
+        )
         == []
     )
 
@@ -575,7 +617,9 @@ def test_an_operator_of_namespaces_has_a_webhook_only_where_somebody_wants_one()
 def test_cert_manager_keeps_the_certificate_and_the_operator_then_has_no_right_to(
     issuer: Object,
 ) -> None:
-    objects = chart.render({"webhook": {"certManager": {"enabled": True, "issuerRef": issuer}}})
+    objects = chart.render(
+        {"webhook": {"certManager": {"enabled": True, "issuerRef": issuer}}}
+    )
     (certificate,) = of_kind(objects, "Certificate")
     issuers = of_kind(objects, "Issuer")
     assert certificate["spec"]["issuerRef"] == (
@@ -587,7 +631,9 @@ def test_cert_manager_keeps_the_certificate_and_the_operator_then_has_no_right_t
         "cert-manager.io/inject-ca-from": f"{chart.NAMESPACE}/{certificate['metadata']['name']}"
     }
     called = configuration["webhooks"][0]["clientConfig"]["service"]
-    assert certificate["spec"]["dnsNames"][0] == f"{called['name']}.{called['namespace']}.svc"
+    assert (
+        certificate["spec"]["dnsNames"][0] == f"{called['name']}.{called['namespace']}.svc"
+    )
     assert not any(
         "webhook" in one["metadata"]["name"] for one in of_kind(objects, "ClusterRole")
     )

@@ -33,7 +33,9 @@ def chart_values(root: Path) -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def described(root: Path) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((root / "charts/evergrad/Chart.yaml").read_text())
+    found: dict[str, Any] = yaml.safe_load(
+        (root / "charts/evergrad/Chart.yaml").read_text()
+    )
     return found
 
 
@@ -74,7 +76,9 @@ def test_every_value_has_a_description_in_the_schema(root: Path) -> None:
 SCHEMA = {
     "properties": {
         "plain": {"enum": ["a", ""]},
-        "section": {"properties": {"inner": {"type": "integer"}, "open": {"type": "object"}}},
+        "section": {
+            "properties": {"inner": {"type": "integer"}, "open": {"type": "object"}}
+        },
     }
 }
 
@@ -133,7 +137,9 @@ def test_artifact_hub_is_told_the_definition_that_the_chart_installs(
     (told,) = annotation(described, "crds")
     assert told["name"] == crd["metadata"]["name"]
     assert told["kind"] == crd["spec"]["names"]["kind"]
-    assert told["version"] in {one["name"] for one in crd["spec"]["versions"] if one["served"]}
+    assert told["version"] in {
+        one["name"] for one in crd["spec"]["versions"] if one["served"]
+    }
 
 
 def test_the_example_for_artifact_hub_is_a_valid_run(
@@ -155,7 +161,9 @@ def test_the_icon_is_the_drawing_beside_the_chart(
     assert ElementTree.fromstring(drawing).tag == "{http://www.w3.org/2000/svg}svg"
 
 
-def test_the_changes_are_of_kinds_that_artifact_hub_knows(described: dict[str, Any]) -> None:
+def test_the_changes_are_of_kinds_that_artifact_hub_knows(
+    described: dict[str, Any],
+) -> None:
     known = {"added", "changed", "deprecated", "removed", "fixed", "security"}
     changes = annotation(described, "changes")
     assert changes

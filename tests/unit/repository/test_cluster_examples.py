@@ -14,7 +14,9 @@ ROOT = Path(__file__).resolve().parents[3]
 SUBMIT = re.compile(r"^ +evergrad submit (\S+) --overlay (\S+) --wait$", re.MULTILINE)
 MAPS = re.compile(r"kubectl create configmap (\S+)")
 PAGES = sorted(
-    page for page in ROOT.glob("examples/*/README.md") if SUBMIT.search(page.read_text("utf-8"))
+    page
+    for page in ROOT.glob("examples/*/README.md")
+    if SUBMIT.search(page.read_text("utf-8"))
 )
 
 

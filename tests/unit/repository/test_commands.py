@@ -46,7 +46,9 @@ def first_command(block: str) -> str:
     return re.split(r"\s+#|\s+\\", block.splitlines()[0])[0].strip()
 
 
-def test_every_block_of_commands_stands_in_the_table_once_and_the_table_has_no_others() -> None:
+def test_every_block_of_commands_stands_in_the_table_once_and_the_table_has_no_others() -> (
+    None
+):
     shown = [(page, first_command(block)) for page, block in BLOCKS]
     listed = [(row["page"], row["command"]) for row in ROWS]
     assert len(set(listed)) == len(listed)
@@ -68,7 +70,9 @@ def test_each_block_names_a_test_that_plays_it_or_the_reason_why_none_does(
     }
     assert name in tests
     # A test reads the commands from the page, so that what is played is what is shown.
-    folder = row["page"].split("/")[-2] if row["page"].startswith("examples/") else row["page"]
+    folder = (
+        row["page"].split("/")[-2] if row["page"].startswith("examples/") else row["page"]
+    )
     assert folder in text
 
 
@@ -99,7 +103,9 @@ def test_files_of_the_repository_that_a_command_names_exist(page: str) -> None:
     ours = [
         word.removeprefix("./")
         for word in words
-        if re.match(r"(\./)?(examples|charts|trainer_image|coordinator|docs|tests)(/|$)", word)
+        if re.match(
+            r"(\./)?(examples|charts|trainer_image|coordinator|docs|tests)(/|$)", word
+        )
     ]
     made = ("examples/latent-edit/corpus",)
     assert [

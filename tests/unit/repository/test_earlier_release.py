@@ -34,7 +34,9 @@ def files(packed: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def renderings(packed: Path, files: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+def renderings(
+    packed: Path, files: dict[str, str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The Deployments of both charts, of the values that 0.1.0 had by default."""
     if toolbox.missing(("helm",)):
         pytest.skip("helm is not built. make chart-lint builds it, with Go.")
@@ -55,7 +57,9 @@ def test_the_packed_chart_is_that_of_the_first_release(
 ) -> None:
     def read(name: str) -> subprocess.CompletedProcess[str]:
         command = ["git", "-c", "safe.directory=*", "show", f"{COMMIT}:charts/{name}"]
-        return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            command, cwd=root, capture_output=True, text=True, check=False
+        )
 
     if read("evergrad/Chart.yaml").returncode != 0:
         pytest.skip(f"The history here does not have {COMMIT}. Fetch all of it.")
@@ -128,7 +132,9 @@ def find_differences(old: Schema, new: Schema, *, path: str) -> Iterator[str]:
         yield f"{path}.{name}: is required now"
     for name, part in old.get("properties", {}).items():
         if name in new.get("properties", {}):
-            yield from find_differences(part, new["properties"][name], path=f"{path}.{name}")
+            yield from find_differences(
+                part, new["properties"][name], path=f"{path}.{name}"
+            )
         elif not new.get("x-kubernetes-preserve-unknown-fields"):
             yield f"{path}.{name}: is gone"
     for key in ("items", "additionalProperties"):
@@ -147,8 +153,16 @@ def find_differences(old: Schema, new: Schema, *, path: str) -> Iterator[str]:
             {"properties": {"a": {}}, "required": ["a"]},
             ".a: is required",
         ),
-        ({"items": {"type": "string"}}, {"items": {"type": "number"}}, ".items: was string"),
-        ({"x-kubernetes-list-type": "map"}, {"x-kubernetes-list-type": "atomic"}, "list-type"),
+        (
+            {"items": {"type": "string"}},
+            {"items": {"type": "number"}},
+            ".items: was string",
+        ),
+        (
+            {"x-kubernetes-list-type": "map"},
+            {"x-kubernetes-list-type": "atomic"},
+            "list-type",
+        ),
     ],
 )
 def test_a_definition_that_takes_something_away_is_noticed(

@@ -24,7 +24,9 @@ def find_openings(text: str) -> Iterator[tuple[int, str]]:
     """
     # What is left out keeps its lines, so that those after it are numbered rightly.
     left_out = r"^(```|~~~).*?^\1|^<!-- table: .*?^<!-- end -->"
-    bare = re.sub(left_out, lambda found: "\n" * found[0].count("\n"), text, flags=re.M | re.S)
+    bare = re.sub(
+        left_out, lambda found: "\n" * found[0].count("\n"), text, flags=re.M | re.S
+    )
     begin, paragraph = 1, ""
     for number, line in enumerate([*bare.split("\n"), ""], start=1):
         is_item = re.match(r"\s*([-*] |\d+\. |\|)", line) is not None
@@ -52,7 +54,9 @@ def find_openings(text: str) -> Iterator[tuple[int, str]]:
         ("It says what is left, so that all is well. Softly.", 0),
     ],
 )
-def test_openings_are_found_in_sentences_and_nowhere_else(text: str, num_found: int) -> None:
+def test_openings_are_found_in_sentences_and_nowhere_else(
+    text: str, num_found: int
+) -> None:
     assert len(list(find_openings(text))) == num_found
 
 
@@ -66,5 +70,7 @@ def test_no_sentence_of_a_page_opens_with_of_so_what_or_whoever(
             r"docs/([^/]+/)?[^/]+\.md|examples/(.+/)?README\.md", name
         )
         if is_page and name not in GENERATED:
-            found += [f"{name}:{line}: {sentence}" for line, sentence in find_openings(text)]
+            found += [
+                f"{name}:{line}: {sentence}" for line, sentence in find_openings(text)
+            ]
     assert found == []

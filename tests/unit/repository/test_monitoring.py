@@ -79,7 +79,9 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
     ),
     "TrainingRunCheckpointFailing": (
         "20m",
-        {f'evergrad_checkpoint_failures_total{{{WHO}, op="save", reason="io"}}': "0x10 1x50"},
+        {
+            f'evergrad_checkpoint_failures_total{{{WHO}, op="save", reason="io"}}': "0x10 1x50"
+        },
         {f'evergrad_checkpoint_failures_total{{{WHO}, op="save", reason="io"}}': "1x60"},
     ),
     "TrainingRunThroughputDrop": (
@@ -157,7 +159,10 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
 }
 """By alert: when to look, series with which it fires, and series with which it is silent."""
 LAST_STEP = "evergrad_last_step_timestamp_seconds"
-STEPS, SECONDS = "evergrad_step_duration_seconds_count", "evergrad_step_duration_seconds_sum"
+STEPS, SECONDS = (
+    "evergrad_step_duration_seconds_count",
+    "evergrad_step_duration_seconds_sum",
+)
 SAVED = "evergrad_checkpoint_last_success_timestamp_seconds"
 KEPT, LOST = "evergrad_productive_seconds_total", "evergrad_lost_seconds_total"
 REPLACED = "evergrad_operator_run_pods_replaced_total"
@@ -319,7 +324,9 @@ def queries(root: Path) -> tuple[Query, ...]:
 
 def test_the_files_of_the_chart_and_the_page_are_as_they_are_generated(root: Path) -> None:
     for path, text in render_all().items():
-        assert path.read_text("utf-8") == text, f"{path.relative_to(root)}: run make generate"
+        assert path.read_text("utf-8") == text, (
+            f"{path.relative_to(root)}: run make generate"
+        )
 
 
 def test_a_metric_that_nothing_exports_cannot_be_named() -> None:
@@ -373,7 +380,10 @@ def test_prometheus_takes_all_rules_and_every_query(
 
 
 def check_rules(
-    promtool: str, folder: Path, rules: dict[str, Any], tests: list[tuple[str, dict[str, Any]]]
+    promtool: str,
+    folder: Path,
+    rules: dict[str, Any],
+    tests: list[tuple[str, dict[str, Any]]],
 ) -> None:
     """Run the tests, each of the rule that is named beside it: all rules in all tests take minutes."""
     by_name = {one["alert"]: one for group in rules["groups"] for one in group["rules"]}
@@ -398,8 +408,12 @@ def case(
     return {
         "name": name,
         "interval": "1m",
-        "input_series": [{"series": one, "values": values} for one, values in series.items()],
-        "promql_expr_test": [{"expr": query, "eval_time": at, "exp_samples": list(samples)}],
+        "input_series": [
+            {"series": one, "values": values} for one, values in series.items()
+        ],
+        "promql_expr_test": [
+            {"expr": query, "eval_time": at, "exp_samples": list(samples)}
+        ],
     }
 
 
@@ -478,7 +492,11 @@ def test_the_cost_of_teams_is_that_of_the_pages_example(
         sample("vision", 2),
     )
     test["promql_expr_test"].append(
-        {"expr": f"round({hours})", "eval_time": "96h", "exp_samples": [sample("words", 80)]}
+        {
+            "expr": f"round({hours})",
+            "eval_time": "96h",
+            "exp_samples": [sample("words", 80)],
+        }
     )
     document = {"rule_files": [], "evaluation_interval": "1m", "tests": [test]}
     (tmp_path / "teams.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
@@ -491,7 +509,9 @@ def test_an_alert_that_is_disabled_is_not_rendered_and_a_threshold_is_a_value() 
     chosen = {"disabled": ["TrainingRunFailed"], "thresholds": {"stalledSeconds": 77}}
     rendered = chart.render({"metrics": {"enabled": True, "rules": chosen}})
     (rule,) = (one for one in rendered if one["kind"] == "PrometheusRule")
-    by_name = {one["alert"]: one for group in rule["spec"]["groups"] for one in group["rules"]}
+    by_name = {
+        one["alert"]: one for group in rule["spec"]["groups"] for one in group["rules"]
+    }
     assert set(by_name) == {alert.name for alert in ALERTS} - {"TrainingRunFailed"}
     assert "> 77\n" in by_name["TrainingRunStalled"]["expr"]
     assert by_name["TrainingRunNotStarting"]["for"] == "1800s"
@@ -591,7 +611,9 @@ def test_counters_stand_under_a_rate_and_none_has_a_window_of_its_own_by_acciden
 
 
 def test_a_metric_is_asked_for_by_labels_that_it_has() -> None:
-    assert metric("loss", 'split="train", run="x"') == 'evergrad_loss{split="train", run="x"}'
+    assert (
+        metric("loss", 'split="train", run="x"') == 'evergrad_loss{split="train", run="x"}'
+    )
     assert "le" in labels_of("step_duration_seconds_bucket")
     assert "le" not in labels_of("step_duration_seconds_sum")
     for selector in ('cause="x"', "split", 'split="train",dataset=""'):
@@ -654,7 +676,9 @@ def test_a_variable_without_a_value_and_a_query_without_a_comment_are_refused(
     with pytest.raises(ValueError, match="a variable has no value"):
         Query("panel", "here", "rate(x[$__rate_interval])").fill({"run": "a"})
     filled = Query("panel", "here", 'x{run="$run", run_namespace="$run_namespace"}')
-    assert filled.fill({"run": "a", "run_namespace": "b"}) == 'x{run="a", run_namespace="b"}'
+    assert (
+        filled.fill({"run": "a", "run_namespace": "b"}) == 'x{run="a", run_namespace="b"}'
+    )
     (tmp_path / "page.md").write_text("```promql\nup\n```\n")
     with pytest.raises(ValueError, match="no comment"):
         collect_queries(tmp_path)

@@ -42,7 +42,9 @@ def test_writing_the_documents_twice_gives_the_same_bytes_and_leaves_nothing_els
 
 
 def test_the_examples_manifest_is_valid_and_evaluates_when_it_saves(root: Path) -> None:
-    document = yaml.safe_load((root / "examples" / "pydoc" / "trainingrun.yaml").read_text())
+    document = yaml.safe_load(
+        (root / "examples" / "pydoc" / "trainingrun.yaml").read_text()
+    )
     training = TrainingRun.model_validate(document).spec.training
     assert training.checkpoint.best is not None
     assert training.checkpoint.best.metric == "heldOut/loss"

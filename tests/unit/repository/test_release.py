@@ -143,7 +143,9 @@ def test_a_bill_lists_every_locked_release_with_its_hashes_and_who_needs_it(
     assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
     components: dict[str, Any] = {one["bom-ref"]: one for one in bill["components"]}
     text = (root / "requirements" / lock).read_text()
-    pinned = {line.split(" ")[0] for line in text.splitlines() if "==" in line.split(" ")[0]}
+    pinned = {
+        line.split(" ")[0] for line in text.splitlines() if "==" in line.split(" ")[0]
+    }
     assert pinned and pinned <= set(components)
     for name in pinned:
         hashes = {one["content"] for one in components[name]["hashes"]}
@@ -178,10 +180,16 @@ def test_a_tag_of_another_version_is_refused(release: Release, tmp_path: Path) -
 def test_every_place_that_names_the_version_names_the_same_one(root: Path) -> None:
     dockerfile = (root / "Dockerfile").read_text()
     assert set(re.findall(r"^ARG VERSION=(.+)$", dockerfile, re.MULTILINE)) == {VERSION}
-    for file in ("cli/evergrad_cli/__init__.py", "trainer_image/evergrad_trainer/__init__.py"):
+    for file in (
+        "cli/evergrad_cli/__init__.py",
+        "trainer_image/evergrad_trainer/__init__.py",
+    ):
         assert f'\n__version__ = "{VERSION}"\n' in (root / file).read_text()
     for folder in ("coordinator", "manifest", "cli", "operator", "trainer_image"):
         project = tomllib.loads((root / folder / "pyproject.toml").read_text())["project"]
-        groups = [project["dependencies"], *project.get("optional-dependencies", {}).values()]
+        groups = [
+            project["dependencies"],
+            *project.get("optional-dependencies", {}).values(),
+        ]
         own = [one for group in groups for one in group if one.startswith("evergrad-")]
         assert {project["version"], *(one.partition("==")[2] for one in own)} == {VERSION}

@@ -19,7 +19,9 @@ def acceptance() -> Iterator[ModuleType]:
         patch.syspath_prepend(str(ROOT / "docs"))
         names = ("capabilities", "acceptance")
         for name in names:
-            spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+            spec = importlib.util.spec_from_file_location(
+                name, ROOT / "docs" / f"{name}.py"
+            )
             assert spec is not None and spec.loader is not None
             module = importlib.util.module_from_spec(spec)
             patch.setitem(sys.modules, name, module)
@@ -76,7 +78,11 @@ def test_a_row_whose_cells_all_have_tests_is_sound(acceptance: ModuleType) -> No
         ),
         ({"missing": ("pretrain",)}, BOTH, "8d-1a: pretrain cannot be missing"),
         ({"note": ""}, BOTH, "8d-1a: sft latent_edit, without a reason."),
-        ({"recipes": "all", "note": "", "missing": ("sft",)}, (), "8d-1a: missing, without"),
+        (
+            {"recipes": "all", "note": "", "missing": ("sft",)},
+            (),
+            "8d-1a: missing, without",
+        ),
         ({"recipes": "chess"}, ("8d-1a:chess",), "8d-1a: 'chess' are no recipes."),
         ({"id": "group 1"}, ("group 1:sft", "group 1:latent_edit"), "'group 1': is no id."),
         (

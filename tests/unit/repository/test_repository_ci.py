@@ -48,7 +48,9 @@ def test_a_workflow_runs_sound_scripts_and_targets_of_make_that_exist(file: Path
 
 
 @pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.name)
-def test_a_workflow_may_read_the_sources_and_only_a_reviewed_job_may_more(file: Path) -> None:
+def test_a_workflow_may_read_the_sources_and_only_a_reviewed_job_may_more(
+    file: Path,
+) -> None:
     workflow = yaml.safe_load(file.read_text("utf-8"))
     assert workflow["permissions"] == {"contents": "read"}
     for job in workflow["jobs"].values():

@@ -25,7 +25,9 @@ def python_files(
     inside = {
         file.relative_to(root): text for file, text in texts.items() if file.suffix == ".py"
     }
-    return {file.as_posix(): text for file, text in inside.items() if file.parts[0] in folders}
+    return {
+        file.as_posix(): text for file, text in inside.items() if file.parts[0] in folders
+    }
 
 
 def test_operator_is_a_plain_folder_that_python_never_imports(root: Path) -> None:
@@ -50,7 +52,9 @@ def test_the_standard_librarys_operator_is_found_from_the_root(root: Path) -> No
 def test_the_tree_of_contributing_names_every_top_folder_and_only_those_that_exist(
     root: Path, tracked: list[Path]
 ) -> None:
-    tree = (root / "CONTRIBUTING.md").read_text().partition("## The tree\n")[2].split("```")[1]
+    tree = (
+        (root / "CONTRIBUTING.md").read_text().partition("## The tree\n")[2].split("```")[1]
+    )
     named = set(re.findall(r"^([\w.]+)/  ", tree, re.MULTILINE))
     folders = {
         file.relative_to(root).parts[0]
@@ -61,9 +65,13 @@ def test_the_tree_of_contributing_names_every_top_folder_and_only_those_that_exi
 
 
 def test_every_file_that_the_tree_names_exists(root: Path) -> None:
-    tree = (root / "CONTRIBUTING.md").read_text().partition("## The tree\n")[2].split("```")[1]
+    tree = (
+        (root / "CONTRIBUTING.md").read_text().partition("## The tree\n")[2].split("```")[1]
+    )
     first_words = (line.partition("   ")[0] for line in tree.splitlines())
-    names = [name for words in first_words for name in words.split() if not name.endswith("/")]
+    names = [
+        name for words in first_words for name in words.split() if not name.endswith("/")
+    ]
     assert "CHANGELOG.md" in names
     assert [name for name in names if not (root / name).is_file()] == []
 
@@ -100,7 +108,9 @@ def test_no_file_names_a_path_of_a_machine_or_the_host_of_a_package_index(
     texts: dict[Path, str], root: Path
 ) -> None:
     # Written so that this file does not match itself. A made-up home in a test is nobody's machine.
-    own = "|".join(re.escape(f"{path}/") for path in (root, Path.home()) if len(path.parts) > 2)
+    own = "|".join(
+        re.escape(f"{path}/") for path in (root, Path.home()) if len(path.parts) > 2
+    )
     machine = r"(?<![\w.])/(?:work|farm|root|Users)/" + (f"|{own}" if own else "")
     host = r"py(?:thon)?(?:pi|hosted)\.org|registry\.(?:npmjs|yarnpkg)|proxy\.golang"
     host += r"|(?:deb|security)\.debian\.org|download\.pytorch"

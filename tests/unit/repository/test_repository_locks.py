@@ -44,7 +44,9 @@ def test_every_pin_is_exact_and_carries_hashes(
 ) -> None:
     text = (root / "requirements" / lock).read_text()
     pins = locks.parse_lock(text)
-    starts = [line for line in text.splitlines() if line and not line.startswith((" ", "#"))]
+    starts = [
+        line for line in text.splitlines() if line and not line.startswith((" ", "#"))
+    ]
     assert len(pins) == len(starts) > 0
     assert [pin.name for pin in pins if not locks.hashes(pin.text)] == []
     assert not re.search(r"^\s*--(?!hash)|://", text, re.MULTILINE)
@@ -54,7 +56,10 @@ def test_no_package_stands_in_two_locks_except_torchs_two_builds_and_what_operat
     root: Path, locks: ModuleType
 ) -> None:
     pins = [
-        {pin.name: pin for pin in locks.parse_lock((root / "requirements" / lock).read_text())}
+        {
+            pin.name: pin
+            for pin in locks.parse_lock((root / "requirements" / lock).read_text())
+        }
         for lock in LOCKS
     ]
     trainer, torch, torch_cpu, operator, dev = (set(one) for one in pins)
@@ -86,7 +91,9 @@ def test_what_only_cuda_needs_stands_apart_and_only_for_linux(
     ]
     assert {"triton", "nvidia-nccl-cu13"} <= {pin.name for pin in cuda}
     assert [
-        pin.name for pin in cuda if "sys_platform == 'linux'" not in pin.text.splitlines()[0]
+        pin.name
+        for pin in cuda
+        if "sys_platform == 'linux'" not in pin.text.splitlines()[0]
     ] == []
     other = (root / "requirements" / "trainer.txt").read_text() + (
         root / "requirements" / "dev.txt"
@@ -112,7 +119,9 @@ def test_what_an_in_file_names_is_locked(
     for wanted in named(root / "requirements" / source):
         versions = pinned.get(normalised(wanted.name), set())
         assert versions, f"{wanted.name} is in {source} and in no lock; run make lock"
-        assert all(wanted.specifier.contains(version, prereleases=True) for version in versions)
+        assert all(
+            wanted.specifier.contains(version, prereleases=True) for version in versions
+        )
 
 
 @pytest.mark.parametrize(
@@ -130,7 +139,8 @@ def test_a_package_and_its_in_file_name_the_same_and_the_locks_keep_its_bounds(
     locks: ModuleType,
 ) -> None:
     projects = [
-        tomllib.loads((root / one / "pyproject.toml").read_text())["project"] for one in folders
+        tomllib.loads((root / one / "pyproject.toml").read_text())["project"]
+        for one in folders
     ]
     lines = [line for project in projects for line in project["dependencies"]]
     # The one extra that an image has.
@@ -159,7 +169,9 @@ def test_a_package_and_its_in_file_name_the_same_and_the_locks_keep_its_bounds(
 def test_the_trainers_extras_are_locked_within_their_bounds(
     root: Path, locks: ModuleType
 ) -> None:
-    project = tomllib.loads((root / "trainer_image" / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((root / "trainer_image" / "pyproject.toml").read_text())[
+        "project"
+    ]
     extras = project["optional-dependencies"]
     pins = {
         normalised(pin.name): pin.version
@@ -167,7 +179,8 @@ def test_the_trainers_extras_are_locked_within_their_bounds(
         for pin in locks.parse_lock((root / "requirements" / name).read_text())
     }
     for wanted in map(
-        Requirement, extras["lora"] + extras["parquet"] + extras["tensorboard"] + extras["zstd"]
+        Requirement,
+        extras["lora"] + extras["parquet"] + extras["tensorboard"] + extras["zstd"],
     ):
         assert pins[normalised(wanted.name)] in wanted.specifier
 
@@ -205,7 +218,9 @@ torch==2.13.0 \\
 """.format(a="a" * 64, b="b" * 64)
 
 
-def test_one_resolution_is_cut_into_four_files_without_losing_a_pin(locks: ModuleType) -> None:
+def test_one_resolution_is_cut_into_four_files_without_losing_a_pin(
+    locks: ModuleType,
+) -> None:
     parts = locks.split_lock(locks.parse_lock(LOCK))
     names = {
         file: [f"{pin.name}=={pin.version}" for pin in locks.parse_lock(text)]
@@ -253,7 +268,9 @@ def test_a_cpu_build_of_another_release_python_or_machine_is_left_alone_and_said
 
 
 def test_a_cpu_build_that_is_installed_already_stays(locks: ModuleType) -> None:
-    chosen = locks.choose_torch(None, locked_version="2.13.0", installed_version="2.13.0+cpu")
+    chosen = locks.choose_torch(
+        None, locked_version="2.13.0", installed_version="2.13.0+cpu"
+    )
     assert [Path(one).name for one in chosen] == ["-r", "torch-cpu.txt"]
 
 

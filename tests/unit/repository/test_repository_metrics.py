@@ -42,5 +42,7 @@ def test_the_revision_goes_from_the_build_to_the_metric(root: Path) -> None:
         images = ["--trainer-image", "t:1", "--operator-image", "o:1"]
         settings = parse_settings(["--all-namespaces", "--no-lease", *images], environ)
         text = Metrics(revision=settings.revision).render().decode()
-        (build,) = re.findall(rf"^{PREFIX}operator_build_info{{(.+)}} 1.0$", text, re.MULTILINE)
+        (build,) = re.findall(
+            rf"^{PREFIX}operator_build_info{{(.+)}} 1.0$", text, re.MULTILINE
+        )
         assert f'revision="{revision}"' in build

@@ -80,7 +80,9 @@ def test_no_class_is_longer_than_250_lines(
     readability: ModuleType, product: dict[str, str]
 ) -> None:
     classes = [
-        one for where, text in product.items() for one in readability.find_classes(where, text)
+        one
+        for where, text in product.items()
+        for one in readability.find_classes(where, text)
     ]
     assert [one.name for one in classes if one.lines > 250] == []
 
@@ -93,10 +95,13 @@ def test_lines_comments_and_helpers_stay_within_their_goals(
         sum(column)
         for column in zip(*map(readability.count_tokens, product.values()), strict=True)
     )
-    assert tokens / code_lines <= 7.7, "tokens a line of code"
+    assert tokens / code_lines <= 7.5, "tokens a line of code"
     assert 100 * comments / code_lines >= 4.9, "comments to 100 lines of code"
     functions = sum(
-        len(list(readability.find_functions(where, text))) for where, text in product.items()
+        len(list(readability.find_functions(where, text)))
+        for where, text in product.items()
     )
     once = sum(len(readability.find_private_called_once(text)) for text in product.values())
-    assert 100 * once / functions <= 10.5, "percent of functions are private and called once"
+    assert 100 * once / functions <= 10.5, (
+        "percent of functions are private and called once"
+    )

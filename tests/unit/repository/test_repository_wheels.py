@@ -80,7 +80,9 @@ def test_a_wheel_holds_its_package_and_nothing_else(
         names = set(archive.namelist())
     # The trainer's wheel also brings what scripts of users import.
     packages = {package, "evergrad"} if folder == "trainer_image" else {package}
-    assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == packages
+    assert {
+        name.partition("/")[0] for name in names if ".dist-info/" not in name
+    } == packages
     for one in packages:
         sources = {
             path.relative_to(root / folder).as_posix()
@@ -143,7 +145,9 @@ def test_the_command_lines_wheel_brings_the_command_and_never_asks_for_torch(
         )
         assert "evergrad = evergrad_cli.main:main" in archive.read(entry_points).decode()
         asked = requirements(archive)
-    assert [one for one in asked if one.startswith(("torch", "numpy", "transformers"))] == []
+    assert [
+        one for one in asked if one.startswith(("torch", "numpy", "transformers"))
+    ] == []
 
 
 def test_all_five_carry_the_same_version_and_licence(root: Path) -> None:

@@ -38,7 +38,9 @@ def test_it_fails_if_either_fails_and_shows_what_both_say(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("shell", ["", "trap '' INT; "], ids=["in front", "in the background"])
+@pytest.mark.parametrize(
+    "shell", ["", "trap '' INT; "], ids=["in front", "in the background"]
+)
 def test_a_signal_interrupts_both_waits_for_their_clean_up_and_shows_what_was_said(
     tmp_path: Path, number: signal.Signals, shell: str
 ) -> None:
@@ -74,4 +76,7 @@ except KeyboardInterrupt:
     finally:
         process.kill()
         process.wait()
-    assert {one.name for one in tmp_path.glob("*.cleaned")} == {"one.cleaned", "two.cleaned"}
+    assert {one.name for one in tmp_path.glob("*.cleaned")} == {
+        "one.cleaned",
+        "two.cleaned",
+    }

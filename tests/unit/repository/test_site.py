@@ -27,7 +27,9 @@ class _Loader(yaml.SafeLoader):
     """Reads mkdocs.yml, whose tags name functions of libraries that are not installed here."""
 
 
-_Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
+_Loader.add_multi_constructor(
+    "tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix
+)
 
 
 def pages_of(nav: Any) -> Iterator[str]:
@@ -102,7 +104,9 @@ def test_the_build_ends_at_a_warning(root: Path) -> None:
         for line in (root / "Makefile").read_text("utf-8").splitlines()
         if "mkdocs build" in line
     ]
-    assert "--strict" in command and "--quiet" not in command and "-q" not in command.split()
+    assert (
+        "--strict" in command and "--quiet" not in command and "-q" not in command.split()
+    )
     config = yaml.load((root / "mkdocs.yml").read_text("utf-8"), Loader=_Loader)
     assert set(config["validation"].values()) == {"warn"}
     assert len(config["validation"]) == 5

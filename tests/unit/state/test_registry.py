@@ -70,7 +70,9 @@ def copy_state(source: Registry, target: Registry) -> None:
 def test_checkpoints_have_the_names_they_always_had() -> None:
     registry, _ = build(Small())
     moments = {
-        f"optimizer.{name}.{moment}" for name in NAMES for moment in ("exp_avg", "exp_avg_sq")
+        f"optimizer.{name}.{moment}"
+        for name in NAMES
+        for moment in ("exp_avg", "exp_avg_sq")
     }
     assert set(registry.tensors()) == {f"model.{name}" for name in NAMES} | moments | {
         "model.count"
@@ -154,7 +156,9 @@ def test_kept_tensors_are_held_and_reset() -> None:
     registry = Registry()
     registry.register(
         "kept",
-        KeptTensors({"average": average}, initial=lambda: {"average": torch.full((3,), 2.0)}),
+        KeptTensors(
+            {"average": average}, initial=lambda: {"average": torch.full((3,), 2.0)}
+        ),
     )
     assert registry.tensors()["kept.average"] is average
     registry.reset()
@@ -197,7 +201,11 @@ def test_values_survive_the_layout_of_a_manifest() -> None:
         "optimizer": {"step": 7.0}, "observers": {"slow": {"count": 2}},
     }  # fmt: skip
     extra = to_extra(values)
-    assert (extra["step"], extra["cursor"], extra["model"]) == (8, {"docs": 3}, {"config": {}})
+    assert (extra["step"], extra["cursor"], extra["model"]) == (
+        8,
+        {"docs": 3},
+        {"config": {}},
+    )
     assert from_extra(extra) == values
 
 
@@ -223,7 +231,9 @@ def test_a_reset_gives_each_rank_its_part_of_the_initial_weights() -> None:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    distributed.init_process_group(
+        "gloo", store=distributed.HashStore(), rank=0, world_size=1
+    )
     try:
         model, mesh = Small(), DeviceMesh("cpu", [0])
         whole = model.head.weight.detach().clone()

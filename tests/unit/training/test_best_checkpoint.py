@@ -30,7 +30,9 @@ class Checkpoints:
         self.marked: list[int] = []
         self.under_way: tuple[int, bool] | None = None
 
-    def save(self, step: int, tensors: Any, *, best: bool, wait: bool, **options: Any) -> None:
+    def save(
+        self, step: int, tensors: Any, *, best: bool, wait: bool, **options: Any
+    ) -> None:
         self.wait()
         self.under_way = (step, best)
         if wait:
@@ -185,7 +187,12 @@ def test_a_start_marks_the_best_again_since_the_mark_may_be_of_one_that_was_set_
     progress = run.progress
     progress.finished_steps = progress.saved_step = progress.evaluated_step = 3
     progress.steps_here = steps_here
-    progress.best = {"metric": "heldOut/loss", "mode": "min", "value": 0.5, "step": best_step}
+    progress.best = {
+        "metric": "heldOut/loss",
+        "mode": "min",
+        "value": 0.5,
+        "step": best_step,
+    }
     limits = replace(run.limits, after_step=3)
     run = replace(run, checkpoints=cast(Any, checkpoints), limits=limits)
     assert train(run) == "after_step"

@@ -37,7 +37,13 @@ TRAINING = Training.model_validate(
         "runtime": {"precision": "fp32", "activationCheckpointing": "full"},
     }
 )
-PARTS = ("choose_determinism", "_build_modules", "recompute", "build_optimizer", "build_loss")
+PARTS = (
+    "choose_determinism",
+    "_build_modules",
+    "recompute",
+    "build_optimizer",
+    "build_loss",
+)
 
 
 @pytest.mark.capability("O-32")

@@ -51,7 +51,9 @@ class Preempted:
         def evaluate(one: Any, world: World, tally: Tally, **options: Any) -> None:
             self.begun_at.append(tally.done)
             num_batches = next(self._batches)
-            tally.add([[0.5] * num_batches], num_batches=num_batches, weight=2 * num_batches)
+            tally.add(
+                [[0.5] * num_batches], num_batches=num_batches, weight=2 * num_batches
+            )
 
         checkpoints.save = save
         limits = replace(

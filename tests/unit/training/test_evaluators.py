@@ -45,7 +45,9 @@ def test_an_error_in_a_summary_names_the_line_of_the_task(
     tmp_path: Path, has_trained: bool, expected: type[Exception]
 ) -> None:
     path = tmp_path / "mine.py"
-    path.write_text("def share(means):\n    return {'share': 1 / means['right']}\n", "utf-8")
+    path.write_text(
+        "def share(means):\n    return {'share': 1 / means['right']}\n", "utf-8"
+    )
     spec = importlib.util.spec_from_file_location("mine", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -94,4 +96,6 @@ def test_a_summary_of_the_parts_of_the_task_s_own_loss_counts() -> None:
 
 def test_means_of_the_parts_are_the_metrics_where_nothing_else_is_made_of_them() -> None:
     metrics = {"right": "Right ones."}
-    assert summary_of(Code(None), metrics=metrics)({"right": 0.25}, STAGE) == {"right": 0.25}
+    assert summary_of(Code(None), metrics=metrics)({"right": 0.25}, STAGE) == {
+        "right": 0.25
+    }

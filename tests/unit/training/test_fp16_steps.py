@@ -170,14 +170,18 @@ def test_another_process_goes_on_with_the_scale_and_its_count_and_a_reset_forget
 
 @pytest.mark.capability("O-74")
 @pytest.mark.parametrize("exact", [False, True])
-def test_an_update_and_its_norm_are_those_of_fp32_whatever_the_scale_is(exact: bool) -> None:
+def test_an_update_and_its_norm_are_those_of_fp32_whatever_the_scale_is(
+    exact: bool,
+) -> None:
     model, plain = Model(), Model()
     outcome = run(make_stepper(model, LossScale(CPU), nominal=2**18, exact=exact))
     whole = run(make_stepper(plain, None, dtype=torch.float32))
     assert outcome.skipped is None and outcome.loss_scale == 65536.0
     assert outcome.grad_norm == pytest.approx(whole.grad_norm, rel=5e-3)
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert one.dtype == torch.float32 and one.grad is not None and other.grad is not None
+        assert (
+            one.dtype == torch.float32 and one.grad is not None and other.grad is not None
+        )
         assert torch.allclose(one.grad, other.grad, rtol=0.02, atol=2e-4)
     assert whole.loss_scale is None
 
@@ -202,7 +206,11 @@ def test_steps_that_overflow_change_nothing_and_lower_the_scale_until_gradients_
     scale = scale_of(2.0**24)
     stepper = make_stepper(model, scale, nominal=4, exact=exact)
     first = run(stepper)
-    assert first.skipped == "overflow" and not first.is_non_finite and math.isfinite(first.loss)
+    assert (
+        first.skipped == "overflow"
+        and not first.is_non_finite
+        and math.isfinite(first.loss)
+    )
     assert first.loss_scale == 2.0**24 and scale.value == 2.0**23
     assert "at a loss scale of 1.67772e+07" in str(first.problems[0])
     assert all(map(torch.equal, model.parameters(), untouched.parameters()))
@@ -215,12 +223,18 @@ def test_steps_that_overflow_change_nothing_and_lower_the_scale_until_gradients_
     assert outcomes[num_skipped].grad_norm == pytest.approx(whole.grad_norm, rel=5e-3)
 
 
-def test_a_gradient_that_overflows_at_the_smallest_scale_is_one_that_is_not_finite() -> None:
+def test_a_gradient_that_overflows_at_the_smallest_scale_is_one_that_is_not_finite() -> (
+    None
+):
     model, untouched = Model(), Model()
     model.head.weight.register_hook(lambda gradient: gradient * float("inf"))
     scale = scale_of(2.0)
     stepper = make_stepper(model, scale)
-    assert [run(stepper, step).skipped for step in (1, 2, 3)] == ["overflow", "grad", "grad"]
+    assert [run(stepper, step).skipped for step in (1, 2, 3)] == [
+        "overflow",
+        "grad",
+        "grad",
+    ]
     assert scale.value == 1.0
     assert all(map(torch.equal, model.parameters(), untouched.parameters()))
 

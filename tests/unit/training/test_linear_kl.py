@@ -83,7 +83,9 @@ def plainly(estimator: str, beta: float) -> tuple[KlSums, torch.Tensor, torch.Te
     log_q = functional.linear(other.double(), its_weight.double()).log_softmax(-1)
     is_asked = labels != IGNORE_INDEX
     columns = labels.where(is_asked, 0)[..., None]
-    policy, reference = (-one.gather(-1, columns)[..., 0][is_asked] for one in (log_p, log_q))
+    policy, reference = (
+        -one.gather(-1, columns)[..., 0][is_asked] for one in (log_p, log_q)
+    )
     forward = (log_q.exp() * (log_q - log_p)).sum(-1)[is_asked].sum()
     reverse = (log_p.exp() * (log_p - log_q)).sum(-1)[is_asked].sum()
     penalty = {

@@ -69,7 +69,9 @@ def test_an_evaluation_that_a_change_cuts_short_is_made_again_and_heard_of_once(
         measured.append(one.name)
         # Between the two sets of the first evaluation the ranks agree to leave.
         is_cut = len(measured) == 2
-        return None if is_cut else SimpleNamespace(loss=1.0, metrics={}, weight=1, seconds=0.0)
+        return (
+            None if is_cut else SimpleNamespace(loss=1.0, metrics={}, weight=1, seconds=0.0)
+        )
 
     sets = cast(Any, (SimpleNamespace(name="first"), SimpleNamespace(name="second")))
     run = replace(run, evaluation_sets=sets, evaluator=evaluator_of(evaluate))
@@ -80,7 +82,12 @@ def test_an_evaluation_that_a_change_cuts_short_is_made_again_and_heard_of_once(
     progress = Progress()
     progress.load_values(run.progress.values())
     assert train(replace(run, progress=progress)) == "complete"
-    assert observer.heard == [("first", 3), ("second", 3), ("first", STEPS), ("second", STEPS)]
+    assert observer.heard == [
+        ("first", 3),
+        ("second", 3),
+        ("first", STEPS),
+        ("second", STEPS),
+    ]
     assert "evaluation_asked" not in progress.values()
 
 
@@ -92,7 +99,9 @@ def test_what_an_evaluation_has_measured_before_it_was_cut_belongs_to_the_state(
         seen.append(tally.done)
         tally.add([[0.5]], num_batches=1, weight=2)
         is_cut = len(seen) == 1
-        return None if is_cut else SimpleNamespace(loss=1.0, metrics={}, weight=1, seconds=0.0)
+        return (
+            None if is_cut else SimpleNamespace(loss=1.0, metrics={}, weight=1, seconds=0.0)
+        )
 
     run = replace(run, evaluator=evaluator_of(evaluate))
     assert train(run) == "change"
@@ -136,7 +145,9 @@ def test_each_set_is_evaluated_at_its_own_cadence_and_all_of_them_at_the_end() -
 
 @pytest.mark.acceptance("8d-3c")
 @pytest.mark.capability("O-48")
-def test_state_is_saved_before_each_evaluation_where_that_is_asked_for_and_only_once() -> None:
+def test_state_is_saved_before_each_evaluation_where_that_is_asked_for_and_only_once() -> (
+    None
+):
     done: list[tuple[str, int]] = []
     run = make_run(BaseObserver(), done)
     limits = replace(
@@ -210,7 +221,9 @@ def test_ranks_that_have_just_met_do_not_compare_their_states_a_second_time() ->
     assert compared[0] == 4
 
 
-def test_a_process_that_another_has_taken_over_from_does_nothing_after_its_first_step() -> None:
+def test_a_process_that_another_has_taken_over_from_does_nothing_after_its_first_step() -> (
+    None
+):
     announced: list[int] = []
     run = make_run(BaseObserver(), [])
 
@@ -223,7 +236,9 @@ def test_a_process_that_another_has_taken_over_from_does_nothing_after_its_first
 
     with pytest.raises(FencedError):
         train(
-            replace(run, stepper=cast(Any, Fenced()), on_first_step=lambda: announced.append(1))
+            replace(
+                run, stepper=cast(Any, Fenced()), on_first_step=lambda: announced.append(1)
+            )
         )
     assert announced == []
 
@@ -258,7 +273,9 @@ def test_an_observer_that_one_rank_switched_off_is_switched_off_on_all() -> None
             return [value, sorted(other.switched_off) if value == [] else value]
 
     class Flagged(Steps):
-        def run(self, step: int, world: World, flags: Any, *, is_skipped: bool) -> StepOutcome:
+        def run(
+            self, step: int, world: World, flags: Any, *, is_skipped: bool
+        ) -> StepOutcome:
             raised = list(flags)
             raised[FLAG_OBSERVER_OFF] |= step == 4
             return super().run(step, world, tuple(raised), is_skipped=is_skipped)

@@ -111,7 +111,9 @@ def test_a_resumed_process_reads_the_one_that_its_state_was_trained_beside() -> 
     assert disk.read == 2
     assert all(
         torch.equal(one, other)
-        for one, other in zip(copies(modules).values(), copies(trained).values(), strict=True)
+        for one, other in zip(
+            copies(modules).values(), copies(trained).values(), strict=True
+        )
     )
     resumed.settle(AFTER + 5, ALONE, disk)
     assert disk.read == 2, "once it is there, it is not read again"
@@ -180,6 +182,8 @@ class Pair:
 def test_replicas_that_would_take_different_ones_have_diverged() -> None:
     snapshots = Snapshots(modules_of(0), is_sharded=False)
     world = cast(World, Pair({"reference": "0" * 16}))
-    with pytest.raises(DivergedError, match="the snapshot after step 3 differs between ranks"):
+    with pytest.raises(
+        DivergedError, match="the snapshot after step 3 differs between ranks"
+    ):
         snapshots.take(AFTER, world)
     assert snapshots.hashes == {}

@@ -25,7 +25,9 @@ class Noisy:
         modules.kept["entered"].normal_()
 
 
-def finish_as(last_slot: int, step: int, *, is_first: bool = False) -> dict[str, torch.Tensor]:
+def finish_as(
+    last_slot: int, step: int, *, is_first: bool = False
+) -> dict[str, torch.Tensor]:
     """The kept tensors of a rank whose own last slot of the step was that one."""
     data = SimpleNamespace(train=SimpleNamespace(stages=["first"]))
     opened = cast(Opened, SimpleNamespace(task=Noisy(), code=Code(None), data=data))
@@ -40,7 +42,9 @@ def finish_as(last_slot: int, step: int, *, is_first: bool = False) -> dict[str,
 
 
 @pytest.mark.parametrize("is_first", [False, True])
-def test_random_numbers_of_a_finished_step_are_the_same_on_every_rank(is_first: bool) -> None:
+def test_random_numbers_of_a_finished_step_are_the_same_on_every_rank(
+    is_first: bool,
+) -> None:
     one, other = (finish_as(slot, 3, is_first=is_first) for slot in (0, 1))
     assert all(torch.equal(one[name], other[name]) for name in one)
 

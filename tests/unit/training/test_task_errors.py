@@ -63,7 +63,9 @@ def test_code_that_fails_before_the_first_step_of_a_run_is_wrong_input(
         calling(code, own)
 
 
-@pytest.mark.parametrize("sign", ["metrics.jsonl", "checkpoints/step-00000500/manifest.json"])
+@pytest.mark.parametrize(
+    "sign", ["metrics.jsonl", "checkpoints/step-00000500/manifest.json"]
+)
 def test_a_newcomer_whose_copy_fails_does_not_end_a_run_that_has_made_steps(
     tmp_path: Path, own: Callable[[], object], sign: str
 ) -> None:

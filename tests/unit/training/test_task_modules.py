@@ -47,7 +47,8 @@ def linear() -> nn.Module:
 
 @pytest.mark.acceptance("8d-16e")
 @pytest.mark.parametrize(
-    "name", ["optimizer", "counters", "kept", "frozen", "cursor", "an.encoder", "", "forward"]
+    "name",
+    ["optimizer", "counters", "kept", "frozen", "cursor", "an.encoder", "", "forward"],
 )
 def test_a_trained_module_must_not_have_the_name_of_another_part_of_the_state(
     name: str,
@@ -115,8 +116,14 @@ def sharing() -> Modules:
     [
         (sharing(), "shared parameter encoder.weight; it is also head.weight"),
         (Modules({"model": Tied()}), "blocks.0.weight; it is also model.blocks.1.weight"),
-        (Modules({"parts": nn.ModuleList([linear()])}), "the module parts; its weights are"),
-        (Modules({"head": Scalar()}), "the parameter head.temperature; it has no dimension"),
+        (
+            Modules({"parts": nn.ModuleList([linear()])}),
+            "the module parts; its weights are",
+        ),
+        (
+            Modules({"head": Scalar()}),
+            "the parameter head.temperature; it has no dimension",
+        ),
         (Modules({"head": Mixed()}), "have the types bfloat16, float32"),
     ],
 )
@@ -133,7 +140,9 @@ def test_what_fsdp2_cannot_cut_is_refused_in_a_world_of_any_size(
 
 
 def test_fsdp2_takes_several_trained_modules_and_kept_tensors() -> None:
-    modules = Modules({"encoder": linear(), "head": linear()}, kept={"mean": torch.zeros(2)})
+    modules = Modules(
+        {"encoder": linear(), "head": linear()}, kept={"mean": torch.zeros(2)}
+    )
     assert module_problems(modules, SHARDED) == []
     assert list(plan_cuts(modules)) == ["encoder", "head"]
 
@@ -142,7 +151,11 @@ def test_a_large_frozen_module_is_cut_unless_the_task_wants_it_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(parallel, "LARGE_BYTES", 24)
-    frozen = {"large": linear(), "small": nn.Linear(1, 1), "parts": nn.ModuleList([linear()])}
+    frozen = {
+        "large": linear(),
+        "small": nn.Linear(1, 1),
+        "parts": nn.ModuleList([linear()]),
+    }
     modules = Modules({"model": linear()}, frozen)
     (problem,) = module_problems(modules, SHARDED)
     assert "the module frozen.parts" in problem.what
@@ -168,7 +181,9 @@ def test_a_snapshot_is_cut_as_what_it_is_of_however_small_it_is() -> None:
     assert list(plan_cuts(empty)) == []
 
 
-def test_a_small_frozen_module_is_cut_where_the_task_compares_it_with_a_trained_one() -> None:
+def test_a_small_frozen_module_is_cut_where_the_task_compares_it_with_a_trained_one() -> (
+    None
+):
     frozen = {"reference": linear(), "teacher": linear()}
     modules = Modules({"model": linear()}, frozen, counterparts=["reference"])
     assert module_problems(modules, SHARDED) == []
@@ -254,7 +269,9 @@ def test_a_frozen_module_that_changes_on_one_rank_alone_is_trouble_of_its_host()
     next(modules.frozen["teacher"].parameters()).data[0, 0] += 1
     with pytest.raises(HostError, match="the frozen modules teacher have changed"):
         compare(0)
-    with pytest.raises(TaskInputError, match=r"Keep what changes as tensors in Modules\.kept"):
+    with pytest.raises(
+        TaskInputError, match=r"Keep what changes as tensors in Modules\.kept"
+    ):
         compare(1)
 
 
@@ -262,7 +279,9 @@ def test_a_host_with_another_frozen_module_leaves_the_others_alone() -> None:
     def refuse(rank: int, *, steps: list[int]) -> bool:
         world = World(1, rank=rank, size=3, device=torch.device("cpu"))
         try:
-            _check_frozen(world, [{"teacher": "a"}, {"teacher": "a"}, {"teacher": "b"}], steps)
+            _check_frozen(
+                world, [{"teacher": "a"}, {"teacher": "a"}, {"teacher": "b"}], steps
+            )
         except HostError:
             return True
         return False
@@ -335,7 +354,10 @@ def test_a_resume_builds_again_only_for_the_files_model_and_frees_the_first_set_
         ({"other": Snapshot("model", 3)}, "it is no frozen module"),
         ({"reference": Snapshot("head", 3)}, "'head' is no trained module"),
         ({"reference": Snapshot("model", 0)}, "steps count from 1"),
-        ({"wider": Snapshot("model", 3)}, "not named, shaped and typed as those of 'model'"),
+        (
+            {"wider": Snapshot("model", 3)},
+            "not named, shaped and typed as those of 'model'",
+        ),
     ],
 )
 def test_a_snapshot_that_could_not_be_taken_is_refused(

@@ -76,7 +76,9 @@ def test_what_is_no_task_is_refused_as_it_is_loaded(
 
 
 @pytest.fixture
-def open_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Prepare], Prepared]:
+def open_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Prepare], Prepared]:
     """A start of a run whose task prepares its data so; gives what is prepared then."""
     (tmp_path / "mine.py").write_text("", "utf-8")
 

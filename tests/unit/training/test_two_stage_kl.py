@@ -76,13 +76,16 @@ def prepared(task: TwoStageKl, *, held_out: bool = True) -> Prepared:
         for name in "ab"
     )
     evaluation = (SimpleNamespace(name="book", train="train", held_out=None),)
-    found = SimpleNamespace(sources=sources, evaluation=evaluation, tokenizer_identity="bytes")
+    found = SimpleNamespace(
+        sources=sources, evaluation=evaluation, tokenizer_identity="bytes"
+    )
     return cast(Prepared, found)
 
 
 def names_of(stage: Stage) -> dict[str, tuple[str, float]]:
     return {
-        name: (cast(Windows, one).name, weight) for name, (one, weight) in stage.sources.items()
+        name: (cast(Windows, one).name, weight)
+        for name, (one, weight) in stage.sources.items()
     }
 
 
@@ -101,7 +104,10 @@ def test_each_stage_has_its_mixture_and_the_second_its_penalty() -> None:
     # Steps of 32 tokens.
     assert (first.until, second.until) == (3, None)
     assert first.options.penalty is None
-    assert (second.options.penalty.estimator, second.options.penalty.beta) == ("forward", 2.0)
+    assert (second.options.penalty.estimator, second.options.penalty.beta) == (
+        "forward",
+        2.0,
+    )
 
 
 def test_the_order_of_a_mixtures_keys_decides_nothing() -> None:
@@ -125,7 +131,9 @@ def test_a_share_that_is_too_small_is_named_by_its_place_in_the_file() -> None:
     task = task_of(
         stages=[{"tokens": 90, "mixture": {"b": 1}}, {"mixture": {"b": 1, "a": 1e-6}}]
     )
-    where = r"spec\.training\.twoStageKl\.stages\[1\]\.mixture\.a: 1e-06 is too small a share"
+    where = (
+        r"spec\.training\.twoStageKl\.stages\[1\]\.mixture\.a: 1e-06 is too small a share"
+    )
     with pytest.raises(ConfigurationError, match=where):
         task.stages(prepared(task))
 
@@ -139,7 +147,10 @@ def test_a_stage_without_a_mixture_has_all_sources_by_their_weights() -> None:
     first, second = task.stages(prepared(task))
     whole = {"a": ("a/train", 2.0), "b": ("b/train", 1.0)}
     assert names_of(first) == names_of(second) == whole
-    assert (second.options.penalty.estimator, second.options.penalty.beta) == ("reverse", 0.1)
+    assert (second.options.penalty.estimator, second.options.penalty.beta) == (
+        "reverse",
+        0.1,
+    )
 
 
 @pytest.mark.acceptance("8d-8j")
@@ -188,7 +199,9 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids[:, :-1], "labels": labels}
 
 
-def plainly(modules: Modules, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def plainly(
+    modules: Modules, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Sums of all logits of both models at once; ``loss`` and the divergences with gradients."""
     ids, labels = tensors["input_ids"], tensors["labels"].flatten()
     model: Any = modules.trained["model"]
@@ -197,7 +210,9 @@ def plainly(modules: Modules, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
     log_p = model(input_ids=ids).logits.flatten(0, 1).log_softmax(-1)
     log_q = reference(input_ids=ids).logits.flatten(0, 1).log_softmax(-1)
     return {
-        "loss": functional.nll_loss(log_p, labels, ignore_index=IGNORE_INDEX, reduction="sum"),
+        "loss": functional.nll_loss(
+            log_p, labels, ignore_index=IGNORE_INDEX, reduction="sum"
+        ),
         "reference": functional.nll_loss(
             log_q, labels, ignore_index=IGNORE_INDEX, reduction="sum"
         ),
@@ -247,7 +262,9 @@ def test_the_loss_of_the_second_stage_is_that_of_all_logits_at_once(estimator: s
 
 @pytest.mark.acceptance("8d-10d:two_stage_kl")
 @pytest.mark.capability("T-62")
-def test_the_published_form_has_the_gradient_of_the_loss_alone_times_one_plus_beta() -> None:
+def test_the_published_form_has_the_gradient_of_the_loss_alone_times_one_plus_beta() -> (
+    None
+):
     task = task_of(stages=[{"tokens": 90}, {"beta": 3}], estimator="nll_difference")
     modules, tensors = models(task), batch()
     first, second = task.stages(prepared(task))

@@ -15,6 +15,7 @@ from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.checkpoint.restoring import Restored
 from evergrad_trainer.data.places import DataStart, Place
 from evergrad_trainer.errors import CheckpointError
+from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.state.registry import (
     COUNTERS,
     CURSOR,
@@ -99,6 +100,7 @@ class Fresh:
                 run=SimpleNamespace(training=training),
                 base_directory=path,
                 numbers=SimpleNamespace(total_steps=8),
+                doubts=(),
             ),
             directory=SimpleNamespace(read_resolved=lambda: self.recorded),
             world=World(generation=1, rank=0, size=1, device=torch.device("cpu")),
@@ -197,7 +199,9 @@ def test_everything_goes_on_at_the_position_and_leaves_what_belongs_to_the_other
 
 
 @pytest.mark.capability("O-22", "O-61")
-def test_a_position_goes_on_without_what_was_measured_in_the_other_mixture(make: Make) -> None:
+def test_a_position_goes_on_without_what_was_measured_in_the_other_mixture(
+    make: Make,
+) -> None:
     fresh = make(load="position")
     fresh.session.data.train.start = DataStart((Place("a", "A", 0, 18),), 5, (), "data")
     # The data are others, and the cursor is one in their mixture.
@@ -279,10 +283,51 @@ def test_a_position_in_other_data_is_refused_by_the_fields_that_differ(make: Mak
     assert "learningRate" not in said
 
 
-def test_other_content_of_the_same_files_is_refused(make: Make) -> None:
+def test_other_content_of_the_same_files_is_refused(make: Make, tmp_path: Path) -> None:
     fresh = make(load="everything")
     fresh.fingerprint = "other"
+    directory = RunDirectory(tmp_path / "theirs")
+    directory.create()
+    directory.write_resolved({"dataFingerprint": "other"})
     assert "step-5: was trained on other data" in refused(fresh)
+
+
+def test_a_checkpoint_away_from_its_run_is_refused_by_the_record_that_is_missing(
+    make: Make, tmp_path: Path
+) -> None:
+    fresh = make(load="everything")
+    fresh.fingerprint = "other"
+    theirs = tmp_path / "theirs"
+    checkpoint = theirs / "checkpoints" / "step-5"
+    said = refused(fresh)
+    looked = f"{checkpoint}, {checkpoint.parent} or {theirs}"
+    assert (
+        f"does not lie in the directory of its run: no run.json of its run is in {looked};"
+        in said
+    )
+    assert said.endswith(f"Name it in that directory, or copy its run.json into {theirs}.")
+
+    # Fields that differ are a cause of their own, and paths, whose content decides, are none.
+    fresh.extra["state"]["recipe"] = {"data": {"sources": [{"path": "old"}]}}
+    fresh.session.identity = Identity(
+        "fork", "", "data", {"data": {"sources": [{"path": "new"}]}}
+    )
+    assert "no run.json" in refused(fresh)
+    fresh.extra["state"]["recipe"] = {"data": {"sequenceLength": 32}}
+    assert "no run.json" not in refused(fresh)
+
+    directory = RunDirectory(theirs)
+    directory.create()
+    directory.write_resolved({"dataFingerprint": "third"})
+    fresh.extra["state"]["recipe"] = fresh.session.identity.recipe
+    assert f"{directory.resolved} is not that of the run of {checkpoint}" in refused(fresh)
+
+
+def test_a_source_that_may_have_given_samples_before_is_warned_of(make: Make) -> None:
+    fresh = make(load="weights")
+    fresh.session.plan.doubts = ("y begins at its first sample: why",)
+    fresh.begin()
+    assert fresh.events[-1] == ("warning", {"message": "y begins at its first sample: why"})
 
 
 @pytest.mark.acceptance("8d-4f")
@@ -290,7 +335,10 @@ def test_a_horizon_that_the_other_run_has_reached_is_refused(make: Make) -> None
     fresh = make(load="everything")
     fresh.session.plan.numbers.total_steps = 5
     said = refused(fresh)
-    assert "spec.training.horizon: ends at step 5, and step-5 is the state after step 5" in said
+    assert (
+        "spec.training.horizon: ends at step 5, and step-5 is the state after step 5"
+        in said
+    )
 
 
 def test_a_state_that_needs_another_checkpoint_beside_it_is_refused(make: Make) -> None:
@@ -319,7 +367,9 @@ def test_a_start_before_the_first_checkpoint_begins_with_what_the_run_began_with
     if not names_one:
         fresh.session.plan.run.training.init_from = None
         said = "nothing is named now"
-    with pytest.raises(CheckpointError, match="this run began with step-3 of first, and") as e:
+    with pytest.raises(
+        CheckpointError, match="this run began with step-3 of first, and"
+    ) as e:
         fresh.begin()
     assert said in str(e.value)
 

@@ -39,11 +39,17 @@ class Node:
         self.node_state = NodeStateServer(
             directory, on_report=self.reports.append, may_commit=self._may_commit
         )
-        asyncio.run_coroutine_threadsafe(self.node_state.start(), self._loop).result(SECONDS)
+        asyncio.run_coroutine_threadsafe(self.node_state.start(), self._loop).result(
+            SECONDS
+        )
         self.announce()
 
     def announce(
-        self, *, newest: int = GENERATION, since_contact: float = 0.0, is_draining: bool = False
+        self,
+        *,
+        newest: int = GENERATION,
+        since_contact: float = 0.0,
+        is_draining: bool = False,
     ) -> None:
         self.node_state.announce(
             newest_generation=newest,
@@ -101,7 +107,11 @@ def start() -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
             **variables,
         }
         code = "import os, signal, sys, time\nfrom evergrad.elastic import *\n" + code
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        pipes = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+        }
         process = subprocess.Popen(
             [sys.executable, "-c", code], env=environment, text=True, **pipes
         )

@@ -38,7 +38,9 @@ def test_waiting_for_others_is_no_part_of_a_slot(clock: list[float]) -> None:
 
 def test_the_supervisor_reads_what_another_process_has_begun() -> None:
     heartbeat = WorkerHeartbeat()
-    process = multiprocessing.get_context("spawn").Process(target=heartbeat.beat, args=(4, 2))
+    process = multiprocessing.get_context("spawn").Process(
+        target=heartbeat.beat, args=(4, 2)
+    )
     process.start()
     process.join(60)
     assert process.exitcode == 0

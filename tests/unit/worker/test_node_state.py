@@ -28,7 +28,11 @@ from evergrad.report_values import FIELDS
 from evergrad_trainer.worker.node_state import NodeStateServer
 
 NOTICE = NodeState(
-    newest_generation=7, own_generation=6, contact=12.5, lease_seconds=10.0, is_draining=True
+    newest_generation=7,
+    own_generation=6,
+    contact=12.5,
+    lease_seconds=10.0,
+    is_draining=True,
 )
 
 GRANTED: dict[str, object] = {"type": "answer", "granted": True}
@@ -171,7 +175,13 @@ def test_a_report_has_the_values_that_the_helper_reads() -> None:
 
 
 def test_each_kind_of_message_has_a_name_of_its_own() -> None:
-    assert [kind.TYPE for kind in KINDS] == ["report", "commit", "answer", "guard", "stopping"]
+    assert [kind.TYPE for kind in KINDS] == [
+        "report",
+        "commit",
+        "answer",
+        "guard",
+        "stopping",
+    ]
 
 
 def test_only_the_running_generation_may_commit(tmp_path: Path) -> None:
@@ -196,7 +206,9 @@ def test_only_the_running_generation_may_commit(tmp_path: Path) -> None:
         b"x" * 3 * MAX_LINE_BYTES,
     ],
 )
-def test_nonsense_ends_its_own_connection_and_no_other(tmp_path: Path, nonsense: bytes) -> None:
+def test_nonsense_ends_its_own_connection_and_no_other(
+    tmp_path: Path, nonsense: bytes
+) -> None:
     async def body(_: NodeStateServer, reports: list[dict[str, object]]) -> None:
         assert await ask(tmp_path, nonsense) == {}
         assert await ask(tmp_path, {"type": "commit", "generation": 6}) == GRANTED
@@ -230,7 +242,9 @@ async def until(condition: Callable[[], bool]) -> None:
 def test_workers_are_told_the_directory_and_their_generation(tmp_path: Path) -> None:
     async def body(server: NodeStateServer, _: list[dict[str, object]]) -> None:
         assert server.environment == {"EVERGRAD_NODE_STATE": str(tmp_path)}
-        server.announce(newest_generation=6, own_generation=6, contact=1.0, is_draining=False)
+        server.announce(
+            newest_generation=6, own_generation=6, contact=1.0, is_draining=False
+        )
         assert server.environment == {
             "EVERGRAD_NODE_STATE": str(tmp_path),
             "EVERGRAD_GENERATION": "6",
@@ -262,7 +276,9 @@ def test_a_worker_that_connects_while_the_server_is_closed_is_hung_up_on(
             await server.close()
             with contextlib.suppress(ConnectionResetError):
                 assert (
-                    await asyncio.wait_for(asyncio.get_running_loop().sock_recv(worker, 1), 10)
+                    await asyncio.wait_for(
+                        asyncio.get_running_loop().sock_recv(worker, 1), 10
+                    )
                     == b""
                 )
 

@@ -4,7 +4,11 @@ import pytest
 from torch.distributed import DistNetworkError
 
 from evergrad_trainer.errors import PeerLostError
-from evergrad_trainer.worker.peer_failures import FAILURE_WORDS, is_peer_error, is_peer_failure
+from evergrad_trainer.worker.peer_failures import (
+    FAILURE_WORDS,
+    is_peer_error,
+    is_peer_failure,
+)
 
 GLOO = "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/"
 NCCL = (
@@ -104,7 +108,10 @@ def raise_from(cause: Exception) -> Exception:
     [
         (PeerLostError("the group was given up"), True),
         (RuntimeError(CLOSED), True),
-        (DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."), True),
+        (
+            DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."),
+            True,
+        ),
         (raise_from(RuntimeError(CLOSED)), True),
         (ConnectionResetError(104, "Connection reset by peer"), False),
         (ValueError(CLOSED), False),

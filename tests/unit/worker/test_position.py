@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.errors import InputError
 from evergrad_manifest.identity import from_wire
 from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.checkpoint.search import Choice
 from evergrad_trainer.data.places import DATA_START, DataStart, Place, place_sources
 from evergrad_trainer.data.prepared import Prepared, PreparedSource, TokenSequence
-from evergrad_trainer.errors import CheckpointError
+from evergrad_trainer.errors import CheckpointError, RunDirectoryError
 from evergrad_trainer.resume import resolved_record
 from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.worker import position
@@ -69,7 +70,9 @@ class Other:
             data_fingerprint="f",
             extra={"step": 6, "cursor": {"a": 18, "b": 7}},
         )
-        monkeypatch.setattr(position, "look_at", lambda path, step: (checkpoint, self.choice))
+        monkeypatch.setattr(
+            position, "look_at", lambda path, step: (checkpoint, self.choice)
+        )
         self.write()
 
     def write(self, run: TrainingRun | None = None, **fields: Any) -> None:
@@ -90,10 +93,10 @@ class Other:
     def find(self, run: TrainingRun) -> OtherRun | None:
         return find_other(run, self.path)
 
-    def refusal(self, run: TrainingRun) -> str:
-        with pytest.raises(CheckpointError) as error:
+    def refusal(self, run: TrainingRun, error: type[InputError] = CheckpointError) -> str:
+        with pytest.raises(error) as raised:
             self.find(run)
-        return str(error.value)
+        return str(raised.value)
 
 
 @pytest.fixture
@@ -105,7 +108,7 @@ def test_a_position_is_each_sources_place_behind_the_checkpoints_step(other: Oth
     found = other.find(make_run())
     assert found is not None
     assert found.start == DataStart(
-        (Place("a", "A", 0, 18), Place("b", "B", 1, 7)), 6, data_before="f"
+        (Place("a", "A", 0, 18, "A"), Place("b", "B", 1, 7, "B")), 6, data_before="f"
     )
 
 
@@ -123,7 +126,10 @@ def test_a_resume_in_another_directory_begins_where_that_run_began(other: Other)
     check_content(found, found.start, prepared_of(("x", "X"), tokenizer="other"))
     # A position is one behind its checkpoint's step.
     found = other.find(make_run())
-    assert found is not None and (found.start.after_step, found.start.data_before) == (6, "f")
+    assert found is not None and (found.start.after_step, found.start.data_before) == (
+        6,
+        "f",
+    )
 
 
 def test_a_resume_from_a_link_to_a_checkpoint_begins_where_that_checkpoints_run_began(
@@ -137,7 +143,9 @@ def test_a_resume_from_a_link_to_a_checkpoint_begins_where_that_checkpoints_run_
     link = other.path / "links" / "newest"
     link.parent.mkdir()
     link.symlink_to(checkpoint)
-    found = other.find(make_run(None, initFrom={"path": "links/newest", "load": "everything"}))
+    found = other.find(
+        make_run(None, initFrom={"path": "links/newest", "load": "everything"})
+    )
     assert found is not None and found.start == began
 
 
@@ -148,14 +156,26 @@ def test_a_position_needs_the_record_of_its_run(other: Other) -> None:
     assert "spec.training.initFrom.path" in other.refusal(make_run())
 
 
-def test_a_run_of_several_stages_or_of_an_older_version_has_no_position(other: Other) -> None:
+@pytest.mark.parametrize("key", ["dataStart", "prepared", "manifest"])
+def test_a_damaged_key_of_the_other_runs_record_is_named(other: Other, key: str) -> None:
+    other.write(**{key: [1]})
+    said = other.refusal(make_run(), RunDirectoryError)
+    assert said.startswith(f"{other.directory.resolved}: {key} is [1]; ")
+    assert "Restore it from a backup." in said
+
+
+def test_a_run_of_several_stages_or_of_an_older_version_has_no_position(
+    other: Other,
+) -> None:
     other.write(dataStart=None)
     assert "has not recorded where its sources begin" in other.refusal(make_run())
 
 
 def test_a_checkpoint_of_other_sources_than_the_record_has_is_refused(other: Other) -> None:
     other.choice = replace(other.choice, extra={"step": 6, "cursor": {"x": 7}})
-    assert "step-6 is not at a position in the sources of its run" in other.refusal(make_run())
+    assert "step-6 is not at a position in the sources of its run" in other.refusal(
+        make_run()
+    )
 
 
 def test_fields_that_decide_items_and_order_are_named_and_the_others_may_differ(
@@ -200,6 +220,49 @@ def test_another_tokenizer_makes_other_samples_of_every_source(other: Other) -> 
     assert found is not None
     with pytest.raises(CheckpointError, match="its content is other, and byte in"):
         check_content(found, found.start, prepared_of(("b", "B"), tokenizer="other"))
+
+
+def test_content_of_a_source_that_an_earlier_run_left_out_is_refused_where_it_is_cut_otherwise(
+    other: Other,
+) -> None:
+    began = DataStart(
+        (Place("a", "A", 0, 3),),
+        2,
+        (Place("y", "Y of all", 1, 7, "Y"),),
+        data_before="first",
+    )
+    other.write(dataStart=began.to_json())
+    other.choice = replace(other.choice, extra={"step": 6, "cursor": {"a": 18}})
+    found = other.find(make_run())
+    assert found is not None and found.start.left_out == began.left_out
+    prepared = prepared_of(("a", "A"), ("why", "Y"))
+    placed = place_sources(found.start, [("a", "A"), ("why", "Y of all")])
+    assert check_content(found, placed, prepared) == () and placed.sources[1].taken == 7
+    placed = place_sources(found.start, [("a", "A"), ("why", "Y of 5")])
+    with pytest.raises(CheckpointError) as error:
+        check_content(found, placed, prepared)
+    assert "spec.training.data.sources[1]: why is y of a run before" in str(error.value)
+
+
+def test_sources_that_begin_at_their_first_sample_and_may_be_earlier_ones_are_named(
+    other: Other,
+) -> None:
+    found = other.find(make_run())
+    assert found is not None
+    # C is new. A has the name of another one, as a file does to which documents were added.
+    mixture = [("c", "C"), ("a", "A and more"), ("b", "B")]
+    placed = place_sources(found.start, mixture)
+    (said,) = check_content(found, placed, prepared_of(*mixture))
+    assert said.startswith("a begins at its first sample: the source of this name")
+
+    # Without the content of what was left out nothing says that C is not a part of it.
+    forgotten = replace(found.start, left_out=(Place("y", "Y of all", 2, 7),))
+    placed = place_sources(forgotten, [("c", "C"), ("b", "B")])
+    (said,) = check_content(
+        replace(found, start=forgotten), placed, prepared_of(("c", "C"), ("b", "B"))
+    )
+    assert said.startswith("c begins at its first sample: run.json of")
+    assert "does not say which files y had" in said
 
 
 def test_content_that_is_cut_into_other_samples_is_refused(other: Other) -> None:

@@ -282,7 +282,9 @@ def test_an_address_of_version_6_is_taken_without_its_brackets() -> None:
         ),
     ],
 )
-def test_a_bad_argument_is_named_with_its_remedy(config: dict[str, str], message: str) -> None:
+def test_a_bad_argument_is_named_with_its_remedy(
+    config: dict[str, str], message: str
+) -> None:
     with pytest.raises(ValueError) as caught:
         parse_settings(parameters(**config), {})
     assert message in str(caught.value)
@@ -310,7 +312,8 @@ def test_torch_finds_the_backend_and_loading_it_is_cheap() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     ).stdout
     assert (
-        output == "True ['evergrad_trainer.torchrun', 'evergrad_trainer.torchrun.rendezvous']\n"
+        output
+        == "True ['evergrad_trainer.torchrun', 'evergrad_trainer.torchrun.rendezvous']\n"
     )
 
 
@@ -331,7 +334,10 @@ def test_a_group_is_joined_by_plan_ready_and_go(handler: EvergradRendezvousHandl
     info = join(handler, 7, node_rank=1, num_nodes=2)
     assert (info.rank, info.world_size) == (1, 2)
     assert info.bootstrap_store_info is not None
-    assert (info.bootstrap_store_info.master_addr, info.bootstrap_store_info.master_port) == (
+    assert (
+        info.bootstrap_store_info.master_addr,
+        info.bootstrap_store_info.master_port,
+    ) == (
         "10.0.0.1",
         5,
     )
@@ -428,7 +434,9 @@ def test_the_handler_raises_torchs_own_error(
     handler: EvergradRendezvousHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous, "_WAIT_SECONDS", 0.01)
-    monkeypatch.setattr(handler, "_settings", parse_settings(parameters(join_timeout=0.1), {}))
+    monkeypatch.setattr(
+        handler, "_settings", parse_settings(parameters(join_timeout=0.1), {})
+    )
     FakeClient.newest.seconds_since_contact = float("inf")
     with pytest.raises(RendezvousTimeoutError):
         handler.next_rendezvous()
@@ -446,7 +454,8 @@ def test_workers_run_on_while_nothing_happens_and_the_group_is_told_to_be_up_onc
 
 
 @pytest.mark.parametrize(
-    "message", [plan(8), plan(8, hard=False), Pong(8), Welcome(8, 10.0, 3.0), End(70, "failed")]
+    "message",
+    [plan(8), plan(8, hard=False), Pong(8), Welcome(8, 10.0, 3.0), End(70, "failed")],
 )
 def test_workers_are_stopped_when_their_group_is_over(
     handler: EvergradRendezvousHandler, message: Message
@@ -456,7 +465,9 @@ def test_workers_are_stopped_when_their_group_is_over(
     assert handler.num_nodes_waiting() == 1
 
 
-def test_workers_are_stopped_when_the_lease_is_lost(handler: EvergradRendezvousHandler) -> None:
+def test_workers_are_stopped_when_the_lease_is_lost(
+    handler: EvergradRendezvousHandler,
+) -> None:
     client = FakeClient.newest
     join(handler)
     client.say(Welcome(7, 4.0, 3.0))
@@ -471,7 +482,9 @@ def test_workers_are_stopped_when_the_lease_is_lost(handler: EvergradRendezvousH
     rendezvous.join(SECONDS)
 
 
-def test_a_rendezvous_nobody_asked_for_is_a_failure(handler: EvergradRendezvousHandler) -> None:
+def test_a_rendezvous_nobody_asked_for_is_a_failure(
+    handler: EvergradRendezvousHandler,
+) -> None:
     client = FakeClient.newest
     join(handler)
     assert handler.num_nodes_waiting() == 0
@@ -484,7 +497,9 @@ def test_a_rendezvous_nobody_asked_for_is_a_failure(handler: EvergradRendezvousH
     assert rendezvous.exit_code == 70
 
 
-def test_a_rendezvous_that_was_asked_for_is_none(handler: EvergradRendezvousHandler) -> None:
+def test_a_rendezvous_that_was_asked_for_is_none(
+    handler: EvergradRendezvousHandler,
+) -> None:
     client = FakeClient.newest
     join(handler)
     client.say(plan(8))
@@ -540,7 +555,9 @@ def test_the_last_progress_is_said_before_the_vote_that_may_end_the_run(
 ) -> None:
     client = FakeClient.newest
     store = join(handler).store
-    client.call(handler._link.loop.members.take_report, {"step": 9, "rank": 0, "generation": 7})
+    client.call(
+        handler._link.loop.members.take_report, {"step": 9, "rank": 0, "generation": 7}
+    )
     store.add("barrier", 1)
     client.heard(Done)
     kinds = [type(message) for message in client.sent]
@@ -565,7 +582,9 @@ def test_workers_that_ended_well_only_because_they_were_told_to_stop_are_not_don
     with socket.socket(socket.AF_UNIX) as worker:
         worker.connect(os.path.join(os.environ["EVERGRAD_NODE_STATE"], "socket"))
         worker.sendall(b'{"type": "stopping", "generation": 7}\n')
-        until(lambda: handler._link.loop.node_state.has_stopped(7), "the word of the worker")
+        until(
+            lambda: handler._link.loop.node_state.has_stopped(7), "the word of the worker"
+        )
     with pytest.raises(SystemExit) as caught:
         store.add("barrier", 1)
     assert caught.value.code == 75
@@ -634,7 +653,12 @@ def test_reports_of_rank_0_become_progress_and_a_new_checkpoint_a_boundary(
     progress = client.heard(Progress)
     assert all(one.step < 10 for one in progress)
     first = next(one for one in progress if one.step == 4)
-    assert (first.total_steps, first.loss, first.tokens_per_second, first.checkpoint_step) == (
+    assert (
+        first.total_steps,
+        first.loss,
+        first.tokens_per_second,
+        first.checkpoint_step,
+    ) == (
         9,
         1.0,
         2.5,
@@ -759,7 +783,12 @@ def test_without_an_error_file_the_message_is_the_end_of_the_log(tmp_path: Path)
         (None, "", 2, "worker_crash"),
         (1, "RuntimeError: Connection closed by peer [10.0.0.3]:4", 2, "peer_lost"),
         (1, "RuntimeError: Connection closed by peer [10.0.0.3]:4", 1, "worker_crash"),
-        (1, "ConnectionResetError: [Errno 104] Connection reset by peer", 2, "worker_crash"),
+        (
+            1,
+            "ConnectionResetError: [Errno 104] Connection reset by peer",
+            2,
+            "worker_crash",
+        ),
         (1, "DistBackendError: NCCL remote error", 2, "peer_lost"),
         (75, "", 1, "peer_lost"),
         (64, "no such file", 2, "user_error"),
@@ -795,7 +824,9 @@ def test_a_forked_child_holds_neither_connection_nor_pipe(
         child = os.fork()
         if child == 0:
             is_closed = os.readlink(f"/proc/self/fd/{connection.fileno()}") == os.devnull
-            os.write(write_end, b"1" if is_closed and signal.set_wakeup_fd(-1) == -1 else b"0")
+            os.write(
+                write_end, b"1" if is_closed and signal.set_wakeup_fd(-1) == -1 else b"0"
+            )
             signal.pause()
         try:
             assert os.read(read_end, 1) == b"1"

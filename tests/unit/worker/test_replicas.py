@@ -138,7 +138,9 @@ def test_the_rank_whose_part_of_a_replica_differs_is_named() -> None:
     own = hash_state(state)
     compare_states(state, Ranks(3, own, 3), step=7, shards=2)  # type: ignore[arg-type]
     compare_states(state, Ranks(3, 4, 5), step=7, shards=4)  # type: ignore[arg-type]
-    with pytest.raises(DivergedError, match="by majority that of rank 3 is wrong") as raised:
+    with pytest.raises(
+        DivergedError, match="by majority that of rank 3 is wrong"
+    ) as raised:
         compare_states(state, Ranks(3, own, 4, own, 3), step=7, shards=2)  # type: ignore[arg-type]
     assert raised.value.ranks == (3,)
     with pytest.raises(
@@ -169,7 +171,8 @@ def test_a_rank_that_was_fed_is_compared_with_its_source_alone() -> None:
 def test_ranks_at_different_steps_are_told_with_their_steps() -> None:
     compare_steps([4, 4])
     with pytest.raises(
-        DivergedError, match=r"rank 0: 31, rank 1: 1, rank 2: 31.*by majority that of rank 1"
+        DivergedError,
+        match=r"rank 0: 31, rank 1: 1, rank 2: 31.*by majority that of rank 1",
     ):
         compare_steps([31, 1, 31])
 

@@ -161,6 +161,8 @@ def test_evaluations_of_any_number_fit_into_a_message() -> None:
     assert metrics.progress is not None and len(metrics.progress.evaluations) == 16
     metrics.tell(
         "step_end",
-        step_record(6, metrics={f"{'m' * 60}{number:03d}": 1e-300 / 3 for number in range(32)}),
+        step_record(
+            6, metrics={f"{'m' * 60}{number:03d}": 1e-300 / 3 for number in range(32)}
+        ),
     )
     encode(metrics.progress)

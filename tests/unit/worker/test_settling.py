@@ -32,7 +32,9 @@ def row(step: int, **changes: Any) -> dict[str, Any]:
 
 
 def adopt(*rows: dict[str, Any]) -> Progress:
-    progress = Progress(finished_steps=99, saved_step=99, resumed_step=99, evaluated_step=99)
+    progress = Progress(
+        finished_steps=99, saved_step=99, resumed_step=99, evaluated_step=99
+    )
     source = rows[choose_source(list(rows))]
     values = ("step", "evaluated_step", "best", "best_before")
     progress.load_values({key: source[key] for key in values})
@@ -59,7 +61,9 @@ def test_a_rank_tells_the_newest_checkpoint_it_knows_to_stand() -> None:
         None,
     )
     assert (
-        describe_rank(progress, checkpoints(published=6, failures=2), held_step=-1)["published"]
+        describe_rank(progress, checkpoints(published=6, failures=2), held_step=-1)[
+            "published"
+        ]
         == 6
     )
     assert describe_rank(progress, checkpoints(failures=2), held_step=-1)["failures"] == 2
@@ -74,7 +78,11 @@ def test_everybody_remembers_what_those_with_the_newest_step_remember(
         row(7, evaluated_step=7, steps_here=50),
         row(8, evaluated_step=6, steps_here=8, record=record, best=BEST, published=6),
     )
-    assert (progress.finished_steps, progress.evaluated_step, progress.steps_here) == (8, 6, 8)
+    assert (progress.finished_steps, progress.evaluated_step, progress.steps_here) == (
+        8,
+        6,
+        8,
+    )
     assert progress.last_record is not None and asdict(progress.last_record) == record
     assert progress.best == BEST
 
@@ -130,7 +138,9 @@ def test_what_was_measured_and_not_saved_is_known_to_a_newcomer_too(
 ) -> None:
     """Ranks that do not agree would not all take part in the save."""
     progress = adopt(
-        row(8, is_tally_unsaved=of_the_newest), row(7, is_tally_unsaved=of_an_older), row(-1)
+        row(8, is_tally_unsaved=of_the_newest),
+        row(7, is_tally_unsaved=of_an_older),
+        row(-1),
     )
     assert progress.is_tally_unsaved == expected
 
@@ -143,6 +153,8 @@ def test_without_a_published_best_there_is_none() -> None:
 
 def test_an_error_of_the_volume_that_no_one_expected_is_told_as_the_hosts() -> None:
     end = report_end(None, OSError(errno.EIO, "Input/output error"), generation=3)
-    assert isinstance(end.last_words, Failed) and end.last_words.kind == ErrorKind.ENVIRONMENT
+    assert (
+        isinstance(end.last_words, Failed) and end.last_words.kind == ErrorKind.ENVIRONMENT
+    )
     end = report_end(None, ValueError("a mistake"), generation=3)
     assert isinstance(end.last_words, Failed) and end.last_words.kind == ErrorKind.INTERNAL

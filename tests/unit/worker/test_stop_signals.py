@@ -62,9 +62,13 @@ def test_handlers_and_wakeup_are_put_back() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     one = StopSignals()
     one.install()
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] != before
+    assert [
+        signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)
+    ] != before
     one.uninstall()
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    assert [
+        signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)
+    ] == before
     assert signal.set_wakeup_fd(-1) == -1
 
 
@@ -78,7 +82,10 @@ def test_a_second_signal_ends_a_process_that_is_stuck(number: signal.Signals) ->
         "[lock.acquire() for _ in range(1)]"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     process.stdout.readline()

@@ -142,7 +142,9 @@ class Outcome:
         self.agent: dict[str, Any] = json.loads((directory / "agent.json").read_text())
 
     def worker(self, end: str, local_rank: int = 0) -> dict[str, Any]:
-        return dict(json.loads((self._directory / f"worker-{end}-{local_rank}").read_text()))
+        return dict(
+            json.loads((self._directory / f"worker-{end}-{local_rank}").read_text())
+        )
 
 
 @pytest.fixture(scope="module")
@@ -167,13 +169,17 @@ def test_the_agents_store_is_used_for_the_exit_barrier_and_for_nothing_else(
     restarted: Outcome,
 ) -> None:
     used = restarted.agent["store"]
-    assert [name for name in used if name not in ("timeout", "set_timeout")] == ["add", "wait"]
+    assert [name for name in used if name not in ("timeout", "set_timeout")] == [
+        "add",
+        "wait",
+    ]
 
 
 def test_identical_workers_are_ranked_by_node_without_a_store(restarted: Outcome) -> None:
     ranks = [restarted.worker("well", local_rank) for local_rank in (0, 1)]
     assert [
-        (one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"], one["GROUP_RANK"]) for one in ranks
+        (one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"], one["GROUP_RANK"])
+        for one in ranks
     ] == [
         ("2", "0", "6", "1"),
         ("3", "1", "6", "1"),
@@ -195,7 +201,10 @@ def test_workers_are_clients_of_the_store_that_the_agent_holds(tmp_path: Path) -
     plan = {"ends": ["join"], "rank": 0, "nodes": 1, "exit": 1}
     outcome = Outcome(tmp_path, plan, "--nproc-per-node=2", "--max-restarts=0")
     assert outcome.exit_code == 0, outcome.output
-    assert [outcome.worker("join", local_rank)["total"] for local_rank in (0, 1)] == [2.0, 2.0]
+    assert [outcome.worker("join", local_rank)["total"] for local_rank in (0, 1)] == [
+        2.0,
+        2.0,
+    ]
     assert outcome.worker("join")["TORCHELASTIC_USE_AGENT_STORE"] == "True"
 
 

@@ -75,7 +75,8 @@ class Wire:
 def make_state(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     made: dict[str, Any] = {
-        f"model.{index}": torch.randn(7, index + 1, generator=generator) for index in range(5)
+        f"model.{index}": torch.randn(7, index + 1, generator=generator)
+        for index in range(5)
     }
     made["model.half"] = torch.randn(9, generator=generator).to(torch.bfloat16)
     made["optimizer.step"] = torch.tensor(float(seed))
@@ -121,7 +122,9 @@ def test_what_one_rank_reads_goes_from_rank_to_rank(
     )
     assert all(one.empty() for one in wire.sent.values())
     assert sorted(filled) == sorted(stored)
-    assert all(torch.equal(state[name], stored[name]) for state in states for name in stored)
+    assert all(
+        torch.equal(state[name], stored[name]) for state in states for name in stored
+    )
 
 
 def test_a_read_that_fails_in_the_middle_is_known_to_all_ranks(

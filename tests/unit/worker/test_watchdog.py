@@ -187,7 +187,9 @@ def test_the_end_of_the_run_gives_the_group_up(pair: Pair) -> None:
     pair.watchdog.leave()
 
 
-def test_connections_of_the_group_are_cut_until_it_is_left_and_none_after(pair: Pair) -> None:
+def test_connections_of_the_group_are_cut_until_it_is_left_and_none_after(
+    pair: Pair,
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         pair.watchdog.enter(1, Interrupt())
         pair.supervisor.send(say.Plan(2, hard=True))

@@ -83,7 +83,8 @@ class Catalog:
             )
             return set()
         return {
-            one.name for one in evaluated.find_waiting(candidates, marks)[-self._keep_waiting :]
+            one.name
+            for one in evaluated.find_waiting(candidates, marks)[-self._keep_waiting :]
         }
 
     def set_aside(self) -> list[str]:

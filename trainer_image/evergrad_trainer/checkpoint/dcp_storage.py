@@ -82,18 +82,24 @@ class SnapshotPlanner(DefaultSavePlanner):
             item = WriteItem(
                 index=MetadataIndex(key, tensor.offsets),
                 type=WriteItemType.SHARD if tensor.is_shard else WriteItemType.TENSOR,
-                tensor_data=TensorWriteData(chunk, properties=properties, size=tensor.shape),
+                tensor_data=TensorWriteData(
+                    chunk, properties=properties, size=tensor.shape
+                ),
             )
             items.append(item)
         return SavePlan(items, planner_data=self._snapshot.signature)
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    def create_global_plan(
+        self, all_plans: list[SavePlan]
+    ) -> tuple[list[SavePlan], Metadata]:
         """DCP's plan, unless ranks hold different states: then ValueError."""
         # The one place where all ranks' plans are side by side: states that differ in keys or shapes would
         # make a checkpoint that no rank can load.
         signatures = [plan.planner_data for plan in all_plans]
         strangers = [
-            str(rank) for rank, signature in enumerate(signatures) if signature != signatures[0]
+            str(rank)
+            for rank, signature in enumerate(signatures)
+            if signature != signatures[0]
         ]
         if strangers:
             raise ValueError(f"ranks {', '.join(strangers)} hold other tensors than rank 0")
@@ -133,7 +139,9 @@ class StoreWriter(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing to reset: a writer is used once."""
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_writer(
+        self, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         """Nothing to set up: the attempt is opened with the global plan."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -157,7 +165,11 @@ class StoreWriter(StorageWriter):
             places = []
             for item in plan.items:
                 tensor, data = planner.resolve_data(item), item.tensor_data
-                if not isinstance(tensor, torch.Tensor) or data is None or data.chunk is None:
+                if (
+                    not isinstance(tensor, torch.Tensor)
+                    or data is None
+                    or data.chunk is None
+                ):
                     raise TypeError(f"{item.index.fqn}: only tensors are stored")
                 offset = shard.append(view_bytes(tensor))
                 name = layout.shard_name(self._rank)
@@ -183,7 +195,9 @@ class StoreWriter(StorageWriter):
             metadata, ((result.index.fqn, result.storage_data[0]) for result in written)
         )
         # One entry a file, however many tensors came from it.
-        entries = {result.storage_data[1].name: result.storage_data[1] for result in written}
+        entries = {
+            result.storage_data[1].name: result.storage_data[1] for result in written
+        }
         self.outcome = self._publish(
             str(self.attempt), table, tuple(entries[name] for name in sorted(entries))
         )

@@ -43,7 +43,9 @@ def write_marks(
             (folder / name).unlink(missing_ok=True)
 
 
-def find_waiting(candidates: Sequence[Candidate], marks: Collection[str]) -> list[Candidate]:
+def find_waiting(
+    candidates: Sequence[Candidate], marks: Collection[str]
+) -> list[Candidate]:
     """The readable checkpoints that wait for their evaluation, the oldest first: of several of one step the
     newest."""
     newest: dict[int, Candidate] = {}

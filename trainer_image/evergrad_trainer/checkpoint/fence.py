@@ -54,6 +54,8 @@ class Fence:
         why = f"this process is generation {self._membership.world.generation}"
         raise self._error or FencedError(
             Problem(
-                str(self._directory), "a newer process has claimed this run directory", why=why
+                str(self._directory),
+                "a newer process has claimed this run directory",
+                why=why,
             )
         )

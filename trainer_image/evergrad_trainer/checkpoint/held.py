@@ -88,7 +88,9 @@ class HeldFiles:
         """Whether a file was read, be it what it should be or not."""
         return path in self._held
 
-    def matches(self, path: Path, expected: str, *, meter: files.Meter | None = None) -> bool:
+    def matches(
+        self, path: Path, expected: str, *, meter: files.Meter | None = None
+    ) -> bool:
         """Whether the file's bytes have the hash ``expected``. If so they stay here, where there is room.
 
         A file that is here already is not read again. Raises OSError.

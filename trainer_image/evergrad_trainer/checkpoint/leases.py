@@ -72,7 +72,9 @@ def find_leased(directory: Path, *, now: float) -> set[str]:
     try:
         leases = list_entries(directory / LEASES)
     except PermissionError as error:
-        _log.warning("retention passes over nothing: the leases cannot be listed: %s", error)
+        _log.warning(
+            "retention passes over nothing: the leases cannot be listed: %s", error
+        )
         return set()
     names = set()
     for path in leases:

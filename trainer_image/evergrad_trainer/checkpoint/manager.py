@@ -194,10 +194,7 @@ class CheckpointManager:
             self._fence.look()
 
     def wait(self) -> None:
-        """Wait for a save under way and report it.
-
-        Raises SaveError, or FencedError if that save met a newer claim.
-        """
+        """Wait for a save under way and report it. Raises SaveError; FencedError if it met a newer claim."""
         outcome = self._land_flight()
         if outcome is not None and outcome.fenced is not None:
             raise outcome.fenced
@@ -239,7 +236,8 @@ class CheckpointManager:
             del fields["step"]
             self._on_event(EventType.FALLBACK, fields)
         self._on_event(
-            EventType.RESTORED, {"checkpoint": restored.path.name, "seconds": restored.seconds}
+            EventType.RESTORED,
+            {"checkpoint": restored.path.name, "seconds": restored.seconds},
         )
         return restored
 
@@ -264,7 +262,9 @@ class CheckpointManager:
             if flight.background.is_done:
                 self._report(flight)
             else:
-                self._stager = HostStager()  # the thread may still read what the old one holds
+                self._stager = (
+                    HostStager()
+                )  # the thread may still read what the old one holds
 
     def _land_flight(self) -> Outcome | None:
         """Wait for the save under way, if any, and report it; how it ended."""

@@ -167,7 +167,9 @@ def _from_json(raw: dict[str, Any]) -> Manifest:
     # Field by field, so that a damaged file is an error here and not somewhere in the loading.
     identity = raw["identity"]
     return Manifest(
-        version=Version(*(_integer(raw[name]) for name in ("step", "generation", "serial"))),
+        version=Version(
+            *(_integer(raw[name]) for name in ("step", "generation", "serial"))
+        ),
         world_size=_integer(raw["world_size"]),
         identity=Identity(
             run=str(identity["run"]),

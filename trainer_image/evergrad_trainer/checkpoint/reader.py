@@ -42,7 +42,9 @@ class MemorySource:
         """Copy from ``offset`` on. Raises InvalidCheckpointError if the file is too short."""
         part = self._data[offset : offset + len(buffer)]
         if len(part) < len(buffer):
-            raise InvalidCheckpointError(f"file {self._name}: ends at byte {len(self._data)}")
+            raise InvalidCheckpointError(
+                f"file {self._name}: ends at byte {len(self._data)}"
+            )
         for begin in range(0, len(part), COPY_BYTES):
             piece = part[begin : begin + COPY_BYTES]
             buffer[begin : begin + len(piece)] = piece
@@ -204,7 +206,9 @@ class Reader:
             return False
 
     def _find_held(self, name: str, file: str) -> memoryview | None:
-        return None if self._held is None else self._held.find(self._directory / name / file)
+        return (
+            None if self._held is None else self._held.find(self._directory / name / file)
+        )
 
     def _read(self, name: str, file: str, *, patient: bool) -> bytes:
         stale_seconds = self._stale_seconds if patient else 0.0

@@ -241,7 +241,9 @@ def compare_tensors(
     shared = [(key, table[key], value) for key, value in state.items() if key in table]
     found = {
         "tensors are missing": [key for key in state if key not in table],
-        "it holds tensors this model does not have": [key for key in table if key not in state],
+        "it holds tensors this model does not have": [
+            key for key in table if key not in state
+        ],
         "shapes differ": [
             f"{key} (stored {list(stored.shape)}, wanted {list(value.shape)})"
             for key, stored, value in shared
@@ -259,15 +261,15 @@ def compare_tensors(
     for what, names in found.items():
         if names:
             rest = len(names) - NAMED_TENSORS
-            why = ", ".join(names[:NAMED_TENSORS]) + (f" and {rest} more" if rest > 0 else "")
+            why = ", ".join(names[:NAMED_TENSORS]) + (
+                f" and {rest} more" if rest > 0 else ""
+            )
             remedy = "Use a checkpoint of the same model"
             if all(name.startswith(f"{OPTIMIZER}.") for name in names):
                 # Its state follows from its type and from what it trains.
                 remedy = "Use the same optimizer, or load the weights alone"
             elif all(name.startswith(f"{EMA}.") for name in names):
-                remedy = (
-                    "Set spec.training.ema in both runs or in none, or load the weights alone"
-                )
+                remedy = "Set spec.training.ema in both runs or in none, or load the weights alone"
             problems.append(Problem(where, what, why, remedy))
     return problems
 
@@ -288,7 +290,9 @@ def _load_parts(
     answers = world.gather_json(
         {"problems": [asdict(problem) for problem in problems], "refusal": refusal}
     )
-    raise_problems(next((answer["problems"] for answer in answers if answer["problems"]), []))
+    raise_problems(
+        next((answer["problems"] for answer in answers if answer["problems"]), [])
+    )
     refusals = [answer["refusal"] for answer in answers if answer["refusal"]]
     if not refusals:
         return None
@@ -347,7 +351,9 @@ def _open(
     def read() -> Table:
         manifest = reader.read_manifest(choice.checkpoint, patient=True)
         if manifest.checksum != choice.checksum:
-            raise InvalidCheckpointError("the manifest is not the one that rank 0 validated")
+            raise InvalidCheckpointError(
+                "the manifest is not the one that rank 0 validated"
+            )
         return open_table(reader, choice.checkpoint, manifest, prefix=search.prefix)
 
     table = _read_patiently(search, choice, read)
@@ -368,7 +374,9 @@ def _read(
 ) -> None:
     """Read the tensors of ``state`` with patience. Raises as ``_read_patiently`` does."""
     reader = search.store.reader
-    _read_patiently(search, choice, lambda: read_state(reader, choice.checkpoint, table, state))
+    _read_patiently(
+        search, choice, lambda: read_state(reader, choice.checkpoint, table, state)
+    )
 
 
 def _read_patiently(search: Search, choice: Choice, read: Callable[[], Result]) -> Result:

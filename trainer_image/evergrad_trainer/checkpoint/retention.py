@@ -32,7 +32,9 @@ def choose_removals(
     # Oldest first, so that a kill half-way leaves the newer ones.
     ordered = sorted(valid, key=_version, reverse=True)
     return [
-        candidate.name for candidate in reversed(ordered[keep:]) if candidate.name not in pinned
+        candidate.name
+        for candidate in reversed(ordered[keep:])
+        if candidate.name not in pinned
     ]
 
 

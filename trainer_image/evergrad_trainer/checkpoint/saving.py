@@ -214,7 +214,11 @@ def run_save(store: Store, order: SaveOrder, planner: SnapshotPlanner) -> Outcom
 
 
 def _publish(
-    store: Store, order: SaveOrder, attempt: str, table: Table, shards: tuple[FileEntry, ...]
+    store: Store,
+    order: SaveOrder,
+    attempt: str,
+    table: Table,
+    shards: tuple[FileEntry, ...],
 ) -> dict[str, Any]:
     """Make the attempt a checkpoint: the table, then the manifest that names all files and their hashes."""
     store.faults.reached(AFTER_SHARDS, order.rank)

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from evergrad_manifest.differences import changed_fields, problems_of_changes
 from evergrad_manifest.errors import Problem
@@ -38,6 +38,7 @@ _NAMED_STEPS = 8
 """How many steps an error lists of those that there are."""
 
 _log = logging.getLogger(__name__)
+_Damaged: TypeAlias = tuple[Candidate, InvalidCheckpointError | OSError | VolumeError]
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,9 @@ def choose_together(search: Search, tried: list[Rejected], world: World) -> Choi
                 answer = asdict(chosen[0])
             elif not thread.is_alive():
                 answer = asdict(
-                    Choice(trouble="the checkpoints could not be validated: see rank 0's log")
+                    Choice(
+                        trouble="the checkpoints could not be validated: see rank 0's log"
+                    )
                 )
             elif time.monotonic() - since > STALL_SECONDS:
                 where = search.store.reader.locate("")
@@ -149,10 +152,12 @@ def _choose(search: Search, tried: list[Rejected]) -> Choice:
 def _search(search: Search, tried: list[Rejected]) -> Choice:
     """The newest candidate that validates; without one, the problems of all there are."""
     store = search.store
-    damaged: list[tuple[Candidate, InvalidCheckpointError | OSError | VolumeError]] = []
+    damaged: list[_Damaged] = []
     names = {rejection.checkpoint for rejection in tried}
     candidates = (
-        store.catalog.scan() if search.only is None else [store.catalog.describe(search.only)]
+        store.catalog.scan()
+        if search.only is None
+        else [store.catalog.describe(search.only)]
     )
     if search.step is not None and (problem := _pick(search, candidates)) is not None:
         return _refuse([problem])
@@ -163,7 +168,10 @@ def _search(search: Search, tried: list[Rejected]) -> Choice:
             # Tried again for a while: what a volume refuses for a moment says nothing about a checkpoint.
             manifest = retry(
                 functools.partial(
-                    store.reader.validate, name, checksums=search.checksums, meter=search.meter
+                    store.reader.validate,
+                    name,
+                    checksums=search.checksums,
+                    meter=search.meter,
                 ),
                 where=store.reader.locate(name),
                 what="the checkpoint cannot be read",
@@ -187,22 +195,30 @@ def _search(search: Search, tried: list[Rejected]) -> Choice:
             passed,
         )
 
-    # None validates. One that could not be read may be whole: to call it lost would be to begin anew.
-    if unread := [error for _, error in damaged if isinstance(error, OSError | VolumeError)]:
+    return _refuse_all(search, tried, damaged)
+
+
+def _refuse_all(search: Search, tried: list[Rejected], damaged: list[_Damaged]) -> Choice:
+    """Name every checkpoint that there is, none of which validates."""
+    # One that could not be read may be whole: to call it lost would be to begin anew.
+    if unread := [
+        error for _, error in damaged if isinstance(error, OSError | VolumeError)
+    ]:
         raise unread[0]
     lost = {rejection.checkpoint: rejection.reason for rejection in tried}
     lost |= {candidate.name: str(error) for candidate, error in damaged}
     lost |= {
         f"{QUARANTINE}/{name}": "was set aside as damaged"
-        for name in store.catalog.set_aside()
+        for name in search.store.catalog.set_aside()
         if search.only is None
     }
+    where = search.store.reader.locate
     remedy = "Restore one of them from a copy, or remove the directory to begin at step 0"
     if search.only is not None:
         remedy = "Restore it from a copy, or choose another one"
     return _refuse(
         [
-            Problem(store.reader.locate(name), "cannot be loaded", why=why, remedy=remedy)
+            Problem(where(name), "cannot be loaded", why=why, remedy=remedy)
             for name, why in lost.items()
         ]
     )
@@ -229,7 +245,9 @@ def _refuse(problems: list[Problem]) -> Choice:
 
 
 def _set_aside(
-    search: Search, candidate: Candidate, error: InvalidCheckpointError | OSError | VolumeError
+    search: Search,
+    candidate: Candidate,
+    error: InvalidCheckpointError | OSError | VolumeError,
 ) -> Rejected:
     """Quarantine what is damaged; what could not be read this time may be fine and stays."""
     moved = None
@@ -244,7 +262,11 @@ def _set_aside(
 
 _IDENTITY = (
     ("run", "the run's name", "Give every run a directory of its own"),
-    ("config_hash", "the recipe's hash", "To change the recipe, start a new run with initFrom"),
+    (
+        "config_hash",
+        "the recipe's hash",
+        "To change the recipe, start a new run with initFrom",
+    ),
     (
         "data_fingerprint",
         "the data's fingerprint",

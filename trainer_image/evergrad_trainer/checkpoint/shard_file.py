@@ -43,7 +43,9 @@ class ShardFile:
         self._rank = rank
         self._faults = faults
         self._hash = xxhash.xxh3_128()
-        self._memory = mmap.mmap(-1, block_bytes)  # begins at a page, as direct writing wants
+        self._memory = mmap.mmap(
+            -1, block_bytes
+        )  # begins at a page, as direct writing wants
         self._block = memoryview(self._memory)
         self._filled = 0
         self._written = 0
@@ -72,7 +74,9 @@ class ShardFile:
             os.fsync(self._descriptor)
             descriptor, self._descriptor = self._descriptor, -1
             os.close(descriptor)  # a network volume may report a quota only here
-        return FileEntry(name=self._path.name, bytes=self._written, hash=self._hash.hexdigest())
+        return FileEntry(
+            name=self._path.name, bytes=self._written, hash=self._hash.hexdigest()
+        )
 
     def abandon(self) -> None:
         """Give memory and descriptor back, without fsync if it is not finished. Never raises."""

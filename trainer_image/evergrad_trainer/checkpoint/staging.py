@@ -43,7 +43,9 @@ def require_tensors(state: Mapping[str, object]) -> None:
     wrong = [
         f"{key} ({type(value).__name__})"
         for key, value in state.items()
-        if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_meta
+        if not isinstance(value, torch.Tensor)
+        or value.layout != torch.strided
+        or value.is_meta
     ]
     if wrong:
         raise TypeError(f"a checkpoint holds dense tensors only, not {', '.join(wrong)}")
@@ -69,7 +71,9 @@ def view_bytes(tensor: torch.Tensor) -> memoryview:
     if tensor.numel() == 0:
         return memoryview(b"")
     # Strides of dimensions of length one may be anything, and a view as bytes wants them proper.
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
+    return (
+        tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
+    )
 
 
 class HostStager:
@@ -91,7 +95,9 @@ class HostStager:
         """
         # Who writes what follows from names and sizes alone: no exchange before the copy.
         replicated = {
-            key: value.nbytes for key, value in state.items() if not isinstance(value, DTensor)
+            key: value.nbytes
+            for key, value in state.items()
+            if not isinstance(value, DTensor)
         }
         owners = assign_owners(replicated, world_size)
         sources: dict[str, torch.Tensor] = {}
@@ -145,7 +151,11 @@ class HostStager:
                 .view(source.dtype)
                 .view(source.shape)
             )
-            if source.device.type != "cpu" or not source.is_contiguous() or source.numel() == 0:
+            if (
+                source.device.type != "cpu"
+                or not source.is_contiguous()
+                or source.numel() == 0
+            ):
                 place.copy_(source, non_blocking=source.is_cuda)
             else:
                 # One thread fills the memory bus; torch would gather its threads for every tensor and wait

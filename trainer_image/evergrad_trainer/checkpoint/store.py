@@ -36,6 +36,8 @@ def open_store(
     """
     medium = medium or Medium()
     reader = Reader(directory, stale_seconds=medium.stale_seconds)
-    catalog = Catalog(directory, reader=reader, faults=medium.faults, keep_waiting=keep_waiting)
+    catalog = Catalog(
+        directory, reader=reader, faults=medium.faults, keep_waiting=keep_waiting
+    )
     attempts = FilesystemAttempts(directory, catalog=catalog, reader=reader, medium=medium)
     return Store(attempts, catalog, reader, medium.faults)

@@ -121,7 +121,9 @@ def decode_table(data: bytes) -> Table:
         ) from error
     # A hole would leave memory as it was: random weights that nobody notices.
     for key, tensor in table.items():
-        if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.shape):
+        if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(
+            tensor.shape
+        ):
             raise InvalidCheckpointError(
                 f"file {TENSORS}: the chunks of {key} do not add up to its shape"
             )

@@ -54,7 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_action(actions, "list", _list, "what there is, newest first")
     verify = _add_action(
-        actions, "verify", _verify, "check sizes and checksums; exit 64 unless all are whole"
+        actions,
+        "verify",
+        _verify,
+        "check sizes and checksums; exit 64 unless all are whole",
     )
     verify.add_argument(
         "--step", type=int, help="only the checkpoints of this step (default: all)"
@@ -141,7 +144,9 @@ def _list(args: argparse.Namespace) -> int:
     if not rows:
         print("no checkpoints")
     else:
-        columns = f"{'STEP':>9} {'GENERATION':>10} {'WORLD':>5} {'SIZE':>10}  {'FINISHED':<20}"
+        columns = (
+            f"{'STEP':>9} {'GENERATION':>10} {'WORLD':>5} {'SIZE':>10}  {'FINISHED':<20}"
+        )
         print(f"{'CHECKPOINT':<20} {columns} MARKS")
     for row in rows:
         # Without its manifest only the name is known, and why it cannot be read.
@@ -155,7 +160,9 @@ def _list(args: argparse.Namespace) -> int:
         )
         marks = " ".join(name for name, is_marked in names if is_marked)
         finished = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(row.finished))
-        facts = f"{row.step:>9} {row.generation:>10} {row.world_size:>5} {size(row.bytes):>10}"
+        facts = (
+            f"{row.step:>9} {row.generation:>10} {row.world_size:>5} {size(row.bytes):>10}"
+        )
         print(f"{row.checkpoint:<20} {facts}  {finished:<20} {marks}".rstrip())
     for name in set_aside:
         print(f"set aside as damaged: {name}")

@@ -256,7 +256,9 @@ def _as_text(
 
 
 def _difference(difference: "Difference") -> str:
-    what = f"{difference.where}: {difference.field}" if difference.where else difference.field
+    what = (
+        f"{difference.where}: {difference.field}" if difference.where else difference.field
+    )
     # Hashes and counts have no relative difference.
     relative = difference.largest_relative
     size = (
@@ -274,7 +276,10 @@ def _difference(difference: "Difference") -> str:
 
 def _ranges(found: Sequence[tuple[int, int]]) -> str:
     return _shortened(
-        [f"{first:,}" if first == last else f"{first:,} to {last:,}" for first, last in found]
+        [
+            f"{first:,}" if first == last else f"{first:,} to {last:,}"
+            for first, last in found
+        ]
     )
 
 

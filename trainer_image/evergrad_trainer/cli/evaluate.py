@@ -108,17 +108,7 @@ def execute(args: argparse.Namespace) -> int:
     if args.termination_log is not None:
         with last_words(args.termination_log):
             return try_patiently(functools.partial(_execute_in_pod, args))
-    if args.compare and (args.watch or args.weights or not args.tolerance >= 0):
-        what = "--watch" if args.watch else f"--tolerance {args.tolerance}"
-        why = "one checkpoint is compared, within a difference of at least 0"
-        if args.weights:
-            what, why = "--weights", "the weights are those that the run itself has evaluated"
-        raise InputError(
-            Problem("--compare", f"cannot be combined with {what}", why, "Leave it out")
-        )
-    if args.micro_batch_size is not None and args.micro_batch_size < 1:
-        what = f"{args.micro_batch_size} is below 1"
-        raise InputError(Problem("--micro-batch-size", what, "", "Give a positive number"))
+    _check_arguments(args)
     recorded, compared = read_recorded(args.run), list[Compared]()
     store, signals = open_store(args.run / RunFile.CHECKPOINTS), StopSignals()
     with contextlib.ExitStack() as stack:
@@ -135,7 +125,10 @@ def execute(args: argparse.Namespace) -> int:
                 return _watch(args, evaluator, signals)
             measured = list(evaluator.evaluate(candidate))
         except CutError:
-            print("stopped; what was measured is kept, and goes on from there", file=sys.stderr)
+            print(
+                "stopped; what was measured is kept, and goes on from there",
+                file=sys.stderr,
+            )
             return int(ExitCode.STOPPED_SAVED)
     if args.compare:
         rows = [one.values for one in measured]
@@ -146,13 +139,32 @@ def execute(args: argparse.Namespace) -> int:
             "step": candidate.version.step,
             "results": [_row(one) for one in measured],
         }
-        document |= {"comparison": [one.__dict__ for one in compared]} if args.compare else {}
+        document |= (
+            {"comparison": [one.__dict__ for one in compared]} if args.compare else {}
+        )
         print(dumps_strict(document, indent=1))
     else:
         _print_table(measured)
         for one in compared:
             print(f"{one.name}: {one.verdict}")
     return int(ExitCode.DONE) if all(one.is_equal for one in compared) else DIFFERENT
+
+
+def _check_arguments(args: argparse.Namespace) -> None:
+    if args.compare and (args.watch or args.weights or not args.tolerance >= 0):
+        what = "--watch" if args.watch else f"--tolerance {args.tolerance}"
+        why = "one checkpoint is compared, within a difference of at least 0"
+        if args.weights:
+            what, why = (
+                "--weights",
+                "the weights are those that the run itself has evaluated",
+            )
+        raise InputError(
+            Problem("--compare", f"cannot be combined with {what}", why, "Leave it out")
+        )
+    if args.micro_batch_size is not None and args.micro_batch_size < 1:
+        what = f"{args.micro_batch_size} is below 1"
+        raise InputError(Problem("--micro-batch-size", what, "", "Give a positive number"))
 
 
 def _execute_in_pod(args: argparse.Namespace) -> int:
@@ -169,7 +181,9 @@ def _execute_in_pod(args: argparse.Namespace) -> int:
     if args.watch or args.compare or args.sets or step < 0:
         why = "a pod evaluates all sets of the checkpoint of one step"
         raise InputError(
-            Problem("--termination-log", "needs --checkpoint STEP alone", why, "Leave it out")
+            Problem(
+                "--termination-log", "needs --checkpoint STEP alone", why, "Leave it out"
+            )
         )
     recorded = read_recorded(args.run)
     store, signals = open_store(args.run / RunFile.CHECKPOINTS), StopSignals()
@@ -191,7 +205,10 @@ def _execute_in_pod(args: argparse.Namespace) -> int:
             passed_over = str(error)
             print(f"warning: passed over: {error}", file=sys.stderr, flush=True)
         except CutError:
-            print("stopped; what was measured is kept, and goes on from there", file=sys.stderr)
+            print(
+                "stopped; what was measured is kept, and goes on from there",
+                file=sys.stderr,
+            )
             return int(ExitCode.STOPPED_SAVED)
         waiting = mark_evaluated(store, recorded.directory, of_step)
     report = encode_evaluated(

@@ -51,7 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define where the node belongs, and what it brings."""
     add_run_arguments(parser)
     parser.add_argument(
-        "--join", required=True, metavar="HOST:PORT", help="where the run's coordinator listens"
+        "--join",
+        required=True,
+        metavar="HOST:PORT",
+        help="where the run's coordinator listens",
     )
     parser.add_argument(
         "--node",
@@ -107,7 +110,9 @@ def execute(args: argparse.Namespace) -> int:
         # The manifest may lie on the mount that is away: it is read again at each attempt.
         settings, loaded = _settings(args), load_from(args)
         if args.base_directory is not None:
-            loaded = dataclasses.replace(loaded, base_directory=args.base_directory.absolute())
+            loaded = dataclasses.replace(
+                loaded, base_directory=args.base_directory.absolute()
+            )
         request = NodeRequest(
             loaded,
             directory=RunDirectory(run_directory_of(args.run_directory, loaded.run)),
@@ -143,7 +148,9 @@ def _prepare(request: NodeRequest) -> Callable[[], int]:
     machine, num_workers = machine_and_workers(request.num_workers, run, forks_above=0)
     # A pod that was given accelerators does not train on its processor. Elsewhere, as on a laptop with the
     # same file, nobody has given any.
-    asked = [one for one in run.spec.resources.limits if one.startswith(_ACCELERATOR_PREFIXES)]
+    asked = [
+        one for one in run.spec.resources.limits if one.startswith(_ACCELERATOR_PREFIXES)
+    ]
     wants_cpu = run.spec.training is not None and run.spec.training.runtime.device == "cpu"
     has_none = machine.num_accelerators <= 0 and "KUBERNETES_SERVICE_HOST" in os.environ
     if asked and not wants_cpu and has_none:
@@ -234,7 +241,10 @@ def _settings(args: argparse.Namespace) -> "NodeSettings":
     if args.node is not None and args.node < 0:
         problems.append(
             Problem(
-                "--node", f"{args.node} is below 0", "", "Give the number of this node, from 0"
+                "--node",
+                f"{args.node} is below 0",
+                "",
+                "Give the number of this node, from 0",
             )
         )
     if args.workers is not None and args.workers < 1:
@@ -242,21 +252,7 @@ def _settings(args: argparse.Namespace) -> "NodeSettings":
             Problem("--workers", f"{args.workers} is below 1", "", "Give a positive number")
         )
     # A node without the run's token would be refused by the coordinator, in words less clear than these.
-    token = ""
-    if args.token_file is None:
-        problems.append(
-            Problem("--token-file", "is missing", "", "Give the file that evergrad run prints")
-        )
-    else:
-        try:
-            token = read_token(args.token_file)
-        except (OSError, ValueError) as error:
-            what, is_of_host = f"{args.token_file} cannot be read", is_host_trouble(error)
-            problems.append(
-                Problem(
-                    "--token-file", what, str(error), "Check the path", is_of_host=is_of_host
-                )
-            )
+    token = _read_token(args.token_file, problems)
     raise_if(problems, ConfigurationError)
     host, port = coordinator or ("", 0)
     return NodeSettings(
@@ -273,6 +269,23 @@ def _settings(args: argparse.Namespace) -> "NodeSettings":
     )
 
 
+def _read_token(path: Path | None, problems: list[Problem]) -> str:
+    if path is None:
+        remedy = "Give the file that evergrad run prints"
+        problems.append(Problem("--token-file", "is missing", "", remedy))
+        return ""
+    try:
+        return read_token(path)
+    except (OSError, ValueError) as error:
+        what, is_of_host = f"{path} cannot be read", is_host_trouble(error)
+        problems.append(
+            Problem(
+                "--token-file", what, str(error), "Check the path", is_of_host=is_of_host
+            )
+        )
+        return ""
+
+
 def _own_address(host: str, port: int) -> str:
     """Find the address of this machine that leads to the coordinator. Raises ConfigurationError."""
     from evergrad_trainer.worker.sockets import address_towards
@@ -283,6 +296,9 @@ def _own_address(host: str, port: int) -> str:
         why = f"{error.strerror or error}".lower()
         raise ConfigurationError(
             Problem(
-                "--join", f"{host} cannot be reached", why, "Check the name, or give --address"
+                "--join",
+                f"{host} cannot be reached",
+                why,
+                "Check the name, or give --address",
             )
         ) from error

@@ -76,7 +76,9 @@ def run_nodes(
             recovery=plan.run.recovery,
         )
         shared = settings.fingerprint | fingerprint_of_plan(plan)
-        settings = dataclasses.replace(settings, is_only_node=is_only_node, fingerprint=shared)
+        settings = dataclasses.replace(
+            settings, is_only_node=is_only_node, fingerprint=shared
+        )
         # The start-up of a node that comes back is its own, and not as old as the command.
         own = plan if nodes.starts[index] == 1 else started_later(plan)
         return run_node(own, settings, num_workers=num_workers, start_method=method)
@@ -125,7 +127,9 @@ def run_script(
             )
 
         # A script may need longer to save than a node of ours does to leave.
-        grace_seconds = max(LocalNodes.grace_seconds, float(run.script.grace_period_seconds))
+        grace_seconds = max(
+            LocalNodes.grace_seconds, float(run.script.grace_period_seconds)
+        )
         return run_local(
             coordinator, LocalNodes(be_node, num_nodes, grace_seconds=grace_seconds)
         )

@@ -82,7 +82,7 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
     model = examination.plan
     assert model is not None  # noqa: S101 - without a plan there is an error, which is raised
     check_model_unchanged(directory, run_state, model.describe())
-    prepared, opened, task_hash = _prepare(request)
+    prepared, opened, task_hash, doubts = _prepare(request)
     numbers = opened.data.derive_steps(training)
     if steps_without_data(training) is None:
         # A horizon in epochs has its number of steps only now.
@@ -112,14 +112,15 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
         marks=marks,
         opened=opened,
         start=opened.data.train.start,
+        doubts=doubts,
         task_hash=task_hash,
         task_files=hash_task_files(training, base),
         keep_waiting=request.keep_waiting,
     )
 
 
-def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str]":
-    """Prepare the data and open the task on them, with the hash of the files it is read from.
+def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str, tuple[str, ...]]":
+    """Prepare the data and open the task on them, with the hash of its files and doubts about sources.
 
     The data begin where they began before, or where the run has left them whose position this one takes.
     Raises InputError.
@@ -143,22 +144,20 @@ def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str]":
     if (start is None or not start.goes_on) and not has_steps(request.directory):
         other = find_other(request.loaded.run, base)
     shared = request.directory.path.parent / PREPARED_FOLDER
-    if request.run_state.recorded is not None:
-        check_unchanged(
-            request.run_state.recorded,
-            training,
-            base_directory=base,
-            prepared_directory=shared,
-        )
+    recorded = request.run_state.recorded
+    if recorded is not None:
+        check_unchanged(recorded, training, base_directory=base, prepared_directory=shared)
 
     if request.requires_prepared:
         prepare(training, base_directory=base, prepared_directory=shared, may_prepare=False)
     # Prepared data is found by its fingerprint, so that a second start reads what the first one wrote.
-    prepared = prepare_with_progress(training, base_directory=base, prepared_directory=shared)
+    prepared = prepare_with_progress(
+        training, base_directory=base, prepared_directory=shared
+    )
     check_tokenizer_unchanged(request.run_state, prepared)
     # Each folder was expanded again: a file may have come since it was compared.
-    if request.run_state.recorded is not None:
-        check_prepared(request.run_state.recorded, prepared)
+    if recorded is not None:
+        check_prepared(recorded, prepared)
 
     # Hashed just before they are opened, and steps looked for then: preparing may have taken hours, in which
     # others have trained. A node whose copy of a task fails must not end their run.
@@ -174,9 +173,9 @@ def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str]":
         run_directory=request.directory.path,
     )
     opened = opened.starting_at(start if other is None else other.start, training)
-    if other is not None:
-        check_content(other, opened.data.train.start, prepared)
-    return prepared, opened, task_hash
+    begun = opened.data.train.start
+    doubts = () if other is None else check_content(other, begun, prepared)
+    return prepared, opened, task_hash, doubts
 
 
 def _examine(request: PlanRequest) -> "Examination":
@@ -197,8 +196,12 @@ def _examine(request: PlanRequest) -> "Examination":
         world_sizes=request.world_sizes,
     )
     # An estimate may be wrong, and can be overruled; what has no plan cannot be trained.
-    errors = [finding.problem for finding in examination.findings if finding.level == "error"]
-    is_refused = bool(errors) and (examination.plan is None or not request.ignores_preflight)
+    errors = [
+        finding.problem for finding in examination.findings if finding.level == "error"
+    ]
+    is_refused = bool(errors) and (
+        examination.plan is None or not request.ignores_preflight
+    )
     if request.run_state.state == "fresh":
         # A directory that cannot be written is among the errors already, with all others.
         with contextlib.suppress(*(_UNWRITABLE if is_refused else ())):
@@ -215,7 +218,9 @@ def _warn(findings: "Iterable[Finding]") -> None:
             print(f"warning: {finding.problem}", file=sys.stderr)
 
 
-def _record(request: PlanRequest, examination: "Examination", *, is_overruled: bool) -> None:
+def _record(
+    request: PlanRequest, examination: "Examination", *, is_overruled: bool
+) -> None:
     """Write down what was asked for and what preflight found. Raises RunDirectoryError or VolumeError."""
     directory = request.directory
     directory.create()

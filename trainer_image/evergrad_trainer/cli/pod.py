@@ -99,7 +99,9 @@ def try_patiently(attempt: Callable[[], Value]) -> Value:
             text = f"host {socket.gethostname()}: {trouble}"
             if pause is None:
                 raise HostError(text) from error
-            print(f"warning: {text} Tried again in {pause:g} s.", file=sys.stderr, flush=True)
+            print(
+                f"warning: {text} Tried again in {pause:g} s.", file=sys.stderr, flush=True
+            )
         time.sleep(pause)
     raise AssertionError("the last attempt returns or raises")
 

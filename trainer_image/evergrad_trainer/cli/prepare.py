@@ -15,7 +15,11 @@ from evergrad_coordinator.contract import PREPARED_FOLDER, PREPARING, ExitCode
 from evergrad_coordinator.secret import read_token
 from evergrad_coordinator.text import count, duration, short_count, size
 from evergrad_manifest.errors import ConfigurationError, Problem
-from evergrad_manifest.reading.loader import LoadedManifest, add_manifest_arguments, load_from
+from evergrad_manifest.reading.loader import (
+    LoadedManifest,
+    add_manifest_arguments,
+    load_from,
+)
 from evergrad_manifest.training import RECIPES, Training
 from evergrad_trainer.cli.pod import (
     StatusPage,
@@ -26,7 +30,11 @@ from evergrad_trainer.cli.pod import (
 )
 from evergrad_trainer.data.preparation.documents import HARMLESS, IN_WORDS, Reason
 from evergrad_trainer.data.preparation.progress import OnProgress
-from evergrad_trainer.data.prepare import PrepareProgress, prepare, resolve_prepared_directory
+from evergrad_trainer.data.prepare import (
+    PrepareProgress,
+    prepare,
+    resolve_prepared_directory,
+)
 from evergrad_trainer.data.prepared import Prepared, PreparedSource
 from evergrad_trainer.data.tokenizers import load_tokenizer
 
@@ -63,7 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where token files are kept, unless data.preparedDirectory names a place (default: %(default)s)",
     )
     parser.add_argument(
-        "--workers", type=_positive, metavar="N", help="helper processes (default: one a core)"
+        "--workers",
+        type=_positive,
+        metavar="N",
+        help="helper processes (default: one a core)",
     )
     parser.add_argument(
         _SHOW,
@@ -151,7 +162,9 @@ def _execute(args: argparse.Namespace, on_progress: OnProgress | None) -> int:
     loaded = load_from(args)
     if loaded.run.spec.script is not None:
         name = loaded.run.metadata.name
-        text = f"{name} is a script, which reads its data itself: there is nothing to prepare"
+        text = (
+            f"{name} is a script, which reads its data itself: there is nothing to prepare"
+        )
         # The document alone on stdout, so that a program can read it.
         if args.json:
             print(json.dumps({"sources": [], "evaluation": []}, indent=2), flush=True)
@@ -179,9 +192,13 @@ def _execute(args: argparse.Namespace, on_progress: OnProgress | None) -> int:
     if args.show_samples or training.recipe not in RECIPES or not training.data.sources:
         from evergrad_trainer.recipes.opening import open_recipe
 
-        opened = open_recipe(training, prepared, base_directory, prepared_directory=directory)
+        opened = open_recipe(
+            training, prepared, base_directory, prepared_directory=directory
+        )
         if args.show_samples:
-            samples = _show_samples(loaded, opened, base_directory, number=args.show_samples)
+            samples = _show_samples(
+                loaded, opened, base_directory, number=args.show_samples
+            )
     if args.json:
         document = {
             "preparedDirectory": str(directory),
@@ -206,15 +223,31 @@ def _execute(args: argparse.Namespace, on_progress: OnProgress | None) -> int:
 def _show_samples(
     loaded: LoadedManifest, opened: "Opened", base_directory: Path, *, number: int
 ) -> list[dict[str, Any]]:
-    """Samples of the first step, which may lie behind the position of another run."""
-    from evergrad_trainer.data.shown import show_samples
-    from evergrad_trainer.worker.position import find_other
+    """Samples of the first step that a fresh run trains, which may lie behind the step of another run.
 
-    training = loaded.run.training
-    if (other := find_other(loaded.run, base_directory)) is not None:
+    Raises what a start of the run raises that would not train on them.
+    """
+    from evergrad_manifest.identity import config_hash, hashed_recipe
+    from evergrad_trainer.checkpoint.manifest import Identity
+    from evergrad_trainer.data.shown import show_samples
+    from evergrad_trainer.worker.position import check_content, find_first_step, find_other
+
+    run, training = loaded.run, loaded.run.training
+    if (other := find_other(run, base_directory)) is not None:
         opened = opened.starting_at(other.start, training)
+        if opened.prepared is not None:
+            for doubt in check_content(other, opened.data.train.start, opened.prepared):
+                print(f"warning: {doubt}", file=sys.stderr)
+    stream = opened.data.train
+    own = Identity(
+        run.metadata.name,
+        config_hash(run),
+        opened.data.fingerprint,
+        recipe=hashed_recipe(run),
+    )
+    step = find_first_step(run, base_directory, own)
     tokens = load_tokenizer(training.tokenizer, base_directory)
-    return show_samples(opened.data.train, tokens, count=number, asked_by=_SHOW)
+    return show_samples(stream, tokens, step=step, count=number, asked_by=_SHOW)
 
 
 def prepare_with_progress(

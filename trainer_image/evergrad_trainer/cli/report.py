@@ -17,7 +17,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the run, and where its report goes."""
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="where to write (default: the run directory)"
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="where to write (default: the run directory)",
     )
     parser.add_argument(
         "--cluster-run",

@@ -199,7 +199,10 @@ def _read_request(args: argparse.Namespace) -> RunRequest:
     if args.chaos is not None and args.nodes is None:
         problems.append(
             Problem(
-                "--chaos", "needs several nodes", "there is nobody to go on", "Add --nodes 3"
+                "--chaos",
+                "needs several nodes",
+                "there is nobody to go on",
+                "Add --nodes 3",
             )
         )
     raise_if(problems, ConfigurationError)
@@ -255,5 +258,7 @@ def _restores_here(request: RunRequest) -> bool:
     if runtime.parallelism == "fsdp2" and os.environ.get("WORLD_SIZE", "1") != "1":
         return False
     is_on_cpu = runtime.device == "cpu" or not has_accelerator_driver()
-    num_workers = request.num_workers or run.spec.workers_per_node or (1 if is_on_cpu else 0)
+    num_workers = (
+        request.num_workers or run.spec.workers_per_node or (1 if is_on_cpu else 0)
+    )
     return num_workers == 1

@@ -30,6 +30,7 @@ class Data:
             training,
             num_samples=self.train.num_samples,
             exhausted_after=self.exhausted_after,
+            steps_before=self.train.first_step - 1,
         )
 
     def starting_at(self, start: DataStart, training: Training) -> "Data":

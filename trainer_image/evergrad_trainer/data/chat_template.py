@@ -128,8 +128,8 @@ def _compile(source: str) -> Any:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     # Not jinja's own filter, which escapes what would end a tag of HTML.
-    environment.filters["tojson"] = lambda value, ensure_ascii=False, indent=None: json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent
+    environment.filters["tojson"] = lambda value, ensure_ascii=False, indent=None: (
+        json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
     )
 
     def raise_exception(message: str) -> None:

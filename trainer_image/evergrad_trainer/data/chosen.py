@@ -46,7 +46,9 @@ class Chosen:
         return item
 
 
-def choose_samples(source: Source, samples: float | None, *, seed: int, field: str) -> Source:
+def choose_samples(
+    source: Source, samples: float | None, *, seed: int, field: str
+) -> Source:
     """``source``, or the part of it that ``samples`` names: a count, or a share of it (a float).
 
     ``field``: its place in the file. Raises ConfigurationError if the source has fewer.

@@ -48,7 +48,9 @@ def quantise_weights(weights: Sequence[float], *, fields: Sequence[str] = ()) ->
         enough = math.ceil(least / unit) * unit
         problems.append(
             Problem(
-                fields[source] if fields else f"spec.training.data.sources[{source}].weight",
+                fields[source]
+                if fields
+                else f"spec.training.data.sources[{source}].weight",
                 f"{weights[source]:g} is too small a share of all weights",
                 f"shares are rounded to 1/{PERIOD} and this one becomes 0",
                 f"Raise it to at least {enough:g}, or remove the source",
@@ -118,7 +120,9 @@ class Mixture:
             order = _order_of_sources(self.shares)
 
         # Two tables of a period: which source a position has, and the how many-th of that source it is.
-        self._positions = [np.flatnonzero(order == source) for source in range(len(self.sizes))]
+        self._positions = [
+            np.flatnonzero(order == source) for source in range(len(self.sizes))
+        ]
         self._source_at = order.astype(np.uint64)
         self._rank_at = np.empty(PERIOD, dtype=np.uint64)
         for positions in self._positions:

@@ -74,7 +74,9 @@ class PassMixture:
         places: Sequence[Place] = (),
     ) -> None:
         if min(sizes) < 1 or min(counts) < 1:
-            raise ValueError("every source of a mixture has at least one window, and gives one")
+            raise ValueError(
+                "every source of a mixture has at least one window, and gives one"
+            )
         self.sizes = tuple(sizes)
         self.counts = tuple(counts)
         self.epoch = sum(counts)

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
+from pydantic import BaseModel, Field, NonNegativeInt
+
 DATA_START: Final = "dataStart"
 """Key of ``run.json`` under which stands where the data of the run begin."""
 
@@ -14,13 +16,38 @@ class Place:
     """The order of a source's items, and how far into it a run begins.
 
     ``fingerprint``: of the items, which say which source it is. ``number``: what its permutations are keyed
-    by. ``taken``: items that it gave before, in all its passes.
+    by. ``taken``: items that it gave before, in all its passes. ``content``: hash of the files that the items
+    are cut from; empty where nobody knows it.
     """
 
     name: str
     fingerprint: str
     number: int
     taken: int = 0
+    content: str = ""
+
+
+class PlaceRecord(BaseModel):
+    """A place as ``run.json`` has it."""
+
+    name: str
+    fingerprint: str
+    number: NonNegativeInt
+    taken: NonNegativeInt
+
+
+class StartRecord(BaseModel):
+    """A ``DataStart`` as ``run.json`` has it; the last three keys only where it is another run's position.
+
+    ``content``: hashes of files by the fingerprints of the items that are cut from them. They stand apart
+    from the places, where older versions expect no further key.
+    """
+
+    after_step: NonNegativeInt = Field(alias="afterStep")
+    sources: tuple[PlaceRecord, ...]
+    left_out: tuple[PlaceRecord, ...] | None = Field(default=None, alias="leftOut")
+    data_before: str | None = Field(default=None, alias="dataBefore")
+    content: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -43,17 +70,28 @@ class DataStart:
         return bool(self.data_before)
 
     def go_on(
-        self, step: int, *, cursor: Mapping[str, int], data_fingerprint: str
+        self,
+        step: int,
+        *,
+        cursor: Mapping[str, int],
+        data_fingerprint: str,
+        contents: Mapping[str, str] | None = None,
     ) -> "DataStart":
         """Where a run begins that takes over behind ``step`` of this one.
 
-        ``cursor``: items that each source has given by then, by name. Raises ValueError if it is that of
-        other sources.
+        ``cursor``: items that each source has given by then, by name. ``contents``: hashes of their files, as
+        far as they are known. Raises ValueError if the cursor is that of other sources.
         """
         if {one.name for one in self.sources} != cursor.keys():
             raise ValueError(f"the cursor has the sources {', '.join(cursor)}")
+        known = contents or {}
         return DataStart(
-            tuple(replace(one, taken=cursor[one.name]) for one in self.sources),
+            tuple(
+                replace(
+                    one, taken=cursor[one.name], content=known.get(one.name, one.content)
+                )
+                for one in self.sources
+            ),
             after_step=step,
             left_out=self.left_out,
             data_before=data_fingerprint,
@@ -61,23 +99,38 @@ class DataStart:
 
     def to_json(self) -> dict[str, Any]:
         """JSON values, as ``run.json`` has them."""
-        value: dict[str, Any] = {
-            "afterStep": self.after_step,
-            "sources": [asdict(one) for one in self.sources],
-        }
+        places = (*self.sources, *self.left_out)
+        sources, left_out = (
+            [
+                {key: value for key, value in asdict(one).items() if key != "content"}
+                for one in some
+            ]
+            for some in (self.sources, self.left_out)
+        )
+        value: dict[str, Any] = {"afterStep": self.after_step, "sources": sources}
         if self.goes_on:
-            value["leftOut"] = [asdict(one) for one in self.left_out]
+            value["leftOut"] = left_out
             value["dataBefore"] = self.data_before
+            value["content"] = {
+                one.fingerprint: one.content for one in places if one.content
+            }
         return value
 
     @staticmethod
-    def from_json(value: Mapping[str, Any]) -> "DataStart":
-        """The inverse of ``to_json``."""
+    def from_record(record: StartRecord) -> "DataStart":
+        """The inverse of ``to_json``, of values that were checked."""
+        sources, left_out = (
+            tuple(
+                Place(**dict(one), content=record.content.get(one.fingerprint, ""))
+                for one in some
+            )
+            for some in (record.sources, record.left_out or ())
+        )
         return DataStart(
-            tuple(Place(**one) for one in value["sources"]),
-            after_step=int(value["afterStep"]),
-            left_out=tuple(Place(**one) for one in value.get("leftOut", ())),
-            data_before=str(value.get("dataBefore", "")),
+            sources,
+            after_step=record.after_step,
+            left_out=left_out,
+            data_before=record.data_before or "",
         )
 
 
@@ -90,7 +143,9 @@ def place_sources(start: DataStart | None, sources: Sequence[tuple[str, str]]) -
     """
     if start is None:
         return DataStart(
-            tuple(Place(name, items, number) for number, (name, items) in enumerate(sources))
+            tuple(
+                Place(name, items, number) for number, (name, items) in enumerate(sources)
+            )
         )
 
     # Several sources may have the same items: the one that kept its name goes on as itself.

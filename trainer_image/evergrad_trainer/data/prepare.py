@@ -1,7 +1,6 @@
 """Prepare: source files → token files, once a fingerprint, in parallel, resumable, published by
 one rename."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +43,7 @@ from evergrad_trainer.data.prepared import (
 )
 from evergrad_trainer.data.tokenizers import load_tokenizer
 from evergrad_trainer.errors import DataError
+from evergrad_trainer.machine import usable_cores
 
 __all__ = [
     "PrepareProgress",
@@ -111,15 +111,13 @@ def prepare(
         whole = replace(recipe, held_out=None)
         recipes = [recipe] * len(sources) + [whole] * (len(entries) - len(sources))
         preparations = [
-            Preparation(source, content, one, root, compute_fingerprint(source, content, one))
+            Preparation(
+                source, content, one, root, compute_fingerprint(source, content, one)
+            )
             for source, content, one in zip(entries, contents, recipes, strict=True)
         ]
         raise_if([] if may_prepare else _find_unprepared(preparations), DataError)
-        if not workers:
-            # The cores this process may use, which in a container are fewer than the machine has.
-            has_affinity = hasattr(os, "sched_getaffinity")
-            workers = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-        prepared = _prepare_all(preparations, report, workers=workers)
+        prepared = _prepare_all(preparations, report, workers=workers or usable_cores())
     return Prepared(
         sources=tuple(prepared[: len(sources)]),
         evaluation=tuple(prepared[len(sources) :]),
@@ -134,13 +132,19 @@ def _find_all(
 ) -> list[tuple[Path, ...]]:
     """The files of each source. Raises DataError naming every mistake in the paths of all of them."""
     # All files are looked at before the first one is read.
-    found = [find_files(source, prepared_directory=prepared_directory) for source in entries]
+    found = [
+        find_files(source, prepared_directory=prepared_directory) for source in entries
+    ]
     raise_if([problem for _, problems in found for problem in problems], DataError)
     return [paths for paths, _ in found]
 
 
 def check_unchanged(
-    recorded: Prepared, training: Training, *, base_directory: Path, prepared_directory: Path
+    recorded: Prepared,
+    training: Training,
+    *,
+    base_directory: Path,
+    prepared_directory: Path,
 ) -> None:
     """Raise DataError naming each source whose content is not what ``recorded`` was prepared from.
 
@@ -162,7 +166,9 @@ def check_unchanged(
         with disk_errors(source.path):
             now = scan_cached(source, paths, root / SCANS, on_bytes=lambda _: None)
         if now.content_hash != before.content_hash:
-            new = {relative_name(path, source): scan.content_hash for path, scan in now.files}
+            new = {
+                relative_name(path, source): scan.content_hash for path, scan in now.files
+            }
             is_expanded = source.is_expanded(paths)
             problems.append(
                 _change_of(
@@ -256,7 +262,9 @@ def _find_unprepared(preparations: Sequence[Preparation]) -> list[Problem]:
     why = "this start may prepare nothing (--require-prepared), and {} has no tokens of its content"
     remedy = "Run `evergrad prepare` with this file first, or leave --require-prepared out"
     return [
-        Problem(str(one.source.path), "is not prepared", why.format(one.final.parent), remedy)
+        Problem(
+            str(one.source.path), "is not prepared", why.format(one.final.parent), remedy
+        )
         for one in preparations
         if one.source.type in TEXT_TYPES and open_published(one.final) is None
     ]
@@ -281,7 +289,9 @@ def _prepare_all(
         # Also after an error: helpers would otherwise work on until they notice that their input has ended.
         pool.close()
     return [
-        _prepared_source(one, found.get(one.fingerprint), reused=one.fingerprint not in missing)
+        _prepared_source(
+            one, found.get(one.fingerprint), reused=one.fingerprint not in missing
+        )
         for one in preparations
     ]
 
@@ -397,4 +407,6 @@ def _token_spans(preparation: Preparation) -> tuple[TokenSequence, TokenSequence
             after = shard.tokens - before
             rest.append(replace(shard, start=shard.start + before, tokens=after))
         left -= before
-    return TokenSequence(source.dtype, tuple(first)), TokenSequence(source.dtype, tuple(rest))
+    return TokenSequence(source.dtype, tuple(first)), TokenSequence(
+        source.dtype, tuple(rest)
+    )

@@ -89,7 +89,9 @@ class PreparedSource:
     @property
     def malformed(self) -> int:
         """Lines that were skipped by the policy ``malformed: skip``."""
-        return sum(count for reason, count in self.skipped.items() if reason not in HARMLESS)
+        return sum(
+            count for reason, count in self.skipped.items() if reason not in HARMLESS
+        )
 
 
 @dataclass(frozen=True)

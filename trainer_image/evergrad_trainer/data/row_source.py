@@ -63,7 +63,9 @@ class RowReader:
 
         # An index that ends early is whole by itself, and its last row then holds all that follow.
         number, held_out = sum(map(len, lines)), source.held_out_documents or 0
-        wanted = held_out if sequence == source.held_out else (source.documents or 0) - held_out
+        wanted = (
+            held_out if sequence == source.held_out else (source.documents or 0) - held_out
+        )
         if number != wanted:
             (path,) = [one.documents for one in shards[:1] if one.documents is not None]
             every = path.with_name(f"{path.stem.rpartition('-')[0]}-*{path.suffix}")

@@ -10,14 +10,20 @@ from evergrad_trainer.data.tokenizers import TextTokenizer
 
 
 def show_samples(
-    stream: TrainingStream, tokenizer: TextTokenizer, *, count: int, asked_by: str
+    stream: TrainingStream,
+    tokenizer: TextTokenizer,
+    *,
+    count: int,
+    asked_by: str,
+    step: int | None = None,
 ) -> list[dict[str, Any]]:
-    """At most ``count`` samples of the first step: place, text and number of learned tokens, as JSON values.
+    """At most ``count`` samples of ``step``, by default the first: place, text and number of learned tokens,
+    as JSON values.
 
     A sample of two rows, a pair, has two texts. ``asked_by``: the option, for messages. Raises
     ConfigurationError where batches hold no tokens, and DataError.
     """
-    first = stream.first_step
+    first = stream.first_step if step is None else step
     batches = (stream.slot(first, slot) for slot in range(stream.slots_per_step))
     samples = ((batch, row) for batch in batches for row in range(len(batch.samples)))
     shown = []

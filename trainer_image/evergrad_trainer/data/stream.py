@@ -65,12 +65,16 @@ class TrainingStream:
         self.start: DataStart | None = None
         """Where the sources begin; None with several stages, each of which begins at its first items."""
         if len(stages) == 1:
-            named = [(name, one.fingerprint) for name, (one, _) in stages[0].sources.items()]
+            named = [
+                (name, one.fingerprint) for name, (one, _) in stages[0].sources.items()
+            ]
             self.start = place_sources(start, named)
         elif start is not None:
             what = f"position is that of one mixture, and the task has {len(stages)} stages"
             remedy = "Load everything to go on in the same data, or the optimizer alone"
-            raise ConfigurationError(Problem("spec.training.initFrom.load", what, "", remedy))
+            raise ConfigurationError(
+                Problem("spec.training.initFrom.load", what, "", remedy)
+            )
         places = self.start.sources if self.start is not None and self.start.goes_on else ()
         self._orders: list[_StageOrder] = []
         for number, stage in enumerate(stages):
@@ -128,7 +132,9 @@ class TrainingStream:
 
         # By the source's number among those of all stages.
         offset = self._first_source[number]
-        samples = tuple(SampleId(offset + one.source, one.epoch, one.window) for one in located)
+        samples = tuple(
+            SampleId(offset + one.source, one.epoch, one.window) for one in located
+        )
         # A sum, so that the hash of a step does not depend on which rank has which slot.
         total = sum(map(sample_hash, positions, samples)) % 2**64
         return Batch(tensors=rows.tensors, weight=rows.weight, samples=samples, hash=total)
@@ -174,7 +180,9 @@ class TrainingStream:
         Raises ValueError for several stages.
         """
         if len(self._orders) > 1:
-            raise ValueError("horizon.exhausted needs a single stage, and the task has several")
+            raise ValueError(
+                "horizon.exhausted needs a single stage, and the task has several"
+            )
         before = self._steps_before(0) * self._batching.global_batch_size
         return before + exhausted_after(self._orders[0].mixture, epochs, which)
 

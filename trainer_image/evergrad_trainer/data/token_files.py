@@ -141,7 +141,9 @@ class _Files:
         while True:
             try:
                 size = retry(
-                    lambda: self._fill(path, target, offset), where=path, what="cannot be read"
+                    lambda: self._fill(path, target, offset),
+                    where=path,
+                    what="cannot be read",
                 )
             except FileNotFoundError as error:
                 what = f"cannot be read ({error.strerror})"
@@ -212,7 +214,9 @@ def unreadable(path: Path, what: str) -> Problem:
         "If it is a source file, restore it; if it is prepared data, delete the directory "
         f"{path.parent} and prepare again"
     )
-    return Problem(str(path), what, "it was removed or cut short after it was prepared", remedy)
+    return Problem(
+        str(path), what, "it was removed or cut short after it was prepared", remedy
+    )
 
 
 def read_documents(path: Path) -> npt.NDArray[Any]:

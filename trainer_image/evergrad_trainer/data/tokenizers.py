@@ -42,7 +42,12 @@ _OTHER_FILES = (
         "tokenizer.model",
         "spiece.model",
     ),
-    *("sentencepiece.bpe.model", "tekken.json", "chat_template.jinja", "chat_template.json"),
+    *(
+        "sentencepiece.bpe.model",
+        "tekken.json",
+        "chat_template.jinja",
+        "chat_template.json",
+    ),
 )
 
 
@@ -68,7 +73,9 @@ class TextTokenizer(Protocol):
     def encode_many(self, texts: Sequence[str]) -> list[Tokens]:
         """The ids of each text, without any special token around them."""
 
-    def encode_documents(self, texts: Sequence[str]) -> tuple[Tokens, npt.NDArray[np.int64]]:
+    def encode_documents(
+        self, texts: Sequence[str]
+    ) -> tuple[Tokens, npt.NDArray[np.int64]]:
         """The ids of all texts in one array, each text followed by the end id, and the number of ids of each
         (end included)."""
 
@@ -121,9 +128,13 @@ class ByteTokenizer:
     dtype: np.dtype[Any] = smallest_dtype(257)
 
     def encode_many(self, texts: Sequence[str]) -> list[Tokens]:
-        return [np.frombuffer(data, dtype=np.uint8).astype(np.uint16) for data in _utf8(texts)]
+        return [
+            np.frombuffer(data, dtype=np.uint8).astype(np.uint16) for data in _utf8(texts)
+        ]
 
-    def encode_documents(self, texts: Sequence[str]) -> tuple[Tokens, npt.NDArray[np.int64]]:
+    def encode_documents(
+        self, texts: Sequence[str]
+    ) -> tuple[Tokens, npt.NDArray[np.int64]]:
         # One array for all documents: the separator, which no text contains, becomes the end id and marks the
         # lengths.
         joined = bytes([_SEPARATOR]).join([*_utf8(texts), b""])
@@ -171,7 +182,9 @@ class ByteTokenizer:
             add_prefix_space=False, use_regex=False
         )
         backend.decoder = decoders.ByteLevel()
-        backend.add_special_tokens([AddedToken(BYTE_END_TOKEN, special=True, normalized=False)])
+        backend.add_special_tokens(
+            [AddedToken(BYTE_END_TOKEN, special=True, normalized=False)]
+        )
         directory.mkdir(parents=True, exist_ok=True)
         backend.save(str(directory / _FILE))
         config = {
@@ -219,7 +232,9 @@ class BackendTokenizer:
     def encode_many(self, texts: Sequence[str]) -> list[Tokens]:
         return [np.array(ids, dtype=self.dtype) for ids in self._ids(texts)]
 
-    def encode_documents(self, texts: Sequence[str]) -> tuple[Tokens, npt.NDArray[np.int64]]:
+    def encode_documents(
+        self, texts: Sequence[str]
+    ) -> tuple[Tokens, npt.NDArray[np.int64]]:
         # The library's own end token would depend on settings of the tokenizer's file.
         ids = self._ids(texts)
         for one in ids:
@@ -256,7 +271,9 @@ class BackendTokenizer:
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         if not self._in_batches:
             # One at a time: a batch would start the library's threads in this process, which may fork later.
-            return [self._backend.encode(text, add_special_tokens=False).ids for text in texts]
+            return [
+                self._backend.encode(text, add_special_tokens=False).ids for text in texts
+            ]
         encode = self._backend.encode_batch_fast
         parts = (
             encode(list(texts[first : first + _BATCH]), add_special_tokens=False)
@@ -280,10 +297,16 @@ def load_directory(directory: Path) -> BackendTokenizer:
         )
     # Preflight, preparation and the task ask one after the other, and a large tokenizer takes seconds.
     try:
-        entries = [(path.name, path.stat()) for path in directory.iterdir() if path.is_file()]
+        entries = [
+            (path.name, path.stat()) for path in directory.iterdir() if path.is_file()
+        ]
     except OSError as error:
-        raise _problem(directory, "cannot be read", str(error), "Check its rights") from error
-    stamps = sorted((name, one.st_ino, one.st_size, one.st_mtime_ns) for name, one in entries)
+        raise _problem(
+            directory, "cannot be read", str(error), "Check its rights"
+        ) from error
+    stamps = sorted(
+        (name, one.st_ino, one.st_size, one.st_mtime_ns) for name, one in entries
+    )
     return _load_files(directory, tuple(stamps))
 
 
@@ -352,7 +375,10 @@ def _build(
         if (directory / name).is_file()
     ]
     return BackendTokenizer(
-        backend, end_of_document=end, identity=f"files-{digest.hexdigest()}-{end}", files=files
+        backend,
+        end_of_document=end,
+        identity=f"files-{digest.hexdigest()}-{end}",
+        files=files,
     )
 
 

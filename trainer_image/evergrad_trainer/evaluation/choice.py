@@ -43,7 +43,9 @@ def choose_checkpoint(store: Store, asked: str) -> Candidate:
     if asked not in ("last", "best") and not asked.isdecimal():
         why = "a checkpoint is named by its step, or as best or last"
         raise ConfigurationError(
-            Problem("--checkpoint", f"{asked!r} is no step", why, "Use a step, best or last")
+            Problem(
+                "--checkpoint", f"{asked!r} is no step", why, "Use a step, best or last"
+            )
         )
     found = list_checkpoints(store)
     if not found:
@@ -99,11 +101,11 @@ def choose_sets(
     names = [one.name for one in sets]
     if not names:
         why = "its file has neither data.heldOut nor evaluation.sources"
-        remedy = (
-            "Add a set to the run's file and start it again; its checkpoints stay as they are"
-        )
+        remedy = "Add a set to the run's file and start it again; its checkpoints stay as they are"
         raise ConfigurationError(
-            Problem("spec.training.evaluation", "the run has no evaluation set", why, remedy)
+            Problem(
+                "spec.training.evaluation", "the run has no evaluation set", why, remedy
+            )
         )
     problems = []
     for name in asked:
@@ -112,7 +114,10 @@ def choose_sets(
             why = f"did you mean {near}?" if near else "the run's file has no such set"
             problems.append(
                 Problem(
-                    "--set", f"{name!r} is no evaluation set", why, f"Known: {', '.join(names)}"
+                    "--set",
+                    f"{name!r} is no evaluation set",
+                    why,
+                    f"Known: {', '.join(names)}",
                 )
             )
     raise_if(problems, ConfigurationError)

@@ -30,14 +30,17 @@ def compare_with_run(
     """
     # The last row of a step counts, as everywhere.
     live = {
-        (one.step, one.name): one for one in read_evaluations(directory.evaluation, notes=[])
+        (one.step, one.name): one
+        for one in read_evaluations(directory.evaluation, notes=[])
     }
     found = []
     for row in rows:
         name, step, loss = row["name"], row["step"], row["loss"]
         own = live.get((step, name))
         if own is None:
-            verdict = f"the run itself has not measured it at step {step:,}; nothing to compare"
+            verdict = (
+                f"the run itself has not measured it at step {step:,}; nothing to compare"
+            )
             found.append(Compared(name, None, loss, is_equal=False, verdict=verdict))
             continue
         is_known = loss is not None and math.isfinite(loss) and math.isfinite(own.loss)
@@ -47,7 +50,9 @@ def compare_with_run(
             else loss is None and not math.isfinite(own.loss)
         )
         how = (
-            "bit by bit" if is_known and loss == own.loss else f"within {tolerance:g} relative"
+            "bit by bit"
+            if is_known and loss == own.loss
+            else f"within {tolerance:g} relative"
         )
         verdict = (
             f"as the run measured it, {how}"

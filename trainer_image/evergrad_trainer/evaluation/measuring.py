@@ -155,7 +155,9 @@ class Evaluator:
             reported(where, what=what),
         ):
             reader = self.store.reader
-            now = retry(lambda: reader.read_manifest(candidate.name), where=where, what=what)
+            now = retry(
+                lambda: reader.read_manifest(candidate.name), where=where, what=what
+            )
         found_then = candidate.manifest
         if now is None or found_then is None or now.checksum != found_then.checksum:
             raise CheckpointError(gone)

@@ -27,8 +27,14 @@ from evergrad_trainer.models.compilation import should_compile
 from evergrad_trainer.models.compile_cache import load_compiled
 from evergrad_trainer.optim.average import AVERAGE, TRAINED, check_has_average
 from evergrad_trainer.recipes.opening import Opened, open_recipe
-from evergrad_trainer.resume import check_tokenizer_unchanged, inspect_directory, read_run
+from evergrad_trainer.resume import (
+    RunState,
+    check_tokenizer_unchanged,
+    inspect_directory,
+    read_run,
+)
 from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.run_record import read_key
 from evergrad_trainer.training.build import (
     Machinery,
     build_evaluations,
@@ -104,8 +110,24 @@ def read_recorded(path: Path) -> RecordedRun:
                 "Evaluate it with a program of your own, which reads what the script has saved",
             )
         )
-    prepared = Prepared.from_json(record["prepared"])
-    return RecordedRun(directory, run, path / record["baseDirectory"], prepared)
+    prepared = read_key(directory, record, "prepared", Prepared)
+    base = path / read_key(directory, record, "baseDirectory", str)
+    return RecordedRun(directory, run, base, prepared)
+
+
+def _prepare_again(
+    recorded: RecordedRun, run_state: RunState, prepare_data: PrepareData, *, shared: Path
+) -> Prepared:
+    """Prepare data that are gone: they must be those that the run was trained on."""
+    run, base = recorded.run, recorded.base_directory
+    check_unchanged(
+        recorded.prepared, run.training, base_directory=base, prepared_directory=shared
+    )
+    prepared = prepare_data(run, base, shared)
+    check_tokenizer_unchanged(run_state, prepared)
+    # Each folder was expanded again: a file may have come since it was compared.
+    check_prepared(recorded.prepared, prepared)
+    return prepared
 
 
 def open_run(
@@ -131,12 +153,7 @@ def open_run(
     run_state = inspect_directory(recorded.directory, run, extend=True)
     shared = path.absolute().parent / PREPARED_FOLDER
     if _is_missing(prepared):
-        # Data that are prepared now must be those that the run was trained on.
-        check_unchanged(prepared, training, base_directory=base, prepared_directory=shared)
-        prepared = prepare_data(run, base, shared)
-        check_tokenizer_unchanged(run_state, prepared)
-        # Each folder was expanded again: a file may have come since it was compared.
-        check_prepared(recorded.prepared, prepared)
+        prepared = _prepare_again(recorded, run_state, prepare_data, shared=shared)
     is_prepared = prepared.folder is not None and prepared.folder.is_dir()
     root = resolve_prepared_directory(training, base_directory=base, default=shared)
     opened = open_recipe(
@@ -156,7 +173,9 @@ def open_run(
         base_directory=base,
         run_directory=path,
         prepared=opened.prepared or prepared,
-        model=plan_model(training.model, base_directory=base, vocab_size=prepared.vocab_size),
+        model=plan_model(
+            training.model, base_directory=base, vocab_size=prepared.vocab_size
+        ),
         numbers=opened.data.derive_steps(training),
         threads=threads_per_worker(training, cores=machine.cores, num_workers=1),
         stop_after_steps=None,

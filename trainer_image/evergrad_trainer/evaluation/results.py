@@ -55,7 +55,9 @@ class Place:
         return self.directory / RunFile.EVALUATIONS / CUT / self.name
 
 
-def place_of(directory: Path, *, checkpoint: str, checksum: str, name: str, key: str) -> Place:
+def place_of(
+    directory: Path, *, checkpoint: str, checksum: str, name: str, key: str
+) -> Place:
     """Where the result of a checkpoint with this ``checksum`` on the set ``name`` lies.
 
     ``key``: what is measured on what.

@@ -29,7 +29,8 @@ def watch(
         waiting = [
             (one, key)
             for one in reversed(list_checkpoints(evaluator.store))
-            if (key := (one.name, one.manifest.checksum if one.manifest else "")) not in done
+            if (key := (one.name, one.manifest.checksum if one.manifest else ""))
+            not in done
         ]
         if not waiting:
             if is_complete or wait():

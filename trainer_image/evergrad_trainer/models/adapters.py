@@ -62,7 +62,9 @@ def add_adapters(
         # A model may have layers of both kinds; peft says that it corrects the flag for some of them.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
         peft.inject_adapter_in_model(config, model, adapter_name=_NAME)
-    mark_base(model, [name for name, one in model.named_parameters() if not one.requires_grad])
+    mark_base(
+        model, [name for name, one in model.named_parameters() if not one.requires_grad]
+    )
     for parameter in model.parameters():
         # peft gives them the type of the layer beside them, in which small updates would be rounded away.
         if parameter.requires_grad:
@@ -78,16 +80,23 @@ def choose_targets(model: "PreTrainedModel", lora: Lora) -> dict[str, Any]:
     if not lora.target_modules:
         chosen = {name: one for name, one in layers.items() if one is not head}
         if not chosen:
-            what = f"a {model.config.model_type} model has no linear layers besides its head"
+            what = (
+                f"a {model.config.model_type} model has no linear layers besides its head"
+            )
             why = "an adapter is a product of two matrices beside a third"
-            raise ModelError(Problem(f"{_FIELD}.targetModules", what, why, "Train it whole"))
+            raise ModelError(
+                Problem(f"{_FIELD}.targetModules", what, why, "Train it whole")
+            )
     else:
         raise_if(list(_target_problems(model, lora.target_modules)), ModelError)
         chosen = {
-            name: one for name, one in layers.items() if _is_meant(name, lora.target_modules)
+            name: one
+            for name, one in layers.items()
+            if _is_meant(name, lora.target_modules)
         }
     name, least = min(
-        ((name, min(one.weight.shape)) for name, one in chosen.items()), key=lambda one: one[1]
+        ((name, min(one.weight.shape)) for name, one in chosen.items()),
+        key=lambda one: one[1],
     )
     if lora.rank > least:
         what = f"{lora.rank} is above the {least} of {name}"
@@ -118,11 +127,11 @@ def _target_problems(model: "PreTrainedModel", targets: Sequence[str]) -> Iterat
             kind = type(modules[others[0]]).__name__
             what = f"{target!r} names {others[0]}, a {kind}"
             why = "adapters stand beside linear layers only"
-            yield Problem(where, what, why, f"Name one of {', '.join(endings[:_MOST_NAMED])}")
-        elif any(modules[name] is head for name in found) and head.weight is table.weight:
-            what = (
-                f"{target!r} is the output head, which shares its weights with the embeddings"
+            yield Problem(
+                where, what, why, f"Name one of {', '.join(endings[:_MOST_NAMED])}"
             )
+        elif any(modules[name] is head for name in found) and head.weight is table.weight:
+            what = f"{target!r} is the output head, which shares its weights with the embeddings"
             why = "merged into the one, an adapter would change the other"
             yield Problem(where, what, why, "Remove it")
 
@@ -156,7 +165,10 @@ def merge_adapters(model: "PreTrainedModel") -> None:
         ]
         for path, layer in layers:
             plain = layer.get_base_layer()
-            down, up = layer.lora_A[_NAME].weight.float(), layer.lora_B[_NAME].weight.float()
+            down, up = (
+                layer.lora_A[_NAME].weight.float(),
+                layer.lora_B[_NAME].weight.float(),
+            )
             added = up @ down * float(layer.scaling[_NAME])
             if not isinstance(plain, nn.Linear):
                 # GPT-2's layers hold their weights the other way round.

@@ -101,7 +101,10 @@ class ModelPlan:
             if key not in _NO_PART_OF_THE_MODEL and not key.startswith("_")
         }
         values: dict[str, Any] = json.loads(json.dumps(kept, default=str))
-        return {"transformers": str(config.get("transformers_version", "")), "config": values}
+        return {
+            "transformers": str(config.get("transformers_version", "")),
+            "config": values,
+        }
 
 
 def plan_model(settings: Model, *, base_directory: Path, vocab_size: int) -> ModelPlan:
@@ -384,7 +387,10 @@ def load_directory(
 
     # transformers adds them to the weights beside them, but only where peft is installed.
     if (directory / "adapter_config.json").exists():
-        what, why = "has adapters beside its weights", "only some installations would load them"
+        what, why = (
+            "has adapters beside its weights",
+            "only some installations would load them",
+        )
         remedy = "Merge them into the weights, or remove adapter_config.json"
         raise ModelError(Problem(str(directory), what, why, remedy))
     disable_progress_bar()
@@ -412,7 +418,9 @@ def load_directory(
             )
         ) from error
     # transformers would go on with fresh random values for what is missing.
-    missing = sorted({*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])})
+    missing = sorted(
+        {*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])}
+    )
     if missing:
         raise ModelError(
             Problem(
@@ -447,7 +455,9 @@ def _watch_reading() -> Iterator[list[int]]:
             MOVED.note(1)
 
     def make_bar(factory: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return factory(note_each(args[0]), *args[1:], **kwargs) if args else factory(**kwargs)
+        return (
+            factory(note_each(args[0]), *args[1:], **kwargs) if args else factory(**kwargs)
+        )
 
     before = logging.set_tqdm_hook(make_bar)
     try:

@@ -47,12 +47,16 @@ def save_compiled(folder: Path, device: torch.device, *, loaded_bytes: int) -> i
         return loaded_bytes
     data, path = found[0], _locate(folder, device)
     if len(data) > MAX_BYTES:
-        _log.warning("%s: %d bytes of compiled kernels are too many to keep", path, len(data))
+        _log.warning(
+            "%s: %d bytes of compiled kernels are too many to keep", path, len(data)
+        )
         return loaded_bytes
     try:
         folder.mkdir(exist_ok=True)
         replace_durably(path, data)
-        files = sorted(folder.glob("*.bin"), key=lambda one: one.stat().st_mtime, reverse=True)
+        files = sorted(
+            folder.glob("*.bin"), key=lambda one: one.stat().st_mtime, reverse=True
+        )
         # One process writes at a time: temporary files are what a kill has left.
         left = [one for one in folder.iterdir() if is_temporary(one.name, path.name)]
         for old in (*files[MAX_FILES:], *left):

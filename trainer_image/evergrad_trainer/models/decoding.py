@@ -39,7 +39,8 @@ def decode(
     for _ in range(most):
         if positions is not None:
             is_done = [
-                done or len(row) >= positions for done, row in zip(is_done, rows, strict=True)
+                done or len(row) >= positions
+                for done, row in zip(is_done, rows, strict=True)
             ]
         if all(is_done) and not is_even:
             break

@@ -79,7 +79,9 @@ class _Recorder(TorchDispatchMode):
             storage = target.untyped_storage()
             length = storage.nbytes() // target.dtype.itemsize
             part = (tuple(target.shape), target.stride(), int(target.storage_offset()))
-            self.fills.append(_Fill(func, storage, length, part, target.dtype, tuple(args[1:])))
+            self.fills.append(
+                _Fill(func, storage, length, part, target.dtype, tuple(args[1:]))
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -94,7 +96,9 @@ class DeferredModel:
         self._fills = fills
         self._seed = seed
         # As they are before sharding replaces them.
-        self._names = {p.untyped_storage()._cdata: name for name, p in model.named_parameters()}
+        self._names = {
+            p.untyped_storage()._cdata: name for name, p in model.named_parameters()
+        }
 
     def materialise(
         self,
@@ -170,10 +174,14 @@ class DeferredModel:
         """The weights of a transformers directory; None where its names or shapes are not the model's own."""
         from safetensors import safe_open
 
-        shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
+        shapes = {
+            name: parameter.shape for name, parameter in self.model.named_parameters()
+        }
         index = directory / "model.safetensors.index.json"
         if index.exists():
-            files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))[
+                "weight_map"
+            ]
         elif (directory / "model.safetensors").exists():
             with safe_open(directory / "model.safetensors", framework="pt") as file:
                 files = dict.fromkeys(file.keys(), "model.safetensors")

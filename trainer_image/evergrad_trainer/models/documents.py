@@ -9,7 +9,9 @@ from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Data
 from evergrad_trainer.models.experts import router_coefficient
 
-MASKED: Final = frozenset({"gpt2", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3"})
+MASKED: Final = frozenset(
+    {"gpt2", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3"}
+)
 """transformers' model types whose attention takes the mask that is given and whose places are the positions
 that are given, which a test shows of each."""
 
@@ -29,7 +31,9 @@ def keep_apart(
     documents = (position_ids == 0).cumsum(dim=1)
     is_same = documents[:, None, :, None] == documents[:, None, None, :]
     length = position_ids.shape[1]
-    is_before = torch.ones(length, length, dtype=torch.bool, device=position_ids.device).tril()
+    is_before = torch.ones(
+        length, length, dtype=torch.bool, device=position_ids.device
+    ).tril()
     return {"position_ids": position_ids, "attention_mask": is_same & is_before}
 
 
@@ -38,7 +42,9 @@ def why_not_apart(config: Any, sequence_length: int) -> str | None:
     text = config.get_text_config()
     name = str(config.model_type)
     if name not in MASKED:
-        return f"the attention of {name} is not known to keep the documents of a sample apart"
+        return (
+            f"the attention of {name} is not known to keep the documents of a sample apart"
+        )
     # Some have the number in their configuration and a switch beside it.
     window = getattr(text, "sliding_window", None)
     if (
@@ -71,7 +77,9 @@ def check_packing(
     elif data.packing == "none" and reads_rows and router_coefficient(config):
         without = "router_aux_loss_coef: 0 in the model's configuration to train without it"
         can_pack = not has_pairs and why_not_apart(config, data.sequence_length) is None
-        remedy = f"Set data.packing: documents, or {without}" if can_pack else f"Set {without}"
+        remedy = (
+            f"Set data.packing: documents, or {without}" if can_pack else f"Set {without}"
+        )
         yield Problem(
             where,
             f"none cannot be combined with the router loss of {config.model_type}",

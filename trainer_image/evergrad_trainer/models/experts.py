@@ -27,7 +27,9 @@ def router_coefficient(config: "PreTrainedConfig") -> float:
 def check_experts(config: "PreTrainedConfig", *, where: str) -> Iterator[Problem]:
     """Check that a mixture of experts is trained with its router loss, or says that it is to be without."""
     text = config.get_text_config()
-    counts = [count for name in _COUNTS if isinstance(count := getattr(text, name, None), int)]
+    counts = [
+        count for name in _COUNTS if isinstance(count := getattr(text, name, None), int)
+    ]
     if not hasattr(text, "output_router_logits") or (counts and max(counts) < 2):
         return
     # A missing coefficient cannot be set by the user; one that is set and not used can.

@@ -16,7 +16,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _TERA: Final = 1e12
-_EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS: Final = (
+    "num_local_experts",
+    "num_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+)
 _CHOSEN: Final = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k")
 
 
@@ -50,8 +55,12 @@ PEAKS: Final = (
     Peak("V100-SXM2", None, None, 15.7, _NVIDIA.format("V100")),
     Peak("V100-PCIE", None, None, 14, _NVIDIA.format("V100")),
     Peak("T4", None, None, 8.1, _NVIDIA.format("T4")),
-    Peak("RTX 4090", 165.2, 82.6, 82.6, "NVIDIA, Ada GPU architecture whitepaper, appendix A"),
-    Peak("RTX 3090", 71, 35.6, 35.6, "NVIDIA, GA102 GPU architecture whitepaper, appendix A"),
+    Peak(
+        "RTX 4090", 165.2, 82.6, 82.6, "NVIDIA, Ada GPU architecture whitepaper, appendix A"
+    ),
+    Peak(
+        "RTX 3090", 71, 35.6, 35.6, "NVIDIA, GA102 GPU architecture whitepaper, appendix A"
+    ),
     Peak("MI300X", 1307.4, 653.7, 163.4, "AMD, Instinct MI300X datasheet"),
 )
 """Known devices. A device is the first one whose words all stand in its name: of two names of which one
@@ -86,7 +95,9 @@ def find_peak(name: str, *, precision: str, matmul_precision: str) -> float | No
     return None
 
 
-def device_peak(device: torch.device, *, precision: str, matmul_precision: str) -> float | None:
+def device_peak(
+    device: torch.device, *, precision: str, matmul_precision: str
+) -> float | None:
     """The most FLOP/s of ``device``; None for a CPU, and for an accelerator that is not known."""
     if device.type != "cuda":
         return None

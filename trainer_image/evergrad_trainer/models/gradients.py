@@ -58,7 +58,8 @@ class _Bucket:
         )
         sizes = [p.numel() for p in parameters]
         self.views = [
-            part.view_as(p) for part, p in zip(self.flat.split(sizes), parameters, strict=True)
+            part.view_as(p)
+            for part, p in zip(self.flat.split(sizes), parameters, strict=True)
         ]
         self.missing = 0
 
@@ -88,7 +89,9 @@ def _partition(
 class BucketedSum:
     """Sum over slots in place, then over ranks bucket by bucket, overlapping with the last backward pass."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], *, bucket_bytes: int) -> None:
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], *, bucket_bytes: int
+    ) -> None:
         self._parameters = tuple(parameters)
         self._bucket_bytes = bucket_bytes
         self._buckets: list[_Bucket] = []
@@ -115,7 +118,9 @@ class BucketedSum:
             self._buckets = [
                 _Bucket(part) for part in _partition(self._parameters, self._bucket_bytes)
             ]
-            self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+            self._bucket_of = {
+                p: bucket for bucket in self._buckets for p in bucket.parameters
+            }
         # autograd adds to a gradient that is there already: all slots are summed in the buckets themselves.
         for bucket in self._buckets:
             bucket.flat.zero_()
@@ -200,7 +205,9 @@ class ExactSum:
         if not self._sums:
             self._sums = [
                 torch.zeros(
-                    sum(p.numel() for p in part) + 1, dtype=torch.int64, device=part[0].device
+                    sum(p.numel() for p in part) + 1,
+                    dtype=torch.int64,
+                    device=part[0].device,
                 )
                 for part in self._partition
             ]
@@ -217,7 +224,10 @@ class ExactSum:
         for total, part in zip(self._sums, self._partition, strict=True):
             # A parameter that took no part in the slot has none.
             flat = torch.cat(
-                [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in part]
+                [
+                    (torch.zeros_like(p) if p.grad is None else p.grad).flatten()
+                    for p in part
+                ]
             )
             # A comparison that is false for what is not a number, too. It stays on the device: reading it
             # here would make an accelerator wait for the host at every bucket of every slot.
@@ -244,7 +254,9 @@ class ExactSum:
 
     def problem(self) -> Problem | None:
         # One look for all buckets: a rank that sees one out of range sees the same as all others.
-        if not self._sums or not int(torch.stack([total[-1] for total in self._sums]).sum()):
+        if not self._sums or not int(
+            torch.stack([total[-1] for total in self._sums]).sum()
+        ):
             return None
         return Problem(
             "reproducibility.elastic",

@@ -93,7 +93,9 @@ def choose_kernels(
     # backward pass must take the same backend.
     _switch_on(attention)
     chosen = (
-        attention if shape is None else _try_attention(device, shape, runs=attention != "auto")
+        attention
+        if shape is None
+        else _try_attention(device, shape, runs=attention != "auto")
     )
     if shape is not None and attention not in ("auto", chosen):
         _switch_on("auto")

@@ -6,6 +6,7 @@ docs/model-sizes.md has what was calculated and what was measured.
 
 from dataclasses import dataclass, replace
 
+from evergrad_coordinator.text import size
 from evergrad_manifest.derive import loss_chunk, num_logits, num_references
 from evergrad_manifest.training import Optimizer, Runtime, Training
 
@@ -73,6 +74,17 @@ class Need:
     def total(self) -> int:
         return self.state + self.gathered + self.activations + self.logits + self.fixed
 
+    def list_parts(self, num_processes: int) -> str:
+        """Name the memory that so many processes need together, without parts that are nothing."""
+        parts = {
+            "state": self.state,
+            "gathered": self.gathered,
+            "activations": self.activations,
+            "logits": self.logits,
+        }
+        shown = {name: size(part * num_processes) for name, part in parts.items() if part}
+        return ", ".join(f"{name} {text}" for name, text in shown.items())
+
 
 def checkpoint_bytes(facts: ModelFacts, training: Training) -> int:
     """Trained weights, moments and the average, as saved."""
@@ -117,7 +129,8 @@ def memory_of(
     references = num_references(training)
     values = facts.num_trained + _count_moments(facts, training.optimizer)
     lora = training.model.lora
-    base = weight if lora is None or lora.base_dtype is None else _WEIGHT_BYTES[lora.base_dtype]
+    base_dtype = None if lora is None else lora.base_dtype
+    base = weight if base_dtype is None else _WEIGHT_BYTES[base_dtype]
     state = weight * values + base * (1 + references) * facts.parameters
     if training.ema is not None:
         state += _AVERAGE_BYTES * facts.num_trained
@@ -126,7 +139,9 @@ def memory_of(
         # Gathered in the products' type; a block's gradients are whole until they are reduced, in the
         # weights' type.
         gathered = (
-            GROUPS_GATHERED * block * product + 2 * block * weight + tables * (product + weight)
+            GROUPS_GATHERED * block * product
+            + 2 * block * weight
+            + tables * (product + weight)
         )
         # A reference's blocks are gone before the model's come; its head is needed beside the model's.
         gathered += references * facts.vocab_size * facts.hidden_size * product

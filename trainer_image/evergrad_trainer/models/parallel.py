@@ -171,7 +171,10 @@ def _build_mesh(world: World, sharding: Sharding) -> "DeviceMesh":
             if world.rank in ranks:
                 own[name] = made
     return DeviceMesh.from_group(
-        [own["copies"], own["shards"]], device, mesh=grid, mesh_dim_names=("copies", "shards")
+        [own["copies"], own["shards"]],
+        device,
+        mesh=grid,
+        mesh_dim_names=("copies", "shards"),
     )
 
 
@@ -231,5 +234,7 @@ def build_gradient_sum(
     if is_sharded:
         return ShardedSum(model, free=functools.partial(reshard, model, *frozen))
     if training.reproducibility.elastic == "exact":
-        return ExactSum(parameters, bucket_bytes=bucket_bytes, slots_per_step=slots_per_step)
+        return ExactSum(
+            parameters, bucket_bytes=bucket_bytes, slots_per_step=slots_per_step
+        )
     return BucketedSum(parameters, bucket_bytes=bucket_bytes)

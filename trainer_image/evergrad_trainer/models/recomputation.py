@@ -83,7 +83,9 @@ def offload_inputs(blocks: Sequence[nn.Module]) -> None:
         )
 
 
-def _call_with_inputs_on_host(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def _call_with_inputs_on_host(
+    call: Callable[..., Any], *arguments: Any, **named: Any
+) -> Any:
     """Call a block while its inputs are saved in host memory.
 
     Its inputs are the positional tensors that have a gradient: what all blocks share, such as masks and
@@ -111,7 +113,11 @@ def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     once its stream has come this far."""
     copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type != "cpu")
     # A graph was compiled for the strides of what it saves: a view with gaps stays as it is.
-    return copy.copy_(tensor, non_blocking=True) if copy.stride() == tensor.stride() else tensor
+    return (
+        copy.copy_(tensor, non_blocking=True)
+        if copy.stride() == tensor.stride()
+        else tensor
+    )
 
 
 def _bring_back(left: tuple[torch.device, torch.Tensor]) -> torch.Tensor:

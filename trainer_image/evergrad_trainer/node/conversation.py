@@ -142,7 +142,9 @@ class Conversation:
         self._said = had = (
             None
             if place is None
-            else Placement(place.generation, place.first_rank, place.workers, place.world_size)
+            else Placement(
+                place.generation, place.first_rank, place.workers, place.world_size
+            )
         )
         return Hello(
             run=settings.run,

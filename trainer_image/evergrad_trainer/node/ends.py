@@ -148,7 +148,9 @@ def _describe_failure(failure: Failed, exit_code: int) -> WorkerEnd:
     is_final = (
         failure.is_final or failure.is_agreed or exit_code == ExitCode.USER_ERROR
     ) and kind is not ErrorKind.ENVIRONMENT
-    return WorkerEnd(Why.FAILED, exit_code, cause, kind, fit_text(text), failure.step, is_final)
+    return WorkerEnd(
+        Why.FAILED, exit_code, cause, kind, fit_text(text), failure.step, is_final
+    )
 
 
 def build_broken(worker: Worker, end: WorkerEnd, *, generation: int) -> Broken:

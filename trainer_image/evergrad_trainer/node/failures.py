@@ -32,7 +32,9 @@ def describe_end(exit_code: int, *, was_oom: bool) -> str:
 
 def kind_of(broken: Broken) -> ErrorKind:
     """The kind of trouble that broke a group."""
-    return ErrorKind.INPUT if broken.is_final else _KINDS.get(broken.cause, ErrorKind.INTERNAL)
+    return (
+        ErrorKind.INPUT if broken.is_final else _KINDS.get(broken.cause, ErrorKind.INTERNAL)
+    )
 
 
 def count_oom_kills(cgroup: Path = _CGROUP) -> int | None:

@@ -36,7 +36,9 @@ class FreshWorkers:
         report: Callable[[Report], None],
         can_stop: Callable[[int], bool],
         grace_seconds: float,
-        call_later: Callable[[float, Callable[[], None]], object] = lambda seconds, act: None,
+        call_later: Callable[[float, Callable[[], None]], object] = lambda seconds, act: (
+            None
+        ),
     ) -> None:
         """``can_stop(generation)``: whether its workers save and leave when they are asked to; they get
         ``grace_seconds``.
@@ -99,7 +101,9 @@ class FreshWorkers:
         self._answered = min(self._answered, order.generation - 1)
         if self._workers:
             in_order = (
-                not order.hard and self._go is not None and self._can_stop(self._go.generation)
+                not order.hard
+                and self._go is not None
+                and self._can_stop(self._go.generation)
             )
             self._stop(
                 self._grace_seconds if in_order else _HARD_SECONDS,
@@ -133,7 +137,11 @@ class FreshWorkers:
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
             }
             worker = self._start_process(local_rank, self._serial, variables)
-            worker.state, worker.rank, worker.inside_generation = "inside", rank, go.generation
+            worker.state, worker.rank, worker.inside_generation = (
+                "inside",
+                rank,
+                go.generation,
+            )
             self._workers[local_rank] = worker
         self._tell(Up(go.generation, -1))
 

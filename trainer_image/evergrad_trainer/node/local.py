@@ -370,13 +370,18 @@ def run_local(
 
 
 def _follow(
-    coordinator: LocalCoordinator, nodes: LocalNodes, stops: _Stops, on_tick: Callable[[], None]
+    coordinator: LocalCoordinator,
+    nodes: LocalNodes,
+    stops: _Stops,
+    on_tick: Callable[[], None],
 ) -> bool:
     """Look after both until no node is left, or a while after the run's end; False if nodes do not leave as
     they were asked."""
     # Nodes are given a while after the run's end to hear of it; one that is frozen is not waited for.
     over_at: float | None = None
-    while not nodes.are_over and (over_at is None or time.monotonic() - over_at < _END_SECONDS):
+    while not nodes.are_over and (
+        over_at is None or time.monotonic() - over_at < _END_SECONDS
+    ):
         sentinels = [
             node.process.sentinel
             for node in nodes.nodes.values()

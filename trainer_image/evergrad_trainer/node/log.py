@@ -38,7 +38,9 @@ def fall_silent() -> None:
         _logger.setLevel(logging.NOTSET)
 
 
-async def warn_of_silence(seconds_since_contact: Callable[[], float], *, address: str) -> None:
+async def warn_of_silence(
+    seconds_since_contact: Callable[[], float], *, address: str
+) -> None:
     """Until cancelled: say it every ten seconds while the coordinator at ``address`` does not answer.
 
     Infinite: it never has.

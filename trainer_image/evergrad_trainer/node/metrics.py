@@ -77,7 +77,10 @@ class NodeMetrics:
             deliver(self._exporter, kind, record)
         if kind == "run_start":
             self._total_steps = int(record["total_steps"])
-        elif kind == "event" and record.get("type") in (EventType.SAVE, EventType.SAVE_FAILED):
+        elif kind == "event" and record.get("type") in (
+            EventType.SAVE,
+            EventType.SAVE_FAILED,
+        ):
             self._saving_seconds += seconds_of(parse_event_row(record), "blocking_seconds")
             if record["type"] == EventType.SAVE_FAILED:
                 return
@@ -214,7 +217,9 @@ class _Series:
         """Name and labels of gauges that may have no value, and have one."""
         made = build_series(NODE, "run", "node", registry=exporter.registry)
         self._gauges = {name: one for name, one in made.items() if isinstance(one, Gauge)}
-        self._counters = {name: one for name, one in made.items() if isinstance(one, Counter)}
+        self._counters = {
+            name: one for name, one in made.items() if isinstance(one, Counter)
+        }
         # Labelled gauges without a value show none, as these did not: workers and generation begin at 0.
         for name in ("node_workers", "node_generation"):
             self.set(name, 0)
@@ -226,9 +231,13 @@ class _Series:
     def add(self, name: str, amount: float, *labels: str) -> None:
         self._counters[name].labels(*self._place, *labels).inc(amount)
 
-    def show_memory(self, local_rank: str, sizes: Sizes | None, resident: int | None) -> None:
+    def show_memory(
+        self, local_rank: str, sizes: Sizes | None, resident: int | None
+    ) -> None:
         """Show a worker's memory of its device and of the host, or none."""
-        for kind, size in zip(MEMORY_KINDS, sizes or (None,) * len(MEMORY_KINDS), strict=True):
+        for kind, size in zip(
+            MEMORY_KINDS, sizes or (None,) * len(MEMORY_KINDS), strict=True
+        ):
             self._set_or_remove("device_memory_bytes", size, local_rank, kind)
         self._set_or_remove("worker_resident_memory_bytes", resident, local_rank)
 
@@ -251,7 +260,9 @@ class _Series:
 def _finite(values: Mapping[str, Any]) -> dict[str, float]:
     """The values that JSON can hold, as floats."""
     numbers = {
-        name: float(value) for name, value in values.items() if isinstance(value, int | float)
+        name: float(value)
+        for name, value in values.items()
+        if isinstance(value, int | float)
     }
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
 

@@ -67,5 +67,7 @@ class NodeEnd:
         """Leave the cause where Kubernetes looks for it; the exit code."""
         code = int(ExitCode.INTERNAL) if self.exit_code is None else self.exit_code
         if code not in (ExitCode.DONE, ExitCode.STOPPED_SAVED):
-            write_termination_message(self._settings.termination_log, self._kind, self.cause)
+            write_termination_message(
+                self._settings.termination_log, self._kind, self.cause
+            )
         return code

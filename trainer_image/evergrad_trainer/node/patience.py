@@ -52,4 +52,8 @@ class Patience:
         patience = max(STUCK_SECONDS, 3 * worker.heartbeat.longest_slot_seconds)
         if is_only_holder or worker.heartbeat.is_in_first_slot:
             patience = max(patience, self._timeout_seconds)
-        return "does not leave a group that is gone" if now - self.asked_at > patience else None
+        return (
+            "does not leave a group that is gone"
+            if now - self.asked_at > patience
+            else None
+        )

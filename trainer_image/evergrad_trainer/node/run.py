@@ -64,7 +64,9 @@ def choose_start_method(
     if wanted != "auto":
         return wanted
     if num_accelerators and torch.cuda.is_initialized():
-        _log.warning("workers are spawned, not forked: this process has touched an accelerator")
+        _log.warning(
+            "workers are spawned, not forked: this process has touched an accelerator"
+        )
         return "spawn"
     if num_accelerators == 0:
         return "fork"
@@ -90,7 +92,11 @@ def started_later(plan: SessionPlan) -> SessionPlan:
 
 
 def run_node(
-    plan: SessionPlan, settings: NodeSettings, *, num_workers: int, start_method: StartMethod
+    plan: SessionPlan,
+    settings: NodeSettings,
+    *,
+    num_workers: int,
+    start_method: StartMethod,
 ) -> int:
     """Be a node of a typed run until it is over; returns the exit code."""
     metrics = build_metrics(plan.run.training.metrics, settings)
@@ -111,14 +117,19 @@ async def serve(
 
     # Before anything is forked: it beats while this process imports, forks and waits for disks.
     beat = Beat(
-        settings.run, settings.node, supervisor.conversation.incarnation, token=settings.token
+        settings.run,
+        settings.node,
+        supervisor.conversation.incarnation,
+        token=settings.token,
     )
     heartbeat = Heartbeat(settings.coordinator_host, settings.coordinator_port, beat)
     heartbeat.start()
     # Both end with the supervisor: neither knows by itself that the run is over.
     watches = [
         heartbeat.keep(),
-        warn_of_silence(lambda: supervisor.conversation.seconds_since_contact, address=address),
+        warn_of_silence(
+            lambda: supervisor.conversation.seconds_since_contact, address=address
+        ),
     ]
     tasks = [asyncio.create_task(watch) for watch in watches]
     try:
@@ -143,7 +154,9 @@ async def _serve_in_process(
 
     def describe_place(step: int, slot: int) -> str:
         # A person must find out why a worker died on these samples.
-        return ", ".join(stream.describe(sample) for sample in stream.slot(step, slot).samples)
+        return ", ".join(
+            stream.describe(sample) for sample in stream.slot(step, slot).samples
+        )
 
     def start(local_rank: int, serial: int) -> Worker:
         # Workers that replace others did not live through the command's start.

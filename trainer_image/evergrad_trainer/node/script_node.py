@@ -39,7 +39,12 @@ def run_script_node(
             _log.warning("workers are started cold: %s", reason)
         with tempfile.TemporaryDirectory(prefix="evergrad-node-") as folder:
             node = _ScriptNode(
-                script, base_directory, settings, metrics, Path(folder), is_warm=reason is None
+                script,
+                base_directory,
+                settings,
+                metrics,
+                Path(folder),
+                is_warm=reason is None,
             )
             worker_group = node.build_worker_group(num_workers)
 
@@ -57,7 +62,8 @@ def run_script_node(
 def with_grace_of(script: Script, settings: NodeSettings) -> NodeSettings:
     """Settings of a node that does not leave alone before its script has had its time to save."""
     return dataclasses.replace(
-        settings, grace_seconds=max(settings.grace_seconds, float(script.grace_period_seconds))
+        settings,
+        grace_seconds=max(settings.grace_seconds, float(script.grace_period_seconds)),
     )
 
 
@@ -133,7 +139,9 @@ class _ScriptNode:
             base_directory=self._base_directory,
             is_warm=self._is_warm,
         )
-        order = WorkerOrder(local_rank, serial, "fork", "both", f"{settings.node}.{local_rank}")
+        order = WorkerOrder(
+            local_rank, serial, "fork", "both", f"{settings.node}.{local_rank}"
+        )
         # The script's own variables come last, in its process: what it sets itself must win.
         own = {
             **variables,

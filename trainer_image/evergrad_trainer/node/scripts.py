@@ -15,7 +15,12 @@ from pathlib import Path
 
 from evergrad_coordinator.contract import ErrorKind, ExitCode
 from evergrad_coordinator.wire import MAX_TEXT
-from evergrad_manifest.script import Script, program_path, worker_command, working_directory_of
+from evergrad_manifest.script import (
+    Script,
+    program_path,
+    worker_command,
+    working_directory_of,
+)
 from evergrad_trainer.distributed import read_launch
 from evergrad_trainer.host_trouble import kind_of_script_error
 from evergrad_trainer.worker.channel import Channel, Failed, fit_text
@@ -43,7 +48,9 @@ def preload(script: Script, base_directory: Path) -> tuple[str, ...]:
     anything.
     """
     path = (
-        program_path(script.program, base_directory) if script.program.kind == "file" else None
+        program_path(script.program, base_directory)
+        if script.program.kind == "file"
+        else None
     )
     names = _names_from(path) if path is not None else {}
     wanted = {"torch", *names}
@@ -92,7 +99,9 @@ def run_script(
     program = script.program
     # From here on this process is the script: nothing of the node runs in it but the channel.
     if program.kind == "executable" or not is_warm:
-        command = worker_command(script, base_directory=base_directory, python=sys.executable)
+        command = worker_command(
+            script, base_directory=base_directory, python=sys.executable
+        )
         os.execvp(command[0], command)
     try:
         if program.kind == "module":
@@ -121,7 +130,9 @@ def run_script(
         if kind is ErrorKind.INTERNAL and is_peer_error(error, world_size=world_size):
             kind = ErrorKind.PEER
         name = type(error).__name__
-        channel.send(Failed(-1, -1, 1, name, said, is_final=False, is_agreed=False, kind=kind))
+        channel.send(
+            Failed(-1, -1, 1, name, said, is_final=False, is_agreed=False, kind=kind)
+        )
         return 1
     return int(ExitCode.DONE)
 

@@ -110,7 +110,9 @@ class WorkerStarts:
             if worker.heartbeat.moved_bytes > worker.moved_bytes:
                 worker.moved_bytes, worker.moved_at = worker.heartbeat.moved_bytes, now
             # Counted from the first warm worker at the earliest: only that shows how long a start lasts.
-            waited = now - max(worker.started_at, worker.moved_at, self._first_warm_at or 0.0)
+            waited = now - max(
+                worker.started_at, worker.moved_at, self._first_warm_at or 0.0
+            )
             if worker.state == "starting" and not worker.has_hung and waited > patience:
                 _log.warning(
                     "worker %d (pid %d) hangs in its start and is replaced",
@@ -140,7 +142,9 @@ class WorkerStarts:
                 return NoWorkers(end.text, end.kind, ExitCode.USER_ERROR)
             self._failed_starts += 1
             if self._failed_starts >= _FAILED_STARTS:
-                count = f"{self._failed_starts} workers in a row ended before they could train"
+                count = (
+                    f"{self._failed_starts} workers in a row ended before they could train"
+                )
                 return NoWorkers(f"{count}; the last one: {end.text}", end.kind)
             pause: float | None = min(_LONGEST_PAUSE, 0.2 * 2.0**self._failed_starts)
         else:

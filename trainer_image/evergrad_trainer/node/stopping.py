@@ -54,7 +54,9 @@ class StopRequests:
         """Start listening. Only for the main thread."""
         # The handlers do nothing; they make Python write each signal's number into the pipe, from C and at
         # once.
-        self._previous_wakeup = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        self._previous_wakeup = signal.set_wakeup_fd(
+            self._write_end, warn_on_full_buffer=False
+        )
         for number in (signal.SIGTERM, signal.SIGINT):
             self._previous[number] = signal.signal(number, lambda *_: None)
         self._thread.start()
@@ -72,7 +74,9 @@ class StopRequests:
     def _listen(self) -> None:
         while True:
             timeout = (
-                None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+                None
+                if self._deadline is None
+                else max(0.0, self._deadline - time.monotonic())
             )
             if not select.select([self._read_end], [], [], timeout)[0]:
                 self._end_at_once("its time is over")

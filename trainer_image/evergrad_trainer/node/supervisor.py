@@ -77,6 +77,32 @@ def open_store(address: str) -> TCPStore:
         ) from error
 
 
+class RoundStores:
+    """The stores that this node opens, one a generation; the newest stays open."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._newest: tuple[int, TCPStore] | None = None
+
+    def open(self, generation: int) -> TCPStore:
+        """Open the store of the newest plan, unless it is open. Raises HostError."""
+        if self._newest is None or self._newest[0] != generation:
+            self._newest = generation, open_store(self._address)
+        return self._newest[1]
+
+
+def order_of(plan: Plan) -> say.Plan:
+    """Tell workers what they need to know of a plan."""
+    return say.Plan(plan.generation, plan.hard, plan.patience_seconds, plan.saves)
+
+
+def describe_ranks(go: Go) -> str:
+    """Say which ranks of the new group are this node's."""
+    last = go.first_rank + go.workers - 1
+    ranks = str(last) if go.workers == 1 else f"{go.first_rank}-{last}"
+    return f"generation {go.generation}: ranks {ranks} of {go.world_size}"
+
+
 class Supervisor:
     """Runs until the node's part in the run is over. One event loop, one thread."""
 
@@ -105,8 +131,8 @@ class Supervisor:
         )
         self._progress = ProgressSender(self.conversation.send)
         self._records = RecordReader(metrics, self._progress)
+        self._stores = RoundStores(settings.address)
         self._store: TCPStore | None = None
-        self._planned_store: tuple[int, TCPStore] | None = None
         self._is_cut_off = False
         self._departure = Departure(
             self.conversation,
@@ -141,7 +167,9 @@ class Supervisor:
         try:
             # Workers first: they import and build while the coordinator is looked for.
             self._tasks.call(worker_group.start)
-            self._tasks.begin(converse(), "conversation with the coordinator", is_endless=True)
+            self._tasks.begin(
+                converse(), "conversation with the coordinator", is_endless=True
+            )
             self._tasks.begin(self._tick(), "tick", is_endless=True)
             await self._end.over.wait()
 
@@ -179,7 +207,7 @@ class Supervisor:
                 self.conversation.send(Ready(report.generation, 0, 0, -1))
             case WorkersReady():
                 # The members connect to it once all are ready; only now is that of the old group closed.
-                self._store = self._open_store_of(report.generation)
+                self._store = self._stores.open(report.generation)
                 self._progress.flush()
                 self.conversation.send(
                     Ready(report.generation, report.workers, self._store.port, report.step)
@@ -198,7 +226,9 @@ class Supervisor:
             case say.Result():
                 # The last progress first: nothing that comes after the run's end is taken.
                 self._progress.flush()
-                words = Result(report.generation, report.step, report.exit_code, report.reason)
+                words = Result(
+                    report.generation, report.step, report.exit_code, report.reason
+                )
                 self.conversation.send(words)
             case say.Observed():
                 self._records.take_record(report.kind, report.record)
@@ -238,15 +268,15 @@ class Supervisor:
                 # Workers of scripts read it from the node state file: a plan that is not hard lets them save.
                 self.is_draining = not message.hard
                 self._on_tick()
-                order = say.Plan(
-                    message.generation, message.hard, message.patience_seconds, message.saves
-                )
                 why, is_only_holder = message.reason, message.is_only_holder
                 self._workers.change(
-                    order, cause=message.cause, detail=why, is_only_holder=is_only_holder
+                    order_of(message),
+                    cause=message.cause,
+                    detail=why,
+                    is_only_holder=is_only_holder,
                 )
                 # While workers leave the old group, and not once all wait for this node.
-                self._open_store_of(message.generation)
+                self._stores.open(message.generation)
             case Go():
                 self.is_draining = False
                 # Two nodes that both show the run's series would count everything twice.
@@ -254,11 +284,7 @@ class Supervisor:
                     self._metrics.rank_0_left()
                 self._workers.begin(message)
                 self._on_tick()
-                last = message.first_rank + message.workers - 1
-                ranks = str(last) if message.workers == 1 else f"{message.first_rank}-{last}"
-                self._say(
-                    f"generation {message.generation}: ranks {ranks} of {message.world_size}"
-                )
+                self._say(describe_ranks(message))
             case Leave():
                 self._workers.depart(message.generation, save=message.save)
             case End():
@@ -267,13 +293,9 @@ class Supervisor:
             case Refused():
                 print(f"error: {message.message}", file=sys.stderr, flush=True)
                 # It concerns this host or its image: another one may be let in, and the run is not to blame.
-                self._end.note_host(ErrorKind.ENVIRONMENT, f" was refused: {message.message}")
-
-    def _open_store_of(self, generation: int) -> TCPStore:
-        """Open the store of the newest plan, unless it is open. Raises HostError."""
-        if self._planned_store is None or self._planned_store[0] != generation:
-            self._planned_store = generation, open_store(self._settings.address)
-        return self._planned_store[1]
+                self._end.note_host(
+                    ErrorKind.ENVIRONMENT, f" was refused: {message.message}"
+                )
 
     def _leave_at_once(self) -> None:
         """Asked twice, or out of time: workers are killed, and nobody is waited for."""
@@ -295,10 +317,14 @@ class Supervisor:
             away = self.conversation.seconds_since_contact
             # Workers that have ended well cannot be ruled by others, and the place they had vouches for their
             # end.
-            is_training = self._workers.place is not None and not self.conversation.has_said(
-                Done
+            is_training = (
+                self._workers.place is not None and not self.conversation.has_said(Done)
             )
-            if not self._is_cut_off and is_training and away > self.conversation.lease_seconds:
+            if (
+                not self._is_cut_off
+                and is_training
+                and away > self.conversation.lease_seconds
+            ):
                 # Others may rule by now. The group ends at a step boundary and waits, holding its state.
                 self._is_cut_off = True
                 self._say("has lost the coordinator: training pauses")

@@ -113,6 +113,13 @@ class Farewell:
             self.is_saved = record.is_saved
 
 
+def pass_on_broken(worker: Worker, record: say.Broken) -> Broken:
+    """Tell the coordinator what a worker says of the end of its group."""
+    is_numeric = record.kind == ErrorKind.NUMERIC
+    cause: BreakCause = "numeric" if is_numeric else "peer_lost"
+    return Broken(record.generation, cause, worker.rank, record.step, message=record.text)
+
+
 class InProcessWorkers:
     """Level 1: a worker's process lasts as long as the node, whatever becomes of its groups."""
 
@@ -184,16 +191,20 @@ class InProcessWorkers:
     def begin(self, go: Go) -> None:
         """All nodes are ready: give the ranks out."""
         # Only workers that have answered the newest plan are known to be out of every older group.
-        chosen = [one for one in self._starts.warm if one.ready_generation == go.generation][
-            : go.workers
-        ]
+        chosen = [
+            one for one in self._starts.warm if one.ready_generation == go.generation
+        ][: go.workers]
         if len(chosen) < go.workers:
             message = "a worker was lost before the group began"
             self._tell(Broken(go.generation, "setup_failed", message=message))
             return
         self._inside, self._entry = go, Entry(go, chosen)
         for rank, worker in enumerate(chosen, start=go.first_rank):
-            worker.state, worker.inside_generation, worker.rank = "inside", go.generation, rank
+            worker.state, worker.inside_generation, worker.rank = (
+                "inside",
+                go.generation,
+                rank,
+            )
             group = (go.generation, rank, go.world_size, go.address, go.port)
             worker.channel.send(
                 say.Go(*group, self._setup_seconds, cause=self._cause, detail=self._detail),
@@ -245,11 +256,8 @@ class InProcessWorkers:
                 if self._change.generation > self._answered:
                     worker.channel.send(self._change, wait=False)
             case say.Ready():
-                worker.state, worker.ready_generation, worker.step = (
-                    "idle",
-                    record.generation,
-                    record.step,
-                )
+                worker.state = "idle"
+                worker.ready_generation, worker.step = record.generation, record.step
                 if self._inside is not None and self._inside.generation < record.generation:
                     self._inside = None
                 self._check_ready()
@@ -261,20 +269,12 @@ class InProcessWorkers:
             case say.Broken():
                 worker.step, worker.state = record.step, "idle"
                 # From here on this node has no place in a group, also for a coordinator that comes back.
-                if self._inside is not None and self._inside.generation == record.generation:
+                if (
+                    self._inside is not None
+                    and self._inside.generation == record.generation
+                ):
                     self._inside = None
-                cause: BreakCause = (
-                    "numeric" if record.kind == ErrorKind.NUMERIC else "peer_lost"
-                )
-                self._tell(
-                    Broken(
-                        record.generation,
-                        cause,
-                        worker.rank,
-                        record.step,
-                        message=record.text,
-                    )
-                )
+                self._tell(pass_on_broken(worker, record))
             case say.Failed():
                 worker.failure, worker.step = record, record.step
             case say.Result():
@@ -309,7 +309,9 @@ class InProcessWorkers:
         # The group learns of it before the capacity changes: the plan that follows then knows the cause.
         end = describe_lasting_end(worker, exit_code, describe_place=self._describe_place)
         if was_inside or end.is_final:
-            self._tell(build_broken(worker, end, generation=max(worker.inside_generation, 0)))
+            self._tell(
+                build_broken(worker, end, generation=max(worker.inside_generation, 0))
+            )
         if was_warm:
             self._tell(Capacity(self.capacity))
             self._check_ready()
@@ -332,7 +334,9 @@ class InProcessWorkers:
         self._starts.kill_hung(now)
         for worker in self._starts.warm:
             worker.channel.send(say.Ping(), wait=False)
-            is_asked = self._change.hard and worker.ready_generation < self._change.generation
+            is_asked = (
+                self._change.hard and worker.ready_generation < self._change.generation
+            )
             why = self._patience.why_kill(
                 worker, now, is_asked=is_asked, is_only_holder=self._is_only_holder
             )

@@ -52,7 +52,9 @@ def causal_lm_loss(model: nn.Module, *, chunk_tokens: int | None = None) -> Loss
         labels: torch.Tensor,
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        apart = {} if position_ids is None else keep_apart(position_ids, with_mask=takes_mask)
+        apart = (
+            {} if position_ids is None else keep_apart(position_ids, with_mask=takes_mask)
+        )
         with nullcontext() if head is None else without(head):
             outputs = model(input_ids=input_ids, use_cache=False, **apart)
         if head is not None and chunk_tokens is not None:
@@ -71,7 +73,8 @@ def causal_lm_loss(model: nn.Module, *, chunk_tokens: int | None = None) -> Loss
         if coefficient and model.training:
             # A mean over the tokens, made a sum like the other one.
             loss = (
-                loss + coefficient * outputs.aux_loss.float() * (labels != IGNORE_INDEX).sum()
+                loss
+                + coefficient * outputs.aux_loss.float() * (labels != IGNORE_INDEX).sum()
             )
         return loss
 

@@ -66,7 +66,9 @@ class _ChunkedKl(torch.autograd.Function):
         sums = torch.zeros(4, dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.zeros_like(hidden) if needs_gradients else None
         # Summed over chunks in fp32, whatever the products' type is.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_gradients else None
+        grad_weight = (
+            torch.zeros_like(weight, dtype=torch.float32) if needs_gradients else None
+        )
         own, its_weight = reference
         for begin in range(0, len(hidden), chunk_tokens):
             rows = slice(begin, begin + chunk_tokens)

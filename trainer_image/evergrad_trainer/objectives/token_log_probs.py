@@ -40,7 +40,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         # Summed over chunks in fp32, whatever the products' type is. A head that is frozen has none.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        grad_weight = (
+            torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        )
         for begin in range(0, len(hidden), ctx.chunk_tokens):
             rows = slice(begin, begin + ctx.chunk_tokens)
             part, targets = hidden[rows], labels[rows]

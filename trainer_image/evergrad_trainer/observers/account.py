@@ -70,7 +70,9 @@ class Account:
             # The state comes from a checkpoint or from nothing, and newer steps are lost. Lines that the
             # process wrote before its start event, such as of what it read, are its own.
             mine = [one for one in self._waiting if one.generation == record.generation]
-            self._waiting = [one for one in self._waiting if one.generation < record.generation]
+            self._waiting = [
+                one for one in self._waiting if one.generation < record.generation
+            ]
             self.finish()
             part = Part(record.generation, record, after=self._last_time)
             self._last_time, self._takes_over = None, False

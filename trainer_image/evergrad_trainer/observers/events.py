@@ -81,13 +81,19 @@ def describe_metrics(metrics: Mapping[str, Mapping[str, str]]) -> str:
     return "; ".join(texts)
 
 
+def _show_known(name: str, value: object) -> str:
+    if not value:
+        return ""
+    return f"{name}={json.dumps(value, ensure_ascii=False, separators=(',', ':'))}"
+
+
 def describe_event(event: Event) -> str | None:
     """Describe a transition in one line, ``kind key=value …``; None for those that nobody needs to see."""
     fields, num_bytes = event.fields, event.fields.get("bytes")
     # A value of one word, so that a line can be split at its blanks.
-    saved = (
-        size(num_bytes).replace(" ", "") if isinstance(num_bytes, int | float) else "unknown"
-    )
+    saved = "unknown"
+    if isinstance(num_bytes, int | float):
+        saved = size(num_bytes).replace(" ", "")
     before, paused = fields.get("from_world_size"), fields.get("paused_seconds")
     cause = fields.get("detail") or fields.get("cause")
     line = {
@@ -104,7 +110,8 @@ def describe_event(event: Event) -> str | None:
             f"checkpoint={fields.get('checkpoint')} seconds={_get(fields, 'seconds')}"
         ),
         EventType.BEGUN_FROM: lambda: (
-            f"path={fields.get('path')} step={fields.get('from_step')} load={fields.get('load')}"
+            f"path={fields.get('path')} step={fields.get('from_step')} load={fields.get('load')} "
+            + _show_known("sources", fields.get("sources"))
         ),
         EventType.EXTENDED: lambda: (
             f"from={fields.get('from_steps')} to={fields.get('to_steps')}"
@@ -119,13 +126,15 @@ def describe_event(event: Event) -> str | None:
             f"policy={fields.get('policy')} message={fields.get('message')}"
         ),
         EventType.SKIPPED: lambda: f"step={event.step} message={fields.get('message')}",
-        EventType.NON_FINITE: lambda: f"step={event.step + 1} message={fields.get('message')}",
+        EventType.NON_FINITE: lambda: (
+            f"step={event.step + 1} message={fields.get('message')}"
+        ),
         # Unknown facts of a change are left out.
         EventType.WORLD: lambda: " ".join(
             (
                 f"size={fields.get('world_size')}",
                 "" if before is None else f"from={before}",
-                f"cause={json.dumps(cause, ensure_ascii=False)}" if cause else "",
+                _show_known("cause", cause),
                 f"paused={paused:.2f}s" if isinstance(paused, int | float) else "",
             )
         ),

@@ -128,7 +128,9 @@ class Goodput:
         """Seconds lost to changes of the world, by their cause; they sum to
         ``lost_seconds["reconfiguration"]``."""
         return {
-            cause: math.fsum(change.seconds for change in self.changes if change.cause == cause)
+            cause: math.fsum(
+                change.seconds for change in self.changes if change.cause == cause
+            )
             for cause in self.changes_by_cause
         }
 

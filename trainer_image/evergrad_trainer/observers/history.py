@@ -108,7 +108,8 @@ class _Columns:
 
     def __init__(self) -> None:
         self._columns: dict[str, Any] = {
-            one.name: [] if one.kind == "word" else array(_CODES[one.kind]) for one in COLUMNS
+            one.name: [] if one.kind == "word" else array(_CODES[one.kind])
+            for one in COLUMNS
         }
         self._metrics: dict[str, array[float]] = {}
 
@@ -124,7 +125,9 @@ class _Columns:
             column, values = self._columns[one.name], by_name[one.name]
             if one.kind == "word":
                 # A few words make the whole column, so that each is kept once.
-                column.extend([None if value is None else intern(value) for value in values])
+                column.extend(
+                    [None if value is None else intern(value) for value in values]
+                )
             elif one.kind == "hash":
                 column.extend([int(value, 16) for value in values])
             elif one.kind == "integer" or None not in values:
@@ -215,7 +218,9 @@ def read_results(directory: RunDirectory, notes: list[str]) -> tuple[EvaluationR
             found.append(_evaluation(row))
         except (TypeError, ValueError) as error:
             notes.append(f"{path.name} is no result of an evaluation: it {error}")
-    return tuple(sorted(found, key=lambda one: (one.step, one.generation, one.name, one.time)))
+    return tuple(
+        sorted(found, key=lambda one: (one.step, one.generation, one.name, one.time))
+    )
 
 
 def read_steps(path: Path, notes: list[str]) -> StepTable:
@@ -367,5 +372,7 @@ def _tail(path: Path, num_bytes: int) -> Iterator[dict[str, Any]]:
 
 def last_step(directory: RunDirectory, *, tail_bytes: int = 64 << 10) -> int:
     """Read the step of the last row of metrics.jsonl; 0 without one."""
-    steps = [int(row["step"]) for row in _tail(directory.metrics, tail_bytes) if "step" in row]
+    steps = [
+        int(row["step"]) for row in _tail(directory.metrics, tail_bytes) if "step" in row
+    ]
     return steps[-1] if steps else 0

@@ -11,7 +11,15 @@ from evergrad_coordinator.metrics import TRAINER, Series
 
 KINDS = ("collapse", "divergence", "plateau", "early stop")
 """Kinds of monitors."""
-PHASES = ("data", "forward_backward", "comm_wait", "optimizer", "checkpoint", "eval", "other")
+PHASES = (
+    "data",
+    "forward_backward",
+    "comm_wait",
+    "optimizer",
+    "checkpoint",
+    "eval",
+    "other",
+)
 """Uses of the time from the first step on, in the words of the Prometheus metrics."""
 NON_FINITE = ("loss", "grad")
 _BEGINS: dict[str, Iterable[tuple[str, ...]]] = {

@@ -119,7 +119,9 @@ class JsonLinesWriter:
                 )
             # Twice as long each time: a volume that is away for an hour is asked a hundred times, not
             # thousands.
-            self._pause = min(max(FIRST_PAUSE_SECONDS, 2 * self._pause), LONGEST_PAUSE_SECONDS)
+            self._pause = min(
+                max(FIRST_PAUSE_SECONDS, 2 * self._pause), LONGEST_PAUSE_SECONDS
+            )
             self._next_try = self._clock() + self._pause
 
     def _write_waiting(self) -> None:
@@ -178,7 +180,9 @@ class JsonLinesWriter:
                 patience_seconds=CLOSING_SECONDS,
             )
         except OSError as error:
-            raise volume_error(error, self._path, "cannot be brought to the disk") from error
+            raise volume_error(
+                error, self._path, "cannot be brought to the disk"
+            ) from error
         finally:
             self._close_descriptor()
 

@@ -61,9 +61,7 @@ def setup_logging(
     with reported(path, what="cannot be opened for appending"):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
-    prefix = (
-        f"%(asctime)s.%(msecs)03d node {node} rank {rank} %(levelname)s %(name)s: %(message)s"
-    )
+    prefix = f"%(asctime)s.%(msecs)03d node {node} rank {rank} %(levelname)s %(name)s: %(message)s"
     file.setFormatter(_FileFormatter(prefix, datefmt="%Y-%m-%dT%H:%M:%S"))
     handlers: list[logging.Handler] = [file]
     # One voice on the terminal: with many ranks the same warning would come many times.

@@ -47,7 +47,9 @@ class MetricsServer:
             self._server.set_app(make_wsgi_app(registry))
         except OSError as error:
             why = f"{error.strerror or error}".lower()
-            remedy = "Choose another port, 0 for any free one, or leave it out for no endpoint"
+            remedy = (
+                "Choose another port, 0 for any free one, or leave it out for no endpoint"
+            )
             raise ConfigurationError(
                 Problem(
                     _FIELD,

@@ -108,7 +108,9 @@ def check_watched(
         hint = f"did you mean `{near}`? " if near else ""
         why = f"{hint}Known here: {', '.join(known)}"
         remedy = "" if near else "Write one of them"
-        problems.append(Problem(where, f"{metric!r} is not a metric of this run", why, remedy))
+        problems.append(
+            Problem(where, f"{metric!r} is not a metric of this run", why, remedy)
+        )
     if problems:
         raise ConfigurationError(*problems)
 

@@ -215,7 +215,9 @@ class Part:
         # was set.
         measured = math.fsum(seconds.values())
         seconds["other"] = max(0.0, end - begin - self.absent - measured)
-        seconds["downtime"] = 0.0 if previous_end is None else max(0.0, begin - previous_end)
+        seconds["downtime"] = (
+            0.0 if previous_end is None else max(0.0, begin - previous_end)
+        )
         return seconds
 
     def result(
@@ -251,7 +253,9 @@ class Part:
                 f"the clock went back by {duration(self._backwards)} while generation "
                 f"{self.generation} ran"
             )
-        overlap = 0.0 if previous_end is None else previous_end - self.begin_after(previous_end)
+        overlap = (
+            0.0 if previous_end is None else previous_end - self.begin_after(previous_end)
+        )
         if overlap > _CLOCK_TOLERANCE_SECONDS:
             notes.append(
                 f"generation {self.generation} began {duration(overlap)} before the last sign of the "

@@ -57,7 +57,9 @@ class ProgressLines(BaseObserver):
             return
         trained = info.trainable_parameters
         is_part = trained is not None and trained < info.parameters
-        part = f"trainable={short_count(trained)} " if is_part and trained is not None else ""
+        part = (
+            f"trainable={short_count(trained)} " if is_part and trained is not None else ""
+        )
         self._print(
             f"start run={info.name} step={info.start_step}/{info.total_steps} model={info.model} "
             f"parameters={short_count(info.parameters)} {part}processes={info.world_size} "

@@ -10,7 +10,13 @@ from evergrad_trainer.errors import RunDirectoryError, VolumeError
 from evergrad_trainer.observers.base import BaseObserver, Observer
 from evergrad_trainer.observers.events import event_row, parse_event_row
 from evergrad_trainer.observers.history import read_before
-from evergrad_trainer.records import EvaluationRecord, Event, RunInfo, StepRecord, record_row
+from evergrad_trainer.records import (
+    EvaluationRecord,
+    Event,
+    RunInfo,
+    StepRecord,
+    record_row,
+)
 from evergrad_trainer.run_directory import RunDirectory
 
 _log = logging.getLogger(__name__)

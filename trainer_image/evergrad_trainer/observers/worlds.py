@@ -131,7 +131,11 @@ class Changes:
         elif before := self._open:
             begin, claimed = before.world.time, self._evaluated
         elif self._step_time is not None:
-            begin, claimed, step = self._step_time, self._evaluated + self._saved, self._step
+            begin, claimed, step = (
+                self._step_time,
+                self._evaluated + self._saved,
+                self._step,
+            )
         # Clocks of two machines: the last step may have been written after this event.
         change = OpenChange(
             world,

@@ -28,7 +28,9 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient."""
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        parameters = [
+            parameter for group in self.param_groups for parameter in group["params"]
+        ]
         on_host = [parameter for parameter in parameters if not parameter.is_cuda]
         if not any(isinstance(parameter, DTensor) for parameter in on_host):
             # Whole tensors, or an accelerator, whose kernel works on each element alone.

@@ -25,7 +25,9 @@ class _Elementwise(torch.optim.Optimizer):
         super().__init__(groups, {})
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter] = {slot: torch.zeros_like(parameter) for slot in slots}
+                self.state[parameter] = {
+                    slot: torch.zeros_like(parameter) for slot in slots
+                }
 
     @overload
     def step(self, closure: None = None) -> None: ...

@@ -28,7 +28,9 @@ class LossScale:
     checksum.
     """
 
-    def __init__(self, device: torch.device, *, growth_interval: int = GROWTH_INTERVAL) -> None:
+    def __init__(
+        self, device: torch.device, *, growth_interval: int = GROWTH_INTERVAL
+    ) -> None:
         self._growth_interval = growth_interval
         self._stored = torch.zeros(2, dtype=torch.float64, device=device)
         # The state as it is stored, so that no step waits for a device to know it; None: not read yet.

@@ -59,7 +59,9 @@ def update_parts(
         for start, end, line_begin, line_end in plan_lines(part):
             is_cut = end - start != line_end - line_begin
             place_in_line = part.begin + start - line_begin
-            for index, (column, tensor) in enumerate(zip(columns, part.tensors, strict=True)):
+            for index, (column, tensor) in enumerate(
+                zip(columns, part.tensors, strict=True)
+            ):
                 own = tensor[start:end]
                 if is_cut:
                     # Others hold the rest of this line: zeros stand in for it, and their results are dropped.

@@ -147,7 +147,11 @@ def value_at(step: int, value: float, changes: Sequence[tuple[int, float]]) -> f
 
 
 def build_schedule(
-    settings: Schedule, *, peak: float, total_steps: int, overrides: Sequence[StepOverride] = ()
+    settings: Schedule,
+    *,
+    peak: float,
+    total_steps: int,
+    overrides: Sequence[StepOverride] = (),
 ) -> LearningRate:
     """Build the schedule over a horizon of ``total_steps``.
 

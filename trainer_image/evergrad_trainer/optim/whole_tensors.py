@@ -53,7 +53,9 @@ def build_muon(model: nn.Module, groups: Sequence[Group], settings: Optimizer) -
     """
     # Weights of embeddings, and of the heads that transformers names: rows of them are looked up or chosen
     # among, and are no linear map.
-    tables: list[nn.Module] = [one for one in model.modules() if isinstance(one, nn.Embedding)]
+    tables: list[nn.Module] = [
+        one for one in model.modules() if isinstance(one, nn.Embedding)
+    ]
     for module in model.modules():
         find_head = getattr(module, "get_output_embeddings", None)
         head = find_head() if callable(find_head) else None

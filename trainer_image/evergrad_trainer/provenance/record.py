@@ -20,6 +20,7 @@ from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import Problem
 from evergrad_trainer import __version__
 from evergrad_trainer.errors import RunDirectoryError
+from evergrad_trainer.machine import usable_cores
 from evergrad_trainer.provenance.redaction import hide_home, redact_command
 from evergrad_trainer.run_directory import (
     RunDirectory,
@@ -158,14 +159,14 @@ def _hardware() -> dict[str, Any]:
 
     # Only a torch that is loaded already: loading it only to ask would take seconds.
     torch: Any = sys.modules.get("torch")
-    count = torch.cuda.device_count() if torch is not None and torch.cuda.is_available() else 0
+    count = (
+        torch.cuda.device_count() if torch is not None and torch.cuda.is_available() else 0
+    )
 
-    # A container may use fewer cores than the machine has; some systems cannot say how many.
-    has_affinity = hasattr(os, "sched_getaffinity")
     return {
         "cpu": model[1].strip() if model else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
-        "usable_cores": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
+        "usable_cores": usable_cores(),
         "memory_bytes": memory,
         "gpus": [str(torch.cuda.get_device_name(index)) for index in range(count)],
     }

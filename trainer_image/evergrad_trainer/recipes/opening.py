@@ -112,7 +112,11 @@ def open_recipe(
 def _unknown(where: str, what: str, name: str, known: Collection[str]) -> Problem:
     """The problem of a name that nothing has."""
     near = nearest(name, list(known))
-    why = f"did you mean `{near}`?" if near else "nothing that the task measures has this name"
+    why = (
+        f"did you mean `{near}`?"
+        if near
+        else "nothing that the task measures has this name"
+    )
     return Problem(where, what, why, f"Known here: {', '.join(known) or 'none'}")
 
 
@@ -168,7 +172,9 @@ def _prepare_own(
         facts = json.loads(json.dumps(dict(facts or {}), allow_nan=False))
     except (TypeError, ValueError) as error:
         why = f"{error}; it is given to other processes"
-        remedy = "Return texts, numbers, lists and mappings, and write the rest into the folder"
+        remedy = (
+            "Return texts, numbers, lists and mappings, and write the rest into the folder"
+        )
         problem = Problem(
             "spec.training.recipe", "prepare returns what is no JSON", why, remedy
         )

@@ -74,7 +74,9 @@ class Code:
             # On one line, cut short: the message travels to a status.
             said = " ".join(str(error).split())[:500]
             if _MIXED in said:
-                found = "a weight that is cut (fsdp2) is whole only while its module is called"
+                found = (
+                    "a weight that is cut (fsdp2) is whole only while its module is called"
+                )
                 remedy = (
                     "Compute with it in its module's forward, or read task.full_tensor(weight) in enter and "
                     "after_update; a frozen module that is named in Modules.replicated is held whole"
@@ -103,7 +105,11 @@ class Code:
     def _find_line(self, error: Exception) -> str | None:
         """``file:line`` of the innermost frame in the user's files; of a syntax error the line it
         is about."""
-        if isinstance(error, SyntaxError) and error.filename and self._is_own(error.filename):
+        if (
+            isinstance(error, SyntaxError)
+            and error.filename
+            and self._is_own(error.filename)
+        ):
             return f"{error.filename}:{error.lineno}"
         # The innermost line of the task's own files: what torch or we call below it is not the user's.
         stack = traceback.extract_tb(error.__traceback__)
@@ -168,7 +174,9 @@ def load_own(
         why = "it has no loss, or no Options (a Section)"
         if made is None:
             why = "there is nothing of this name"
-        remedy = "Derive a class from evergrad_trainer.recipes.pretrain.Pretrain, and name it"
+        remedy = (
+            "Derive a class from evergrad_trainer.recipes.pretrain.Pretrain, and name it"
+        )
         raise ConfigurationError(Problem(_RECIPE, what, why, remedy))
     # Options before the task is made: a typing error in the file is no error of its code.
     options = parse_options(made.Options, training.options)

@@ -3,9 +3,9 @@
 Pure.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,8 @@ from evergrad_trainer.observers.history import History, Integers, Reals, StepTab
 from evergrad_trainer.records import EvaluationRecord
 
 Mask = npt.NDArray[np.bool_]
+_Key: TypeAlias = tuple[int, str]
+"""Step and name of an evaluation."""
 
 _COLUMNS = tuple(
     sorted(
@@ -159,13 +161,17 @@ def compare(a: History, b: History, rules: Rules) -> Comparison:
         only_in_a=ranges(np.setdiff1d(left.step, common)),
         only_in_b=ranges(np.setdiff1d(right.step, common)),
         evaluations_compared=len(shared),
-        evaluations_only_in_a=tuple(key for key in evaluations_a if key not in evaluations_b),
-        evaluations_only_in_b=tuple(key for key in evaluations_b if key not in evaluations_a),
+        evaluations_only_in_a=_keys_beside(evaluations_a, evaluations_b),
+        evaluations_only_in_b=_keys_beside(evaluations_b, evaluations_a),
         repeats_a=_repeats(a.steps, rules),
         repeats_b=_repeats(b.steps, rules),
         changes_a=tuple(change for event in a.events for change in changes_of(event)),
         changes_b=tuple(change for event in b.events for change in changes_of(event)),
     )
+
+
+def _keys_beside(own: Iterable[_Key], other: Container[_Key]) -> tuple[_Key, ...]:
+    return tuple(key for key in own if key not in other)
 
 
 def _disagree(pair: Sequence[Reals], rules: Rules) -> Mask:
@@ -230,7 +236,9 @@ def _evaluation_differences(
     for where in dict.fromkeys(a.name for a, _ in pairs):
         sides = list(zip(*[pair for pair in pairs if pair[0].name == where], strict=True))
         steps = np.array([one.step for one in sides[0]], np.int64)
-        metrics = dict.fromkeys(name for side in sides for one in side for name in one.metrics)
+        metrics = dict.fromkeys(
+            name for side in sides for one in side for name in one.metrics
+        )
         tokens = tuple(np.array([one.tokens for one in side], np.int64) for side in sides)
         losses = tuple(np.array([one.loss for one in side], np.float64) for side in sides)
         found.append(

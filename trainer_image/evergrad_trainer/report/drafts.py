@@ -10,7 +10,16 @@ import numpy as np
 from evergrad_coordinator.text import compact, duration, percent, real, short_count
 from evergrad_trainer.records import EvaluationRecord
 from evergrad_trainer.report.facts import Facts
-from evergrad_trainer.report.series import Curve, broken, envelope, means, smooth
+from evergrad_trainer.report.series import (
+    Curve,
+    Parts,
+    Reals,
+    Rows,
+    broken,
+    envelope,
+    means,
+    smooth,
+)
 from evergrad_trainer.report.svg import COLORS
 
 if TYPE_CHECKING:
@@ -44,6 +53,19 @@ class Legend:
 
 
 @dataclass(frozen=True)
+class Chart:
+    """A plot as a browser draws it where scripts may run."""
+
+    x: Reals
+    curves: Sequence[Parts]
+    """One for each of the first entries of the legend."""
+    form: str = "line"
+    """Line, points (a line over all gaps), stairs or stack."""
+    marks: Sequence[int] = ()
+    """Steps of restarts."""
+
+
+@dataclass(frozen=True)
 class Draft:
     """A plot before it is drawn. ``wide``: height of its form for wide pages, if it has one."""
 
@@ -55,6 +77,9 @@ class Draft:
     wide: int | None = None
     across: str = "step"
     """Quantity on the x axis; all plots against the step share one range."""
+    scale: str = ""
+    """Scale of the y axis: ``zero`` (from zero on), ``logarithmic``, or where the values are."""
+    chart: Chart | None = None
 
 
 def _finite(values: Any) -> Any:
@@ -68,12 +93,15 @@ def loss_plot(facts: Facts) -> Draft:
     window = max(1, len(steps) // 50)
     loss = _finite(steps.loss)
     is_smoothed = window > 1
+    trend = smooth(loss, window)
     raw = envelope(steps.step, loss)
-    smoothed = means(steps.step, smooth(loss, window), points=500)
+    smoothed = means(steps.step, trend, points=500)
     lost = broken(superseded.step, _finite(superseded.loss))
     # Each attempt is a line of its own until there are too many points to draw.
     if len(lost) > 4000:
         lost = envelope(superseded.step, _finite(superseded.loss))
+    rows = Rows(steps.step)
+    curves = [rows.bands(loss)]
     resumed = [one.resumed_from for one in facts.goodput.restarts]
     restarts = [step for step in resumed if step][-_MOST_RESTARTS:]
 
@@ -81,11 +109,7 @@ def loss_plot(facts: Facts) -> Draft:
         # Under the curves, so that they stay readable where there were many.
         for step in restarts:
             axes.axvline(
-                step,
-                color=COLORS["muted"],
-                linewidth=0.8,
-                alpha=0.7,
-                dashes=(3, 3),
+                step, color=COLORS["muted"], linewidth=0.8, alpha=0.7, dashes=(3, 3)
             )
         if is_smoothed:
             _line(axes, raw, "s1", width=0.9, opacity=0.38)
@@ -96,14 +120,15 @@ def loss_plot(facts: Facts) -> Draft:
         # Last, so that the trend lies above what it is the trend of.
         if is_smoothed:
             _line(axes, smoothed, "s1", width=1.8)
-        _limit_outliers(axes, loss)
 
     # The legend has what is drawn, and nothing else.
     legend = [Legend("each step", "s1", "faint" if is_smoothed else "line")]
     if is_smoothed:
         legend.append(Legend(f"mean of {window} steps", "s1"))
+        curves.append(rows.means(trend))
     if len(lost):
         legend.append(Legend("lost and trained again", "s2"))
+        curves.append(rows.scattered(superseded.step, _finite(superseded.loss)))
     if restarts:
         legend.append(Legend("restart", "muted", "dashed"))
     first, final = real(float(steps.loss[0])), real(float(steps.loss[-1]))
@@ -115,6 +140,8 @@ def loss_plot(facts: Facts) -> Draft:
         paint,
         unit=facts.loss_unit,
         wide=330,
+        scale=_scale_of(loss),
+        chart=Chart(rows.x, curves, marks=restarts),
     )
 
 
@@ -125,12 +152,15 @@ def evaluation_plot(evaluations: Sequence[EvaluationRecord], *, unit: str) -> Dr
     shown = names[:_MOST_SETS]
     legend: list[Legend] = []
     curves: list[tuple[Curve, str]] = []
+    charted: list[Parts] = []
+    rows = Rows(np.unique([one.step for one in evaluations if one.name in shown]))
     for number, name in enumerate(shown, start=1):
         own = [one for one in evaluations if one.name == name]
         steps = np.array([one.step for one in own], np.int64)
-        losses = np.array([one.loss for one in own], np.float64)
+        losses = _finite(np.array([one.loss for one in own], np.float64))
         color = f"s{number}"
-        curves.append((envelope(steps, _finite(losses)), color))
+        curves.append((envelope(steps, losses), color))
+        charted.append(rows.scattered(steps, losses))
         legend.append(Legend(name, color, "dot", real(own[-1].loss)))
     if more := len(names) - len(shown):
         legend.append(Legend(f"and {more} more sets in the table", "muted", "none"))
@@ -153,20 +183,17 @@ def evaluation_plot(evaluations: Sequence[EvaluationRecord], *, unit: str) -> Dr
         legend,
         paint,
         unit=unit,
+        chart=Chart(rows.x, charted, form="points"),
     )
 
 
 def learning_rate_plot(facts: Facts) -> Draft:
     """Plan the plot of the learning rate."""
-    curve = means(
-        facts.steps.step,
-        _finite(facts.steps.learning_rate),
-        points=600,
-    )
+    rates, rows = _finite(facts.steps.learning_rate), Rows(facts.steps.step)
+    curve = means(facts.steps.step, rates, points=600)
 
     def paint(axes: "Axes") -> None:
         _line(axes, curve, "s1", width=1.6)
-        axes.set_ylim(bottom=0)
 
     peak = compact(float(np.nanmax(curve.y))) if np.isfinite(curve.y).any() else "–"
     legend = [Legend("learning rate", "s1", "line", f"peak {peak}")]
@@ -177,6 +204,8 @@ def learning_rate_plot(facts: Facts) -> Draft:
         legend,
         paint,
         unit="",
+        scale="zero",
+        chart=Chart(rows.x, [rows.means(rates)]),
     )
 
 
@@ -186,12 +215,11 @@ def speed_plot(facts: Facts) -> Draft:
     # A step of no measured duration has no speed: it leaves a gap.
     with np.errstate(divide="ignore", invalid="ignore"):
         speed = _finite(steps.tokens / steps.step_seconds)
-    curve = means(steps.step, speed, points=300)
+    curve, rows = means(steps.step, speed, points=300), Rows(steps.step)
     median = float(np.nanmedian(speed)) if np.isfinite(speed).any() else math.nan
 
     def paint(axes: "Axes") -> None:
         _line(axes, curve, "s1", width=1.4)
-        axes.set_ylim(bottom=0)
 
     shown = short_count(median)
     legend = [
@@ -202,15 +230,15 @@ def speed_plot(facts: Facts) -> Draft:
             f"median {shown}",
         )
     ]
-    description = (
-        f"{facts.unit_read.capitalize()} per second against the step; the median is {shown}."
-    )
+    description = f"{facts.unit_read.capitalize()} per second against the step; the median is {shown}."
     return Draft(
         "Throughput",
         description,
         legend,
         paint,
         unit=f"{facts.unit_read} per second",
+        scale="zero",
+        chart=Chart(rows.x, [rows.means(speed)]),
     )
 
 
@@ -218,15 +246,15 @@ def norm_plot(facts: Facts) -> Draft:
     """Plan the plot of the gradient norm."""
     norms = _finite(facts.steps.grad_norm)
     window = max(1, len(norms) // 50)
+    trend = smooth(norms, window)
     raw = envelope(facts.steps.step, norms)
-    smoothed = means(facts.steps.step, smooth(norms, window), points=400)
+    smoothed = means(facts.steps.step, trend, points=400)
     median = real(float(np.nanmedian(norms)), 3) if np.isfinite(norms).any() else "–"
 
     def paint(axes: "Axes") -> None:
         if window > 1:
             _line(axes, raw, "s1", width=0.8, opacity=0.38)
         _line(axes, smoothed, "s1", width=1.6)
-        _limit_outliers(axes, norms, from_zero=True)
 
     label = f"mean of {window} steps" if window > 1 else "each step"
     legend = [Legend("each step", "s1", "faint")] if window > 1 else []
@@ -239,6 +267,8 @@ def norm_plot(facts: Facts) -> Draft:
         legend,
         paint,
         unit="norm",
+        scale=_scale_of(norms) or "zero",
+        chart=_chart_of_trend(facts, trend, each=norms if window > 1 else None),
     )
 
 
@@ -247,8 +277,9 @@ def metric_plot(facts: Facts, name: str) -> Draft:
     declared = facts.metrics.get(name, {})
     values = _finite(facts.steps.metrics[name])
     window = max(1, len(values) // 50)
+    trend = smooth(values, window)
     raw = envelope(facts.steps.step, values)
-    smoothed = means(facts.steps.step, smooth(values, window), points=400)
+    smoothed = means(facts.steps.step, trend, points=400)
     known = values[np.isfinite(values)]
     last = compact(float(known[-1])) if len(known) else "–"
 
@@ -270,6 +301,7 @@ def metric_plot(facts: Facts, name: str) -> Draft:
         legend,
         paint,
         unit=declared.get("unit", ""),
+        chart=_chart_of_trend(facts, trend, each=values if window > 1 else None),
     )
 
 
@@ -278,15 +310,17 @@ def split_plot(facts: Facts) -> Draft:
     steps = facts.steps
     curves: list[Curve] = []
     averages: list[float] = []
-    for name, _ in PHASES:
-        seconds = _finite(getattr(steps, name))
+    phases = [_finite(getattr(steps, name)) for name, _ in PHASES]
+    for seconds in phases:
         curves.append(means(steps.step, seconds, points=150))
         # The mean of nothing is a warning, and no number.
         averages.append(float(np.nanmean(seconds)) if np.isfinite(seconds).any() else 0.0)
 
     # Milliseconds for small models: an axis of 0.00 says nothing.
     total = sum(averages) or 1.0
-    scale, unit = (1.0, "seconds per step") if total >= 1 else (1e3, "milliseconds per step")
+    scale, unit = (
+        (1.0, "seconds per step") if total >= 1 else (1e3, "milliseconds per step")
+    )
 
     def paint(axes: "Axes") -> None:
         x = curves[0].x
@@ -305,7 +339,6 @@ def split_plot(facts: Facts) -> Draft:
                 )
         else:
             axes.stackplot(x, *layers, colors=colors, linewidth=0)
-        axes.set_ylim(bottom=0)
 
     legend = []
     for number, (_, label) in enumerate(PHASES, start=1):
@@ -313,6 +346,8 @@ def split_plot(facts: Facts) -> Draft:
         value = f"{duration(seconds)}, {percent(seconds / total)}"
         legend.append(Legend(label, f"p{number}", "area", value))
     description = "Seconds of a step by phase, stacked, against the step."
+    rows = Rows(steps.step)
+    chart = Chart(rows.x, [rows.means(seconds * scale) for seconds in phases], form="stack")
     return Draft(
         "What a step consists of",
         description,
@@ -320,6 +355,9 @@ def split_plot(facts: Facts) -> Draft:
         paint,
         unit=unit,
         wide=250,
+        scale="zero",
+        # Bars stay a picture.
+        chart=chart if len(steps) >= 3 else None,
     )
 
 
@@ -335,7 +373,11 @@ def world_plot(facts: Facts) -> Draft:
     y = np.array([size for _, size in sizes], np.float64)
     # By time, not by change: a short spell of one process must not weigh as much as a day of ten.
     lengths = np.clip(np.diff(x), 0.0, None)
-    mean = float((y[:-1] * lengths).sum() / lengths.sum()) if lengths.sum() > 0 else float(y[0])
+    mean = (
+        float((y[:-1] * lengths).sum() / lengths.sum())
+        if lengths.sum() > 0
+        else float(y[0])
+    )
 
     def paint(axes: "Axes") -> None:
         axes.step(
@@ -345,7 +387,6 @@ def world_plot(facts: Facts) -> Draft:
             color=COLORS["s1"],
             linewidth=1.6,
         )
-        axes.set_ylim(bottom=0)
 
     numbers = f"at most {int(y.max())}, {mean:.1f} on average"
     legend = [
@@ -365,7 +406,19 @@ def world_plot(facts: Facts) -> Draft:
         unit="processes",
         across=f"{unit} since the start",
         wide=200,
+        scale="zero",
+        # Clocks of hosts differ a little, and a chart goes on from left to right.
+        chart=Chart(np.maximum.accumulate(x), [(y,)], form="stairs"),
     )
+
+
+def _chart_of_trend(facts: Facts, trend: Reals, *, each: Reals | None) -> Chart:
+    """Make the chart of a trend, and of the values of each step under it where these differ."""
+    rows = Rows(facts.steps.step)
+    curves = [rows.means(trend)]
+    if each is not None:
+        curves.insert(0, rows.bands(each))
+    return Chart(rows.x, curves)
 
 
 def _line(
@@ -391,14 +444,11 @@ def _line(
     )
 
 
-def _limit_outliers(axes: "Axes", values: Any, *, from_zero: bool = False) -> None:
-    """Take a logarithmic axis where a linear one would press nearly everything onto its lower edge."""
+def _scale_of(values: Reals) -> str:
+    """Choose a logarithmic axis where a linear one would press nearly everything onto its lower edge."""
     # Quantiles of nothing are an error.
     finite = values[np.isfinite(values)]
     if not len(finite):
-        return
+        return ""
     low, middle, high = np.quantile(finite, [0.0, 0.5, 1.0])
-    if low > 0 and high > 30 * middle:
-        axes.set_yscale("log")
-    elif from_zero:
-        axes.set_ylim(bottom=0)
+    return "logarithmic" if low > 0 and high > 30 * middle else ""

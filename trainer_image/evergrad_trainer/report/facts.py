@@ -80,7 +80,11 @@ class Facts:
     @property
     def loss_unit(self) -> str:
         """Unit of the loss. Only that of tokens is known to be in nats."""
-        return "nats per token" if self.loss_items == TOKENS else f"mean over {self.loss_items}"
+        return (
+            "nats per token"
+            if self.loss_items == TOKENS
+            else f"mean over {self.loss_items}"
+        )
 
 
 def gather_facts(directory: RunDirectory, *, cluster_run: Path | None = None) -> Facts:
@@ -103,11 +107,10 @@ def gather_facts(directory: RunDirectory, *, cluster_run: Path | None = None) ->
     counting = history.steps.take(last)
 
     started = _find_started(resolved, history.events)
-
     # The manifest is shown as it was resolved; its paths may name who ran it.
     manifest = resolved.get("manifest", resolved)
     text = yaml.safe_dump(manifest, sort_keys=False, allow_unicode=True, width=110)
-    metrics = as_mapping(started.get("metrics"))
+    named = as_mapping(started.get("metrics"))
     items = str(started.get("loss_items", TOKENS))
     unit = unit_read(
         tokens_per_step=started.get("tokens_per_step"),
@@ -138,7 +141,7 @@ def gather_facts(directory: RunDirectory, *, cluster_run: Path | None = None) ->
         steps=counting,
         superseded=history.steps.take(~is_counting),
         history=history,
-        metrics={str(name): one for name, one in metrics.items() if isinstance(one, Mapping)},
+        metrics={str(key): one for key, one in named.items() if isinstance(one, Mapping)},
         loss_items=items,
         unit_read=unit,
         pod_time=pod_time,
@@ -149,7 +152,9 @@ def _find_started(resolved: Mapping[str, Any], events: Sequence[Event]) -> dict[
     """Find the facts of the newest start event, with the manifest's where it has none: a run that failed
     before its first start event has a manifest all the same."""
     training = _dig(resolved, "manifest", "spec", "training")
-    model = _dig(training, "model", "config", "model_type") or _dig(training, "model", "path")
+    model = _dig(training, "model", "config", "model_type") or _dig(
+        training, "model", "path"
+    )
     known = {
         "run": _dig(resolved, "manifest", "metadata", "name"),
         "model": model,

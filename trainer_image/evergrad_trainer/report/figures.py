@@ -114,7 +114,9 @@ def summary_figures(
     items = str(started.get("loss_items", TOKENS))
     carriers = "of them" if items == TOKENS else items
     return (
-        Figure("Steps", step, f"of {count(total)}" if isinstance(total, int) else "finished"),
+        Figure(
+            "Steps", step, f"of {count(total)}" if isinstance(total, int) else "finished"
+        ),
         loss_figure(steps),
         *evaluation_figures(history, items=items),
         Figure(
@@ -129,7 +131,9 @@ def summary_figures(
             duration(goodput.elapsed_seconds),
             f"{duration(goodput.productive_seconds)} in steps that were kept",
         ),
-        Figure("Goodput", percent(goodput.ratio), "of the time went into steps that were kept"),
+        Figure(
+            "Goodput", percent(goodput.ratio), "of the time went into steps that were kept"
+        ),
         *interruption_figures(goodput),
     )
 
@@ -270,7 +274,10 @@ def environment_rows(processes: Sequence[Mapping[str, Any]]) -> tuple[tuple[str,
         ("Seed", entry.get("seed")),
         *((key.capitalize(), versions.get(key)) for key in own),
         ("Earlier versions", ", ".join(earlier)),
-        ("Files of the task", ", ".join(f"{name} {digest}" for name, digest in task.items())),
+        (
+            "Files of the task",
+            ", ".join(f"{name} {digest}" for name, digest in task.items()),
+        ),
         ("Commit", commit + (" with changes" if git.get("has_changes") else "")),
         ("CPU", hardware.get("cpu")),
         ("Cores", hardware.get("usable_cores")),

@@ -1,14 +1,28 @@
-"""Renders the report as one HTML file that fetches nothing and runs no script."""
+"""Renders the report as one HTML file that fetches nothing and is whole without scripts.
+
+Where scripts may run, its own ones, and no other, put charts in the place of the pictures.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
+from evergrad_coordinator.edge.page import (
+    CHART_SCRIPTS,
+    CHART_STYLES,
+    build_policy,
+    read_web,
+)
 from evergrad_trainer import __version__
 from evergrad_trainer.report.facts import Facts
 from evergrad_trainer.report.plots import Plot
+from evergrad_trainer.report.series import MOST_ROWS
+from evergrad_trainer.report.svg import COLORS
+
+_SCRIPT = "report.js"
 
 
 def render_html(facts: Facts, plots: Sequence[Plot], *, created: str) -> str:
@@ -20,16 +34,53 @@ def render_html(facts: Facts, plots: Sequence[Plot], *, created: str) -> str:
             "legend": plot.legend,
             "note": plot.note,
             "svgs": [(form, Markup(svg)) for form, svg in plot.svgs],
+            "has_chart": plot.chart is not None,
         }
         for plot in plots
     ]
+    folder = Path(__file__).parent
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        loader=jinja2.FileSystemLoader(folder),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    template = environment.get_template("report.html.jinja")
-    return template.render(facts=facts, plots=safe, created=created, version=__version__)
+    # The filter tojson escapes what could end the element; numbers that are none would be no JSON.
+    environment.policies["json.dumps_kwargs"] = {
+        "separators": (",", ":"),
+        "allow_nan": False,
+    }
+
+    # The same chart library as the live page's, from the same files. A report without plots has no script.
+    charts = _charts_of(plots)
+    own = environment.get_template("report.css.jinja").render(
+        shares=facts.shares, colors=COLORS
+    )
+    style = "".join(map(read_web, CHART_STYLES)) + own
+    scripts: list[str] = []
+    if charts["charts"]:
+        scripts = [*map(read_web, CHART_SCRIPTS), (folder / _SCRIPT).read_text("utf-8")]
+    return environment.get_template("report.html.jinja").render(
+        facts=facts,
+        plots=safe,
+        charts=charts,
+        most_rows=MOST_ROWS,
+        created=created,
+        version=__version__,
+        policy=Markup(build_policy(scripts, style)),
+        style=Markup(style),
+        scripts=[Markup(one) for one in scripts],
+    )
+
+
+def _charts_of(plots: Sequence[Plot]) -> dict[str, Any]:
+    """List the charts, in the order of the page; those over the same steps share the numbers of these."""
+    shared: list[list[float]] = []
+    charts = []
+    for chart in (plot.chart for plot in plots if plot.chart is not None):
+        if chart["x"] not in shared:
+            shared.append(chart["x"])
+        charts.append({**chart, "x": shared.index(chart["x"])})
+    return {"x": shared, "charts": charts}

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from evergrad_trainer import __version__
 from evergrad_trainer.report.facts import Facts
+from evergrad_trainer.report.figures import Share
 from evergrad_trainer.report.tables import Table
 
 _SPECIAL = re.compile(r"([\\`*_\[\]|~#])")
@@ -38,18 +39,13 @@ def render_markdown(facts: Facts, *, created: str) -> str:
             "\n".join(f"- {escape(warning)}" for warning in facts.warnings),
         ]
     if facts.shares:
-        rows = [
-            (share.text, share.duration, share.percent, share.process_time)
-            for share in facts.shares
-        ]
-        parts += [
-            "## Where the time went",
-            _table(
-                ("Spent on", "Time", "Share", "Time of all processes"), rows, right={1, 2, 3}
-            ),
-        ]
+        parts += ["## Where the time went", _render_shares(facts.shares)]
     if pods := facts.pod_time:
-        parts += ["## Where the time of pods went", escape(pods.summary), _render(pods.table)]
+        parts += [
+            "## Where the time of pods went",
+            escape(pods.summary),
+            _render(pods.table),
+        ]
     for title, table, empty in (
         ("Evaluations", facts.evaluations, "Nothing was evaluated."),
         ("Checkpoints", facts.checkpoints, "No checkpoint has been published yet."),
@@ -80,6 +76,12 @@ def render_markdown(facts: Facts, *, created: str) -> str:
         "last row of a step counts."
     )
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _render_shares(shares: Sequence[Share]) -> str:
+    heads = ("Spent on", "Time", "Share", "Time of all processes")
+    rows = [(one.text, one.duration, one.percent, one.process_time) for one in shares]
+    return _table(heads, rows, right={1, 2, 3})
 
 
 def _render(table: Table) -> str:

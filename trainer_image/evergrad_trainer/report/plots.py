@@ -1,8 +1,12 @@
-"""The report's plots, drawn by matplotlib as SVG whose colours are the page's CSS variables."""
+"""The report's plots: pictures drawn by matplotlib as SVG whose colours are the page's CSS variables.
+
+Where scripts may run, a browser draws charts in their place.
+"""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from evergrad_coordinator.rules.track import plain_numbers
 from evergrad_trainer.report.drafts import (
     Draft,
     Legend,
@@ -38,6 +42,8 @@ class Plot:
     legend: tuple[Legend, ...] = ()
     svgs: tuple[tuple[str, str], ...] = ()
     note: str = ""
+    chart: dict[str, Any] | None = None
+    """The same plot as report.js reads it, as JSON values."""
 
 
 def build_plots(facts: Facts) -> tuple[Plot, ...]:
@@ -67,7 +73,7 @@ def build_plots(facts: Facts) -> tuple[Plot, ...]:
     drafts += [metric_plot(facts, name) for name in list(steps.metrics)[:_MOST_METRICS]]
     if facts.goodput.changes:
         drafts.append(world_plot(facts))
-    plots = [_draw(draft, span) for draft in drafts]
+    plots = [_draw(draft, span, key=f"plot{number}") for number, draft in enumerate(drafts)]
 
     # The place of a missing plot says why it is missing: a reader looks for it there.
     if not evaluations:
@@ -75,9 +81,9 @@ def build_plots(facts: Facts) -> tuple[Plot, ...]:
     return tuple(plots)
 
 
-def _draw(draft: Draft, span: tuple[float, float]) -> Plot:
-    # The key makes ids that do not change from one report to the next.
-    key = draft.title.partition(",")[0].lower().replace(" ", "-")
+def _draw(draft: Draft, span: tuple[float, float], *, key: str) -> Plot:
+    # The key makes ids that do not change from one report to the next, and is no name from the run: ids are
+    # not escaped.
     forms = [("", NARROW)]
     if draft.wide is not None:
         # The page's style shows one of the two, by the width of the window.
@@ -87,6 +93,10 @@ def _draw(draft: Draft, span: tuple[float, float]) -> Plot:
         draft.paint(axes)
         if draft.across == "step":
             axes.set_xlim(*span)
+        if draft.scale == "logarithmic":
+            axes.set_yscale("log")
+        elif draft.scale == "zero":
+            axes.set_ylim(bottom=0)
 
     svgs = []
     for form, size in forms:
@@ -99,4 +109,37 @@ def _draw(draft: Draft, span: tuple[float, float]) -> Plot:
             across=draft.across,
         )
         svgs.append((form, svg))
-    return Plot(draft.title, tuple(draft.legend), tuple(svgs))
+    return Plot(
+        draft.title, tuple(draft.legend), tuple(svgs), chart=_chart_values(draft, span)
+    )
+
+
+def _chart_values(draft: Draft, span: tuple[float, float]) -> dict[str, Any] | None:
+    """List what a chart shows, with the digits of the live page."""
+    if draft.chart is None:
+        return None
+    # A mark of the legend has no curve: it comes last.
+    curves = [
+        {
+            "name": entry.label,
+            "color": entry.color,
+            "isFaint": entry.style == "faint",
+            "parts": [plain_numbers(part) for part in parts],
+        }
+        for entry, parts in zip(draft.legend, draft.chart.curves, strict=False)
+    ]
+    is_of_steps = draft.across == "step"
+    return {
+        "title": draft.title,
+        "description": draft.description,
+        "unit": draft.unit,
+        "across": draft.across,
+        "height": draft.wide,
+        "form": draft.chart.form,
+        "scale": draft.scale,
+        "span": span if is_of_steps else None,
+        "marks": draft.chart.marks,
+        # More digits than values have: a step of a long run must not be rounded to its neighbour.
+        "x": plain_numbers(draft.chart.x, digits=12 if is_of_steps else 6),
+        "curves": curves,
+    }

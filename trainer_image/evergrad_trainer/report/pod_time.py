@@ -17,7 +17,12 @@ from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.report.figures import as_mapping
 from evergrad_trainer.report.tables import Table, build_table
 
-_UNITS: Final = {"podHours": "pod-hours", "gpuHours": "GPU-hours", "waste": "waste", "cost": ""}
+_UNITS: Final = {
+    "podHours": "pod-hours",
+    "gpuHours": "GPU-hours",
+    "waste": "waste",
+    "cost": "",
+}
 
 _NOTE: Final = "Counted by the cluster, from the creation of each pod to its end."
 
@@ -69,7 +74,9 @@ def read_pod_time(text: str, *, source: str, run: str | None) -> PodTime:
             )
         )
 
-    sums = [f"{usage[key]} {unit}".rstrip() for key, unit in _UNITS.items() if usage.get(key)]
+    sums = [
+        f"{usage[key]} {unit}".rstrip() for key, unit in _UNITS.items() if usage.get(key)
+    ]
     # In the order of the catalogue: what the run asked for comes first.
     rows = [
         (

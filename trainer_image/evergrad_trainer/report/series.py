@@ -1,4 +1,7 @@
-"""Thins curves out for drawing: a million steps become a few hundred points that look the same. Pure."""
+"""Thins curves out for drawing: a million steps become a few hundred points that look the same. Pure.
+
+Pictures have points of ``envelope`` and ``means``; charts have ``Rows``, which all charts of a page share.
+"""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -8,6 +11,11 @@ import numpy.typing as npt
 
 Reals = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
+Parts = tuple[Reals, ...]
+"""A curve of a chart: a value of each row, or also the least and the greatest one."""
+
+MOST_ROWS = 1000
+"""Rows of a chart: about one for each pixel of its width on a wide page."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +65,12 @@ def means(x: Integers, y: Reals, *, points: int = 300) -> Curve:
 
 
 def _spans(length: int, number: int) -> list[tuple[int, int]]:
-    # Spans of equal numbers of steps, of which the first begins at 0 and the last ends at the end.
-    edges = np.linspace(0, length, min(number, length) + 1).astype(np.int64)
-    return [(int(begin), int(end)) for begin, end in pairwise(edges)]
+    return [(int(begin), int(end)) for begin, end in pairwise(_edges(length, number))]
+
+
+def _edges(length: int, number: int) -> Integers:
+    # Edges of spans of equal numbers of steps, of which the first begins at 0 and the last ends at the end.
+    return np.linspace(0, length, min(number, length) + 1).astype(np.int64)
 
 
 def smooth(y: Reals, window: int) -> Reals:
@@ -95,3 +106,45 @@ def broken(x: Integers, y: Reals) -> Curve:
     places = np.insert(x.astype(np.float64), cuts, np.nan)
     values = np.insert(y, cuts, np.nan)
     return Curve(places, values)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a chart over ascending ``steps``: one for each step, or for each of MOST_ROWS spans of them.
+
+    A row of several steps stands at its last one, as on the live page.
+    """
+
+    steps: Integers
+
+    @property
+    def x(self) -> Reals:
+        """Step of each row."""
+        return self.steps[_edges(len(self.steps), MOST_ROWS)[1:] - 1].astype(np.float64)
+
+    def means(self, y: Reals) -> Parts:
+        """Take the mean of each row, of the values that are finite."""
+        return self.bands(y)[:1]
+
+    def bands(self, y: Reals) -> Parts:
+        """Take mean, least and greatest value of each row."""
+        return self.scattered(self.steps, y)
+
+    def scattered(self, steps: Integers, y: Reals) -> Parts:
+        """Take mean, least and greatest value of each row, of values that any of its steps has any number of
+        times; those of later steps are left out."""
+        x = self.x
+        row = np.searchsorted(x, steps)
+        is_known = np.isfinite(y) & (row < len(x))
+        row, y = row[is_known], y[is_known]
+        number = np.bincount(row, minlength=len(x))
+        total = np.bincount(row, weights=y, minlength=len(x))
+        least, most = np.full(len(x), np.inf), np.full(len(x), -np.inf)
+        np.minimum.at(least, row, y)
+        np.maximum.at(most, row, y)
+
+        # Rows without any number are gaps.
+        values = (total / np.maximum(number, 1), least, most)
+        mean, least, most = (np.where(number > 0, one, np.nan) for one in values)
+        # Values alone, where no row has two.
+        return (mean, least, most) if number.max(initial=0) > 1 else (mean,)

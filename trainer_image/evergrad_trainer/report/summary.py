@@ -39,7 +39,9 @@ def summarise(facts: Facts) -> dict[str, Any]:
         },
         # A step that was trained again counts once: the last time.
         "skippedSteps": dict(
-            Counter({event.step: str(event.fields.get("why")) for event in skipped}.values())
+            Counter(
+                {event.step: str(event.fields.get("why")) for event in skipped}.values()
+            )
         ),
         "evaluations": [record_row(one) for one in history.evaluations],
         "newestEvaluations": {

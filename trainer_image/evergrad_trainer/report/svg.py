@@ -67,7 +67,9 @@ def draw(
         axes.xaxis.set_major_locator(
             ticker.MaxNLocator(nbins=nbins, integer=True, min_n_ticks=1, steps=steps)
         )
-        axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axes.xaxis.set_major_formatter(
+            ticker.FuncFormatter(lambda value, _: f"{value:,.0f}")
+        )
         if axes.get_yscale() == "linear":
             axes.yaxis.set_major_locator(ticker.MaxNLocator(nbins=6, steps=steps))
 
@@ -79,7 +81,9 @@ def draw(
 
         axes.yaxis.set_major_formatter(ticker.FuncFormatter(shorten))
         axes.set_xlabel(across, loc="right")
-        axes.set_title(unit, loc="left", fontsize=_FONT_PIXELS, color=COLORS["muted"], pad=8)
+        axes.set_title(
+            unit, loc="left", fontsize=_FONT_PIXELS, color=COLORS["muted"], pad=8
+        )
         buffer = io.StringIO()
         figure.savefig(
             buffer,
@@ -137,6 +141,8 @@ _FONT = re.compile(r"font: (\d+(?:\.\d+)?)px [^;\"]*")
 _FAMILY = re.compile(r"font-family: [^;\"]*;? ?")
 _NO_ROTATION = re.compile(r' transform="rotate\(-0 [^"]*"')
 _LONG_NUMBER = re.compile(r"\d+\.\d{3,}")
+_STYLE_OF = re.compile(r' style="([^"]*)"')
+_DECLARATION = re.compile(r"([a-z-]+): ([^;]+)(?:; ?)?")
 _TAG = re.compile(r"<[^>]+>")
 _ID = re.compile(r' id="([^"]+)"')
 _REFERENCE = re.compile(r'(url\(#|href="#)([^")]+)')
@@ -152,8 +158,7 @@ def clean(svg: str, *, key: str, label: str) -> str:
     svg = re.sub(r"<!--.*?-->", "", svg, flags=re.DOTALL)
     svg = svg.replace("xlink:href", "href")
     view_box = re.search(r'viewBox="[^"]+"', svg)
-    opening = f'<svg class="plot" role="img" aria-label="{escape(label)}" {view_box[0] if view_box else ""}>'
-    svg = opening + svg[svg.index(">") + 1 :]
+    svg = svg[svg.index(">") + 1 :]
     # Several plots share a page, where ids must be unique; those nobody refers to are only ballast.
     used = {match[2] for match in _REFERENCE.finditer(svg)}
     svg = _ID.sub(lambda match: f' id="{key}-{match[1]}"' if match[1] in used else "", svg)
@@ -168,6 +173,16 @@ def clean(svg: str, *, key: str, label: str) -> str:
         ),
         svg,
     )
+    # The page's policy allows no style of a single element; attributes of SVG say the same.
+    svg = _TAG.sub(
+        lambda tag: _STYLE_OF.sub(
+            lambda style: _DECLARATION.sub(r' \1="\2"', style[1]), tag[0]
+        ),
+        svg,
+    )
     # Placeholders become CSS variables, so that a dark page has its own colours.
     svg = _COLOR.sub(lambda match: _COLOR_OF[match[0]], svg)
-    return re.sub(r"\n\s*", "\n", svg).strip()
+    svg = re.sub(r"\n\s*", "\n", svg).strip()
+    # Last: nothing of the above is meant for the label's own numbers.
+    opening = f'<svg class="plot" role="img" aria-label="{escape(label)}" {view_box[0] if view_box else ""}>'
+    return f"{opening}\n{svg}"

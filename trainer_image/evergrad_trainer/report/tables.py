@@ -59,7 +59,9 @@ def build_table(
 def checkpoint_table(events: Sequence[Event]) -> Table:
     """List published checkpoints and failed saves, in order."""
     # Failed saves are listed among the others: the gap they leave is what a reader looks for.
-    saves = [event for event in events if event.type in (EventType.SAVE, EventType.SAVE_FAILED)]
+    saves = [
+        event for event in events if event.type in (EventType.SAVE, EventType.SAVE_FAILED)
+    ]
     titles = ("Step", "Published (UTC)", "Size", "Took", "Training waited", "")
     rows = []
     for event in saves:
@@ -180,11 +182,15 @@ def change_table(events: Sequence[Event]) -> Table:
     return build_table(titles, rows, numeric=titles[:1])
 
 
-def best_evaluations(evaluations: Sequence[EvaluationRecord]) -> dict[str, EvaluationRecord]:
+def best_evaluations(
+    evaluations: Sequence[EvaluationRecord],
+) -> dict[str, EvaluationRecord]:
     """Find the evaluation with the lowest finite loss of each set."""
     best: dict[str, EvaluationRecord] = {}
     for one in evaluations:
-        if math.isfinite(one.loss) and (one.name not in best or one.loss < best[one.name].loss):
+        if math.isfinite(one.loss) and (
+            one.name not in best or one.loss < best[one.name].loss
+        ):
             best[one.name] = one
     return best
 

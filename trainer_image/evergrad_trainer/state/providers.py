@@ -192,7 +192,9 @@ def base_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: one.detach() for name, one in module.named_parameters() if name in base}
 
 
-def _copy_over(live: Mapping[str, torch.Tensor], initial: Mapping[str, torch.Tensor]) -> None:
+def _copy_over(
+    live: Mapping[str, torch.Tensor], initial: Mapping[str, torch.Tensor]
+) -> None:
     # Here, since it takes a second that no run without shards should wait for.
     from torch.distributed.tensor import DTensor, distribute_tensor
 

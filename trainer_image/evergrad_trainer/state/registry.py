@@ -59,7 +59,18 @@ SNAPSHOTS: Final = "snapshots"
 TASK: Final = "task"
 RECIPE: Final = "recipe"
 RESERVED: Final = frozenset(
-    {COUNTERS, CURSOR, DESCRIPTION, OPTIMIZER, KEPT, OBSERVERS, FROZEN, SNAPSHOTS, TASK, RECIPE}
+    {
+        COUNTERS,
+        CURSOR,
+        DESCRIPTION,
+        OPTIMIZER,
+        KEPT,
+        OBSERVERS,
+        FROZEN,
+        SNAPSHOTS,
+        TASK,
+        RECIPE,
+    }
 )
 """Names that no module of a task may have. ``ema`` and ``loss_scale`` are taken where the file asks for them
 alone, because tasks are older than these."""
@@ -218,7 +229,9 @@ def from_extra(extra: Mapping[str, Any]) -> dict[str, Values]:
     the counters."""
     # Values that have no other name lay flat in the manifest of the first versions, and still do.
     counters = {
-        name: value for name, value in extra.items() if name not in ("cursor", "model", "state")
+        name: value
+        for name, value in extra.items()
+        if name not in ("cursor", "model", "state")
     }
     values: dict[str, Values] = {COUNTERS: counters, **extra.get("state", {})}
     if "cursor" in extra:

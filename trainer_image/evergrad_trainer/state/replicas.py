@@ -120,7 +120,9 @@ def compare_steps(steps: Sequence[int]) -> None:
     if suspects:
         named = ", ".join(f"rank {rank}: {step}" for rank, step in enumerate(steps))
         what = f"the number of the step ({named})"
-        raise DivergedError(describe_difference(suspects, size=len(steps), what=what), suspects)
+        raise DivergedError(
+            describe_difference(suspects, size=len(steps), what=what), suspects
+        )
 
 
 def describe_difference(
@@ -129,7 +131,9 @@ def describe_difference(
     """The sentence that a person reads."""
     # All ranks that hold one part are suspected: no majority of them agrees.
     undecided = [
-        rank for rank in suspects if set(range(rank % shards, size, shards)) <= set(suspects)
+        rank
+        for rank in suspects
+        if set(range(rank % shards, size, shards)) <= set(suspects)
     ]
     if undecided:
         who = "no majority of ranks agrees"

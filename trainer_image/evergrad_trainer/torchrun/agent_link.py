@@ -38,7 +38,9 @@ class AgentLink:
                 self.state.is_out = True
                 self.loop.call(self.loop.members.say_ready_to_leave)
                 self.state.changed.wait_for(
-                    lambda: self.state.end or self.state.answered_generation > place.generation,
+                    lambda: (
+                        self.state.end or self.state.answered_generation > place.generation
+                    ),
                     _DEPART_SECONDS,
                 )
                 self.loop.send(Left(self.state.newest, is_saved=False))
@@ -123,7 +125,9 @@ class AgentLink:
             self.state.done_generation = self.state.place.generation
             # Workers that end before the agent has asked for the first time were up all the same.
             if self.state.up_generation < self.state.place.generation:
-                self.loop.send(Up(self.state.place.generation, self.loop.members.reports.step))
+                self.loop.send(
+                    Up(self.state.place.generation, self.loop.members.reports.step)
+                )
             self.loop.call(self.loop.members.flush_report)
             self.loop.send(Done(self.state.done_generation))
             if self.state.plan is not None:

@@ -68,7 +68,9 @@ class AgentLoop:
     An error of its thread reaches the agent's: as the end of the run, or by :meth:`start`.
     """
 
-    def __init__(self, settings: NodeSettings, state: AgentState, *, directory: Path) -> None:
+    def __init__(
+        self, settings: NodeSettings, state: AgentState, *, directory: Path
+    ) -> None:
         self.settings = settings
         self.state = state
         self.members = AgentMembers(
@@ -115,12 +117,10 @@ class AgentLoop:
             asyncio.run(self._converse())
         except BaseException as error:  # noqa: BLE001 - handed to the agent's thread, which is waiting
             self._failure = error
+            words = f"the rendezvous thread ended: {error!r}"
             with self.state.changed:
-                self.state.end = self.state.end or End(
-                    int(ExitCode.INTERNAL),
-                    "internal",
-                    f"the rendezvous thread ended: {error!r}",
-                )
+                end = End(int(ExitCode.INTERNAL), "internal", words)
+                self.state.end = self.state.end or end
                 self.state.changed.notify_all()
         finally:
             self._is_started.set()
@@ -152,7 +152,9 @@ class AgentLoop:
         beats = asyncio.create_task(heartbeat.keep())
         stopped = asyncio.create_task(self._stopped.wait())
         try:
-            await asyncio.wait((client, ticks, stopped), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                (client, ticks, stopped), return_when=asyncio.FIRST_COMPLETED
+            )
             if not self._stopped.is_set():
                 if self.state.end is None:
                     await asyncio.gather(*(task for task in (client, ticks) if task.done()))
@@ -212,16 +214,15 @@ class AgentLoop:
                     self.state.newest = max(self.state.newest, message.generation)
                     self.state.go = message
                 case Leave() if self._client is not None:
-                    # Its state is in checkpoints, if anywhere; and the coordinator is not to be bothered
-                    # again.
+                    # Its state is in checkpoints, if anywhere; the coordinator is not asked again.
                     self._client.send(Left(message.generation, is_saved=False))
                     self._client.close()
                     self.state.end = End(int(ExitCode.STOPPED_SAVED), "left")
                 case End():
                     self._finish(message)
-                case Refused():
+                case Refused(reason=why, message=words):
                     # Whatever a coordinator of another version says: a refusal is no outcome of the run.
-                    self._finish(End(int(ExitCode.INTERNAL), message.reason, message.message))
+                    self._finish(End(int(ExitCode.INTERNAL), why, words))
             self._announce()
             self.state.changed.notify_all()
 
@@ -277,8 +278,7 @@ class AgentLoop:
         place = self.state.place
         if self._client is None or place is None or place.generation != generation:
             return False
-        # A coordinator that is away for less than the lease is waited for: the save would be lost for
-        # nothing.
+        # One that is away for less than the lease is waited for: the save would be lost for nothing.
         while not self._client.is_connected:
             if (
                 self.seconds_since_contact() > self.state.lease_seconds
@@ -308,4 +308,5 @@ class AgentLoop:
 
     def seconds_since_contact(self) -> float:
         """How long ago the coordinator was heard."""
-        return self._client.seconds_since_contact if self._client is not None else float("inf")
+        client = self._client
+        return float("inf") if client is None else client.seconds_since_contact

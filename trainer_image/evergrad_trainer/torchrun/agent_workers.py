@@ -166,7 +166,9 @@ class WorkerWatch:
             rank=int(variables.get("RANK", -1)), exit_code=exit_code, at=time.monotonic()
         )
         if exit_code != 0:
-            seen = replace(seen, message=read_message(variables.get("TORCHELASTIC_ERROR_FILE")))
+            seen = replace(
+                seen, message=read_message(variables.get("TORCHELASTIC_ERROR_FILE"))
+            )
         self._on_end(seen)
 
 

@@ -97,7 +97,9 @@ def parse_settings(
             "--rdzv-conf node: missing. Give this node's index: node=0, or EVERGRAD_NODE=0 in "
             "the environment."
         )
-    token_file = str(given.get("token_file") or environment.get("EVERGRAD_TOKEN_FILE") or "")
+    token_file = str(
+        given.get("token_file") or environment.get("EVERGRAD_TOKEN_FILE") or ""
+    )
     if not token_file:
         problems.append(
             "--rdzv-conf token_file: missing. Give the coordinator's --token-file, or EVERGRAD_TOKEN_FILE."
@@ -131,7 +133,9 @@ def _find_seconds(
         number = float(str(given.get(key, default)))
         if 0 < number < math.inf:
             return number
-    problems.append(f"--rdzv-conf {key}: {given[key]!r} is no number of seconds above zero.")
+    problems.append(
+        f"--rdzv-conf {key}: {given[key]!r} is no number of seconds above zero."
+    )
     return default
 
 
@@ -153,7 +157,9 @@ class EvergradRendezvousHandler(RendezvousHandler):
         self._link.loop.start()
         if threading.current_thread() is threading.main_thread():
             # Told by C's handler, so that the coordinator knows before the agent has begun to tear down.
-            signal.set_wakeup_fd(self._link.loop.wakeup.write_end, warn_on_full_buffer=False)
+            signal.set_wakeup_fd(
+                self._link.loop.wakeup.write_end, warn_on_full_buffer=False
+            )
         os.register_at_fork(after_in_child=self._forget_in_child)
         # An agent that ends by a signal does not call shutdown.
         atexit.register(self._depart)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from evergrad_manifest.derive import slots_per_step
-from evergrad_manifest.training import Runtime, SaveEvery, Training
+from evergrad_manifest.training import Runtime, Training
 from evergrad_trainer.data.batch import pin
 from evergrad_trainer.data.prefetch import Prefetcher
 from evergrad_trainer.data.stream import TrainingStream
@@ -58,7 +58,6 @@ from evergrad_trainer.training.modules import (
     trained_blocks,
 )
 from evergrad_trainer.training.phase_clock import build_clock
-from evergrad_trainer.training.run import Best, Limits, Rhythm
 from evergrad_trainer.training.snapshots import Snapshots
 from evergrad_trainer.training.step import Stepper
 from evergrad_trainer.training.step_parts import LossOf, StepParts, StepSettings
@@ -203,7 +202,9 @@ def _cut(
     Returns the frozen modules among it, and what hashes those while they are whole.
     """
     cuts = plan_cuts(modules) if world is not None else {}
-    cut_frozen = {name: one for name, one in modules.frozen.items() if f"frozen.{name}" in cuts}
+    cut_frozen = {
+        name: one for name, one in modules.frozen.items() if f"frozen.{name}" in cuts
+    }
     # Built modules alone: a snapshot is hashed when it is taken.
     bases = find_bases(modules) if world is not None else {}
     whole_hashes = WholeHashes(cut_frozen, bases, without=modules.snapshots)
@@ -305,7 +306,9 @@ def _build_modules(
         made: list[DeferredModel] = []
 
         def defer() -> nn.Module:
-            one = defer_model(plan, seed=seed, precision=precision, with_weights=with_weights)
+            one = defer_model(
+                plan, seed=seed, precision=precision, with_weights=with_weights
+            )
             if one is None:
                 raise NotImplementedError
             made.append(one)
@@ -442,52 +445,6 @@ def build_evaluations(
     )
 
 
-def build_limits(
-    training: Training,
-    *,
-    total_steps: int,
-    stop_after_steps: int | None,
-    anchors: frozenset[int] = frozenset(),
-) -> Limits:
-    """When the loop evaluates, saves and stops.
-
-    ``anchors``: steps whose checkpoints later steps need.
-    """
-    evaluation, saves = training.evaluation, training.checkpoint
-    return Limits(
-        total_steps=total_steps,
-        save_every=_build_rhythm(saves.every, training),
-        keep_every=_build_rhythm(saves.keep_every, training),
-        save_seconds=saves.every.seconds,
-        compare_every=training.runtime.compare_replicas_every or None,
-        evaluate_every=evaluation.every.steps if evaluation.every else None,
-        evaluate_sets_every={
-            one.name: one.every.steps for one in evaluation.sets if one.every is not None
-        },
-        evaluate_at_start=evaluation.at_start,
-        saves_before_evaluation=evaluation.save_first,
-        after_step=training.stop.after_step,
-        stop_after_steps=stop_after_steps,
-        non_finite_in_a_row=training.on_non_finite.skip,
-        skip_steps=frozenset(training.skip_steps),
-        anchors=anchors,
-    )
-
-
-def _build_rhythm(every: SaveEvery | None, training: Training) -> Rhythm | None:
-    if every is None or every.seconds is not None:
-        return None
-    if every.tokens is None:
-        return Rhythm(every.steps or 1)
-    return Rhythm(every.tokens, training.batching.global_batch_size * training.sample_tokens)
-
-
-def build_best(training: Training) -> Best | None:
-    """Which checkpoint is the best one, if that was asked for."""
-    best = training.checkpoint.best
-    return Best(metric=best.metric, mode=best.mode) if best else None
-
-
 def threads_per_worker(training: Training, *, cores: int, num_workers: int) -> int:
     """CPU threads of each worker.
 
@@ -495,4 +452,6 @@ def threads_per_worker(training: Training, *, cores: int, num_workers: int) -> i
     """
     if training.runtime.threads is not None:
         return training.runtime.threads
-    return 1 if training.reproducibility.elastic == "exact" else max(1, cores // num_workers)
+    return (
+        1 if training.reproducibility.elastic == "exact" else max(1, cores // num_workers)
+    )

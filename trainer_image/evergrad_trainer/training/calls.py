@@ -196,7 +196,9 @@ def _build_summary(
         try:
             numbers = {metric: float(value) for metric, value in dict(found).items()}
         except (TypeError, ValueError, RuntimeError) as error:
-            given = f"what is no number under each name ({' '.join(str(error).split())[:200]})"
+            given = (
+                f"what is no number under each name ({' '.join(str(error).split())[:200]})"
+            )
         else:
             if numbers.keys() == set(wanted):
                 return numbers

@@ -49,7 +49,10 @@ def find_stop_reason(
         return "stop_file"
     if limits.after_step is not None and progress.finished_steps >= limits.after_step:
         return "after_step"
-    if limits.stop_after_steps is not None and progress.steps_here >= limits.stop_after_steps:
+    if (
+        limits.stop_after_steps is not None
+        and progress.steps_here >= limits.stop_after_steps
+    ):
         return "stop_after_steps"
     if flags[FLAG_STOP]:
         return "observer"

@@ -148,7 +148,9 @@ class EvaluationRunner:
         loss, *parts = tally.means()
         return EvaluationResult(
             loss=loss,
-            metrics=dict(measure.summarize(dict(zip(tally.names, parts, strict=True)), stage)),
+            metrics=dict(
+                measure.summarize(dict(zip(tally.names, parts, strict=True)), stage)
+            ),
             weight=tally.weight,
             seconds=time.perf_counter() - begun,
         )
@@ -200,7 +202,9 @@ class EvaluationRunner:
                 if number < last:
                     with self.reading():
                         batch = evaluation_set.batch(number)
-                    sums[:, number - first] = self._measure(measure, batch, stage, world.device)
+                    sums[:, number - first] = self._measure(
+                        measure, batch, stage, world.device
+                    )
                     weight += batch.weight
                 elif self.is_sharded:
                     # Collectives of FSDP2: one without a batch of its own runs one that does not count.

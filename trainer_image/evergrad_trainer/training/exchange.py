@@ -113,7 +113,9 @@ class Sums:
     def add(self, slot: int, batch: Batch, loss: Loss) -> None:
         """Count a micro-batch. Nothing is read from the device yet."""
         nothing = loss.total.new_zeros(())
-        parts = [nothing if name in self._without else loss.parts[name] for name in self._names]
+        parts = [
+            nothing if name in self._without else loss.parts[name] for name in self._names
+        ]
         values = [value.detach().double() for value in (loss.total, *parts)]
         self._slots.append(slot)
         self._values.append(torch.stack(values))

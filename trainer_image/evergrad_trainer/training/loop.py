@@ -91,7 +91,9 @@ def train(run: Run) -> StopReason:
                 _save(run)
             if progress.non_finite >= limits.non_finite_in_a_row:
                 progress.refusal = _describe_skip(outcome)
-                _emit_skip(run, EventType.NON_FINITE, outcome, in_a_row=progress.non_finite + 1)
+                _emit_skip(
+                    run, EventType.NON_FINITE, outcome, in_a_row=progress.non_finite + 1
+                )
                 return "non_finite"
 
         # No collective until the step is counted: this rank has made the update, whatever becomes of others.
@@ -260,7 +262,9 @@ def _evaluate(run: Run, sets: tuple[EvaluationSet, ...]) -> StopReason | None:
         return run.membership.is_changing(is_saving=run.checkpoints.is_saving)
 
     for one in sets:
-        tally = run.evaluator.open_tally(one, progress.tallies.get(one.name, {}), stage=stage)
+        tally = run.evaluator.open_tally(
+            one, progress.tallies.get(one.name, {}), stage=stage
+        )
         done_before = tally.done
         # Collectives: all ranks share the batches of a set, and all of them end it early, or none.
         try:
@@ -305,7 +309,10 @@ def _keep_best(run: Run, values: dict[str, float]) -> None:
     than: float | None = None
     # After an edit of the file: values of two metrics say nothing of one another. Older versions wrote no
     # mode.
-    if before is not None and (before["metric"], before.get("mode", mode)) == (metric, mode):
+    if before is not None and (before["metric"], before.get("mode", mode)) == (
+        metric,
+        mode,
+    ):
         than = before["value"]
     if value is None or not run.best.is_better(value, than):
         return

@@ -60,7 +60,9 @@ def module_problems(modules: Modules, training: Training) -> list[Problem]:
     if not any(one.requires_grad for one in parameters):
         why = "no parameter of its trained modules requires a gradient"
         problems.append(
-            Problem(_RECIPE, "build gives nothing to train", why, "Put a module into trained")
+            Problem(
+                _RECIPE, "build gives nothing to train", why, "Put a module into trained"
+            )
         )
     # A parameter that is both would be saved as trained and hashed as frozen.
     frozen = {id(one) for module in modules.frozen.values() for one in module.parameters()}
@@ -91,10 +93,15 @@ def _snapshot_problems(modules: Modules) -> Iterator[Problem]:
         if name not in modules.frozen:
             why, remedy = "it is no frozen module", "Put a module of that name into frozen"
         elif snapshot.of not in modules.trained:
-            why, remedy = f"{snapshot.of!r} is no trained module", "Name the one that it is of"
+            why, remedy = (
+                f"{snapshot.of!r} is no trained module",
+                "Name the one that it is of",
+            )
         elif snapshot.after < 1:
             why = f"it is taken after step {snapshot.after}, and steps count from 1"
-            remedy = "Take it after the last step of a stage, or build it as any frozen module"
+            remedy = (
+                "Take it after the last step of a stage, or build it as any frozen module"
+            )
         elif base_tensors(modules.trained[snapshot.of]):
             why = f"{snapshot.of!r} has adapters, and a checkpoint holds those alone"
             remedy = "Leave model.lora out"
@@ -124,7 +131,9 @@ def plan_cuts(modules: Modules) -> dict[str, Cut]:
         is_counterpart = name in modules.snapshots or name in modules.counterparts
         is_cut = size >= parallel.LARGE_BYTES or (is_counterpart and size > 0)
         if is_cut and name not in modules.replicated:
-            cuts[f"frozen.{name}"] = Cut(module, _blocks_in(module, modules), is_frozen=True)
+            cuts[f"frozen.{name}"] = Cut(
+                module, _blocks_in(module, modules), is_frozen=True
+            )
     return cuts
 
 
@@ -133,7 +142,9 @@ def _sharding_problems(cuts: Mapping[str, Cut]) -> Iterator[Problem]:
 
     def refuse(name: str, what: str, why: str, remedy: str) -> Problem:
         way_out = _REPLICATED if cuts[name].is_frozen else _UNCUT
-        return Problem(_PARALLELISM, f"fsdp2 cannot cut {what}", why, f"{remedy}, or {way_out}")
+        return Problem(
+            _PARALLELISM, f"fsdp2 cannot cut {what}", why, f"{remedy}, or {way_out}"
+        )
 
     for name, cut in cuts.items():
         # Containers have none: their parts are called, and nothing would gather them.
@@ -144,19 +155,23 @@ def _sharding_problems(cuts: Mapping[str, Cut]) -> Iterator[Problem]:
         for unit, own, parameter in cut.parameters():
             if parameter.ndim == 0:
                 why = "it has no dimension to be cut along"
-                yield refuse(name, f"the parameter {name}.{own}", why, "Give it the shape [1]")
+                yield refuse(
+                    name, f"the parameter {name}.{own}", why, "Give it the shape [1]"
+                )
             # Frozen ones may differ, but require gradients as long as the task has only built them.
             if parameter.requires_grad and not cut.is_frozen:
-                types.setdefault(unit, set()).add(str(parameter.dtype).removeprefix("torch."))
+                types.setdefault(unit, set()).add(
+                    str(parameter.dtype).removeprefix("torch.")
+                )
         if mixed := next((found for found in types.values() if len(found) > 1), None):
-            why = (
-                f"weights that are gathered together have the types {', '.join(sorted(mixed))}"
-            )
+            why = f"weights that are gathered together have the types {', '.join(sorted(mixed))}"
             yield refuse(name, f"the module {name}", why, "Give them one type")
     for one, other in find_shared(cuts):
         why = f"it is also {other}, and the two would be cut and trained apart"
         name = next(name for name in cuts if one.startswith(f"{name}."))
-        yield refuse(name, f"the shared parameter {one}", why, "Put both uses into one module")
+        yield refuse(
+            name, f"the shared parameter {one}", why, "Put both uses into one module"
+        )
 
 
 def choose_deferred(

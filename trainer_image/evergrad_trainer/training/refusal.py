@@ -51,7 +51,9 @@ def refuse(
             "Nothing was updated. Lower the learning rate or use a wider precision; "
             "the state before the step is good"
         )
-        return "grad", (Problem(f"step {step}", f"the gradient norm is {norm}", why, remedy),)
+        return "grad", (
+            Problem(f"step {step}", f"the gradient norm is {norm}", why, remedy),
+        )
     if totals.weight == 0:
         why = "every label of its samples is masked"
         remedy = "Nothing was updated. Look at the data"

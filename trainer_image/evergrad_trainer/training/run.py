@@ -150,7 +150,9 @@ def perplexity_of(loss: float) -> float:
     return math.exp(min(loss, largest))
 
 
-def build_evaluation_record(run: Run, name: str, result: EvaluationResult) -> EvaluationRecord:
+def build_evaluation_record(
+    run: Run, name: str, result: EvaluationResult
+) -> EvaluationRecord:
     """The row of one evaluation set."""
     return EvaluationRecord(
         step=run.progress.finished_steps,

@@ -110,9 +110,7 @@ class Snapshots:
             if name not in self.hashes:
                 what = f"the state after step {step} has no snapshot {name!r}"
                 why = f"it is that after step {planned[name].after}, and was not taken"
-                remedy = (
-                    "Go on with the task as it was, or give the changed run a name of its own"
-                )
+                remedy = "Go on with the task as it was, or give the changed run a name of its own"
                 raise CheckpointError(Problem("spec.training.recipe", what, why, remedy))
             self._settle_one(name, world, read)
 

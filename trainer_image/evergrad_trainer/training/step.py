@@ -112,7 +112,9 @@ class Stepper:
         batch = parts.prefetcher.take(step, 0)
         # No collective: the slot is not the last one, so that nothing is summed over ranks.
         parts.gradients.begin(world)
-        self._forward_backward(step, 0, batch, device=world.device, scale=0.0, is_last=False)
+        self._forward_backward(
+            step, 0, batch, device=world.device, scale=0.0, is_last=False
+        )
         parts.gradients.forget()
 
     def forget_buffers(self) -> None:
@@ -153,7 +155,9 @@ class Stepper:
                 raise_if_not_deterministic(error)
                 if not isinstance(error, PeerLostError):
                     samples = self._describe_samples(step, slot)
-                    error.add_note(f"in step {step}, slot {slot}; its samples are {samples}")
+                    error.add_note(
+                        f"in step {step}, slot {slot}; its samples are {samples}"
+                    )
                 raise
             if is_real:
                 sums.add(slot, batch, loss)
@@ -197,7 +201,8 @@ class Stepper:
         # Randomness belongs to the slot, not to the rank that computes it.
         seed_generators(settings.seed, step, slot, Purpose.FORWARD)
         tensors = {
-            name: tensor.to(device, non_blocking=True) for name, tensor in batch.tensors.items()
+            name: tensor.to(device, non_blocking=True)
+            for name, tensor in batch.tensors.items()
         }
         parts.gradients.before_backward(is_last=is_last)
         # Collectives of FSDP2 in both passes and, in the last backward pass, sums of gradients that begin.
@@ -217,7 +222,13 @@ class Stepper:
         )
 
     def _follow(
-        self, step: int, totals: Totals, norm: float, overflow: Problem | None, *, scale: float
+        self,
+        step: int,
+        totals: Totals,
+        norm: float,
+        overflow: Problem | None,
+        *,
+        scale: float,
     ) -> tuple[str | None, tuple[Problem, ...]]:
         """Make the update, or return why there is none: see :func:`refuse`."""
         loss_scale = self._parts.loss_scale

@@ -32,7 +32,9 @@ class Tally:
         if not self.sums:
             self.sums = [Fraction(0) for _ in range(1 + len(self.names))]
 
-    def add(self, rows: Sequence[Sequence[float]], *, num_batches: int, weight: int) -> None:
+    def add(
+        self, rows: Sequence[Sequence[float]], *, num_batches: int, weight: int
+    ) -> None:
         """Count the next ``num_batches`` batches. ``rows``: for each sum its numbers, in any order."""
         for index, row in enumerate(rows):
             for value in row:

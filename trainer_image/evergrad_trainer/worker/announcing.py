@@ -23,8 +23,9 @@ from evergrad_trainer.optim.schedule import build_schedule
 from evergrad_trainer.provenance.record import read_processes, record_process
 from evergrad_trainer.records import TOKENS, Event, EventType, RunInfo
 from evergrad_trainer.resume import resolved_record
+from evergrad_trainer.run_record import BEGUN_FROM
 from evergrad_trainer.training.build import Machinery
-from evergrad_trainer.worker.session import BEGUN_FROM, Session
+from evergrad_trainer.worker.session import Session
 
 _VERSIONS = ("evergrad", "torch", "transformers")
 """Packages that compute a step: a change of these may change its last bits."""
@@ -66,7 +67,9 @@ def announce(session: Session, machinery: Machinery) -> None:
         "pid": os.getpid(),
     }
     session.observers.event(
-        Event(EventType.START, time.time(), progress.finished_steps, world.generation, start)
+        Event(
+            EventType.START, time.time(), progress.finished_steps, world.generation, start
+        )
     )
     session.is_announced = True
     session.release_events()
@@ -83,7 +86,9 @@ def announce(session: Session, machinery: Machinery) -> None:
 def _build_record(session: Session, before: Mapping[str, Any]) -> dict[str, Any]:
     """The content of ``run.json``. ``before``: what stands there of an earlier start."""
     plan = session.plan
-    derived = {to_camel(key): value for key, value in dataclasses.asdict(plan.numbers).items()}
+    derived = {
+        to_camel(key): value for key, value in dataclasses.asdict(plan.numbers).items()
+    }
     record = resolved_record(
         plan.run,
         plan.prepared,
@@ -126,7 +131,9 @@ def _changed_files(before: Mapping[str, str], now: Mapping[str, str]) -> list[Ch
     ]
 
 
-def _announce_versions(session: Session, before: dict[str, Any], now: dict[str, Any]) -> None:
+def _announce_versions(
+    session: Session, before: dict[str, Any], now: dict[str, Any]
+) -> None:
     """Warn that other versions go on with the run: its steps are the same, their last bits may not be."""
     old, new = before.get("versions") or {}, now["versions"]
     changed = [

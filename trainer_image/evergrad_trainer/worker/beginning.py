@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from evergrad_manifest.differences import show_value
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 from evergrad_manifest.training import InitFrom
 from evergrad_trainer.checkpoint.files import hash_bytes, hash_file
@@ -15,6 +14,7 @@ from evergrad_trainer.errors import CheckpointError
 from evergrad_trainer.models.adapters import check_initial
 from evergrad_trainer.models.weights import load_model_directory
 from evergrad_trainer.records import EventType
+from evergrad_trainer.run_record import BEGUN_FROM
 from evergrad_trainer.state.registry import (
     COUNTERS,
     CURSOR,
@@ -25,12 +25,11 @@ from evergrad_trainer.state.registry import (
     SNAPSHOTS,
     Values,
     from_extra,
-    recipe_in,
 )
 from evergrad_trainer.training.build import Machinery
 from evergrad_trainer.training.calls import enter_first
-from evergrad_trainer.worker.position import FIELD, position_changes
-from evergrad_trainer.worker.session import BEGUN_FROM, Session
+from evergrad_trainer.worker.position import FIELD, differing_data
+from evergrad_trainer.worker.session import Session
 
 _COUNTED: Final = ("step", "evaluated_step", "updates", "skipped", "non_finite")
 """Counters that go on in a run which goes on behind another one's step. The others are of its own
@@ -83,13 +82,18 @@ def begin(session: Session, machinery: Machinery) -> None:
         # The task made its values from the initial weights, which are replaced by others here.
         seed = session.plan.run.training.reproducibility.seed
         enter_first(machinery.opened, machinery.modules, seed=seed, cut=machinery.cut())
-    session.begun_from = facts = {"path": str(path), **source, "load": wanted.load}
-    # Every event has a step of its own: this run's.
-    fields = {("from_step" if key == "step" else key): value for key, value in facts.items()}
+    facts: dict[str, Any] = {"path": str(path), **source, "load": wanted.load}
     if wanted.load == "position" and (start := session.data.train.start) is not None:
-        fields["sources"] = {one.name: one.taken for one in start.sources}
+        facts["sources"] = {one.name: one.taken for one in start.sources}
+    session.begun_from = facts
+    # Every event has a step of its own: this run's.
+    fields = {
+        ("from_step" if key == "step" else key): value for key, value in facts.items()
+    }
     seconds = round(time.monotonic() - started, 6)
     session.emit(EventType.BEGUN_FROM, {**fields, "seconds": seconds})
+    for message in session.plan.doubts:
+        session.emit(EventType.WARNING, {"message": message})
 
 
 def _agree(session: Session, wanted: InitFrom | None) -> Mapping[str, Any] | None:
@@ -193,7 +197,9 @@ def _load(
     elif wanted.goes_on:
         keeps_data = wanted.load == "everything"
         _check_position(session, loaded, values, keeps_data=keeps_data)
-        counters = {key: values[COUNTERS][key] for key in _COUNTED if key in values[COUNTERS]}
+        counters = {
+            key: values[COUNTERS][key] for key in _COUNTED if key in values[COUNTERS]
+        }
         session.state_from = str(loaded.path)
         # The cursor is one in another mixture, and observers have measured the losses of that.
         left_out = () if keeps_data else (CURSOR, OBSERVERS)
@@ -224,17 +230,8 @@ def _check_position(
             why = "the newest one is damaged, or has come since"
             remedy = "Set spec.training.initFrom.step, or start again"
             problems.append(Problem(where, what, why, remedy))
-    elif loaded.data_fingerprint != session.data.fingerprint:
-        why = "the position of a state is one in the data that it was trained on"
-        remedy = "Set it back, keep the position in other sources (`position`), or load the optimizer alone"
-        stored, own = recipe_in(loaded.extra), session.identity.recipe
-        changes = position_changes(stored, own) if stored and own else []
-        problems += [
-            Problem(
-                field, f"{show_value(new)} here, and {show_value(old)} in {where}", why, remedy
-            )
-            for field, old, new in changes
-        ] or [Problem(where, "was trained on other data", why, remedy)]
+    else:
+        problems += differing_data(loaded.path, loaded, session.identity)
     if values.get(SNAPSHOTS):
         steps = sorted({one["after"] for one in values[SNAPSHOTS].values()})
         what = f"needs the checkpoint of step {', '.join(map(str, steps))} beside it"

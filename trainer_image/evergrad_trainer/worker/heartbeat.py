@@ -16,7 +16,9 @@ class WorkerHeartbeat:
 
     def __init__(self) -> None:
         """In the supervisor, before the worker is started."""
-        self._values = multiprocessing.RawArray("d", [-1.0, -1.0, 0.0, 0.0, 0.0] + 3 * [-1.0])
+        self._values = multiprocessing.RawArray(
+            "d", [-1.0, -1.0, 0.0, 0.0, 0.0] + 3 * [-1.0]
+        )
 
     def beat(self, step: int, slot: int) -> None:
         """The worker is about to compute ``slot`` of ``step``."""

@@ -77,7 +77,9 @@ class NodeStateServer:
             self._directory / RECORD_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
         )
         self.announce(newest_generation=0, own_generation=0, contact=0.0, is_draining=False)
-        self._server = await asyncio.start_unix_server(self._serve, path, limit=MAX_LINE_BYTES)
+        self._server = await asyncio.start_unix_server(
+            self._serve, path, limit=MAX_LINE_BYTES
+        )
 
     async def close(self) -> None:
         """Remove the file: its workers take that for the end of their group."""
@@ -105,7 +107,9 @@ class NodeStateServer:
     @property
     def environment(self) -> dict[str, str]:
         """Variables for workers that are started now."""
-        own = {GENERATION_VARIABLE: str(self._own_generation)} if self._own_generation else {}
+        own = (
+            {GENERATION_VARIABLE: str(self._own_generation)} if self._own_generation else {}
+        )
         return {DIRECTORY_VARIABLE: str(self._directory), **own}
 
     def has_guard(self, generation: int) -> bool:
@@ -136,7 +140,9 @@ class NodeStateServer:
             )
             os.pwrite(self._record, encode_node_state(state), 0)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         self._connections.add(writer)
         try:
             if self._server is None:

@@ -10,13 +10,12 @@ from evergrad_trainer.recipes.opening import Opened, open_recipe
 from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.training.build import (
     Machinery,
-    build_best,
     build_comparison,
     build_evaluations,
-    build_limits,
     build_stepper,
 )
 from evergrad_trainer.training.calls import build_finish
+from evergrad_trainer.training.limits import build_best, build_limits
 from evergrad_trainer.training.run import Run
 from evergrad_trainer.worker.announcing import announce_first_step
 from evergrad_trainer.worker.session import Session, SessionPlan
@@ -73,7 +72,9 @@ def has_steps(directory: RunDirectory) -> bool:
     return has_checkpoints(directory) or last_step(directory) > 0
 
 
-def build_run(session: Session, machinery: Machinery, checkpoints: CheckpointManager) -> Run:
+def build_run(
+    session: Session, machinery: Machinery, checkpoints: CheckpointManager
+) -> Run:
     training, numbers = session.plan.run.training, session.plan.numbers
     # With pods of their own only the sets that the file names are evaluated here.
     named = {one.name: one.while_training for one in training.evaluation.sets}

@@ -3,19 +3,21 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from evergrad_manifest.differences import Change, changed_fields, show_value
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import Problem, raise_if
 from evergrad_manifest.identity import DECIDED_BY_CONTENT, hashed_recipe
+from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.checkpoint.weights import look_at
-from evergrad_trainer.data.places import DATA_START, DataStart
+from evergrad_trainer.data.places import DataStart
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.errors import CheckpointError
-from evergrad_trainer.resume import read_run
-from evergrad_trainer.run_directory import find_record
-from evergrad_trainer.state.registry import CURSOR, from_extra
+from evergrad_trainer.resume import read_run, read_start
+from evergrad_trainer.run_directory import RunDirectory, find_record, searched_folders
+from evergrad_trainer.run_record import read_key, read_optional
+from evergrad_trainer.state.registry import CURSOR, from_extra, recipe_in
 
 FIELD: Final = "spec.training.initFrom"
 _NO_POSITION: Final = ("model", "optimizer", "schedule", "ema", "horizon", "runtime")
@@ -24,6 +26,18 @@ _MIXTURE: Final = ("spec.training.data.sources", "spec.training.data.mixing")
 """Fields that may differ where the position of each source is kept."""
 _SEEDS: Final = ("seed", "dataSeed")
 _REMEDY: Final = "Set it back, or load the optimizer, and with it the weights, alone"
+
+
+class Stored(Protocol):
+    """A checkpoint that was chosen, or loaded."""
+
+    @property
+    def data_fingerprint(self) -> str:
+        """Fingerprint of the data that it was trained on."""
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """Values that it was saved with."""
 
 
 @dataclass(frozen=True)
@@ -51,48 +65,115 @@ def find_other(run: TrainingRun, base_directory: Path) -> OtherRun | None:
         # A resume in another directory: its data begin where that run's began. Behind links, as the load
         # reads it: the folders above a link are not those above the checkpoint.
         found = find_record(path.resolve())
-        start = None
-        if found is not None and DATA_START in found[1]:
-            start = DataStart.from_json(found[1][DATA_START])
-        return OtherRun(start, None, str(path)) if start is not None and start.goes_on else None
+        start = None if found is None else read_start(*found)
+        return (
+            OtherRun(start, None, str(path))
+            if start is not None and start.goes_on
+            else None
+        )
     if (path / "config.json").is_file():
         # Refused where the state is loaded, in the words that all levels have.
         return None
 
     # By sizes alone: the load reads all of it, and refuses another checkpoint than this one.
     checkpoint, choice = look_at(path, step=wanted.step)
-    found = find_record(checkpoint)
-    if found is None or found[1].get("dataFingerprint") != choice.data_fingerprint:
-        what = f"{checkpoint} does not lie in the directory of its run"
-        why = "run.json there says which sources the position is one of"
-        remedy = "Name that directory, with `step` for one of its checkpoints"
-        raise CheckpointError(Problem(f"{FIELD}.path", what, why, remedy))
+    why = "it says which sources the position is one of"
+    found, problems = _find_own_record(checkpoint, choice.data_fingerprint, why=why)
+    if found is None:
+        raise CheckpointError(*problems)
     directory, record = found
-    raise_if(_compare(read_run(directory, record), run, where=str(checkpoint)), CheckpointError)
-    cursor = from_extra(choice.extra).get(CURSOR, {})
-    start = _start_behind(record, cursor, step=choice.step, where=str(checkpoint))
-    return OtherRun(start, Prepared.from_json(record["prepared"]), str(checkpoint))
-
-
-def _start_behind(
-    record: Mapping[str, Any], cursor: Mapping[str, int], *, step: int, where: str
-) -> DataStart:
-    if DATA_START not in record:
+    raise_if(
+        _compare(read_run(directory, record), run, where=str(checkpoint)), CheckpointError
+    )
+    prepared = read_key(directory, record, "prepared", Prepared)
+    if (began := read_start(directory, record)) is None:
         why = "the run has several stages, each with an order of its own, or an older version began it"
         remedy = (
             "Load everything in the same data, or the optimizer alone; of an older version, go on with that "
-            "run once (--extend), which writes it down"
+            "run once (with --extend where it is complete), which writes it down"
         )
-        what = f"the run of {where} has not recorded where its sources begin"
+        what = f"the run of {checkpoint} has not recorded where its sources begin"
         raise CheckpointError(Problem(f"{FIELD}.load", what, why, remedy))
     try:
-        return DataStart.from_json(record[DATA_START]).go_on(
-            step, cursor=cursor, data_fingerprint=str(record["dataFingerprint"])
+        start = began.go_on(
+            choice.step,
+            cursor=from_extra(choice.extra).get(CURSOR, {}),
+            data_fingerprint=choice.data_fingerprint,
+            contents={one.name: one.content_hash for one in prepared.sources},
         )
     except ValueError as error:
-        what = f"{where} is not at a position in the sources of its run"
+        what = f"{checkpoint} is not at a position in the sources of its run"
         remedy = "Name another checkpoint, or load the optimizer alone"
         raise CheckpointError(Problem(f"{FIELD}.load", what, str(error), remedy)) from error
+    return OtherRun(start, prepared, str(checkpoint))
+
+
+def _find_own_record(
+    checkpoint: Path, data_fingerprint: str, *, why: str
+) -> tuple[tuple[RunDirectory, dict[str, Any]] | None, list[Problem]]:
+    """The directory and ``run.json`` of the run that a checkpoint is of; without one, the problem.
+
+    The checkpoint may have been copied without it, or beside that of another run. ``why``: what it is read
+    for.
+    """
+    found = find_record(checkpoint)
+    if found is None:
+        *folders, last = map(str, searched_folders(checkpoint))
+        what = f"no run.json of its run is in {', '.join(folders)} or {last}"
+    else:
+        directory, record = found
+        if read_optional(directory, record, "dataFingerprint", str) == data_fingerprint:
+            return found, []
+        what = f"{directory.resolved} is not that of the run of {checkpoint}"
+    what = f"{checkpoint} does not lie in the directory of its run: {what}"
+    remedy = f"Name it in that directory, or copy its run.json into {searched_folders(checkpoint)[-1]}"
+    return None, [Problem(f"{FIELD}.path", what, why, remedy)]
+
+
+def differing_data(checkpoint: Path, stored: Stored, own: Identity) -> list[Problem]:
+    """Each reason why the data here are not those that the other run's checkpoint was trained on.
+
+    None where they are. Raises RunDirectoryError or VolumeError where the other run's record cannot be read.
+    """
+    if stored.data_fingerprint == own.data_fingerprint:
+        return []
+    why = "the position of a state is one in the data that it was trained on"
+    remedy = "Set it back, keep the position in other sources (`position`), or load the optimizer alone"
+    recipe = recipe_in(stored.extra)
+    changes = position_changes(recipe, own.recipe) if recipe and own.recipe else []
+    # Not the record that is missing, where fields differ that it says nothing of.
+    if all(DECIDED_BY_CONTENT.fullmatch(field) for field, _, _ in changes):
+        says = (
+            "it says where the data of a run begin that went on from another one, and the checkpoint was "
+            "trained on others than these"
+        )
+        _, problems = _find_own_record(checkpoint, stored.data_fingerprint, why=says)
+        if problems:
+            return problems
+    return [
+        Problem(
+            field,
+            f"{show_value(new)} here, and {show_value(old)} in {checkpoint}",
+            why,
+            remedy,
+        )
+        for field, old, new in changes
+    ] or [Problem(str(checkpoint), "was trained on other data", why, remedy)]
+
+
+def find_first_step(run: TrainingRun, base_directory: Path, own: Identity) -> int | None:
+    """The step that a fresh ``run`` trains first where it goes on in the same data; None for all others,
+    whose data begin at that step.
+
+    ``own``: what its checkpoints will carry. By the sizes of the other run's files alone. Raises
+    CheckpointError where the data are others, and as ``find_other`` does.
+    """
+    wanted = run.training.init_from
+    if wanted is None or wanted.load != "everything":
+        return None
+    checkpoint, choice = look_at(base_directory / wanted.path, step=wanted.step)
+    raise_if(differing_data(checkpoint, choice, own), CheckpointError)
+    return choice.step + 1
 
 
 def _compare(before: TrainingRun, run: TrainingRun, *, where: str) -> list[Problem]:
@@ -123,14 +204,17 @@ def position_changes(stored: Mapping[str, Any], own: Mapping[str, Any]) -> list[
     ]
 
 
-def check_content(other: OtherRun, start: DataStart | None, prepared: Prepared) -> None:
+def check_content(
+    other: OtherRun, start: DataStart | None, prepared: Prepared
+) -> tuple[str, ...]:
     """The texts become the tokens that they became in the other run, and each of its files the same samples.
 
-    ``start``: where the data of this run begin. Raises CheckpointError: a source whose samples are cut
-    otherwise would begin anew, as if it were another one.
+    ``start``: where the data of this run begin. Returns a warning for each source that begins at its first
+    sample and may be one of an earlier run. Raises CheckpointError: a source whose samples are cut otherwise
+    would begin anew, as if it were another one.
     """
     if (before := other.prepared) is None:
-        return
+        return ()
     if prepared.tokenizer_identity != before.tokenizer_identity:
         here, there = prepared.tokenizer_identity, before.tokenizer_identity
         what = f"its content is {here}, and {there} in {other.where}"
@@ -138,17 +222,39 @@ def check_content(other: OtherRun, start: DataStart | None, prepared: Prepared) 
         raise CheckpointError(Problem("spec.training.tokenizer", what, why, _REMEDY))
 
     # Not those that only share their files with one of the other run: each of these begins anew.
-    items = {one.fingerprint for one in (*other.start.sources, *other.start.left_out)}
+    left_out = other.start.left_out
+    earlier = (*other.start.sources, *left_out)
+    items = {one.fingerprint for one in earlier}
     sources = start.sources if start is not None else ()
     others = {one.name for one in sources if one.fingerprint not in items}
-    names = {one.content_hash: one.name for one in before.sources}
+    names = {one.content: f"{one.name} of a run before {other.where}" for one in left_out}
+    names |= {one.content_hash: f"{one.name} of {other.where}" for one in before.sources}
     why = "its place among those samples is none among these"
     remedy = "Set its fields (`samples`, `textField`, …) back, or load the optimizer alone"
-    problems = []
-    for index, source in enumerate(prepared.sources):
-        if source.name in others and source.content_hash in names:
-            name = names[source.content_hash]
-            what = f"{source.name} is {name} of {other.where}, cut into other samples"
-            where = f"spec.training.data.sources[{index}]"
-            problems.append(Problem(where, what, why, remedy))
+    problems = [
+        Problem(
+            f"spec.training.data.sources[{index}]",
+            f"{source.name} is {names[source.content_hash]}, cut into other samples",
+            why,
+            remedy,
+        )
+        for index, source in enumerate(prepared.sources)
+        if source.name in others and source.content_hash in names
+    ]
     raise_if(problems, CheckpointError)
+
+    # A source that is new by name and content needs no warning: its 0 samples are in the event.
+    unknown = [one.name for one in left_out if not one.content]
+    doubts = {}
+    for name in others & {one.name for one in earlier}:
+        doubts[name] = (
+            f"the source of this name that {other.where} goes on from has other samples"
+        )
+    for name in others if unknown else ():
+        doubts[name] = (
+            f"run.json of {other.where} does not say which files {', '.join(unknown)} had, which an earlier "
+            "run has left out; it may be one of these, cut into other samples"
+        )
+    return tuple(
+        f"{name} begins at its first sample: {doubts[name]}" for name in sorted(doubts)
+    )

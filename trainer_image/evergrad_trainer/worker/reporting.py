@@ -32,7 +32,9 @@ def report_failure(session: Session | None, error: Exception, *, rank: int) -> E
     if session is not None:
         name = type(error).__name__
         # Notes name the module, or the samples, that an error of a library does not.
-        message = hide_bases("\n".join((str(error), *getattr(error, "__notes__", ()))))[:4000]
+        message = hide_bases("\n".join((str(error), *getattr(error, "__notes__", ()))))[
+            :4000
+        ]
         facts = {"error": name, "message": message, "exit_code": int(code)}
         last_calls: tuple[Callable[[], None], ...] = (
             session.release_events,

@@ -68,8 +68,12 @@ def register_state(session: Session, machinery: Machinery) -> None:
         now = machinery.frozen
         changed = [name for name in {**stored, **now} if stored.get(name) != now.get(name)]
         if changed:
-            what = f"the frozen modules {', '.join(changed)} are not those the run began with"
-            why = "a checkpoint has only their hashes, and the task's build makes others now"
+            what = (
+                f"the frozen modules {', '.join(changed)} are not those the run began with"
+            )
+            why = (
+                "a checkpoint has only their hashes, and the task's build makes others now"
+            )
             remedy = (
                 "Restore what they are made from, or give the changed run a name of its own"
             )
@@ -130,7 +134,9 @@ def settle_snapshots(session: Session, machinery: Machinery) -> None:
     plan = session.plan
 
     def read(
-        snapshot: Snapshot, tensors: Mapping[str, torch.Tensor], is_right: Callable[[], bool]
+        snapshot: Snapshot,
+        tensors: Mapping[str, torch.Tensor],
+        is_right: Callable[[], bool],
     ) -> None:
         search = Search(
             open_store(session.directory.checkpoints),

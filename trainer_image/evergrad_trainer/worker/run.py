@@ -99,7 +99,11 @@ def run_session(
 
 
 def open_in_world(
-    plan: SessionPlan, directory: RunDirectory, signals: StopSignals, *, generation: int | None
+    plan: SessionPlan,
+    directory: RunDirectory,
+    signals: StopSignals,
+    *,
+    generation: int | None,
 ) -> Session:
     """Join the world and claim the directory: from here on an older process of this run cannot publish any
     more."""
@@ -149,7 +153,9 @@ def _live_in_world(
         run = build_run(session, machinery, checkpoints)
         run.stepper.on_memory = on_memory
         worlds = OnlyWorld(session.world)
-        end = Lifecycle(session, machinery, run, worlds=worlds, writer=writer, life=life).live()
+        end = Lifecycle(
+            session, machinery, run, worlds=worlds, writer=writer, life=life
+        ).live()
         checkpoints.close()
         session.opened.observers.close()
     except BaseException:
@@ -167,7 +173,11 @@ def build_state(session: Session, *, with_weights: bool) -> Machinery:
     if should_compile(plan.run.training.runtime, device):
         session.compiled_bytes = load_compiled(session.directory.compiled, device)
     machinery = build_machinery(
-        plan.run.training, session.opened, plan.model, session.world, with_weights=with_weights
+        plan.run.training,
+        session.opened,
+        plan.model,
+        session.world,
+        with_weights=with_weights,
     )
     register_state(session, machinery)
     return machinery
@@ -249,7 +259,9 @@ def _build_alone(
         session,
         machinery,
         run,
-        worlds=SupervisedWorlds(watchdog, channel, session.directory, timeout_seconds=timeout),
+        worlds=SupervisedWorlds(
+            watchdog, channel, session.directory, timeout_seconds=timeout
+        ),
         writer=Writer(session, relay=Relay(channel.observe)),
         # Weights that were not initialised, since a checkpoint follows, are no state to begin with.
         life=Life(Held.FRESH if has_weights else Held.DIRTY),

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from evergrad_manifest.derive import HorizonNumbers
 from evergrad_manifest.envelope import TrainingRun
@@ -22,9 +22,6 @@ from evergrad_trainer.records import Event
 from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.training.progress import Progress
 from evergrad_trainer.world import Membership, World
-
-BEGUN_FROM: Final = "begunFrom"
-"""Key of ``run.json`` under which stands what a fresh run began with."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +56,8 @@ class SessionPlan:
     """How many checkpoints stay until pods have evaluated them; 0 where the run evaluates its sets itself."""
     start: DataStart | None = None
     """Where the data begin; None: each stage at its first samples."""
+    doubts: tuple[str, ...] = ()
+    """Warnings about sources that begin at their first sample, and may have given some before."""
     ahead: HeldFiles | None = None
     """The newest checkpoint's files, which this process has begun to read before anything else."""
 
@@ -135,5 +134,7 @@ class Session:
         for event in waiting:
             # Dated now: in a log whose lines go back in time, the clock would seem to have been set.
             self.observers.event(
-                dataclasses.replace(event, step=self.progress.finished_steps, time=time.time())
+                dataclasses.replace(
+                    event, step=self.progress.finished_steps, time=time.time()
+                )
             )

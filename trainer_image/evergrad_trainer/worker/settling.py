@@ -128,5 +128,7 @@ def _begin_again(
         # Shards that were built without weights, since a checkpoint was to follow, cannot be made again here.
         are_there = are_there or had_held == Held.DIRTY
     is_initial = had_held == Held.FRESH
-    restore(session, machinery, checkpoints, has_checkpoints=are_there, is_initial=is_initial)
+    restore(
+        session, machinery, checkpoints, has_checkpoints=are_there, is_initial=is_initial
+    )
     session.mark("checkpoint")

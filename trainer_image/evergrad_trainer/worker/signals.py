@@ -58,7 +58,9 @@ class StopSignals:
         """Start catching."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self._previous[number] = signal.signal(number, lambda *_: None)
-        self._previous_wakeup = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        self._previous_wakeup = signal.set_wakeup_fd(
+            self._write_fd, warn_on_full_buffer=False
+        )
         threading.Thread(target=self._listen, name="evergrad-signals", daemon=True).start()
 
     def uninstall(self) -> None:

@@ -53,9 +53,9 @@ def address_towards(host: str, port: int) -> str:
 
     Raises OSError.
     """
-    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[
-        0
-    ]
+    family, kind, protocol, _, target = socket.getaddrinfo(
+        host, port, type=socket.SOCK_DGRAM
+    )[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)
         return str(probe.getsockname()[0])

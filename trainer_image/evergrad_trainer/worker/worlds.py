@@ -80,7 +80,9 @@ class SupervisedWorlds:
         # Before the first connection is opened: the watchdog cuts those that are opened from here on.
         self._watchdog.enter(begin.generation, interrupt)
         world = form_world(
-            Place(begin.generation, begin.rank, begin.world_size, begin.address, begin.port),
+            Place(
+                begin.generation, begin.rank, begin.world_size, begin.address, begin.port
+            ),
             device=alone.device,
             transport=transport,
             interrupt=interrupt,

@@ -77,7 +77,9 @@ class Writer:
             "from_world_size": last.world_size if last is not None else None,
             "cause": read_change(begin.cause),
             "detail": begin.detail,
-            "paused_seconds": max(0.0, time.time() - last.time) if last is not None else None,
+            "paused_seconds": max(0.0, time.time() - last.time)
+            if last is not None
+            else None,
             "pid": os.getpid(),
         }
         session.emit(EventType.WORLD, fields)

@@ -291,10 +291,15 @@ class _Files:
 
 
 @contextmanager
-def _written(attempt: Attempt, directory: Path, stream: str, number: int) -> Iterator[_Files]:
+def _written(
+    attempt: Attempt, directory: Path, stream: str, number: int
+) -> Iterator[_Files]:
     """Write both files aside; when the body is done, make them durable and give them their names."""
     suffix = unique_suffix()
-    finals = tokens_path(directory, stream, number), documents_path(directory, stream, number)
+    finals = (
+        tokens_path(directory, stream, number),
+        documents_path(directory, stream, number),
+    )
     asides = [attempt.partial / f"{path.name}.{suffix}" for path in finals]
     try:
         with asides[0].open("wb") as tokens, asides[1].open("wb") as documents:

@@ -278,7 +278,9 @@ class DocumentReader:
             return text or self._count(Reason.EMPTY_TEXT)
         if self._text_field not in value:
             # A few names, cut short: the message is for a person, and a line may hold thousands.
-            names = [name if len(name) <= 40 else name[:39] + "…" for name in list(value)[:5]]
+            names = [
+                name if len(name) <= 40 else name[:39] + "…" for name in list(value)[:5]
+            ]
             shown = ", ".join(map(repr, names)) or "none"
             if len(value) > 5:
                 shown += ", …"

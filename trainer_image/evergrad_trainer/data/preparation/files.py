@@ -134,7 +134,9 @@ def find_files(
         found: set[Path] = set()
         for one in _match(folder, parts[first:], left_out, is_named=True):
             # A compressed file has the ending of its type before that of its compression.
-            is_packed = source.type in ("jsonl", "text") and one.name.endswith(_PACKED_ENDINGS)
+            is_packed = source.type in ("jsonl", "text") and one.name.endswith(
+                _PACKED_ENDINGS
+            )
             name = one.stem if is_packed else one.name
             # Two ** find a file once for each way to divide its folders between them.
             if is_pattern or name.endswith(_ENDINGS[source.type]):
@@ -149,7 +151,9 @@ def find_files(
     # Folder by folder, by the numbers of the characters: the same order on every machine.
     files = sorted(found, key=lambda one: one.relative_to(folder).parts)
     if not problems:
-        problems = [one for file in files for one in _file_problems(source, file, of_many=True)]
+        problems = [
+            one for file in files for one in _file_problems(source, file, of_many=True)
+        ]
     return tuple(files), problems
 
 
@@ -216,7 +220,9 @@ def _match(
                 yield folder / name
 
 
-def _problems_of_number(source: SourceEntry, number: int, *, is_pattern: bool) -> list[Problem]:
+def _problems_of_number(
+    source: SourceEntry, number: int, *, is_pattern: bool
+) -> list[Problem]:
     """None or too many files."""
     where, named = str(source.path), f"{source.field}.path names it"
     if number > MOST_FILES:
@@ -224,7 +230,9 @@ def _problems_of_number(source: SourceEntry, number: int, *, is_pattern: bool) -
             f"names more than {MOST_FILES} files",
             f"their names are kept in run.json ({named})",
         )
-        remedy = "Join them to fewer, for example to JSON Lines, or cut the source into several"
+        remedy = (
+            "Join them to fewer, for example to JSON Lines, or cut the source into several"
+        )
         return [Problem(where, what, why, remedy)]
     if number:
         return []
@@ -233,11 +241,15 @@ def _problems_of_number(source: SourceEntry, number: int, *, is_pattern: bool) -
         return [Problem(where, "matches no file", named, remedy)]
     packed = " (or those with .gz or .zst)" if source.type in ("jsonl", "text") else ""
     what = f"holds no file whose name ends in {' or '.join(_ENDINGS[source.type])}{packed}"
-    remedy = f"Check the folder, or name its files by a pattern, such as {source.path / '*'}"
+    remedy = (
+        f"Check the folder, or name its files by a pattern, such as {source.path / '*'}"
+    )
     return [Problem(where, what, named, remedy)]
 
 
-def _file_problems(source: SourceEntry, path: Path, *, of_many: bool = False) -> list[Problem]:
+def _file_problems(
+    source: SourceEntry, path: Path, *, of_many: bool = False
+) -> list[Problem]:
     """The problem of one file, as far as its directory entry shows it."""
     where, named = str(path), f"{source.field}.path names it"
     try:
@@ -292,4 +304,6 @@ def _unreadable(source: SourceEntry, path: Path, error: OSError) -> Problem:
         return Problem(str(path), "does not exist", named, remedy)
     # A volume that is away for a moment is no mistake of the manifest: another host may go on.
     why, remedy = f"{error.strerror} ({named})", "Check the path and its permissions"
-    return Problem(str(path), "cannot be read", why, remedy, is_of_host=is_host_trouble(error))
+    return Problem(
+        str(path), "cannot be read", why, remedy, is_of_host=is_host_trouble(error)
+    )

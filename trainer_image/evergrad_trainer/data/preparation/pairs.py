@@ -120,7 +120,9 @@ class PairFormat:
                 raise RowError(f"the field {field!r} is empty", "there is nothing to learn")
             num_before = len(before) + shared
             texts.append(
-                self.rows.render_conversation([*before, *messages], row, num_before=num_before)
+                self.rows.render_conversation(
+                    [*before, *messages], row, num_before=num_before
+                )
             )
         return PairText(*texts)
 

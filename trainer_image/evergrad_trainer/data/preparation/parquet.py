@@ -83,7 +83,8 @@ def _size_of(group: Any, columns: Collection[str]) -> int:
     return sum(
         part.total_uncompressed_size
         for part in parts
-        if part.path_in_schema.partition(".")[0] in columns or part.path_in_schema in columns
+        if part.path_in_schema.partition(".")[0] in columns
+        or part.path_in_schema in columns
     )
 
 
@@ -196,7 +197,9 @@ def _text_of(value: str | bytes | None, row: int, column: str, tally: Tally) -> 
             tally.pass_over(problem, Reason.NOT_UTF8)
             return ""
     if value is None:
-        problem = LineProblem(row, f"the column {column!r} holds null", "a text is a string")
+        problem = LineProblem(
+            row, f"the column {column!r} holds null", "a text is a string"
+        )
         tally.pass_over(problem, Reason.NO_TEXT)
         return ""
     if not value:
@@ -223,5 +226,7 @@ def _opened(path: Path) -> Iterator[Any]:
                 raise
             reason = " ".join(str(error).split())[:300]
             what = "cannot be read as a Parquet file"
-            remedy = "Check that it is one, and copy it again if it was cut short or damaged"
+            remedy = (
+                "Check that it is one, and copy it again if it was cut short or damaged"
+            )
             raise DataError(Problem(str(path), what, reason.rstrip("."), remedy)) from error

@@ -135,7 +135,9 @@ class _Worker:
                 number, text, name = answer["os"]
                 raise OSError(number, text, name or None)
             elif "done" not in answer:
-                raise EvergradError(f"a helper process of prepare failed:\n{answer['failure']}")
+                raise EvergradError(
+                    f"a helper process of prepare failed:\n{answer['failure']}"
+                )
         return outcomes, bool(answers) and "done" in answers[-1]
 
     def close(self) -> None:

@@ -56,6 +56,11 @@ class Reporter:
         if self._on_progress is not None:
             self._on_progress(
                 PrepareProgress(
-                    phase, self._source, self._done, self._total, self._documents, self._tokens
+                    phase,
+                    self._source,
+                    self._done,
+                    self._total,
+                    self._documents,
+                    self._tokens,
                 )
             )

@@ -209,7 +209,8 @@ def _fill(preparation: Preparation, *, pool: Callable[[], Pool], report: Reporte
         # Too long is not malformed: the policy for those does not let it pass in silence.
         shown = [problem for problem in tally.problems if problem.is_too_long]
         problems = [
-            Problem(_place(preparation, one), one.what, one.why, _IF_TOO_LONG) for one in shown
+            Problem(_place(preparation, one), one.what, one.why, _IF_TOO_LONG)
+            for one in shown
         ]
         number = tally.skipped[Reason.TOO_LONG]
         if number > len(shown):
@@ -425,7 +426,5 @@ def _no_documents(preparation: Preparation, tally: Tally) -> Problem:
     if preparation.recipe.rows is not None:
         remedy = "Check the names of its fields in spec.training.rows, and spec.training.data.sequenceLength"
     elif source.type != "text":
-        remedy = (
-            f"Check {source.field}.textField ({source.text_field!r}) and how the file was made"
-        )
+        remedy = f"Check {source.field}.textField ({source.text_field!r}) and how the file was made"
     return Problem(str(source.path), what, why, remedy)

@@ -6,7 +6,11 @@ from typing import Final
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Training
-from evergrad_trainer.data.chat_template import TEMPLATE_FILE, ChatTemplateError, check_template
+from evergrad_trainer.data.chat_template import (
+    TEMPLATE_FILE,
+    ChatTemplateError,
+    check_template,
+)
 from evergrad_trainer.data.preparation.pairs import PairFormat
 from evergrad_trainer.data.preparation.rows import RowFormat
 from evergrad_trainer.data.tokenizers import BYTE_END_TOKEN
@@ -15,7 +19,14 @@ from evergrad_trainer.errors import DataError
 _FIELD: Final = "spec.training.rows.chatTemplate"
 _CONFIG: Final = "tokenizer_config.json"
 _SPECIAL_TOKENS: Final = "special_tokens_map.json"
-_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+_TOKENS: Final = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "pad_token",
+    "sep_token",
+    "cls_token",
+)
 
 
 def row_format(training: Training, base_directory: Path) -> RowFormat | PairFormat | None:
@@ -85,7 +96,9 @@ def _of_tokenizer(directory: Path) -> tuple[str | None, dict[str, str]]:
     template = configs[-1].get("chat_template")
     if isinstance(template, list):
         named = {
-            one.get("name"): one.get("template") for one in template if isinstance(one, dict)
+            one.get("name"): one.get("template")
+            for one in template
+            if isinstance(one, dict)
         }
         template = named.get("default")
     return (template if isinstance(template, str) else None), variables

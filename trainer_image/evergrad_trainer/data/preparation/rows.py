@@ -61,7 +61,9 @@ class RowFormat:
     @cached_property
     def chat(self) -> ChatTemplate | None:
         """The template of conversations."""
-        return None if self.template is None else ChatTemplate(self.template, self.variables)
+        return (
+            None if self.template is None else ChatTemplate(self.template, self.variables)
+        )
 
     def render(self, row: Mapping[str, Any]) -> MarkedText:
         """The text of a row, with what is learned of it. Raises RowError."""
@@ -86,7 +88,9 @@ class RowFormat:
             raise RowError(f"the row has no field {missing!r}", f"it has {given[0]!r}")
         # A few names, cut short: the message is for a person.
         names = ", ".join(repr(name[:40]) for name in list(row)[:5]) or "none"
-        what = f"the row has neither {self.messages_field!r} nor {keys[0]!r} and {keys[1]!r}"
+        what = (
+            f"the row has neither {self.messages_field!r} nor {keys[0]!r} and {keys[1]!r}"
+        )
         raise RowError(what, f"its fields are {names}")
 
     def render_conversation(
@@ -161,7 +165,9 @@ def read_messages(field: str, value: Any) -> list[Message]:
     """The messages of a conversation, or of a part of one. Raises RowError."""
     value = _without_lone_surrogates(value)
     if not isinstance(value, list) or not value:
-        raise RowError(f"the field {field!r} is no list of messages", "a conversation has some")
+        raise RowError(
+            f"the field {field!r} is no list of messages", "a conversation has some"
+        )
     checked: list[Message] = []
     for at, message in enumerate(value):
         place = f"{field}[{at}]"

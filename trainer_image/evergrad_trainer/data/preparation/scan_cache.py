@@ -44,7 +44,9 @@ def scan_cached(
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         value = json.loads(memory.read_text(encoding="utf-8"))
         if value["format"] == _FORMAT:
-            remembered = {file: Scan.from_json(scan) for file, scan in value["scans"].items()}
+            remembered = {
+                file: Scan.from_json(scan) for file, scan in value["scans"].items()
+            }
     # Also of files that are not reached this time: an interruption would otherwise forget them.
     kept = {name: remembered[name] for name in map(str, files) if name in remembered}
     scans: list[tuple[Path, Scan]] = []

@@ -190,7 +190,9 @@ def _scan_text(source: SourceEntry, path: Path, found: Stat, on_bytes: OnBytes) 
     spans, lines = boundaries.finish(), boundaries.lines
     if source.is_whole_files:
         spans, lines = (Span(0, total, 1, total),), 1
-    return Scan(found, digest.hexdigest(), total, lines=lines, spans=spans, is_packed=packed)
+    return Scan(
+        found, digest.hexdigest(), total, lines=lines, spans=spans, is_packed=packed
+    )
 
 
 def _scan_parquet(source: SourceEntry, path: Path, found: Stat, on_bytes: OnBytes) -> Scan:
@@ -214,13 +216,13 @@ def _scan_parquet(source: SourceEntry, path: Path, found: Stat, on_bytes: OnByte
             spans.append(Span(start, end, first_row, size))
             start, first_row = end, first_row + rows
             size = rows = 0
-    return Scan(found, digest.hexdigest(), found.size, lines=first_row - 1, spans=tuple(spans))
+    return Scan(
+        found, digest.hexdigest(), found.size, lines=first_row - 1, spans=tuple(spans)
+    )
 
 
 def _raise_if_of_another_kind(source: SourceEntry, path: Path, start: bytearray) -> None:
-    why = (
-        f"a {source.type} source is plain UTF-8 text, or that compressed with gzip or zstandard"
-    )
+    why = f"a {source.type} source is plain UTF-8 text, or that compressed with gzip or zstandard"
     signatures = _SIGNATURES if source.type == "jsonl" else _SIGNATURES_BUT_OF_TEXT
     problems = [
         Problem(str(path), what, why, remedy)
@@ -281,7 +283,8 @@ def _count_newlines(buffer: bytearray, begin: int, end: int) -> int:
     """Three times as quick as ``bytearray.count``."""
     return int(
         np.count_nonzero(
-            np.frombuffer(buffer, dtype=np.uint8, count=end - begin, offset=begin) == ord("\n")
+            np.frombuffer(buffer, dtype=np.uint8, count=end - begin, offset=begin)
+            == ord("\n")
         )
     )
 

@@ -91,7 +91,12 @@ class TextReader:
                     yield from read_rows(path, groups, column, first_row=first, tally=tally)
                     continue
                 yield from read_objects(
-                    path, groups, rows.keys, first_row=first, tally=tally, render=rows.render
+                    path,
+                    groups,
+                    rows.keys,
+                    first_row=first,
+                    tally=tally,
+                    render=rows.render,
                 )
             return
         if self._form.type == "text" and self._form.document == "file":
@@ -107,7 +112,9 @@ class TextReader:
             )
             file = self._at(piece.path)
             try:
-                for block in read_blocks(file, start=piece.start, end=piece.end, size=_BLOCK):
+                for block in read_blocks(
+                    file, start=piece.start, end=piece.end, size=_BLOCK
+                ):
                     yield reader.read(block)
             except EOFError:
                 raise _shorter(piece.path) from None

@@ -162,7 +162,9 @@ class Unpacked(io.RawIOBase):
             except self._codec.error as error:
                 what = f"is damaged: its {name} archive cannot be unpacked before byte {self.packed_bytes}"
                 remedy = "Copy it again, or make it anew"
-                raise DataError(Problem(path, what, f"{before}; {error}", remedy)) from error
+                raise DataError(
+                    Problem(path, what, f"{before}; {error}", remedy)
+                ) from error
             data = self._unpacker.unused_data if self._unpacker.eof else b""
         if is_end:
             self._is_at_end = True

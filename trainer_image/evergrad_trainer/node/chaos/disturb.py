@@ -41,7 +41,9 @@ class Chaos:
     ``tick`` is called some times a second.
     """
 
-    def __init__(self, seed: int, coordinator: LocalCoordinator, nodes: DisturbedNodes) -> None:
+    def __init__(
+        self, seed: int, coordinator: LocalCoordinator, nodes: DisturbedNodes
+    ) -> None:
         self.tally = Tally()
         self._events = plan_events(seed, os.environ.get(KIND_VARIABLE, ""))
         self._coordinator = coordinator

@@ -32,7 +32,9 @@ class DisturbedNodes(LocalNodes):
         }
         if self.away.issuperset(self.ended):
             # Left as they were asked to: they will be replaced like lost ones.
-            for index in [index for index, code in self.ended.items() if code != ExitCode.DONE]:
+            for index in [
+                index for index, code in self.ended.items() if code != ExitCode.DONE
+            ]:
                 del self.ended[index]
                 self.away.discard(index)
                 if index >= self.num_nodes:
@@ -71,7 +73,9 @@ class DisturbedNodes(LocalNodes):
             children = map(
                 int, Path(f"/proc/{pid}/task/{pid}/children").read_text("ascii").split()
             )
-            return sorted(child for child in children if os.getpgid(child) != os.getpgid(pid))
+            return sorted(
+                child for child in children if os.getpgid(child) != os.getpgid(pid)
+            )
         return []
 
     def _thaw(self, pid: int) -> None:

@@ -229,7 +229,9 @@ class Feeder:
             "tokensPerStep": info.tokens_per_step,
         }
         facts |= {
-            key: resolved[key] for key in ("configHash", "dataFingerprint") if key in resolved
+            key: resolved[key]
+            for key in ("configHash", "dataFingerprint")
+            if key in resolved
         }
         training = resolved.get("manifest", {}).get("spec", {}).get("training", {})
         base = self._settings.directory
@@ -244,7 +246,10 @@ class Feeder:
             own_id=str(noted.get("id", "")),
             noted=Shown(
                 int(noted.get("step", 0)),
-                {str(name): int(step) for name, step in noted.get("evaluations", {}).items()},
+                {
+                    str(name): int(step)
+                    for name, step in noted.get("evaluations", {}).items()
+                },
             ),
         )
 

@@ -103,7 +103,9 @@ class TrackerObserver(BaseObserver):
         self._raise_if_lost(feeder)
         is_given = feeder.give(Finish(end))
         if not (is_given and feeder.wait(self._patience.left())):
-            self._lose(feeder, f"has not taken the last records within {CLOSING_SECONDS:g} s")
+            self._lose(
+                feeder, f"has not taken the last records within {CLOSING_SECONDS:g} s"
+            )
         self._raise_if_lost(feeder)
         self._feeder = None
 

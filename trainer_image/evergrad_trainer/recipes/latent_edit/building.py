@@ -64,7 +64,9 @@ def is_kept(name: str, *, fraction: Fraction | float, salt: str = "") -> bool:
 
 
 def mix_rows(
-    sources: Mapping[str, Sequence[Row]], fractions: Mapping[str, Fraction | float], total: int
+    sources: Mapping[str, Sequence[Row]],
+    fractions: Mapping[str, Fraction | float],
+    total: int,
 ) -> list[Row]:
     """``total`` rows, of each source its fraction: those with the lowest hashes of their ``record_id``.
 
@@ -84,7 +86,10 @@ def mix_rows(
     raise_if(
         [
             Problem(
-                name, f"has {len(sources[name])} rows", f"{count} are wanted", "Lower the total"
+                name,
+                f"has {len(sources[name])} rows",
+                f"{count} are wanted",
+                "Lower the total",
             )
             for name, count in counts.items()
             if len(sources[name]) < count
@@ -94,9 +99,9 @@ def mix_rows(
     return [
         row
         for name, count in counts.items()
-        for row in sorted(sources[name], key=lambda one: _place_of(str(one["record_id"]), ""))[
-            :count
-        ]
+        for row in sorted(
+            sources[name], key=lambda one: _place_of(str(one["record_id"]), "")
+        )[:count]
     ]
 
 
@@ -132,7 +137,9 @@ def write_manifest(
     ]
     raise_if(
         [
-            Problem(str(folder / name), "is not there", "a split names it", "Correct its path")
+            Problem(
+                str(folder / name), "is not there", "a split names it", "Correct its path"
+            )
             for name in sorted(splits.keys() - set(files))
         ],
         DataError,

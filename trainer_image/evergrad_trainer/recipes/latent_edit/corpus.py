@@ -136,13 +136,17 @@ def _choose_windows(
         wanted = f"{windows}/" if windows else "placed/ or carbon/"
         why = "windows are what is edited"
         raise DataError(
-            Problem(str(path), f"lists no file of {wanted}", why, "Add JSON Lines files there")
+            Problem(
+                str(path), f"lists no file of {wanted}", why, "Add JSON Lines files there"
+            )
         )
     unused = {"placed", "carbon"} - ({windows} if windows else there)
     return [one for one in files if one.kind not in unused]
 
 
-def _read_entries(entries: Any, folder: Path, manifest: Path) -> Iterator[CorpusFile | Problem]:
+def _read_entries(
+    entries: Any, folder: Path, manifest: Path
+) -> Iterator[CorpusFile | Problem]:
     if not isinstance(entries, list) or not entries:
         what = "files is no list with an entry"
         yield Problem(
@@ -198,7 +202,9 @@ def _read_entry(entry: Any, folder: Path, where: str) -> CorpusFile | Problem:
         )
     if not path.resolve().is_relative_to(folder.resolve()):
         why = "a corpus consists of files of its own folder"
-        return Problem(str(path), "leads out of the folder", why, "Copy the file to its place")
+        return Problem(
+            str(path), "leads out of the folder", why, "Copy the file to its place"
+        )
     try:
         problem = _compare(entry, path, where)
     except OSError as error:

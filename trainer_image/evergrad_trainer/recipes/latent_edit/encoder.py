@@ -76,7 +76,9 @@ class Encoder:
         layer = layers if self.settings.layer is None else self.settings.layer
         if layer > layers:
             what, why = f"{layer} is above {layers}", "the model has so many layers"
-            raise ModelError(Problem(f"{_SECTION}.layer", what, why, f"Use at most {layers}"))
+            raise ModelError(
+                Problem(f"{_SECTION}.layer", what, why, f"Use at most {layers}")
+            )
         return layer
 
     @cached_property

@@ -19,7 +19,12 @@ import torch
 from evergrad_manifest.errors import Problem
 from evergrad_trainer.data.preparation.disk_errors import disk_errors
 from evergrad_trainer.errors import DataError, ModelError
-from evergrad_trainer.recipes.latent_edit.encoder import Encoder, Tokens, encode, single_thread
+from evergrad_trainer.recipes.latent_edit.encoder import (
+    Encoder,
+    Tokens,
+    encode,
+    single_thread,
+)
 
 States = npt.NDArray[np.float32]
 _STATES_A_FILE: Final = 4096
@@ -56,7 +61,9 @@ class FeatureCache:
                     encoder = str(file["encoder"])
             except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
                 why = " ".join(str(error).split())[:200]
-                raise DataError(Problem(str(path), "cannot be read", why, _REMEDY)) from error
+                raise DataError(
+                    Problem(str(path), "cannot be read", why, _REMEDY)
+                ) from error
             if encoder != self._identity:
                 what, why = (
                     "holds states of another encoder",

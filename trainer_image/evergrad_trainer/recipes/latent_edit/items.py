@@ -30,7 +30,13 @@ from evergrad_trainer.recipes.latent_edit.edits import (
 )
 from evergrad_trainer.recipes.latent_edit.windows import Window
 
-FAMILIES: Final = ("population", "clinical", "syntheticSnv", "syntheticIndel", "syntheticMnv")
+FAMILIES: Final = (
+    "population",
+    "clinical",
+    "syntheticSnv",
+    "syntheticIndel",
+    "syntheticMnv",
+)
 """Their places are part of what decides an item: new ones come behind."""
 _MOST_TRIES: Final = 256
 """Draws of one synthetic edit, of which the first that is possible counts. With half of a window unknown the
@@ -176,7 +182,9 @@ class Items:
     def _synthesize(
         self, window: Window, family: str, count: int, draw: int, place: int
     ) -> tuple[RelativeEdit, ...]:
-        key = absorb(self.seed, int(window.id[:16], 16), draw, place, FAMILIES.index(family))
+        key = absorb(
+            self.seed, int(window.id[:16], 16), draw, place, FAMILIES.index(family)
+        )
         draws = Draws(key)
         chosen: list[RelativeEdit] = []
         for _ in range(_MOST_TRIES * count):

@@ -68,7 +68,9 @@ def measure_spread(predicted: Tensor, target: Tensor, mask: Tensor) -> Spread:
     other_centred = (other - other_mean) * weight
 
     numbers = count * one.shape[-1]
-    one_all, other_all = ((states - states.sum() / numbers) * weight for states in (one, other))
+    one_all, other_all = (
+        (states - states.sum() / numbers) * weight for states in (one, other)
+    )
     spread = (one_all.square().sum() * other_all.square().sum()).sqrt()
     # Above the diagonal: each pair counts once, and no prediction beside itself.
     pairs = (valid[:, None] * valid[None, :]).triu(1)

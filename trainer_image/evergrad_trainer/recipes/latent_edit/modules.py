@@ -116,7 +116,12 @@ class ActionEncoder(nn.Module):
         self.padding = nn.Parameter(torch.zeros(width))
 
     def forward(
-        self, position: Tensor, kind: Tensor, reference: Tensor, alternate: Tensor, mask: Tensor
+        self,
+        position: Tensor,
+        kind: Tensor,
+        reference: Tensor,
+        alternate: Tensor,
+        mask: Tensor,
     ) -> Tensor:
         """[B, K] places and types, [B, K, 3] groups of bases, [B, K] mask → [B, K, width].
 
@@ -153,7 +158,9 @@ class PredictorBlock(nn.Module):
         )
         self.state_forward, self.action_forward = (_feed_forward(width) for _ in range(2))
 
-    def forward(self, state: Tensor, actions: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, state: Tensor, actions: Tensor, allowed: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """[B, K, W] each; ``allowed`` [B, 1, K, K]: an edit sees itself and those before it."""
         first, second, third, fourth, fifth, sixth = self.norms
         # Each looks at the newest values of the other. The order is a part of the model: stored weights were

@@ -122,7 +122,11 @@ def prepare(setup: Setup, section: LatentEdit, folder: Path) -> dict[str, Any]:
 
 
 def _describe(
-    setup: Setup, section: LatentEdit, corpus: Corpus, policy: HoldOutPolicy, encoder: Encoder
+    setup: Setup,
+    section: LatentEdit,
+    corpus: Corpus,
+    policy: HoldOutPolicy,
+    encoder: Encoder,
 ) -> dict[str, Any]:
     """Facts that decide the items and their states, as JSON values; no path of this machine.
 
@@ -200,7 +204,9 @@ class _Maker:
         if self.section.features == "live" and len(lengths) > 1:
             what = f"windows have {min(lengths)} to {max(lengths)} tokens"
             why = "states that are computed in each step need sequences of one length"
-            remedy = "Set features: cached, or use a tokenizer of bases or fixed groups of them"
+            remedy = (
+                "Set features: cached, or use a tokenizer of bases or fixed groups of them"
+            )
             where = "spec.training.latentEdit.features"
             raise DataError(Problem(where, what, why, remedy))
 
@@ -297,7 +303,9 @@ class _Maker:
                 fallbacks[f"{item.asked}>{item.family}"] += 1
             fill_row(arrays, index, item)
             arrays["rows"][index, 0] = before[item.window]
-            for place, one in enumerate(after_edits(items.windows[item.window].sequence, item)):
+            for place, one in enumerate(
+                after_edits(items.windows[item.window].sequence, item)
+            ):
                 arrays["rows"][index, 1 + place] = number_of(one.sequence, one.places[-1])
         return Split(name, arrays, families, fallbacks)
 
@@ -311,7 +319,9 @@ class _Maker:
                 done == total and total > 1000
             ):
                 last = time.monotonic()
-                print(f"encoding: {done:,} of {total:,} states", file=sys.stderr, flush=True)
+                print(
+                    f"encoding: {done:,} of {total:,} states", file=sys.stderr, flush=True
+                )
 
         found = compute_states(self.encoder, wanted, cache, on_progress=show)
         return np.stack([found[key] for key in wanted])

@@ -19,7 +19,11 @@ from evergrad_trainer.errors import ModelError
 from evergrad_trainer.recipes.latent_edit.corpus import TRAIN
 from evergrad_trainer.recipes.latent_edit.encoder import Encoder, encode
 from evergrad_trainer.recipes.latent_edit.loss import measure_spread, prediction_losses
-from evergrad_trainer.recipes.latent_edit.modules import ActionEncoder, MeanTarget, Predictor
+from evergrad_trainer.recipes.latent_edit.modules import (
+    ActionEncoder,
+    MeanTarget,
+    Predictor,
+)
 from evergrad_trainer.recipes.latent_edit.preparation import MEAN, prepare
 from evergrad_trainer.recipes.latent_edit.source import (
     AFTER,
@@ -54,7 +58,13 @@ BASELINE: Final = "baseline"
 MEAN_LOSS: Final = "mean_loss"
 
 _OF_SETS: Final = ("cosine", "squared_distance", "unchanged_loss", MEAN_LOSS)
-_MOMENTS: Final = ("predicted", "targets", "products", "predicted_squares", "target_squares")
+_MOMENTS: Final = (
+    "predicted",
+    "targets",
+    "products",
+    "predicted_squares",
+    "target_squares",
+)
 
 
 class LatentEdit:
@@ -143,7 +153,9 @@ class LatentEdit:
             what = f"{settings.heads} do not divide the width {width}"
             why, remedy = "each head has an equal part", "Use another number, or set width"
             raise ModelError(Problem(where, what, why, remedy))
-        actions = ActionEncoder(width=settings.action_width, allele_width=settings.allele_width)
+        actions = ActionEncoder(
+            width=settings.action_width, allele_width=settings.allele_width
+        )
         predictor = Predictor(
             state_width=state_width,
             action_width=settings.action_width,
@@ -275,7 +287,9 @@ class LatentEdit:
     def _parts(self) -> list[str]:
         """Names of the sums of an evaluation, in their order."""
         width = int(self._facts["stateWidth"])
-        means = [f"{name}_{one}" for name in ("predicted", "target") for one in range(width)]
+        means = [
+            f"{name}_{one}" for name in ("predicted", "target") for one in range(width)
+        ]
         of_sets = [one for one in _OF_SETS if self._is_cached or one != MEAN_LOSS]
         return [*of_sets, *_MOMENTS, *means]
 

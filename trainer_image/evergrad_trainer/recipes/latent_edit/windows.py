@@ -47,7 +47,9 @@ class Window:
         if self.chromosome is None:
             return ""
         reference, alternate = edit.reference.decode(), edit.alternate.decode()
-        return Edit(self.chromosome, self.start + edit.position + 1, reference, alternate).key
+        return Edit(
+            self.chromosome, self.start + edit.position + 1, reference, alternate
+        ).key
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,9 @@ class HoldOutPolicy:
         return any(begin <= last and first <= end for begin, end in pairs)
 
 
-def read_windows(files: Sequence[CorpusFile], policy: HoldOutPolicy) -> dict[str, list[Window]]:
+def read_windows(
+    files: Sequence[CorpusFile], policy: HoldOutPolicy
+) -> dict[str, list[Window]]:
     """The windows of each split, in the order of their files; ``train`` first.
 
     Those that ``policy`` holds out of what is trained on are the split ``heldOut``. Raises DataError with
@@ -181,9 +185,13 @@ def _read_line(line: bytes, place: str, *, is_placed: bool) -> Window | Problem:
     chromosome, start = raw.get("chrom"), raw.get("start_bp", 0)
     if is_placed and (not isinstance(chromosome, str) or not chromosome):
         why = "windows of placed/ have coordinates"
-        return Problem(place, "chrom is missing", why, "Add it, or list the file under carbon/")
+        return Problem(
+            place, "chrom is missing", why, "Add it, or list the file under carbon/"
+        )
     if isinstance(start, bool) or not isinstance(start, int) or start < 0:
-        return Problem(place, "start_bp is no count", "it counts bases from 0", "Correct it")
+        return Problem(
+            place, "start_bp is no count", "it counts bases from 0", "Correct it"
+        )
     return Window(
         record_id=str(raw.get("record_id") or place),
         sequence=canonical.encode(),

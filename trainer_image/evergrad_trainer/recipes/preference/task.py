@@ -23,6 +23,7 @@ from evergrad_trainer.objectives.token_log_probs import row_log_probs
 from evergrad_trainer.recipes.preference.loss import LogProbs, pair_losses, pair_metrics
 from evergrad_trainer.recipes.pretrain import Pretrain
 from evergrad_trainer.run_directory import find_record
+from evergrad_trainer.run_record import read_key
 from evergrad_trainer.state.providers import module_tensors
 from evergrad_trainer.task import Loss, Modules, Source, Stage, Tensors
 
@@ -56,8 +57,13 @@ class Preference(Pretrain):
         found = self._find_reference()
         if found is not None and not found.path.is_dir():
             field, path = found.field, found.path
-            what, why = f"{path} is no directory", "the reference is read from it at each start"
-            raise ModelError(Problem(field, what, why, "Correct the path, or bring it back"))
+            what, why = (
+                f"{path} is no directory",
+                "the reference is read from it at each start",
+            )
+            raise ModelError(
+                Problem(field, what, why, "Correct the path, or bring it back")
+            )
         return super().stages(prepared)
 
     def build(self, build_model: Callable[[], nn.Module]) -> Modules:
@@ -132,8 +138,9 @@ class Preference(Pretrain):
                 what = f"{path} is not in the directory of a run"
                 raise ModelError(Problem(_INITIAL_FIELD, what, _WHY_READ, _NAME_IT))
             directory, record = found
-            training = from_wire(record["manifest"]).training
-            base = directory.path / record["baseDirectory"]
+            manifest = read_key(directory, record, "manifest", dict[str, Any])
+            training = from_wire(manifest).training
+            base = directory.path / read_key(directory, record, "baseDirectory", str)
             other = training.pair_settings
             if other is not None and other.reference is not None:
                 return _Named(_INITIAL_FIELD, base / other.reference)

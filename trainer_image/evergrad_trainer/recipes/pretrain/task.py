@@ -88,7 +88,12 @@ class Pretrain:
         }
         counts_passes = data.mixing == "passes"
         return [
-            Stage(sources, options=self.setup.options, facts=facts, counts_passes=counts_passes)
+            Stage(
+                sources,
+                options=self.setup.options,
+                facts=facts,
+                counts_passes=counts_passes,
+            )
         ]
 
     def observers(self) -> Sequence[Observer]:

@@ -110,7 +110,9 @@ class Completions:
         chunk_tokens = None if self.runtime is None else self.runtime.loss_chunk
         total = causal_lm_loss(model, chunk_tokens=chunk_tokens)(inputs, labels)
         # Rows that fill up a batch have no prompt.
-        prompts = [row[:length].tolist() for row, length in zip(inputs, lengths, strict=True)]
+        prompts = [
+            row[:length].tolist() for row, length in zip(inputs, lengths, strict=True)
+        ]
         rows = [at for at, prompt in enumerate(prompts) if prompt]
         given = [prompts[at] for at in rows]
         # Collective: ranks gather the weights together, and one without rows must not let the others wait.

@@ -30,8 +30,13 @@ class Sft(Pretrain):
         # A file says by this section that a task of the user's own reads rows. Tokens of texts have no marks:
         # read as rows, every id would be halved, and the loss would look plausible.
         if has_sources and training.row_settings is None:
-            what, why = "missing", "the task reads rows, and the sources are prepared as texts"
-            raise ConfigurationError(Problem("spec.training.rows", what, why, "Add `rows: {}`"))
+            what, why = (
+                "missing",
+                "the task reads rows, and the sources are prepared as texts",
+            )
+            raise ConfigurationError(
+                Problem("spec.training.rows", what, why, "Add `rows: {}`")
+            )
 
     @property
     def settings(self) -> RowSettings:

@@ -96,7 +96,8 @@ class TwoStageKl(Pretrain):
             held_out = [
                 self._open(one, one.held_out)
                 for one in prepared.sources
-                if one.held_out is not None and (not stage.mixture or one.name in stage.mixture)
+                if one.held_out is not None
+                and (not stage.mixture or one.name in stage.mixture)
             ]
             if held_out:
                 found[name] = self._evaluator(held_out)
@@ -142,7 +143,9 @@ class TwoStageKl(Pretrain):
             if penalty is None:
                 return Loss(self._plain(modules, batch))
             sums = self._compare(modules, batch, penalty)
-            return Loss(sums.policy, {"reference_loss": sums.reference, "kl": sums.divergence})
+            return Loss(
+                sums.policy, {"reference_loss": sums.reference, "kl": sums.divergence}
+            )
 
         return Evaluator(sources, measure, self.measured)
 

@@ -1,0 +1,55 @@
+"""The order of samples behind a position, from its definition: which source's turn it is, and a permutation
+of each of its passes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+SEED = 5
+PER_STEP = 4
+
+
+def sizes_in(record: Mapping[str, Any]) -> dict[str, int]:
+    """Windows of 16 tokens of each source of ``run.json``: each but the first token is a label once."""
+    return {
+        one["name"]: -(
+            -(sum(shard["tokens"] for shard in one["train"]["shards"]) - 1) // 16
+        )
+        for one in record["prepared"]["sources"]
+    }
+
+
+def expected_hashes(
+    sizes: Sequence[int],
+    *,
+    weights: Sequence[float],
+    numbers: Sequence[int],
+    taken: Sequence[int],
+    steps: range,
+    passes: bool = False,
+) -> dict[int, int]:
+    """The hash of each step's samples.
+
+    ``numbers``: which sources of the whole chain of runs these are. ``taken``: samples that each gave before
+    ``steps``, with whose first one the pattern of turns begins.
+    """
+    from evergrad_trainer.data.mixture import Mixture
+    from evergrad_trainer.data.order import Permutation, SampleId, sample_hash
+    from evergrad_trainer.data.passes import PassMixture, count_passes
+
+    turns: Mixture | PassMixture = Mixture(sizes, weights=weights, seed=0)
+    if passes:
+        turns = PassMixture(sizes, counts=count_passes(sizes, weights), seed=0)
+    given = list(taken)
+    hashes: dict[int, int] = {}
+    for step in steps:
+        total = 0
+        for at in range((step - 1) * PER_STEP, step * PER_STEP):
+            source = turns.locate(at - (steps.start - 1) * PER_STEP).source
+            epoch, index = divmod(given[source], sizes[source])
+            given[source] += 1
+            order = Permutation(
+                seed=SEED, source=numbers[source], epoch=epoch, size=sizes[source]
+            )
+            total += sample_hash(at, SampleId(source, epoch, order(index)))
+        hashes[step] = total % 2**64
+    return hashes

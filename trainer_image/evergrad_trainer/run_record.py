@@ -1,0 +1,98 @@
+"""Values of ``run.json`` as they are read: a damaged or missing one is refused by its key."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from evergrad_manifest.differences import ABSENT, show_value
+from evergrad_manifest.errors import Problem
+from evergrad_trainer.errors import RunDirectoryError
+from evergrad_trainer.run_directory import RunDirectory, dumps_strict
+
+BEGUN_FROM: Final = "begunFrom"
+"""Key under which stands what a fresh run began with."""
+
+_REMEDY: Final = (
+    "Restore it from a backup. Without one, begin another run with the weights or the optimizer of this one "
+    "(spec.training.initFrom.load), which needs no run.json"
+)
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class BegunFrom:
+    """The state that a run began with: a checkpoint, or a directory of weights where ``checkpoint`` is
+    empty."""
+
+    path: str
+    checkpoint: str
+    step: int
+    hash: str
+    load: str
+
+
+def read_key(
+    directory: RunDirectory, record: Mapping[str, Any], key: str, kind: type[Value]
+) -> Value:
+    """The value under ``key`` of the ``run.json`` of ``directory``; dots lead into objects.
+
+    ``kind``: a type, a dataclass or a model of pydantic, to which it is made; keys that it does not know are
+    ignored. Raises RunDirectoryError naming each key that is missing or holds something else.
+    """
+    names = key.split(".")
+    value: Any = record
+    for number, name in enumerate(names):
+        if not isinstance(value, Mapping):
+            raise damaged(
+                directory, ".".join(names[:number]), value, "it should be an object"
+            )
+        if name not in value:
+            raise damaged(directory, ".".join(names[: number + 1]))
+        value = value[name]
+
+    # As JSON and strictly: a text is no number, while a list may be a tuple, and a text a path.
+    try:
+        adapter = _adapter(kind)  # type: ignore[arg-type]  # a type is hashable
+        read: Value = adapter.validate_json(dumps_strict(value), strict=True)
+    except ValidationError as error:
+        problems = []
+        for one in error.errors(include_url=False):
+            where = key + "".join(
+                f"[{part}]" if isinstance(part, int) else f".{part}" for part in one["loc"]
+            )
+            if one["type"] == "missing":
+                problems.append(_problem(directory, where, "is missing"))
+                continue
+            what = f"is {show_value(one['input'])}"
+            why = one["msg"].replace("Input should be", "it should be")
+            problems.append(_problem(directory, where, what, why))
+        raise RunDirectoryError(*problems) from None
+    return read
+
+
+def read_optional(
+    directory: RunDirectory, record: Mapping[str, Any], key: str, kind: type[Value]
+) -> Value | None:
+    """As ``read_key``; None where the key is missing, as in the records of older versions."""
+    return read_key(directory, record, key, kind) if key in record else None
+
+
+def damaged(
+    directory: RunDirectory, key: str, value: Any = ABSENT, why: str = ""
+) -> RunDirectoryError:
+    """Build the error for a key of ``run.json``: it is missing, or holds ``value``, which it should not."""
+    what = "is missing" if value is ABSENT else f"is {show_value(value)}"
+    return RunDirectoryError(_problem(directory, key, what, why))
+
+
+def _problem(directory: RunDirectory, key: str, what: str, why: str = "") -> Problem:
+    return Problem(str(directory.resolved), f"{key} {what}", why, _REMEDY)
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
