@@ -7,7 +7,6 @@ from typing import Any, Final
 
 from evergrad_manifest.nesting import cut_deep
 from evergrad_operator import names
-from evergrad_operator.raw import get_maps
 
 Raw = Mapping[str, Any]
 
@@ -52,7 +51,8 @@ def slim_pod(raw: Raw) -> Raw:
                 for item in spec.get(kind) or ()
             ]
     # Whether it was given the run's token.
-    if any(one.get("name") == names.TOKEN_VOLUME for one in get_maps(spec, "volumes")):
+    volumes = [one for one in spec.get("volumes") or () if isinstance(one, Mapping)]
+    if any(one.get("name") == names.TOKEN_VOLUME for one in volumes):
         kept["volumes"] = [{"name": names.TOKEN_VOLUME}]
     # The pods of one run have nearly everything alike, of which one copy is kept.
     seen = {key: value for key, value in status.items() if key not in _POD_STATUS_LEFT_OUT}
