@@ -147,7 +147,6 @@ def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str, tuple[str, .
     recorded = request.run_state.recorded
     if recorded is not None:
         check_unchanged(recorded, training, base_directory=base, prepared_directory=shared)
-
     if request.requires_prepared:
         prepare(training, base_directory=base, prepared_directory=shared, may_prepare=False)
     # Prepared data is found by its fingerprint, so that a second start reads what the first one wrote.
@@ -173,8 +172,9 @@ def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str, tuple[str, .
         run_directory=request.directory.path,
     )
     opened = opened.starting_at(start if other is None else other.start, training)
-    begun = opened.data.train.start
-    doubts = () if other is None else check_content(other, begun, prepared)
+    doubts: tuple[str, ...] = ()
+    if other is not None:
+        doubts = check_content(other, opened.data.train.start, prepared)
     return prepared, opened, task_hash, doubts
 
 
