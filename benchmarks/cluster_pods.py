@@ -98,12 +98,7 @@ def measure_recipe(bench: Bench, events: int) -> list[Sample]:
         "reproducibility": {"elastic": "fast"},
     }
     with bench.namespace() as runs:
-        runs.kubectl(
-            "create",
-            "configmap",
-            "documents",
-            f"--from-literal=documents.jsonl={documents()}",
-        )
+        _give_documents(runs)
         changes = {
             "nodes": {"min": 1, "max": stock.NODES},
             "resources": RESOURCES,
@@ -113,16 +108,19 @@ def measure_recipe(bench: Bench, events: int) -> list[Sample]:
         return _kill_in_turns(run, run.rows, events)
 
 
+def _give_documents(runs: Runs) -> None:
+    """Make the ConfigMap that the runs read. By a file: an argument may not be as long."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "documents.jsonl"
+        file.write_text(documents(), "utf-8")
+        runs.kubectl("create", "configmap", "documents", f"--from-file={file}")
+
+
 def measure_resume(bench: Bench, events: int) -> list[Sample]:
     """One run of three nodes, suspended and resumed again and again: seconds from just before each change."""
     samples = []
     with bench.namespace() as runs:
-        runs.kubectl(
-            "create",
-            "configmap",
-            "documents",
-            f"--from-literal=documents.jsonl={documents()}",
-        )
+        _give_documents(runs)
         changes = {"nodes": {"min": 1, "max": RESUMED_NODES}, "resources": RESOURCES}
         run = runs.apply(make_manifest("resume", steps=100_000, changes=changes))
         for _ in range(events):
