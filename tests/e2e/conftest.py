@@ -91,7 +91,7 @@ def _operator_stays_well(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     watch = request.getfixturevalue("operator_watch")
     one = request.getfixturevalue("operator")
-    # What a module has installed, or put back, is no end of the operator that a test would have seen.
+    # A module that installs the operator, or puts it back, ends the one before: no test of it is to blame.
     if one.is_changed or request.session.stash.get(_IS_UNWATCHED, False):
         one.wait_for_rollout()
         watch.look()

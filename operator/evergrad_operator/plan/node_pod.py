@@ -27,6 +27,7 @@ from evergrad_operator.plan.pod_group import COSCHEDULING
 from evergrad_operator.plan.resources import EPHEMERAL_STORAGE, bound_disk, build_resources
 from evergrad_operator.plan.template import build_scheduling, build_user_labels, merge_env
 from evergrad_operator.plan.token import (
+    TOKEN_OPTION,
     build_token_arguments,
     build_token_mount,
     build_token_volume,
@@ -203,7 +204,7 @@ def build_trainer_container(
                     "mountPath": contract.CONFIG_PATH,
                     "readOnly": True,
                 },
-                *([build_token_mount()] if "--token-file" in arguments else []),
+                *([build_token_mount()] if TOKEN_OPTION in arguments else []),
                 {"name": "evergrad-tmp", "mountPath": "/tmp"},
                 {"name": "evergrad-shm", "mountPath": "/dev/shm"},
                 *spec.template.volume_mounts,

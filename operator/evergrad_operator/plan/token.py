@@ -1,8 +1,13 @@
 """The Secret with a run's token, by which its nodes, its coordinator and the operator prove who they are."""
 
+from typing import Final
+
 from evergrad_operator import names
 from evergrad_operator.plan.common import JsonObject, build_metadata
 from evergrad_operator.spec import TrainingRun
+
+TOKEN_OPTION: Final = "--token-file"
+"""Option of a coordinator or node that names the token's file."""
 
 
 def build_token_secret(run: TrainingRun, token: str) -> JsonObject:
@@ -40,4 +45,4 @@ def build_token_mount() -> JsonObject:
 
 def build_token_arguments() -> tuple[str, str]:
     """Return the arguments that name the token's file, of a coordinator or node."""
-    return "--token-file", f"{names.TOKEN_PATH}/{names.TOKEN_KEY}"
+    return TOKEN_OPTION, f"{names.TOKEN_PATH}/{names.TOKEN_KEY}"
