@@ -1,14 +1,13 @@
 """What a bed could leave behind on the machine, as sets that can be compared; printed as JSON for the bed
 EVERGRAD_BED names.
 
-Other beds may be up meanwhile and start pods; what belongs to them is left out.
+Other beds may be up meanwhile and start pods, and other tests run; what belongs to those is left out.
 """
 
 import json
 import os
 import re
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -16,6 +15,8 @@ from bed import cgroups, images, state
 from bed.places import BRIDGE_END, CLUSTER, NAME, STATE, work
 from process_state import is_alive
 
+# What a parallel test process says of itself to all it starts.
+WORKER = "PYTEST_XDIST_WORKER"
 NAMESPACES = ("net", "mnt", "pid", "uts", "ipc")
 
 
@@ -38,9 +39,22 @@ def _is_of_another_bed(folder: Path) -> bool:
     return group.startswith("/bed") and group.split("/")[1] != NAME
 
 
+def _is_of_another_worker(folder: Path) -> bool:
+    try:
+        variables = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return True  # it has just ended
+    worker = next(
+        (one.partition("=")[2] for one in variables if one.startswith(f"{WORKER}=")), None
+    )
+    return worker is not None and worker != os.environ.get(WORKER)
+
+
 def _machines_processes() -> list[Path]:
     return [
-        folder for folder in Path("/proc").glob("[0-9]*") if not _is_of_another_bed(folder)
+        folder
+        for folder in Path("/proc").glob("[0-9]*")
+        if not _is_of_another_bed(folder) and not _is_of_another_worker(folder)
     ]
 
 
@@ -91,14 +105,17 @@ def _namespaces() -> set[str]:
 
 
 def _mounts() -> set[str]:
-    # Tests that run beside these mount small volumes in pytest's folders, where no bed has anything.
-    others = (images.folder(), *Path(tempfile.gettempdir()).glob("pytest-of-*"))
-    lines = (line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines())
-    return {
-        words[4]
-        for words in lines
-        if not any(Path(words[4]).is_relative_to(other) for other in others)
+    mounts = {
+        Path(line.split()[4])
+        for line in Path("/proc/self/mountinfo").read_text().splitlines()
     }
+    return {str(mount) for mount in mounts if not _is_of_others(mount)}
+
+
+def _is_of_others(mount: Path) -> bool:
+    # Tests that run beside these mount small volumes in pytest's folders, where no bed has anything.
+    of_a_test = any(part.startswith("pytest-of-") for part in mount.parts)
+    return of_a_test or mount.is_relative_to(images.folder())
 
 
 def _cgroups() -> set[str]:
