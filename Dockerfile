@@ -103,7 +103,7 @@ RUN --mount=type=bind,from=wheels,target=/opt/wheels \
 
 FROM operator-dependencies AS operator
 COPY --from=operator-code /out/ /opt/evergrad/
-ARG VERSION=0.1.0
+ARG VERSION=0.2.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="evergrad-operator" \
       org.opencontainers.image.description="Evergrad's operator, and the coordinator of a run" \
@@ -118,7 +118,7 @@ ENTRYPOINT ["python", "-m", "evergrad_operator"]
 
 FROM trainer-dependencies AS trainer
 COPY --from=trainer-code /out/ /opt/evergrad/
-ARG VERSION=0.1.0
+ARG VERSION=0.2.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="evergrad-trainer" \
       org.opencontainers.image.description="Evergrad's trainer: one node of a TrainingRun" \

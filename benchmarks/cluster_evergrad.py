@@ -84,9 +84,9 @@ class Evergrad:
         words += ["--host", CONTROL_ADDRESS, "--port", str(_PORT)]
         words += [
             "--trainer-image",
-            "localhost/evergrad-trainer:0.1.0",
+            "localhost/evergrad-trainer:0.2.0",
             "--operator-image",
-            "localhost/evergrad-operator:0.1.0",
+            "localhost/evergrad-operator:0.2.0",
         ]
         environment = {"KUBECONFIG": str(self._plane.kubeconfig), "PYTHONSAFEPATH": "1"}
         self._plane.spawn("evergrad", words, environment)

@@ -1,3 +1,3 @@
 """The command ``evergrad``: commands for files and for a cluster. Installs without torch."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(1800)]
 
 SECONDS = 1500.0
 """Longest time that the commands of one page may take; two nodes share the two cores of a small machine."""
-IMAGE = "registry.example.com/evergrad-trainer:0.1.0"
+IMAGE = "registry.example.com/evergrad-trainer:0.2.0"
 """The trainer's image in the pages."""
 SETTINGS = (
     "--set spec.nodes.min=2 --set spec.nodes.max=2 --set spec.training.runtime.threads=1"

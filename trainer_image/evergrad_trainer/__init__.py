@@ -1,3 +1,3 @@
 """The trainer: one TrainingRun file in, a trained model and its evidence out."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -108,7 +108,7 @@ def test_the_operators_wheel_asks_for_coordinator_and_manifest_and_never_for_tor
         "kubernetes",
         "prometheus-client",
     ]
-    assert "evergrad-coordinator==0.1.0" in asked
+    assert "evergrad-coordinator==0.2.0" in asked
 
 
 def test_the_coordinators_wheel_asks_for_nothing(
