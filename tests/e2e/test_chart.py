@@ -411,9 +411,7 @@ def _object(
     return {"apiVersion": "v1", "kind": kind, "metadata": metadata, **rest}
 
 
-def _pod(
-    *, has_token: bool = False, runs_as: str = "", **metadata: Any
-) -> dict[str, Any]:
+def _pod(*, has_token: bool = False, runs_as: str = "", **metadata: Any) -> dict[str, Any]:
     """A pod that Pod Security restricted allows."""
     container = {
         "name": "trainer",
