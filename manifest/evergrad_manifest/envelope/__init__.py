@@ -91,8 +91,7 @@ class Nodes(Section):
     """How many machines share the run."""
 
     min: Whole = Field(default=1, ge=1, le=1024)
-    """Fewest nodes that train. The run begins with ``max``, or with at least ``min`` after half a minute
-    at most, and goes on with whatever is left down to ``min``."""
+    """Fewest nodes that train. A run begins with max, or after half a minute with min."""
     max: Whole | None = Field(default=None, ge=1, le=1024)
     """Uses up to this many nodes; default: min."""
 
