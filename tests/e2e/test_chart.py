@@ -321,6 +321,7 @@ def test_the_operators_account_can_make_nothing_that_belongs_to_no_run(
         "crds": {"install": False},
         "rbac": {"scope": "namespaced", "aggregatedRoles": False},
         "operatorPolicy": {"enabled": True},
+        "runs": {"allowed": {"serviceAccountNames": ["fetcher"]}},
     }
     helm(
         cluster,
@@ -370,6 +371,14 @@ def test_the_operators_account_can_make_nothing_that_belongs_to_no_run(
 
         # What Pod Security allows, and the policy does not.
         assert "service account's token" in create(_pod(has_token=True), account)
+        # The API server refuses accounts that do not exist before it asks the policy.
+        for name in ("fetcher", "another"):
+            kubectl(cluster, "create", "serviceaccount", name, "--namespace", namespace)
+        assert "created" in create(_pod(runs_as="fetcher"), account)
+        with_token = _pod(runs_as="fetcher", has_token=True)
+        assert "service account's token" in create(with_token, account)
+        said = "runs.allowed.serviceAccountNames"
+        assert said in create(_pod(runs_as="another"), account)
         claim = {
             "accessModes": ["ReadWriteOnce"],
             "resources": {"requests": {"storage": "1Gi"}},
@@ -402,7 +411,7 @@ def _object(
     return {"apiVersion": "v1", "kind": kind, "metadata": metadata, **rest}
 
 
-def _pod(*, has_token: bool = False, **metadata: Any) -> dict[str, Any]:
+def _pod(*, has_token: bool = False, runs_as: str = "", **metadata: Any) -> dict[str, Any]:
     """A pod that Pod Security restricted allows."""
     container = {
         "name": "trainer",
@@ -419,6 +428,7 @@ def _pod(*, has_token: bool = False, **metadata: Any) -> dict[str, Any]:
     }
     spec = {
         "automountServiceAccountToken": has_token,
+        "serviceAccountName": runs_as,
         "securityContext": security,
         "containers": [container],
     }

@@ -1,4 +1,5 @@
-"""Three functions for training scripts that run under Evergrad: ``report``, ``should_stop``, ``may_commit``.
+"""Four functions for training scripts that run under Evergrad: ``report``, ``should_stop``, ``may_commit``
+and ``generation``.
 
 A script that calls them also runs without Evergrad: then ``report`` does nothing, ``should_stop`` only knows
 SIGTERM, and ``may_commit`` is always True. See docs/elastic-scripts.md.

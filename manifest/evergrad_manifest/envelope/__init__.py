@@ -91,7 +91,7 @@ class Nodes(Section):
     """How many machines share the run."""
 
     min: Whole = Field(default=1, ge=1, le=1024)
-    """The run starts with this many nodes and goes on with whatever is left down to it."""
+    """Fewest nodes that train. A run begins with max, or after half a minute with min."""
     max: Whole | None = Field(default=None, ge=1, le=1024)
     """Uses up to this many nodes; default: min."""
 

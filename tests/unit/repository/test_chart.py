@@ -544,6 +544,22 @@ def test_an_admission_policy_without_a_number_of_nodes_has_nothing_to_reckon() -
     assert "variables" not in policy["spec"]
 
 
+def test_the_policy_around_the_operator_allows_the_accounts_that_the_operator_gives_to_pods() -> (
+    None
+):
+    runs = {"allowed": {"serviceAccountNames": ["fetcher", "reader"]}}
+    objects = chart.render({"runs": runs, "operatorPolicy": {"enabled": True}})
+    allowed = parse_settings([], environment(objects)).config.allowed_service_accounts
+    (policy,) = of_kind(objects, "ValidatingAdmissionPolicy")
+    (rule,) = [
+        one["expression"]
+        for one in policy["spec"]["validations"]
+        if "serviceAccountName" in one["expression"]
+    ]
+    (names_in_rule,) = re.findall(r"object\.spec\.serviceAccountName in (\[.*?])", rule)
+    assert json.loads(names_in_rule) == ["", "default", *allowed]
+
+
 def test_the_webhook_asks_the_operators_service_and_blocks_nothing_while_nobody_answers() -> (
     None
 ):
