@@ -5,6 +5,7 @@ from typing import Any
 
 from evergrad_operator.names import Key
 from evergrad_operator.observe import find_place, overlap
+from evergrad_operator.raw import get_map
 
 Raw = Mapping[str, Any]
 
@@ -56,6 +57,5 @@ def claim_of(raw: Raw) -> str:
 
 def existing_claim(raw: Raw) -> str | None:
     """Return the existing claim that a raw run names; None for a claim of its own."""
-    storage = (raw.get("spec") or {}).get("storage")
-    name = storage.get("claimName") if isinstance(storage, Mapping) else None
+    name = get_map(raw, "spec", "storage").get("claimName")
     return name if isinstance(name, str) else None

@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from evergrad_operator import names
 from evergrad_operator.names import Key
+from evergrad_operator.raw import get_map, get_text
 from evergrad_operator.slim import Raw, slim, slim_pod, slim_run
 
 RUNS: Final = "trainingruns"
@@ -97,8 +98,7 @@ class Store:
         elif resource == CLAIMS:
             # Claims that the user made bear no label of ours; each is fetched by its name.
             for claim in self.claims.values():
-                labels = claim["metadata"].get("labels") or {}
-                if names.LABEL_RUN in labels:
+                if names.LABEL_RUN in get_map(claim, "metadata", "labels"):
                     yield claim
         else:
             for group in self._groups[resource].values():
@@ -120,8 +120,7 @@ def uid_of(raw: Raw) -> str:
 def _owner_of(raw: Raw) -> Key:
     metadata = raw["metadata"]
     namespace = str(metadata.get("namespace", ""))
-    labels = metadata.get("labels") or {}
-    return namespace, str(labels.get(names.LABEL_RUN, ""))
+    return namespace, get_text(get_map(metadata, "labels"), names.LABEL_RUN)
 
 
 def _name_in(resource: str, raw: Raw) -> Any:
