@@ -13,7 +13,7 @@ from evergrad_operator.kinds import Kind
 from evergrad_operator.memory import Memory, parse_memory
 from evergrad_operator.pods import PodState, judge_image, parse_pod
 from evergrad_operator.preparation import Report
-from evergrad_operator.raw import get_float, get_int, get_map, get_maps, get_text
+from evergrad_operator.raw import get_float, get_map, get_maps, get_natural, get_text
 from evergrad_operator.spec import TrainingRun
 from evergrad_operator.times import parse_time
 
@@ -328,7 +328,7 @@ def _parse_record(run: str, text: str) -> Record | None:
         return None
     if not isinstance(raw, dict) or not isinstance(raw.get("path"), str):
         return None
-    epoch, complete = get_int(raw, "epoch"), raw.get("complete")
+    epoch, complete = get_natural(raw, "epoch", most=names.MAX_EPOCH), raw.get("complete")
     return Record(
         run=run,
         path=raw["path"],

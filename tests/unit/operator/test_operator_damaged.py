@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from fake_kubernetes.simulation import Simulation
+from fake_kubernetes.simulation import KEY, Simulation
 from hypothesis import example, given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
@@ -341,3 +341,95 @@ def test_an_object_that_cannot_be_taken_in_is_named_and_the_others_are(
     assert [record.message.split(":")[0] for record in caplog.records] == [
         "trainingruns ns/odd"
     ] * 2
+
+
+# ---- the next pods -----------------------------------------------------------------------------------------
+
+LARGE = (500_001, 10**8 + 1, 999_999_999, 10**9, 2**31 - 1, -7)
+"""Attempts whose successors a coordinator would refuse, or a pod's label could not name."""
+
+
+def lose_coordinator(simulation: Simulation) -> None:
+    with simulation.by_others():
+        for name in simulation.pods("coordinator"):
+            simulation.store.remove("pods", "ns", name)
+    simulation.coordinators.answers.clear()
+
+
+def make_trained() -> Simulation:
+    simulation = Simulation()
+    simulation.create_run()
+    simulation.settle()
+    simulation.start_pods()
+    simulation.settle()
+    simulation.train()
+    simulation.settle()
+    return simulation
+
+
+CLAIM = ("persistentvolumeclaims", "ns", "run")
+RECORD = "run.evergrad.dev/run"
+
+
+def read_record(simulation: Simulation) -> dict[str, Any]:
+    raw = simulation.store.get(*CLAIM)["metadata"]["annotations"][RECORD]
+    return dict(json.loads(raw))
+
+
+def edit_record(simulation: Simulation, **fields: Any) -> None:
+    text = json.dumps({**read_record(simulation), **fields})
+    with simulation.by_others():
+        simulation.store.change(*CLAIM, {"metadata": {"annotations": {RECORD: text}}})
+
+
+@pytest.mark.parametrize("epoch", LARGE)
+def test_an_edited_epoch_of_a_record_leads_to_one_coordinator(epoch: int) -> None:
+    simulation = make_trained()
+    edit_record(simulation, epoch=epoch)
+    lose_coordinator(simulation)
+    for _ in range(5):
+        simulation.reconcile()
+        simulation.now += 5
+    assert simulation.pods("coordinator") == ["run-coordinator-1"]
+    assert read_record(simulation)["epoch"] == 1
+
+
+@pytest.mark.parametrize("attempt", LARGE)
+@pytest.mark.parametrize(
+    "status",
+    [
+        lambda attempt: {"coordinator": {"attempt": attempt}},
+        lambda attempt: {"memory": {"attempts": f"{attempt}x2"}},
+        lambda attempt: {"attempt": attempt},
+    ],
+)
+def test_an_edited_attempt_of_a_status_leads_to_as_many_pods_as_before(
+    status: Any, attempt: int
+) -> None:
+    simulation = make_trained()
+    simulation.store.change("trainingruns", *KEY, {"status": status(attempt)})
+    lose_coordinator(simulation)
+    with simulation.by_others():
+        simulation.store.remove("pods", "ns", simulation.pods()[0])
+    for _ in range(8):
+        simulation.reconcile()
+        simulation.reap()
+        simulation.start_pods()
+        simulation.now += 5
+    assert (len(simulation.pods("coordinator")), len(simulation.pods())) == (1, 2)
+    assert all(int(name.rpartition("-")[2]) <= 10**8 + 9 for name in simulation.pods())
+
+
+def test_an_attempt_up_to_the_bound_is_believed_and_its_successors_are_read() -> None:
+    for role, most in (("node", 10**8), ("coordinator", 500_000)):
+        labels = {"role": role, "index": "0", "attempt": str(most + 1000)}
+        prefixed = {f"evergrad.dev/{key}": value for key, value in labels.items()}
+        assert parse_pod(make_run({}, labels=prefixed)) is not None
+    notes = {"attempts": str(10**8), "preparation": dump({"attempt": 10**8})}
+    memory = parse_memory({"memory": notes, "coordinator": {"attempt": 500_000}})
+    assert memory.attempts == (10**8,)
+    assert (memory.coordinator.attempt, memory.preparation.attempt) == (500_000, 10**8)
+    for name in ("preparation", "evaluation"):
+        damaged_notes = {name: dump({"attempt": 10**8 + 1})}
+        found = parse_memory({"memory": damaged_notes})
+        assert getattr(found, name).attempt == -1
