@@ -10,6 +10,7 @@ from fake_kubernetes.simulation import KEY, Simulation
 from hypothesis import example, given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
+from simulated_run import make_run as make_docs_run
 from status_schema import problems_with, status_schema
 
 from evergrad_operator.cache import InformerCache
@@ -20,7 +21,9 @@ from evergrad_operator.host_index import HostIndex
 from evergrad_operator.memory import parse_hosts, parse_memory
 from evergrad_operator.memory_status import build_memory
 from evergrad_operator.metrics import Facts, FactsCollector
+from evergrad_operator.observe import build_record, observe
 from evergrad_operator.pods import parse_pod
+from evergrad_operator.spec import parse_run
 from evergrad_operator.store import CHILDREN, CLAIMS, PODS, RUNS
 from evergrad_operator.times import format_time, parse_time
 
@@ -433,3 +436,71 @@ def test_an_attempt_up_to_the_bound_is_believed_and_its_successors_are_read() ->
         damaged_notes = {name: dump({"attempt": 10**8 + 1})}
         found = parse_memory({"memory": damaged_notes})
         assert getattr(found, name).attempt == -1
+
+
+# ---- records on a volume -----------------------------------------------------------------------------------
+
+
+def share_claim(simulation: Simulation, text: str) -> None:
+    claim = {
+        "metadata": {
+            "name": "shared",
+            "namespace": "ns",
+            "annotations": {"run.evergrad.dev/other": text},
+        },
+        "spec": {"accessModes": ["ReadWriteMany"]},
+        "status": {"phase": "Bound"},
+    }
+    with simulation.by_others():
+        simulation.store.create("persistentvolumeclaims", claim)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 3000,
+        '{"path":"other","complete":{"at":' + "[" * 900 + "]" * 900 + "}}",
+        '{"path":"other","epoch":' + "9" * 4000 + "}",
+        '{"path":"other","created":1e999,"complete":{"step":true}}',
+        '{"path":"\\ud800","recipe":3}',
+    ],
+)
+def test_a_damaged_record_of_another_run_ends_no_pass_on_a_shared_volume(text: str) -> None:
+    simulation = Simulation()
+    share_claim(simulation, text)
+    simulation.create_run(storage={"claimName": "shared"})
+    simulation.settle()
+    assert simulation.pods("coordinator")
+
+
+@pytest.mark.parametrize("at", [*TIMES, "x", 3, None, [[]]])
+@pytest.mark.parametrize("step", [7, True, -1, 10**30, None])
+def test_a_damaged_end_in_a_record_is_still_an_end(at: Any, step: Any) -> None:
+    simulation = make_trained()
+    edit_record(simulation, complete={"at": at, "step": step})
+    simulation.settle()
+    status = simulation.status
+    assert (status["phase"], status["reason"]) == ("Complete", "Complete")
+    assert problems_with(status, status_schema()) == []
+
+
+@given(
+    st.dictionaries(st.sampled_from(("path", "recipe", "epoch", "uid", "created")), ODD),
+    ODD,
+)
+def test_every_record_can_be_read_and_written(
+    record: dict[str, Any], complete: Any
+) -> None:
+    content = {"path": "p", **record, "complete": complete}
+    claim = {
+        "metadata": {
+            "name": "docs-lm",
+            "annotations": {"run.evergrad.dev/docs-lm": dump(content)},
+        }
+    }
+    children = {("PersistentVolumeClaim", "docs-lm"): claim}
+    seen = observe(parse_run(make_docs_run()), children=children).claim
+    assert seen is not None
+    for one in seen.records.values():
+        json.loads(build_record(one))
+        assert -1 <= one.epoch <= 500_000
