@@ -19,7 +19,7 @@ from evergrad_operator.metrics import Metrics
 from evergrad_operator.names import Key
 from evergrad_operator.observe import AppliedSettings, owns
 from evergrad_operator.pass_metrics import note_failure
-from evergrad_operator.passes import Pass, step_of_list
+from evergrad_operator.passes import Pass, step_of_claim, step_of_list
 from evergrad_operator.plan import Plan
 from evergrad_operator.profiles import NamespaceProfile
 from evergrad_operator.raw import get_map, get_text
@@ -133,7 +133,7 @@ class Confirmer:
         namespace, name = work.key[0], existing_claim(work.raw)
         if name is None:
             return True
-        step = "get", CLAIM.kind, name
+        step = step_of_claim(name)
         seen_at = self._claims_seen_at.get((namespace, name), float("-inf"))
         age = self._clock() - seen_at
         if age < oldest and not work.refusals.has(step):
