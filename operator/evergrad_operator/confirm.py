@@ -48,7 +48,6 @@ class Confirmer:
             metrics,
             clock,
         )
-        self._claims_seen_at: dict[Key, float] = {}
 
     async def confirm(self, work: Pass, plan: Plan) -> bool:
         """List the objects that the plan rests on; return whether pods may be made and ended now."""
@@ -134,14 +133,13 @@ class Confirmer:
         if name is None:
             return True
         step = step_of_claim(name)
-        seen_at = self._claims_seen_at.get((namespace, name), float("-inf"))
-        age = self._clock() - seen_at
+        age = self._clock() - self._cache.claim_index.fetched_at(namespace, name)
         if age < oldest and not work.refusals.has(step):
             return True
 
         async def look() -> None:
             claim = await self._cluster.get(CLAIM, namespace, name)
-            self._claims_seen_at[namespace, name] = self._clock()
+            self._cache.claim_index.note_fetched(namespace, name, self._clock())
             if claim is not None:
                 self._cache.see(CLAIMS, claim)
             elif (known := self._cache.claim(namespace, name)) is not None:
