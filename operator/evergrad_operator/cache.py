@@ -5,6 +5,7 @@ Watch events, answers of the API server to our own writes, and resync lists come
 watch that was restarted after 410 never shows what vanished meanwhile.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -14,15 +15,18 @@ from evergrad_operator.claim_index import ClaimIndex
 from evergrad_operator.expectations import Expectations
 from evergrad_operator.host_index import HostIndex
 from evergrad_operator.names import Key
+from evergrad_operator.raw import get_map, get_text
 from evergrad_operator.slim import Raw, slim_pod
-from evergrad_operator.store import CLAIMS, PODS, RUNS, Store, place_of, uid_of
+from evergrad_operator.store import CLAIMS, PODS, RUNS, GonePods, Store, place_of, uid_of
 
+log = logging.getLogger(__name__)
 NEW_POD_STATUS: Final = {"phase": "Pending"}
 """Status of a pod that was made a moment ago, as far as the answer to its creation says."""
-GONE_SECONDS: Final = 60.0
-"""Time for which the last state of a pod that is gone is kept: passes that count its time come at once."""
-MAX_GONE: Final = 4096
-"""Pods of one run that are kept so: as many as it may have nodes."""
+_NOT_TAKEN: Final = (
+    "%s %s/%s: cannot be taken in, and counts as it was known before. This is a defect of the operator; "
+    "please report it, with the object"
+)
+_VERSION_DIGITS: Final = 20
 _TOMBSTONE_SECONDS = 600.0
 """Time for which an older answer cannot bring a deleted object back."""
 
@@ -34,13 +38,13 @@ class InformerCache:
         self._clock = clock
         self._tombstones: dict[str, tuple[float, int]] = {}
         """Time and version of the end of each object that is gone, by uid."""
-        self._gone: dict[Key, dict[str, tuple[float, Raw | None]]] = {}
-        """Time of the end and last state of pods that are gone, by run and uid; None for a state that is
-        needed no more."""
+        self._gone = GonePods()
         self.store = Store()
         self.claim_index = ClaimIndex()
         self.host_index = HostIndex()
         self.expectations = Expectations((RUNS, PODS), clock=clock)
+        self.on_defect: Callable[[str], None] = lambda resource: None
+        """Called with the resource of an object that could not be taken in."""
 
     # ---- reading -------------------------------------------------------------------------------------------
 
@@ -58,20 +62,11 @@ class InformerCache:
 
     def gone(self, key: Key) -> Sequence[tuple[Raw, float]]:
         """Return the last state of the run's pods that were deleted a moment ago, and seconds since then."""
-        now = self._clock()
-        found = self._gone.get(key, {}).values()
-        return [
-            (raw, now - at)
-            for at, raw in found
-            if raw is not None and now - at < GONE_SECONDS
-        ]
+        return self._gone.find(key, self._clock())
 
     def drop_gone(self, key: Key, uids: Iterable[str]) -> None:
         """Return these pods no more: a status that counts their time is written."""
-        kept = self._gone.get(key, {})
-        for uid in uids:
-            if uid in kept:
-                kept[uid] = (kept[uid][0], None)
+        self._gone.drop(key, uids)
 
     def claim(self, namespace: str, name: str) -> Raw | None:
         """Return the claim, or None if it does not exist or was never looked at."""
@@ -139,9 +134,9 @@ class InformerCache:
             self._remove(resource, raw)
         else:
             if resource == RUNS:
-                self.claim_index.update(place_of(raw), known, raw)
-                self.host_index.update(place_of(raw), raw)
-            self.store.put(resource, raw)
+                self._index_run(place_of(raw), known, raw)
+            if resource != CLAIMS or self._is_followed(raw):
+                self.store.put(resource, raw)
 
         # Runs whose folders overlap with this one's wait for its end, or for its leaving the folder.
         if resource != RUNS:
@@ -150,6 +145,25 @@ class InformerCache:
         if before is not None and _what_neighbours_see(before) == _what_neighbours_see(raw):
             return keys
         return (*keys, *self.claim_index.neighbours_of(raw))
+
+    def take(
+        self,
+        resource: str,
+        raw: Raw,
+        *,
+        is_deleted: bool = False,
+        is_watched: bool = False,
+    ) -> tuple[Key, ...]:
+        """Take in one of all objects, as ``see`` does, but leave out one that this fails for.
+
+        A watch and a list show the objects of all runs: none of them may end the operator.
+        """
+        try:
+            return self.see(resource, raw, is_deleted=is_deleted, is_watched=is_watched)
+        except Exception:
+            self.on_defect(resource)
+            log.exception(_NOT_TAKEN, resource, *place_of(raw))
+            return ()
 
     def replace(
         self,
@@ -166,16 +180,9 @@ class InformerCache:
         raws = list(raws)
         changed: set[Key] = set()
         for raw in raws:
-            metadata = raw["metadata"]
-            known = self.store.find(resource, raw)
             # Taken in again, a version that is known would be owed by the watch, which has shown it already.
-            is_known = (
-                known is not None
-                and uid_of(known) == uid_of(raw)
-                and _version(known["metadata"]) >= _version(metadata)
-            )
-            if not is_known:
-                changed.update(self.see(resource, raw))
+            if not _is_known(self.store.find(resource, raw), raw):
+                changed.update(self.take(resource, raw))
         return changed | self.prune(resource, raws, version=version, covers=covers)
 
     def prune(
@@ -224,40 +231,31 @@ class InformerCache:
         self.expectations.forget(resource, uid_of(raw))
         if resource == RUNS:
             place = place_of(raw)
-            self.claim_index.update(place, self.run(place), None)
-            self.host_index.update(place, None)
+            self._index_run(place, self.run(place), None)
         self.store.remove(resource, raw)
-        if resource != PODS:
-            return
+        if resource == PODS:
+            self._gone.note(raw, self._clock())
 
-        # The last state of a pod is kept: the time of its end is often seen only in the event of its going.
-        now, identity = self._clock(), uid_of(raw)
-        namespace, _ = place_of(raw)
-        labels = raw["metadata"].get("labels") or {}
-        owner = str(labels.get(names.LABEL_RUN, ""))
-        # The run comes last, so that those without a new one for long are the first.
-        kept = self._gone.pop((namespace, owner), {})
-        self._gone[namespace, owner] = kept
-        # The event that it is gone may follow an answer that says so, and shows more.
-        since, known = kept.get(identity, (now, raw))
-        kept[identity] = (since, None if known is None else slim_pod(raw))
-        if len(kept) > MAX_GONE:
-            del kept[next(iter(kept))]
-        expired = [one for one, (at, _) in kept.items() if now - at >= GONE_SECONDS]
-        for one in expired:
-            del kept[one]
-        oldest = next(iter(self._gone))
-        if all(now - at >= GONE_SECONDS for at, _ in self._gone[oldest].values()):
-            del self._gone[oldest]
+    def _index_run(self, place: Key, old: Raw | None, new: Raw | None) -> None:
+        """Bring the indexes up to date for a run, which was ``old`` and is now ``new``."""
+        unused = self.claim_index.update(place, old, new)
+        self.host_index.update(place, new)
+        claim = None if unused is None else self.store.claims.get(unused)
+        if claim is not None and not self._is_followed(claim):
+            self.store.remove(CLAIMS, claim)
+
+    def _is_followed(self, claim: Raw) -> bool:
+        """Whether a claim is kept: no watch and no list shows the end of one without our label and a run."""
+        is_labelled = names.LABEL_RUN in get_map(claim, "metadata", "labels")
+        return is_labelled or bool(self.claim_index.users_of(*place_of(claim)))
 
     def _concerned(self, resource: str, raw: Raw) -> tuple[Key, ...]:
         """Return the runs that have to look again when this object changes."""
         namespace, name = place_of(raw)
         if resource == RUNS:
             return ((namespace, name),)
-        labels = raw["metadata"].get("labels") or {}
-        owner = labels.get(names.LABEL_RUN)
-        keys = {(namespace, str(owner))} if owner else set()
+        owner = get_text(get_map(raw, "metadata", "labels"), names.LABEL_RUN)
+        keys = {(namespace, owner)} if owner else set()
         if resource == CLAIMS:
             # All runs that keep their files on a claim wait for it, whoever made it.
             return tuple(sorted(keys | self.claim_index.users_of(namespace, name)))
@@ -283,6 +281,15 @@ def find_vanished(
     ]
 
 
+def _is_known(known: Raw | None, raw: Raw) -> bool:
+    """Return whether ``known`` is the object itself, as new or newer."""
+    return (
+        known is not None
+        and uid_of(known) == uid_of(raw)
+        and _version(known["metadata"]) >= _version(raw["metadata"])
+    )
+
+
 def _is_news(known: Raw, raw: Raw, *, is_deleted: bool) -> bool:
     """Return whether an object, or its end, is newer than the object that is known under its name."""
     version = _version(raw["metadata"])
@@ -300,9 +307,9 @@ def _is_news(known: Raw, raw: Raw, *, is_deleted: bool) -> bool:
 
 def _what_neighbours_see(raw: Raw) -> Any:
     """Return the parts of a run that decide about runs whose folders overlap with its own."""
-    status = raw.get("status") or {}
+    status = get_map(raw, "status")
     return (
-        (raw.get("spec") or {}).get("storage"),
+        get_map(raw, "spec").get("storage"),
         status.get("phase") == names.Phase.FAILED,
         "deletionTimestamp" in raw["metadata"],
     )
@@ -311,4 +318,4 @@ def _what_neighbours_see(raw: Raw) -> Any:
 def _version(metadata: Raw) -> int:
     """Return the resource version as a number; 0 where it is none, so that any later object wins."""
     text = str(metadata.get("resourceVersion", ""))
-    return int(text) if text.isdecimal() else 0
+    return int(text) if text.isdecimal() and len(text) <= _VERSION_DIGITS else 0

@@ -19,7 +19,7 @@ from evergrad_operator.metrics import Metrics
 from evergrad_operator.names import Key
 from evergrad_operator.observe import AppliedSettings, owns
 from evergrad_operator.pass_metrics import note_failure
-from evergrad_operator.passes import Pass, step_of_list
+from evergrad_operator.passes import Pass, step_of_claim, step_of_list
 from evergrad_operator.plan import Plan
 from evergrad_operator.profiles import NamespaceProfile
 from evergrad_operator.raw import get_map, get_text
@@ -48,7 +48,6 @@ class Confirmer:
             metrics,
             clock,
         )
-        self._claims_seen_at: dict[Key, float] = {}
 
     async def confirm(self, work: Pass, plan: Plan) -> bool:
         """List the objects that the plan rests on; return whether pods may be made and ended now."""
@@ -133,15 +132,14 @@ class Confirmer:
         namespace, name = work.key[0], existing_claim(work.raw)
         if name is None:
             return True
-        step = "get", CLAIM.kind, name
-        seen_at = self._claims_seen_at.get((namespace, name), float("-inf"))
-        age = self._clock() - seen_at
+        step = step_of_claim(name)
+        age = self._clock() - self._cache.claim_index.fetched_at(namespace, name)
         if age < oldest and not work.refusals.has(step):
             return True
 
         async def look() -> None:
             claim = await self._cluster.get(CLAIM, namespace, name)
-            self._claims_seen_at[namespace, name] = self._clock()
+            self._cache.claim_index.note_fetched(namespace, name, self._clock())
             if claim is not None:
                 self._cache.see(CLAIMS, claim)
             elif (known := self._cache.claim(namespace, name)) is not None:

@@ -12,17 +12,19 @@ from evergrad_coordinator.evaluated import (
     MOST_WAITING,
     Evaluated,
 )
+from evergrad_operator.names import MAX_ATTEMPT
 from evergrad_operator.raw import (
     NOTHING,
     get_float,
-    get_int,
+    get_hosts,
     get_map,
     get_maps,
     get_natural,
-    get_pairs,
     get_text,
     keep_start,
+    to_int,
 )
+from evergrad_operator.times import LATEST
 
 _LONGEST_MESSAGE: Final = 1024
 _LONGEST_VALUE: Final = 32
@@ -116,17 +118,17 @@ def parse_evaluation(shown: Mapping[str, Any], notes: str) -> Evaluation:
     except (ValueError, RecursionError):
         found = NOTHING
     raw = found if isinstance(found, dict) else NOTHING
-    attempt, seen = get_int(raw, "attempt"), get_int(raw, "seen")
+    attempt = get_natural(raw, "attempt", most=MAX_ATTEMPT)
+    seen = get_natural(raw, "seen")
     # Anybody who may patch the status can write these: every list and text is bounded.
     steps = raw.get("pending")
-    pending = [one for one in steps if type(one) is int] if isinstance(steps, list) else []
-    hosts = [
-        (str(host), count) for host, count in get_pairs(raw, "hosts") if type(count) is int
-    ]
+    listed = steps if isinstance(steps, list) else []
+    pending = [one for one in listed if to_int(one, most=2**53) is not None and one >= 0]
     results = {
         get_text(one, "name")[:LONGEST_NAME]: {
-            str(key)[:LONGEST_NAME]: str(value)[:_LONGEST_VALUE]
+            key[:LONGEST_NAME]: value[:_LONGEST_VALUE]
             for key, value in list(get_map(one, "values").items())[:MOST_VALUES]
+            if isinstance(value, str)
         }
         for one in get_maps(shown, "results")[:MOST_SETS]
     }
@@ -139,9 +141,9 @@ def parse_evaluation(shown: Mapping[str, Any], notes: str) -> Evaluation:
             failures=get_natural(raw, "failures") or 0,
             short_lives=get_natural(raw, "shortLives") or 0,
             faults=get_natural(raw, "faults") or 0,
-            hosts=tuple(hosts[-_MAX_HOSTS:]),
-            at=get_float(raw, "at") or 0.0,
-            retry_at=get_float(raw, "retryAt") or 0.0,
+            hosts=tuple(get_hosts(raw, "hosts", most=2**31)[-_MAX_HOSTS:]),
+            at=get_float(raw, "at", least=0, most=LATEST) or 0.0,
+            retry_at=get_float(raw, "retryAt", least=0, most=LATEST) or 0.0,
         ),
         failed=get_natural(raw, "failed") or 0,
         failure=keep_start(get_text(raw, "failure"), _LONGEST_MESSAGE),

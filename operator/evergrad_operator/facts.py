@@ -103,13 +103,13 @@ def read_runs(
 
         # A status may be written by anybody who may patch it, so that nothing in it is taken for granted.
         progress = get_map(status, "progress")
-        step, total = progress.get("step"), progress.get("totalSteps")
-        share = None
-        if isinstance(step, int) and isinstance(total, int) and total > 0:
-            share = step / total
+        step, total = (get_natural(progress, key) for key in ("step", "totalSteps"))
+        share = step / total if step is not None and total else None
         restarts = get_map(status, "restarts", "byCause")
         counted = {
-            str(cause): count for cause, count in restarts.items() if isinstance(count, int)
+            str(cause): count
+            for cause in restarts
+            if (count := get_natural(restarts, cause)) is not None
         }
         shown = get_map(status, "evaluation")
         evaluation = parse_evaluation(shown, "")
@@ -145,4 +145,4 @@ def read_runs(
 
 
 def _phase(raw: Mapping[str, Any]) -> str:
-    return str(get_map(raw, "status").get("phase") or Phase.PENDING.value)
+    return get_text(get_map(raw, "status"), "phase") or Phase.PENDING.value

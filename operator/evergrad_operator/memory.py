@@ -7,7 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from evergrad_operator.evaluation import Evaluation, parse_evaluation
-from evergrad_operator.names import Condition, Phase, Reason
+from evergrad_operator.names import (
+    MAX_ATTEMPT,
+    MAX_EPOCH,
+    MAX_NODES,
+    Condition,
+    Phase,
+    Reason,
+)
 from evergrad_operator.packing import (
     parse_rate,
     unpack_counts,
@@ -17,19 +24,26 @@ from evergrad_operator.preparation import Preparation, parse_preparation
 from evergrad_operator.raw import (
     NOTHING,
     get_float,
+    get_hosts,
     get_int,
     get_map,
     get_maps,
+    get_natural,
     get_pairs,
     get_text,
+    is_host,
+    to_int,
 )
-from evergrad_operator.times import parse_time
+from evergrad_operator.times import LATEST, parse_time
 from evergrad_operator.usage import Usage, parse_notes
 
 MAX_ENDS: Final = 10
 """Ends of pods that the status lists: enough to see a pattern, and a small part of its 16 KiB."""
 MAX_CAUSES: Final = 16
 LONGEST_CAUSE: Final = 32
+_MOST_SHOWN: Final = 2**31 - 1
+"""Largest number of most fields of a status: what is read here is written again."""
+_MOST_VALUE: Final = 1e15
 MAX_HOSTS: Final = 8
 """Hosts that are remembered for their faults: a node that avoids more of them might fit nowhere."""
 REMEMBERED_SECONDS: Final = 24 * 3600.0
@@ -259,15 +273,13 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
     # Texts under ``memory`` are the operator's own. All others are shown to people, and read back here.
     conditions = tuple(get_maps(status, "conditions"))
     notes = get_map(status, "memory")
-    gang = unpack_counts(get_text(notes, "gang")) or (-1,)
-    given_back = unpack_counts(get_text(notes, "givenBack")) or (0,)
+    gang = unpack_counts(get_text(notes, "gang"), most=MAX_ATTEMPT) or (-1,)
+    given_back = unpack_counts(get_text(notes, "givenBack"), most=LATEST) or (0,)
     # An older release noted only that the run had stopped, which then was always on request.
     stopped = get_text(notes, "stopped")
     stop_reason = Reason.STOPPED.value if stopped == "true" else stopped
     if stop_reason not in (Reason.STOPPED, Reason.NON_FINITE):
         stop_reason = ""
-    said = get_pairs(_unpack(notes, "inputErrors"), "said")
-    errors = [InputError(node, str(host)) for node, host in said if isinstance(node, int)]
     preparation, evaluation = (
         (get_map(status, name), get_text(notes, name))
         for name in ("preparation", "evaluation")
@@ -280,7 +292,7 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         profile=get_text(status, "profile"),
         profile_note=get_text(notes, "profile"),
         recipe_hash=get_text(status, "recipeHash"),
-        restart=get_int(status, "attempt") or 0,
+        restart=get_natural(status, "attempt", most=MAX_ATTEMPT) or 0,
         restart_nonce=get_text(status, "restartNonce") or None,
         settings_hash=get_text(notes, "settings"),
         told_changes=get_text(notes, "toldChanges"),
@@ -289,15 +301,15 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         finish=_parse_finish(status, conditions),
         stop_reason=stop_reason,
         coordinator=_parse_coordinator(get_map(status, "coordinator"), notes),
-        attempts=unpack_counts(get_text(notes, "attempts")),
+        attempts=unpack_counts(get_text(notes, "attempts"), most=MAX_ATTEMPT),
         recorded=frozenset(unpack_ranges(get_text(notes, "ended"))),
         restarts=_parse_counters(get_map(status, "restarts", "byCause")),
         lost_seconds=_parse_counters(get_map(status, "lostSeconds")),
         budget=_parse_budget(get_map(status, "failures"), _unpack(notes, "budget")),
         faults=_parse_faults(_unpack(notes, "hostFaults"), get_text(notes, "faultyNodes")),
-        given_back=given_back[0],
-        come_again_at=float(given_back[-1]),
-        input_errors=tuple(errors[-MAX_HOSTS:]),
+        given_back=max(0, given_back[0]),
+        come_again_at=float(max(0, given_back[-1])),
+        input_errors=_parse_input_errors(_unpack(notes, "inputErrors")),
         # An older release did not note it; a phase Running says the same.
         has_formed=notes.get("formed") == "true" or status.get("phase") == Phase.RUNNING,
         last_failure=_parse_failure(get_map(status, "lastFailure")),
@@ -319,7 +331,7 @@ def _parse_end(raw: Mapping[str, Any]) -> EndRecord:
     return EndRecord(
         pod=get_text(raw, "pod"),
         cause=get_text(raw, "cause"),
-        exit_code=get_int(raw, "exitCode"),
+        exit_code=get_int(raw, "exitCode", most=_MOST_SHOWN),
         at=at,
     )
 
@@ -345,7 +357,7 @@ def _parse_finish(
 
 
 def _parse_coordinator(raw: Mapping[str, Any], notes: Mapping[str, Any]) -> Coordinator:
-    attempt = get_int(raw, "attempt")
+    attempt = get_natural(raw, "attempt", most=MAX_EPOCH)
     return Coordinator(
         attempt=-1 if attempt is None else attempt,
         image=get_text(notes, "coordinatorImage"),
@@ -357,14 +369,14 @@ def _parse_coordinator(raw: Mapping[str, Any], notes: Mapping[str, Any]) -> Coor
 
 
 def _parse_budget(shown: Mapping[str, Any], raw: Mapping[str, Any]) -> Budget:
-    step = get_int(raw, "step")
-    checkpoint = get_int(shown, "checkpointStep")
+    step = get_natural(raw, "step")
+    checkpoint = get_natural(shown, "checkpointStep")
     return Budget(
-        failures=get_int(shown, "withoutProgress") or 0,
+        failures=get_natural(shown, "withoutProgress", most=MAX_ATTEMPT) or 0,
         step=-1 if step is None else step,
         checkpoint_step=-1 if checkpoint is None else checkpoint,
         at=parse_time(raw.get("at")) or 0.0,
-        short_lives=get_int(raw, "shortLives") or 0,
+        short_lives=get_natural(raw, "shortLives", most=MAX_ATTEMPT) or 0,
         retry_at=parse_time(raw.get("retryAt")) or 0.0,
     )
 
@@ -377,22 +389,26 @@ def parse_hosts(text: str) -> dict[str, float]:
 
 
 def _parse_faults(raw: Mapping[str, Any], nodes: str) -> HostFaults:
-    pairs = get_pairs(raw, "hosts")
-    hosts = [(str(host), count) for host, count in pairs if isinstance(count, int)]
-    names = {host for host, _ in hosts[-MAX_HOSTS:]}
+    # The newest come last, and are the ones that are kept.
+    hosts = dict(get_hosts(raw, "hosts", most=MAX_ATTEMPT)[-MAX_HOSTS:])
+    seen = dict(get_hosts(raw, "seen", most=LATEST))
     return HostFaults(
-        seen=tuple(
-            (str(host), float(at))
-            for host, at in get_pairs(raw, "seen")
-            if host in names and isinstance(at, int)
-        ),
-        # The newest come last, and are the ones that are kept.
-        hosts=tuple(hosts[-MAX_HOSTS:]),
+        seen=tuple((host, float(at)) for host, at in seen.items() if host in hosts),
+        hosts=tuple(hosts.items()),
         nodes=frozenset(unpack_ranges(nodes)),
-        in_a_row=get_int(raw, "inARow") or 0,
+        in_a_row=get_natural(raw, "inARow", most=MAX_ATTEMPT) or 0,
         at=parse_time(raw.get("at")) or 0.0,
         retry_at=parse_time(raw.get("retryAt")) or 0.0,
     )
+
+
+def _parse_input_errors(raw: Mapping[str, Any]) -> tuple[InputError, ...]:
+    errors = [
+        InputError(node, host)
+        for node, host in get_pairs(raw, "said")
+        if to_int(node, most=MAX_NODES) is not None and is_host(host)
+    ]
+    return tuple(errors[-MAX_HOSTS:])
 
 
 def _parse_failure(raw: Mapping[str, Any]) -> LastFailure | None:
@@ -400,27 +416,27 @@ def _parse_failure(raw: Mapping[str, Any]) -> LastFailure | None:
         return None
     return LastFailure(
         cause=get_text(raw, "cause"),
-        node=get_int(raw, "node"),
+        node=get_natural(raw, "node", most=_MOST_SHOWN),
         message=get_text(raw, "message"),
         at=parse_time(raw.get("at")) or 0.0,
-        rank=get_int(raw, "rank"),
-        step=get_int(raw, "step"),
-        exit_code=get_int(raw, "exitCode"),
+        rank=get_natural(raw, "rank", most=_MOST_SHOWN),
+        step=get_natural(raw, "step"),
+        exit_code=get_int(raw, "exitCode", most=_MOST_SHOWN),
     )
 
 
 def _parse_training(status: Mapping[str, Any]) -> Training:
     raw = get_map(status, "progress")
     return Training(
-        generation=get_int(raw, "generation"),
-        step=get_int(raw, "step"),
-        total_steps=get_int(raw, "totalSteps"),
-        loss=get_float(raw, "loss"),
+        generation=get_natural(raw, "generation"),
+        step=get_natural(raw, "step"),
+        total_steps=get_natural(raw, "totalSteps"),
+        loss=get_float(raw, "loss", least=-_MOST_VALUE, most=_MOST_VALUE),
         tokens_per_second=parse_rate(get_text(raw, "tokensPerSecond")),
-        eta_seconds=get_float(raw, "etaSeconds"),
-        checkpoint_step=get_int(get_map(status, "checkpoint"), "step"),
+        eta_seconds=get_float(raw, "etaSeconds", least=0, most=_MOST_VALUE),
+        checkpoint_step=get_natural(get_map(status, "checkpoint"), "step"),
         checkpoint_at=parse_time(get_map(status, "checkpoint").get("savedAt")),
-        ready=get_int(get_map(status, "nodes"), "ready") or 0,
+        ready=get_natural(get_map(status, "nodes"), "ready", most=MAX_NODES) or 0,
         updated_at=parse_time(raw.get("updatedAt")),
     )
 
@@ -438,7 +454,7 @@ def _parse_counters(raw: Mapping[str, Any]) -> dict[str, int]:
     # Bounded, since every value that is read here is written again.
     found: dict[str, int] = {}
     for key in raw:
-        value = get_int(raw, key)
+        value = get_natural(raw, key, most=MAX_ATTEMPT)
         if value is not None and len(found) < MAX_CAUSES:
             found[str(key)[:LONGEST_CAUSE]] = value
     return found

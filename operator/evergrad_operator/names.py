@@ -84,6 +84,16 @@ TERMINATION_LOG: Final = "/dev/termination-log"
 LONGEST_RUN_NAME: Final = 45
 FIELD_MANAGER: Final = "evergrad-operator"
 
+# ---- bounds ------------------------------------------------------------------------------------------------
+
+MAX_NODES: Final = 4096
+"""Numbers of nodes that are believed: a run has 1,024 at most."""
+MAX_ATTEMPT: Final = 10**8
+"""Largest attempt that is believed of what somebody may have edited. A pod's label is read up to nine digits,
+so that the attempts after it can be read, too: pods that are not recognized would be made without end."""
+MAX_EPOCH: Final = 500_000
+"""The same of a coordinator, which takes no epoch above 2**19."""
+
 
 def node_pod_name(run: str, index: int, attempt: int) -> str:
     """Name the pod of a node, from 0, in one of its attempts, from 0."""

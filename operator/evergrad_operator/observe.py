@@ -13,9 +13,9 @@ from evergrad_operator.kinds import Kind
 from evergrad_operator.memory import Memory, parse_memory
 from evergrad_operator.pods import PodState, judge_image, parse_pod
 from evergrad_operator.preparation import Report
-from evergrad_operator.raw import get_float, get_int, get_map, get_maps, get_text
+from evergrad_operator.raw import get_float, get_map, get_maps, get_natural, get_text
 from evergrad_operator.spec import TrainingRun
-from evergrad_operator.times import parse_time
+from evergrad_operator.times import LATEST, parse_time
 
 PreviousStatus = Memory
 """The typed view of ``status``: what the operator wrote there is what it remembers."""
@@ -324,20 +324,27 @@ def _parse_record(run: str, text: str) -> Record | None:
     """
     try:
         raw = json.loads(text) if len(text) <= MAX_RECORD else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(raw, dict) or not isinstance(raw.get("path"), str):
         return None
-    epoch, complete = get_int(raw, "epoch"), raw.get("complete")
+    epoch, complete = get_natural(raw, "epoch", most=names.MAX_EPOCH), raw.get("complete")
     return Record(
         run=run,
         path=raw["path"],
         recipe=get_text(raw, "recipe"),
         epoch=-1 if epoch is None else epoch,
         uid=get_text(raw, "uid"),
-        created_at=get_float(raw, "created") or 0.0,
-        complete=complete if isinstance(complete, dict) else None,
+        created_at=get_float(raw, "created", least=0, most=LATEST) or 0.0,
+        complete=_parse_end(complete) if isinstance(complete, dict) else None,
     )
+
+
+def _parse_end(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Parse the end of a complete run, without what cannot be read of it: it goes into the run's status."""
+    at, step = raw.get("at"), get_natural(raw, "step")
+    found = {"at": None if parse_time(at) is None else at, "step": step}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _parse_other(raw: Mapping[str, Any], run: TrainingRun) -> Other | None:

@@ -7,6 +7,12 @@ from evergrad_operator.raw import get_float
 
 _SIZES: Final = {"k": 1e3, "M": 1e6, "G": 1e9}
 """Factors by the letter at the end of a rate."""
+_MOST_NUMBERS: Final = 4096
+"""Numbers that one text may stand for: anybody who may patch a status could ask for millions. A run has 1,024
+nodes at most."""
+_MOST_DIGITS: Final = 12
+_MOST_RATE: Final = 1e15
+"""A larger rate would not fit into the status again."""
 
 
 def pack_counts(counts: Iterable[int]) -> str:
@@ -21,17 +27,20 @@ def pack_counts(counts: Iterable[int]) -> str:
     return ",".join(parts)
 
 
-def unpack_counts(text: str) -> tuple[int, ...]:
-    """Unpack the numbers of ``pack_counts``; none of a text that it did not write."""
+def unpack_counts(text: str, *, most: int = 10**_MOST_DIGITS) -> tuple[int, ...]:
+    """Unpack the numbers of ``pack_counts``, from -1 to ``most``; none of a text that it did not write."""
     found: list[int] = []
     for part in text.split(",") if text else ():
         count, _, times = part.partition("x")
-        is_count = count.removeprefix("-").isdecimal()
-        # A status may be written by anybody who may patch it: a count must not become a list of millions.
+        # Python refuses to read numbers of thousands of digits.
+        digits = count.removeprefix("-")
+        is_count = digits.isdecimal() and len(digits) <= _MOST_DIGITS
         is_number_of_times = not times or (times.isdecimal() and len(times) <= 4)
-        if not is_count or not is_number_of_times:
+        if not is_count or not is_number_of_times or not -1 <= int(count) <= most:
             return ()
         found += [int(count)] * int(times or 1)
+        if len(found) > _MOST_NUMBERS:
+            return ()
     return tuple(found)
 
 
@@ -54,9 +63,12 @@ def unpack_ranges(text: str) -> tuple[int, ...]:
         first, _, last = part.partition("-")
         last = last or first
         # Bounded, as counts are.
-        if not first.isdecimal() or not last.isdecimal() or len(last) > 5:
+        is_range = first.isdecimal() and last.isdecimal()
+        if not is_range or max(len(first), len(last)) > 5:
             return ()
         found += range(int(first), int(last) + 1)
+        if len(found) > _MOST_NUMBERS:
+            return ()
     return tuple(found)
 
 
@@ -78,7 +90,7 @@ def parse_rate(text: str) -> float | None:
     """Parse the text of ``format_rate``, as far as its digits go; None for a text that it did not write."""
     size = _SIZES.get(text[-1:], 1.0)
     digits = text if size == 1.0 else text[:-1]
-    number = get_float({"": digits}, "")
+    number = get_float({"": digits}, "", least=0, most=_MOST_RATE / size)
     return None if number is None else number * size
 
 

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from evergrad_operator.kinds import POD, Kind, Raw
+from evergrad_operator.claim_index import existing_claim
+from evergrad_operator.kinds import CLAIM, POD, Kind, Raw
 from evergrad_operator.names import Key
 from evergrad_operator.observe import AppliedSettings
 from evergrad_operator.profiles import NO_PROFILE, RunProfile
@@ -68,6 +69,17 @@ class Pass:
     def generation(self) -> int:
         """The run's generation; a new one makes every refusal worth another try."""
         return int(self.raw["metadata"].get("generation") or 0)
+
+
+def list_reads(work: Pass) -> tuple[Step, ...]:
+    """List the reads that a pass may need; a refusal of any other one is of no account any more."""
+    claim = existing_claim(work.raw)
+    return step_of_list(work.key), *([] if claim is None else [step_of_claim(claim)])
+
+
+def step_of_claim(name: str) -> Step:
+    """Return the step that fetches the existing claim that a run names."""
+    return "get", CLAIM.kind, name
 
 
 def step_of_list(key: Key) -> Step:

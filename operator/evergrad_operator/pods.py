@@ -182,6 +182,9 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
     index = _number(labels.get(names.LABEL_INDEX)) if role == names.ROLE_NODE else 0
     if role not in names.CONTAINERS or attempt is None or index is None:
         return None
+    # A list of all nodes up to this one is made of it.
+    if index >= names.MAX_NODES:
+        return None
 
     conditions = get_maps(status, "conditions")
     disruption = _find_disruption(conditions)

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from evergrad_coordinator.contract import PREPARING
-from evergrad_operator.raw import NOTHING, get_int, get_map, get_natural, get_text
+from evergrad_operator.names import MAX_ATTEMPT
+from evergrad_operator.raw import NOTHING, get_map, get_natural, get_text
 
 _LONGEST_NAME: Final = 128
 DONE: Final = "done"
@@ -78,7 +79,7 @@ def parse_preparation(shown: Mapping[str, Any], notes: str) -> Preparation:
     except (ValueError, RecursionError):
         found = NOTHING
     raw = found if isinstance(found, dict) else NOTHING
-    attempt = get_int(raw, "attempt")
+    attempt = get_natural(raw, "attempt", most=MAX_ATTEMPT)
     known = Preparation(
         attempt=-1 if attempt is None else attempt,
         is_recorded=raw.get("ended") is True,

@@ -92,7 +92,7 @@ def find_kept(run: Mapping[str, Any]) -> RunProfile | None:
             rdma=tuple(map(str, kept.get("rdma", ()))),
             sources=tuple(map(str, kept.get("from", ()))),
         )
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         # Another writer has changed the status: what it said is unknown.
         return None
 

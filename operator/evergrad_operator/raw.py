@@ -1,11 +1,13 @@
 """Reads of raw objects that never fail: a value that is missing or of another type counts as absent. Pure."""
 
 import math
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
 NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
+_HOST: Final = re.compile(r"[a-z0-9][a-z0-9.-]{0,252}")
 
 
 def get_map(raw: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
@@ -41,6 +43,34 @@ def get_text(raw: Mapping[str, Any], key: str) -> str:
     return value if isinstance(value, str) else ""
 
 
+def get_hosts(
+    raw: Mapping[str, Any],
+    key: str,
+    *,
+    most: int,
+) -> list[tuple[str, int]]:
+    """Return the pairs of a host's name and a number from 0 to ``most`` in the list ``key``."""
+    found = []
+    for host, value in get_pairs(raw, key):
+        number = to_int(value, most=most)
+        if is_host(host) and number is not None and number >= 0:
+            found.append((host, number))
+    return found
+
+
+def is_host(value: Any) -> bool:
+    """Whether a host can have this name: a pod that kept away from another one would be refused."""
+    return isinstance(value, str) and _HOST.fullmatch(value) is not None
+
+
+def to_int(value: Any, *, most: int = 2**63 - 1) -> int | None:
+    """Return the value if it is a whole number of a size of at most ``most``."""
+    # Python takes a bool for a number; JSON does not.
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    return value if -most <= value <= most else None
+
+
 def get_int(
     raw: Mapping[str, Any],
     key: str,
@@ -48,11 +78,7 @@ def get_int(
     most: int = 2**63 - 1,
 ) -> int | None:
     """Return the whole number ``key``, of a size of at most ``most``."""
-    value = raw.get(key)
-    # Python takes a bool for a number; JSON does not.
-    if not isinstance(value, int) or isinstance(value, bool):
-        return None
-    return value if -most <= value <= most else None
+    return to_int(raw.get(key), most=most)
 
 
 def get_natural(

@@ -32,7 +32,7 @@ from evergrad_operator.metrics import Metrics
 from evergrad_operator.names import Key
 from evergrad_operator.observe import Observation, observe, observe_gone
 from evergrad_operator.pass_metrics import list_created, note_error, note_results
-from evergrad_operator.passes import Hints, Pass, step_of_list
+from evergrad_operator.passes import Hints, Pass, list_reads, step_of_list
 from evergrad_operator.plan import Plan, plan_children
 from evergrad_operator.policies import Decision, decide
 from evergrad_operator.preparation import Report, find_report
@@ -193,7 +193,7 @@ class Reconciler:
         note_results(
             self._metrics, key, seen, plan=doable, results=results, now=self.clock()
         )
-        work.refusals.keep(frozenset(list_steps(plan)))
+        work.refusals.keep(frozenset((*list_steps(plan), *list_reads(work))))
         if work.refusals.failures() != seen.failures:
             # Only the refusals are new: a fresh look would take pods that this pass ended for lost ones.
             seen = replace(seen, failures=work.refusals.failures())

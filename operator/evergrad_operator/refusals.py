@@ -9,7 +9,6 @@ from evergrad_operator.observe import NAME_TAKEN, ApplyFailure
 
 Step = tuple[str, str, str]
 """Verb, kind and name of one object."""
-READS: Final = frozenset({"get", "list"})
 FIRST_RETRY: Final = 1.0
 LONGEST_RETRY: Final = 60.0
 """Longest time, in seconds, between two tries of a step that is refused again and again."""
@@ -89,11 +88,9 @@ class Refusals:
         self._refusals.pop(step, None)
 
     def keep(self, steps: Collection[Step]) -> None:
-        """Forget the refusals of all steps but these, and of reads: nobody would ever try them again."""
+        """Forget the refusals of all steps but these: nobody would ever try them again."""
         self._refusals = {
-            step: refusal
-            for step, refusal in self._refusals.items()
-            if step in steps or step[0] in READS
+            step: refusal for step, refusal in self._refusals.items() if step in steps
         }
 
     def seconds_to_next(self, now: float) -> float | None:

@@ -69,6 +69,7 @@ class Service:
 
         # The cluster as it is known, and the queue of runs that news concern.
         self.cache = InformerCache()
+        self.cache.on_defect = lambda _: metrics.reconcile_errors.labels("Defect").inc()
         self.queue: WorkQueue[Key] = WorkQueue(spacing=_SPACING)
         self.sync = CacheSync(
             self.kube,

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from evergrad_manifest.nesting import cut_deep
 from evergrad_operator import names
+from evergrad_operator.raw import get_map, get_maps
 
 Raw = Mapping[str, Any]
 
@@ -41,18 +42,16 @@ def slim_run(raw: Raw) -> Raw:
 
 def slim_pod(raw: Raw) -> Raw:
     """Return the parts of a pod that are read."""
-    spec = raw.get("spec") or {}
-    status = raw.get("status") or {}
+    spec, status = get_map(raw, "spec"), get_map(raw, "status")
     kept = {key: spec[key] for key in _POD_SPEC if key in spec}
     for kind in ("containers", "initContainers"):
         if kind == "containers" or spec.get(kind):
             kept[kind] = [
                 {key: item[key] for key in ("name", "image") if key in item}
-                for item in spec.get(kind) or ()
+                for item in get_maps(spec, kind)
             ]
     # Whether it was given the run's token.
-    volumes = [one for one in spec.get("volumes") or () if isinstance(one, Mapping)]
-    if any(one.get("name") == names.TOKEN_VOLUME for one in volumes):
+    if any(one.get("name") == names.TOKEN_VOLUME for one in get_maps(spec, "volumes")):
         kept["volumes"] = [{"name": names.TOKEN_VOLUME}]
     # The pods of one run have nearly everything alike, of which one copy is kept.
     seen = {key: value for key, value in status.items() if key not in _POD_STATUS_LEFT_OUT}
@@ -77,7 +76,7 @@ def slim_metadata(raw: Raw) -> Raw:
         if key not in _METADATA_LEFT_OUT
     }
     # kubectl's copy is as large as the object itself.
-    annotations = metadata.get("annotations") or {}
+    annotations = get_map(metadata, "annotations")
     if _LAST_APPLIED in annotations:
         metadata["annotations"] = {
             key: value for key, value in annotations.items() if key != _LAST_APPLIED

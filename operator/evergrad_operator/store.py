@@ -1,10 +1,11 @@
 """The objects of the informer cache, by resource and by the run they belong to. Pure."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from evergrad_operator import names
 from evergrad_operator.names import Key
+from evergrad_operator.raw import get_map, get_text
 from evergrad_operator.slim import Raw, slim, slim_pod, slim_run
 
 RUNS: Final = "trainingruns"
@@ -12,6 +13,10 @@ PODS: Final = "pods"
 CLAIMS: Final = "persistentvolumeclaims"
 CHILDREN: Final = "children"
 """Children of a run that are neither pods nor its claim."""
+GONE_SECONDS: Final = 60.0
+"""Time for which the last state of a pod that is gone is kept: passes that count its time come at once."""
+MAX_GONE: Final = 4096
+"""Pods of one run that are kept so: as many as it may have nodes."""
 
 
 class Store:
@@ -97,12 +102,55 @@ class Store:
         elif resource == CLAIMS:
             # Claims that the user made bear no label of ours; each is fetched by its name.
             for claim in self.claims.values():
-                labels = claim["metadata"].get("labels") or {}
-                if names.LABEL_RUN in labels:
+                if names.LABEL_RUN in get_map(claim, "metadata", "labels"):
                     yield claim
         else:
             for group in self._groups[resource].values():
                 yield from group.values()
+
+
+class GonePods:
+    """The last states of pods that are gone: the time of an end is often seen only in the event of its going.
+
+    ``now``: seconds of one clock.
+    """
+
+    def __init__(self) -> None:
+        self._runs: dict[Key, dict[str, tuple[float, Raw | None]]] = {}
+        """Time of the end and last state by run and uid; None for a state that is needed no more."""
+
+    def note(self, raw: Raw, now: float) -> None:
+        """Note that a pod is gone."""
+        # The run comes last, so that those without a new one for long are the first.
+        owner, identity = _owner_of(raw), uid_of(raw)
+        kept = self._runs.pop(owner, {})
+        self._runs[owner] = kept
+        # The event that it is gone may follow an answer that says so, and shows more.
+        since, known = kept.get(identity, (now, raw))
+        kept[identity] = (since, None if known is None else slim_pod(raw))
+        if len(kept) > MAX_GONE:
+            del kept[next(iter(kept))]
+        expired = [one for one, (at, _) in kept.items() if now - at >= GONE_SECONDS]
+        for one in expired:
+            del kept[one]
+        oldest = next(iter(self._runs))
+        if all(now - at >= GONE_SECONDS for at, _ in self._runs[oldest].values()):
+            del self._runs[oldest]
+
+    def find(self, key: Key, now: float) -> list[tuple[Raw, float]]:
+        """Return the last state of the run's pods, with the seconds since their ends."""
+        return [
+            (raw, now - at)
+            for at, raw in self._runs.get(key, {}).values()
+            if raw is not None and now - at < GONE_SECONDS
+        ]
+
+    def drop(self, key: Key, uids: Iterable[str]) -> None:
+        """Return these pods no more."""
+        kept = self._runs.get(key, {})
+        for uid in uids:
+            if uid in kept:
+                kept[uid] = (kept[uid][0], None)
 
 
 def place_of(raw: Raw) -> Key:
@@ -120,8 +168,7 @@ def uid_of(raw: Raw) -> str:
 def _owner_of(raw: Raw) -> Key:
     metadata = raw["metadata"]
     namespace = str(metadata.get("namespace", ""))
-    labels = metadata.get("labels") or {}
-    return namespace, str(labels.get(names.LABEL_RUN, ""))
+    return namespace, get_text(get_map(metadata, "labels"), names.LABEL_RUN)
 
 
 def _name_in(resource: str, raw: Raw) -> Any:

@@ -72,7 +72,7 @@ class CacheSync:
         if kind is None:
             self.expect_gap()
         is_deleted = kind == "DELETED"
-        concerned = self._cache.see(resource, raw, is_deleted=is_deleted, is_watched=True)
+        concerned = self._cache.take(resource, raw, is_deleted=is_deleted, is_watched=True)
         self._add(concerned)
 
     def expect_gap(self) -> None:

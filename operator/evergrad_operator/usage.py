@@ -25,8 +25,9 @@ from typing import Any, Final, get_args
 
 from evergrad_coordinator.causes import OFF_HOST, USEFUL, Use
 from evergrad_coordinator.rules.ledger import apportion
+from evergrad_operator.names import MAX_ATTEMPT
 from evergrad_operator.packing import pack_ranges, unpack_counts, unpack_ranges
-from evergrad_operator.raw import get_int, get_map, get_text
+from evergrad_operator.raw import get_int, get_map, get_natural, get_text, to_int
 
 HOUR: Final = 3_600_000
 """In milliseconds."""
@@ -34,6 +35,7 @@ USE_NAMES: Final[tuple[Use, ...]] = get_args(Use)
 _LETTERS: Final = re.compile(r"([ojc-])([0-9]{0,5})")
 _MOST_OTHERS: Final = 256
 """Groups of pods that are no newest attempt of a node, in some 3 KiB of the status."""
+_LONGEST_NAME: Final = 63
 _MOST: Final = 10**15
 """Larger counts are not believed."""
 Counts = Mapping[Use, int]
@@ -317,7 +319,7 @@ def pack_notes(usage: Usage, attempts: Sequence[int]) -> dict[str, str]:
 
 def parse_notes(notes: Mapping[str, Any]) -> Usage:
     """Parse the notes of a status, of which ``attempts`` is another."""
-    attempts = unpack_counts(get_text(notes, "attempts"))
+    attempts = unpack_counts(get_text(notes, "attempts"), most=MAX_ATTEMPT)
     return parse_usage(get_text(notes, "usage"), get_text(notes, "usagePods"), attempts)
 
 
@@ -332,11 +334,10 @@ def parse_usage(counters: str, pods: str = "", attempts: Sequence[int] = ()) -> 
     at = get_int(raw, "at", most=_MOST) or 0
     if at <= 0:
         return Usage()
-    attempt = get_int(raw, "attempt")
+    attempt = get_natural(raw, "attempt")
     pending = raw.get("pending")
-    amounts = (
-        [one for one in pending if type(one) is int] if isinstance(pending, list) else []
-    )
+    listed = pending if isinstance(pending, list) else []
+    amounts = [one for one in listed if to_int(one, most=_MOST) is not None]
 
     # Names by state, as ``pack_pods`` writes them; the nodes under "-" have no pod.
     found: dict[str, set[str]] = {state: set() for state in "ojc-"}
@@ -352,7 +353,7 @@ def parse_usage(counters: str, pods: str = "", attempts: Sequence[int] = ()) -> 
         number, slash, ranges = name.partition("/")
         if state in found and slash:
             found[state] |= {f"{one}-{number}" for one in unpack_ranges(ranges)}
-        elif state in found:
+        elif state in found and len(name) <= _LONGEST_NAME:
             found[state].add(name)
     return Usage(
         at=at,

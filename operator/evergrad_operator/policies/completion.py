@@ -11,6 +11,7 @@ from evergrad_operator.policies.record import (
     find_own_record,
     has_recipe,
 )
+from evergrad_operator.raw import get_natural
 from evergrad_operator.times import parse_time
 
 
@@ -28,8 +29,7 @@ def complete_if_recorded(context: ReconcileContext) -> ReconcileContext | None:
         return None
     if not is_ours and find_longer_horizon(context, record):
         return None
-    found = record.complete.get("step")
-    step = found if isinstance(found, int) else None
+    step = get_natural(record.complete, "step")
     at = parse_time(record.complete.get("at")) or context.now
 
     # The record is written before the status. After a crash between the two, the run's own record is there

@@ -109,8 +109,8 @@ def find_obstacle(context: ReconcileContext, wanted: Iterable[str]) -> Obstacle 
         if not is_relevant:
             continue
         # A claim that exists is written for the run's record alone.
-        is_claim = failure.kind == "PersistentVolumeClaim"
-        if is_claim and context.observation.claim is not None and not _is_passing(failure):
+        is_record = (failure.verb, failure.kind) == ("apply", "PersistentVolumeClaim")
+        if is_record and context.observation.claim is not None and not _is_passing(failure):
             return _explain_record(failure)
         return explain_refusal(failure)
 

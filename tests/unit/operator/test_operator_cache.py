@@ -110,6 +110,7 @@ def test_a_claim_that_lost_its_label_is_still_the_runs_claim(cache: InformerCach
         "spec": {},
         "status": {},
     }
+    cache.see(RUNS, run())
     cache.see(CLAIMS, claim, is_deleted=True, is_watched=True)
     cache.see(CLAIMS, claim)
     assert cache.claim(*KEY) is not None
@@ -200,6 +201,49 @@ def test_runs_on_one_claim_know_each_other_and_all_hear_of_the_claim(
     )
     cache.see(RUNS, run("b", uid="b", version=11), is_deleted=True, is_watched=True)
     assert [one["metadata"]["name"] for one in cache.others(("ns", "a"))] == ["shared"]
+
+
+def test_a_claim_that_no_watch_shows_is_kept_for_as_long_as_a_run_names_it(
+    cache: InformerCache,
+) -> None:
+    index = cache.claim_index
+
+    def look() -> None:
+        for name in ("shared", "other"):
+            metadata = {"name": name, "namespace": "ns", "uid": name}
+            cache.see(CLAIMS, {"metadata": metadata, "spec": {}, "status": {}})
+            index.note_fetched("ns", name, 5.0)
+
+    look()
+    assert not cache.store.claims
+    for number in range(2):
+        name = f"run-{number}"
+        cache.see(RUNS, run(name, uid=name, claim="shared"))
+    look()
+    assert list(cache.store.claims) == [("ns", "shared")]
+    cache.see(RUNS, run("run-0", uid="run-0", version=11, claim="other"))
+    look()
+    # The one is edited to another claim, the other is gone.
+    cache.forget(RUNS, run("run-1", uid="run-1"))
+    assert list(cache.store.claims) == [("ns", "other")]
+    assert index.fetched_at("ns", "other") == 5.0
+    assert index.fetched_at("ns", "shared") == float("-inf")
+    cache.replace(RUNS, [], version=99, covers=lambda _: True)
+    assert not cache.store.claims
+    assert not index._users and not index._fetched_at
+
+
+def test_a_claim_of_the_runs_own_stays_when_the_run_goes(cache: InformerCache) -> None:
+    metadata = {"name": "run", "namespace": "ns", "uid": "p", "resourceVersion": "12"}
+    claim = {
+        "metadata": {**metadata, "labels": {"evergrad.dev/run": "run"}},
+        "spec": {},
+        "status": {},
+    }
+    cache.see(RUNS, run())
+    cache.see(CLAIMS, claim, is_watched=True)
+    cache.see(RUNS, run(version=11), is_deleted=True, is_watched=True)
+    assert cache.claim(*KEY) is not None
 
 
 def test_only_runs_whose_folders_overlap_hear_of_each_other_and_only_of_what_concerns_them(
@@ -366,5 +410,5 @@ def test_pods_that_are_gone_are_forgotten_also_of_runs_that_lose_no_more() -> No
     for number in range(3):
         now += 50.0
         cache.see(PODS, pod(uid=f"n{number}"), is_deleted=True, is_watched=True)
-    assert list(cache._gone) == [KEY]
+    assert list(cache._gone._runs) == [KEY]
     assert [raw["metadata"]["uid"] for raw, _ in cache.gone(KEY)] == ["n1", "n2"]

@@ -432,6 +432,60 @@ def test_pods_that_could_not_be_listed_for_a_silent_coordinator_are_listed_later
     assert delay is None or delay >= 1.0
 
 
+def make_claim(simulation: Simulation, name: str) -> None:
+    claim = {
+        "metadata": {"name": name, "namespace": "ns"},
+        "spec": {"accessModes": ["ReadWriteMany"]},
+        "status": {"phase": "Bound"},
+    }
+    with simulation.by_others():
+        simulation.store.create("persistentvolumeclaims", claim)
+
+
+def test_a_refused_read_of_a_claim_that_is_no_longer_named_is_forgotten() -> None:
+    simulation = Simulation()
+    simulation.create_run(storage={"claimName": "old"})
+    get = simulation.cluster.get
+
+    async def refuse_old(kind: Any, namespace: str, name: str) -> Any:
+        if name == "old":
+            raise ApiError(403, "Forbidden", "old is forbidden")
+        return await get(kind, namespace, name)
+
+    simulation.cluster.get = refuse_old  # type: ignore[method-assign]
+    simulation.reconcile()
+    assert simulation.refused() == [("get", "old", "Forbidden")]
+    # Asked for again and again, it keeps its pause.
+    simulation.reconcile()
+    assert simulation.refused() == [("get", "old", "Forbidden")]
+
+    make_claim(simulation, "new")
+    simulation.store.change(
+        "trainingruns", *KEY, {"spec": {"storage": {"claimName": "new"}}}
+    )
+    begin(simulation)
+    assert simulation.refused() == []
+    assert simulation.status["reason"] == "Training"
+
+
+def test_a_claim_that_cannot_be_read_is_not_called_a_record_that_is_refused() -> None:
+    simulation = Simulation()
+    make_claim(simulation, "shared")
+    simulation.create_run(storage={"claimName": "shared"})
+    begin(simulation)
+    simulation.now += 60
+
+    async def refuse_reads(kind: Any, namespace: str, name: str) -> Any:
+        raise ApiError(403, "Forbidden", "reading is forbidden")
+
+    simulation.cluster.get = refuse_reads  # type: ignore[method-assign]
+    with simulation.by_others():
+        simulation.store.remove("pods", "ns", simulation.pods()[0])
+    simulation.reconcile()
+    message = simulation.status["message"]
+    assert "reading is forbidden" in message and "record" not in message
+
+
 def test_a_run_that_is_over_stays_so_whatever_its_spec_becomes(
     simulation: Simulation,
 ) -> None:

@@ -1,16 +1,13 @@
 """The status on the wire: conditions, sizes, when it is written, which events a change makes."""
 
-import functools
 import json
 import random
-from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from simulated_run import START, Simulation, make_progress, make_run
+from status_schema import problems_with, status_schema
 
 from evergrad_operator.events import derive_events
 from evergrad_operator.facts import count_phases, read_runs
@@ -235,16 +232,6 @@ def test_what_is_no_text_does_not_stop_the_status() -> None:
     json.dumps(world.status, ensure_ascii=False).encode()
 
 
-@functools.cache
-def status_schema() -> dict[str, Any]:
-    crd = yaml.safe_load(
-        (Path(__file__).parents[3] / "crds" / "trainingrun.yaml").read_text()
-    )
-    return dict(
-        crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]
-    )
-
-
 ODD = (-1, 0, -(2**70), 2**70, 1e300, -0.5, 3.7, "7", "nan", None, True, [], {})
 NUMBERS = st.sampled_from(ODD) | st.integers() | st.floats()
 COUNTERS = st.dictionaries(st.text(max_size=100), NUMBERS, max_size=40)
@@ -336,53 +323,6 @@ def test_every_status_fits_the_crds_schema() -> None:
     seen.append(world.status)
     for status in seen:
         assert problems_with(status, status_schema()) == []
-
-
-def problems_with(value: Any, schema: dict[str, Any], path: str = "status") -> list[str]:
-    """What the API server would refuse or drop."""
-    kinds = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}
-    if not isinstance(value, kinds[schema["type"]]):
-        return [f"{path}: {value!r} is no {schema['type']}"]
-    found = []
-    if isinstance(value, dict):
-        known, others = schema.get("properties", {}), schema.get("additionalProperties")
-        for key, item in value.items():
-            if key in known:
-                found += problems_with(item, known[key], f"{path}.{key}")
-            elif others:
-                found += problems_with(item, others, f"{path}.{key}")
-            else:
-                found.append(f"{path}.{key}: unknown")
-        found += [
-            f"{path}.{key}: missing"
-            for key in schema.get("required", ())
-            if key not in value
-        ]
-        if len(value) > schema.get("maxProperties", 10**9):
-            found.append(f"{path}: too many")
-    if isinstance(value, int) and not isinstance(value, bool):
-        bits = 63 if schema.get("format") == "int64" else 31
-        if (
-            not max(schema.get("minimum", -(2**bits)), -(2**bits))
-            <= value
-            <= min(schema.get("maximum", 2**bits - 1), 2**bits - 1)
-        ):
-            found.append(f"{path}: {value} is out of bounds")
-    if isinstance(value, list):
-        for item in value:
-            found += problems_with(item, schema["items"], f"{path}[]")
-        if len(value) > schema.get("maxItems", 10**9):
-            found.append(f"{path}: too many")
-    if isinstance(value, str):
-        if len(value) > schema.get("maxLength", 10**9) or len(value) < schema.get(
-            "minLength", 0
-        ):
-            found.append(f"{path}: length {len(value)}")
-        if schema.get("format") == "date-time" and parse_time(value) is None:
-            found.append(f"{path}: no time")
-        if "enum" in schema and value not in schema["enum"]:
-            found.append(f"{path}: not in enum")
-    return found
 
 
 # ---- writing -----------------------------------------------------------------------------------------------
