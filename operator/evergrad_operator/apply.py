@@ -142,11 +142,14 @@ def is_pod_work_due(
     )
     if any(waiting(("delete", end.kind, end.name)) is None for end in plan.delete):
         return True
-    # Pods are created in this order; a quota that refuses the first one refuses the others, too.
-    for body in plan.create:
-        failure = waiting(_step_of("create", body))
-        if failure is None or _concerns_all_pods(failure):
-            return failure is None
+    # Pods are created in this order; a quota that refuses the first of some refuses the others, too.
+    for bodies in _group_pods(plan.create):
+        for body in bodies:
+            failure = waiting(_step_of("create", body))
+            if failure is None:
+                return True
+            if _concerns_others(failure):
+                break
     return False
 
 
@@ -348,12 +351,20 @@ class Applier:
     # ---- pods ----------------------------------------------------------------------------------------------
 
     async def _create_all(self, work: _Work, bodies: Sequence[Raw]) -> list[ApplyResult]:
-        """Create pods, the coordinator and one node alone, the others together."""
+        """Create pods: those that train, and beside them those that do not."""
+        # They share the time of the plan: where one is not answered, the others have been asked for.
+        groups = await _gather(
+            self._create_some(work, some) for some in _group_pods(bodies)
+        )
+        return [result for group in groups for result in group]
+
+    async def _create_some(self, work: _Work, bodies: Sequence[Raw]) -> list[ApplyResult]:
+        """Create pods of which one needs the other: the first two alone, the others together."""
         # A quota that refuses one is not asked about each.
         results: list[ApplyResult] = []
         for body in bodies[:2]:
             results.append(await self._create(work, body))
-            if results[-1].failure is not None and _concerns_all_pods(results[-1].failure):
+            if results[-1].failure is not None and _concerns_others(results[-1].failure):
                 return results
         return results + await _gather(self._create(work, body) for body in bodies[2:])
 
@@ -423,9 +434,25 @@ def build_failure(
     return ApplyFailure(kind, name, status, reason, message, at=at, verb=verb)
 
 
-def _concerns_all_pods(failure: ApplyFailure) -> bool:
-    """Whether the refusal of one pod is one of the others, too, as a quota's or a webhook's: only a name is a
-    pod's own."""
+_TRAINING: Final = (names.ROLE_COORDINATOR, names.ROLE_NODE)
+
+
+def _group_pods(bodies: Iterable[Raw]) -> list[list[Raw]]:
+    """Group pods by whether a refusal of one holds for the next, in their order.
+
+    No node trains without the coordinator. A pod beside them has resources of its own, and is made in every
+    phase: its refusal must not keep the run from training, nor theirs keep it from being evaluated.
+    """
+    groups: dict[str, list[Raw]] = {}
+    for body in bodies:
+        role = str(body["metadata"]["labels"][names.LABEL_ROLE])
+        groups.setdefault("" if role in _TRAINING else role, []).append(body)
+    return list(groups.values())
+
+
+def _concerns_others(failure: ApplyFailure) -> bool:
+    """Whether the refusal of one pod is one of the others of its group, too, as a quota's or a webhook's:
+    only a name is a pod's own."""
     return failure.reason not in (NAME_TAKEN, NAME_LEAVING)
 
 

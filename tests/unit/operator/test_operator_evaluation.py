@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from fake_kubernetes.recipe import TRAINING
 from fake_kubernetes.simulation import CONFIG, KEY, Crash, Simulation, crash_at
+from fake_kubernetes.store import RefusedError, Write
 from pod_security import violations
 from prometheus_client import generate_latest
 from prometheus_client.registry import CollectorRegistry
@@ -186,6 +187,47 @@ def test_a_pod_that_is_lost_is_followed_by_another_of_the_same_checkpoint(
     start(simulation)
     end(simulation, "run-evaluate-2-1", 2)
     assert (shown(simulation)["evaluated"], shown(simulation)["state"]) == (1, "UpToDate")
+
+
+def refuse_pods(simulation: Simulation, part: str) -> None:
+    """A quota is used up for pods whose name has this part."""
+
+    def before(write: Write) -> None:
+        if (write.verb, write.plural) == ("create", "pods") and part in write.name:
+            raise RefusedError(403, "Forbidden", f"{write.name}: exceeded quota: gpus")
+
+    simulation.store.before = before
+
+
+def test_a_refused_evaluation_keeps_no_node_and_no_coordinator_from_being_replaced(
+    simulation: Simulation,
+) -> None:
+    refuse_pods(simulation, "evaluate")
+    publish(simulation, 2)
+    assert simulation.pods("evaluation") == []
+    simulation.now += 100
+    simulation.end_pod("run-1-0", 1)
+    simulation.store.remove("pods", "ns", "run-coordinator-0")
+    simulation.coordinators.answers.clear()
+    simulation.settle()
+    simulation.now += 10
+    simulation.settle()
+    assert simulation.pods("coordinator") == ["run-coordinator-1"]
+    assert simulation.pods() == ["run-0-0", "run-1-0", "run-1-1"]
+    # Its step waits for its turn, and the others are tried all the same.
+    assert simulation.refused() == [("create", "run-evaluate-2-0", "Forbidden")]
+
+
+def test_a_refused_node_does_not_keep_a_checkpoint_from_being_evaluated(
+    simulation: Simulation,
+) -> None:
+    refuse_pods(simulation, "run-1-")
+    simulation.now += 100
+    simulation.end_pod("run-1-0", 75)
+    simulation.settle()
+    assert simulation.refused() == [("create", "run-1-1", "Forbidden")]
+    publish(simulation, 2)
+    assert simulation.pods("evaluation") == ["run-evaluate-2-0"]
 
 
 def test_a_mistake_is_final_for_the_evaluation_alone_until_the_run_is_edited(
