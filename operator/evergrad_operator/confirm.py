@@ -14,7 +14,8 @@ from evergrad_operator.cache import InformerCache, find_vanished
 from evergrad_operator.changes import compare_settings
 from evergrad_operator.claim_index import existing_claim
 from evergrad_operator.errors import ApiError
-from evergrad_operator.kinds import CLAIM, CONFIG_MAP, POD, SERVICE
+from evergrad_operator.gang_api import GangApi
+from evergrad_operator.kinds import CLAIM, CONFIG_MAP, POD, POD_GROUP, SERVICE, Kind
 from evergrad_operator.metrics import Metrics
 from evergrad_operator.names import Key
 from evergrad_operator.observe import AppliedSettings, owns
@@ -39,9 +40,11 @@ class Confirmer:
         cluster: Cluster,
         *,
         cache: InformerCache,
+        gang_api: GangApi,
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
+        self._gang_api = gang_api
         self._cluster, self._cache, self._metrics, self._clock = (
             cluster,
             cache,
@@ -63,20 +66,23 @@ class Confirmer:
             for pod in find_vanished(self._cache.pods(key), pods, version=version):
                 self._cache.forget(PODS, pod)
             # New pods need the ConfigMap, the Service and their group; no watch shows that one is gone.
-            needed = (CONFIG_MAP, SERVICE, *([work.group_kind] if work.group_kind else []))
-            for kind in needed if plan.create else ():
-                children = self._cache.children(key).items()
-                known = [child for (of, _), child in children if of == kind.kind]
-                if not known:
-                    continue
-                found, version = await self._cluster.list_all(
-                    kind,
-                    key[0],
-                    selector=selector,
-                    metadata_only=True,
-                )
-                for child in find_vanished(known, found, version=version):
-                    self._cache.forget(CHILDREN, child)
+            for kind in (CONFIG_MAP, SERVICE) if plan.create else ():
+                await self._look_at_children(key, kind)
+
+        async def look_at_group() -> None:
+            group = work.group_kind
+            if group is None:
+                return
+            try:
+                await self._look_at_children(key, group)
+            except ApiError as error:
+                if error.status != 404:
+                    raise
+                # The API server has dropped this version. It may have the same group in another.
+                self._gang_api.forget()
+                other = await self._gang_api.find()
+                if other is not None and other != group:
+                    await self._look_at_children(key, other)
 
         # A run that was never seen, without a pod or an open question, has no pods, and a list is spared. If
         # a pod of its name exists all the same, creating ours is refused, and the pass after it looks.
@@ -84,8 +90,27 @@ class Confirmer:
         if has_status or self._cache.pods(key) or applied.is_in_doubt:
             if not await self._read(work, step_of_list(key), look):
                 return False
+            group_step = step_of_list(key, POD_GROUP)
+            is_group_due = plan.create or work.refusals.has(group_step)
+            if is_group_due and not await self._read(work, group_step, look_at_group):
+                return False
             applied.is_in_doubt = False
         return await self.look_at_claim(work, oldest=0.0)
+
+    async def _look_at_children(self, key: Key, kind: Kind) -> None:
+        """Drop the run's known objects of this kind that the API server no longer has. Raises ApiError."""
+        children = self._cache.children(key).items()
+        known = [child for (of, _), child in children if of == kind.kind]
+        if not known:
+            return
+        found, version = await self._cluster.list_all(
+            kind,
+            key[0],
+            selector=f"{names.LABEL_RUN}={key[1]}",
+            metadata_only=True,
+        )
+        for child in find_vanished(known, found, version=version):
+            self._cache.forget(CHILDREN, child)
 
     async def fetch_applied(self, key: Key, run: TrainingRun) -> AppliedSettings | None:
         """Return the settings that the run's pods read, from its ConfigMap; None if there is none.

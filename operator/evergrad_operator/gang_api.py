@@ -54,10 +54,14 @@ class GangApi:
         )
         return found
 
+    def forget(self) -> None:
+        """Ask again the next time: the API server has not got the PodGroup that is remembered."""
+        self._good_until = float("-inf")
+
     def note(self, results: Iterable[ApplyResult]) -> None:
         """Ask again at the next pass where the API server no longer has the PodGroup that is remembered."""
         for result in results:
             failure = result.failure
             is_group = result.step[:2] == ("apply", "PodGroup")
             if is_group and failure is not None and failure.status == 404:
-                self._good_until = float("-inf")
+                self.forget()

@@ -50,10 +50,11 @@ EARLY_WEBHOOK: Final = Kind(
     "admissionregistration.k8s.io/v1",
     "mutatingwebhookconfigurations",
 )
+POD_GROUP: Final = "PodGroup"
 POD_GROUPS: Final[Mapping[str, tuple[Kind, ...]]] = {
-    "coscheduling": (Kind("PodGroup", "scheduling.x-k8s.io/v1alpha1", "podgroups"),),
+    "coscheduling": (Kind(POD_GROUP, "scheduling.x-k8s.io/v1alpha1", "podgroups"),),
     "podGroup": tuple(
-        Kind("PodGroup", f"scheduling.k8s.io/{version}", "podgroups")
+        Kind(POD_GROUP, f"scheduling.k8s.io/{version}", "podgroups")
         for version in ("v1beta1", "v1alpha3", "v1alpha2")
     ),
 }

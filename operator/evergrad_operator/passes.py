@@ -70,6 +70,6 @@ class Pass:
         return int(self.raw["metadata"].get("generation") or 0)
 
 
-def step_of_list(key: Key) -> Step:
-    """Return the step that lists a run's pods."""
-    return "list", POD.kind, key[1]
+def step_of_list(key: Key, kind: str = POD.kind) -> Step:
+    """Return the step that lists a run's pods, or its objects of another kind."""
+    return "list", kind, key[1]

@@ -27,7 +27,7 @@ from evergrad_operator.confirm import Confirmer
 from evergrad_operator.errors import OperatorError, SpecError
 from evergrad_operator.follow import Follower
 from evergrad_operator.gang_api import GangApi
-from evergrad_operator.kinds import CLAIM, Raw
+from evergrad_operator.kinds import CLAIM, POD, POD_GROUP, Raw
 from evergrad_operator.metrics import Metrics
 from evergrad_operator.names import Key
 from evergrad_operator.observe import Observation, observe, observe_gone
@@ -96,7 +96,9 @@ class Reconciler:
 
         self.gang_api = GangApi(cluster, config.gang, clock=now)
         self._follower = Follower(coordinators, token_of)
-        self._confirmer = Confirmer(cluster, cache=cache, metrics=metrics, clock=now)
+        self._confirmer = Confirmer(
+            cluster, cache=cache, gang_api=self.gang_api, metrics=metrics, clock=now
+        )
         self._applier = Applier(cluster, cache=cache, coordinators=coordinators, clock=now)
         self.statuses = StatusWriter(
             cluster,
@@ -180,7 +182,10 @@ class Reconciler:
         if self._is_look_due(work, found):
             is_confirmed = await self._confirmer.confirm(work, found.plan)
         if is_confirmed:
-            work = replace(work, raw=self._cache.run(key) or work.raw)
+            # The look may have shown that the API server no longer has the PodGroup of before.
+            group_kind = await self.gang_api.find()
+            raw = self._cache.run(key) or work.raw
+            work = replace(work, raw=raw, group_kind=group_kind)
             found = self._assess(work)
 
         # A refused step holds up no other. This pass reports it; it is tried again after a pause of its own.
@@ -301,7 +306,10 @@ class Reconciler:
 
         # A list that was refused is tried again also where nothing needs it any more, or its refusal would
         # stay in the status for ever.
-        is_refused = work.refusals.has(step_of_list(work.key))
+        is_refused = any(
+            work.refusals.has(step_of_list(work.key, kind))
+            for kind in (POD.kind, POD_GROUP)
+        )
         is_work_due = is_pod_work_due(
             found.plan,
             work.refusals,

@@ -11,6 +11,7 @@ from fake_kubernetes.store import RefusedError, Write
 
 from evergrad_operator.config import Config
 from evergrad_operator.decision import EvaluationPod
+from evergrad_operator.errors import ApiError
 from evergrad_operator.gang_api import FOUND_SECONDS, MISSING_SECONDS, GangApi
 from evergrad_operator.kinds import POD_GROUPS, Kind
 from evergrad_operator.plan.evaluation_pod import build_evaluation_pod
@@ -356,6 +357,58 @@ def test_a_type_that_goes_while_the_operator_remembers_it_is_missed_at_the_next_
     simulation.settle()
     assert simulation.status["reason"] == "GangUnavailable"
     assert simulation.pods() == []
+
+
+def list_or_fail(
+    simulation: Simulation, monkeypatch: pytest.MonkeyPatch, status: int = 404
+) -> None:
+    """Lists of PodGroups in a version that the API server has not got are answered with this status."""
+    real = simulation.cluster.list_all
+
+    async def list_all(kind: Kind, namespace: str | None, **more: Any) -> Any:
+        if kind.kind == "PodGroup" and kind.version not in simulation.cluster.served:
+            raise ApiError(status, "NotFound", "404 page not found")
+        return await real(kind, namespace, **more)
+
+    monkeypatch.setattr(simulation.cluster, "list_all", list_all)
+
+
+def test_a_lost_node_is_replaced_at_once_after_an_upgrade_has_dropped_the_version_of_the_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulation = clustered("podGroup", ALPHA_3)
+    simulation.settle()
+    simulation.start_pods()
+    simulation.settle()
+    simulation.cluster.served = {BETA.version}
+    list_or_fail(simulation, monkeypatch)
+    simulation.now += 100
+    simulation.end_pod("run-1-0", 75)
+    simulation.reconcile()
+    assert simulation.pods() == ["run-0-0", "run-1-0", "run-1-1"]
+    assert simulation.refused() == []
+
+
+def test_groups_that_cannot_be_listed_are_named_and_listed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulation = clustered("podGroup", BETA)
+    simulation.settle()
+    simulation.start_pods()
+    simulation.settle()
+    served, simulation.cluster.served = simulation.cluster.served, set()
+    list_or_fail(simulation, monkeypatch, 403)
+    simulation.now += 100
+    simulation.end_pod("run-1-0", 75)
+    simulation.settle()
+    assert simulation.pods() == ["run-0-0", "run-1-0"]
+    assert simulation.refused() == [("list", "run", "NotFound")]
+    assert "PodGroup run" in simulation.status["message"]
+    simulation.cluster.served = served
+    simulation.now += 60
+    simulation.settle()
+    assert simulation.pods() == ["run-0-0", "run-1-0", "run-1-1"]
+    assert simulation.refused() == []
 
 
 def test_a_group_of_somebody_else_is_never_taken_over() -> None:
