@@ -322,9 +322,12 @@ class Applier:
 
     async def _end(self, work: _Work, end: Deletion) -> ApplyResult:
         """Delete one object, and forget what no watch would show to be gone."""
-        kind = kind_of({"kind": end.kind, "apiVersion": end.version})
 
         async def delete() -> None:
+            metadata = {"name": end.name}
+            kind = kind_of(
+                {"kind": end.kind, "apiVersion": end.version, "metadata": metadata}
+            )
             namespace, uid = work.key[0], end.uid or None
             was_there = await self._cluster.delete(
                 kind,

@@ -6,6 +6,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from evergrad_coordinator import contract
+from evergrad_operator.errors import OperatorError
 
 Raw = Mapping[str, Any]
 """An object as the API server sends it."""
@@ -83,9 +84,19 @@ KINDS: Final = {
 
 
 def kind_of(body: Raw) -> Kind:
-    """Return the kind of a whole object; two API groups have a PodGroup."""
+    """Return the kind of a whole object; two API groups have a PodGroup.
+
+    Raises OperatorError for a kind that the operator does not make.
+    """
     known = KINDS.get(body["kind"])
     if known is not None:
         return known
-    versions = (kind for kinds in POD_GROUPS.values() for kind in kinds)
-    return next(kind for kind in versions if kind.version == body["apiVersion"])
+    version = body.get("apiVersion")
+    for kind in (kind for kinds in POD_GROUPS.values() for kind in kinds):
+        if (kind.kind, kind.version) == (body["kind"], version):
+            return kind
+    name = (body.get("metadata") or {}).get("name", "")
+    raise OperatorError(
+        f"{body['kind']} {name}: the operator makes no such object of API version {version or 'none'}. "
+        "This is a defect of the operator; please report it."
+    )

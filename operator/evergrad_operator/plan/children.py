@@ -176,7 +176,9 @@ def _plan_deletions(
         group = observation.group_kind if kind == _POD_GROUP else None
         is_switched_off = kind in _SWITCHED and is_running and (kind, name) not in wanted
         is_renewed = is_idle and group is not None and is_of_kubernetes(group)
-        is_over = decision.action == Action.CLEAN and kind in OWNED_KINDS
+        # A group goes with its type, and without that nothing could be asked for.
+        is_there = kind != _POD_GROUP or group is not None
+        is_over = decision.action == Action.CLEAN and kind in OWNED_KINDS and is_there
         if is_switched_off or is_renewed or is_over:
             delete.append(Deletion(kind, name, version=group.version if group else ""))
     return tuple(delete)

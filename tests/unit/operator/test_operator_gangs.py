@@ -11,9 +11,9 @@ from fake_kubernetes.store import RefusedError, Write
 
 from evergrad_operator.config import Config
 from evergrad_operator.decision import EvaluationPod
-from evergrad_operator.errors import ApiError
+from evergrad_operator.errors import ApiError, OperatorError
 from evergrad_operator.gang_api import FOUND_SECONDS, MISSING_SECONDS, GangApi
-from evergrad_operator.kinds import POD_GROUPS, Kind
+from evergrad_operator.kinds import POD_GROUPS, Kind, kind_of
 from evergrad_operator.plan.evaluation_pod import build_evaluation_pod
 from evergrad_operator.slim import slim_pod
 
@@ -445,6 +445,27 @@ def test_a_run_whose_time_after_its_end_is_over_takes_its_group_along() -> None:
         simulation.reap()
     assert simulation.status["reason"] == "DeadlineExceeded"
     assert ("podgroups", "run") not in simulation.children()
+
+
+def test_a_run_is_cleaned_up_also_where_the_type_of_its_group_is_gone() -> None:
+    simulation = clustered("coscheduling", COSCHEDULING)
+    spec = {"spec": {"ttlSecondsAfterFinished": 60, "activeDeadlineSeconds": 10}}
+    simulation.store.change("trainingruns", *KEY, spec)
+    simulation.settle()
+    simulation.cluster.served = set()
+    for _ in range(4):
+        simulation.now += 700
+        simulation.settle()
+        simulation.reap()
+    assert simulation.status["reason"] == "DeadlineExceeded"
+    assert ("configmaps", "run-config") not in simulation.children()
+    assert simulation.refused() == []
+
+
+def test_an_object_of_an_unknown_version_is_named() -> None:
+    body = {"kind": "PodGroup", "apiVersion": "x/v9", "metadata": {"name": "run"}}
+    with pytest.raises(OperatorError, match="PodGroup run: .* API version x/v9"):
+        kind_of(body)
 
 
 class Served:
