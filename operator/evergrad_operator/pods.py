@@ -122,6 +122,7 @@ class PodState:
     which may be an init container. ``image``: what was asked for; ``image_id``: what its
     container runs, as the kubelet names it. ``place``: its place in a queue of Kueue. ``gang``: the kind
     of gang that it was made for, empty for none. ``has_token``: whether it was given the run's.
+    ``asked_host``: the one host that it may come to, empty for any.
     """
 
     name: str
@@ -149,6 +150,7 @@ class PodState:
     place: QueuePlace
     gang: str = ""
     has_token: bool = True
+    asked_host: str = ""
 
     @property
     def is_live(self) -> bool:
@@ -230,6 +232,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
         place=parse_place(raw),
         gang=gang,
         has_token=names.TOKEN_VOLUME in volumes,
+        asked_host=get_text(annotations, names.ANNOTATION_HOST),
     )
 
 
