@@ -311,7 +311,11 @@ class Applier:
                 try:
                     stored = await self._cluster.create(body, is_brief=True)
                 except ApiError as error:
-                    await self._find_own(work, body, error)
+                    own = await self._find_own(work, body, error)
+                    if "deletionTimestamp" in own["metadata"]:
+                        # Applied now, it would go all the same, as a PodGroup that was just deleted does.
+                        text = f"the {name[0]} {name[1]} of before is about to go"
+                        raise ApiError(409, NAME_LEAVING, text) from error
                     is_ours = True
             if is_ours:
                 stored = await self._cluster.apply(body, is_brief=True)

@@ -221,7 +221,9 @@ def _build_wanted(
     is_ours = has_group or decision.joins_group
     if group is not None and is_ours and not (has_group and is_fixed(group)):
         priority = _find_group_priority(observation)
-        wanted.append(build_pod_group(run, group, priority_class=priority))
+        # It stays that of the restart that it was made at, which shows that it is to be made anew.
+        restart = observation.group_restart if has_group else decision.memory.restart
+        wanted.append(build_pod_group(run, group, priority_class=priority, restart=restart))
     return {
         (child["kind"], child["metadata"]["name"]): with_hash(
             pass_labels(child, run, config)

@@ -16,6 +16,7 @@ from evergrad_operator.gang_api import FOUND_SECONDS, MISSING_SECONDS, GangApi
 from evergrad_operator.kinds import POD_GROUPS, Kind, kind_of
 from evergrad_operator.plan.evaluation_pod import build_evaluation_pod
 from evergrad_operator.slim import slim_pod
+from evergrad_operator.store import CHILDREN
 
 LABEL = "scheduling.x-k8s.io/pod-group"
 (COSCHEDULING,) = POD_GROUPS["coscheduling"]
@@ -209,6 +210,47 @@ def test_a_restart_of_all_pods_gives_the_group_their_new_priority_class() -> Non
     pods = [pod for name, pod in world.pods.items() if name in world.live()]
     assert [pod["spec"]["priorityClassName"] for pod in pods] == ["high"] * 3
     assert group_of(world)["spec"]["priorityClassName"] == "high"
+
+
+@pytest.mark.parametrize("kind", [BETA, ALPHA_2])
+def test_a_failed_run_that_is_restarted_gets_a_new_group_before_its_pods(
+    kind: Kind,
+) -> None:
+    world = in_gangs("podGroup", kind, template={"priorityClassName": "low"}).run(40)
+    world.train(100, phase="Failed", reason="UserError", message="bad data")
+    for name in world.live():
+        world.end(name, 64)
+    for _ in range(6):
+        world.reconcile()
+        world.leave()
+        world.age(20)
+    assert world.status["phase"] == "Failed" and ("PodGroup", "docs-lm") in world.children
+    world.set_spec(
+        restartNonce="again",
+        template={"priorityClassName": "high"},
+        nodes={"min": 3, "max": 3},
+    )
+    decision = world.reconcile()
+    assert (decision.phase, decision.requeue_after) == ("Restarting", 1.0)
+    assert ("PodGroup", "docs-lm") not in world.children and made(world) == {}
+    world.reconcile()
+    nodes = [pod["spec"] for name, pod in made(world).items() if "coordinator" not in name]
+    assert [one["priorityClassName"] for one in nodes] == ["high"] * 3
+    assert group_of(world)["spec"] == {
+        "schedulingPolicy": {"gang": {"minCount": 3}},
+        "priorityClassName": "high",
+    }
+    # It is made once for each restart.
+    world.run(40)
+    assert world.live() and ("PodGroup", "docs-lm") in world.children
+
+
+def test_a_group_is_no_older_than_its_run_where_all_pods_are_lost_at_once() -> None:
+    world = in_gangs("podGroup", BETA).run(40)
+    for name in world.live():
+        world.end(name, 137)
+    world.reconcile()
+    assert ("PodGroup", "docs-lm") in world.children
 
 
 def test_a_suspended_run_of_coscheduling_keeps_its_group() -> None:
@@ -433,6 +475,32 @@ def test_a_group_that_somebody_has_deleted_is_made_again_before_the_next_pod() -
     assert ("podgroups", "run") in simulation.children()
 
 
+def test_no_pod_is_made_into_a_group_that_is_about_to_go() -> None:
+    simulation = clustered("podGroup", BETA)
+    simulation.settle()
+    body = simulation.store.get("podgroups", "ns", "run")
+    with simulation.by_others():
+        # Nothing takes its finalizer away for a while.
+        simulation.store.change(
+            "podgroups",
+            "ns",
+            "run",
+            {"metadata": {"deletionTimestamp": "2027-01-15T08:00:00Z"}},
+        )
+        simulation.store.remove("pods", "ns", "run-1-0")
+    simulation.cache.forget(CHILDREN, {**body, "kind": "PodGroup"})
+    simulation.now += 100
+    simulation.reconcile()
+    assert simulation.pods() == ["run-0-0"]
+    assert simulation.refused() == [("apply", "run", "NameLeaving")]
+    with simulation.by_others():
+        simulation.store.remove("podgroups", "ns", "run")
+    simulation.now += 10
+    simulation.settle()
+    assert simulation.pods() == ["run-0-0", "run-1-1"]
+    assert ("podgroups", "run") in simulation.children()
+
+
 def test_a_run_whose_time_after_its_end_is_over_takes_its_group_along() -> None:
     simulation = clustered("coscheduling", COSCHEDULING)
     spec = {"spec": {"ttlSecondsAfterFinished": 60, "activeDeadlineSeconds": 10}}
@@ -464,7 +532,7 @@ def test_a_run_is_cleaned_up_also_where_the_type_of_its_group_is_gone() -> None:
 
 def test_an_object_of_an_unknown_version_is_named() -> None:
     body = {"kind": "PodGroup", "apiVersion": "x/v9", "metadata": {"name": "run"}}
-    with pytest.raises(OperatorError, match="PodGroup run: .* API version x/v9"):
+    with pytest.raises(OperatorError, match=r"PodGroup run: .* API version x/v9"):
         kind_of(body)
 
 
