@@ -226,8 +226,10 @@ class Applier:
         # Giving a Service its address takes the API server longer than all else, and no pod has to wait for
         # it.
         later = [self._put(work, body) for body in services]
-        *given, made = await _gather([*later, self._create_all(work, pods)])
-        results += [*given, *made]
+        # Pods of several groups share the time that is left: where one is not answered, the others are made.
+        groups = [self._create_some(work, some) for some in _group_pods(pods)]
+        made = await _gather([_gather(later), *groups])
+        results += [result for some in made for result in some]
 
         # Bounds come last: a coordinator that does not answer must hold up neither a lost pod's replacement
         # nor an end.
@@ -312,10 +314,9 @@ class Applier:
                     stored = await self._cluster.create(body, is_brief=True)
                 except ApiError as error:
                     own = await self._find_own(work, body, error)
+                    # Applied now, it would go all the same, as a PodGroup that was just deleted does.
                     if "deletionTimestamp" in own["metadata"]:
-                        # Applied now, it would go all the same, as a PodGroup that was just deleted does.
-                        text = f"the {name[0]} {name[1]} of before is about to go"
-                        raise ApiError(409, NAME_LEAVING, text) from error
+                        raise ApiError(409, NAME_LEAVING, "it is about to go") from error
                     is_ours = True
             if is_ours:
                 stored = await self._cluster.apply(body, is_brief=True)
@@ -328,10 +329,7 @@ class Applier:
         """Delete one object, and forget what no watch would show to be gone."""
 
         async def delete() -> None:
-            metadata = {"name": end.name}
-            kind = kind_of(
-                {"kind": end.kind, "apiVersion": end.version, "metadata": metadata}
-            )
+            kind = kind_of(_body_of(end))
             namespace, uid = work.key[0], end.uid or None
             was_there = await self._cluster.delete(
                 kind,
@@ -356,14 +354,6 @@ class Applier:
         return await self._try(work, ("delete", end.kind, end.name), delete)
 
     # ---- pods ----------------------------------------------------------------------------------------------
-
-    async def _create_all(self, work: _Work, bodies: Sequence[Raw]) -> list[ApplyResult]:
-        """Create pods: those that train, and beside them those that do not."""
-        # They share the time of the plan: where one is not answered, the others have been asked for.
-        groups = await _gather(
-            self._create_some(work, some) for some in _group_pods(bodies)
-        )
-        return [result for group in groups for result in group]
 
     async def _create_some(self, work: _Work, bodies: Sequence[Raw]) -> list[ApplyResult]:
         """Create pods of which one needs the other: the first two alone, the others together."""
@@ -461,6 +451,14 @@ def _concerns_others(failure: ApplyFailure) -> bool:
     """Whether the refusal of one pod is one of the others of its group, too, as a quota's or a webhook's:
     only a name is a pod's own."""
     return failure.reason not in (NAME_TAKEN, NAME_LEAVING)
+
+
+def _body_of(end: Deletion) -> Raw:
+    return {
+        "kind": end.kind,
+        "apiVersion": end.version,
+        "metadata": {"name": end.name},
+    }
 
 
 def _step_of(verb: str, body: Raw) -> Step:
