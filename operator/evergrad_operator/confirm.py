@@ -3,6 +3,7 @@ hint."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Final
 
 from evergrad_manifest.errors import Problem
@@ -15,14 +16,27 @@ from evergrad_operator.changes import compare_settings
 from evergrad_operator.claim_index import existing_claim
 from evergrad_operator.errors import ApiError
 from evergrad_operator.gang_api import GangApi
-from evergrad_operator.kinds import CLAIM, CONFIG_MAP, POD, POD_GROUP, SERVICE, Kind
+from evergrad_operator.kinds import (
+    API_RESOURCES,
+    CLAIM,
+    CONFIG_MAP,
+    POD,
+    POD_GROUP,
+    SERVICE,
+    Kind,
+)
 from evergrad_operator.metrics import Metrics
 from evergrad_operator.names import Key
 from evergrad_operator.observe import AppliedSettings, owns
 from evergrad_operator.pass_metrics import note_failure
 from evergrad_operator.passes import Pass, step_of_list
 from evergrad_operator.plan import Plan
-from evergrad_operator.profiles import NamespaceProfile
+from evergrad_operator.profiles import (
+    UNREAD_PROFILE,
+    NamespaceProfile,
+    find_kept,
+    resolve,
+)
 from evergrad_operator.raw import get_map, get_text
 from evergrad_operator.refusals import Step
 from evergrad_operator.spec import TrainingRun
@@ -127,15 +141,42 @@ class Confirmer:
         manifest = next((get_text(one, names.CONFIG_FILE) for one in data), None)
         return None if manifest is None else compare_settings(manifest, run)
 
-    async def fetch_profile(self, namespace: str) -> NamespaceProfile | None:
-        """Return the profile of a namespace; None if it has none.
+    async def fill_in(self, work: Pass, profiles: str) -> Pass:
+        """Return the pass with the PodGroup and the profile that hold for it. ``profiles``: of the
+        installation, as JSON by name.
 
-        Raises ApiError and TimeoutError: without it no run begins.
+        Where discovery is refused, the PodGroup is the last known one. Where the namespace's profile cannot
+        be read, the run's is one by which no run begins.
         """
-        async with asyncio.timeout(READ_SECONDS):
-            found, _ = await self._cluster.list_all(
-                CONFIG_MAP, namespace, name=NAMESPACE_PROFILE
-            )
+
+        async def find_group() -> None:
+            await self._gang_api.find()
+
+        if self._gang_api.group:
+            await self._read(work, ("get", API_RESOURCES, self._gang_api.group), find_group)
+        work = replace(work, group_kind=self._gang_api.known)
+
+        # The profile that the run began with, or else the one that it begins with now.
+        step = "list", CONFIG_MAP.kind, NAMESPACE_PROFILE
+        kept = find_kept(work.raw)
+        if kept is not None:
+            work.refusals.clear(step)
+            return replace(work, profile=kept)
+        own: NamespaceProfile | None = None
+
+        async def fetch_own() -> None:
+            nonlocal own
+            own = await self._fetch_profile(work.key[0])
+
+        is_read = await self._read(work, step, fetch_own)
+        profile = resolve(work.raw, profiles, own) if is_read else UNREAD_PROFILE
+        return replace(work, profile=profile)
+
+    async def _fetch_profile(self, namespace: str) -> NamespaceProfile | None:
+        """Return the profile of a namespace; None if it has none. Raises ApiError."""
+        found, _ = await self._cluster.list_all(
+            CONFIG_MAP, namespace, name=NAMESPACE_PROFILE
+        )
         if not found:
             return None
         text = get_map(found[0], "data").get(NAMESPACE_PROFILE_KEY)

@@ -51,6 +51,8 @@ EARLY_WEBHOOK: Final = Kind(
     "admissionregistration.k8s.io/v1",
     "mutatingwebhookconfigurations",
 )
+API_RESOURCES: Final = "APIResourceList"
+"""What discovery answers: the kinds of an API group."""
 POD_GROUP: Final = "PodGroup"
 POD_GROUPS: Final[Mapping[str, tuple[Kind, ...]]] = {
     "coscheduling": (Kind(POD_GROUP, "scheduling.x-k8s.io/v1alpha1", "podgroups"),),

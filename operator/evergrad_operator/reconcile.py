@@ -36,7 +36,6 @@ from evergrad_operator.passes import Hints, Pass, step_of_list
 from evergrad_operator.plan import Plan, plan_children
 from evergrad_operator.policies import Decision, decide
 from evergrad_operator.preparation import Report, find_report
-from evergrad_operator.profiles import RunProfile, find_kept, resolve
 from evergrad_operator.progress import Coordinators
 from evergrad_operator.recorder import Recorder
 from evergrad_operator.spec import SpecCache, is_managed_here
@@ -154,10 +153,9 @@ class Reconciler:
 
     async def _reconcile(self, key: Key, raw: Raw) -> float | None:
         # Observe, decide and plan from what is known. The claim comes first: no watch shows a user's own.
-        hints = self._hints.setdefault(key, Hints(uid_of(raw)))
-        work = Pass(key, raw, hints, group_kind=await self.gang_api.find())
+        work = Pass(key, raw, self._hints.setdefault(key, Hints(uid_of(raw))))
         await self._confirmer.look_at_claim(work, oldest=CLAIM_SECONDS)
-        work = replace(work, profile=await self._find_profile(raw))
+        work = await self._confirmer.fill_in(work, self._config.profiles)
         try:
             found = self._assess(work)
         except SpecError as error:
@@ -182,17 +180,15 @@ class Reconciler:
         if self._is_look_due(work, found):
             is_confirmed = await self._confirmer.confirm(work, found.plan)
         if is_confirmed:
-            # The look may have shown that the API server no longer has the PodGroup of before.
-            group_kind = await self.gang_api.find()
             raw = self._cache.run(key) or work.raw
-            work = replace(work, raw=raw, group_kind=group_kind)
+            work = replace(work, raw=raw, group_kind=self.gang_api.known)
             found = self._assess(work)
 
         # A refused step holds up no other. This pass reports it; it is tried again after a pause of its own.
         seen, decision, plan = found.seen, found.decision, found.plan
         doable = plan if is_confirmed else replace(plan, create=(), delete=())
-        results = await self._applier.apply(key, seen, doable, hints.applied)
-        if hints.applied.is_run_deleted:
+        results = await self._applier.apply(key, seen, doable, work.hints.applied)
+        if work.hints.applied.is_run_deleted:
             return None
         self.gang_api.note(results)
         note_results(
@@ -215,17 +211,6 @@ class Reconciler:
         write_after = await self.statuses.write(work, seen, decision, outcome)
         delays = (decision.requeue_after, retry_after, token_after, write_after)
         return min((delay for delay in delays if delay is not None), default=None)
-
-    async def _find_profile(self, raw: Raw) -> RunProfile:
-        """Return the profile that the run began with, or else the one that it begins with now.
-
-        Raises ApiError and TimeoutError.
-        """
-        kept = find_kept(raw)
-        if kept is not None:
-            return kept
-        own = await self._confirmer.fetch_profile(raw["metadata"]["namespace"])
-        return resolve(raw, self._config.profiles, own)
 
     # ---- observe, decide, plan: values in, values out ------------------------------------------------------
 

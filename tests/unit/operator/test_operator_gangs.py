@@ -453,6 +453,35 @@ def test_groups_that_cannot_be_listed_are_named_and_listed_again(
     assert simulation.refused() == []
 
 
+def test_a_discovery_that_is_not_answered_holds_a_new_run_with_its_reason_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulation = clustered("coscheduling", COSCHEDULING)
+
+    async def serves(kind: Kind) -> bool:
+        raise ApiError(503, "ServiceUnavailable", "the discovery is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(simulation.cluster, "serves", serves)
+        delay = simulation.reconcile()
+        assert delay is not None and delay <= 10
+        assert simulation.status["reason"] == "ApiUnavailable"
+        assert "the discovery is away" in simulation.status["message"]
+        assert simulation.pods() == []
+    simulation.now += 60
+    simulation.settle()
+    assert simulation.pods() == ["run-0-0", "run-1-0"] and simulation.refused() == []
+
+    # What was found before holds for runs at work.
+    simulation.start_pods()
+    simulation.settle()
+    simulation.now += 2 * FOUND_SECONDS
+    monkeypatch.setattr(simulation.cluster, "serves", serves)
+    simulation.end_pod("run-1-0", 75)
+    simulation.settle()
+    assert simulation.pods() == ["run-0-0", "run-1-0", "run-1-1"]
+
+
 def test_a_group_of_somebody_else_is_never_taken_over() -> None:
     simulation = clustered("coscheduling", COSCHEDULING)
     body = {"metadata": {"name": "run", "namespace": "ns"}, "spec": {"minMember": 9}}
