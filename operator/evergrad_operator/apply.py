@@ -223,13 +223,13 @@ class Applier:
             pods = ()
         results += await _gather(self._end(work, end) for end in plan.delete)
 
-        # Giving a Service its address takes the API server longer than all else, and no pod has to wait for
-        # it.
-        later = [self._put(work, body) for body in services]
+        # Giving a Service its address takes the API server longer than all else: no pod has to wait for it.
+        puts = (self._put(work, body) for body in services)
         # Pods of several groups share the time that is left: where one is not answered, the others are made.
-        groups = [self._create_some(work, some) for some in _group_pods(pods)]
-        made = await _gather([_gather(later), *groups])
-        results += [result for some in made for result in some]
+        groups = (self._create_some(work, some) for some in _group_pods(pods))
+        made = await _gather([*puts, *groups])
+        results += made[: len(services)]
+        results += [one for group in made[len(services) :] for one in group]
 
         # Bounds come last: a coordinator that does not answer must hold up neither a lost pod's replacement
         # nor an end.
