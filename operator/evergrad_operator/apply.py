@@ -142,11 +142,14 @@ def is_pod_work_due(
     )
     if any(waiting(("delete", end.kind, end.name)) is None for end in plan.delete):
         return True
-    # Pods are created in this order; a quota that refuses the first one refuses the others, too.
-    for body in plan.create:
-        failure = waiting(_step_of("create", body))
-        if failure is None or _concerns_all_pods(failure):
-            return failure is None
+    # Pods are created in this order; a quota that refuses the first of some refuses the others, too.
+    for bodies in _group_pods(plan.create):
+        for body in bodies:
+            failure = waiting(_step_of("create", body))
+            if failure is None:
+                return True
+            if _concerns_others(failure):
+                break
     return False
 
 
@@ -220,11 +223,13 @@ class Applier:
             pods = ()
         results += await _gather(self._end(work, end) for end in plan.delete)
 
-        # Giving a Service its address takes the API server longer than all else, and no pod has to wait for
-        # it.
-        later = [self._put(work, body) for body in services]
-        *given, made = await _gather([*later, self._create_all(work, pods)])
-        results += [*given, *made]
+        # Giving a Service its address takes the API server longer than all else: no pod has to wait for it.
+        puts = (self._put(work, body) for body in services)
+        # Pods of several groups share the time that is left: where one is not answered, the others are made.
+        groups = (self._create_some(work, some) for some in _group_pods(pods))
+        made = await _gather([*puts, *groups])
+        results += made[: len(services)]
+        results += [one for group in made[len(services) :] for one in group]
 
         # Bounds come last: a coordinator that does not answer must hold up neither a lost pod's replacement
         # nor an end.
@@ -308,7 +313,10 @@ class Applier:
                 try:
                     stored = await self._cluster.create(body, is_brief=True)
                 except ApiError as error:
-                    await self._find_own(work, body, error)
+                    own = await self._find_own(work, body, error)
+                    # Applied now, it would go all the same, as a PodGroup that was just deleted does.
+                    if "deletionTimestamp" in own["metadata"]:
+                        raise ApiError(409, NAME_LEAVING, "it is about to go") from error
                     is_ours = True
             if is_ours:
                 stored = await self._cluster.apply(body, is_brief=True)
@@ -319,9 +327,9 @@ class Applier:
 
     async def _end(self, work: _Work, end: Deletion) -> ApplyResult:
         """Delete one object, and forget what no watch would show to be gone."""
-        kind = kind_of({"kind": end.kind, "apiVersion": end.version})
 
         async def delete() -> None:
+            kind = kind_of(_body_of(end))
             namespace, uid = work.key[0], end.uid or None
             was_there = await self._cluster.delete(
                 kind,
@@ -347,13 +355,13 @@ class Applier:
 
     # ---- pods ----------------------------------------------------------------------------------------------
 
-    async def _create_all(self, work: _Work, bodies: Sequence[Raw]) -> list[ApplyResult]:
-        """Create pods, the coordinator and one node alone, the others together."""
+    async def _create_some(self, work: _Work, bodies: Sequence[Raw]) -> list[ApplyResult]:
+        """Create pods of which one needs the other: the first two alone, the others together."""
         # A quota that refuses one is not asked about each.
         results: list[ApplyResult] = []
         for body in bodies[:2]:
             results.append(await self._create(work, body))
-            if results[-1].failure is not None and _concerns_all_pods(results[-1].failure):
+            if results[-1].failure is not None and _concerns_others(results[-1].failure):
                 return results
         return results + await _gather(self._create(work, body) for body in bodies[2:])
 
@@ -423,10 +431,34 @@ def build_failure(
     return ApplyFailure(kind, name, status, reason, message, at=at, verb=verb)
 
 
-def _concerns_all_pods(failure: ApplyFailure) -> bool:
-    """Whether the refusal of one pod is one of the others, too, as a quota's or a webhook's: only a name is a
-    pod's own."""
+_TRAINING: Final = (names.ROLE_COORDINATOR, names.ROLE_NODE)
+
+
+def _group_pods(bodies: Iterable[Raw]) -> list[list[Raw]]:
+    """Group pods by whether a refusal of one holds for the next, in their order.
+
+    No node trains without the coordinator. A pod beside them has resources of its own, and is made in every
+    phase: its refusal must not keep the run from training, nor theirs keep it from being evaluated.
+    """
+    groups: dict[str, list[Raw]] = {}
+    for body in bodies:
+        role = str(body["metadata"]["labels"][names.LABEL_ROLE])
+        groups.setdefault("" if role in _TRAINING else role, []).append(body)
+    return list(groups.values())
+
+
+def _concerns_others(failure: ApplyFailure) -> bool:
+    """Whether the refusal of one pod is one of the others of its group, too, as a quota's or a webhook's:
+    only a name is a pod's own."""
     return failure.reason not in (NAME_TAKEN, NAME_LEAVING)
+
+
+def _body_of(end: Deletion) -> Raw:
+    return {
+        "kind": end.kind,
+        "apiVersion": end.version,
+        "metadata": {"name": end.name},
+    }
 
 
 def _step_of(verb: str, body: Raw) -> Step:

@@ -3,6 +3,7 @@ hint."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Final
 
 from evergrad_manifest.errors import Problem
@@ -14,14 +15,33 @@ from evergrad_operator.cache import InformerCache, find_vanished
 from evergrad_operator.changes import compare_settings
 from evergrad_operator.claim_index import existing_claim
 from evergrad_operator.errors import ApiError
-from evergrad_operator.kinds import CLAIM, CONFIG_MAP, POD, SERVICE
+from evergrad_operator.gang_api import GangApi
+from evergrad_operator.kinds import (
+    CLAIM,
+    CONFIG_MAP,
+    POD,
+    POD_GROUP,
+    SERVICE,
+    Kind,
+)
 from evergrad_operator.metrics import Metrics
 from evergrad_operator.names import Key
 from evergrad_operator.observe import AppliedSettings, owns
 from evergrad_operator.pass_metrics import note_failure
-from evergrad_operator.passes import Pass, step_of_claim, step_of_list
+from evergrad_operator.passes import (
+    STEP_OF_PROFILE,
+    Pass,
+    step_of_claim,
+    step_of_discovery,
+    step_of_list,
+)
 from evergrad_operator.plan import Plan
-from evergrad_operator.profiles import NamespaceProfile
+from evergrad_operator.profiles import (
+    UNREAD_PROFILE,
+    NamespaceProfile,
+    find_kept,
+    resolve,
+)
 from evergrad_operator.raw import get_map, get_text
 from evergrad_operator.refusals import Step
 from evergrad_operator.spec import TrainingRun
@@ -39,9 +59,11 @@ class Confirmer:
         cluster: Cluster,
         *,
         cache: InformerCache,
+        gang_api: GangApi,
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
+        self._gang_api = gang_api
         self._cluster, self._cache, self._metrics, self._clock = (
             cluster,
             cache,
@@ -62,20 +84,23 @@ class Confirmer:
             for pod in find_vanished(self._cache.pods(key), pods, version=version):
                 self._cache.forget(PODS, pod)
             # New pods need the ConfigMap, the Service and their group; no watch shows that one is gone.
-            needed = (CONFIG_MAP, SERVICE, *([work.group_kind] if work.group_kind else []))
-            for kind in needed if plan.create else ():
-                children = self._cache.children(key).items()
-                known = [child for (of, _), child in children if of == kind.kind]
-                if not known:
-                    continue
-                found, version = await self._cluster.list_all(
-                    kind,
-                    key[0],
-                    selector=selector,
-                    metadata_only=True,
-                )
-                for child in find_vanished(known, found, version=version):
-                    self._cache.forget(CHILDREN, child)
+            for kind in (CONFIG_MAP, SERVICE) if plan.create else ():
+                await self._look_at_children(key, kind)
+
+        async def look_at_group() -> None:
+            group = work.group_kind
+            if group is None:
+                return
+            try:
+                await self._look_at_children(key, group)
+            except ApiError as error:
+                if error.status != 404:
+                    raise
+                # The API server has dropped this version. It may have the same group in another.
+                self._gang_api.forget()
+                other = await self._gang_api.find()
+                if other is not None and other != group:
+                    await self._look_at_children(key, other)
 
         # A run that was never seen, without a pod or an open question, has no pods, and a list is spared. If
         # a pod of its name exists all the same, creating ours is refused, and the pass after it looks.
@@ -83,8 +108,27 @@ class Confirmer:
         if has_status or self._cache.pods(key) or applied.is_in_doubt:
             if not await self._read(work, step_of_list(key), look):
                 return False
+            group_step = step_of_list(key, POD_GROUP)
+            is_group_due = plan.create or work.refusals.has(group_step)
+            if is_group_due and not await self._read(work, group_step, look_at_group):
+                return False
             applied.is_in_doubt = False
         return await self.look_at_claim(work, oldest=0.0)
+
+    async def _look_at_children(self, key: Key, kind: Kind) -> None:
+        """Drop the run's known objects of this kind that the API server no longer has. Raises ApiError."""
+        children = self._cache.children(key).items()
+        known = [child for (of, _), child in children if of == kind.kind]
+        if not known:
+            return
+        found, version = await self._cluster.list_all(
+            kind,
+            key[0],
+            selector=f"{names.LABEL_RUN}={key[1]}",
+            metadata_only=True,
+        )
+        for child in find_vanished(known, found, version=version):
+            self._cache.forget(CHILDREN, child)
 
     async def fetch_applied(self, key: Key, run: TrainingRun) -> AppliedSettings | None:
         """Return the settings that the run's pods read, from its ConfigMap; None if there is none.
@@ -101,15 +145,41 @@ class Confirmer:
         manifest = next((get_text(one, names.CONFIG_FILE) for one in data), None)
         return None if manifest is None else compare_settings(manifest, run)
 
-    async def fetch_profile(self, namespace: str) -> NamespaceProfile | None:
-        """Return the profile of a namespace; None if it has none.
+    async def fill_in(self, work: Pass, profiles: str) -> Pass:
+        """Return the pass with the PodGroup and the profile that hold for it. ``profiles``: of the
+        installation, as JSON by name.
 
-        Raises ApiError and TimeoutError: without it no run begins.
+        Where discovery is refused, the PodGroup is the last known one. Where the namespace's profile cannot
+        be read, the run's is one by which no run begins.
         """
-        async with asyncio.timeout(READ_SECONDS):
-            found, _ = await self._cluster.list_all(
-                CONFIG_MAP, namespace, name=NAMESPACE_PROFILE
-            )
+
+        async def find_group() -> None:
+            await self._gang_api.find()
+
+        if self._gang_api.group:
+            await self._read(work, step_of_discovery(self._gang_api.group), find_group)
+        work = replace(work, group_kind=self._gang_api.known)
+
+        # The profile that the run began with, or else the one that it begins with now.
+        kept = find_kept(work.raw)
+        if kept is not None:
+            work.refusals.clear(STEP_OF_PROFILE)
+            return replace(work, profile=kept)
+        own: NamespaceProfile | None = None
+
+        async def fetch_own() -> None:
+            nonlocal own
+            own = await self._fetch_profile(work.key[0])
+
+        is_read = await self._read(work, STEP_OF_PROFILE, fetch_own)
+        profile = resolve(work.raw, profiles, own) if is_read else UNREAD_PROFILE
+        return replace(work, profile=profile)
+
+    async def _fetch_profile(self, namespace: str) -> NamespaceProfile | None:
+        """Return the profile of a namespace; None if it has none. Raises ApiError."""
+        found, _ = await self._cluster.list_all(
+            CONFIG_MAP, namespace, name=NAMESPACE_PROFILE
+        )
         if not found:
             return None
         text = get_map(found[0], "data").get(NAMESPACE_PROFILE_KEY)

@@ -34,7 +34,8 @@ class GangApi:
         self._discovery = discovery
         self._kinds = POD_GROUPS.get(gang, ())
         self._clock = clock
-        self._known: Kind | None = None
+        self.known: Kind | None = None
+        """The PodGroup that was found last."""
         self._good_until = float("-inf")
 
     async def find(self) -> Kind | None:
@@ -43,16 +44,25 @@ class GangApi:
         Raises ApiError.
         """
         if not self._kinds or self._clock() < self._good_until:
-            return self._known
+            return self.known
         found = None
         for kind in self._kinds:
             if found is None and await self._discovery.serves(kind):
                 found = kind
-        self._known = found
+        self.known = found
         self._good_until = self._clock() + (
             MISSING_SECONDS if found is None else FOUND_SECONDS
         )
         return found
+
+    @property
+    def group(self) -> str:
+        """The API group of the PodGroup, empty for an installation without gangs."""
+        return self._kinds[0].version.partition("/")[0] if self._kinds else ""
+
+    def forget(self) -> None:
+        """Ask again the next time: the API server has not got the PodGroup that is remembered."""
+        self._good_until = float("-inf")
 
     def note(self, results: Iterable[ApplyResult]) -> None:
         """Ask again at the next pass where the API server no longer has the PodGroup that is remembered."""
@@ -60,4 +70,4 @@ class GangApi:
             failure = result.failure
             is_group = result.step[:2] == ("apply", "PodGroup")
             if is_group and failure is not None and failure.status == 404:
-                self._good_until = float("-inf")
+                self.forget()

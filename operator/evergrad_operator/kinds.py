@@ -6,6 +6,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from evergrad_coordinator import contract
+from evergrad_operator.errors import OperatorError
 
 Raw = Mapping[str, Any]
 """An object as the API server sends it."""
@@ -50,10 +51,13 @@ EARLY_WEBHOOK: Final = Kind(
     "admissionregistration.k8s.io/v1",
     "mutatingwebhookconfigurations",
 )
+API_RESOURCES: Final = "APIResourceList"
+"""What discovery answers: the kinds of an API group."""
+POD_GROUP: Final = "PodGroup"
 POD_GROUPS: Final[Mapping[str, tuple[Kind, ...]]] = {
-    "coscheduling": (Kind("PodGroup", "scheduling.x-k8s.io/v1alpha1", "podgroups"),),
+    "coscheduling": (Kind(POD_GROUP, "scheduling.x-k8s.io/v1alpha1", "podgroups"),),
     "podGroup": tuple(
-        Kind("PodGroup", f"scheduling.k8s.io/{version}", "podgroups")
+        Kind(POD_GROUP, f"scheduling.k8s.io/{version}", "podgroups")
         for version in ("v1beta1", "v1alpha3", "v1alpha2")
     ),
 }
@@ -82,9 +86,19 @@ KINDS: Final = {
 
 
 def kind_of(body: Raw) -> Kind:
-    """Return the kind of a whole object; two API groups have a PodGroup."""
+    """Return the kind of a whole object; two API groups have a PodGroup.
+
+    Raises OperatorError for a kind that the operator does not make.
+    """
     known = KINDS.get(body["kind"])
     if known is not None:
         return known
-    versions = (kind for kinds in POD_GROUPS.values() for kind in kinds)
-    return next(kind for kind in versions if kind.version == body["apiVersion"])
+    version = body.get("apiVersion")
+    for kind in (kind for kinds in POD_GROUPS.values() for kind in kinds):
+        if (kind.kind, kind.version) == (body["kind"], version):
+            return kind
+    name = (body.get("metadata") or {}).get("name", "")
+    raise OperatorError(
+        f"{body['kind']} {name}: the operator makes no such object of API version {version or 'none'}. "
+        "This is a defect of the operator; please report it."
+    )

@@ -172,6 +172,8 @@ class Observation:
     """The PodGroup that the installation's gangs are made of; None where the API server has none."""
     group_priority: str = ""
     """The priority class that the run's PodGroup was made with."""
+    group_restart: int = 0
+    """The restart of the run at which its PodGroup was made."""
     troubled_hosts: tuple[str, ...] = ()
     """Hosts that have lately failed several runs of the installation."""
     gone: tuple[tuple[PodState, float], ...] = ()
@@ -243,6 +245,7 @@ def observe(
     }
     overlapping = (_parse_other(raw, run) for raw in others)
     group = get_map(children.get(("PodGroup", run.name), {}), "metadata", "annotations")
+    restart = get_text(group, names.ANNOTATION_RESTART)
     return Observation(
         run=run,
         status=status,
@@ -256,6 +259,8 @@ def observe(
         preparations=tuple(pod for pod in states if pod.role == names.ROLE_PREPARATION),
         evaluations=tuple(pod for pod in states if pod.role == names.ROLE_EVALUATION),
         group_priority=get_text(group, names.ANNOTATION_GROUP_PRIORITY),
+        # Bounded, because anybody may set an annotation.
+        group_restart=int(restart) if restart.isdecimal() and len(restart) < 10 else 0,
     )
 
 

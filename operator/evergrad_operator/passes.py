@@ -1,13 +1,26 @@
 """One pass over one run, and the hints about the run that are kept between two passes."""
 
 from dataclasses import dataclass, field
+from typing import Final
 
+from evergrad_manifest.profile import NAMESPACE_PROFILE
 from evergrad_operator.claim_index import existing_claim
-from evergrad_operator.kinds import CLAIM, POD, Kind, Raw
+from evergrad_operator.kinds import (
+    API_RESOURCES,
+    CLAIM,
+    CONFIG_MAP,
+    POD,
+    POD_GROUP,
+    Kind,
+    Raw,
+)
 from evergrad_operator.names import Key
 from evergrad_operator.observe import AppliedSettings
 from evergrad_operator.profiles import NO_PROFILE, RunProfile
 from evergrad_operator.refusals import Refusals, Step
+
+STEP_OF_PROFILE: Final[Step] = ("list", CONFIG_MAP.kind, NAMESPACE_PROFILE)
+"""The step that reads the profile of a run's namespace."""
 
 
 @dataclass
@@ -71,10 +84,21 @@ class Pass:
         return int(self.raw["metadata"].get("generation") or 0)
 
 
-def list_reads(work: Pass) -> tuple[Step, ...]:
-    """List the reads that a pass may need; a refusal of any other one is of no account any more."""
+def list_reads(work: Pass, gang_group: str) -> tuple[Step, ...]:
+    """List the reads that a pass may need; a refusal of any other one is of no account any more.
+
+    ``gang_group``: the API group of the installation's gangs, empty where it has none.
+    """
     claim = existing_claim(work.raw)
-    return step_of_list(work.key), *([] if claim is None else [step_of_claim(claim)])
+    pods, groups = step_of_list(work.key), step_of_list(work.key, POD_GROUP)
+    gangs = (groups, step_of_discovery(gang_group)) if gang_group else ()
+    claims = () if claim is None else (step_of_claim(claim),)
+    return pods, STEP_OF_PROFILE, *gangs, *claims
+
+
+def step_of_discovery(group: str) -> Step:
+    """Return the step that asks which PodGroup the API server has in this API group."""
+    return "get", API_RESOURCES, group
 
 
 def step_of_claim(name: str) -> Step:
@@ -82,6 +106,6 @@ def step_of_claim(name: str) -> Step:
     return "get", CLAIM.kind, name
 
 
-def step_of_list(key: Key) -> Step:
-    """Return the step that lists a run's pods."""
-    return "list", POD.kind, key[1]
+def step_of_list(key: Key, kind: str = POD.kind) -> Step:
+    """Return the step that lists a run's pods, or its objects of another kind."""
+    return "list", kind, key[1]

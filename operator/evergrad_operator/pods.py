@@ -122,6 +122,7 @@ class PodState:
     which may be an init container. ``image``: what was asked for; ``image_id``: what its
     container runs, as the kubelet names it. ``place``: its place in a queue of Kueue. ``gang``: the kind
     of gang that it was made for, empty for none. ``has_token``: whether it was given the run's.
+    ``asked_host``: the one host that it may come to, empty for any.
     """
 
     name: str
@@ -149,6 +150,7 @@ class PodState:
     place: QueuePlace
     gang: str = ""
     has_token: bool = True
+    asked_host: str = ""
 
     @property
     def is_live(self) -> bool:
@@ -175,10 +177,8 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
     """Parse a pod; None where its labels are not those of a run's pod."""
     metadata, status = get_map(raw, "metadata"), get_map(raw, "status")
     labels, annotations = get_map(metadata, "labels"), get_map(metadata, "annotations")
-    role, attempt = (
-        get_text(labels, names.LABEL_ROLE),
-        _number(labels.get(names.LABEL_ATTEMPT)),
-    )
+    role = get_text(labels, names.LABEL_ROLE)
+    attempt = _number(labels.get(names.LABEL_ATTEMPT))
     index = _number(labels.get(names.LABEL_INDEX)) if role == names.ROLE_NODE else 0
     if role not in names.CONTAINERS or attempt is None or index is None:
         return None
@@ -203,9 +203,6 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
     if end and not (role == names.ROLE_EVALUATION and end.cause == PodCause.DONE):
         end = replace(end, message=keep_end(end.message, MAX_MESSAGE))
     reason, message, blocking = ("", "", "") if end else _why_waiting(status, container)
-    gang = "coscheduling" if names.LABEL_GANG in labels else ""
-    if get_map(raw, "spec", "schedulingGroup"):
-        gang = "podGroup"
     volumes = {one.get("name") for one in get_maps(get_map(raw, "spec"), "volumes")}
     return PodState(
         name=str(metadata.get("name") or ""),
@@ -231,9 +228,16 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
         image=image,
         image_id=get_text(container, "imageID"),
         place=parse_place(raw),
-        gang=gang,
+        gang=_find_gang(raw, labels),
         has_token=names.TOKEN_VOLUME in volumes,
+        asked_host=get_text(annotations, names.ANNOTATION_HOST),
     )
+
+
+def _find_gang(raw: Mapping[str, Any], labels: Mapping[str, Any]) -> str:
+    if get_map(raw, "spec", "schedulingGroup"):
+        return "podGroup"
+    return "coscheduling" if names.LABEL_GANG in labels else ""
 
 
 def _find_disruption(conditions: Sequence[Mapping[str, Any]]) -> PodCause | None:

@@ -24,7 +24,7 @@ from evergrad_operator.raw import get_map, get_text
 LONGEST_NOTE: Final = 4096
 """Most bytes of a resolved profile in a status, which has 16 KiB altogether."""
 UNSETTLED: Final = "unsettled"
-"""Note of a run whose profile is wrong: it is looked at again in each pass."""
+"""Note of a run whose profile is wrong, or could not be read: it is looked at again in each pass."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class RunProfile:
 
     ``defaults``: of all profiles together. ``rdma``: resources of RDMA devices that are allowed. ``sources``:
     what it was made of, for people. ``is_known``: False for a run that began before there were profiles, to
-    which nothing of them applies.
+    which nothing of them applies. ``is_read``: False where the API server did not give that of the namespace.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -41,11 +41,12 @@ class RunProfile:
     sources: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
     is_known: bool = True
+    is_read: bool = True
 
     @property
     def note(self) -> str:
         """The text by which the status keeps it; empty for a run without profiles."""
-        if self.problems:
+        if self.problems or not self.is_read:
             return UNSETTLED
         if not self.is_known:
             return ""
@@ -60,6 +61,7 @@ class RunProfile:
 
 
 NO_PROFILE: Final = RunProfile(is_known=False)
+UNREAD_PROFILE: Final = RunProfile(is_known=False, is_read=False)
 
 
 @dataclass(frozen=True)

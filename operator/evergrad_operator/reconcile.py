@@ -27,7 +27,7 @@ from evergrad_operator.confirm import Confirmer
 from evergrad_operator.errors import OperatorError, SpecError
 from evergrad_operator.follow import Follower
 from evergrad_operator.gang_api import GangApi
-from evergrad_operator.kinds import CLAIM, Raw
+from evergrad_operator.kinds import CLAIM, POD, POD_GROUP, Raw
 from evergrad_operator.metrics import Metrics
 from evergrad_operator.names import Key
 from evergrad_operator.observe import Observation, observe, observe_gone
@@ -36,7 +36,6 @@ from evergrad_operator.passes import Hints, Pass, list_reads, step_of_list
 from evergrad_operator.plan import Plan, plan_children
 from evergrad_operator.policies import Decision, decide
 from evergrad_operator.preparation import Report, find_report
-from evergrad_operator.profiles import RunProfile, find_kept, resolve
 from evergrad_operator.progress import Coordinators
 from evergrad_operator.recorder import Recorder
 from evergrad_operator.spec import SpecCache, is_managed_here
@@ -96,7 +95,9 @@ class Reconciler:
 
         self.gang_api = GangApi(cluster, config.gang, clock=now)
         self._follower = Follower(coordinators, token_of)
-        self._confirmer = Confirmer(cluster, cache=cache, metrics=metrics, clock=now)
+        self._confirmer = Confirmer(
+            cluster, cache=cache, gang_api=self.gang_api, metrics=metrics, clock=now
+        )
         self._applier = Applier(cluster, cache=cache, coordinators=coordinators, clock=now)
         self.statuses = StatusWriter(
             cluster,
@@ -152,10 +153,9 @@ class Reconciler:
 
     async def _reconcile(self, key: Key, raw: Raw) -> float | None:
         # Observe, decide and plan from what is known. The claim comes first: no watch shows a user's own.
-        hints = self._hints.setdefault(key, Hints(uid_of(raw)))
-        work = Pass(key, raw, hints, group_kind=await self.gang_api.find())
+        work = Pass(key, raw, self._hints.setdefault(key, Hints(uid_of(raw))))
         await self._confirmer.look_at_claim(work, oldest=CLAIM_SECONDS)
-        work = replace(work, profile=await self._find_profile(raw))
+        work = await self._confirmer.fill_in(work, self._config.profiles)
         try:
             found = self._assess(work)
         except SpecError as error:
@@ -180,20 +180,22 @@ class Reconciler:
         if self._is_look_due(work, found):
             is_confirmed = await self._confirmer.confirm(work, found.plan)
         if is_confirmed:
-            work = replace(work, raw=self._cache.run(key) or work.raw)
+            raw = self._cache.run(key) or work.raw
+            work = replace(work, raw=raw, group_kind=self.gang_api.known)
             found = self._assess(work)
 
         # A refused step holds up no other. This pass reports it; it is tried again after a pause of its own.
         seen, decision, plan = found.seen, found.decision, found.plan
         doable = plan if is_confirmed else replace(plan, create=(), delete=())
-        results = await self._applier.apply(key, seen, doable, hints.applied)
-        if hints.applied.is_run_deleted:
+        results = await self._applier.apply(key, seen, doable, work.hints.applied)
+        if work.hints.applied.is_run_deleted:
             return None
         self.gang_api.note(results)
         note_results(
             self._metrics, key, seen, plan=doable, results=results, now=self.clock()
         )
-        work.refusals.keep(frozenset((*list_steps(plan), *list_reads(work))))
+        reads = list_reads(work, self.gang_api.group)
+        work.refusals.keep(frozenset((*list_steps(plan), *reads)))
         if work.refusals.failures() != seen.failures:
             # Only the refusals are new: a fresh look would take pods that this pass ended for lost ones.
             seen = replace(seen, failures=work.refusals.failures())
@@ -210,17 +212,6 @@ class Reconciler:
         write_after = await self.statuses.write(work, seen, decision, outcome)
         delays = (decision.requeue_after, retry_after, token_after, write_after)
         return min((delay for delay in delays if delay is not None), default=None)
-
-    async def _find_profile(self, raw: Raw) -> RunProfile:
-        """Return the profile that the run began with, or else the one that it begins with now.
-
-        Raises ApiError and TimeoutError.
-        """
-        kept = find_kept(raw)
-        if kept is not None:
-            return kept
-        own = await self._confirmer.fetch_profile(raw["metadata"]["namespace"])
-        return resolve(raw, self._config.profiles, own)
 
     # ---- observe, decide, plan: values in, values out ------------------------------------------------------
 
@@ -301,7 +292,10 @@ class Reconciler:
 
         # A list that was refused is tried again also where nothing needs it any more, or its refusal would
         # stay in the status for ever.
-        is_refused = work.refusals.has(step_of_list(work.key))
+        is_refused = any(
+            work.refusals.has(step_of_list(work.key, kind))
+            for kind in (POD.kind, POD_GROUP)
+        )
         is_work_due = is_pod_work_due(
             found.plan,
             work.refusals,

@@ -176,7 +176,9 @@ def _plan_deletions(
         group = observation.group_kind if kind == _POD_GROUP else None
         is_switched_off = kind in _SWITCHED and is_running and (kind, name) not in wanted
         is_renewed = is_idle and group is not None and is_of_kubernetes(group)
-        is_over = decision.action == Action.CLEAN and kind in OWNED_KINDS
+        # A group goes with its type, and without that nothing could be asked for.
+        is_there = kind != _POD_GROUP or group is not None
+        is_over = decision.action == Action.CLEAN and kind in OWNED_KINDS and is_there
         if is_switched_off or is_renewed or is_over:
             delete.append(Deletion(kind, name, version=group.version if group else ""))
     return tuple(delete)
@@ -219,7 +221,9 @@ def _build_wanted(
     is_ours = has_group or decision.joins_group
     if group is not None and is_ours and not (has_group and is_fixed(group)):
         priority = _find_group_priority(observation)
-        wanted.append(build_pod_group(run, group, priority_class=priority))
+        # It stays that of the restart that it was made at, which shows that it is to be made anew.
+        restart = observation.group_restart if has_group else decision.memory.restart
+        wanted.append(build_pod_group(run, group, priority_class=priority, restart=restart))
     return {
         (child["kind"], child["metadata"]["name"]): with_hash(
             pass_labels(child, run, config)

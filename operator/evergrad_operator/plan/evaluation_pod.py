@@ -61,4 +61,8 @@ def build_evaluation_pod(
         volumes=[one for one in volumes if one["name"] not in _NOT_NEEDED],
         placement=placement,
     )
-    return build_pod_beside(run, memory, config, beside)
+    pod = build_pod_beside(run, memory, config, beside)
+    if wanted.host:
+        # By it a later pass sees that the host is not the nodes' any more.
+        pod["metadata"]["annotations"][names.ANNOTATION_HOST] = wanted.host
+    return pod

@@ -12,11 +12,13 @@ _FIXED: Final = "scheduling.k8s.io/v1alpha2"
 """The version whose groups cannot change: Kubernetes 1.36."""
 
 
-def build_pod_group(run: TrainingRun, kind: Kind, *, priority_class: str) -> JsonObject:
+def build_pod_group(
+    run: TrainingRun, kind: Kind, *, priority_class: str, restart: int
+) -> JsonObject:
     """Build the group. All nodes of the run are in it, and ``nodes.min`` of them have to find a host at once;
     those above the minimum then come one by one.
 
-    ``priority_class``: of the nodes' pods, empty for none.
+    ``priority_class``: of the nodes' pods, empty for none. ``restart``: of the run, when the group was made.
     """
     least = run.spec.nodes.min
     # The name of the run, as pods have had it in their label where the group was the user's.
@@ -24,10 +26,11 @@ def build_pod_group(run: TrainingRun, kind: Kind, *, priority_class: str) -> Jso
     spec: dict[str, Any] = {"minMember": least}
     if is_of_kubernetes(kind):
         spec = {"schedulingPolicy": {"gang": {"minCount": least}}}
+        metadata["annotations"] = {names.ANNOTATION_RESTART: str(restart)}
         if priority_class:
             # Kubernetes' scheduler places no pod whose priority is not its group's.
             spec["priorityClassName"] = priority_class
-            metadata["annotations"] = {names.ANNOTATION_GROUP_PRIORITY: priority_class}
+            metadata["annotations"][names.ANNOTATION_GROUP_PRIORITY] = priority_class
     return {
         "apiVersion": kind.version,
         "kind": kind.kind,

@@ -40,6 +40,7 @@ from evergrad_operator.policies.waiting import (
     find_claim_obstacle,
     find_group_obstacle,
     find_obstacle,
+    find_profile_obstacle,
 )
 from evergrad_operator.preparation import Preparation
 from evergrad_operator.problems import list_problems
@@ -178,13 +179,15 @@ def _hold_if_wrong(context: ReconcileContext) -> Decision | None:
     """
     known = context.observation.status
     problems = context.run.find_obstacles(has_begun=bool(known.recipe_hash))
-    if not problems:
+    is_read = context.run.profile.is_read
+    if not problems and is_read:
         return None
-    held = context.hold(
-        Phase.WAITING,
-        Reason.INVALID_SPEC,
-        list_problems(problems),
-    )
+    reason, message, is_blocked = Reason.INVALID_SPEC, list_problems(problems), True
+    if not problems:
+        obstacle = find_profile_obstacle(context)
+        reason, message = obstacle.reason, obstacle.message
+        is_blocked = obstacle.needs_person_at is not None
+    held = context.hold(Phase.WAITING, reason, message)
     if not known.recipe_hash:
         # Nothing of a run that has not begun is settled: the corrected file may name another recipe and
         # another image.
@@ -197,10 +200,10 @@ def _hold_if_wrong(context: ReconcileContext) -> Decision | None:
         )
         held = replace(held, memory=memory)
     # No watch shows that somebody corrects a profile.
-    is_of_profile = bool(context.run.profile.problems)
+    is_of_profile = bool(context.run.profile.problems) or not is_read
     return replace(
         held,
-        is_blocked=True,
+        is_blocked=is_blocked,
         requeue_after=_PROFILE_RETRY_SECONDS if is_of_profile else None,
     )
 

@@ -12,6 +12,7 @@ One pod at a time evaluates the oldest checkpoint that waits.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 from evergrad_operator import names
 from evergrad_operator.decision import Action, Decision, EvaluationPod
@@ -20,9 +21,12 @@ from evergrad_operator.names import EvaluationState, Phase
 from evergrad_operator.pods import PodState
 from evergrad_operator.policies.context import ReconcileContext
 from evergrad_operator.policies.evaluation_ends import NONE_AFTER, is_evaluation_due
+from evergrad_operator.policies.gang import is_stranded
 from evergrad_operator.policies.lifecycle import earliest, remove
 from evergrad_operator.policies.waiting import explain_pod, explain_refusal
 from evergrad_operator.times import format_time
+
+_NO_SECTION: Final = "the run has no spec.evaluation any more: no checkpoint is evaluated"
 
 
 def evaluate_beside(context: ReconcileContext, decision: Decision) -> Decision:
@@ -31,10 +35,19 @@ def evaluate_beside(context: ReconcileContext, decision: Decision) -> Decision:
     live = [pod for pod in pods if pod.is_live]
     if run.is_deleting or decision.action == Action.CLEAN:
         return decision
-    if run.spec.evaluation is None or not run.parsed.is_typed:
-        return replace(decision, pods_to_delete=decision.pods_to_delete + remove(live))
-
     memory = decision.memory
+    if run.spec.evaluation is None or not run.parsed.is_typed:
+        known = memory.evaluation
+        if known.state:
+            # Its results stay. The state and the checkpoints that waited are those of a section that is gone.
+            state, message = EvaluationState.UP_TO_DATE.value, _NO_SECTION
+            known = replace(known, pending=(), state=state, message=message)
+        return replace(
+            decision,
+            memory=replace(memory, evaluation=known),
+            pods_to_delete=decision.pods_to_delete + remove(live),
+        )
+
     known = take_up(memory.evaluation, memory.training.checkpoint_step)
     memory = replace(memory, evaluation=known)
     finish = memory.finish
@@ -81,15 +94,23 @@ def evaluate_beside(context: ReconcileContext, decision: Decision) -> Decision:
 def _find_surplus(
     context: ReconcileContext, restart: int, live: Sequence[PodState], *, is_over: bool
 ) -> list[PodState]:
-    """Return the pods that go: all but the newest, those of before a restart, and one that keeps a volume on
-    a host where no node trains."""
+    """Return the pods that go: all but the newest, those of before a restart, those that Kueue holds for
+    ever, and one that keeps a volume on a host where no node trains, or waits for such a host."""
     pods = context.observation.evaluations
     ended = [pod for pod in pods if pod.end is not None]
     surplus = [*live[:-1], *ended[:-1]]
     for pod in live[-1:]:
         hosts = {node.node_name for node in context.live if node.node_name}
         is_in_the_way = _has_one_host(context) and pod.node_name not in {"", *hosts}
-        if pod.restart < restart or (is_in_the_way and context.live and not is_over):
+        is_in_the_way = is_in_the_way and bool(context.live) and not is_over
+        # The host of a leaving node is still asked for, too.
+        asked_for = hosts | {node.node_name for node in context.leaving}
+        is_waiting = bool(pod.asked_host) and not pod.node_name
+        is_in_vain = is_waiting and pod.asked_host not in asked_for
+        # A run that has no node for a while may come back to that host.
+        is_in_vain = is_in_vain and (bool(context.live) or is_over)
+        is_of_before = pod.restart < restart
+        if is_of_before or is_in_the_way or is_in_vain or is_stranded(pod, context):
             surplus.append(pod)
     return surplus
 
@@ -149,6 +170,10 @@ def _describe(
             "no checkpoint waits" if known.seen >= 0 else "no checkpoint was reported yet"
         )
         return EvaluationState.UP_TO_DATE, text
+    finish = context.memory.finish
+    if finish is not None and finish.reason in NONE_AFTER:
+        text = f"nothing is evaluated after this end of the run ({finish.reason})"
+        return EvaluationState.WAITING, text
     if not may_make:
         return EvaluationState.WAITING, "no pod is made before the run trains, or is over"
     text = "the pod before leaves"

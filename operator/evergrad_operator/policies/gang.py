@@ -84,7 +84,7 @@ def decide_queueing(
     above = frozenset(index for index in missing if index >= gang.minimum)
     waiting = above if is_early or not has_gang else frozenset()
 
-    withdrawn, seconds = _withdraw(context, queue, gang.minimum)
+    withdrawn, seconds = _withdraw(context, gang.minimum)
     return Queueing(
         due=tuple(index for index in due if index not in wait | waiting),
         gang=gang,
@@ -117,6 +117,13 @@ def find_newest_gang(context: ReconcileContext) -> int:
     # Bounded, because anybody may set a label.
     known = [int(text) for text in numbers if text.isdecimal() and len(text) < 10]
     return max([context.memory.gang, *known])
+
+
+def is_stranded(pod: PodState, context: ReconcileContext) -> bool:
+    """Whether Kueue holds the pod, for ever, in another queue than the run names by now: a pod stays in the
+    one that the run named when it was made."""
+    queue = context.run.labels.get(names.LABEL_QUEUE, "")
+    return pod.place.is_gated and pod.place.queue != queue
 
 
 def describe_wait(context: ReconcileContext, where: str) -> str:
@@ -175,11 +182,11 @@ def _join(
 
 
 def _withdraw(
-    context: ReconcileContext, queue: str, minimum: int
+    context: ReconcileContext, minimum: int
 ) -> tuple[tuple[PodState, ...], float | None]:
     """Return the pods that are to go, and the seconds until others may have to."""
     gated = [pod for pod in context.live if pod.place.is_gated]
-    useless = [pod for pod in gated if pod.place.queue != queue]
+    useless = [pod for pod in gated if is_stranded(pod, context)]
 
     # A group was over when they joined it. Kueue may have ended it because its pods cannot start: they are
     # not made anew in a storm.

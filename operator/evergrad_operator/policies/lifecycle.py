@@ -6,6 +6,7 @@ from typing import Final
 
 from evergrad_operator.decision import Action, Decision, PodDeletion
 from evergrad_operator.installation import DELETES_RUN, NO_DELETION
+from evergrad_operator.kinds import POD_GROUP, POD_GROUPS
 from evergrad_operator.memory import Finish, begin_anew
 from evergrad_operator.names import Phase, Reason
 from evergrad_operator.observe import Record
@@ -316,7 +317,7 @@ def drain_older(context: ReconcileContext) -> Decision | None:
     ]
     preparing = [pod for pod in context.preparing if pod.restart < restart]
     if not (live or leaving or coordinators or preparing):
-        return None
+        return _renew_group(context)
     ended = [pod for pod in context.nodes if not pod.is_live and pod.restart < restart]
     # As in a suspension: nodes first, all together, so that the last holder of the state saves it.
     chosen = (
@@ -333,4 +334,28 @@ def drain_older(context: ReconcileContext) -> Decision | None:
         context.memory,
         pods_to_delete=remove(chosen),
         requeue_after=earliest(context.seconds_to_unreachable),
+    )
+
+
+def _renew_group(context: ReconcileContext) -> Decision | None:
+    """Return the decision by which Kubernetes' PodGroup of before a restart goes; None where there is none,
+    or a pod is in it.
+
+    Its priority class cannot change. A run that had failed has no pod left whose leaving would take it along.
+    """
+    seen = context.observation
+    is_of_before = seen.group_restart < context.memory.restart
+    has_group = (POD_GROUP, context.run.name) in seen.hashes
+    is_renewable = has_group and seen.group_kind in POD_GROUPS["podGroup"]
+    if not (is_renewable and is_of_before) or any(pod.end is None for pod in seen.nodes):
+        return None
+    # No event shows that it is gone. A refusal has a time of its own.
+    is_refused = any((one.verb, one.kind) == ("delete", POD_GROUP) for one in seen.failures)
+    return Decision(
+        Action.STOP,
+        Phase.RESTARTING,
+        Reason.RESTARTING,
+        "spec.restartNonce or a setting has changed: the PodGroup is made anew",
+        context.memory,
+        requeue_after=None if is_refused else earliest(1.0),
     )

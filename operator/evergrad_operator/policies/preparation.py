@@ -18,6 +18,7 @@ from evergrad_operator.decision import Action, Decision
 from evergrad_operator.names import Phase, Reason
 from evergrad_operator.pods import PodState
 from evergrad_operator.policies.context import ReconcileContext
+from evergrad_operator.policies.gang import is_stranded
 from evergrad_operator.policies.host_faults import MANY_FAULTS
 from evergrad_operator.policies.lifecycle import earliest, remove
 from evergrad_operator.policies.record import is_recorded, plan_record
@@ -93,9 +94,7 @@ def prepare_first(context: ReconcileContext) -> Decision | None:
     ended = [pod for pod in context.observation.preparations if pod.end is not None]
     # As for a node, a host that does not get the image by its digest is asked for its tag by the next pod.
     unobtainable = [pod for pod in live[-1:] if is_digest_missing(pod, memory)]
-    # Kueue holds a pod in the queue that the run named when it was made.
-    queue = context.run.labels.get(names.LABEL_QUEUE, "")
-    stranded = [pod for pod in live[-1:] if pod.place.is_gated and pod.place.queue != queue]
+    stranded = [pod for pod in live[-1:] if is_stranded(pod, context)]
     surplus = (*live[:-1], *(unobtainable or stranded), *ended[:-1])
 
     # The PVC notes whose folder it is before any pod writes there.

@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
+from evergrad_manifest.profile import NAMESPACE_PROFILE
 from evergrad_operator import names
-from evergrad_operator.kinds import POD_GROUPS
+from evergrad_operator.kinds import API_RESOURCES, POD_GROUPS
 from evergrad_operator.names import Reason
 from evergrad_operator.observe import BOUNDS_NOT_TAKEN, NAME_TAKEN, ApplyFailure
 from evergrad_operator.pods import PodState
@@ -335,11 +336,26 @@ def find_group_obstacle(context: ReconcileContext) -> Obstacle | None:
     is_missing = context.observation.group_kind is None
     if not is_missing or context.live or not joins_pod_group(context):
         return None
+    # An API server that was not heard may have it.
+    for failure in context.observation.failures:
+        if failure.kind == API_RESOURCES:
+            return explain_refusal(failure)
     gang = context.config.gang
     group = POD_GROUPS[gang][0].version.partition("/")[0]
     text = f"the API server has no PodGroup of {group}, by which this installation places the nodes of a run"
     remedy = f"{_MISSING_GROUP[gang]}, or set runs.gang of the chart to none; it is looked for again"
     return Obstacle(Reason.GANG_UNAVAILABLE, f"{text}. {remedy}")
+
+
+def find_profile_obstacle(context: ReconcileContext) -> Obstacle:
+    """Return why the namespace's profile could not be read, without which no run begins."""
+    for failure in context.observation.failures:
+        if (failure.verb, failure.name) == ("list", NAMESPACE_PROFILE):
+            return explain_refusal(failure)
+    text = (
+        f"ConfigMap {NAMESPACE_PROFILE} of namespace {context.run.namespace} was not read"
+    )
+    return Obstacle(Reason.API_UNAVAILABLE, f"{text}. It is tried again")
 
 
 def find_claim_obstacle(context: ReconcileContext) -> Obstacle | None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from fake_kubernetes.recipe import TRAINING
 from fake_kubernetes.simulation import CONFIG, KEY, Crash, Simulation, crash_at
+from fake_kubernetes.store import RefusedError, Write
 from pod_security import violations
 from prometheus_client import generate_latest
 from prometheus_client.registry import CollectorRegistry
@@ -186,6 +187,47 @@ def test_a_pod_that_is_lost_is_followed_by_another_of_the_same_checkpoint(
     start(simulation)
     end(simulation, "run-evaluate-2-1", 2)
     assert (shown(simulation)["evaluated"], shown(simulation)["state"]) == (1, "UpToDate")
+
+
+def refuse_pods(simulation: Simulation, part: str) -> None:
+    """A quota is used up for pods whose name has this part."""
+
+    def before(write: Write) -> None:
+        if (write.verb, write.plural) == ("create", "pods") and part in write.name:
+            raise RefusedError(403, "Forbidden", f"{write.name}: exceeded quota: gpus")
+
+    simulation.store.before = before
+
+
+def test_a_refused_evaluation_keeps_no_node_and_no_coordinator_from_being_replaced(
+    simulation: Simulation,
+) -> None:
+    refuse_pods(simulation, "evaluate")
+    publish(simulation, 2)
+    assert simulation.pods("evaluation") == []
+    simulation.now += 100
+    simulation.end_pod("run-1-0", 1)
+    simulation.store.remove("pods", "ns", "run-coordinator-0")
+    simulation.coordinators.answers.clear()
+    simulation.settle()
+    simulation.now += 10
+    simulation.settle()
+    assert simulation.pods("coordinator") == ["run-coordinator-1"]
+    assert simulation.pods() == ["run-0-0", "run-1-0", "run-1-1"]
+    # Its step waits for its turn, and the others are tried all the same.
+    assert simulation.refused() == [("create", "run-evaluate-2-0", "Forbidden")]
+
+
+def test_a_refused_node_does_not_keep_a_checkpoint_from_being_evaluated(
+    simulation: Simulation,
+) -> None:
+    refuse_pods(simulation, "run-1-")
+    simulation.now += 100
+    simulation.end_pod("run-1-0", 75)
+    simulation.settle()
+    assert simulation.refused() == [("create", "run-1-1", "Forbidden")]
+    publish(simulation, 2)
+    assert simulation.pods("evaluation") == ["run-evaluate-2-0"]
 
 
 def test_a_mistake_is_final_for_the_evaluation_alone_until_the_run_is_edited(
@@ -499,3 +541,116 @@ def test_a_report_fits_into_a_termination_message_whatever_a_task_measures() -> 
     assert float(first["loss"]) == ROW["loss"]
     for odd in ("", "[]", "{}", "null", '{"step": -1}', '{"step": true}', "[" * 5000):
         assert decode_evaluated(odd) is None
+
+
+# ---- what would wait for ever ------------------------------------------------------------------------------
+
+
+def make_on_one_host(**spec: Any) -> Simulation:
+    """A run on a volume that one host mounts at a time, which is n1."""
+    simulation = make(**spec)
+    with simulation.by_others():
+        modes = {"spec": {"accessModes": ["ReadWriteOnce"]}}
+        simulation.store.change("persistentvolumeclaims", "ns", "run", modes)
+    return simulation
+
+
+def move(simulation: Simulation, host: str) -> None:
+    for name in simulation.pods():
+        simulation.store.change("pods", "ns", name, {"spec": {"nodeName": host}})
+
+
+def demanded(simulation: Simulation, name: str) -> list[str]:
+    """Hosts that a pod may come to."""
+    affinity = pod(simulation, name)["spec"].get("affinity") or {}
+    key = "requiredDuringSchedulingIgnoredDuringExecution"
+    terms = affinity.get("nodeAffinity", {}).get(key, {}).get("nodeSelectorTerms", [])
+    return [host for term in terms for one in term["matchFields"] for host in one["values"]]
+
+
+def test_a_pod_that_waits_for_the_host_of_a_volume_follows_the_nodes_to_another_one() -> (
+    None
+):
+    simulation = make_on_one_host()
+    publish(simulation, 2)
+    assert demanded(simulation, "run-evaluate-2-0") == ["n1"]
+    simulation.settle()
+    assert simulation.pods("evaluation") == ["run-evaluate-2-0"]
+    move(simulation, "n2")
+    simulation.settle()
+    simulation.reap()
+    simulation.settle()
+    assert simulation.pods("evaluation") == ["run-evaluate-2-1"]
+    assert demanded(simulation, "run-evaluate-2-1") == ["n2"]
+    simulation.settle()
+    assert simulation.pods("evaluation") == ["run-evaluate-2-1"]
+
+
+def test_after_the_end_of_the_run_a_pod_waits_for_no_host_of_its_nodes() -> None:
+    simulation = make_on_one_host()
+    publish(simulation, 2)
+    complete(simulation)
+    assert simulation.status["phase"] == "Complete"
+    (name,) = simulation.pods("evaluation")
+    assert name != "run-evaluate-2-0" and demanded(simulation, name) == []
+    simulation.settle()
+    assert simulation.pods("evaluation") == [name]
+
+
+def test_a_pod_that_kueue_holds_in_a_queue_that_the_run_has_left_comes_into_the_new_one(
+    simulation: Simulation,
+) -> None:
+    def enter(queue: str) -> None:
+        labels = {"kueue.x-k8s.io/queue-name": queue}
+        simulation.store.change("trainingruns", *KEY, {"metadata": {"labels": labels}})
+
+    enter("old")
+    publish(simulation, 2)
+    gates = {"schedulingGates": [{"name": "kueue.x-k8s.io/admission"}]}
+    simulation.store.change("pods", "ns", "run-evaluate-2-0", {"spec": gates})
+    simulation.settle()
+    assert simulation.pods("evaluation") == ["run-evaluate-2-0"]
+    enter("new")
+    simulation.settle()
+    simulation.reap()
+    simulation.settle()
+    assert simulation.pods("evaluation") == ["run-evaluate-2-1"]
+    labels = pod(simulation, "run-evaluate-2-1")["metadata"]["labels"]
+    assert labels["kueue.x-k8s.io/queue-name"] == "new"
+
+
+# ---- a state that is over ----------------------------------------------------------------------------------
+
+
+def test_without_its_section_nothing_is_shown_as_waiting_or_at_work_and_results_stay(
+    simulation: Simulation,
+) -> None:
+    publish(simulation, 2)
+    start(simulation)
+    end(simulation, "run-evaluate-2-0", 2)
+    publish(simulation, 4)
+    start(simulation)
+    assert shown(simulation)["state"] == "Evaluating"
+    edit(simulation, evaluation=None)
+    for _ in range(3):
+        simulation.settle()
+        simulation.reap()
+    assert simulation.pods("evaluation") == ["run-evaluate-2-0"], "it has ended"
+    assert (shown(simulation)["state"], shown(simulation)["waiting"]) == ("UpToDate", 0)
+    assert "no spec.evaluation" in shown(simulation)["message"]
+    assert shown(simulation)["step"] == 2 and shown(simulation)["results"]
+
+
+def test_after_an_end_that_lets_nothing_go_on_the_status_says_that_nothing_is_evaluated() -> (
+    None
+):
+    simulation = make(activeDeadlineSeconds=1000)
+    publish(simulation, 2)
+    simulation.now += 2000
+    for _ in range(3):
+        simulation.settle()
+        simulation.reap()
+    assert simulation.status["reason"] == "DeadlineExceeded"
+    assert shown(simulation)["message"] == (
+        "nothing is evaluated after this end of the run (DeadlineExceeded)"
+    )

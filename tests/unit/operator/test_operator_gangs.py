@@ -11,10 +11,12 @@ from fake_kubernetes.store import RefusedError, Write
 
 from evergrad_operator.config import Config
 from evergrad_operator.decision import EvaluationPod
+from evergrad_operator.errors import ApiError, OperatorError
 from evergrad_operator.gang_api import FOUND_SECONDS, MISSING_SECONDS, GangApi
-from evergrad_operator.kinds import POD_GROUPS, Kind
+from evergrad_operator.kinds import POD_GROUPS, Kind, kind_of
 from evergrad_operator.plan.evaluation_pod import build_evaluation_pod
 from evergrad_operator.slim import slim_pod
+from evergrad_operator.store import CHILDREN
 
 LABEL = "scheduling.x-k8s.io/pod-group"
 (COSCHEDULING,) = POD_GROUPS["coscheduling"]
@@ -210,6 +212,47 @@ def test_a_restart_of_all_pods_gives_the_group_their_new_priority_class() -> Non
     assert group_of(world)["spec"]["priorityClassName"] == "high"
 
 
+@pytest.mark.parametrize("kind", [BETA, ALPHA_2])
+def test_a_failed_run_that_is_restarted_gets_a_new_group_before_its_pods(
+    kind: Kind,
+) -> None:
+    world = in_gangs("podGroup", kind, template={"priorityClassName": "low"}).run(40)
+    world.train(100, phase="Failed", reason="UserError", message="bad data")
+    for name in world.live():
+        world.end(name, 64)
+    for _ in range(6):
+        world.reconcile()
+        world.leave()
+        world.age(20)
+    assert world.status["phase"] == "Failed" and ("PodGroup", "docs-lm") in world.children
+    world.set_spec(
+        restartNonce="again",
+        template={"priorityClassName": "high"},
+        nodes={"min": 3, "max": 3},
+    )
+    decision = world.reconcile()
+    assert (decision.phase, decision.requeue_after) == ("Restarting", 1.0)
+    assert ("PodGroup", "docs-lm") not in world.children and made(world) == {}
+    world.reconcile()
+    nodes = [pod["spec"] for name, pod in made(world).items() if "coordinator" not in name]
+    assert [one["priorityClassName"] for one in nodes] == ["high"] * 3
+    assert group_of(world)["spec"] == {
+        "schedulingPolicy": {"gang": {"minCount": 3}},
+        "priorityClassName": "high",
+    }
+    # It is made once for each restart.
+    world.run(40)
+    assert world.live() and ("PodGroup", "docs-lm") in world.children
+
+
+def test_a_group_is_no_older_than_its_run_where_all_pods_are_lost_at_once() -> None:
+    world = in_gangs("podGroup", BETA).run(40)
+    for name in world.live():
+        world.end(name, 137)
+    world.reconcile()
+    assert ("PodGroup", "docs-lm") in world.children
+
+
 def test_a_suspended_run_of_coscheduling_keeps_its_group() -> None:
     world = in_gangs("coscheduling", COSCHEDULING).run(40)
     world.set_spec(suspend=True)
@@ -358,6 +401,87 @@ def test_a_type_that_goes_while_the_operator_remembers_it_is_missed_at_the_next_
     assert simulation.pods() == []
 
 
+def list_or_fail(
+    simulation: Simulation, monkeypatch: pytest.MonkeyPatch, status: int = 404
+) -> None:
+    """Lists of PodGroups in a version that the API server has not got are answered with this status."""
+    real = simulation.cluster.list_all
+
+    async def list_all(kind: Kind, namespace: str | None, **more: Any) -> Any:
+        if kind.kind == "PodGroup" and kind.version not in simulation.cluster.served:
+            raise ApiError(status, "NotFound", "404 page not found")
+        return await real(kind, namespace, **more)
+
+    monkeypatch.setattr(simulation.cluster, "list_all", list_all)
+
+
+def test_a_lost_node_is_replaced_at_once_after_an_upgrade_has_dropped_the_version_of_the_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulation = clustered("podGroup", ALPHA_3)
+    simulation.settle()
+    simulation.start_pods()
+    simulation.settle()
+    simulation.cluster.served = {BETA.version}
+    list_or_fail(simulation, monkeypatch)
+    simulation.now += 100
+    simulation.end_pod("run-1-0", 75)
+    simulation.reconcile()
+    assert simulation.pods() == ["run-0-0", "run-1-0", "run-1-1"]
+    assert simulation.refused() == []
+
+
+def test_groups_that_cannot_be_listed_are_named_and_listed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulation = clustered("podGroup", BETA)
+    simulation.settle()
+    simulation.start_pods()
+    simulation.settle()
+    served, simulation.cluster.served = simulation.cluster.served, set()
+    list_or_fail(simulation, monkeypatch, 403)
+    simulation.now += 100
+    simulation.end_pod("run-1-0", 75)
+    simulation.settle()
+    assert simulation.pods() == ["run-0-0", "run-1-0"]
+    assert simulation.refused() == [("list", "run", "NotFound")]
+    assert "PodGroup run" in simulation.status["message"]
+    simulation.cluster.served = served
+    simulation.now += 60
+    simulation.settle()
+    assert simulation.pods() == ["run-0-0", "run-1-0", "run-1-1"]
+    assert simulation.refused() == []
+
+
+def test_a_discovery_that_is_not_answered_holds_a_new_run_with_its_reason_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulation = clustered("coscheduling", COSCHEDULING)
+
+    async def serves(kind: Kind) -> bool:
+        raise ApiError(503, "ServiceUnavailable", "the discovery is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(simulation.cluster, "serves", serves)
+        delay = simulation.reconcile()
+        assert delay is not None and delay <= 10
+        assert simulation.status["reason"] == "ApiUnavailable"
+        assert "the discovery is away" in simulation.status["message"]
+        assert simulation.pods() == []
+    simulation.now += 60
+    simulation.settle()
+    assert simulation.pods() == ["run-0-0", "run-1-0"] and simulation.refused() == []
+
+    # What was found before holds for runs at work.
+    simulation.start_pods()
+    simulation.settle()
+    simulation.now += 2 * FOUND_SECONDS
+    monkeypatch.setattr(simulation.cluster, "serves", serves)
+    simulation.end_pod("run-1-0", 75)
+    simulation.settle()
+    assert simulation.pods() == ["run-0-0", "run-1-0", "run-1-1"]
+
+
 def test_a_group_of_somebody_else_is_never_taken_over() -> None:
     simulation = clustered("coscheduling", COSCHEDULING)
     body = {"metadata": {"name": "run", "namespace": "ns"}, "spec": {"minMember": 9}}
@@ -380,6 +504,32 @@ def test_a_group_that_somebody_has_deleted_is_made_again_before_the_next_pod() -
     assert ("podgroups", "run") in simulation.children()
 
 
+def test_no_pod_is_made_into_a_group_that_is_about_to_go() -> None:
+    simulation = clustered("podGroup", BETA)
+    simulation.settle()
+    body = simulation.store.get("podgroups", "ns", "run")
+    with simulation.by_others():
+        # Nothing takes its finalizer away for a while.
+        simulation.store.change(
+            "podgroups",
+            "ns",
+            "run",
+            {"metadata": {"deletionTimestamp": "2027-01-15T08:00:00Z"}},
+        )
+        simulation.store.remove("pods", "ns", "run-1-0")
+    simulation.cache.forget(CHILDREN, {**body, "kind": "PodGroup"})
+    simulation.now += 100
+    simulation.reconcile()
+    assert simulation.pods() == ["run-0-0"]
+    assert simulation.refused() == [("apply", "run", "NameLeaving")]
+    with simulation.by_others():
+        simulation.store.remove("podgroups", "ns", "run")
+    simulation.now += 10
+    simulation.settle()
+    assert simulation.pods() == ["run-0-0", "run-1-1"]
+    assert ("podgroups", "run") in simulation.children()
+
+
 def test_a_run_whose_time_after_its_end_is_over_takes_its_group_along() -> None:
     simulation = clustered("coscheduling", COSCHEDULING)
     spec = {"spec": {"ttlSecondsAfterFinished": 60, "activeDeadlineSeconds": 10}}
@@ -392,6 +542,27 @@ def test_a_run_whose_time_after_its_end_is_over_takes_its_group_along() -> None:
         simulation.reap()
     assert simulation.status["reason"] == "DeadlineExceeded"
     assert ("podgroups", "run") not in simulation.children()
+
+
+def test_a_run_is_cleaned_up_also_where_the_type_of_its_group_is_gone() -> None:
+    simulation = clustered("coscheduling", COSCHEDULING)
+    spec = {"spec": {"ttlSecondsAfterFinished": 60, "activeDeadlineSeconds": 10}}
+    simulation.store.change("trainingruns", *KEY, spec)
+    simulation.settle()
+    simulation.cluster.served = set()
+    for _ in range(4):
+        simulation.now += 700
+        simulation.settle()
+        simulation.reap()
+    assert simulation.status["reason"] == "DeadlineExceeded"
+    assert ("configmaps", "run-config") not in simulation.children()
+    assert simulation.refused() == []
+
+
+def test_an_object_of_an_unknown_version_is_named() -> None:
+    body = {"kind": "PodGroup", "apiVersion": "x/v9", "metadata": {"name": "run"}}
+    with pytest.raises(OperatorError, match=r"PodGroup run: .* API version x/v9"):
+        kind_of(body)
 
 
 class Served:

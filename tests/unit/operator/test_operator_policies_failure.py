@@ -1008,7 +1008,9 @@ def test_a_record_that_an_existing_claim_does_not_take_has_a_reason_and_a_remedy
     claim = {"metadata": {"name": "shared"}, "status": {"phase": "Bound"}}
     world.children["PersistentVolumeClaim", "shared"] = claim
     world.failures = [
-        ApplyFailure("PersistentVolumeClaim", "shared", status, "Invalid", message, START)
+        ApplyFailure(
+            "PersistentVolumeClaim", "shared", status, "Invalid", message, START, "apply"
+        )
     ]
     decision = world.reconcile()
     assert (decision.phase, decision.reason) == (

@@ -1,6 +1,5 @@
 """The profile of a run: which one it has, that it keeps it, and what a wrong one does."""
 
-import asyncio
 import json
 import os
 import re
@@ -328,18 +327,39 @@ def test_a_wrong_profile_of_a_suspended_run_is_not_taken_for_settled() -> None:
 def test_without_an_answer_about_the_profile_no_run_begins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    simulation = begun()
+    simulation = begun(resources={"limits": {"rdma/hca": 1}})
+    allowed = profiles(default=of({}, allows={"rdma": ["rdma/hca"]}))
+    simulation.config = replace(simulation.config, profiles=allowed)
+    simulation.start_operator()
+    answer = [ApiError(500, "InternalError", "etcd is away")]
 
     async def refuse(*_: Any, **__: Any) -> Any:
-        raise ApiError(500, "InternalError", "etcd is away")
+        raise answer[0]
 
     with monkeypatch.context() as patch:
         patch.setattr(simulation.cluster, "list_all", refuse)
-        with pytest.raises(ApiError):
-            asyncio.run(simulation.reconciler.reconcile(KEY))
-    assert simulation.pods() == [] and simulation.status.get("phase") is None
+        delay = simulation.reconcile()
+        assert delay is not None and delay <= 2, "it is tried again by itself"
+        assert simulation.status["reason"] == "ApiUnavailable"
+        assert "ConfigMap evergrad-profile" in simulation.status["message"]
+        assert "etcd is away" in simulation.status["message"]
+        assert condition(simulation, "Stalled") == "False"
+
+        answer[0] = ApiError(403, "Forbidden", "configmaps is forbidden")
+        simulation.now += 10
+        simulation.reconcile()
+        assert simulation.status["reason"] == "AdmissionRefused"
+        assert condition(simulation, "Stalled") == "True"
+    assert simulation.pods() == simulation.pods("coordinator") == []
+    simulation.now += 60
     simulation.settle()
     assert simulation.pods() == ["run-0-0", "run-1-0"]
+    assert simulation.refused() == [] and simulation.status["profile"] == "default"
+
+
+def condition(simulation: Simulation, kind: str) -> str:
+    found = {one["type"]: one["status"] for one in simulation.status["conditions"]}
+    return str(found[kind])
 
 
 def test_devices_that_no_profile_allows_are_refused_before_a_pod_exists() -> None:
