@@ -40,9 +40,10 @@ def announce(session: Session, machinery: Machinery) -> None:
     plan, progress, world = session.plan, session.progress, session.world
     # Read before it is written over: what differs from the start before is announced below.
     before = session.directory.read_resolved()
-    session.directory.write_resolved(_build_record(session, before or {}))
+    # In this order: a mark beside a record with the longer horizon would say that this one is reached.
     if session.directory.is_complete():
         session.directory.unmark_complete()
+    session.directory.write_resolved(_build_record(session, before or {}))
     processes = read_processes(session.directory)
     entry = record_process(
         session.directory,
