@@ -35,8 +35,7 @@ def settle(session: Session, machinery: Machinery, run: Run, life: Life) -> bool
             "is_comparing": run.limits.compare_every is not None,
             "frozen": dict(machinery.frozen),
             "observers_off": sorted(run.lasting.switched_off),
-            "begun_from": session.begun_from,
-            "task": dict(session.task_before),
+            **session.describe_beginning(),
         }
     )
     steps = [int(row["step"]) for row in rows]
@@ -62,9 +61,7 @@ def settle(session: Session, machinery: Machinery, run: Run, life: Life) -> bool
         registry, source = machinery.registry, choose_source(rows)
         registry.load_values(world.broadcast_json(registry.values(), source=source))
         adopt(progress, rows)
-        # A newcomer may be the rank 0 that writes down how the run began.
-        session.begun_from = rows[source]["begun_from"]
-        session.note_task(rows[source]["task"])
+        session.adopt_beginning(rows[source])
 
     # Collective, before the first step of a world: what was transferred has arrived and, where that is asked
     # for, all replicas are equal. Rank 0's wish counts: a comparison that only some make would wait for ever.
