@@ -293,9 +293,10 @@ NOBODY = {"type": "none", "pid": None}
 def find_repeats(directory: Path) -> list[Repeat]:
     """Wherever a row is not the one after the row before it."""
     rows = metric_rows(directory)
+    # Where both stand, the start is that of a world whose rank 0 was lost before its first step.
     begins = {
         event["generation"]: event
-        for type_ in ("world", "start")
+        for type_ in ("start", "world")
         for event in events(directory, type_)
     }
     repeats = []

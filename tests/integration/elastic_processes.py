@@ -32,6 +32,8 @@ PLACES = {
     "setup": ("evergrad_trainer.worker.worlds", "form_world"),
     "meeting": ("evergrad_trainer.distributed", "PrefixStore"),
     "settle": ("evergrad_trainer.worker.lifecycle", "settle"),
+    "announce": ("evergrad_trainer.worker.lifecycle", "announce"),
+    "provenance": ("evergrad_trainer.worker.announcing", "record_process"),
     "send": ("evergrad_trainer.world", "World.send"),
     "receive": ("evergrad_trainer.world", "World.receive"),
     "slot": ("evergrad_trainer.worker.heartbeat", "WorkerHeartbeat.beat"),

@@ -1,6 +1,7 @@
 """Nodes and workers that die, at every place of a step and of a change: survivors keep their processes,
 nothing is lost."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,26 @@ def test_rank_0_killed_hands_its_office_to_the_next(
     cluster.check(undisturbed.at("undisturbed"))
     assert len(cluster.pids(1)) == len(cluster.pids(2)) == 1
     assert max(row["step"] for row in cluster.trace() if row["node"] == 0) == 6 < STEPS
+
+
+@pytest.mark.parametrize("place", ["announce", "provenance"])
+def test_rank_0_killed_before_it_has_written_the_start_leaves_that_to_the_next(
+    make_elastic: MakeCluster, undisturbed: Any, place: str
+) -> None:
+    """All had their state then. Without run.json the run could never be started again."""
+    cluster = make_elastic(expect=2).start(
+        faults=[fault("SIGKILL", place, node=0, to="node", name="kill")]
+    )
+    cluster.finish(nodes=[1])
+    assert cluster.has_happened("kill") and len(cluster.pids(1)) == 1
+    cluster.check(undisturbed.at("undisturbed"))
+    record = json.loads((cluster.directory / "run.json").read_text())
+    (start,) = events(cluster.directory, "start")
+    assert record["runId"] and start["world_size"] == 1
+    (process,) = json.loads((cluster.directory / "provenance.json").read_text())[
+        "processes"
+    ]
+    assert process["world_size"] == 1
 
 
 def test_a_killed_worker_leaves_its_sibling_and_comes_back(

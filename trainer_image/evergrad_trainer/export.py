@@ -41,7 +41,7 @@ from evergrad_trainer.models.safetensors_files import TensorForm, write_weights
 from evergrad_trainer.optim.average import AVERAGE, TRAINED, check_has_average
 from evergrad_trainer.resume import read_run
 from evergrad_trainer.run_directory import RunDirectory, reported
-from evergrad_trainer.run_record import read_key
+from evergrad_trainer.run_record import read_base
 from evergrad_trainer.state.providers import module_tensors
 from evergrad_trainer.state.registry import EMA, FROZEN, MODEL, from_extra
 from evergrad_trainer.task import Modules
@@ -185,7 +185,7 @@ def _read_run(
             Problem(str(run_directory), what, why, "Leave --adapter out")
         )
     check_has_average(training, weights, where=str(run_directory))
-    return training, run_directory / read_key(directory, resolved, "baseDirectory", str)
+    return training, read_base(directory, resolved)
 
 
 def _write_model(

@@ -24,6 +24,7 @@ from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.run_record import (
+    BASE,
     BEGUN_FROM,
     BegunFrom,
     damaged,
@@ -328,7 +329,7 @@ def resolved_record(
     return {
         "format": 1,
         "manifest": to_wire(run),
-        "baseDirectory": base_directory,
+        BASE: base_directory,
         "derived": derived,
         "configHash": identity.config_hash,
         "dataFingerprint": identity.data_fingerprint,
@@ -342,7 +343,7 @@ def resolved_script_record(run: TrainingRun, *, base_directory: str) -> dict[str
     return {
         "format": 1,
         "manifest": to_wire(run),
-        "baseDirectory": base_directory,
+        BASE: base_directory,
         "configHash": config_hash(run),
     }
 

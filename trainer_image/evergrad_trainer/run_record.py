@@ -1,8 +1,10 @@
 """Values of ``run.json`` as they are read: a damaged or missing one is refused by its key."""
 
 import functools
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -19,6 +21,9 @@ _REMEDY: Final = (
     "Restore it from a backup. Without one, begin another run with the weights or the optimizer of this one "
     "(spec.training.initFrom.load), which needs no run.json"
 )
+
+BASE: Final = "baseDirectory"
+"""Key under which stands where relative paths of the manifest start, seen from the run directory."""
 
 Value = TypeVar("Value")
 
@@ -79,6 +84,25 @@ def read_optional(
 ) -> Value | None:
     """As ``read_key``; None where the key is missing, as in the records of older versions."""
     return read_key(directory, record, key, kind) if key in record else None
+
+
+def describe_base(base: Path, run_directory: Path) -> str:
+    """The value of ``BASE`` for a run in ``run_directory``, which exists.
+
+    Links are followed first, as whoever opens a path does: one leads out of the folders that its name is in.
+    """
+    return os.path.relpath(base.resolve(), run_directory.resolve())
+
+
+def read_base(directory: RunDirectory, record: Mapping[str, Any]) -> Path:
+    """Where relative paths in the manifest of ``record`` start. Raises RunDirectoryError."""
+    value = read_key(directory, record, BASE, str)
+    base = directory.path / value
+    if not base.exists():
+        # Older versions did not follow links in the run directory's path.
+        by_name = Path(os.path.normpath(directory.path.absolute() / value))
+        return by_name if by_name.exists() else base
+    return base
 
 
 def damaged(

@@ -102,6 +102,23 @@ def test_both_rows_of_a_pair_are_shown() -> None:
     assert shown == [{"sample": "a/0", "texts": ["yes", "no "], "learnedTokens": 3}]
 
 
+def test_what_fills_a_row_up_is_not_shown() -> None:
+    """A token of id 0 within a row is shown: it is learned, has a position, or others follow."""
+    rows = torch.tensor([[list(b"yes\0\0"), list(b"n\0o\0\0")]])
+    labels = torch.tensor([[[-100, 1, 2, -100, -100], [-100, -100, -100, 3, -100]]])
+
+    def texts(**more: Any) -> list[str]:
+        tensors = {"input_ids": rows, "labels": labels, **more}
+        stream = stream_of(tensors)
+        [one] = show_samples(stream, ByteTokenizer(), count=1, asked_by="-s")
+        assert one["learnedTokens"] == 3
+        return list(one["texts"])
+
+    assert texts() == ["yes", "n\0o\0"]
+    positions = torch.tensor([[[0, 1, 2, 3, 0], [0, 1, 2, 3, 0]]])
+    assert texts(position_ids=positions) == ["yes\0", "n\0o\0"]
+
+
 def test_batches_without_tokens_are_named_instead_of_shown() -> None:
     said = (
         "-s: the recipe has no text to show; its batches hold no input_ids. Leave it out."

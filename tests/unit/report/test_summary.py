@@ -46,3 +46,55 @@ def test_a_run_without_a_step_has_a_summary(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text("")
     summary = json.loads(write_report(tmp_path, now=0.0).summary.read_text("utf-8"))
     assert (summary["step"], summary["loss"], summary["samples"]) == (0, None, 0)
+
+
+def test_samples_and_tokens_are_those_of_the_runs_own_steps(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
+    """A run that goes on behind step 20 of another one has no rows of the steps before."""
+    run = synthetic.RunWriter(tmp_path / "run")
+    run.write(synthetic.Process(last=50, resumed_from=20))
+    start = {"type": "start", "resumed_from": 20, "samples_per_step": 32}
+    with run.directory.events.open("a") as file:
+        file.write(
+            json.dumps(start | {"time": run.now, "step": 20, "generation": 1}) + "\n"
+        )
+    path = write_report(run.directory.path, now=0.0).summary
+    summary = json.loads(path.read_text("utf-8"))
+    assert summary["tokens"] == 30 * 8192
+    assert summary["samples"] == summary["newSamples"] == 30 * 32
+
+
+def test_what_was_measured_of_a_lost_future_is_no_result(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
+    """Killed after step 20 and resumed at 10: step 18 was skipped, and 20 evaluated, with other weights."""
+    run = synthetic.RunWriter(tmp_path / "run", evaluate_every=10)
+    run.write(synthetic.Process(last=20, ended="killed"))
+    skipped = {"type": "skipped", "why": "loss", "message": "not finite", "in_a_row": 1}
+    event = skipped | {"time": run.now, "step": 18, "generation": 1}
+    with run.directory.events.open("a") as file:
+        file.write(json.dumps(event) + "\n")
+    rows = run.directory.metrics.read_text("utf-8").splitlines()
+    rows[17] = json.dumps(json.loads(rows[17]) | {"loss": None})
+    run.directory.metrics.write_text("\n".join(rows) + "\n", "utf-8")
+
+    def report() -> tuple[list[int], dict[str, int], str]:
+        paths = write_report(run.directory.path, now=0.0)
+        summary = json.loads(paths.summary.read_text("utf-8"))
+        steps = [one["step"] for one in summary["evaluations"]]
+        return steps, summary["skippedSteps"], paths.markdown.read_text("utf-8")
+
+    steps, counted, page = report()
+    assert (steps, counted) == ([10, 20], {"loss": 1})
+    assert "1 step had a loss that is not a number" in page
+
+    run.write(synthetic.Process(last=15, resumed_from=10, ended="killed"))
+    steps, counted, page = report()
+    assert (steps, counted) == ([10], {})
+    assert "not a number" not in page and "step 18" not in page
+
+    # Also where the step has come again, and is measured at another one.
+    run._evaluate_every = 7
+    run.write(synthetic.Process(last=22, resumed_from=15, ended="killed"))
+    assert report()[:2] == ([10, 21], {})

@@ -1,6 +1,5 @@
 """The beginning and the end of a script's run, the same for one node and for several on this machine."""
 
-import os
 import time
 from collections.abc import Callable
 
@@ -11,6 +10,7 @@ from evergrad_manifest.script_files import script_problems
 from evergrad_trainer.node.scripts import preload
 from evergrad_trainer.resume import resolved_script_record
 from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.run_record import describe_base
 
 
 def prepare_script(
@@ -27,7 +27,7 @@ def prepare_script(
     # The files are checked before anything is written.
     directory.create()
     directory.write_resolved(
-        resolved_script_record(run, base_directory=os.path.relpath(base, directory.path))
+        resolved_script_record(run, base_directory=describe_base(base, directory.path))
     )
     preload(run.script, base)
 

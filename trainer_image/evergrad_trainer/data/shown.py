@@ -1,11 +1,14 @@
 """Samples of the first step as people read them: the place that each comes from, and its text."""
 
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
+import torch
+
 from evergrad_manifest.errors import ConfigurationError, Problem
 from evergrad_trainer.data.stream import TrainingStream
-from evergrad_trainer.data.token_source import IGNORE_INDEX, INPUT_IDS, LABELS
+from evergrad_trainer.data.token_source import IGNORE_INDEX, INPUT_IDS, LABELS, POSITIONS
 from evergrad_trainer.data.tokenizers import TextTokenizer
 
 
@@ -33,15 +36,34 @@ def show_samples(
             raise ConfigurationError(
                 Problem(asked_by, f"the recipe {what}", why, "Leave it out")
             )
-        # A pair shows both rows; the length of a row comes last in any case.
-        ids = batch.tensors[INPUT_IDS][row]
         one: dict[str, Any] = {
             "sample": stream.describe(batch.samples[row]),
-            "texts": [
-                tokenizer.decode(line) for line in ids.reshape(-1, ids.shape[-1]).tolist()
-            ],
+            "texts": [tokenizer.decode(line) for line in _lines_of(batch.tensors, row)],
         }
         if LABELS in batch.tensors:
             one["learnedTokens"] = int((batch.tensors[LABELS][row] != IGNORE_INDEX).sum())
         shown.append(one)
     return shown
+
+
+def _lines_of(tensors: Mapping[str, torch.Tensor], row: int) -> list[list[int]]:
+    """The token ids of a sample, without those that fill a row up behind its end: one list, or two of a
+    pair."""
+    ids = tensors[INPUT_IDS][row]
+    is_own = torch.ones_like(ids, dtype=torch.bool)
+    labels, positions = (
+        tensors[name][row] if name in tensors else None for name in (LABELS, POSITIONS)
+    )
+    # A place that fills up has id 0, learns nothing, and stands at no position behind another one.
+    if labels is not None and labels.shape == ids.shape:
+        is_own = (ids != 0) | (labels != IGNORE_INDEX)
+        if positions is not None and positions.shape == ids.shape:
+            is_own |= positions != 0
+
+    # A pair has both rows; the length of a row comes last in any case.
+    length = ids.shape[-1]
+    lines = []
+    for line, own in zip(ids.reshape(-1, length), is_own.reshape(-1, length), strict=True):
+        places = own.nonzero()
+        lines.append(line[: int(places[-1]) + 1 if len(places) else 0].tolist())
+    return lines

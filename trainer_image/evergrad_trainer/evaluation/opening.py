@@ -34,7 +34,7 @@ from evergrad_trainer.resume import (
     read_run,
 )
 from evergrad_trainer.run_directory import RunDirectory
-from evergrad_trainer.run_record import read_key
+from evergrad_trainer.run_record import read_base, read_key
 from evergrad_trainer.training.build import (
     Machinery,
     build_evaluations,
@@ -111,7 +111,7 @@ def read_recorded(path: Path) -> RecordedRun:
             )
         )
     prepared = read_key(directory, record, "prepared", Prepared)
-    base = path / read_key(directory, record, "baseDirectory", str)
+    base = read_base(directory, record)
     return RecordedRun(directory, run, base, prepared)
 
 

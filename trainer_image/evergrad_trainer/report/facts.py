@@ -1,7 +1,7 @@
 """Gathers the facts of a report from a run directory. Both renderers show them and compute nothing."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,13 @@ from evergrad_trainer.observers.goodput import Goodput
 from evergrad_trainer.observers.history import History, StepTable, read_history
 from evergrad_trainer.provenance.record import read_processes
 from evergrad_trainer.provenance.redaction import hide_home
-from evergrad_trainer.records import TOKENS, Event, EventType, unit_read
+from evergrad_trainer.records import (
+    TOKENS,
+    EvaluationRecord,
+    Event,
+    EventType,
+    unit_read,
+)
 from evergrad_trainer.report.figures import (
     Figure,
     Share,
@@ -105,6 +111,7 @@ def gather_facts(directory: RunDirectory, *, cluster_run: Path | None = None) ->
     is_counting = np.zeros(len(history.steps), np.bool_)
     is_counting[last] = True
     counting = history.steps.take(last)
+    history = _leave_out_lost(history, counting)
 
     started = _find_started(resolved, history.events)
     # The manifest is shown as it was resolved; its paths may name who ran it.
@@ -134,7 +141,7 @@ def gather_facts(directory: RunDirectory, *, cluster_run: Path | None = None) ->
         changes=change_table(history.events),
         worlds=world_table(goodput),
         world_causes=world_cause_table(goodput),
-        warnings=warnings_of(history, goodput),
+        warnings=warnings_of(history, goodput, steps=counting),
         environment=environment_rows(read_processes(directory)),
         configuration=hide_home(text) if manifest else "",
         goodput=goodput,
@@ -145,6 +152,29 @@ def gather_facts(directory: RunDirectory, *, cluster_run: Path | None = None) ->
         loss_items=items,
         unit_read=unit,
         pod_time=pod_time,
+    )
+
+
+def _leave_out_lost(history: History, steps: StepTable) -> History:
+    """The history without evaluations and skipped steps before which training went back.
+
+    ``steps``: the rows that count. The state that was measured is gone, and other steps may follow.
+    """
+
+    def counts(one: EvaluationRecord | Event) -> bool:
+        place = int(np.searchsorted(steps.step, one.step))
+        if place == len(steps):
+            # Behind the newest step. Without one, a run measures what it begins with.
+            return place == 0
+        is_trained_here = steps.step[place] == one.step
+        return not is_trained_here or one.generation >= int(steps.generation[place])
+
+    return replace(
+        history,
+        evaluations=tuple(one for one in history.evaluations if counts(one)),
+        events=tuple(
+            one for one in history.events if one.type != EventType.SKIPPED or counts(one)
+        ),
     )
 
 

@@ -28,8 +28,9 @@ def summarise(facts: Facts) -> dict[str, Any]:
         "status": facts.status.label,
         "step": steps.newest_step,
         "loss": float(steps.loss[-1]) if is_trained else None,
-        # Figures of the whole run, and of the newest process alone.
-        "samples": steps.newest_step * samples_per_step,
+        # Figures of the whole run, and of the newest process alone. A run that goes on behind another
+        # one's step has rows of its own steps alone.
+        "samples": len(steps) * samples_per_step,
         "newSamples": max(0, steps.newest_step - resumed_from) * samples_per_step,
         "tokens": int(steps.tokens.sum()),
         "validTokens": int(steps.valid_tokens.sum()),

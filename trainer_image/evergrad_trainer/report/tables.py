@@ -11,7 +11,7 @@ from evergrad_coordinator.causes import CHANGES, LOSSES, describe_ending
 from evergrad_coordinator.text import count, duration, real, size, utc
 from evergrad_trainer.observers.events import changes_of, saved_step, seconds_of
 from evergrad_trainer.observers.goodput import Goodput
-from evergrad_trainer.observers.history import History
+from evergrad_trainer.observers.history import History, StepTable
 from evergrad_trainer.records import TOKENS, EvaluationRecord, Event, EventType
 
 _FIRST_ROWS, _LAST_ROWS = 10, 40
@@ -201,8 +201,8 @@ def last_evaluations(evaluations: Sequence[EvaluationRecord]) -> list[Evaluation
     return [last[key] for key in sorted(last, key=lambda key: key[0])]
 
 
-def warnings_of(history: History, goodput: Goodput) -> tuple[str, ...]:
-    """Collect everything that a reader should not overlook, as sentences."""
+def warnings_of(history: History, goodput: Goodput, *, steps: StepTable) -> tuple[str, ...]:
+    """Collect everything that a reader should not overlook, as sentences. ``steps``: the rows that count."""
     # In the order of the run; what concerns the files as a whole comes last.
     found = []
     for event in history.events:
@@ -224,7 +224,7 @@ def warnings_of(history: History, goodput: Goodput) -> tuple[str, ...]:
         elif event.type == EventType.FAILED:
             error = fields.get("error")
             found.append(f"a process failed at step {step} with {error}: {message}")
-    non_finite = int(np.count_nonzero(~np.isfinite(history.steps.loss)))
+    non_finite = int(np.count_nonzero(~np.isfinite(steps.loss)))
     # Such steps leave gaps in the curve, which are easily overlooked.
     if non_finite:
         found.append(

@@ -23,7 +23,7 @@ from evergrad_trainer.optim.schedule import build_schedule
 from evergrad_trainer.provenance.record import read_processes, record_process
 from evergrad_trainer.records import TOKENS, Event, EventType, RunInfo
 from evergrad_trainer.resume import resolved_record
-from evergrad_trainer.run_record import BEGUN_FROM
+from evergrad_trainer.run_record import BEGUN_FROM, describe_base
 from evergrad_trainer.training.build import Machinery
 from evergrad_trainer.worker.session import Session
 
@@ -40,9 +40,10 @@ def announce(session: Session, machinery: Machinery) -> None:
     plan, progress, world = session.plan, session.progress, session.world
     # Read before it is written over: what differs from the start before is announced below.
     before = session.directory.read_resolved()
-    session.directory.write_resolved(_build_record(session, before or {}))
+    # In this order: a mark beside a record with the longer horizon would say that this one is reached.
     if session.directory.is_complete():
         session.directory.unmark_complete()
+    session.directory.write_resolved(_build_record(session, before or {}))
     processes = read_processes(session.directory)
     entry = record_process(
         session.directory,
@@ -93,7 +94,7 @@ def _build_record(session: Session, before: Mapping[str, Any]) -> dict[str, Any]
         plan.run,
         plan.prepared,
         identity=session.identity,
-        base_directory=os.path.relpath(plan.base_directory, plan.run_directory),
+        base_directory=describe_base(plan.base_directory, plan.run_directory),
         derived=derived,
         model=plan.model.describe(),
     )

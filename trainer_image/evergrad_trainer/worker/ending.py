@@ -7,6 +7,7 @@ then.
 """
 
 import logging
+import re
 import shutil
 import sys
 import time
@@ -22,6 +23,8 @@ from evergrad_trainer.worker.session import Session
 from evergrad_trainer.worker.writing import Writer
 
 _log = logging.getLogger(__name__)
+_LEFTOVER = re.compile(r"\.step-\d+\.(new|old)|\.\.step-\d+\.new\.[0-9a-f]+\.tmp")
+"""Names that ``_export`` and ``export_checkpoint`` give to an export of this run until it is whole."""
 
 
 def save_all(run: Run) -> bool:
@@ -106,9 +109,11 @@ def _export(session: Session, step: int) -> Path:
 
     target = session.directory.exports / f"step-{step}"
     with reported(target, what="cannot be written"):
-        # Files that a killed process has left of its own.
+        # Folders that a killed process has left of its own. A volume or a desktop keeps hidden files
+        # there, and a user may export beside this.
         for rest in session.directory.exports.glob(".*"):
-            shutil.rmtree(rest)
+            if _LEFTOVER.fullmatch(rest.name) and rest.is_dir():
+                shutil.rmtree(rest)
     fresh, old = (target.with_name(f".{target.name}.{name}") for name in ("new", "old"))
     export_checkpoint(session.directory.path, step=step, output=fresh, dtype=None)
     with reported(target, what="cannot be written"):

@@ -119,10 +119,15 @@ class Lifecycle:
         self._worlds.trains(world, session.progress.finished_steps)
         if not world.is_main:
             self._release()
-        elif is_fresh:
-            announce(session, self._machinery)
         else:
-            self._writer.announce_world(self._machinery, begin, is_new=is_new)
+            # Nobody knows whether a rank 0 that died before the first step had announced the start.
+            # Without run.json the run could never be started again.
+            is_begun = session.is_announced or session.progress.steps_here > 0
+            if is_fresh or not is_begun:
+                announce(session, self._machinery)
+            if not is_fresh:
+                is_new = is_new and is_begun
+                self._writer.announce_world(self._machinery, begin, is_new=is_new)
         # Collectives, until all ranks agree to leave this world.
         reason = train(self._run)
         if reason != "change":

@@ -117,6 +117,17 @@ class Session:
         """Remember the task's files that a restored state was trained with, for the start's announcement."""
         self.task_before = dict(files)
 
+    def describe_beginning(self) -> dict[str, Any]:
+        """The facts of a start's announcement that this process knows because its state is not a
+        transferred one."""
+        return {"begun_from": self.begun_from, "task_before": dict(self.task_before)}
+
+    def adopt_beginning(self, row: Mapping[str, Any]) -> None:
+        """Take over those facts from a rank that had the state: a newcomer may be the rank 0 that
+        announces."""
+        self.begun_from = row["begun_from"]
+        self.note_task(row["task_before"])
+
     def emit(self, type_: str, fields: dict[str, Any]) -> None:
         """Give the observers an event at the last finished step."""
         step, generation = self.progress.finished_steps, self.world.generation

@@ -35,6 +35,7 @@ def settle(session: Session, machinery: Machinery, run: Run, life: Life) -> bool
             "is_comparing": run.limits.compare_every is not None,
             "frozen": dict(machinery.frozen),
             "observers_off": sorted(run.lasting.switched_off),
+            **session.describe_beginning(),
         }
     )
     steps = [int(row["step"]) for row in rows]
@@ -57,11 +58,10 @@ def settle(session: Session, machinery: Machinery, run: Run, life: Life) -> bool
         # Collective: a source may have died with part of it still on its way.
         world.confirm()
         # Collective: what belongs to those tensors, as one of the ranks that had them remembers it.
-        registry = machinery.registry
-        registry.load_values(
-            world.broadcast_json(registry.values(), source=choose_source(rows))
-        )
+        registry, source = machinery.registry, choose_source(rows)
+        registry.load_values(world.broadcast_json(registry.values(), source=source))
         adopt(progress, rows)
+        session.adopt_beginning(rows[source])
 
     # Collective, before the first step of a world: what was transferred has arrived and, where that is asked
     # for, all replicas are equal. Rank 0's wish counts: a comparison that only some make would wait for ever.
@@ -121,6 +121,7 @@ def _begin_again(
     had_held = life.held
     # The memory of this process belongs to a state that is gone; a load that is cut short leaves neither.
     session.progress.reset()
+    session.is_announced = False
     life.held = Held.DIRTY
     # Collective: a volume may show a new checkpoint to some hosts later than to others.
     are_there = not session.world.all_agree(not has_checkpoints(session.directory))

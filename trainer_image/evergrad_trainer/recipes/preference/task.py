@@ -23,7 +23,7 @@ from evergrad_trainer.objectives.token_log_probs import row_log_probs
 from evergrad_trainer.recipes.preference.loss import LogProbs, pair_losses, pair_metrics
 from evergrad_trainer.recipes.pretrain import Pretrain
 from evergrad_trainer.run_directory import find_record
-from evergrad_trainer.run_record import read_key
+from evergrad_trainer.run_record import read_base, read_key
 from evergrad_trainer.state.providers import module_tensors
 from evergrad_trainer.task import Loss, Modules, Source, Stage, Tensors
 
@@ -140,7 +140,7 @@ class Preference(Pretrain):
             directory, record = found
             manifest = read_key(directory, record, "manifest", dict[str, Any])
             training = from_wire(manifest).training
-            base = directory.path / read_key(directory, record, "baseDirectory", str)
+            base = read_base(directory, record)
             other = training.pair_settings
             if other is not None and other.reference is not None:
                 return _Named(_INITIAL_FIELD, base / other.reference)

@@ -1,0 +1,36 @@
+"""Where the relative paths of a recorded manifest start, also behind links."""
+
+from pathlib import Path
+
+from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.run_record import BASE, describe_base, read_base
+
+
+def make_link(tmp_path: Path) -> tuple[Path, Path, Path]:
+    """A folder of files, the run directory by way of a link beside it, and where the link leads to."""
+    base, real = tmp_path / "project", tmp_path / "volume" / "disk" / "runs"
+    (real / "tiny").mkdir(parents=True)
+    base.mkdir()
+    (tmp_path / "runs").symlink_to(real)
+    return base, tmp_path / "runs" / "tiny", real / "tiny"
+
+
+def test_relative_paths_of_a_run_behind_a_link_start_at_its_file(tmp_path: Path) -> None:
+    base, by_link, real = make_link(tmp_path)
+    record = {BASE: describe_base(base, by_link)}
+    assert record == {BASE: "../../../../project"} == {BASE: describe_base(base, real)}
+    for path in (by_link, real):
+        found = read_base(RunDirectory(path), record)
+        assert found.resolve() == base.resolve()
+
+
+def test_a_base_that_an_older_version_recorded_by_the_names_of_links_is_found(
+    tmp_path: Path,
+) -> None:
+    base, by_link, real = make_link(tmp_path)
+    found = read_base(RunDirectory(by_link), {BASE: "../../project"})
+    assert found == base
+    # What is nowhere is looked for, and missed, where the record says.
+    gone = read_base(RunDirectory(by_link), {BASE: "../../gone"})
+    assert gone == by_link / "../../gone"
+    assert read_base(RunDirectory(real), {BASE: "/gone"}) == Path("/gone")
