@@ -147,7 +147,6 @@ def test_a_node_is_added_by_hand_as_the_page_on_elastic_runs_says(
     assert [row["step"] for row in rows] == [1, 2]
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "method", [pytest.param(one, marks=pytest.mark.long) for one in ("spawn", "forkserver")]
 )
@@ -185,7 +184,7 @@ def test_workers_that_are_not_forked_train_and_what_they_print_is_the_nodes(
             cwd=experiment.path,
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=1500,  # a busy machine imports torch for minutes
             check=False,
         )
     finally:
