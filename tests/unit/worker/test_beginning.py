@@ -113,7 +113,9 @@ class Fresh:
         self.machinery = SimpleNamespace(
             state=dict,
             registry=registry,
-            modules=SimpleNamespace(trained={"model": None, "head": None}),
+            modules=SimpleNamespace(
+                trained={"model": None, "head": None}, begins_behind=None
+            ),
             frozen={},
             opened=None,
             cut=lambda: (),
@@ -374,6 +376,20 @@ def test_a_position_behind_which_the_data_were_opened_is_loaded_though_a_newer_o
     fresh = make(load="position")
     fresh.newest = 6
     fresh.session.data.train.start = DataStart((Place("a", "A", 0, 18),), 5, (), "data")
+    fresh.begin()
+    assert fresh.session.begun_from["step"] == 5
+
+
+def test_the_checkpoint_that_a_reference_was_read_from_is_loaded_though_a_newer_one_came(
+    make: Make,
+) -> None:
+    fresh = make()
+    fresh.newest, fresh.machinery.modules.begins_behind = 6, 5
+    fresh.begin()
+    assert fresh.session.begun_from["step"] == 5
+    # What the run began with goes before: its reference is that of the record, too.
+    fresh.machinery.modules.begins_behind = 6
+    fresh.recorded = {"begunFrom": {**BEGUN, "load": "weights"}}
     fresh.begin()
     assert fresh.session.begun_from["step"] == 5
 

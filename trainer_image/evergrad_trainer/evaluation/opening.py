@@ -162,6 +162,7 @@ def open_run(
         base,
         has_trained=True,
         prepared_directory=None if is_prepared else root,
+        run_directory=path,
     ).starting_at(run_state.start, training)
 
     # Before a model is built, which may take minutes.

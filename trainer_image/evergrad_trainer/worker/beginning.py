@@ -218,13 +218,15 @@ def _load_tensors(
     prefix: tuple[str, ...],
 ) -> Restored:
     """Fill the tensors whose names begin so: from the checkpoint that the file names, or the newest."""
-    # A run that still trains has another newest one at each start: what this run has begun with, or opened
-    # its data behind, is not chosen anew.
+    # A run that still trains has another newest one at each start: what this run has begun with, opened its
+    # data behind, or read a reference from is not chosen anew.
     step, start = wanted.step, session.data.train.start
     if step is None and recorded is not None and recorded["checkpoint"]:
         step = recorded["step"]
     elif step is None and wanted.load == "position" and start is not None:
         step = start.after_step
+    elif step is None:
+        step = machinery.modules.begins_behind
     try:
         # Collectives: rank 0 chooses and reads, the others get what it has read.
         return load_weights(
