@@ -8,7 +8,9 @@ from typing import Any, Final, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from evergrad_manifest.differences import ABSENT, show_value
-from evergrad_manifest.errors import Problem
+from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.errors import ConfigurationError, Problem
+from evergrad_manifest.identity import from_wire
 from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.run_directory import RunDirectory, dumps_strict
 
@@ -79,6 +81,22 @@ def read_optional(
 ) -> Value | None:
     """As ``read_key``; None where the key is missing, as in the records of older versions."""
     return read_key(directory, record, key, kind) if key in record else None
+
+
+def read_run(directory: RunDirectory, resolved: Mapping[str, Any]) -> TrainingRun:
+    """The run that ``run.json`` records. Its problems are not the user's manifest's, and are told apart."""
+    manifest = read_key(directory, resolved, "manifest", dict[str, Any])
+    try:
+        return from_wire(manifest)
+    except (KeyError, TypeError, ConfigurationError) as error:
+        raise RunDirectoryError(
+            Problem(
+                str(directory.resolved),
+                "does not hold a run this version can read",
+                " ".join(str(error).split())[:300],
+                "Go on with the version of Evergrad that began this run, or choose another --run-directory",
+            )
+        ) from error
 
 
 def damaged(

@@ -11,7 +11,7 @@ from torch import nn
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.identity import from_wire, to_wire
 from evergrad_trainer.checkpoint.restoring import Restored
-from evergrad_trainer.errors import CheckpointError
+from evergrad_trainer.errors import CheckpointError, RunDirectoryError
 from evergrad_trainer.recipes import load_task
 from evergrad_trainer.recipes.preference import Preference
 from evergrad_trainer.recipes.preference import task as preference_task
@@ -136,3 +136,15 @@ def test_a_reference_that_is_gone_is_named_and_no_other_one_advised(runs: Runs) 
         f"{where}: holds no checkpoint of step 4. Bring it back: it is read at each start until the run is "
         "complete."
     )
+
+
+def test_a_damaged_record_of_a_chain_is_named_and_not_the_file_of_the_user(
+    runs: Runs,
+) -> None:
+    directory = runs.write("first", BEGUN, path="theirs")
+    record = json.loads(directory.resolved.read_text())
+    record["manifest"]["spec"]["training"]["horizon"] = {"steps": "many"}
+    directory.write_resolved(record)
+    with pytest.raises(RunDirectoryError) as error:
+        runs.build(path="first", load="everything")
+    assert str(error.value).startswith(f"{directory.resolved}: does not hold a run")

@@ -31,10 +31,9 @@ from evergrad_trainer.resume import (
     RunState,
     check_tokenizer_unchanged,
     inspect_directory,
-    read_run,
 )
 from evergrad_trainer.run_directory import RunDirectory
-from evergrad_trainer.run_record import read_key
+from evergrad_trainer.run_record import read_key, read_run
 from evergrad_trainer.training.build import (
     Machinery,
     build_evaluations,

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.identity import from_wire
 from evergrad_manifest.training import Preference as PreferenceSection
 from evergrad_manifest.training.preference import METRICS
 from evergrad_trainer.checkpoint.weights import WEIGHTS, load_weights
@@ -28,6 +27,7 @@ from evergrad_trainer.run_record import (
     BegunFrom,
     read_key,
     read_optional,
+    read_run,
 )
 from evergrad_trainer.state.providers import module_tensors
 from evergrad_trainer.task import Loss, Modules, Source, Stage, Tensors
@@ -161,8 +161,7 @@ class Preference(Pretrain):
                 what = f"{path} is not in the directory of a run"
                 raise ModelError(Problem(_INITIAL_FIELD, what, _WHY_READ, _NAME_IT))
             directory, record = found
-            manifest = read_key(directory, record, "manifest", dict[str, Any])
-            training = from_wire(manifest).training
+            training = read_run(directory, record).training
             base = directory.path / read_key(directory, record, "baseDirectory", str)
             begun = read_optional(directory, record, BEGUN_FROM, BegunFrom)
             other = training.pair_settings
