@@ -10,6 +10,7 @@ from evergrad_manifest.reading.loader import load_manifest
 from evergrad_trainer.cli import planning, prepare
 from evergrad_trainer.cli.planning import PlanRequest
 from evergrad_trainer.data.places import DATA_START, DataStart, Place
+from evergrad_trainer.errors import CheckpointError
 from evergrad_trainer.recipes import opening
 from evergrad_trainer.resume import RunState
 from evergrad_trainer.run_directory import RunDirectory
@@ -134,3 +135,20 @@ def test_a_node_that_sees_steps_before_their_record_does_not_begin_at_the_first_
     node.others_begin(has_record=False)
     node.plan(RunState("fresh"))
     assert node.begins_at == NEWER
+
+
+def test_a_file_that_takes_more_of_another_run_than_the_run_began_with_is_refused_by_that_field(
+    node: Node,
+) -> None:
+    began = RunState("begun", load="weights")
+    with pytest.raises(
+        CheckpointError, match="load: position here, and this run began with weights"
+    ):
+        node.plan(began, is_one_of_many=False)
+    # A node alone must not end the run of the others.
+    node.plan(began)
+    # With steps the load says so, and with checkpoints the field has no effect.
+    node.others_begin(has_record=False)
+    node.begins_at = None
+    node.plan(began, is_one_of_many=False)
+    assert node.begins_at is None

@@ -187,6 +187,7 @@ def _find_position(
 ) -> "tuple[DataStart | None, OtherRun | None]":
     """Where the data of the run begin as it is recorded, and the run behind whose step that is where it is to
     be found yet. Raises InputError."""
+    from evergrad_trainer.worker.beginning import check_load_unchanged
     from evergrad_trainer.worker.opening import has_steps
     from evergrad_trainer.worker.position import find_other
 
@@ -196,7 +197,12 @@ def _find_position(
     has_begun = not is_unknown and has_steps(request.directory)
     if has_begun or (start is not None and start.goes_on):
         return start, None
-    return start, find_other(request.loaded.run, request.loaded.base_directory)
+    run = request.loaded.run
+    if not request.is_one_of_many:
+        # Otherwise the data would be blamed, which begin elsewhere with another `load`. The coordinator
+        # compares those of nodes.
+        check_load_unchanged(request.run_state.load, run.training.init_from)
+    return start, find_other(run, request.loaded.base_directory)
 
 
 def _find_start(request: PlanRequest) -> "DataStart | None":

@@ -119,16 +119,26 @@ def _agree(session: Session, wanted: InitFrom | None) -> Mapping[str, Any] | Non
     recorded = rows[0][1]
     if recorded is not None and wanted is None:
         _check_same(recorded, None, Path())
-    if recorded is not None and wanted is not None and recorded["load"] != wanted.load:
-        raise CheckpointError(
-            Problem(
-                f"{FIELD}.load",
-                f"{wanted.load} here, and this run began with {recorded['load']}",
-                "its steps would be those of two runs",
-                f"Set it back to {recorded['load']}, or give the changed run a directory of its own",
-            )
-        )
+    if recorded is not None:
+        check_load_unchanged(recorded["load"], wanted)
     return recorded  # type: ignore[no-any-return]
+
+
+def check_load_unchanged(recorded: str, wanted: InitFrom | None) -> None:
+    """A run that is started again before its first checkpoint takes as much of another one as it began with.
+
+    ``recorded``: ``load`` then; empty where nobody knows. Raises CheckpointError.
+    """
+    if wanted is None or recorded in ("", wanted.load):
+        return
+    raise CheckpointError(
+        Problem(
+            f"{FIELD}.load",
+            f"{wanted.load} here, and this run began with {recorded}",
+            "its steps would be those of two runs",
+            f"Set it back to {recorded}, or give the changed run a directory of its own",
+        )
+    )
 
 
 def _check_same(
