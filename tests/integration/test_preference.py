@@ -283,6 +283,37 @@ def test_a_run_from_given_weights_has_them_as_its_reference(base: Experiment) ->
         assert metrics(base.at(name)) == found[:2]
 
 
+def test_a_run_keeps_the_reference_that_it_began_with_while_that_run_trains_on(
+    experiment: Experiment,
+) -> None:
+    experiment.write(recipe(data={"sequenceLength": 16}), name="first")
+    three = ("--stop-after-steps", "3")
+    experiment.run(*three, name="first", expect=STOPPED_SAVED)
+    write(experiment, initFrom={"path": "runs/first", "step": 3})
+    experiment.run(directory="undisturbed")
+
+    # Killed before its first checkpoint, and stopped behind it, while the other run has newer ones.
+    write(experiment, initFrom={"path": "runs/first"})
+    kill = fault_here("step", call=3, action="SIGKILL", to="command")
+    experiment.run(directory="kept", expect=None, faults=[kill])
+    assert checkpoints(experiment.at("kept")) == []
+    experiment.run(*three, name="first", expect=STOPPED_SAVED)
+    experiment.run("--stop-after-steps", "7", directory="kept", expect=STOPPED_SAVED)
+    experiment.run(name="first")
+    experiment.run("--workers", "2", directory="kept")
+    assert checkpoints(experiment.at("first")) == [3, 6, 8]
+    assert_same_run(experiment, experiment.at("kept"))
+    record = json.loads((experiment.at("kept") / "run.json").read_text())
+    assert record["begunFrom"]["checkpoint"] == "step-3"
+
+    # It is evaluated beside that one, too.
+    run = experiment.at("kept")
+    command = experiment.command("evaluate", str(run), "--json").expect(DONE)
+    (row,) = json.loads(command.out)["results"]
+    own = evaluations(run)[STEPS, "heldOut"]
+    assert [row["loss"], row["tokens"], row["metrics"]] == own
+
+
 @pytest.mark.long
 @pytest.mark.capability("A-80")
 @pytest.mark.parametrize(

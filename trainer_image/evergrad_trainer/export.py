@@ -39,9 +39,8 @@ from evergrad_trainer.models.build import (
 )
 from evergrad_trainer.models.safetensors_files import TensorForm, write_weights
 from evergrad_trainer.optim.average import AVERAGE, TRAINED, check_has_average
-from evergrad_trainer.resume import read_run
 from evergrad_trainer.run_directory import RunDirectory, reported
-from evergrad_trainer.run_record import read_base
+from evergrad_trainer.run_record import read_base, read_run
 from evergrad_trainer.state.providers import module_tensors
 from evergrad_trainer.state.registry import EMA, FROZEN, MODEL, from_extra
 from evergrad_trainer.task import Modules

@@ -11,11 +11,10 @@ from evergrad_manifest.differences import (
     show_value,
 )
 from evergrad_manifest.envelope import TrainingRun
-from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
+from evergrad_manifest.errors import Problem, raise_if
 from evergrad_manifest.identity import (
     DECIDED_BY_CONTENT,
     config_hash,
-    from_wire,
     recipe_of,
     to_wire,
 )
@@ -30,6 +29,7 @@ from evergrad_trainer.run_record import (
     damaged,
     read_key,
     read_optional,
+    read_run,
 )
 
 if TYPE_CHECKING:
@@ -184,22 +184,6 @@ def _check_kind(before: TrainingRun, run: TrainingRun, where: str) -> None:
                 f"Set {began} again, or give this run a name of its own",
             )
         )
-
-
-def read_run(directory: RunDirectory, resolved: Mapping[str, Any]) -> TrainingRun:
-    """The run that ``run.json`` records. Its problems are not the user's manifest's, and are told apart."""
-    manifest = read_key(directory, resolved, "manifest", dict[str, Any])
-    try:
-        return from_wire(manifest)
-    except (KeyError, TypeError, ConfigurationError) as error:
-        raise RunDirectoryError(
-            Problem(
-                str(directory.resolved),
-                "does not hold a run this version can read",
-                " ".join(str(error).split())[:300],
-                "Go on with the version of Evergrad that began this run, or choose another --run-directory",
-            )
-        ) from error
 
 
 def check_extension(

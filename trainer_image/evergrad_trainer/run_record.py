@@ -10,7 +10,9 @@ from typing import Any, Final, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from evergrad_manifest.differences import ABSENT, show_value
-from evergrad_manifest.errors import Problem
+from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.errors import ConfigurationError, Problem
+from evergrad_manifest.identity import from_wire
 from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.run_directory import RunDirectory, dumps_strict
 
@@ -103,6 +105,22 @@ def read_base(directory: RunDirectory, record: Mapping[str, Any]) -> Path:
         by_name = Path(os.path.normpath(directory.path.absolute() / value))
         return by_name if by_name.exists() else base
     return base
+
+
+def read_run(directory: RunDirectory, resolved: Mapping[str, Any]) -> TrainingRun:
+    """The run that ``run.json`` records. Its problems are not the user's manifest's, and are told apart."""
+    manifest = read_key(directory, resolved, "manifest", dict[str, Any])
+    try:
+        return from_wire(manifest)
+    except (KeyError, TypeError, ConfigurationError) as error:
+        raise RunDirectoryError(
+            Problem(
+                str(directory.resolved),
+                "does not hold a run this version can read",
+                " ".join(str(error).split())[:300],
+                "Go on with the version of Evergrad that began this run, or choose another --run-directory",
+            )
+        ) from error
 
 
 def damaged(

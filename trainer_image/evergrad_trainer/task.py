@@ -48,12 +48,14 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Setup:
-    """Parts that a task is made from: the file's typed section, the recipe's own options, and the directory
-    that relative paths begin in."""
+    """Parts that a task is made from: the file's typed section, the recipe's own options, the directory that
+    relative paths begin in, and that of the run, whose ``run.json`` says what it has begun with; None where
+    only the data are looked at."""
 
     training: Training
     options: Any
     base_directory: Path
+    run_directory: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,9 @@ class Modules:
     ones of their kind, and which are compiled and cut as these are, however small. ``snapshots``: frozen
     modules that :meth:`Task.build` gives no weights: the core copies them from a trained module after a step,
     whose checkpoint is kept for as long as the run lasts. Their hash is saved, and a newcomer or a resumed
-    run gets the same bits from a member that has them or from that checkpoint.
+    run gets the same bits from a member that has them or from that checkpoint. ``begins_behind``: the step of
+    the checkpoint in the run of ``initFrom`` that a frozen module was read from: a fresh run begins with that
+    one, although a newer one may have come since.
 
     The names of trained modules have no dots and are none of the state's own, such as ``optimizer``.
 
@@ -114,6 +118,7 @@ class Modules:
     replicated: Collection[str] = ()
     counterparts: Collection[str] = ()
     snapshots: Mapping[str, Snapshot] = field(default_factory=dict)
+    begins_behind: int | None = None
 
     def root(self) -> nn.Module:
         """All trained modules as one: what is optimised and saved.

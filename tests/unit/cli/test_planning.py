@@ -9,9 +9,13 @@ import pytest
 from evergrad_manifest.reading.loader import load_manifest
 from evergrad_trainer.cli import planning, prepare
 from evergrad_trainer.cli.planning import PlanRequest
+from evergrad_trainer.data.places import DATA_START, DataStart, Place
+from evergrad_trainer.errors import CheckpointError
 from evergrad_trainer.recipes import opening
 from evergrad_trainer.resume import RunState
 from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.worker import position
+from evergrad_trainer.worker.position import OtherRun
 
 MANIFEST = Path(__file__).parents[1] / "manifest" / "base_manifest.yaml"
 
@@ -47,3 +51,104 @@ def test_a_run_that_others_have_trained_while_a_node_prepared_its_data_has_train
     planning._prepare(request)
     # A task's fault on one node is then that host's, and ends no run.
     assert said == [is_one_of_many]
+
+
+BEGUN = DataStart((Place("a", "A", 0, 18),), 4, (), "theirs")
+NEWER = DataStart((Place("a", "A", 0, 24),), 6, (), "theirs")
+
+
+class Node:
+    """A node that is to begin a run at the position of another one, whose newest checkpoint is of step 6."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.directory = RunDirectory(path / "run")
+        self.directory.create()
+        self.before_opening = lambda: None
+        self.begins_at: DataStart | None = None
+        self.opened = SimpleNamespace(
+            starting_at=self._start_at,
+            prepared=None,
+            data=SimpleNamespace(train=SimpleNamespace(start=None)),
+        )
+        monkeypatch.setattr(position, "find_other", self._find)
+        monkeypatch.setattr(position, "check_content", lambda *arguments: ())
+        monkeypatch.setattr(prepare, "prepare_with_progress", self._prepare)
+        monkeypatch.setattr(opening, "open_recipe", lambda *_, **__: self.opened)
+
+    def plan(self, state: RunState, *, is_one_of_many: bool = True) -> None:
+        overrides = [
+            f"spec.training.initFrom.{one}" for one in ("path=theirs", "load=position")
+        ]
+        request = PlanRequest(
+            load_manifest(MANIFEST, overrides=overrides),
+            self.directory,
+            state,
+            cast(Any, None),
+            num_workers=1,
+            is_one_of_many=is_one_of_many,
+        )
+        planning._prepare(request)
+
+    def others_begin(self, *, has_record: bool = True) -> None:
+        self.directory.metrics.write_text('{"step": 1}\n')
+        begun = {"path": "theirs", "checkpoint": "step-4", "step": 4, "hash": "x"}
+        record = {"begunFrom": {**begun, "load": "position"}, DATA_START: BEGUN.to_json()}
+        if has_record:
+            self.directory.write_resolved(record)
+
+    def _prepare(self, *arguments: Any, **named: Any) -> Any:
+        self.before_opening()
+        return SimpleNamespace(tokenizer_identity="byte")
+
+    def _find(self, *arguments: Any) -> OtherRun:
+        return OtherRun(NEWER, None, "step-6")
+
+    def _start_at(self, start: DataStart | None, training: Any) -> Any:
+        self.begins_at = start
+        return self.opened
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
+    return Node(tmp_path, monkeypatch)
+
+
+def test_a_node_begins_where_others_have_begun_since_it_looked_at_the_directory(
+    node: Node,
+) -> None:
+    node.others_begin()
+    node.plan(RunState("fresh"))
+    assert node.begins_at == BEGUN
+
+
+def test_a_node_begins_where_others_have_begun_while_it_prepared_its_data(
+    node: Node,
+) -> None:
+    node.before_opening = node.others_begin
+    node.plan(RunState("fresh"))
+    assert node.begins_at == BEGUN
+
+
+def test_a_node_that_sees_steps_before_their_record_does_not_begin_at_the_first_sample(
+    node: Node,
+) -> None:
+    node.others_begin(has_record=False)
+    node.plan(RunState("fresh"))
+    assert node.begins_at == NEWER
+
+
+def test_a_file_that_takes_more_of_another_run_than_the_run_began_with_is_refused_by_that_field(
+    node: Node,
+) -> None:
+    began = RunState("begun", load="weights")
+    with pytest.raises(
+        CheckpointError, match="load: position here, and this run began with weights"
+    ):
+        node.plan(began, is_one_of_many=False)
+    # A node alone must not end the run of the others.
+    node.plan(began)
+    # With steps the load says so, and with checkpoints the field has no effect.
+    node.others_begin(has_record=False)
+    node.begins_at = None
+    node.plan(began, is_one_of_many=False)
+    assert node.begins_at is None

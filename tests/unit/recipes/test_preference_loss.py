@@ -351,8 +351,9 @@ def test_the_reference_is_of_the_step_that_the_run_begins_with(
     """Not of the newest one in that directory, beside which there would be rewards from the first step on."""
     asked: list[tuple[Path, int | None]] = []
 
-    def load(path: Path, state: Any, *, step: int | None) -> None:
+    def load(path: Path, state: Any, *, step: int | None) -> SimpleNamespace:
         asked.append((path, step))
+        return SimpleNamespace(step=step or 6)
 
     monkeypatch.setattr(preference_task, "load_weights", load)
     (tmp_path / "theirs").mkdir()

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from evergrad_manifest.errors import ConfigurationError
+from evergrad_manifest.errors import ConfigurationError, Problem
 from evergrad_manifest.training import Checkpoint, InitFrom, Model, Reproducibility
 from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.checkpoint.restoring import Restored
@@ -82,7 +82,7 @@ class Fresh:
             "recipe": RECIPE,
         }
         self.extra = to_extra(values)
-        self.fingerprint = "data"
+        self.fingerprint, self.checksum, self.newest = "data", "abc", 5
         registry = Registry()
         registry.register(COUNTERS, self.progress)
         registry.register(OPTIMIZER, self.optimizer)
@@ -113,7 +113,9 @@ class Fresh:
         self.machinery = SimpleNamespace(
             state=dict,
             registry=registry,
-            modules=SimpleNamespace(trained={"model": None, "head": None}),
+            modules=SimpleNamespace(
+                trained={"model": None, "head": None}, begins_behind=None
+            ),
             frozen={},
             opened=None,
             cut=lambda: (),
@@ -126,8 +128,12 @@ class Fresh:
 
     def _load(self, path: Path, state: Any, **options: Any) -> Restored:
         self.asked.append(options)
-        where = path / "checkpoints" / "step-5"
-        return Restored(5, 1, where, self.extra, 0.1, "abc", self.fingerprint)
+        step, checksum = options["step"] or self.newest, self.checksum
+        if step not in (5, self.newest):
+            what, why = f"holds no checkpoint of step {step}", "there are those of 5"
+            raise CheckpointError(Problem(str(path), what, why, "Name one of them"))
+        where = path / "checkpoints" / f"step-{step}"
+        return Restored(step, 1, where, self.extra, 0.1, checksum, self.fingerprint)
 
     def _enter(self, *args: Any, **options: Any) -> None:
         self.entered += 1
@@ -226,7 +232,7 @@ def test_a_position_goes_on_without_what_was_measured_in_the_other_mixture(
 def test_a_position_is_that_of_the_state_which_is_loaded(
     make: Make, start: DataStart | None
 ) -> None:
-    fresh = make(load="position")
+    fresh = make(load="position", step=5)
     fresh.session.data.train.start = start
     assert "the data were opened to go on behind another one" in refused(fresh)
 
@@ -263,6 +269,7 @@ def test_another_step_than_the_run_began_behind_is_refused_by_what_it_began_with
     fresh.session.data.train.start = DataStart((Place("a", "A", 0, 15),), 4, (), "data")
     said = refused(fresh)
     assert "this run began with step-4 of first, and step-5 of" in said
+    assert "Set spec.training.initFrom.step to 4, or" in said
     assert "the data were opened" not in said
 
 
@@ -347,6 +354,60 @@ def test_a_state_that_needs_another_checkpoint_beside_it_is_refused(make: Make) 
     assert "needs the checkpoint of step 2 beside it" in refused(fresh)
 
 
+BEGUN = {"checkpoint": "step-5", "path": "first", "step": 5, "hash": "abc"}
+
+
+@pytest.mark.parametrize("load", ["weights", "optimizer", "position", "everything"])
+def test_a_start_before_the_first_checkpoint_takes_the_one_of_the_run_that_has_trained_on(
+    make: Make, load: str
+) -> None:
+    fresh = make(load=load)
+    fresh.newest = 6
+    fresh.recorded = {"begunFrom": {**BEGUN, "load": load}}
+    if load == "position":
+        fresh.session.data.train.start = DataStart((Place("a", "A", 0, 18),), 5, (), "data")
+    fresh.begin()
+    assert fresh.session.begun_from["checkpoint"] == "step-5"
+
+
+def test_a_position_behind_which_the_data_were_opened_is_loaded_though_a_newer_one_came(
+    make: Make,
+) -> None:
+    fresh = make(load="position")
+    fresh.newest = 6
+    fresh.session.data.train.start = DataStart((Place("a", "A", 0, 18),), 5, (), "data")
+    fresh.begin()
+    assert fresh.session.begun_from["step"] == 5
+
+
+def test_the_checkpoint_that_a_reference_was_read_from_is_loaded_though_a_newer_one_came(
+    make: Make,
+) -> None:
+    fresh = make()
+    fresh.newest, fresh.machinery.modules.begins_behind = 6, 5
+    fresh.begin()
+    assert fresh.session.begun_from["step"] == 5
+    # What the run began with goes before: its reference is that of the record, too.
+    fresh.machinery.modules.begins_behind = 6
+    fresh.recorded = {"begunFrom": {**BEGUN, "load": "weights"}}
+    fresh.begin()
+    assert fresh.session.begun_from["step"] == 5
+
+
+def test_a_checkpoint_that_the_run_began_with_and_that_is_gone_is_named(
+    make: Make, tmp_path: Path
+) -> None:
+    fresh = make()
+    fresh.recorded = {"begunFrom": {**BEGUN, "checkpoint": "step-4", "step": 4}}
+    fresh.recorded["begunFrom"]["load"] = "weights"
+    assert refused(fresh) == (
+        "spec.training.initFrom: this run began with step-4 of first, which cannot be loaded now; "
+        f"{tmp_path / 'theirs'}: holds no checkpoint of step 4; there are those of 5. "
+        "Bring it back, or set spec.training.initFrom.path back if it was changed. Without it, begin anew "
+        "in a directory of its own: this run has no checkpoint yet."
+    )
+
+
 @pytest.mark.parametrize("names_one", [True, False])
 def test_a_start_before_the_first_checkpoint_begins_with_what_the_run_began_with(
     make: Make, names_one: bool
@@ -354,9 +415,9 @@ def test_a_start_before_the_first_checkpoint_begins_with_what_the_run_began_with
     fresh = make()
     fresh.recorded = {
         "begunFrom": {
-            "checkpoint": "step-3",
+            "checkpoint": "step-5",
             "path": "first",
-            "step": 3,
+            "step": 5,
             "hash": "abc",
             "load": "weights",
         }
@@ -368,7 +429,7 @@ def test_a_start_before_the_first_checkpoint_begins_with_what_the_run_began_with
         fresh.session.plan.run.training.init_from = None
         said = "nothing is named now"
     with pytest.raises(
-        CheckpointError, match="this run began with step-3 of first, and"
+        CheckpointError, match="this run began with step-5 of first, and"
     ) as e:
         fresh.begin()
     assert said in str(e.value)

@@ -19,16 +19,19 @@ from evergrad_trainer.resume import (
     check_extension,
     check_model_unchanged,
     check_tokenizer_unchanged,
+    read_start,
 )
 from evergrad_trainer.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from evergrad_trainer.data.places import DataStart
     from evergrad_trainer.data.prepared import Prepared
     from evergrad_trainer.preflight import Examination
     from evergrad_trainer.preflight_memory import Finding
     from evergrad_trainer.recipes.opening import Opened
+    from evergrad_trainer.worker.position import OtherRun
     from evergrad_trainer.worker.session import SessionPlan
 
 _UNWRITABLE = (RunDirectoryError, VolumeError)
@@ -135,14 +138,11 @@ def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str, tuple[str, .
     )
     from evergrad_trainer.recipes.opening import open_recipe
     from evergrad_trainer.worker.opening import has_steps
-    from evergrad_trainer.worker.position import check_content, find_other
+    from evergrad_trainer.worker.position import check_content
 
     training, base = request.loaded.run.training, request.loaded.base_directory
-    start = request.run_state.start
     # Before anything is prepared: what it refuses does not depend on that.
-    other = None
-    if (start is None or not start.goes_on) and not has_steps(request.directory):
-        other = find_other(request.loaded.run, base)
+    start, other = _find_position(request)
     shared = request.directory.path.parent / PREPARED_FOLDER
     recorded = request.run_state.recorded
     if recorded is not None:
@@ -171,11 +171,50 @@ def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str, tuple[str, .
         ),
         run_directory=request.directory.path,
     )
+    # Others may have begun the run while this node prepared its data: these begin where theirs do, although
+    # the run that is gone on with may have a newer checkpoint since.
+    if (begun := _find_start(request)) is not None and begun.goes_on:
+        start, other = begun, None
     opened = opened.starting_at(start if other is None else other.start, training)
     doubts: tuple[str, ...] = ()
     if other is not None:
         doubts = check_content(other, opened.data.train.start, prepared)
     return prepared, opened, task_hash, doubts
+
+
+def _find_position(
+    request: PlanRequest,
+) -> "tuple[DataStart | None, OtherRun | None]":
+    """Where the data of the run begin as it is recorded, and the run behind whose step that is where it is to
+    be found yet. Raises InputError."""
+    from evergrad_trainer.worker.beginning import check_load_unchanged
+    from evergrad_trainer.worker.opening import has_steps
+    from evergrad_trainer.worker.position import find_other
+
+    start = _find_start(request)
+    # A directory that was fresh may show steps of others before it shows their record.
+    is_unknown = request.run_state.state == "fresh" and start is None
+    has_begun = not is_unknown and has_steps(request.directory)
+    if has_begun or (start is not None and start.goes_on):
+        return start, None
+    run = request.loaded.run
+    if not request.is_one_of_many:
+        # Otherwise the data would be blamed, which begin elsewhere with another `load`. The coordinator
+        # compares those of nodes.
+        check_load_unchanged(request.run_state.load, run.training.init_from)
+    return start, find_other(run, request.loaded.base_directory)
+
+
+def _find_start(request: PlanRequest) -> "DataStart | None":
+    """Where the data of the run begin, as far as that is recorded by now.
+
+    Raises RunDirectoryError or VolumeError.
+    """
+    if request.run_state.state != "fresh":
+        return request.run_state.start
+    # Others may have begun it since this node looked at the directory.
+    resolved = request.directory.read_resolved()
+    return None if resolved is None else read_start(request.directory, resolved)
 
 
 def _examine(request: PlanRequest) -> "Examination":

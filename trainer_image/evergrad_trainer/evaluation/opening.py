@@ -31,10 +31,9 @@ from evergrad_trainer.resume import (
     RunState,
     check_tokenizer_unchanged,
     inspect_directory,
-    read_run,
 )
 from evergrad_trainer.run_directory import RunDirectory
-from evergrad_trainer.run_record import read_base, read_key
+from evergrad_trainer.run_record import read_base, read_key, read_run
 from evergrad_trainer.training.build import (
     Machinery,
     build_evaluations,
@@ -162,6 +161,7 @@ def open_run(
         base,
         has_trained=True,
         prepared_directory=None if is_prepared else root,
+        run_directory=path,
     ).starting_at(run_state.start, training)
 
     # Before a model is built, which may take minutes.

@@ -24,16 +24,22 @@ RECIPES: dict[str, type[Task]] = {
 
 
 def load_task(
-    training: Training, base_directory: Path, *, has_trained: bool = False
+    training: Training,
+    base_directory: Path,
+    *,
+    has_trained: bool = False,
+    run_directory: Path | None = None,
 ) -> tuple[Task, Code]:
     """The task that ``spec.training.recipe`` names, with its options, and what names errors of its code.
 
-    ``has_trained``: the run has made steps.
+    ``has_trained``: the run has made steps. ``run_directory``: as in ``Setup``.
     """
     if training.recipe not in RECIPES:
-        return load_own(training, base_directory, has_trained=has_trained)
+        return load_own(
+            training, base_directory, has_trained=has_trained, run_directory=run_directory
+        )
     recipe = RECIPES[training.recipe]
     # Recipes of ours take no options: the sections of the file say all they need.
     options = recipe.Options()
-    task = recipe(Setup(training, options, base_directory))
+    task = recipe(Setup(training, options, base_directory, run_directory))
     return task, Code(None)

@@ -65,9 +65,12 @@ def open_recipe(
 
     ``has_trained``: the run has made steps, so that its code is known to work. ``prepared_directory``: where
     a task that prepares data of its own does so, once a node; None where that is done. ``run_directory``: for
-    observers that write on every rank. Raises DataError, ConfigurationError, TaskInputError, TaskError.
+    observers that write on every rank, and for what the run has begun with. Raises DataError,
+    ConfigurationError, TaskInputError, TaskError.
     """
-    task, code = load_task(training, base_directory, has_trained=has_trained)
+    task, code = load_task(
+        training, base_directory, has_trained=has_trained, run_directory=run_directory
+    )
     if prepared_directory is not None and (code.is_own or not training.data.sources):
         prepared = _prepare_own(
             task, code, training, prepared, base_directory, prepared_directory

@@ -137,12 +137,17 @@ class Code:
 
 
 def load_own(
-    training: Training, base_directory: Path, *, has_trained: bool = False
+    training: Training,
+    base_directory: Path,
+    *,
+    has_trained: bool = False,
+    run_directory: Path | None = None,
 ) -> tuple[Task, Code]:
     """The task that ``recipe: module:attr`` names, made with its options.
 
-    ``has_trained``: the run has made steps. Raises ConfigurationError for a file that is not there, an
-    attribute that is no task, or wrong options; TaskInputError or TaskError for an error of the file itself.
+    ``has_trained``: the run has made steps. ``run_directory``: as in ``Setup``. Raises ConfigurationError for
+    a file that is not there, an attribute that is no task, or wrong options; TaskInputError or TaskError for
+    an error of the file itself.
     """
     raise_if(task_problems(training, base_directory=base_directory), ConfigurationError)
     # Files that the manifest carries have to lie in a folder before Python can import them.
@@ -181,7 +186,7 @@ def load_own(
     # Options before the task is made: a typing error in the file is no error of its code.
     options = parse_options(made.Options, training.options)
     with code.guarding("its making"):
-        task: Task = made(Setup(training, options, base_directory))
+        task: Task = made(Setup(training, options, base_directory, run_directory))
     try:
         declare(task.metrics)
     except ValueError as error:

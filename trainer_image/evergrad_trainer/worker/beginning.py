@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -118,16 +119,26 @@ def _agree(session: Session, wanted: InitFrom | None) -> Mapping[str, Any] | Non
     recorded = rows[0][1]
     if recorded is not None and wanted is None:
         _check_same(recorded, None, Path())
-    if recorded is not None and wanted is not None and recorded["load"] != wanted.load:
-        raise CheckpointError(
-            Problem(
-                f"{FIELD}.load",
-                f"{wanted.load} here, and this run began with {recorded['load']}",
-                "its steps would be those of two runs",
-                f"Set it back to {recorded['load']}, or give the changed run a directory of its own",
-            )
-        )
+    if recorded is not None:
+        check_load_unchanged(recorded["load"], wanted)
     return recorded  # type: ignore[no-any-return]
+
+
+def check_load_unchanged(recorded: str, wanted: InitFrom | None) -> None:
+    """A run that is started again before its first checkpoint takes as much of another one as it began with.
+
+    ``recorded``: ``load`` then; empty where nobody knows. Raises CheckpointError.
+    """
+    if wanted is None or recorded in ("", wanted.load):
+        return
+    raise CheckpointError(
+        Problem(
+            f"{FIELD}.load",
+            f"{wanted.load} here, and this run began with {recorded}",
+            "its steps would be those of two runs",
+            f"Set it back to {recorded}, or give the changed run a directory of its own",
+        )
+    )
 
 
 def _check_same(
@@ -136,21 +147,26 @@ def _check_same(
     """A run that is started again before its first checkpoint begins with what it began with."""
     if recorded is None or (source is not None and recorded["hash"] == source["hash"]):
         return
-    before = " of ".join(filter(None, (recorded["checkpoint"], recorded["path"])))
-    now = "nothing is named now"
+    now, remedy = "nothing is named now", "Name what it began with"
     if source is not None:
         now = (
             " of ".join(filter(None, (source["checkpoint"], str(path))))
             + " has another content"
         )
+        if recorded["checkpoint"] and recorded["step"] != source["step"]:
+            remedy = f"Set {FIELD}.step to {recorded['step']}"
     raise CheckpointError(
         Problem(
             FIELD,
-            f"this run began with {before}, and {now}",
+            f"this run began with {_describe(recorded)}, and {now}",
             "its steps would be those of two runs",
-            "Name what it began with, or give the changed run a directory of its own",
+            f"{remedy}, or give the changed run a directory of its own",
         )
     )
+
+
+def _describe(recorded: Mapping[str, Any]) -> str:
+    return " of ".join(filter(None, (recorded["checkpoint"], recorded["path"])))
 
 
 def _load(
@@ -171,14 +187,8 @@ def _load(
         prefix = tuple(f"{name}." for name in (*trained, OPTIMIZER))
     elif wanted.goes_on:
         prefix = ("",)
-    # Collectives: rank 0 chooses and reads, the others get what it has read.
-    loaded = load_weights(
-        path,
-        machinery.state(),
-        world=session.world,
-        checksums=session.plan.run.training.checkpoint.verify == "always",
-        step=wanted.step,
-        prefix=prefix,
+    loaded = _load_tensors(
+        session, machinery, wanted, path, recorded=recorded, prefix=prefix
     )
     source = {"checkpoint": loaded.path.name, "step": loaded.step, "hash": loaded.checksum}
     # Before the state is compared with the data, which were opened as that start had them.
@@ -206,6 +216,48 @@ def _load(
         goes_on = {name: own for name, own in values.items() if name not in left_out}
         machinery.registry.load_values({**goes_on, COUNTERS: {**counters, "best": None}})
     return source
+
+
+def _load_tensors(
+    session: Session,
+    machinery: Machinery,
+    wanted: InitFrom,
+    path: Path,
+    *,
+    recorded: Mapping[str, Any] | None,
+    prefix: tuple[str, ...],
+) -> Restored:
+    """Fill the tensors whose names begin so: from the checkpoint that the file names, or the newest."""
+    # A run that still trains has another newest one at each start: what this run has begun with, opened its
+    # data behind, or read a reference from is not chosen anew.
+    step, start = wanted.step, session.data.train.start
+    if step is None and recorded is not None and recorded["checkpoint"]:
+        step = recorded["step"]
+    elif step is None and wanted.load == "position" and start is not None:
+        step = start.after_step
+    elif step is None:
+        step = machinery.modules.begins_behind
+    try:
+        # Collectives: rank 0 chooses and reads, the others get what it has read.
+        return load_weights(
+            path,
+            machinery.state(),
+            world=session.world,
+            checksums=session.plan.run.training.checkpoint.verify == "always",
+            step=step,
+            prefix=prefix,
+        )
+    except CheckpointError as error:
+        if step == wanted.step or recorded is None:
+            raise
+        # Without its remedy, which is to name another one: that would be refused.
+        why = " ".join(str(replace(one, remedy="")) for one in error.problems)
+        what = f"this run began with {_describe(recorded)}, which cannot be loaded now"
+        remedy = (
+            f"Bring it back, or set {FIELD}.path back if it was changed. Without it, begin anew in a "
+            "directory of its own: this run has no checkpoint yet"
+        )
+        raise CheckpointError(Problem(FIELD, what, why, remedy)) from error
 
 
 def _check_position(

@@ -14,9 +14,9 @@ from evergrad_trainer.checkpoint.weights import look_at
 from evergrad_trainer.data.places import DataStart
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.errors import CheckpointError
-from evergrad_trainer.resume import read_run, read_start
+from evergrad_trainer.resume import read_start
 from evergrad_trainer.run_directory import RunDirectory, find_record, searched_folders
-from evergrad_trainer.run_record import read_key, read_optional
+from evergrad_trainer.run_record import read_key, read_optional, read_run
 from evergrad_trainer.state.registry import CURSOR, from_extra, recipe_in
 
 FIELD: Final = "spec.training.initFrom"

@@ -1,7 +1,7 @@
 """The task of preferences: pairs of rows, the frozen reference, the loss of pairs and what is measured."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.identity import from_wire
 from evergrad_manifest.training import Preference as PreferenceSection
 from evergrad_manifest.training.preference import METRICS
 from evergrad_trainer.checkpoint.weights import WEIGHTS, load_weights
@@ -17,13 +16,19 @@ from evergrad_trainer.data.pair_source import PairSource
 from evergrad_trainer.data.prepared import Prepared, PreparedSource, TokenSequence
 from evergrad_trainer.data.row_source import RowReader
 from evergrad_trainer.data.token_source import IGNORE_INDEX, INPUT_IDS, LABELS
-from evergrad_trainer.errors import ModelError
+from evergrad_trainer.errors import CheckpointError, ModelError
 from evergrad_trainer.models.weights import load_model_directory
 from evergrad_trainer.objectives.token_log_probs import row_log_probs
 from evergrad_trainer.recipes.preference.loss import LogProbs, pair_losses, pair_metrics
 from evergrad_trainer.recipes.pretrain import Pretrain
-from evergrad_trainer.run_directory import find_record
-from evergrad_trainer.run_record import read_base, read_key
+from evergrad_trainer.run_directory import RunDirectory, find_record
+from evergrad_trainer.run_record import (
+    BEGUN_FROM,
+    BegunFrom,
+    read_base,
+    read_optional,
+    read_run,
+)
 from evergrad_trainer.state.providers import module_tensors
 from evergrad_trainer.task import Loss, Modules, Source, Stage, Tensors
 
@@ -76,6 +81,7 @@ class Preference(Pretrain):
         if named is not None and any(one.is_meta for one in reference.parameters()):
             # Made later, one by one, by whoever cuts the model: the whole one is asked for then.
             raise NotImplementedError
+        begins_behind: int | None = None
         if named is not None:
             tensors = {
                 f"{WEIGHTS}{name}": one for name, one in module_tensors(reference).items()
@@ -84,9 +90,12 @@ class Preference(Pretrain):
                 config: Any = reference.config
                 load_model_directory(named.path, tensors, config=config, field=named.field)
             else:
-                load_weights(named.path, tensors, step=named.step)
+                begins_behind = _load_reference(named, tensors)
         return Modules(
-            trained={MODEL: model}, frozen={REFERENCE: reference}, counterparts=(REFERENCE,)
+            trained={MODEL: model},
+            frozen={REFERENCE: reference},
+            counterparts=(REFERENCE,),
+            begins_behind=begins_behind,
         )
 
     def loss(self, modules: Modules, batch: Tensors, stage: Stage) -> Loss:
@@ -127,34 +136,79 @@ class Preference(Pretrain):
             return _Named("spec.training.preference.reference", path)
         # The weights that a run begins with are not those that ``model`` describes. One that goes on behind
         # another run's step goes on beside that run's reference.
-        for _ in range(_LONGEST_CHAIN):
-            begun = training.init_from
-            if begun is None:
+        begun = self._read_begun()
+        for number in range(_LONGEST_CHAIN):
+            wanted = training.init_from
+            if wanted is None:
                 return None
-            path = base / begun.path
-            if not begun.goes_on:
-                return _Named(_INITIAL_FIELD, path, begun.step)
-            if (found := find_record(path)) is None:
+            path = base / wanted.path
+            if number > 0 and begun is not None and not path.exists():
+                # Older versions wrote base directories that lead elsewhere behind a link.
+                path = Path(begun.path)
+            if not wanted.goes_on:
+                # The newest checkpoint of a run that trains on is another one at each start.
+                has_begun = begun is not None and bool(begun.checkpoint)
+                step = begun.step if begun is not None and has_begun else wanted.step
+                return _Named(
+                    _INITIAL_FIELD,
+                    path,
+                    step,
+                    has_begun=has_begun,
+                    is_own=number == 0,
+                )
+            # Behind links, as the load reads it: the folders above a link are not the run's.
+            if (found := find_record(path.resolve())) is None:
                 what = f"{path} is not in the directory of a run"
                 raise ModelError(Problem(_INITIAL_FIELD, what, _WHY_READ, _NAME_IT))
             directory, record = found
-            manifest = read_key(directory, record, "manifest", dict[str, Any])
-            training = from_wire(manifest).training
+            training = read_run(directory, record).training
             base = read_base(directory, record)
+            begun = read_optional(directory, record, BEGUN_FROM, BegunFrom)
             other = training.pair_settings
             if other is not None and other.reference is not None:
                 return _Named(_INITIAL_FIELD, base / other.reference)
         what = f"leads from one run to another more than {_LONGEST_CHAIN} times"
         raise ModelError(Problem(_INITIAL_FIELD, what, _WHY_READ, _NAME_IT))
 
+    def _read_begun(self) -> BegunFrom | None:
+        """The state that this run has begun with; None before, and where it is its own."""
+        if self.setup.run_directory is None:
+            return None
+        directory = RunDirectory(self.setup.run_directory)
+        # Read each time: another node may have begun the run since this one opened its task.
+        record = directory.read_resolved()
+        if record is None:
+            return None
+        return read_optional(directory, record, BEGUN_FROM, BegunFrom)
+
 
 @dataclass(frozen=True)
 class _Named:
-    """Weights that a field of the file names. ``step``: of a run directory, instead of its newest."""
+    """Weights that a field of the file names. ``step``: of a run directory, instead of its newest.
+
+    ``has_begun``: a run has begun with that step. ``is_own``: this run begins with these weights.
+    """
 
     field: str
     path: Path
     step: int | None = None
+    has_begun: bool = False
+    is_own: bool = False
+
+
+def _load_reference(named: _Named, tensors: dict[str, Tensor]) -> int | None:
+    """Load it from a checkpoint; the step that this run has to begin behind, if it is to begin with it."""
+    try:
+        loaded = load_weights(named.path, tensors, step=named.step)
+    except CheckpointError as error:
+        if not named.has_begun:
+            raise
+        # Without its remedy, which is to name another one: that would be another reference.
+        why = " ".join(str(replace(one, remedy="")) for one in error.problems)
+        what = f"the reference is step {named.step} in {named.path}, which cannot be loaded now"
+        remedy = "Bring it back: it is read at each start until the run is complete"
+        raise CheckpointError(Problem(named.field, what, why, remedy)) from error
+    return loaded.step if named.is_own else None
 
 
 def _sum_where(is_pair: Tensor, values: Tensor) -> Tensor:
