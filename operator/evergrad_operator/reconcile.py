@@ -194,8 +194,7 @@ class Reconciler:
         note_results(
             self._metrics, key, seen, plan=doable, results=results, now=self.clock()
         )
-        reads = list_reads(work, self.gang_api.group)
-        work.refusals.keep(frozenset((*list_steps(plan), *reads)))
+        work.refusals.keep({*list_steps(plan), *list_reads(work, self.gang_api.group)})
         if work.refusals.failures() != seen.failures:
             # Only the refusals are new: a fresh look would take pods that this pass ended for lost ones.
             seen = replace(seen, failures=work.refusals.failures())
