@@ -12,8 +12,8 @@ import statistics
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -44,6 +44,7 @@ SETTLED_STEPS = 8
 """Steps of the whole group before a pod is killed."""
 RESOURCES = {"requests": {"cpu": "100m", "memory": "512Mi"}}
 Sample = dict[str, float]
+Parts = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -324,19 +325,30 @@ _GOALS = {"rest": "<= 2", "replacement": "<= 10"}
 _FIGURES = {"rest": "next step of the rest", "replacement": "replacement trains"}
 
 
-def make_rows(samples: dict[str, list[Sample]]) -> list[Row]:
-    """Medians, with the range in the note; ratios against stock torchrun where both are there. Pure."""
+def make_rows(
+    samples: dict[str, list[Sample]], times: Mapping[str, str] | None = None
+) -> list[Row]:
+    """Medians, with the range in the note; ratios against stock torchrun where both are there.
+
+    ``times``: when each part was taken; a row of an older part than the newest says it. Pure.
+    """
+    times = times or {}
+    newest = max(times.values(), default="")
     rows = []
+    for parts, row in (*_make_single_rows(samples), *_make_kill_rows(samples)):
+        old = [part for part in parts if times.get(part, newest) != newest]
+        notes = [row.note] * bool(row.note) + [
+            f"{part} taken {times[part]}" for part in old
+        ]
+        rows.append(replace(row, note="; ".join(notes)))
+    return rows
+
+
+def _make_single_rows(samples: dict[str, list[Sample]]) -> Iterator[tuple[Parts, Row]]:
     if "quickstart" in samples:
         seconds = [one["first_step"] for one in samples["quickstart"]]
-        rows.append(
-            _row(
-                "quickstart: kubectl apply → first step",
-                "median",
-                seconds,
-                "<= 30",
-            )
-        )
+        what = "quickstart: kubectl apply → first step"
+        yield ("quickstart",), _row(what, "median", seconds, "<= 30")
     if "resume" in samples:
         what = f"a run of {RESUMED_NODES} pods, suspended and resumed"
         for key, name, goal in (
@@ -344,46 +356,28 @@ def make_rows(samples: dict[str, list[Sample]]) -> list[Row]:
             ("pods", "resume → all pods run", ""),
             ("resume", "resume → next new step", "<= 15"),
         ):
-            rows.append(_row(what, name, [one[key] for one in samples["resume"]], goal))
+            seconds = [one[key] for one in samples["resume"]]
+            yield ("resume",), _row(what, name, seconds, goal)
+
+
+def _make_kill_rows(samples: dict[str, list[Sample]]) -> Iterator[tuple[Parts, Row]]:
+    there = {part: what for part, what in _WHAT.items() if part in samples}
     for key, figure in _FIGURES.items():
-        for part, what in _WHAT.items():
-            if part in samples:
-                goal = _GOALS[key] if part == "recipe" else ""
-                rows.append(
-                    _row(
-                        f"SIGKILL of 1 of {stock.NODES} pods → {figure}",
-                        what,
-                        [one[key] for one in samples[part]],
-                        goal,
-                    )
-                )
+        killed = f"SIGKILL of 1 of {stock.NODES} pods → {figure}"
+        for part, what in there.items():
+            goal = _GOALS[key] if part == "recipe" else ""
+            seconds = [one[key] for one in samples[part]]
+            yield (part,), _row(killed, what, seconds, goal)
         for ours in ("recipe", "script"):
             for theirs in ("stock_tuned", "stock_default"):
                 if ours in samples and theirs in samples:
                     ratio = _median(samples[theirs], key) / _median(samples[ours], key)
-                    rows.append(
-                        Row(
-                            f"… {figure}",
-                            f"{theirs.replace('_', ' ')} / {ours}",
-                            ratio,
-                            "times",
-                        )
-                    )
-    for part, what in _WHAT.items():
-        if part in samples:
-            lost = [one["lost_steps"] for one in samples[part]]
-            goal = "<= 0" if part == "recipe" else ""
-            rows.append(
-                Row(
-                    "finished steps trained again",
-                    what,
-                    sum(lost),
-                    "",
-                    goal,
-                    f"in {len(lost)} events",
-                )
-            )
-    return rows
+                    name = f"{theirs.replace('_', ' ')} / {ours}"
+                    yield (ours, theirs), Row(f"… {figure}", name, ratio, "times")
+    for part, what in there.items():
+        lost = [one["lost_steps"] for one in samples[part]]
+        goal, note = "<= 0" if part == "recipe" else "", f"in {len(lost)} events"
+        yield (part,), Row("finished steps trained again", what, sum(lost), "", goal, note)
 
 
 def _row(what: str, name: str, seconds: Sequence[float], goal: str) -> Row:
@@ -441,7 +435,10 @@ def measure(
     finally:
         if not was_up:
             Bed.down()
-    return make_rows({part: entry["samples"] for part, entry in known.items()})
+    return make_rows(
+        {part: entry["samples"] for part, entry in known.items()},
+        {part: entry["taken"] for part, entry in known.items()},
+    )
 
 
 def main() -> None:

@@ -122,7 +122,8 @@ def _to_markdown(document: dict[str, Any]) -> list[str]:
         "# Results",
         "",
         (
-            "Written by `make bench`. Ratios are of figures taken in turns in one run; compare no "
+            "Written by `make bench`. Ratios are of figures taken in turns in one run, but for rows "
+            "that name another time: those were taken then, perhaps on another machine. Compare no "
             "times of different runs."
         ),
     ]

@@ -226,6 +226,16 @@ def test_rows_of_pods_set_ours_beside_stock_torchrun(bench: SimpleNamespace) -> 
     found = {
         (row.what.split(" → ")[-1], row.name): row for row in bench.pods.make_rows(samples)
     }
+    assert all("taken" not in row.note for row in found.values())
+    times = {
+        "quickstart": "2026-11-21",
+        "recipe": "2026-11-27",
+        "stock_default": "2026-11-21",
+    }
+    late = {row.name: row.note for row in bench.pods.make_rows(samples, times)}
+    assert late["median"].endswith("; quickstart taken 2026-11-21")
+    assert late["stock default / recipe"] == "stock_default taken 2026-11-21"
+    assert "taken" not in late["TrainingRun, recipe"]
     assert found["first step", "median"].is_reached is False
     whole = "a run of 3 pods, suspended and resumed"
     assert found[whole, "suspend → Suspended"].goal == ""
