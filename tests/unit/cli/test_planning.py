@@ -1,5 +1,6 @@
 """A node's plan: what it asks before its data are prepared, and what behind that."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -63,7 +64,7 @@ class Node:
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.directory = RunDirectory(path / "run")
         self.directory.create()
-        self.before_opening = lambda: None
+        self.before_opening: Callable[[], None] = lambda: None
         self.begins_at: DataStart | None = None
         self.opened = SimpleNamespace(
             starting_at=self._start_at,
