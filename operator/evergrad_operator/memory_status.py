@@ -126,4 +126,5 @@ def _pack(values: Mapping[str, Any]) -> str:
 
 
 def _time(seconds: float | None) -> str | None:
-    return format_time(seconds) if seconds else None
+    # The second 0, which is read back as no time, is written as none.
+    return format_time(seconds) if seconds is not None and int(seconds) else None

@@ -173,7 +173,8 @@ COUNTED = {"memory": {"attempts": "9" * 5000}}
 RANGED = {"memory": {"ended": "9" * 5000 + "-5"}}
 GIVEN = {"memory": {"givenBack": "1," + "9" * 400}}
 LATE = {"startTime": TIMES[0], "completionTime": TIMES[3]}
-DAMAGED = (HUGE, LISTED, COUNTED, RANGED, GIVEN, LATE)
+FIRST = {"startTime": "1969-12-31T23:59:59.999999Z"}
+DAMAGED = (HUGE, LISTED, COUNTED, RANGED, GIVEN, LATE, FIRST)
 
 
 def make_run(status: Any, **metadata: Any) -> dict[str, Any]:
@@ -191,6 +192,7 @@ def make_run(status: Any, **metadata: Any) -> dict[str, Any]:
 @example(RANGED)
 @example(GIVEN)
 @example(LATE)
+@example(FIRST)
 def test_every_status_can_be_read_and_is_written_as_it_was_read(status: Any) -> None:
     memory = parse_memory(status if isinstance(status, dict) else {})
     built = build_memory(memory)
