@@ -14,7 +14,16 @@ from typing import Any, Final, Protocol
 from evergrad_operator import names
 from evergrad_operator.cache import NEW_POD_STATUS, InformerCache
 from evergrad_operator.errors import ApiError, LeaseLostError, OperatorError
-from evergrad_operator.kinds import CLAIM, POD, RUN, SERVICE, Kind, Raw, kind_of
+from evergrad_operator.kinds import (
+    CLAIM,
+    POD,
+    POD_GROUP,
+    RUN,
+    SERVICE,
+    Kind,
+    Raw,
+    kind_of,
+)
 from evergrad_operator.names import Key
 from evergrad_operator.observe import (
     BOUNDS_NOT_TAKEN,
@@ -216,7 +225,7 @@ class Applier:
         # Schedulers place pods of a group that does not exist one by one, or never.
         if any(
             one.failure
-            and one.step[:2] == ("apply", "PodGroup")
+            and one.step[:2] == ("apply", POD_GROUP)
             and one.step[1:] not in seen.hashes
             for one in results
         ):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 
 from evergrad_operator.apply import ApplyResult
-from evergrad_operator.kinds import POD_GROUPS, Kind
+from evergrad_operator.kinds import POD_GROUP, POD_GROUPS, Kind
 
 FOUND_SECONDS: Final = 600.0
 """Time for which a PodGroup that was found is trusted: a cluster's upgrade may bring a newer version."""
@@ -68,6 +68,6 @@ class GangApi:
         """Ask again at the next pass where the API server no longer has the PodGroup that is remembered."""
         for result in results:
             failure = result.failure
-            is_group = result.step[:2] == ("apply", "PodGroup")
+            is_group = result.step[:2] == ("apply", POD_GROUP)
             if is_group and failure is not None and failure.status == 404:
                 self.forget()

@@ -52,7 +52,7 @@ EARLY_WEBHOOK: Final = Kind(
     "mutatingwebhookconfigurations",
 )
 API_RESOURCES: Final = "APIResourceList"
-"""What discovery answers: the kinds of an API group."""
+"""The kind of an answer of discovery, which lists the kinds of an API group."""
 POD_GROUP: Final = "PodGroup"
 POD_GROUPS: Final[Mapping[str, tuple[Kind, ...]]] = {
     "coscheduling": (Kind(POD_GROUP, "scheduling.x-k8s.io/v1alpha1", "podgroups"),),

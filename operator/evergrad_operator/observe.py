@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from evergrad_operator import names
 from evergrad_operator.answer import Progress
-from evergrad_operator.kinds import Kind
+from evergrad_operator.kinds import POD_GROUP, Kind
 from evergrad_operator.memory import Memory, parse_memory
 from evergrad_operator.pods import PodState, judge_image, parse_pod
 from evergrad_operator.preparation import Report
@@ -244,7 +244,7 @@ def observe(
         if raw is claim or owns(run.uid, raw)
     }
     overlapping = (_parse_other(raw, run) for raw in others)
-    group = get_map(children.get(("PodGroup", run.name), {}), "metadata", "annotations")
+    group = get_map(children.get((POD_GROUP, run.name), {}), "metadata", "annotations")
     restart = get_text(group, names.ANNOTATION_RESTART)
     return Observation(
         run=run,

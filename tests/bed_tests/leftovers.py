@@ -15,7 +15,7 @@ from bed import cgroups, images, state
 from bed.places import BRIDGE_END, CLUSTER, NAME, STATE, work
 from process_state import is_alive
 
-# What a parallel test process says of itself to all it starts.
+# Names the parallel test process, in the environment of all that it starts.
 WORKER = "PYTEST_XDIST_WORKER"
 NAMESPACES = ("net", "mnt", "pid", "uts", "ipc")
 

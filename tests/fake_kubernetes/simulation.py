@@ -350,4 +350,24 @@ def crash_at(number: int, *, is_before: bool) -> tuple[Any, Any]:
     return before, after
 
 
-__all__ = ["CONFIG", "KEY", "KINDS", "Crash", "Simulation", "crash_at"]
+def make_trained() -> Simulation:
+    """A run whose nodes all train."""
+    simulation = Simulation()
+    simulation.create_run()
+    simulation.settle()
+    simulation.start_pods()
+    simulation.settle()
+    simulation.train()
+    simulation.settle()
+    return simulation
+
+
+__all__ = [
+    "CONFIG",
+    "KEY",
+    "KINDS",
+    "Crash",
+    "Simulation",
+    "crash_at",
+    "make_trained",
+]

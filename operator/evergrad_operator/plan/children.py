@@ -7,6 +7,7 @@ from typing import Any, Final
 from evergrad_operator import names
 from evergrad_operator.config import Config
 from evergrad_operator.decision import Action, Bounds, Decision
+from evergrad_operator.kinds import POD_GROUP
 from evergrad_operator.memory import add_hosts
 from evergrad_operator.observe import Observation
 from evergrad_operator.plan.claim import (
@@ -32,13 +33,12 @@ from evergrad_operator.plan.token import build_token_secret
 from evergrad_operator.raw import get_map, get_text
 
 Object = Mapping[str, Any]
-_POD_GROUP: Final = "PodGroup"
 OWNED_KINDS: Final = (
     "ConfigMap",
     "Service",
     "PodDisruptionBudget",
     "NetworkPolicy",
-    _POD_GROUP,
+    POD_GROUP,
 )
 """Kinds of the children that are no pods, and not the PVC."""
 _SWITCHED: Final = ("PodDisruptionBudget", "NetworkPolicy")
@@ -173,11 +173,11 @@ def _plan_deletions(
     # Service is applied, never deleted.
     is_idle = decision.action == Action.STOP and all(pod.end for pod in observation.nodes)
     for kind, name in observation.hashes:
-        group = observation.group_kind if kind == _POD_GROUP else None
+        group = observation.group_kind if kind == POD_GROUP else None
         is_switched_off = kind in _SWITCHED and is_running and (kind, name) not in wanted
         is_renewed = is_idle and group is not None and is_of_kubernetes(group)
         # A group goes with its type, and without that nothing could be asked for.
-        is_there = kind != _POD_GROUP or group is not None
+        is_there = kind != POD_GROUP or group is not None
         is_over = decision.action == Action.CLEAN and kind in OWNED_KINDS and is_there
         if is_switched_off or is_renewed or is_over:
             delete.append(Deletion(kind, name, version=group.version if group else ""))
@@ -217,7 +217,7 @@ def _build_wanted(
 
     # A group that is there follows nodes.min, also down to 1, as long as its version lets it.
     group = observation.group_kind
-    has_group = (_POD_GROUP, run.name) in observation.hashes
+    has_group = (POD_GROUP, run.name) in observation.hashes
     is_ours = has_group or decision.joins_group
     if group is not None and is_ours and not (has_group and is_fixed(group)):
         priority = _find_group_priority(observation)
@@ -297,6 +297,6 @@ def _build_pods(
 def _find_group_priority(observation: Observation) -> str:
     """Return the priority class of the run's PodGroup: that of the template, unless the group is there
     already, which keeps its own."""
-    if (_POD_GROUP, observation.run.name) in observation.hashes:
+    if (POD_GROUP, observation.run.name) in observation.hashes:
         return observation.group_priority
     return observation.run.spec.template.priority_class_name or ""

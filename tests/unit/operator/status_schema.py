@@ -20,7 +20,7 @@ def status_schema() -> dict[str, Any]:
 
 
 def problems_with(value: Any, schema: dict[str, Any], path: str = "status") -> list[str]:
-    """What the API server would refuse or drop."""
+    """Return the faults for which the API server would refuse the status, or drop a part of it."""
     kinds = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}
     if not isinstance(value, kinds[schema["type"]]):
         return [f"{path}: {value!r} is no {schema['type']}"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from fake_kubernetes.simulation import KEY, Simulation
+from fake_kubernetes.simulation import KEY, Simulation, make_trained
 from hypothesis import example, given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
@@ -359,17 +359,6 @@ def lose_coordinator(simulation: Simulation) -> None:
         for name in simulation.pods("coordinator"):
             simulation.store.remove("pods", "ns", name)
     simulation.coordinators.answers.clear()
-
-
-def make_trained() -> Simulation:
-    simulation = Simulation()
-    simulation.create_run()
-    simulation.settle()
-    simulation.start_pods()
-    simulation.settle()
-    simulation.train()
-    simulation.settle()
-    return simulation
 
 
 CLAIM = ("persistentvolumeclaims", "ns", "run")

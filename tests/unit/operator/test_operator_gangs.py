@@ -472,7 +472,7 @@ def test_a_discovery_that_is_not_answered_holds_a_new_run_with_its_reason_and_no
     simulation.settle()
     assert simulation.pods() == ["run-0-0", "run-1-0"] and simulation.refused() == []
 
-    # What was found before holds for runs at work.
+    # Runs at work go on with the group that was found before.
     simulation.start_pods()
     simulation.settle()
     simulation.now += 2 * FOUND_SECONDS

@@ -3,21 +3,14 @@
 from typing import Any
 
 import pytest
-from fake_kubernetes.simulation import KEY, Simulation
+from fake_kubernetes.simulation import KEY, Simulation, make_trained
 
 from evergrad_operator.reconcile import SILENCE_SECONDS
 
 
 @pytest.fixture
 def simulation() -> Simulation:
-    simulation = Simulation()
-    simulation.create_run()
-    simulation.settle()
-    simulation.start_pods()
-    simulation.settle()
-    simulation.train()
-    simulation.settle()
-    return simulation
+    return make_trained()
 
 
 def condition(simulation: Simulation) -> dict[str, Any]:

@@ -387,7 +387,7 @@ def test_the_checkpoint_that_a_reference_was_read_from_is_loaded_though_a_newer_
     fresh.newest, fresh.machinery.modules.begins_behind = 6, 5
     fresh.begin()
     assert fresh.session.begun_from["step"] == 5
-    # What the run began with goes before: its reference is that of the record, too.
+    # The record of the run goes before: its reference is that of the record, too.
     fresh.machinery.modules.begins_behind = 6
     fresh.recorded = {"begunFrom": {**BEGUN, "load": "weights"}}
     fresh.begin()

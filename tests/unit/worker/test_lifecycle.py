@@ -1,4 +1,4 @@
-"""What rank 0 of a new world writes down before its first step."""
+"""Rank 0 of a new world writes down the start, or the change, before its first step."""
 
 from types import SimpleNamespace
 from typing import Any, cast
