@@ -227,7 +227,7 @@ class ElasticNodes:
         arguments += ["--run-directory", "run", "--workers", "1", "--token-file", "token"]
         process = multiprocessing.get_context("fork").Process(
             target=_be_node,
-            args=(arguments, self._folder, os.getpid(), self._settings.on_start),
+            args=(arguments, self._folder, os.getpid(), index, self._settings.on_start),
             name=f"node-{index}",
         )
         process.start()
@@ -265,7 +265,11 @@ class ElasticNodes:
 
 
 def _be_node(
-    arguments: list[str], folder: Path, parent: int, on_start: Callable[[], None]
+    arguments: list[str],
+    folder: Path,
+    parent: int,
+    index: int,
+    on_start: Callable[[], None],
 ) -> None:
     die_with_parent(parent)
     os.setpgid(0, 0)
@@ -280,7 +284,7 @@ def _be_node(
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.chdir(folder)
-    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **be_host(index)}
     code = 70
     try:
         from evergrad_cli.main import main
@@ -291,6 +295,19 @@ def _be_node(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def be_host(index: int) -> dict[str, str]:
+    """Variables that make a process look like one of another host to NCCL, which refuses two processes of one
+    host on one device.
+
+    They then speak over sockets of this machine, as hosts do, and their kernels take turns on the device.
+    """
+    return {
+        "NCCL_HOSTID": f"host-{index}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+    }
 
 
 def warm_up_this_process() -> None:

@@ -67,6 +67,7 @@ def test_curves_graphs_and_speeds_are_those_of_a_run_on_the_cpu(tmp_path: Path) 
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3000)
 def test_parts_run_in_processes_of_their_own_and_one_that_fails_is_named(
     tmp_path: Path,
 ) -> None:
@@ -80,12 +81,22 @@ def test_parts_run_in_processes_of_their_own_and_one_that_fails_is_named(
         "world",
         "abort",
         "staging",
+        "memory",
+        "run",
+        "recovery",
     )
     found = json.loads((tmp_path / "gpu.json").read_text())["parts"]
     assert passed.returncode == 0, passed.stdout
     assert {name: part["passed"] for name, part in found.items()} == dict.fromkeys(
         found, True
     )
+    [lost] = [
+        row["note"]
+        for row in found["recovery"]["rows"]
+        if row["name"] == "losses with other bits"
+    ]
+    # A loss can only have other bits after a change of the world where the world has changed.
+    assert lost.endswith("worlds of [2, 3]")
     page = (tmp_path / "gpu.md").read_text()
     assert "| staging | device to host |" in page and "| world | passed |" in page
     # The device of this part is not there.

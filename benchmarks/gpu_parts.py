@@ -1,0 +1,405 @@
+"""The parts of ``gpu_check.py`` that look at one process, or at two: arithmetic, memory, groups and speed.
+
+Each is called as ``part(device, is_tiny)`` in a process of its own, returns its rows, and raises
+CheckFailedError where the device does not show what it must.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from common import Row
+
+PREFIX = "gpu-check: "
+"""Begins the line of a part's result; libraries may print before and after it."""
+_WORLD_SECONDS = 60
+
+
+class CheckFailedError(Exception):
+    """A part did not show what it must show."""
+
+
+def require(is_right: bool, what: str) -> None:
+    """Raise CheckFailedError with ``what`` unless it ``is_right``."""
+    if not is_right:
+        raise CheckFailedError(what)
+
+
+def check_environment(device: str, is_tiny: bool) -> list[Row]:
+    """Name, memory and versions; nothing can fail here but the device itself."""
+    import torch
+
+    rows = [Row("environment", "torch", 0.0, "", note=torch.__version__)]
+    if device == "cuda":
+        facts = torch.cuda.get_device_properties(0)
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        rows += [
+            Row(
+                "environment",
+                "devices",
+                torch.cuda.device_count(),
+                "",
+                note=facts.name,
+            ),
+            Row("environment", "memory", facts.total_memory / 2**30, "GiB"),
+            Row(
+                "environment",
+                "cuda",
+                0.0,
+                "",
+                note=f"{torch.version.cuda}, NCCL {nccl}",
+            ),
+        ]
+    return rows
+
+
+def check_precisions(device: str, is_tiny: bool) -> list[Row]:
+    """From the same weights, the curve of each precision stays near that of fp32 on the CPU."""
+    weights = _build("cpu", "fp32", compiled=False)[0].model.state_dict()
+    weights = {name: value.clone() for name, value in weights.items()}
+    reference = _curve("cpu", "fp32", compiled=False)
+    rows = []
+    for precision, tolerance in {"fp32": 1e-3, "bf16-autocast": 0.02, "bf16": 0.05}.items():
+        # torch draws other numbers in another type, which would be another model.
+        curve = _curve(device, precision, compiled=False, weights=weights)
+        worst = max(abs(one - other) for one, other in zip(curve, reference, strict=True))
+        rows.append(
+            Row(
+                "precision",
+                f"{precision}: largest difference of a loss",
+                worst,
+                "nats",
+            )
+        )
+        require(
+            worst < tolerance,
+            f"{precision}: a loss differs by {worst:.3g} nats from fp32 on the CPU",
+        )
+    return rows
+
+
+def check_compile(device: str, is_tiny: bool) -> list[Row]:
+    """A compiled model has the same curve, and blocks that are alike share their graphs."""
+    import torch
+
+    plain = _curve(device, "bf16-autocast", compiled=False)
+    torch._dynamo.utils.counters.clear()
+    begun = time.perf_counter()
+    compiled = _curve(device, "bf16-autocast", compiled=True)
+    seconds = time.perf_counter() - begun
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    worst = max(abs(one - other) for one, other in zip(plain, compiled, strict=True))
+    require(worst < 0.02, f"a loss differs by {worst:.3g} nats between eager and compiled")
+    require(0 < graphs <= 2, f"{graphs} graphs were compiled for blocks that are alike")
+    return [
+        Row("compile", "largest difference of a loss", worst, "nats"),
+        Row("compile", "graphs", graphs, ""),
+        Row("compile", "four steps with compilation", seconds, "s"),
+    ]
+
+
+def check_offload(device: str, is_tiny: bool) -> list[Row]:
+    """Inputs of blocks that wait in host memory give the gradients of those that stay, and leave the
+    device's memory."""
+    import torch
+
+    ids = torch.arange(256, device=device).reshape(1, 256)
+    gradients, kept = {}, {}
+    for mode in ("full", "offload"):
+        machinery, stage = _build(
+            device, "bf16-autocast", compiled=False, recomputation=mode
+        )
+        before = torch.cuda.memory_allocated() if device == "cuda" else 0
+        with machinery.autocast():
+            loss = machinery.loss_of({"input_ids": ids, "labels": ids}, stage).total / 256
+        kept[mode] = (torch.cuda.memory_allocated() if device == "cuda" else 0) - before
+        loss.backward()
+        gradients[mode] = [one.grad.cpu() for one in machinery.model.parameters()]
+    pairs = zip(gradients["full"], gradients["offload"], strict=True)
+    differing = sum(not torch.equal(one, other) for one, other in pairs)
+    require(differing == 0, f"{differing} gradients have other bits with offload")
+    if device != "cuda":
+        return [Row("offload", "gradients with other bits", differing, "")]
+    require(
+        kept["offload"] < kept["full"], f"a forward pass keeps bytes on the device: {kept}"
+    )
+    return [
+        Row("offload", f"kept by a forward pass, {mode}", size / 2**20, "MiB")
+        for mode, size in kept.items()
+    ]
+
+
+def check_fsdp2(device: str, is_tiny: bool) -> list[Row]:
+    """FSDP2 in a world of one device: the same first loss as the whole model, gradients in fp32."""
+    import torch
+    import torch.distributed as dist
+
+    from evergrad_trainer.models.deferred import defer_model
+    from evergrad_trainer.models.parallel import Cut, Sharding, shard
+    from evergrad_trainer.objectives.causal_lm import causal_lm_loss
+    from evergrad_trainer.world import World
+
+    _alone_in_a_group(device)
+    where = torch.device(device)
+    world = World(1, 0, 1, where, group=dist.group.WORLD)
+    deferred = defer_model(_plan("10M"), seed=0, precision="bf16-autocast")
+    require(
+        deferred is not None, "the model could not be built without memory for its weights"
+    )
+    assert deferred is not None  # noqa: S101 - for the type checker
+    shard([Cut(deferred.model)], world, Sharding(precision="bf16-autocast"))
+    deferred.materialise(where)
+    ids = torch.arange(64, device=where).reshape(1, 64)
+    loss = causal_lm_loss(deferred.model)(ids, ids) / 64
+    loss.backward()
+    types = {str(p.grad.dtype) for p in deferred.model.parameters() if p.grad is not None}
+    require(types == {"torch.float32"}, f"sharded gradients are {types}")
+    expected = _curve("cpu", "fp32", compiled=False, steps=1)[0]
+    difference = abs(float(loss.detach()) - expected)
+    require(
+        difference < 0.05,
+        f"the first loss differs by {difference:.3g} nats from a whole model's",
+    )
+    dist.destroy_process_group()
+    return [Row("fsdp2", "difference of the first loss", difference, "nats")]
+
+
+def check_world(device: str, is_tiny: bool) -> list[Row]:
+    """Two processes sum a tensor: as they are, which NCCL may refuse on one device, and as two hosts."""
+    rows = []
+    for name, as_hosts in (("as they are", False), ("as two hosts", True)):
+        found = _sum_of_two(device, as_hosts=as_hosts)
+        refused = found.get("refused", "")
+        note = f"refused: {refused}" if refused else f"{found['seconds']:.3f} s for 4 MiB"
+        rows.append(
+            Row("world of two processes", name, float(not refused), "formed", note=note)
+        )
+        require(
+            bool(refused) or found["sum"] == 3.0, f"1 + 2 was summed to {found.get('sum')}"
+        )
+    require(not refused, f"two processes form no world even as two hosts: {refused}")
+    return rows
+
+
+def _sum_of_two(device: str, *, as_hosts: bool) -> dict[str, Any]:
+    """What the first of two processes found: ``sum`` and ``seconds``, or why they were ``refused``."""
+    from elastic_nodes import be_host, free_port
+
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, str(Path(__file__).with_name("gpu_check.py"))]
+    command += ["--rank-of-world", device]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={
+                **os.environ,
+                **place,
+                "RANK": str(rank),
+                **(be_host(rank) if as_hosts else {}),
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        output, _ = ranks[0].communicate(timeout=_WORLD_SECONDS)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    result = next((line for line in output.splitlines() if line.startswith(PREFIX)), None)
+    require(result is not None, "the first of two processes ended without a result")
+    found: dict[str, Any] = json.loads(str(result).removeprefix(PREFIX))
+    return found
+
+
+def be_rank_of_world(device: str) -> None:
+    """Be one of the two, and end."""
+    import torch
+    import torch.distributed as dist
+
+    rank = int(os.environ["RANK"])
+    where = torch.device("cpu")
+    if device == "cuda":
+        where = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(where)
+    try:
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+        dist.all_reduce(torch.zeros(1, device=where))
+        values = torch.full((1 << 20,), float(rank + 1), device=where)
+        begun = time.perf_counter()
+        dist.all_reduce(values)
+        found: dict[str, Any] = {"sum": float(values.mean())}
+        found["seconds"] = time.perf_counter() - begun
+    except (dist.DistBackendError, RuntimeError) as error:
+        found = {"refused": " ".join(str(error).split())[:400]}
+    print(PREFIX + json.dumps(found), flush=True)
+    os._exit(0)
+
+
+def check_abort(device: str, is_tiny: bool) -> list[Row]:
+    """Groups are aborted from another thread, twice over, and formed again in the same process."""
+    import threading
+
+    import torch
+    import torch.distributed as dist
+
+    from evergrad_trainer.transports import AsynchronousTransport, NcclTransport, Transport
+
+    where = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    seconds = []
+    for number in range(3):
+        transport: Transport = (
+            NcclTransport(where) if device == "cuda" else AsynchronousTransport()
+        )
+        transport.prepare()
+        _alone_in_a_group(device)
+        transport.opened()
+        values = torch.full((1 << 20,), float(number + 1), device=where)
+        work = transport.start_sum(values, dist.group.WORLD)
+        work.wait()
+        transport.mark_started().wait()
+        require(float(values.mean()) == number + 1.0, f"group {number} summed wrongly")
+        begun = time.perf_counter()
+        given_up = threading.Thread(target=transport.give_up)
+        given_up.start()
+        given_up.join(30)
+        require(not given_up.is_alive(), "the abort did not return within 30 s")
+        transport.close()
+        seconds.append(time.perf_counter() - begun)
+        require(not dist.is_initialized(), "a group was left after the abort")
+    return [
+        Row(
+            "abort and form again",
+            "slowest abort of three",
+            max(seconds),
+            "s",
+        )
+    ]
+
+
+def check_staging(device: str, is_tiny: bool) -> list[Row]:
+    """A state is copied to the host with its bits, and how fast."""
+    import torch
+
+    from evergrad_trainer.checkpoint.staging import HostStager
+
+    size = (1 << 20) if is_tiny else (1 << 28)
+    generator = torch.Generator().manual_seed(0)
+    host = {name: torch.randn(size, generator=generator) for name in ("weights", "moments")}
+    state = {name: value.to(device) for name, value in host.items()}
+    stager = HostStager()
+    stager.stage(state, rank=0, world_size=1)
+    begun = time.perf_counter()
+    snapshot = stager.stage(state, rank=0, world_size=1)
+    seconds = time.perf_counter() - begun
+    for name, value in host.items():
+        require(
+            torch.equal(snapshot.tensors[name].data, value),
+            f"{name} was copied with other bits",
+        )
+    return [
+        Row(
+            "staging",
+            "device to host",
+            8 * size / seconds / 1e9,
+            "GB/s",
+        )
+    ]
+
+
+def check_speed(device: str, is_tiny: bool) -> list[Row]:
+    """Tokens/s in bf16 beside a hand-written loop and transformers' Trainer."""
+    import training_speed
+
+    rows = []
+    for parameters, shape in {"124M": (16, 1024), "1B": (8, 2048)}.items():
+        # Compilation has a part of its own, and takes most of a tiny one's minutes.
+        for compiled in (False,) if is_tiny else (False, True):
+            setting = training_speed.Setting(
+                precision="bf16-autocast",
+                compiled=compiled,
+                parameters="10M" if is_tiny else parameters,
+                shape=(2, 64) if is_tiny else shape,
+                device=device,
+            )
+            rows += training_speed.measure(setting, rounds=2 if is_tiny else 20)
+        if is_tiny:
+            break
+    return rows
+
+
+def _plan(parameters: str) -> Any:
+    from common import model_config
+
+    from evergrad_manifest.training import Model
+    from evergrad_trainer.models.build import plan_model
+
+    model = Model.model_validate({"config": model_config(parameters)})
+    return plan_model(model, base_directory=Path(), vocab_size=257)
+
+
+def _curve(
+    device: str,
+    precision: str,
+    *,
+    compiled: bool,
+    steps: int = 4,
+    weights: Mapping[str, Any] | None = None,
+) -> list[float]:
+    """Losses of some steps of the 10M model, from its own first weights or from those given."""
+    import torch
+
+    machinery, stage = _build(device, precision, compiled=compiled)
+    if weights is not None:
+        machinery.model.load_state_dict(weights)
+    ids = torch.arange(64, device=device).reshape(1, 64)
+    batch = {"input_ids": ids, "labels": ids}
+    losses = []
+    for _ in range(steps):
+        with machinery.autocast():
+            loss = machinery.loss_of(batch, stage).total / 64
+        loss.backward()
+        machinery.optimizer.step()
+        machinery.optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def _build(
+    device: str, precision: str, *, compiled: bool, recomputation: str = "none"
+) -> tuple[Any, Any]:
+    """The 10M model, built and compiled as a run builds it, and the stage that it trains."""
+    import torch
+    from common import build_training, open_without_data
+
+    from evergrad_trainer.training.build import build_machinery
+    from evergrad_trainer.world import World
+
+    training = build_training(precision=precision, compile_mode="on" if compiled else "off")
+    runtime = training.runtime.model_copy(
+        update={"activation_checkpointing": recomputation}
+    )
+    training = training.model_copy(update={"runtime": runtime})
+    opened = open_without_data(training)
+    world = World(1, 0, 1, torch.device(device))
+    machinery = build_machinery(training, opened, _plan("10M"), world, with_weights=True)
+    return machinery, opened.data.train.stages[0]
+
+
+def _alone_in_a_group(device: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1
+    )
