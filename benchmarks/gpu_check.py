@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,12 @@ PARTS: dict[str, Callable[[str, bool], list[Row]]] = {
     "memory": gpu_runs.check_memory,
     "run": gpu_runs.check_run,
     "recovery": gpu_runs.check_recovery,
-    "speed": gpu_parts.check_speed,
+    "speed-124M": partial(gpu_parts.check_speed, parameters="124M", is_compiled=False),
+    "speed-124M-compile": partial(
+        gpu_parts.check_speed, parameters="124M", is_compiled=True
+    ),
+    "speed-1B": partial(gpu_parts.check_speed, parameters="1B", is_compiled=False),
+    "speed-1B-compile": partial(gpu_parts.check_speed, parameters="1B", is_compiled=True),
 }
 
 

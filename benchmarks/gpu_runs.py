@@ -25,7 +25,7 @@ from elastic_nodes import (
 )
 from gpu_parts import require
 
-_SECONDS = 90
+_SECONDS = 120
 """Longest wait for a step, or for a command."""
 _CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 _LOG_CHARACTERS = 3000

@@ -52,17 +52,17 @@ def test_a_part_is_named_in_both_results(tmp_path: Path) -> None:
 def test_curves_graphs_and_speeds_are_those_of_a_run_on_the_cpu(tmp_path: Path) -> None:
     """With models so small that figures say nothing; each part passes only if its own requirements hold."""
     passed = gpu_check(
-        tmp_path, "--device", "cpu", "--tiny", "precision", "compile", "speed"
+        tmp_path, "--device", "cpu", "--tiny", "precision", "compile", "speed-124M"
     )
     found = json.loads((tmp_path / "gpu.json").read_text())["parts"]
     assert passed.returncode == 0, passed.stdout
-    assert list(found) == ["precision", "compile", "speed"]
+    assert list(found) == ["precision", "compile", "speed-124M"]
     precisions = {row["name"].partition(":")[0] for row in found["precision"]["rows"]}
     assert precisions == {"fp32", "bf16-autocast", "bf16"}
     [graphs] = [row["value"] for row in found["compile"]["rows"] if row["name"] == "graphs"]
     assert 0 < graphs <= 2
-    assert found["speed"]["rows"] and all(
-        row["value"] > 0 for row in found["speed"]["rows"]
+    assert found["speed-124M"]["rows"] and all(
+        row["value"] > 0 for row in found["speed-124M"]["rows"]
     )
 
 
