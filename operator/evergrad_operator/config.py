@@ -50,6 +50,10 @@ class Config:
     ReadWriteMany."""
     allowed_service_accounts: tuple[str, ...] = ()
     """Name of a service account that runs may have; none: no run has one."""
+    allowed_images: tuple[str, ...] = ()
+    """Beginning of the images that pods of runs may have; none: any image."""
+    allowed_priority_classes: tuple[str, ...] = ()
+    """Name of a PriorityClass that pods of runs may have; none: any class."""
     allow_run_deletion: bool = False
     """Delete runs that ask for it a while after their end."""
     node_ephemeral_storage: str = ""
@@ -125,4 +129,6 @@ class Config:
             self.allowed_service_accounts,
             self.storage_access_mode,
             deletes_runs=self.allow_run_deletion,
+            images=self.allowed_images,
+            priority_classes=self.allowed_priority_classes,
         )

@@ -14,6 +14,7 @@ from evergrad_operator.apply import Cluster, build_failure
 from evergrad_operator.cache import InformerCache, find_vanished
 from evergrad_operator.changes import compare_settings
 from evergrad_operator.claim_index import existing_claim
+from evergrad_operator.config import Config
 from evergrad_operator.errors import ApiError
 from evergrad_operator.gang_api import GangApi
 from evergrad_operator.kinds import (
@@ -145,9 +146,8 @@ class Confirmer:
         manifest = next((get_text(one, names.CONFIG_FILE) for one in data), None)
         return None if manifest is None else compare_settings(manifest, run)
 
-    async def fill_in(self, work: Pass, profiles: str) -> Pass:
-        """Return the pass with the PodGroup and the profile that hold for it. ``profiles``: of the
-        installation, as JSON by name.
+    async def fill_in(self, work: Pass, config: Config) -> Pass:
+        """Return the pass with the PodGroup and the profile that hold for it.
 
         Where discovery is refused, the PodGroup is the last known one. Where the namespace's profile cannot
         be read, the run's is one by which no run begins.
@@ -172,7 +172,9 @@ class Confirmer:
             own = await self._fetch_profile(work.key[0])
 
         is_read = await self._read(work, STEP_OF_PROFILE, fetch_own)
-        profile = resolve(work.raw, profiles, own) if is_read else UNREAD_PROFILE
+        if not is_read:
+            return replace(work, profile=UNREAD_PROFILE)
+        profile = resolve(work.raw, config.profiles, own, config.installation)
         return replace(work, profile=profile)
 
     async def _fetch_profile(self, namespace: str) -> NamespaceProfile | None:

@@ -3,24 +3,36 @@
 ``evergrad validate`` does not know them. The webhook and the check before a run's first pod do.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from evergrad_manifest.envelope.storage import FOR_ONE_POD, check_shared
 from evergrad_manifest.envelope.volumes import ACCOUNT
 from evergrad_manifest.errors import Problem
+from evergrad_manifest.fields import format_path
 from evergrad_manifest.values.numbers import show
-from evergrad_operator.raw import get_int, get_map
+from evergrad_operator.raw import get_int, get_map, get_maps, get_text
 
 _SETTING: Final = "runs.allowed.serviceAccountNames of the chart"
+_POLICY: Final = "admissionPolicy.{} of the chart"
 DELETES_RUN: Final = "Run"
 """Value of ``spec.ttlDeletes`` by which a run asks for its own deletion."""
 
 
 @dataclass(frozen=True)
+class Granted:
+    """Images and priority classes that a profile of the installation names: a run that has this profile
+    may have them, too."""
+
+    images: tuple[str, ...] = ()
+    priority_classes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Installation:
-    """Limits and defaults that an installation sets for runs. The default allows nothing."""
+    """Limits and defaults that an installation sets for runs. The default allows no account and no deletion,
+    and any image and priority class."""
 
     service_accounts: tuple[str, ...] = ()
     """Names of the accounts that runs may have."""
@@ -28,6 +40,12 @@ class Installation:
     """Access mode of new volumes whose run names none."""
     deletes_runs: bool = False
     """Whether the operator deletes runs that ask for it a while after their end."""
+    images: tuple[str, ...] = ()
+    """Beginnings of the images that runs may have; none: any."""
+    priority_classes: tuple[str, ...] = ()
+    """Names of the priority classes that runs may have; none: any."""
+    granted: Granted = Granted()
+    """Names that the profile of one run allows it beside these."""
 
 
 NOTHING_ALLOWED: Final = Installation()
@@ -61,6 +79,7 @@ def find_refusals(
         what = f"{show(account)} is not a service account that this installation allows"
         found.append(Problem(ACCOUNT, what, why, remedy))
 
+    found += find_beyond(spec, installation)
     if spec.get("ttlDeletes") == DELETES_RUN and not installation.deletes_runs:
         found.append(NO_DELETION)
 
@@ -71,3 +90,50 @@ def find_refusals(
         why = f"new volumes of this installation are {FOR_ONE_POD} unless the run says otherwise"
         found += check_shared(get_int(nodes, "min") or 1, get_int(nodes, "max"), why)
     return tuple(found)
+
+
+def find_beyond(spec: Mapping[str, Any], installation: Installation) -> Iterator[Problem]:
+    """Find the images and the priority class in ``spec`` that this installation does not allow.
+
+    The chart's ValidatingAdmissionPolicy has the same rules for ``kubectl apply``. It sees neither profiles
+    nor runs from before it.
+    """
+    granted, allowed = installation.granted, installation.images
+    for path, image in _list_images(spec) if allowed else ():
+        if not image.startswith(allowed) and image not in granted.images:
+            yield Problem(
+                path,
+                f"{show(image)} is not an image that this installation allows",
+                f"they begin with {', '.join(allowed)}",
+                f"Use one of these, or have it added to {_POLICY.format('allowedImages')}",
+            )
+    name, allowed = _find_priority_class(spec), installation.priority_classes
+    if name and allowed and name not in (*allowed, *granted.priority_classes):
+        yield Problem(
+            "spec.template.priorityClassName",
+            f"{show(name)} is not a priority class that this installation allows",
+            f"it allows {', '.join(allowed)}",
+            "Use one of these, or have it added to "
+            f"{_POLICY.format('allowedPriorityClasses')}",
+        )
+
+
+def find_granted(defaults: Mapping[str, Any]) -> Granted:
+    """Return the images and the priority class that the ``defaults`` of a profile name."""
+    name = _find_priority_class(defaults)
+    images = dict.fromkeys(image for _, image in _list_images(defaults))
+    return Granted(tuple(images), (name,) if name else ())
+
+
+def _list_images(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return all images that ``spec`` names for pods, each with its path."""
+    named = [("spec.image", get_text(spec, "image"))]
+    containers = get_maps(get_map(spec, "template"), "initContainers")
+    for index, container in enumerate(containers):
+        path = format_path(("spec", "template", "initContainers", index, "image"))
+        named.append((path, get_text(container, "image")))
+    return [(path, image) for path, image in named if image]
+
+
+def _find_priority_class(spec: Mapping[str, Any]) -> str:
+    return get_text(get_map(spec, "template"), "priorityClassName")

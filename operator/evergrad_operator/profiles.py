@@ -18,6 +18,13 @@ from evergrad_manifest.profile import (
     check_profile,
     merge_defaults,
 )
+from evergrad_operator.installation import (
+    NOTHING_ALLOWED,
+    Granted,
+    Installation,
+    find_beyond,
+    find_granted,
+)
 from evergrad_operator.names import Phase
 from evergrad_operator.raw import get_map, get_text
 
@@ -31,9 +38,10 @@ UNSETTLED: Final = "unsettled"
 class RunProfile:
     """The profile of one run.
 
-    ``defaults``: of all profiles together. ``rdma``: resources of RDMA devices that are allowed. ``sources``:
-    what it was made of, for people. ``is_known``: False for a run that began before there were profiles, to
-    which nothing of them applies. ``is_read``: False where the API server did not give that of the namespace.
+    ``defaults``: of all profiles together. ``rdma``: resources of RDMA devices that are allowed. ``granted``:
+    images and priority class that the one of the installation names. ``sources``: what it was made of, for
+    people. ``is_known``: False for a run that began before there were profiles, to which nothing of them
+    applies. ``is_read``: False where the API server did not give that of the namespace.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -42,6 +50,7 @@ class RunProfile:
     problems: tuple[Problem, ...] = ()
     is_known: bool = True
     is_read: bool = True
+    granted: Granted = field(default_factory=Granted)
 
     @property
     def note(self) -> str:
@@ -50,7 +59,13 @@ class RunProfile:
             return UNSETTLED
         if not self.is_known:
             return ""
-        content = {"defaults": self.defaults, "rdma": self.rdma, "from": self.sources}
+        content = {
+            "defaults": self.defaults,
+            "rdma": self.rdma,
+            "images": self.granted.images,
+            "priorityClasses": self.granted.priority_classes,
+            "from": self.sources,
+        }
         kept = {key: value for key, value in content.items() if value}
         return json.dumps(kept, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
@@ -93,6 +108,10 @@ def find_kept(run: Mapping[str, Any]) -> RunProfile | None:
             defaults=dict(kept.get("defaults", {})),
             rdma=tuple(map(str, kept.get("rdma", ()))),
             sources=tuple(map(str, kept.get("from", ()))),
+            granted=Granted(
+                tuple(map(str, kept.get("images", ()))),
+                tuple(map(str, kept.get("priorityClasses", ()))),
+            ),
         )
     except (ValueError, TypeError, AttributeError, RecursionError):
         # Another writer has changed the status: what it said is unknown.
@@ -100,10 +119,13 @@ def find_kept(run: Mapping[str, Any]) -> RunProfile | None:
 
 
 def resolve(
-    run: Mapping[str, Any], installation: str, own: NamespaceProfile | None
+    run: Mapping[str, Any],
+    installation: str,
+    own: NamespaceProfile | None,
+    rules: Installation = NOTHING_ALLOWED,
 ) -> RunProfile:
     """Resolve the profile of a run. ``installation``: the profiles of the installation, as JSON by name;
-    ``own``: that of the namespace."""
+    ``own``: that of the namespace; ``rules``: the installation's, which hold for it, too."""
     namespace = get_text(get_map(run, "metadata"), "namespace") or "default"
     named = get_text(get_map(run, "spec"), "profile")
     known: dict[str, Any] = {}
@@ -128,15 +150,18 @@ def resolve(
     sources = [name] if name in known else []
 
     defaults: Mapping[str, Any] = chosen.get("defaults") or {}
+    granted = find_granted(defaults)
     if own is not None:
         where = f"ConfigMap {namespace}/{NAMESPACE_PROFILE}"
-        found = own.problems or check_profile(own.raw, of_namespace=True)
+        found = _check_own(own, replace(rules, granted=granted))
         problems += _place(where, found)
         sources.append(where)
         if not found:
             defaults = merge_defaults(defaults, own.raw.get("defaults") or {})
     rdma = tuple((chosen.get("allows") or {}).get("rdma") or ())
-    result = RunProfile(dict(defaults), rdma, tuple(sources), tuple(problems))
+    result = RunProfile(
+        dict(defaults), rdma, tuple(sources), tuple(problems), granted=granted
+    )
     size = len(result.note.encode(errors="replace"))
     if size > LONGEST_NOTE:
         what = f"{size} bytes are too many for the profiles of a run"
@@ -159,6 +184,18 @@ def parse_profiles(text: str) -> Mapping[str, Any]:
         raise ValueError("it is no mapping of names to profiles")
     # A chart removes an inherited value by null.
     return {str(name): value for name, value in profiles.items() if value is not None}
+
+
+def _check_own(own: NamespaceProfile, rules: Installation) -> tuple[Problem, ...]:
+    """Return every problem of a namespace's profile, with paths inside of it."""
+    found = own.problems or check_profile(own.raw, of_namespace=True)
+    if found:
+        return found
+    # Refused with the run alone, it would be settled, and no correction of it be seen.
+    beyond = find_beyond(get_map(own.raw, "defaults"), rules)
+    return tuple(
+        replace(one, path=f"defaults{one.path.removeprefix('spec')}") for one in beyond
+    )
 
 
 def _place(where: str, problems: tuple[Problem, ...]) -> list[Problem]:

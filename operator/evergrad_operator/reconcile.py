@@ -155,7 +155,7 @@ class Reconciler:
         # Observe, decide and plan from what is known. The claim comes first: no watch shows a user's own.
         work = Pass(key, raw, self._hints.setdefault(key, Hints(uid_of(raw))))
         await self._confirmer.look_at_claim(work, oldest=CLAIM_SECONDS)
-        work = await self._confirmer.fill_in(work, self._config.profiles)
+        work = await self._confirmer.fill_in(work, self._config)
         try:
             found = self._assess(work)
         except SpecError as error:

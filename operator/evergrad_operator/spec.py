@@ -77,6 +77,8 @@ class ParsedSpec:
     preparation_hash: str = ""
     """Hash of all that decides what ``spec.preparation`` makes; empty for a run without the section, for a
     script, and for a recipe that is unreadable."""
+    refusals: tuple[Problem, ...] = ()
+    """Those of ``problems`` that only this installation has."""
 
 
 @dataclass(frozen=True)
@@ -131,16 +133,18 @@ class TrainingRun:
         generation was found valid.
 
         Fields that are fixed once a run has begun cannot be corrected any more. A rule that came with a later
-        version of the operator is therefore not held against them.
+        version of the operator is therefore not held against them. What the installation refuses always is:
+        a profile may have brought it with a restart.
         """
         if not has_begun or not self.parsed.is_whole:
             return self.parsed.problems + self.profile.problems
         open_ones = (
             problem
             for problem in self.parsed.problems
-            if not problem.path.startswith(_FIXED) or problem.path == _OUT_OF_THE_VOLUME
+            if problem not in self.parsed.refusals
+            and (not problem.path.startswith(_FIXED) or problem.path == _OUT_OF_THE_VOLUME)
         )
-        return (*open_ones, *self.profile.problems)
+        return (*open_ones, *self.parsed.refusals, *self.profile.problems)
 
 
 def is_managed_here(raw: Mapping[str, Any]) -> bool:
@@ -198,7 +202,8 @@ def parse_spec(
             run = again
             found = left
             outdated = named
-    problems = at_most([*found, *find_refusals(raw, installation)])
+    refusals = find_refusals(raw, installation)
+    problems = at_most([*found, *refusals])
     raw_spec = get_map(manifest, "spec")
 
     training = None if run is None else run.spec.training
@@ -225,6 +230,7 @@ def parse_spec(
         outdated=outdated,
         recovery="fresh" if run is None else run.recovery,
         metrics_port=None if metrics is None else metrics.port,
+        refusals=refusals,
         settings_hash="" if run is None or training is None else settings_hash(run),
         preparation_hash=""
         if run is None or training is None or spec.preparation is None
@@ -263,7 +269,8 @@ class SpecCache:
         known = self._parsed.get(key)
         # A run that was deleted and made again has another uid and may have the same generation.
         if known is None or known[:3] != (uid, generation, profile.note) or not uid:
-            parsed = parse_spec(raw, self._installation)
+            rules = replace(self._installation, granted=profile.granted)
+            parsed = parse_spec(raw, rules)
             # A run from before there were profiles goes on with whatever it has asked for.
             if profile.is_known:
                 refused = check_allowed(manifest_of(raw), profile.rdma)

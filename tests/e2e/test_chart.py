@@ -236,9 +236,8 @@ def test_an_upgrade_brings_the_new_crd_and_an_uninstall_leaves_it_and_the_runs(
     helm(cluster, namespace, "uninstall", "first", "--wait")
 
 
-def test_the_admission_policy_refuses_what_it_names_and_nothing_else(
-    cluster: Any, operator: Any, namespace: str
-) -> None:
+def _install_rules(cluster: Any, namespace: str) -> None:
+    """An admission policy for runs, of a release that serves nothing."""
     values = {
         "replicas": 0,
         "crds": {"install": False},
@@ -250,31 +249,80 @@ def test_the_admission_policy_refuses_what_it_names_and_nothing_else(
             "maxNodes": 2,
         },
     }
-    helm(
-        cluster,
-        namespace,
-        "install",
-        "rules",
-        str(CHART),
-        "--set-json",
-        ",".join(f"{key}={json.dumps(value)}" for key, value in values.items()),
-    )
-    try:
-        good = json.loads(
-            kubectl(
-                cluster,
-                "create",
-                "--dry-run=client",
-                "--output",
-                "json",
-                "--filename",
-                str(ROOT / "examples/quickstart/trainingrun.yaml"),
-            )
+    given = ",".join(f"{key}={json.dumps(value)}" for key, value in values.items())
+    helm(cluster, namespace, "install", "rules", str(CHART), "--set-json", given)
+
+
+def _read_example(cluster: Any) -> dict[str, Any]:
+    file = str(ROOT / "examples/quickstart/trainingrun.yaml")
+    words = ("create", "--dry-run=client", "--output", "json", "--filename", file)
+    run: dict[str, Any] = json.loads(kubectl(cluster, *words))
+    return run
+
+
+def test_a_tightened_admission_policy_holds_up_no_run_of_before(
+    cluster: Any, operator: Any, namespace: str
+) -> None:
+    del operator
+    good = _read_example(cluster)
+    spec = {
+        **good["spec"],
+        "image": "elsewhere.example.com/x:1",
+        "nodes": {"min": 1, "max": 4},
+        "suspend": True,
+        "template": {
+            "priorityClassName": "high",
+            "initContainers": [{"name": "a", "image": "elsewhere.example.com/x:1"}],
+        },
+    }
+    within = ("--namespace", namespace)
+
+    def create(name: str, *words: str) -> str:
+        body = json.dumps({**good, "metadata": {"name": name}, "spec": spec})
+        return kubectl(
+            cluster, "create", *within, *words, "--filename", "-", text=body, check=False
         )
+
+    assert "created" in create("earlier")
+    _install_rules(cluster, namespace)
+    try:
+        _wait_for_refusal(lambda: create("later", "--dry-run=server"))
+
+        def patch(change: dict[str, Any], *words: str) -> str:
+            given = ("--type=merge", "--patch", json.dumps(change), *words)
+            return kubectl(
+                cluster, "patch", "trun", "earlier", *within, *given, check=False
+            )
+
+        for change in (
+            {"metadata": {"labels": {"a": "b"}}},
+            {"spec": {"nodes": {"max": 3}}},
+        ):
+            assert "patched" in patch(change), change
+        assert "patched" in patch({"spec": {"suspend": False}}, "--dry-run=server")
+        more = patch({"spec": {"nodes": {"max": 4}}})
+        assert "spec.nodes.max: " in more
+        # The garbage collector takes its finalizer away by an update.
+        gone = ("delete", "trun", "earlier", "--cascade=foreground", "--timeout=60s")
+        assert "deleted" in kubectl(cluster, *gone, *within)
+    finally:
+        helm(cluster, namespace, "uninstall", "rules")
+
+
+def test_the_admission_policy_refuses_what_it_names_and_nothing_else(
+    cluster: Any, operator: Any, namespace: str
+) -> None:
+    _install_rules(cluster, namespace)
+    try:
+        good = _read_example(cluster)
         too_many = "spec.nodes.max"
         bad: list[tuple[str, dict[str, Any]]] = [
             (too_many, {"nodes": {"min": 1, "max": 3}}),
             ("spec.image", {"image": "elsewhere.example.com/x:1"}),
+            (
+                "spec.template.initContainers",
+                {"template": {"initContainers": [{"name": "a", "image": "elsewhere/x:1"}]}},
+            ),
             (
                 "spec.template.priorityClassName",
                 {"template": {"priorityClassName": "high"}},
@@ -303,7 +351,10 @@ def test_the_admission_policy_refuses_what_it_names_and_nothing_else(
             assert f"{path}: " in apply(spec), spec
         fine = {
             "image": "registry.example.com/x:1",
-            "template": {"priorityClassName": "low"},
+            "template": {
+                "priorityClassName": "low",
+                "initContainers": [{"name": "a", "image": "registry.example.com/x:1"}],
+            },
         }
         for nodes in ({"min": 1, "max": 2}, {"min": 2}, {"max": 2}, {}):
             assert "created" in apply({**fine, "nodes": nodes}), nodes

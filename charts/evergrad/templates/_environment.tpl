@@ -71,6 +71,14 @@
 {{- with ($runs.allowed | default dict).serviceAccountNames }}
 {{- $_ := set $settings "ALLOWED_SERVICE_ACCOUNTS" (join "," .) }}
 {{- end }}
+{{- if .Values.admissionPolicy.enabled }}{{/* the operator holds profiles to the same lists */}}
+{{- with .Values.admissionPolicy.allowedImages }}
+{{- $_ := set $settings "ALLOWED_IMAGES" (join "," .) }}
+{{- end }}
+{{- with .Values.admissionPolicy.allowedPriorityClasses }}
+{{- $_ := set $settings "ALLOWED_PRIORITY_CLASSES" (join "," .) }}
+{{- end }}
+{{- end }}
 {{- if ($runs.allowed | default dict).deletion }}
 {{- $_ := set $settings "ALLOW_RUN_DELETION" true }}
 {{- end }}

@@ -48,6 +48,13 @@ OWN_WEBHOOK = {
     ("admissionregistration.k8s.io", f"{kind}webhookconfigurations"): {"get", "patch"}
     for kind in ("validating", "mutating")
 }
+POLICY = "ValidatingAdmissionPolicy"
+BOUNDS: Object = {
+    "enabled": True,
+    "allowedImages": ["registry.example.com/", "localhost/x"],
+    "allowedPriorityClasses": ["low", "middle"],
+    "maxNodes": 3,
+}
 REVIEWS = {("authorization.k8s.io", "selfsubjectaccessreviews"): {"create"}}
 
 
@@ -513,7 +520,7 @@ def test_the_admission_policy_of_a_namespaced_operator_stays_in_its_namespaces()
     assert expression["values"] == ["team-a"]
     (policy,) = of_kind(objects, "ValidatingAdmissionPolicy")
     assert [rule["expression"] for rule in policy["spec"]["validations"]] == [
-        "variables.maxNodes <= 3"
+        "variables.maxNodes <= 3 || variables.maxNodes <= variables.oldMaxNodes"
     ]
 
 
@@ -523,7 +530,7 @@ def test_the_admission_policy_reads_numbers_of_nodes_as_the_whole_numbers_that_t
     values = {"admissionPolicy": {"enabled": True, "maxNodes": 3}}
     (policy,) = of_kind(chart.render(values), "ValidatingAdmissionPolicy")
     (crd,) = of_kind(chart.render({}), "CustomResourceDefinition")
-    (number,) = policy["spec"]["variables"]
+    number, old = policy["spec"]["variables"]
     (version,) = crd["spec"]["versions"]
     bounds = version["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"][
         "nodes"
@@ -533,6 +540,7 @@ def test_the_admission_policy_reads_numbers_of_nodes_as_the_whole_numbers_that_t
             f"has(object.spec.nodes.{bound}) ? object.spec.nodes.{bound}"
             in number["expression"]
         )
+        assert f"? oldObject.spec.nodes.{bound}" in old["expression"]
         assert bounds[bound]["type"] == "integer"
 
 
@@ -542,6 +550,48 @@ def test_an_admission_policy_without_a_number_of_nodes_has_nothing_to_reckon() -
     )
     (policy,) = of_kind(objects, "ValidatingAdmissionPolicy")
     assert "variables" not in policy["spec"]
+
+
+def test_the_admission_policy_holds_up_no_run_on_its_way_out_and_no_value_that_a_run_has() -> (
+    None
+):
+    (policy,) = of_kind(chart.render({"admissionPolicy": BOUNDS}), POLICY)
+    (condition,) = policy["spec"]["matchConditions"]
+    assert condition["expression"] == "!has(object.metadata.deletionTimestamp)"
+    (constraint,) = policy["spec"]["matchConstraints"]["resourceRules"]
+    # An object that is deleted is null to the condition, which would then be an error.
+    assert constraint["operations"] == ["CREATE", "UPDATE"]
+    rules = policy["spec"]["validations"]
+    assert [rule["message"].split(":")[0] for rule in rules] == [
+        "spec.image",
+        "spec.template.initContainers",
+        "spec.template.priorityClassName",
+        "spec.nodes.max",
+    ]
+    for rule, field in zip(
+        rules,
+        ("?image", "?template.?initContainers", "?template.?priorityClassName"),
+        strict=False,
+    ):
+        unchanged = f"oldObject != null && object.spec.{field} == oldObject.spec.{field}"
+        assert f"({unchanged})" in rule["expression"]
+
+
+def test_the_operator_holds_profiles_to_the_lists_of_the_admission_policy() -> None:
+    objects = chart.render({"admissionPolicy": BOUNDS})
+    config = parse_settings([], environment(objects)).config
+    assert config.allowed_images == tuple(BOUNDS["allowedImages"])
+    assert config.allowed_priority_classes == tuple(BOUNDS["allowedPriorityClasses"])
+    (policy,) = of_kind(objects, POLICY)
+    said = " ".join(rule["expression"] for rule in policy["spec"]["validations"])
+    start = f"{json.dumps(BOUNDS['allowedImages'], separators=(',', ':'))}.exists(start, "
+    assert said.count(start) == 2 and said.count("startsWith(start)") == 2
+
+    # Lists of a policy that is off are no rule.
+    config = parse_settings(
+        [], environment(chart.render({"admissionPolicy": {**BOUNDS, "enabled": False}}))
+    ).config
+    assert (config.allowed_images, config.allowed_priority_classes) == ((), ())
 
 
 def test_the_policy_around_the_operator_allows_the_accounts_that_the_operator_gives_to_pods() -> (

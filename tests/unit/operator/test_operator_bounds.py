@@ -1,0 +1,254 @@
+"""Images and priority classes that an installation allows: for every pod of a run, whoever has named them."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fake_kubernetes.simulation import CONFIG, KEY, Simulation
+from simulated_run import make_run
+
+from evergrad_operator.admission import find_problems
+from evergrad_operator.installation import Installation, find_refusals
+
+IMAGES = ("registry.example.com/training/", "localhost/")
+BOUNDED = replace(CONFIG, allowed_images=IMAGES, allowed_priority_classes=("low", "middle"))
+GOOD, BAD = "registry.example.com/training/a:1", "evil.example.com/training/a:1"
+
+
+def fetcher(image: str | None) -> dict[str, Any]:
+    named = {} if image is None else {"image": image}
+    return {"name": "fetch", "command": ["sh"], **named}
+
+
+def begun(config: Any = BOUNDED, profile: str = "", **spec: Any) -> Simulation:
+    """A run after its first passes. ``profile``: that of its namespace."""
+    simulation = Simulation(config=config)
+    simulation.create_run(**spec)
+    put_profile(simulation, profile)
+    simulation.settle()
+    return simulation
+
+
+def put_profile(simulation: Simulation, text: str) -> None:
+    name = "evergrad-profile"
+    body = {
+        "metadata": {"name": name, "namespace": "ns"},
+        "data": {"profile.yaml": text},
+    }
+    with simulation.by_others():
+        if ("configmaps", "ns", name) in simulation.store.objects:
+            simulation.store.remove("configmaps", "ns", name)
+        simulation.store.create("configmaps", body)
+
+
+# ---- the words of a run ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (
+            {"image": BAD},
+            (
+                f"spec.image: '{BAD}' is not an image that this installation allows; "
+                "they begin with registry.example.com/training/, localhost/. Use one of these, "
+                "or have it added to admissionPolicy.allowedImages of the chart."
+            ),
+        ),
+        (
+            {
+                "template": {
+                    "initContainers": [fetcher(GOOD), {**fetcher(BAD), "name": "b"}]
+                }
+            },
+            (
+                f"spec.template.initContainers[1].image: '{BAD}' is not an image that this "
+                "installation allows; they begin with registry.example.com/training/, localhost/. "
+                "Use one of these, or have it added to admissionPolicy.allowedImages of the chart."
+            ),
+        ),
+        (
+            {"template": {"priorityClassName": "high"}},
+            (
+                "spec.template.priorityClassName: 'high' is not a priority class that this "
+                "installation allows; it allows low, middle. Use one of these, or have it added to "
+                "admissionPolicy.allowedPriorityClasses of the chart."
+            ),
+        ),
+    ],
+)
+def test_another_image_or_class_is_refused_by_the_webhook_and_before_the_first_pod(
+    spec: dict[str, Any], message: str
+) -> None:
+    (problem,) = find_problems(make_run(**spec), None, BOUNDED.installation)
+    assert str(problem) == message
+    simulation = begun(**spec)
+    assert simulation.pods() == []
+    assert simulation.status["reason"] == "InvalidSpec"
+    assert simulation.status["message"] == message
+
+
+def test_an_image_is_allowed_by_its_beginning_and_a_class_by_its_whole_name() -> None:
+    rules = BOUNDED.installation
+    template = {"priorityClassName": "low", "initContainers": [fetcher("localhost/x:1")]}
+    assert find_refusals(make_run(image=GOOD, template=template), rules) == ()
+    for spec in (
+        {"image": "x/localhost/y:1"},
+        {"image": "registry.example.com/training"},
+        {"template": {"priorityClassName": "lowest"}},
+    ):
+        assert len(find_refusals(make_run(**spec), rules)) == 1, spec
+
+
+def test_the_image_of_the_installation_is_that_of_runs_that_name_none() -> None:
+    simulation = begun(template={"initContainers": [fetcher(None)]})
+    assert simulation.pods() == ["run-0-0", "run-1-0"]
+
+
+def test_an_installation_without_lists_allows_all_images_and_classes() -> None:
+    template = {"priorityClassName": "high", "initContainers": [fetcher(BAD)]}
+    assert find_refusals(make_run(image=BAD, template=template), Installation()) == ()
+
+
+@pytest.mark.parametrize(
+    "template", [7, {"initContainers": 7}, {"initContainers": [7, {"image": 7}]}]
+)
+def test_a_template_of_any_shape_is_left_to_the_rules_of_the_file(template: Any) -> None:
+    assert find_refusals(make_run(template=template), BOUNDED.installation) == ()
+
+
+# ---- profiles ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("defaults", "path"),
+    [
+        ({"image": BAD}, "image"),
+        (
+            {"template": {"initContainers": [fetcher(BAD)]}},
+            "template.initContainers[0].image",
+        ),
+        (
+            {"template": {"priorityClassName": "high"}},
+            "template.priorityClassName",
+        ),
+    ],
+)
+def test_the_profile_of_a_namespace_may_name_only_what_its_runs_may_name(
+    defaults: dict[str, Any], path: str
+) -> None:
+    simulation = begun(profile=json.dumps({"defaults": defaults}))
+    assert simulation.pods() == []
+    assert simulation.status["reason"] == "InvalidSpec"
+    said = f"ConfigMap ns/evergrad-profile: defaults.{path}: '"
+    assert simulation.status["message"].startswith(said)
+
+    # No watch shows that it is corrected.
+    put_profile(simulation, json.dumps({"defaults": {"image": GOOD}}))
+    simulation.now += 30
+    simulation.settle()
+    assert simulation.pods() == ["run-0-0", "run-1-0"]
+
+
+def of_installation(**defaults: Any) -> Any:
+    return replace(BOUNDED, profiles=json.dumps({"default": {"defaults": defaults}}))
+
+
+def test_a_profile_of_the_installation_may_name_more_also_for_runs_that_have_begun() -> (
+    None
+):
+    template = {"priorityClassName": "high", "initContainers": [fetcher(BAD)]}
+    simulation = begun(of_installation(image=BAD, template=template))
+    assert simulation.pods() == ["run-0-0", "run-1-0"]
+
+    # It keeps what it has begun with, whatever becomes of the profile.
+    simulation.start_pods()
+    simulation.settle()
+    simulation.config = BOUNDED
+    simulation.start_operator()
+    simulation.settle()
+    simulation.end_pod("run-1-0", 1)
+    simulation.now += 120
+    simulation.settle()
+    pod = simulation.store.get("pods", "ns", "run-1-1")["spec"]
+    assert (pod["initContainers"][0]["image"], pod["priorityClassName"]) == (BAD, "high")
+
+
+def test_what_one_profile_of_the_installation_names_is_allowed_to_no_run_of_another() -> (
+    None
+):
+    named = {"big": {"defaults": {"image": BAD}}, "default": {}}
+    config = replace(BOUNDED, profiles=json.dumps(named))
+    for spec, pods in (({"profile": "big"}, ["run-0-0", "run-1-0"]), ({"image": BAD}, [])):
+        simulation = Simulation(config=config)
+        simulation.create_run(**spec)
+        simulation.settle()
+        assert simulation.pods() == pods, spec
+    # The name of an image is none of a class.
+    config = of_installation(template={"priorityClassName": "high"})
+    assert begun(config, image="high").pods() == []
+
+
+# ---- runs that have begun ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_of_profile", [False, True])
+def test_a_list_that_is_made_shorter_gives_runs_no_further_pods(
+    is_of_profile: bool,
+) -> None:
+    named = {"image": BAD}
+    simulation = begun(
+        CONFIG,
+        profile=json.dumps({"defaults": named}) if is_of_profile else "",
+        **({} if is_of_profile else named),
+    )
+    simulation.start_pods()
+    simulation.settle()
+    simulation.train()
+    simulation.settle()
+    assert simulation.status["phase"] == "Running"
+    simulation.config = BOUNDED
+    simulation.start_operator()
+    simulation.settle()
+    # Pods at work are left alone, as with an account that is taken off its list.
+    assert simulation.status["reason"] == "InvalidSpec"
+    assert simulation.pods() == ["run-0-0", "run-1-0"]
+    simulation.end_pod("run-1-0", 1)
+    simulation.now += 120
+    simulation.settle()
+    assert "run-1-1" not in simulation.pods()
+
+
+def test_a_restart_does_not_take_an_image_that_the_namespace_has_put_into_its_profile() -> (
+    None
+):
+    simulation = begun()
+    simulation.start_pods()
+    simulation.settle()
+    put_profile(simulation, json.dumps({"defaults": {"image": BAD}}))
+    simulation.store.change("trainingruns", *KEY, {"spec": {"restartNonce": "2"}})
+    for _ in range(4):
+        simulation.settle()
+        simulation.reap()
+    assert simulation.status["reason"] == "InvalidSpec"
+    images = {
+        container["image"]
+        for name in simulation.pods()
+        for container in simulation.store.get("pods", "ns", name)["spec"]["containers"]
+    }
+    assert BAD not in images
+
+
+def test_a_run_of_before_the_list_can_still_be_suspended_and_changed() -> None:
+    status = {"recipeHash": "a" * 64}
+    old = {**make_run(image=BAD), "status": status}
+    for change in ({"suspend": True}, {"restartNonce": "2"}):
+        new = {**make_run(image=BAD, **change), "status": status}
+        assert find_problems(new, old, BOUNDED.installation) == ()
+    other = {
+        **make_run(image=BAD, template={"priorityClassName": "high"}),
+        "status": status,
+    }
+    (problem,) = find_problems(other, old, BOUNDED.installation)
+    assert problem.path == "spec.template.priorityClassName"
