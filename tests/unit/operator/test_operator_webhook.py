@@ -221,6 +221,28 @@ def test_a_new_authority_stands_before_the_old_one_which_other_replicas_still_se
     assert certificates.renew(second, NAMES, now=late) is None
 
 
+def test_a_certificate_of_a_clock_that_ran_ahead_is_made_anew_with_its_authority() -> None:
+    ahead = certificates.renew(None, NAMES, now=NOW + timedelta(days=400))
+    assert ahead is not None
+    mended = certificates.renew(ahead, NAMES, now=NOW)
+    assert mended is not None
+    for pem in (mended.authority, mended.certificate):
+        assert read(pem).not_valid_before_utc <= NOW
+    assert certificates.renew(mended, NAMES, now=NOW) is None
+
+
+def test_a_serving_certificate_that_is_not_valid_yet_is_made_anew_under_its_authority() -> (
+    None
+):
+    first = certificates.renew(None, NAMES, now=NOW)
+    assert first is not None
+    ahead = certificates.renew(first, NAMES, now=NOW + timedelta(days=300))
+    assert ahead is not None and ahead.authority == first.authority
+    mended = certificates.renew(ahead, NAMES, now=NOW)
+    assert mended is not None and mended.authority == first.authority
+    assert read(mended.certificate).not_valid_before_utc <= NOW
+
+
 @pytest.mark.parametrize(
     "broken",
     ["names", "key", "certificate", "serving key", "unreadable serving key", "authority"],
