@@ -306,6 +306,12 @@ class Store:
         return self._store("create", body)
 
     async def replace(self, body: Any, *, is_fenced: bool = True) -> Any:
+        # The API server's two rules for Secrets: the type stays, and one for TLS has both of its keys.
+        name = body["metadata"]["name"]
+        if body.get("type") != self.secrets[name].get("type"):
+            raise ApiError(422, "Invalid", "type: field is immutable")
+        if body.get("type") == "kubernetes.io/tls":
+            assert {"tls.crt", "tls.key"} <= body["data"].keys()
         return self._store("replace", body)
 
     async def apply(
@@ -452,6 +458,29 @@ def test_a_certificate_of_another_is_read_from_its_files_and_nothing_is_written(
         request = json.dumps({"request": {"uid": "r", "object": make_object()}}).encode()
         assert (await post(webhook, bundle.authority, request))[0] == 200
         assert store.writes == []
+        await webhook.close()
+
+    asyncio.run(run())
+
+
+def test_the_secret_that_cert_manager_has_left_is_taken_over_with_its_type() -> None:
+    async def run() -> None:
+        store = Store()
+        left = certificates.renew(None, NAMES, now=certificates.utc_now())
+        assert left is not None
+        data = certificates.write_bundle(left)
+        del data["ca.key"]
+        store.secrets["certificate"] = {
+            "metadata": {"name": "certificate", "namespace": "evergrad"},
+            "type": "kubernetes.io/tls",
+            "data": data,
+        }
+        webhook = make_webhook(store)
+        await webhook.look()
+        assert store.writes == ["replace", "apply"]
+        assert store.secrets["certificate"]["type"] == "kubernetes.io/tls"
+        request = json.dumps({"request": {"uid": "r", "object": make_object()}}).encode()
+        assert (await post(webhook, store.trusted, request))[0] == 200
         await webhook.close()
 
     asyncio.run(run())
