@@ -220,12 +220,12 @@ class Webhook:
             if raw is None:
                 await self._store.create(body, is_brief=True)
             else:
-                # The version that was read travels along, so that the API server compares it. The type stays:
-                # it is immutable, and a Secret that cert-manager has left is one of kubernetes.io/tls.
-                metadata = {**body["metadata"], **raw["metadata"]}
-                metadata.pop("managedFields", None)
-                kept_type = raw.get("type") or body["type"]
-                await self._store.replace({**body, "type": kept_type, "metadata": metadata})
+                # The version that was read travels along, so that the API server compares it. The type,
+                # which is immutable, stays: cert-manager leaves a Secret of kubernetes.io/tls.
+                body["metadata"] |= raw["metadata"]
+                body["metadata"].pop("managedFields", None)
+                body["type"] = raw.get("type") or body["type"]
+                await self._store.replace(body)
             name = f"{settings.namespace}/{settings.secret}"
             log.info("made the webhook's certificate, Secret %s", name)
 
