@@ -203,8 +203,7 @@ class Webhook:
         from evergrad_operator import certificates
 
         settings = self._settings
-        now = certificates.utc_now()
-        new = certificates.renew(bundle, settings.names, now=now)
+        new = certificates.renew(bundle, settings.names, now=certificates.utc_now())
         if new is not None:
             body: dict[str, Any] = {
                 "apiVersion": SECRET.version,
