@@ -19,6 +19,9 @@ REVIEW_VERSION: Final = "admission.k8s.io/v1"
 _LONGEST_MESSAGE: Final = 32_000
 """Longest message of a denial, in bytes; the causes beside it hold every problem that is listed at all."""
 _UNPROCESSABLE: Final = 422
+MAX_VALUES: Final = 40_000
+"""Most values of a request, mappings and lists included. A check takes up to 3 KiB for each, and is asked
+before the API server holds lists to their bounds. Files have some hundreds."""
 _CHANGES_AT_ANY_TIME: Final = ("suspend",)
 """Fields of ``spec`` that may change even where the rest would be refused today: a wrong run can always be
 stopped."""
@@ -94,6 +97,39 @@ def deny_depth(uid: str) -> dict[str, Any]:
             ),
         ),
         name="",
+    )
+
+
+def has_too_many_values(request: Mapping[str, Any]) -> bool:
+    """Return whether a request has more than MAX_VALUES values, with those of the object before."""
+    pending: list[Any] = [request]
+    count = 0
+    # Without recursion, which is what a deep object would break.
+    while pending and count <= MAX_VALUES:
+        value = pending.pop()
+        if isinstance(value, Mapping | list):
+            count += len(value)
+            inner = value.values() if isinstance(value, Mapping) else value
+            pending += [one for one in inner if isinstance(one, Mapping | list)]
+    return count > MAX_VALUES
+
+
+def deny_size(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the AdmissionReview that refuses an object with too many values for a check."""
+    request = get_map(raw, "request")
+    problem = Problem(
+        "spec",
+        f"has more than {MAX_VALUES} values",
+        "those of the object that is there already count, too",
+        "Put long lists into files that the run reads",
+    )
+    # Only finalizers change on the way out, and nothing may hold that up.
+    metadata = get_map(get_map(request, "object"), "metadata")
+    is_going = metadata.get("deletionTimestamp") is not None
+    return _answer(
+        get_text(request, "uid"),
+        () if is_going else (problem,),
+        name=get_text(request, "name"),
     )
 
 

@@ -167,9 +167,9 @@ def _is_good(
 
 
 def _is_due(certificate: x509.Certificate, now: datetime) -> bool:
-    end = certificate.not_valid_after_utc
-    life = certificate.not_valid_after_utc - certificate.not_valid_before_utc
-    return end - now < life * _RENEWED_AT
+    start, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    # The clock that made a certificate may have run ahead: no client trusts it before it begins.
+    return start > now or end - now < (end - start) * _RENEWED_AT
 
 
 def _builder(

@@ -20,15 +20,16 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from aiohttp import web
 
 from evergrad_coordinator.addresses import open_listener
 from evergrad_manifest.nesting import cut_deep
-from evergrad_operator.admission import deny_depth, review
+from evergrad_operator.admission import deny_depth, deny_size, has_too_many_values, review
 from evergrad_operator.errors import ApiError, LeaseLostError
 from evergrad_operator.installation import NOTHING_ALLOWED, Installation
+from evergrad_operator.intake import MAX_REQUEST_BYTES, Bodies, Connections
 from evergrad_operator.kinds import EARLY_WEBHOOK, SECRET, WEBHOOK, Kind, Raw
 from evergrad_operator.names import LABEL_MANAGED_BY, MANAGED_BY
 
@@ -40,13 +41,13 @@ PATH: Final = "/validate"
 WEBHOOK_NAME: Final = "trainingruns.evergrad.dev"
 """Name of the one webhook in the chart's configuration."""
 FIELD_MANAGER: Final = "evergrad-webhook"
-MAX_REQUEST_BYTES: Final = 8 * 2**20
-"""An object has at most 1.5 MiB in etcd, and a request holds it twice, as JSON."""
 _UID: Final = re.compile(rb'"request":\s*\{\s*"uid":\s*"([0-9A-Za-z-]+)"')
 _START_BYTES: Final = 4096
 """Part of a request in which the API server writes its uid, before any text of the user's."""
 _AT_A_TIME: Final = 4
 """Checks that run at the same time, in threads: a large file must not hold up the operator's own work."""
+_LARGE_BYTES: Final = 2**15
+"""Requests above this size are checked one at a time: read as JSON, one takes 40 times its size and more."""
 _LOOK_SECONDS: Final = 60.0
 """Time between two looks at the certificate: another replica, or cert-manager, may have renewed it."""
 _FIRST_LOOKS_SECONDS: Final = 2.0
@@ -128,7 +129,10 @@ class Webhook:
         self._context.minimum_version = ssl.TLSVersion.TLSv1_2
         self._served: tuple[bytes, bytes] | None = None
         self._runner: web.AppRunner | None = None
+        self._bodies = Bodies()
+        self._connections = Connections(self._context)
         self._slots = asyncio.Semaphore(_AT_A_TIME)
+        self._large = asyncio.Lock()
         self._fault = ""
         self.port = 0
         self.on_review: Callable[[bool], None] = lambda is_allowed: None
@@ -184,6 +188,7 @@ class Webhook:
 
     async def close(self) -> None:
         """Stop serving."""
+        await self._connections.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -198,8 +203,7 @@ class Webhook:
         from evergrad_operator import certificates
 
         settings = self._settings
-        now = certificates.utc_now()
-        new = certificates.renew(bundle, settings.names, now=now)
+        new = certificates.renew(bundle, settings.names, now=certificates.utc_now())
         if new is not None:
             body: dict[str, Any] = {
                 "apiVersion": SECRET.version,
@@ -215,10 +219,12 @@ class Webhook:
             if raw is None:
                 await self._store.create(body, is_brief=True)
             else:
-                # The version that was read travels along, so that the API server compares it.
-                metadata = {**body["metadata"], **raw["metadata"]}
-                metadata.pop("managedFields", None)
-                await self._store.replace({**body, "metadata": metadata})
+                # The version that was read travels along, so that the API server compares it. The type,
+                # which is immutable, stays: cert-manager leaves a Secret of kubernetes.io/tls.
+                body["metadata"] |= raw["metadata"]
+                body["metadata"].pop("managedFields", None)
+                body["type"] = raw.get("type") or body["type"]
+                await self._store.replace(body)
             name = f"{settings.namespace}/{settings.secret}"
             log.info("made the webhook's certificate, Secret %s", name)
 
@@ -278,20 +284,25 @@ class Webhook:
             handle_signals=False,
             shutdown_timeout=1.0,
         )
+        listener = open_listener(self._settings.host, self._settings.port)
         await runner.setup()
-        try:
-            listener = open_listener(self._settings.host, self._settings.port)
-            site = web.SockSite(runner, listener, ssl_context=self._context)
-            await site.start()
-        except OSError:
-            await runner.cleanup()
-            raise
+        self.port = listener.getsockname()[1]
+        self._connections.start(cast("web.Server", runner.server), listener)
         self._runner = runner
-        self.port = runner.addresses[0][1]
         log.info("serving the validating webhook on port %d", self.port)
 
     async def _answer(self, request: web.Request) -> web.Response:
-        body = await request.read()
+        async with self._bodies.read(request) as body:
+            is_large = len(body) > _LARGE_BYTES
+            # Only what is being checked is held as objects: they take far more than the body.
+            with self._connections.busy(request.protocol):
+                async with (
+                    self._large if is_large else contextlib.nullcontext(),
+                    self._slots,
+                ):
+                    return await self._check(body)
+
+    async def _check(self, body: bytes) -> web.Response:
         try:
             raw = json.loads(body)
         except ValueError:
@@ -306,12 +317,14 @@ class Webhook:
         if not isinstance(raw, dict) or not isinstance(raw.get("request"), dict):
             return web.Response(status=400, text="the body is no AdmissionReview\n")
 
-        # A thread has less room for recursion than this one: nothing deep goes there.
-        for key in ("object", "oldObject"):
-            raw["request"][key] = cut_deep(raw["request"].get(key))
-        # Validation takes milliseconds of processor. It runs in threads, a few at a time, or the event loop
-        # would wait for it.
-        async with self._slots:
+        if has_too_many_values(raw["request"]):
+            answer = deny_size(raw)
+        else:
+            # A thread has less room for recursion than this one: nothing deep goes there.
+            for key in ("object", "oldObject"):
+                raw["request"][key] = cut_deep(raw["request"].get(key))
+            # Validation takes milliseconds of processor. It runs in threads, a few at a time, or the event
+            # loop would wait for it.
             answer = await asyncio.to_thread(review, raw, self._installation)
         self.on_review(answer["response"]["allowed"])
         return web.json_response(answer)

@@ -99,12 +99,15 @@ def test_the_pages_for_those_who_install_are_played_in_their_order(
     operator.wait_for_rollout()
     monitor_and_upgrade(shell, operator)
 
-    # Runs, their definition and the key go last, and volumes stay.
+    # Runs, their definition and what the operator itself has made go last, and volumes stay.
     uninstall, *others = read_commands("docs/installing.md", "## Uninstalling")
     shell.run(uninstall)
     wait_for(lambda: not operator.pods(), "the operator's end")
     assert "quickstart" in shell.run(f"kubectl get trun -n {TEAM}")
     deleted = [shell.run(command) for command in others]
-    assert "quickstart" in deleted[0] and len(deleted) == 3
+    assert "quickstart" in deleted[0] and len(deleted) == 5
+    made = "secret/evergrad-key secret/evergrad-webhook lease.coordination.k8s.io/evergrad"
+    left = f"kubectl get {made} -n {operator.namespace} --ignore-not-found -o name"
+    assert shell.run(left).strip() == ""
     shell.run("kubectl get trun", codes=(1,))
     assert "quickstart" in shell.run(f"kubectl get pvc -n {TEAM}")

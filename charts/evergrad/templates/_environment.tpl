@@ -31,8 +31,8 @@
   "STORAGE_ACCESS_MODE" $runs.storage.accessMode
   "SCRATCH_SIZE" ($runs.scratchSize | default "")
   "NODE_LOSS_TOLERATION_SECONDS" $runs.nodeLossTolerationSeconds
-  "USER_ID" (int64 $runs.userId)
-  "GROUP_ID" (int64 $runs.groupId)
+  "USER_ID" $runs.userId
+  "GROUP_ID" $runs.groupId
   "COORDINATOR_CPU" $runs.coordinator.cpu
   "COORDINATOR_MEMORY" $runs.coordinator.memory
   "COORDINATOR_MEMORY_LIMIT" $runs.coordinator.memoryLimit
@@ -109,6 +109,9 @@
 {{- $_ := set $settings "CLUSTER_DOMAIN" $runs.clusterDomain }}
 {{- end }}
 {{- range $name, $value := $settings }}
+{{- if and (kindIs "float64" $value) (eq $value (floor $value)) }}{{/* numbers of a file are floats: 2592000 would be 2.592e+06 */}}
+{{- $value = int64 $value }}
+{{- end }}
 - name: EVERGRAD_{{ $name }}
   value: {{ $value | toString | quote }}
 {{- end }}

@@ -4,18 +4,18 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" -}}
 {{- end -}}
 
-{{/* Of namespaced objects. 50 characters at most, so that suffixes fit. */}}
+{{/* Of namespaced objects. 50 characters at most, so that suffixes fit. Helm allows releases names that a Service cannot have. */}}
 {{- define "evergrad.fullname" -}}
-{{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" -}}
-{{- else -}}
+{{- $full := .Values.fullnameOverride -}}
+{{- if not $full -}}
 {{- $name := include "evergrad.name" . -}}
-{{- if contains $name .Release.Name -}}
-{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
-{{- else -}}
-{{- printf "%s-%s" .Release.Name $name | trunc 50 | trimSuffix "-" -}}
+{{- $full = ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) -}}
 {{- end -}}
+{{- $full = $full | trunc 50 | trimSuffix "-" -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $full) -}}
+{{- fail (printf "fullnameOverride: the installation's objects would be called %q, which is no name of a Service. Set fullnameOverride to small letters, digits and hyphens that begin with a letter, or install under such a name." $full) -}}
 {{- end -}}
+{{- $full -}}
 {{- end -}}
 
 {{/* The Secret with the key of this installation. The operator makes it, so that no value and no release holds it. */}}

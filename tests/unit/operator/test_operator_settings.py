@@ -210,7 +210,8 @@ def test_only_one_module_talks_to_the_api_server_and_one_to_coordinators() -> No
             using.setdefault(name.split(".")[0], set()).add(path.name)
     assert using["kopf"] == {"handlers.py", "service.py"}
     assert using["kubernetes"] == {"kube.py", "transport.py", "connection.py"}
-    assert using["aiohttp"] == {"transport.py", "health.py", "fleet_page.py", "webhook.py"}
+    servers = {"health.py", "fleet_page.py", "webhook.py", "intake.py"}
+    assert using["aiohttp"] == {"transport.py", *servers}
     assert using["cryptography"] == {"certificates.py"}
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import copy
 import json
 import ssl
 from collections.abc import Mapping
@@ -11,41 +10,18 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 from cryptography import x509
 from fake_kubernetes.recipe import TRAINING
+from webhook_samples import NAMES, SETTINGS, Store, make_object, make_webhook, post
 
 from evergrad_manifest.validation import problems_of
 from evergrad_operator import certificates
 from evergrad_operator.admission import find_problems, review
-from evergrad_operator.errors import ApiError
 from evergrad_operator.installation import Installation
-from evergrad_operator.kinds import EARLY_WEBHOOK, SECRET, WEBHOOK, Kind
-from evergrad_operator.webhook import WEBHOOK_NAME, Webhook, WebhookSettings
+from evergrad_operator.webhook import Webhook
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
-NAMES = ("operator.evergrad.svc", "operator.evergrad.svc.cluster.local")
-
-
-def make_object(*, status: Any = None, metadata: Any = None, **spec: Any) -> dict[str, Any]:
-    """A TrainingRun as the API server sends it."""
-    return {
-        "apiVersion": "evergrad.dev/v1alpha1",
-        "kind": "TrainingRun",
-        "metadata": {
-            "name": "docs-lm",
-            "namespace": "team",
-            "uid": "u",
-            **(metadata or {}),
-        },
-        "spec": {
-            "nodes": {"min": 1, "max": 2},
-            "training": copy.deepcopy(TRAINING),
-            **spec,
-        },
-        **({"status": status} if status else {}),
-    }
 
 
 WRONG = {
@@ -221,6 +197,28 @@ def test_a_new_authority_stands_before_the_old_one_which_other_replicas_still_se
     assert certificates.renew(second, NAMES, now=late) is None
 
 
+def test_a_certificate_of_a_clock_that_ran_ahead_is_made_anew_with_its_authority() -> None:
+    ahead = certificates.renew(None, NAMES, now=NOW + timedelta(days=400))
+    assert ahead is not None
+    mended = certificates.renew(ahead, NAMES, now=NOW)
+    assert mended is not None
+    for pem in (mended.authority, mended.certificate):
+        assert read(pem).not_valid_before_utc <= NOW
+    assert certificates.renew(mended, NAMES, now=NOW) is None
+
+
+def test_a_serving_certificate_that_is_not_valid_yet_is_made_anew_under_its_authority() -> (
+    None
+):
+    first = certificates.renew(None, NAMES, now=NOW)
+    assert first is not None
+    ahead = certificates.renew(first, NAMES, now=NOW + timedelta(days=300))
+    assert ahead is not None and ahead.authority == first.authority
+    mended = certificates.renew(ahead, NAMES, now=NOW)
+    assert mended is not None and mended.authority == first.authority
+    assert read(mended.certificate).not_valid_before_utc <= NOW
+
+
 @pytest.mark.parametrize(
     "broken",
     ["names", "key", "certificate", "serving key", "unreadable serving key", "authority"],
@@ -256,79 +254,6 @@ def test_an_authority_with_the_key_of_another_is_made_anew_once() -> None:
 
 
 # ---- the server --------------------------------------------------------------------------------------------
-
-
-class Store:
-    """The API server's Secrets and webhook configurations."""
-
-    def __init__(self) -> None:
-        self.secrets: dict[str, Any] = {}
-        self.configuration: dict[str, Any] | None = {
-            "metadata": {"name": "evergrad"},
-            "webhooks": [{"name": WEBHOOK_NAME, "clientConfig": {"service": {}}}],
-        }
-        self.early = copy.deepcopy(self.configuration)
-        self.writes: list[str] = []
-
-    async def get(self, kind: Kind, namespace: str, name: str) -> Any:
-        if kind in (WEBHOOK, EARLY_WEBHOOK):
-            return self.configuration if kind is WEBHOOK else self.early
-        assert (kind, namespace) == (SECRET, "evergrad")
-        return copy.deepcopy(self.secrets.get(name))
-
-    async def create(
-        self, body: Any, *, is_fenced: bool = True, is_brief: bool = False
-    ) -> Any:
-        if body["metadata"]["name"] in self.secrets:
-            raise ApiError(409, "AlreadyExists", "it exists")
-        return self._store("create", body)
-
-    async def replace(self, body: Any, *, is_fenced: bool = True) -> Any:
-        return self._store("replace", body)
-
-    async def apply(
-        self, body: Any, *, subresource: str = "", manager: str = "", is_brief: bool = False
-    ) -> Any:
-        configuration = self.configuration if body["kind"] == WEBHOOK.kind else self.early
-        assert configuration is not None
-        self.writes.append("apply")
-        ((hook,), (change,)) = configuration["webhooks"], body["webhooks"]
-        assert hook["name"] == change["name"]
-        hook["clientConfig"] |= change["clientConfig"]
-        return {}
-
-    def _store(self, verb: str, body: Any) -> Any:
-        self.writes.append(verb)
-        self.secrets[body["metadata"]["name"]] = copy.deepcopy(body)
-        return body
-
-    @property
-    def trusted(self) -> bytes:
-        assert self.configuration is not None
-        return base64.b64decode(
-            self.configuration["webhooks"][0]["clientConfig"]["caBundle"]
-        )
-
-
-SETTINGS = WebhookSettings(
-    "127.0.0.1", 0, "evergrad", "operator", "certificate", "evergrad"
-)
-
-
-def make_webhook(store: Store, *, leads: bool = True, files: str = "") -> Webhook:
-    return Webhook(replace(SETTINGS, files=files), store, leads=lambda: leads)
-
-
-async def post(webhook: Webhook, authority: bytes, body: bytes) -> tuple[int, Any]:
-    """What the API server does: it trusts the bundle alone, and asks for the Service's name."""
-    context = ssl.create_default_context(cadata=authority.decode())
-    url = f"https://127.0.0.1:{webhook.port}/validate"
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(url, data=body, ssl=context, server_hostname=NAMES[0]) as answer,
-    ):
-        text = await answer.text()
-        return answer.status, json.loads(text) if answer.status == 200 else text
 
 
 def test_the_holder_of_the_lease_makes_the_certificate_and_says_whom_to_trust_once() -> (
@@ -430,6 +355,29 @@ def test_a_certificate_of_another_is_read_from_its_files_and_nothing_is_written(
         request = json.dumps({"request": {"uid": "r", "object": make_object()}}).encode()
         assert (await post(webhook, bundle.authority, request))[0] == 200
         assert store.writes == []
+        await webhook.close()
+
+    asyncio.run(run())
+
+
+def test_the_secret_that_cert_manager_has_left_is_taken_over_with_its_type() -> None:
+    async def run() -> None:
+        store = Store()
+        left = certificates.renew(None, NAMES, now=certificates.utc_now())
+        assert left is not None
+        data = certificates.write_bundle(left)
+        del data["ca.key"]
+        store.secrets["certificate"] = {
+            "metadata": {"name": "certificate", "namespace": "evergrad"},
+            "type": "kubernetes.io/tls",
+            "data": data,
+        }
+        webhook = make_webhook(store)
+        await webhook.look()
+        assert store.writes == ["replace", "apply"]
+        assert store.secrets["certificate"]["type"] == "kubernetes.io/tls"
+        request = json.dumps({"request": {"uid": "r", "object": make_object()}}).encode()
+        assert (await post(webhook, store.trusted, request))[0] == 200
         await webhook.close()
 
     asyncio.run(run())

@@ -393,6 +393,28 @@ def test_whom_runs_run_as_and_their_shared_memory_reach_the_operator_as_they_are
     )
 
 
+def test_large_whole_numbers_reach_the_operator_without_an_exponent() -> None:
+    # As a file of values has them: helm reads each number of it as a floating-point one.
+    values = {
+        "runs": {"nodeLossTolerationSeconds": 2592000, "price": {"gpuHour": 0.25}},
+        "operator": {
+            "workers": 1000000,
+            "inFlight": 2000000,
+            "resyncSeconds": 31536000,
+        },
+        "terminationGracePeriodSeconds": 1000000,
+    }
+    objects = chart.render(values)
+    settings = parse_settings([], environment(objects))
+    config = settings.config
+    assert (config.node_loss_toleration_seconds, config.price_gpu_hour) == (2592000, 0.25)
+    assert (settings.workers, settings.in_flight) == (1000000, 2000000)
+    assert settings.resync_seconds == 31536000
+    ((_, operator),) = (one for one in pod_specs(objects) if "test" not in one[0])
+    assert operator["terminationGracePeriodSeconds"] == 1000000
+    assert isinstance(operator["terminationGracePeriodSeconds"], int)
+
+
 def test_allowed_accounts_and_bounds_of_the_disk_reach_the_operator_by_kind_of_pod() -> (
     None
 ):
@@ -492,6 +514,25 @@ def test_two_releases_in_two_namespaces_meet_in_the_crd_only() -> None:
         }
 
     assert names("a") & names("b") == set()
+
+
+@pytest.mark.parametrize(
+    ("release", "values", "name"),
+    [
+        ("my.rel", {}, "my.rel-evergrad"),
+        ("1rel", {}, "1rel-evergrad"),
+        ("evergrad", {"fullnameOverride": "a.b"}, "a.b"),
+        ("first", {"nameOverride": "a.b"}, "first-a.b"),
+    ],
+)
+def test_a_name_that_no_service_can_have_is_refused_with_what_to_do(
+    release: str, values: Object, name: str
+) -> None:
+    with pytest.raises(BedError, match="Set fullnameOverride to") as caught:
+        chart.render(values, release=release)
+    assert f'"{name}"' in str(caught.value)
+    objects = chart.render({**values, "fullnameOverride": "ours"}, release=release)
+    assert {one["metadata"]["name"] for one in of_kind(objects, "Service")} == {"ours"}
 
 
 def test_the_longest_names_stay_within_their_bounds() -> None:

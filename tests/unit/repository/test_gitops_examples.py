@@ -127,6 +127,14 @@ def test_their_own_objects_are_what_argo_cd_and_flux_accept(tmp_path: Path) -> N
     assert f"Valid: {len(known)}, Invalid: 0, Errors: 0, Skipped: 0" in summary
 
 
+def test_both_tools_call_the_release_as_the_pages_do() -> None:
+    # Flux puts the target namespace before a name that it is not given.
+    of_flux = find("flux", "HelmRelease", "evergrad")["spec"]
+    of_argo = find("argocd", "Application", "evergrad")["spec"]
+    assert of_flux["releaseName"] == of_argo["source"]["helm"]["releaseName"] == "evergrad"
+    assert of_flux["targetNamespace"] == of_argo["destination"]["namespace"]
+
+
 def test_no_tool_is_told_to_replace_or_to_force_a_run() -> None:
     for path in EXAMPLES.rglob("*.yaml"):
         text = path.read_text("utf-8")

@@ -1,0 +1,214 @@
+"""The webhook's port within its bounds: slow, idle and broken clients, and requests that are too large."""
+
+import asyncio
+import json
+import logging
+import ssl
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+from webhook_samples import NAMES, Store, make_object, make_webhook, post
+
+from evergrad_operator import intake, webhook
+from evergrad_operator.admission import MAX_VALUES, review
+from evergrad_operator.webhook import Webhook
+
+REVIEW = json.dumps({"request": {"uid": "r", "object": make_object()}}).encode()
+Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class Port:
+    """A webhook that serves, and clients of it that are no API server."""
+
+    def __init__(self, served: Webhook, authority: bytes) -> None:
+        self.served = served
+        self.authority = authority
+        self._clients: list[Client] = []
+
+    async def post(self, body: bytes = REVIEW) -> tuple[int, Any]:
+        return await post(self.served, self.authority, body)
+
+    async def connect(self, *, has_tls: bool = True) -> Client:
+        context = ssl.create_default_context(cadata=self.authority.decode())
+        client = await asyncio.open_connection(
+            "127.0.0.1",
+            self.served.port,
+            ssl=context if has_tls else None,
+            server_hostname=NAMES[0] if has_tls else None,
+        )
+        self._clients.append(client)
+        return client
+
+    async def begin(self, *, size: int, sent: int = 1) -> Client:
+        """Begin a request of ``size`` bytes, and send ``sent`` of them."""
+        client = await self.connect()
+        head = f"POST /validate HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n"
+        client[1].write(head.encode() + b" " * sent)
+        await client[1].drain()
+        return client
+
+    def break_off(self) -> None:
+        for _, writer in self._clients:
+            writer.transport.abort()
+
+
+@asynccontextmanager
+async def serve() -> AsyncIterator[Port]:
+    store = Store()
+    served = make_webhook(store)
+    await served.look()
+    port = Port(served, store.trusted)
+    try:
+        yield port
+    finally:
+        port.break_off()
+        await served.close()
+
+
+def make_review(
+    begun: threading.Event, goes_on: threading.Event
+) -> Callable[..., dict[str, Any]]:
+    """A check that stands still."""
+
+    def wait(*arguments: Any) -> dict[str, Any]:
+        begun.set()
+        assert goes_on.wait(30)
+        return review(*arguments)
+
+    return wait
+
+
+async def read_status(client: Client) -> int:
+    line = await client[0].readline()
+    return int(line.split()[1])
+
+
+def test_requests_that_never_end_make_room_for_the_api_servers_the_oldest_first() -> None:
+    async def run() -> None:
+        async with serve() as port:
+            size = intake.MAX_REQUEST_BYTES
+            slow = [await port.begin(size=size) for _ in range(6)]
+            assert await read_status(slow[0]) == 503
+            assert (await port.post())[0] == 200
+            assert await read_status(slow[1]) == 503
+            # The others have room beside it, and may still end.
+            for reader, writer in slow[2:]:
+                writer.write(b" " * (size - 1))
+                assert await read_status((reader, writer)) == 400
+
+    asyncio.run(run())
+
+
+def test_a_body_that_comes_too_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "_READ_SECONDS", 0.05)
+
+    async def run() -> None:
+        async with serve() as port:
+            assert await read_status(await port.begin(size=1000)) == 503
+
+    asyncio.run(run())
+
+
+def test_a_body_above_the_bound_is_refused_before_it_is_read() -> None:
+    async def run() -> None:
+        async with serve() as port:
+            client = await port.begin(size=intake.MAX_REQUEST_BYTES + 1, sent=0)
+            assert await read_status(client) == 413
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("has_tls", [True, False])
+def test_connections_that_nobody_uses_make_room_for_the_api_servers(
+    monkeypatch: pytest.MonkeyPatch, has_tls: bool
+) -> None:
+    monkeypatch.setattr(intake, "MAX_CONNECTIONS", 3)
+
+    async def run() -> None:
+        async with serve() as port:
+            idle = [await port.connect(has_tls=has_tls) for _ in range(5)]
+            assert (await port.post())[0] == 200
+            for reader, _ in idle[:3]:
+                # A connection that is reset is closed, too.
+                with suppress(ConnectionResetError):
+                    assert await reader.read() == b""
+            assert not idle[4][0].at_eof()
+
+    asyncio.run(run())
+
+
+def test_a_connection_whose_request_is_checked_is_not_closed_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(intake, "MAX_CONNECTIONS", 1)
+    begun, goes_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(webhook, "review", make_review(begun, goes_on))
+
+    async def run() -> None:
+        async with serve() as port:
+            first = asyncio.create_task(port.post())
+            await asyncio.to_thread(begun.wait, 30)
+            second = asyncio.create_task(port.post())
+            await asyncio.sleep(0.1)
+            goes_on.set()
+            assert [(await one)[0] for one in (first, second)] == [200, 200]
+
+    asyncio.run(run())
+
+
+def test_a_request_for_which_those_being_checked_leave_no_room_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(intake, "_BODY_ROOM", len(REVIEW) + 10)
+    begun, goes_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(webhook, "review", make_review(begun, goes_on))
+
+    async def run() -> None:
+        async with serve() as port:
+            first = asyncio.create_task(port.post())
+            await asyncio.to_thread(begun.wait, 30)
+            assert await port.post() == (503, "too many requests are being checked\n")
+            goes_on.set()
+            assert (await first)[0] == 200
+            # Its room is free again.
+            assert (await port.post())[0] == 200
+
+    asyncio.run(run())
+
+
+def test_a_client_that_breaks_off_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        async with serve() as port:
+            await port.begin(size=100_000, sent=50_000)
+            await port.connect(has_tls=False)
+            assert (await port.post())[0] == 200
+            port.break_off()
+            assert (await port.post())[0] == 200
+            await asyncio.sleep(0.1)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("section", ["object", "oldObject"])
+def test_more_values_than_are_checked_are_denied_in_words(section: str) -> None:
+    async def run() -> None:
+        async with serve() as port:
+            request: dict[str, Any] = {"uid": "r-3", "object": make_object()}
+            request[section] = {"spec": {"training": {"x": [{}] * MAX_VALUES}}}
+            status, answer = await port.post(json.dumps({"request": request}).encode())
+            response = answer["response"]
+            assert (status, response["uid"], response["allowed"]) == (200, "r-3", False)
+            assert response["status"]["message"].startswith("spec: has more than 40000")
+            # Such an object can still be deleted.
+            gone = {"deletionTimestamp": "2030-01-01T00:00:00Z"}
+            request[section] = {"metadata": gone, "spec": {"x": [1] * MAX_VALUES}}
+            request["object"] = {**request["object"], "metadata": gone}
+            _, answer = await port.post(json.dumps({"request": request}).encode())
+            assert answer["response"] == {"uid": "r-3", "allowed": True}
+
+    asyncio.run(run())
