@@ -44,7 +44,7 @@ def advise(run: Run, pods: Sequence[Pod] = (), *, now: float) -> list[str]:
             f"Report, checkpoints and complete.json are on the {place}.",
             f"Its last output: evergrad logs {run.name}",
         ]
-    if run.is_true("Failed"):
+    if run.has_failed:
         return _failed(run)
 
     # Before what follows: such a run is suspended, too, yet resuming it would stop it at once.

@@ -125,7 +125,9 @@ class Run:
     restarts: int
     restarts_by_cause: Mapping[str, int]
     failures_without_progress: int | None
+    wanted_nonce: str
     restart_nonce: str
+    """spec.restartNonce that the operator has acted upon."""
     image: str
     profile: str
     started: float | None
@@ -155,9 +157,15 @@ class Run:
         return condition is not None and condition.status == "True"
 
     @property
+    def has_failed(self) -> bool:
+        """Whether the run has failed, and nobody has asked for a restart since."""
+        # The status is that of before the restart until the operator has seen the nonce.
+        return self.is_true("Failed") and self.wanted_nonce == self.restart_nonce
+
+    @property
     def is_over(self) -> bool:
-        """Whether the run has ended for good, well or not."""
-        return self.is_true("Complete") or self.is_true("Failed")
+        """Whether the run has ended, well or not: nothing follows unless a person asks for it."""
+        return self.is_true("Complete") or self.has_failed
 
     @property
     def has_stopped_by_itself(self) -> bool:
@@ -232,6 +240,7 @@ def parse_run(raw: Mapping[str, Any]) -> Run:
         failures_without_progress=_integer(
             _mapping(status, "failures").get("withoutProgress")
         ),
+        wanted_nonce=_text(spec, "restartNonce"),
         restart_nonce=_text(status, "restartNonce"),
         image=_text(status, "image"),
         profile=_text(status, "profile"),

@@ -92,7 +92,7 @@ def execute(args: argparse.Namespace) -> int:
                 note(
                     f"It is complete already and never trains again. See it: evergrad status {name}"
                 )
-            elif run.is_true("Failed"):
+            elif run.has_failed:
                 note(
                     f"It has failed. See why: evergrad status {name}; try again: evergrad restart {name}"
                 )

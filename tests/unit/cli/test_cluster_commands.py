@@ -565,6 +565,26 @@ def test_submit_can_wait_and_ends_as_the_run_did(
     assert "trainingrun/docs-lm has failed" in captured.err and "boom" in captured.err
 
 
+def test_submit_that_restarts_a_failed_run_waits_for_its_new_end(
+    api: Api, manifest: Path, make_run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = {"restartNonce": "second"}
+    before = make_run(phase="Failed", conditions=[FAILED])
+    after = {**before, "spec": spec}
+    states = [
+        before,
+        after,
+        make_run(spec=spec, restartNonce="second", conditions=[COMPLETE]),
+    ]
+    api.on("GET", RUN, lambda request: (200, states.pop(0)))
+    api.on("PATCH", RUN, after)
+    change = ("--set", "spec.restartNonce=second")
+    assert call(api, "submit", str(manifest), *change, "--wait") == 0
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[1] == "trainingrun/docs-lm is complete"
+    assert captured.err == ""
+
+
 # ---- wait, suspend, resume, restart ------------------------------------------------------------------------
 
 
@@ -615,6 +635,27 @@ def test_wait_ends_with_a_code_for_what_it_found(
     )
     shown = json.loads(capsys.readouterr().out)
     assert (shown["reached"], shown["exitCode"]) == (code == 0, code)
+
+
+@pytest.mark.parametrize("goal", ["complete", "running", "failed"])
+@pytest.mark.parametrize("old", [None, "first"])
+@pytest.mark.parametrize("new", [None, "second"])
+def test_a_failure_before_a_new_nonce_ends_no_wait(
+    api: Api, make_run: Make, goal: str, old: str | None, new: str | None
+) -> None:
+    # None: the field is not there. Taking it away restarts a failed run, too.
+    spec = {} if new is None else {"restartNonce": new}
+    status = {} if old is None else {"restartNonce": old}
+    api.on("GET", RUN, make_run(spec=spec, phase="Failed", conditions=[FAILED], **status))
+    code = call(api, "wait", "docs-lm", "--for", goal, "--timeout", "0.05")
+    assert code == (124 if old != new else 0 if goal == "failed" else 70)
+
+
+def test_a_complete_run_stays_so_whatever_its_nonce(api: Api, make_run: Make) -> None:
+    spec = {"restartNonce": "second"}
+    api.on("GET", RUN, make_run(spec=spec, restartNonce="first", conditions=[COMPLETE]))
+    assert call(api, "wait", "docs-lm") == 0
+    assert call(api, "suspend", "docs-lm") == 64
 
 
 def test_a_wait_outlives_an_outage_and_ends_with_a_deletion(

@@ -308,6 +308,20 @@ def test_a_node_that_comes_late_is_followed_beside_the_one_that_stood_in_for_it(
     ]
 
 
+def test_following_outlasts_a_failure_that_a_new_nonce_takes_back(
+    api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = {"type": "Failed", "status": "True", "reason": "OutOfMemory"}
+    spec = {"restartNonce": "second"}
+    before = make_run(spec=spec, phase="Failed", restartNonce="first", conditions=[failed])
+    answers = [before, before, make_run(spec=spec, restartNonce="second")]
+    over = make_run(spec=spec, restartNonce="second", conditions=[COMPLETE])
+    api.on("GET", RUN, lambda request: (200, answers.pop(0) if answers else over))
+    pods(api)
+    assert call(api, "-f") == 0
+    assert "trainingrun/docs-lm is complete" in capsys.readouterr().err
+
+
 class BreakingCluster:
     """A cluster with one pod. Each of its streams breaks after ``lines_each`` lines, but for the last."""
 
@@ -375,10 +389,11 @@ def test_output_that_cannot_be_read_for_long_is_remarked_once_and_tried_on(
         return whole(path, **rest)
 
     monkeypatch.setattr(cluster, "lines", away_for_long)
-    assert follow(cluster, lambda line: shown.append(line.text)) == [
+    told = (
         "The output of pod docs-lm-0-0 cannot be read; output of the pod: no route to host. "
         "Trying on."
-    ]
+    )
+    assert follow(cluster, lambda line: shown.append(line.text)) == [told]
     assert shown == ["0", "1", "2"]
 
 
