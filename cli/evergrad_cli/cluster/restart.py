@@ -1,6 +1,7 @@
 """``evergrad restart``: new pods for a run, from its newest checkpoint; also for one that has failed."""
 
 import argparse
+from typing import Any
 
 from evergrad_cli.cluster.runs import Run
 from evergrad_cli.cluster.switching import Switch, add_switch_arguments, flip, new_nonce
@@ -23,14 +24,23 @@ def execute(args: argparse.Namespace) -> int:
     # Never done already: each use of the command asks for new pods. The wait begins once the operator has
     # seen it.
     nonce = new_nonce()
-    switch = Switch(
-        "restarted",
-        {"restartNonce": nonce},
-        Goal.RUNNING,
-        lambda run: False,
-        lambda run: run.restart_nonce == nonce,
-    )
-    return flip(args, lambda run: switch, check=_check)
+
+    def choose(run: Run) -> Switch:
+        spec: dict[str, Any] = {"restartNonce": nonce}
+        verb = "restarted"
+        # Only a failed run gets here suspended: with the nonce alone it would wait for another command.
+        if run.wants_suspension:
+            spec["suspend"] = False
+            verb = "restarted; its spec.suspend is taken back"
+        return Switch(
+            verb,
+            spec,
+            Goal.RUNNING,
+            lambda run: False,
+            lambda run: run.restart_nonce == nonce,
+        )
+
+    return flip(args, choose, check=_check)
 
 
 def _check(run: Run) -> Problem | None:
@@ -38,7 +48,7 @@ def _check(run: Run) -> Problem | None:
     if run.is_true("Complete"):
         remedy = "To train on, start a new run whose spec.training.initFrom names this one's checkpoints"
         return Problem(where, "is complete; a complete run never trains again", "", remedy)
-    if run.wants_suspension:
+    if run.wants_suspension and not run.has_failed:
         return Problem(
             where,
             "is suspended; it has no pods to restart",

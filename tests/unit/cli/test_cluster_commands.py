@@ -762,6 +762,32 @@ def test_a_restart_has_a_name_of_its_own_and_is_awaited_by_it(
     assert all(len(nonce) <= 64 for nonce in nonces)
 
 
+def test_a_failed_run_that_is_suspended_too_is_restarted_without_its_suspension(
+    api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suspended = {"suspend": True}
+    api.on("GET", RUN, make_run(spec=suspended, phase="Failed", conditions=[FAILED]))
+    api.on("PATCH", RUN, make_run())
+    assert call(api, "restart", "docs-lm") == 0
+    (patch,) = api.sent("PATCH")
+    assert set(patch.body["spec"]) == {"suspend", "restartNonce"}
+    assert patch.body["spec"]["suspend"] is False
+    told = "trainingrun/docs-lm restarted; its spec.suspend is taken back\n"
+    assert capsys.readouterr().out == told
+
+
+def test_a_restart_that_the_operator_has_not_seen_makes_no_suspended_run_a_failed_one(
+    api: Api, make_run: Make
+) -> None:
+    spec = {"suspend": True, "restartNonce": "second"}
+    before = make_run(spec=spec, restartNonce="first", conditions=[FAILED])
+    api.on("GET", RUN, before)
+    api.on("PATCH", RUN, before)
+    assert call(api, "restart", "docs-lm") == 64
+    assert call(api, "resume", "docs-lm") == 0
+    assert api.sent("PATCH")[0].body == {"spec": {"suspend": False}}
+
+
 STOPPED = {"phase": "Suspended", "reason": "StoppedOnRequest"}
 NON_FINITE = {"phase": "Suspended", "reason": "NonFinite"}
 
