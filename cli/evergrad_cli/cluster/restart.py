@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from evergrad_cli.cluster.arguments import given_place
 from evergrad_cli.cluster.runs import Run
 from evergrad_cli.cluster.switching import Switch, add_switch_arguments, flip, new_nonce
 from evergrad_cli.cluster.waiting import Goal
@@ -40,10 +41,10 @@ def execute(args: argparse.Namespace) -> int:
             lambda run: run.restart_nonce == nonce,
         )
 
-    return flip(args, choose, check=_check)
+    return flip(args, choose, check=lambda run: _check(run, given_place(args)))
 
 
-def _check(run: Run) -> Problem | None:
+def _check(run: Run, place: str) -> Problem | None:
     where = f"trainingrun {run.name}"
     if run.is_true("Complete"):
         remedy = "To train on, start a new run whose spec.training.initFrom names this one's checkpoints"
@@ -53,6 +54,6 @@ def _check(run: Run) -> Problem | None:
             where,
             "is suspended; it has no pods to restart",
             "",
-            f"To go on: evergrad resume {run.name}",
+            f"To go on: evergrad resume {run.name}{place}",
         )
     return None

@@ -265,7 +265,47 @@ def test_status_shows_run_pods_and_events(
         "trainingrun/docs-lm",
         "pod/docs-lm-0-1",
     ]
-    assert shown["next"] == ["Follow it: evergrad logs docs-lm -f"]
+    place = f"--kubeconfig {api.kubeconfig}"
+    assert shown["next"] == [f"Follow it: evergrad logs docs-lm -f {place}"]
+
+
+def test_commands_in_advice_name_the_cluster_and_namespace_that_were_given(
+    api: Api, make_run: Make, manifest: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(*arguments: str) -> str:
+        call(api, *arguments, "-n", "lab", "--context", "other")
+        captured = capsys.readouterr()
+        return captured.out + captured.err
+
+    place = f"-n lab --context other --kubeconfig {api.kubeconfig}"
+    api.on("GET", RUN, make_run(phase="Failed", conditions=[FAILED]))
+    api.on("GET", PODS, listed())
+    api.on("GET", EVENTS, listed())
+    api.on("PATCH", RUN, make_run(phase="Failed", conditions=[FAILED]))
+    shown = told("status", "docs-lm")
+    assert f"evergrad logs docs-lm {place}\n" in shown
+    assert f"evergrad restart docs-lm {place}\n" in shown
+    assert f"evergrad restart docs-lm {place}" in told("resume", "docs-lm")
+    assert f"evergrad restart docs-lm {place}" in told("suspend", "docs-lm")
+    assert f"evergrad restart docs-lm {place}\n" in told("submit", str(manifest))
+
+    api.on("GET", RUN, make_run(spec={"suspend": True}))
+    assert f"evergrad resume docs-lm {place}" in told("restart", "docs-lm")
+    api.on("GET", PODS, listed(pod("docs-lm-0-0")))
+    assert f"evergrad status docs-lm {place}" in told("logs", "docs-lm", "--node", "7")
+    command = json.loads(told("checkpoints", "docs-lm", "--json"))["listCommand"]
+    assert command.startswith(f"kubectl exec docs-lm-0-0 {place} -- ls -l")
+
+
+def test_the_namespace_of_a_file_is_in_the_advice_of_its_submission(
+    api: Api, make_run: Make, manifest: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = RUN.replace("lab", "mine")
+    api.refuse("GET", path, 404, "not found", name="docs-lm", kind="trainingruns")
+    api.on("PATCH", path, make_run(), status=201)
+    assert call(api, "submit", str(manifest), "--set", "metadata.namespace=mine") == 0
+    told = f"Follow it: evergrad logs docs-lm -f -n mine --kubeconfig {api.kubeconfig}\n"
+    assert capsys.readouterr().err == told
 
 
 def test_status_works_for_a_user_who_may_see_the_run_alone(
