@@ -207,13 +207,21 @@ class KubernetesCluster:
             self._api.update_params_for_auth(
                 headers, [], ["BearerToken"], path, "GET", None
             )
-            forward = websockets.portforward_call(
-                self._api.configuration,
-                "GET",
-                self.host + path,
-                query_params=[("ports", str(port))],
-                headers=headers,
-            )
+            try:
+                forward = websockets.portforward_call(
+                    self._api.configuration,
+                    "GET",
+                    self.host + path,
+                    query_params=[("ports", str(port))],
+                    headers=headers,
+                )
+            except websockets.ApiException as error:
+                # The client wraps every failure alike: the API server's answer is in the cause.
+                status = getattr(error.__context__, "status_code", 0)
+                if status < 400:
+                    raise
+                body = getattr(error.__context__, "resp_body", None) or b""
+                raise error_of(status, body, what=what) from error
         connection: socket.socket = forward.socket(port)
         return connection
 

@@ -1,6 +1,7 @@
 """Commands for a cluster against a stand-in for its API server: what is asked, what is printed,
 how it ends."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from evergrad_cli.cluster import client, waiting
+from evergrad_cli.cluster.errors import RefusedError, UnreachableError
 from evergrad_cli.main import main, main_of_plugin
 
 RUNS = "/apis/evergrad.dev/v1alpha1/namespaces/lab/trainingruns"
@@ -196,6 +198,37 @@ def test_a_user_without_the_right_is_told(
     api.refuse("GET", RUNS, 403, 'trainingruns is forbidden: User "me" cannot list')
     assert call(api, "list") == 64
     assert "trainingruns: is not allowed" in capsys.readouterr().err
+
+
+def connect_to_pod(api: Api) -> None:
+    args = argparse.Namespace(kubeconfig=api.kubeconfig, context=None, namespace=None)
+    with client.connect(args) as cluster:
+        cluster.connect_to_pod("docs-lm-coordinator-0", 29401)
+
+
+def test_a_missing_right_to_forward_a_port_is_told_as_such(api: Api) -> None:
+    told = 'User "me" cannot get resource "pods/portforward" in API group ""'
+    api.refuse("GET", f"{PODS}/docs-lm-coordinator-0/portforward", 403, told)
+    with pytest.raises(RefusedError) as refused:
+        connect_to_pod(api)
+    assert refused.value.status == 403
+    start = "pod docs-lm-coordinator-0: is not allowed"
+    assert str(refused.value).startswith(f"{start}; {told}")
+
+
+def test_a_pod_whose_port_cannot_be_forwarded_is_told_with_the_servers_words(
+    api: Api,
+) -> None:
+    path = f"{PODS}/docs-lm-coordinator-0/portforward"
+    api.refuse("GET", path, 500, "error dialing backend: no route to host")
+    with pytest.raises(UnreachableError, match="answers with 500; error dialing backend"):
+        connect_to_pod(api)
+    # A proxy that knows no websockets: neither the API server's refusal nor a connection.
+    api.on("GET", path, "welcome")
+    with pytest.raises(
+        UnreachableError, match=r"cannot be reached; .*Handshake status 200"
+    ):
+        connect_to_pod(api)
 
 
 # ---- list, status, checkpoints, top ------------------------------------------------------------------------
