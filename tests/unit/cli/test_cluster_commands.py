@@ -129,6 +129,48 @@ def test_a_kubeconfig_that_cannot_be_used_ends_with_64(
     )
 
 
+@pytest.mark.parametrize("current", [None, "", "gone"])
+def test_a_named_context_needs_no_current_one(
+    api: Api, tmp_path: Path, current: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads(Path(api.kubeconfig).read_text())
+    del config["current-context"]
+    if current is not None:
+        config["current-context"] = current
+    file = tmp_path / "without"
+    file.write_text(json.dumps(config))
+    api.on("GET", RUNS, listed())
+    assert main(["list", "--kubeconfig", str(file), "--context", "lab"]) == 0
+    assert api.requests[0].path == RUNS
+    assert main(["list", "--kubeconfig", str(file)]) == 64
+    assert "cannot be used" in capsys.readouterr().err
+
+
+def test_a_context_is_found_in_whichever_of_several_files_has_it(
+    api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = json.loads(Path(api.kubeconfig).read_text())
+    first = {"kind": "Config", "clusters": whole["clusters"], "users": whole["users"]}
+    second = {"kind": "Config", "contexts": whole["contexts"]}
+    for name, content in (("first", first), ("second", second)):
+        (tmp_path / name).write_text(json.dumps(content))
+    places = f"{tmp_path / 'first'}:{tmp_path / 'second'}"
+    monkeypatch.setattr("kubernetes.config.KUBE_CONFIG_DEFAULT_LOCATION", places)
+    api.on("GET", RUNS, listed())
+    assert main(["list", "--context", "lab"]) == 0
+    assert api.requests[0].path == RUNS
+
+
+def test_a_kubeconfig_that_is_no_yaml_ends_with_64_and_the_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "kubeconfig"
+    file.write_text("a: [b\n\tc")
+    assert main(["list", "--kubeconfig", str(file)]) == 64
+    (error,) = capsys.readouterr().err.splitlines()
+    assert f"kubeconfig {file}: cannot be used" in error and "line 2" in error
+
+
 def test_a_cluster_that_does_not_answer_ends_with_70_and_no_secret_is_told(
     api: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
