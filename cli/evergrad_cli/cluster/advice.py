@@ -26,10 +26,8 @@ _ANYWHERE: Final = "evergrad doctor"
 
 
 def advise(run: Run, pods: Sequence[Pod] = (), *, now: float, place: str = "") -> list[str]:
-    """Return what to do next, most important first. ``now`` in Unix seconds.
-
-    ``place``: options that each command ends with, as ``given_place`` returns them.
-    """
+    """Return what to do next, most important first. ``now`` in Unix seconds; each command ends with
+    ``place``, as ``given_place`` returns it."""
     # States that no other field can change come first: a run that is deleted or over still has its last
     # phase.
     if run.is_deleting:

@@ -198,7 +198,7 @@ def _percent(progress: Mapping[str, Any]) -> float | None:
 def parse_run(raw: Mapping[str, Any]) -> Run:
     """Read a TrainingRun of the API server; never raises."""
     metadata, spec, status = (_mapping(raw, key) for key in ("metadata", "spec", "status"))
-    name = _text(metadata, "name")
+    name, manager = _text(metadata, "name"), _text(spec, "managedBy")
     progress, nodes = _mapping(status, "progress"), _mapping(status, "nodes")
     restarts, failure = _mapping(status, "restarts"), _mapping(status, "lastFailure")
     storage, stop = _mapping(spec, "storage"), _mapping(_mapping(spec, "training"), "stop")
@@ -206,7 +206,6 @@ def parse_run(raw: Mapping[str, Any]) -> Run:
     generation = _integer(metadata.get("generation")) or 0
     # A file may have a human number here, as a text.
     stop_after = parse_short_count(stop.get("afterStep"))
-    manager = _text(spec, "managedBy")
 
     # Any version of the operator may have written it: a list that failed at one run would hide all others.
     return Run(
