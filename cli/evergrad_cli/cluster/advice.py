@@ -25,8 +25,9 @@ The run's message, which the operator writes, has the obstacle and the remedy.
 _ANYWHERE: Final = "evergrad doctor"
 
 
-def advise(run: Run, pods: Sequence[Pod] = (), *, now: float) -> list[str]:
-    """Return what to do next, most important first. ``now`` in Unix seconds."""
+def advise(run: Run, pods: Sequence[Pod] = (), *, now: float, place: str = "") -> list[str]:
+    """Return what to do next, most important first. ``now`` in Unix seconds; each command ends with
+    ``place``, as ``given_place`` returns it."""
     # States that no other field can change come first: a run that is deleted or over still has its last
     # phase.
     if run.is_deleting:
@@ -37,15 +38,15 @@ def advise(run: Run, pods: Sequence[Pod] = (), *, now: float) -> list[str]:
             "Ask that controller. To train here, submit the file without the field under another name.",
         ]
     if not run.is_observed:
-        return _unseen(run, now)
+        return _unseen(run, now, place)
     if run.is_true("Complete"):
-        place = f"claim {run.claim}, folder {run.folder}"
+        folder = f"claim {run.claim}, folder {run.folder}"
         return [
-            f"Report, checkpoints and complete.json are on the {place}.",
-            f"Its last output: evergrad logs {run.name}",
+            f"Report, checkpoints and complete.json are on the {folder}.",
+            f"Its last output: evergrad logs {run.name}{place}",
         ]
-    if run.is_true("Failed"):
-        return _failed(run)
+    if run.has_failed:
+        return _failed(run, place)
 
     # Before what follows: such a run is suspended, too, yet resuming it would stop it at once.
     if run.is_beyond_its_stop:
@@ -57,16 +58,16 @@ def advise(run: Run, pods: Sequence[Pod] = (), *, now: float) -> list[str]:
             "To train on, delete the run and submit its file without spec.training.stop.",
         ]
     if run.reason == NON_FINITE:
-        return _non_finite(run)
+        return _non_finite(run, place)
     if run.wants_suspension or run.phase == "Suspended":
-        return [f"To go on where it stopped: evergrad resume {run.name}"]
+        return [f"To go on where it stopped: evergrad resume {run.name}{place}"]
 
     # Nothing to do for most of these but to look, so that each answer is the command to look with.
     if run.phase == "Waiting":
         command = _WHERE.get(run.reason, _ANYWHERE).format(name=run.name, claim=run.claim)
         return [
-            f"The message has the obstacle and the remedy. See more: {command}",
-            *_where_to_look(run, pods),
+            f"The message has the obstacle and the remedy. See more: {command}{place}",
+            *_where_to_look(pods, place),
         ]
     if run.phase == "Running":
         stale = run.condition("Progressing")
@@ -75,40 +76,43 @@ def advise(run: Run, pods: Sequence[Pod] = (), *, now: float) -> list[str]:
             return [
                 (
                     f"No step for long ({stale.message or stale.reason}). Look at its output: "
-                    f"evergrad logs {run.name} --all"
+                    f"evergrad logs {run.name} --all{place}"
                 )
             ]
-        return [f"Follow it: evergrad logs {run.name} -f"]
+        return [f"Follow it: evergrad logs {run.name} -f{place}"]
     return [
-        f"It is on its way: evergrad wait {run.name} --for running",
-        *_where_to_look(run, pods),
+        f"It is on its way: evergrad wait {run.name} --for running{place}",
+        *_where_to_look(pods, place),
     ]
 
 
-def _non_finite(run: Run) -> list[str]:
+def _non_finite(run: Run, place: str) -> list[str]:
     return [
-        f"The loss or the gradient of a step was not finite; see which: evergrad logs {run.name} --all",
+        (
+            "The loss or the gradient of a step was not finite; see which: "
+            f"evergrad logs {run.name} --all{place}"
+        ),
         (
             "Name it in spec.training.skipSteps, or allow some with "
             "spec.training.onNonFinite.skip, and submit the file again."
         ),
-        f"Then go on from the state before it: evergrad resume {run.name}",
+        f"Then go on from the state before it: evergrad resume {run.name}{place}",
     ]
 
 
-def _unseen(run: Run, now: float) -> list[str]:
+def _unseen(run: Run, now: float, place: str) -> list[str]:
     waited = None if run.created is None else now - run.created
     if waited is not None and waited < _UNSEEN_SECONDS:
         return ["The operator has not looked at it yet."]
     return [
         (
             f"No operator has looked at it for {age(waited)}. Is one running, and does it watch this "
-            "namespace? evergrad doctor"
+            f"namespace? evergrad doctor{place}"
         )
     ]
 
 
-def _failed(run: Run) -> list[str]:
+def _failed(run: Run, place: str) -> list[str]:
     # The node that failed first: the others print only that they lost it.
     failure = run.last_failure
     node = (
@@ -117,18 +121,21 @@ def _failed(run: Run) -> list[str]:
         else ""
     )
     return [
-        f"See the output of what failed: evergrad logs {run.name}{node}",
-        f"Change what the message names; then go on from the newest checkpoint: evergrad restart {run.name}",
+        f"See the output of what failed: evergrad logs {run.name}{node}{place}",
+        (
+            "Change what the message names; then go on from the newest checkpoint: "
+            f"evergrad restart {run.name}{place}"
+        ),
         "The recipe of a run does not change: with another one, submit the file under another name.",
     ]
 
 
-def _where_to_look(run: Run, pods: Sequence[Pod]) -> list[str]:
+def _where_to_look(pods: Sequence[Pod], place: str) -> list[str]:
     stuck = next(
         (pod for pod in pods if pod.message and not pod.is_ready and not pod.is_over), None
     )
     return (
-        [f"More about a pod that waits: kubectl describe pod {stuck.name}"]
+        [f"More about a pod that waits: kubectl describe pod {stuck.name}{place}"]
         if stuck is not None
         else []
     )

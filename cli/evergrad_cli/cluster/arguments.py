@@ -4,6 +4,7 @@
 import argparse
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any, Final, TextIO
@@ -45,6 +46,20 @@ def add_cluster_arguments(
         help="kubeconfig to use (default: $KUBECONFIG, else ~/.kube/config)",
     )
     parser.add_argument("--json", action="store_true", help=json_help)
+
+
+def given_place(args: argparse.Namespace) -> str:
+    """The options of ``args`` that name the cluster and the namespace, for commands in its advice: each
+    with a space before it, none where none was given."""
+    # Without them, the command would act on a namesake in the current context.
+    given = (
+        ("-n", args.namespace),
+        ("--context", args.context),
+        ("--kubeconfig", args.kubeconfig),
+    )
+    return "".join(
+        f" {option} {shlex.quote(str(value))}" for option, value in given if value
+    )
 
 
 def add_run_name(parser: argparse.ArgumentParser) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from evergrad_cli.cluster.arguments import (
     add_cluster_arguments,
     add_run_name,
+    given_place,
     say,
     say_json,
 )
@@ -70,7 +71,8 @@ def execute(args: argparse.Namespace) -> int:
                 (one.name for one in pods if one.role == NODE and one.phase == "Running"),
                 None,
             )
-    facts = document(run, volume, pod)
+    args.namespace = args.namespace or run.namespace
+    facts = document(run, volume, pod, place=given_place(args))
     if args.json:
         say_json(facts)
         return int(ExitCode.DONE)
@@ -93,8 +95,11 @@ def parse_volume(raw: Mapping[str, Any], run: str) -> Volume:
     )
 
 
-def document(run: Run, volume: Volume | None, pod: str | None) -> dict[str, Any]:
-    """All that is known, as one JSON document. ``pod``: one that runs and has the volume."""
+def document(
+    run: Run, volume: Volume | None, pod: str | None, *, place: str
+) -> dict[str, Any]:
+    """All that is known, as one JSON document. ``pod``: one that runs and has the volume; ``place``: as
+    ``given_place`` returns it, with the namespace."""
     # The record on the claim outlives the run's object, so that it has a completion that a new object's
     # status lacks.
     complete = volume.record.get("complete") if volume is not None else None
@@ -125,7 +130,7 @@ def document(run: Run, volume: Volume | None, pod: str | None) -> dict[str, Any]
         "listCommand": None
         if pod is None
         else (
-            f"kubectl exec -n {run.namespace} {pod} -- ls -l --time-style=long-iso "
+            f"kubectl exec {pod}{place} -- ls -l --time-style=long-iso "
             f"{directory}/{RunFile.CHECKPOINTS}"
         ),
     }

@@ -32,6 +32,12 @@ _ONE_NODE_PROVISIONERS: Final = (
 )
 """Provisioners of volumes that one node at a time may write."""
 
+_DEMANDED: Final = frozenset(
+    f"{kind}{name}" for kind in ("", "requests.", "limits.") for name in ("cpu", "memory")
+)
+"""Resources of a quota under which Kubernetes refuses pods that do not set them. Others, such as storage
+and accelerators, are only counted."""
+
 
 class State(StrEnum):
     """Outcome of a check; ``skip`` was not looked at, for the reason in the message."""
@@ -216,30 +222,45 @@ _RUNS: Final = ("evergrad.dev", "trainingruns")
 # With the command that needs it, so that a user can see whether the lack of it matters.
 RIGHTS: Final = (
     Right("get", *_RUNS, purpose="status, wait", is_needed=True),
-    Right("list", *_RUNS, purpose="list, top", is_needed=True),
+    Right("list", *_RUNS, purpose="list, top, prune", is_needed=True),
     Right("create", *_RUNS, purpose="submit", is_needed=True),
     Right("patch", *_RUNS, purpose="submit, suspend, resume, restart", is_needed=True),
-    Right("delete", *_RUNS, purpose="kubectl delete"),
-    Right("list", "", "pods", purpose="status, logs"),
+    Right("delete", *_RUNS, purpose="prune, kubectl delete"),
+    Right("list", "", "pods", purpose="status, logs, open, prune"),
     Right("get", "", "pods", "log", purpose="logs"),
     Right("list", "", "events", purpose="status"),
     Right("get", "", "persistentvolumeclaims", purpose="checkpoints"),
+    Right("list", "", "persistentvolumeclaims", purpose="prune"),
+    Right("delete", "", "persistentvolumeclaims", purpose="prune"),
+    Right("get", "", "secrets", purpose="open"),
+    Right("get", "", "pods", "portforward", purpose="open"),
+    Right("create", "", "pods", "portforward", purpose="open"),
 )
 
 
-def check_rights(allowed: Mapping[Right, bool], namespace: str) -> Check:
-    """The API server's answer about each right."""
-    # A warning where only some commands lack a right: who may only watch a run can still use the others.
-    lacking = [right for right, is_allowed in allowed.items() if not is_allowed]
+def check_rights(allowed: Mapping[Right, bool | None], namespace: str) -> Check:
+    """The API server's answer about each right, None where there was no answer."""
+    name = "your rights"
+
+    def show(answer: bool | None) -> str:
+        found = [right for right, is_allowed in allowed.items() if is_allowed is answer]
+        return ", ".join(f"{right} (for {right.purpose})" for right in found)
+
+    lacking, unasked = show(False), show(None)
+    if not lacking and not unasked:
+        what = f"all commands are allowed in namespace {namespace}"
+        return Check(name, State.OK, what)
+    unasked = f"could not be asked: {unasked}" if unasked else ""
     if not lacking:
-        return Check(
-            "your rights", State.OK, f"all commands are allowed in namespace {namespace}"
-        )
-    shown = ", ".join(f"{right} (for {right.purpose})" for right in lacking)
-    remedy = "Ask for a RoleBinding to the ClusterRole edit in this namespace"
-    state = State.FAIL if any(right.is_needed for right in lacking) else State.WARN
+        return Check(name, State.SKIP, unasked, "Try again")
+    # A warning where only some commands lack a right: who may only watch a run can still use the others.
+    is_failure = any(right.is_needed for right in allowed if allowed[right] is False)
+    message = f"not allowed in namespace {namespace}: {lacking}"
     return Check(
-        "your rights", state, f"not allowed in namespace {namespace}: {shown}", remedy
+        name,
+        State.FAIL if is_failure else State.WARN,
+        f"{message}; {unasked}" if unasked else message,
+        "Ask for a RoleBinding to the ClusterRole edit in this namespace",
     )
 
 
@@ -337,16 +358,9 @@ def check_quotas(quotas: Sequence[Mapping[str, Any]] | None) -> Check:
             "Runs wait until some is free; or have it raised",
         )
 
-    # Under a quota of cpu or memory Kubernetes refuses pods without a request for it.
-    computing = sorted(
-        name
-        for name in wanted
-        if name.startswith(("limits.", "requests.")) or name in ("cpu", "memory")
-    )
-    if computing:
-        what = f"there is room; each run must set {', '.join(computing)} in spec.resources"
-        return Check("quota", State.OK, what)
-    return Check("quota", State.OK, "there is room")
+    demanded = ", ".join(sorted(wanted & _DEMANDED))
+    what = f"; each run must set {demanded} in spec.resources" if demanded else ""
+    return Check("quota", State.OK, f"there is room{what}")
 
 
 def quantity_of(text: Any) -> float:

@@ -13,6 +13,8 @@ from types import TracebackType
 from typing import Any, Final, Protocol, Self
 from urllib.parse import quote, urlencode
 
+import yaml
+
 from evergrad_cli import __version__
 from evergrad_cli.cluster.errors import (
     KubeconfigError,
@@ -207,13 +209,21 @@ class KubernetesCluster:
             self._api.update_params_for_auth(
                 headers, [], ["BearerToken"], path, "GET", None
             )
-            forward = websockets.portforward_call(
-                self._api.configuration,
-                "GET",
-                self.host + path,
-                query_params=[("ports", str(port))],
-                headers=headers,
-            )
+            try:
+                forward = websockets.portforward_call(
+                    self._api.configuration,
+                    "GET",
+                    self.host + path,
+                    query_params=[("ports", str(port))],
+                    headers=headers,
+                )
+            except websockets.ApiException as error:
+                # The client wraps every failure alike: the API server's answer is in the cause.
+                status = getattr(error.__context__, "status_code", 0)
+                if status < 400:
+                    raise
+                body = getattr(error.__context__, "resp_body", None) or b""
+                raise error_of(status, body, what=what) from error
         connection: socket.socket = forward.socket(port)
         return connection
 
@@ -318,20 +328,33 @@ def _load(config: Any, settings: Any, args: argparse.Namespace) -> str | None:
         if file is None and args.context is None and not has_kubeconfig:
             config.load_incluster_config(client_configuration=settings)
             return _IN_CLUSTER_NAMESPACE.read_text().strip()
-        contexts, current = config.list_kube_config_contexts(config_file=file)
-        config.load_kube_config(
-            config_file=file,
-            context=args.context,
-            client_configuration=settings,
-            persist_config=False,
-        )
-    except (config.ConfigException, OSError, ValueError, TypeError, KeyError) as error:
+        # Not the client's own two functions for it: the one that has the namespace wants a current context
+        # also where another is named.
+        found = config.kube_config.KubeConfigMerger(file or ":".join(places)).config
+        if found is None:
+            raise config.ConfigException("no such file")
+        loader = config.kube_config.KubeConfigLoader(found, active_context=args.context)
+        loader.load_and_set(settings)
+        context = loader.current_context.get("context") or {}
+    except (
+        config.ConfigException,
+        yaml.YAMLError,
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+    ) as error:
         where = (
             f"kubeconfig {args.kubeconfig}" if args.kubeconfig is not None else "kubeconfig"
         )
         where += f", context {args.context}" if args.context is not None else ""
-        # Some messages have several lines, and a problem is one.
-        why = str(error).strip().splitlines()[0] if str(error) else ""
+        # Some messages have several lines, and a problem is one. Those of YAML name the place in the last.
+        lines = (
+            str(error)
+            .strip()
+            .splitlines()[: None if isinstance(error, yaml.YAMLError) else 1]
+        )
+        why = " ".join(line.strip() for line in lines)
         remedy = (
             "Name a file with --kubeconfig or KUBECONFIG, and one of its contexts (kubectl "
             "config get-contexts)"
@@ -339,9 +362,5 @@ def _load(config: Any, settings: Any, args: argparse.Namespace) -> str | None:
         raise KubeconfigError(Problem(where, "cannot be used", why, remedy)) from error
 
     # The namespace of the context that is used, as kubectl takes it.
-    if args.context is not None:
-        current = next(
-            (context for context in contexts if context["name"] == args.context), {}
-        )
-    namespace = (current.get("context") or {}).get("namespace")
+    namespace = context.get("namespace")
     return str(namespace) if namespace else None

@@ -202,8 +202,8 @@ def _check_webhook(cluster: Cluster, now: float) -> Check:
     return admission.check_webhook(asked, configurations, slices, secret, now=now)
 
 
-def _may(cluster: Cluster, right: checks.Right, namespace: str) -> bool:
-    """Ask the API server about one right of this user."""
+def _may(cluster: Cluster, right: checks.Right, namespace: str) -> bool | None:
+    """Ask the API server about one right of this user; None where it gives no answer."""
     # A review and not a try: nothing is changed, and the rights of commands that write can be asked for, too.
     attributes = {
         "namespace": namespace,
@@ -222,5 +222,5 @@ def _may(cluster: Cluster, right: checks.Right, namespace: str) -> bool:
     try:
         answer = cluster.send("POST", path, body, what="access review")[1]
     except (RefusedError, UnreachableError):
-        return False
+        return None
     return (answer.get("status") or {}).get("allowed") is True

@@ -27,7 +27,10 @@ _AFTER_THE_END_SECONDS: Final = 10.0
 _GONE_SECONDS: Final = 10.0
 """A node may be away for this long: following another one at once would switch back and forth."""
 _RETRY_SECONDS: Final = 1.0
-_MOST_FAILURES: Final = 30
+_LONGEST_PAUSE_SECONDS: Final = 15.0
+"""An outage may last for hours, and a node may never answer again: a reader asks more and more rarely."""
+_MANY_FAILURES: Final = 10
+"""Failures in a row, without a new line, after which a reader says so: about a minute."""
 _SILENCE_SECONDS: Final = 3600.0
 """Silence after which a stream is opened again; no lines are lost by that."""
 
@@ -150,6 +153,12 @@ class Reader:
         self._tail = tail
         # One writer at a time: each pod has a thread of its own, and their lines must not be mixed.
         self._lock = threading.Lock()
+        # Kept here, since a stream may break after any line.
+        self._shown: dict[str, str] = {}
+
+    def last_time(self, pod: Pod) -> str:
+        """The time of the pod's last line that was shown; empty before there is one."""
+        return self._shown.get(pod.name, "")
 
     def read(
         self,
@@ -157,13 +166,11 @@ class Reader:
         *,
         is_previous: bool = False,
         is_following: bool = False,
-        since: str = "",
-    ) -> str:
-        """Show what there is, until the end of the stream; the time of the last line, ``since`` if there was
-        none.
+    ) -> None:
+        """Show what there is, until the end of the stream, without the lines that were shown before.
 
-        Lines up to ``since`` are left out. Raises NotFoundError for a pod that is gone, RefusedError for one
-        that is not started.
+        Raises NotFoundError for a pod that is gone, RefusedError for one that is not started,
+        UnreachableError for a stream that breaks.
         """
         query = {"timestamps": "true"}
         if pod.container:
@@ -172,12 +179,12 @@ class Reader:
             query["previous"] = "true"
         if is_following:
             query["follow"] = "true"
+        since = self.last_time(pod)
         if since:
             query["sinceTime"] = since
         elif self._tail is not None:
             query["tailLines"] = str(self._tail)
         path = core_path("pods", self._cluster.namespace, pod.name) + "/log"
-        last = since
         silence = _SILENCE_SECONDS if is_following else 60.0
         for raw in self._cluster.lines(
             path, what=f"output of pod {pod.name}", query=query, read_seconds=silence
@@ -188,8 +195,8 @@ class Reader:
                 continue
             with self._lock:
                 self._show(line)
-            last = line.time or last
-        return last
+            if line.time:
+                self._shown[pod.name] = line.time
 
 
 class Follower:
@@ -211,12 +218,17 @@ class Follower:
         self._remark = remark
         self._threads: dict[str, threading.Thread] = {}
         self._is_over = threading.Event()
+        self._until = float("inf")
+        self._is_pipe_broken = threading.Event()
         self._leader: int | None = None
         self._leader_missed = 0.0
         self._remarked = ""
 
     def follow(self) -> None:
-        """Returns when the run has ended and all its output is shown, or when it is deleted."""
+        """Returns when the run has ended and all its output is shown, or when it is deleted.
+
+        Raises BrokenPipeError once nobody reads what is printed.
+        """
         patience, is_seen = Patience(), False
         while True:
             # A run or a cluster that is not there at first is a mistake of the user; later it is an event.
@@ -258,13 +270,16 @@ class Follower:
             if waiting and waiting != self._remarked:
                 self._remarked = waiting
                 self._remark(waiting)
-            time.sleep(_POLL_SECONDS)
+            if self._is_pipe_broken.wait(_POLL_SECONDS):
+                raise BrokenPipeError
 
         # The readers come to the end of what there is. A stream that stays open after that has no more lines.
-        until = time.monotonic() + _AFTER_THE_END_SECONDS
+        self._until = time.monotonic() + _AFTER_THE_END_SECONDS
         self._is_over.set()
         for thread in self._threads.values():
-            thread.join(max(0.0, until - time.monotonic()))
+            thread.join(max(0.0, self._until - time.monotonic()))
+        if self._is_pipe_broken.is_set():
+            raise BrokenPipeError
 
     def _of_leader(self, pods: Sequence[Pod]) -> list[Pod]:
         """The pods of one node: the lowest there is, also before it has started, and another while that is
@@ -298,28 +313,43 @@ class Follower:
         return [pod for pod in pods if pod.index is None or pod.index == self._leader]
 
     def _read(self, pod: Pod) -> None:
-        # Each stream begins after the last line that was shown. Failures in a row are bounded: a pod may be
-        # gone for good on a node that nobody answers for.
-        last, failures = "", 0
-        while failures < _MOST_FAILURES:
-            before = last
+        # Each stream begins after the last line that was shown. There is no bound on their number but the
+        # pod's end and the run's: after an outage of any length the output goes on.
+        failures, is_said = 0, False
+        while time.monotonic() < self._until:
+            before, why = self._reader.last_time(pod), ""
             try:
-                last = self._reader.read(pod, is_following=True, since=last)
-            except (NotFoundError, BrokenPipeError):
+                self._reader.read(pod, is_following=True)
+            except NotFoundError:
                 return
-            except (UnreachableError, RefusedError):
+            except BrokenPipeError:
+                self._is_pipe_broken.set()
+                return
+            except (UnreachableError, RefusedError) as error:
                 # The API server restarts, or the node is away for a moment.
-                failures += 1
-                self._is_over.wait(_RETRY_SECONDS)
+                why = str(error)
             else:
-                if self._is_over.is_set():
+                if self._is_over.is_set() or self._has_ended(pod):
                     return
-                # The stream ends with the container, but also with the API server: only the pod itself shows
-                # whether more can come. A coordinator's container may be started again in its pod.
-                if pod.role != COORDINATOR:
-                    with contextlib.suppress(UnreachableError, RefusedError):
-                        others = list_pods(self._cluster, self._name)
-                        if all(one.name != pod.name or one.is_over for one in others):
-                            return
-                failures = 0 if last != before else failures + 1
-                self._is_over.wait(_RETRY_SECONDS)
+            if self._reader.last_time(pod) == before:
+                failures += 1
+            else:
+                failures, is_said = 0, False
+            if why and failures >= _MANY_FAILURES and not is_said:
+                is_said = True
+                self._remark(
+                    f"The output of pod {pod.name} cannot be read; {why.rstrip('.')}. "
+                    "Trying on."
+                )
+            pause = min(_LONGEST_PAUSE_SECONDS, max(1, failures) * _RETRY_SECONDS)
+            if self._is_over.wait(pause):
+                time.sleep(_RETRY_SECONDS)
+
+    def _has_ended(self, pod: Pod) -> bool:
+        # A stream ends with the container, but also with the API server: only the pod itself shows whether
+        # more can come. A coordinator's container may be started again in its pod.
+        if pod.role != COORDINATOR:
+            with contextlib.suppress(UnreachableError, RefusedError):
+                others = list_pods(self._cluster, self._name)
+                return all(one.name != pod.name or one.is_over for one in others)
+        return False

@@ -4,7 +4,13 @@ import argparse
 import sys
 from functools import partial
 
-from evergrad_cli.cluster.arguments import add_cluster_arguments, add_run_name, note, say
+from evergrad_cli.cluster.arguments import (
+    add_cluster_arguments,
+    add_run_name,
+    given_place,
+    note,
+    say,
+)
 from evergrad_cli.cluster.client import KubernetesCluster, connect
 from evergrad_cli.cluster.errors import ClusterInputError, NotFoundError, RefusedError
 from evergrad_cli.cluster.following import (
@@ -121,6 +127,7 @@ def _show_once(
 
     # No pod to read: the reason is in the question, in the run's phase, or in the past.
     if not chosen:
+        status = f"evergrad status {args.name}{given_place(args)}"
         where, what, why = f"trainingrun {args.name}", "has no pods", f"it is {run.phase}"
         remedy = "What it printed earlier is on its volume, in logs/"
         if args.previous:
@@ -128,9 +135,9 @@ def _show_once(
             remedy = "Older output is on its volume, in logs/"
         elif args.node is not None and pods:
             where, what, why = "--node", f"there is no pod of node {args.node}", ""
-            remedy = f"evergrad status {args.name} shows those there are"
+            remedy = f"Those there are: {status}"
         elif run.phase in ("Pending", "Preparing", "Starting", "Waiting"):
-            what, remedy = "has no pods yet", f"See why: evergrad status {args.name}"
+            what, remedy = "has no pods yet", f"See why: {status}"
         raise ClusterInputError(Problem(where, what, why, remedy))
 
     # One pod after the other, so that their lines do not mix.

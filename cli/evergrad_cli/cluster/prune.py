@@ -4,7 +4,7 @@
 import argparse
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -17,13 +17,13 @@ from evergrad_cli.cluster.arguments import (
     seconds_of,
 )
 from evergrad_cli.cluster.client import Cluster, connect, core_path, runs_path
-from evergrad_cli.cluster.errors import ClusterInputError, NotFoundError, RefusedError
+from evergrad_cli.cluster.errors import ClusterInputError, NotFoundError
 from evergrad_cli.cluster.text import NOTHING, table
 from evergrad_cli.cluster.unused import CLAIM, OWN_CLAIMS, find_old_runs, find_unused_claims
 from evergrad_cli.leftovers import Leftover, find_leftovers, find_runs, remove
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.text import size
-from evergrad_manifest.errors import Problem
+from evergrad_manifest.errors import EvergradError, Problem
 
 NAME = "prune"
 EXAMPLES = """\
@@ -114,12 +114,14 @@ def execute(args: argparse.Namespace) -> int:
         return _finish(args, found, delete)
 
 
-def render(found: Sequence[Leftover], *, is_deleted: bool) -> list[str]:
-    """Build the table and the line below it."""
+def render(
+    found: Sequence[Leftover], *, is_deleted: bool, failed: Container[Leftover] = ()
+) -> list[str]:
+    """Build the table and the line below it. ``failed``: what could not be deleted."""
     verb = "deleted" if is_deleted else "delete"
     rows = [
         [
-            "keep" if one.is_kept else verb,
+            "keep" if one.is_kept else "failed" if one in failed else verb,
             one.kind,
             f"{one.namespace}/{one.name}" if one.namespace else one.name,
             one.size or (NOTHING if one.size_bytes is None else size(one.size_bytes)),
@@ -140,26 +142,29 @@ def _finish(
     args: argparse.Namespace, found: Sequence[Leftover], delete: Callable[[Leftover], None]
 ) -> int:
     """Delete what goes, if that was asked for, and show everything."""
-    failures = []
+    errors: dict[Leftover, str] = {}
     # One that cannot be deleted stops none of the others, and is reported at the end.
     for one in found:
         if args.yes and not one.is_kept:
             try:
                 delete(one)
-            except (OSError, RefusedError) as error:
-                failures.append(f"{one.kind} {one.name}: not deleted; {error}")
             except NotFoundError:
                 continue  # somebody else was quicker
+            except (OSError, EvergradError) as error:
+                errors[one] = str(error)
+    failures = [
+        f"{one.kind} {one.name}: not deleted; {text}" for one, text in errors.items()
+    ]
     if args.json:
-        going = [_row(one) for one in found if not one.is_kept]
-        kept = [_row(one) for one in found if one.is_kept]
+        going = [_row(one, errors) for one in found if not one.is_kept]
+        kept = [_row(one, errors) for one in found if one.is_kept]
         say_json(
             {"deleted": args.yes, "leftovers": going, "kept": kept, "failures": failures}
         )
     elif not found:
         note("Nothing is left over.")
     else:
-        for line in render(found, is_deleted=args.yes):
+        for line in render(found, is_deleted=args.yes, failed=errors):
             say(line)
     # Errors go to stderr below the list, so that --json stays one document.
     for text in failures:
@@ -167,7 +172,7 @@ def _finish(
     return int(ExitCode.INTERNAL if failures else ExitCode.DONE)
 
 
-def _row(one: Leftover) -> dict[str, object]:
+def _row(one: Leftover, errors: Mapping[Leftover, str]) -> dict[str, object]:
     return {
         "kind": one.kind,
         "name": one.name,
@@ -175,6 +180,7 @@ def _row(one: Leftover) -> dict[str, object]:
         "why": one.why,
         "size": one.size or None,
         "bytes": one.size_bytes,
+        "error": errors.get(one),
     }
 
 

@@ -1,7 +1,9 @@
 """``evergrad restart``: new pods for a run, from its newest checkpoint; also for one that has failed."""
 
 import argparse
+from typing import Any
 
+from evergrad_cli.cluster.arguments import given_place
 from evergrad_cli.cluster.runs import Run
 from evergrad_cli.cluster.switching import Switch, add_switch_arguments, flip, new_nonce
 from evergrad_cli.cluster.waiting import Goal
@@ -23,26 +25,35 @@ def execute(args: argparse.Namespace) -> int:
     # Never done already: each use of the command asks for new pods. The wait begins once the operator has
     # seen it.
     nonce = new_nonce()
-    switch = Switch(
-        "restarted",
-        {"restartNonce": nonce},
-        Goal.RUNNING,
-        lambda run: False,
-        lambda run: run.restart_nonce == nonce,
-    )
-    return flip(args, lambda run: switch, check=_check)
+
+    def choose(run: Run) -> Switch:
+        spec: dict[str, Any] = {"restartNonce": nonce}
+        verb = "restarted"
+        # Only a failed run gets here suspended: with the nonce alone it would wait for another command.
+        if run.wants_suspension:
+            spec["suspend"] = False
+            verb = "restarted; its spec.suspend is taken back"
+        return Switch(
+            verb,
+            spec,
+            Goal.RUNNING,
+            lambda run: False,
+            lambda run: run.restart_nonce == nonce,
+        )
+
+    return flip(args, choose, check=lambda run: _check(run, given_place(args)))
 
 
-def _check(run: Run) -> Problem | None:
+def _check(run: Run, place: str) -> Problem | None:
     where = f"trainingrun {run.name}"
     if run.is_true("Complete"):
         remedy = "To train on, start a new run whose spec.training.initFrom names this one's checkpoints"
         return Problem(where, "is complete; a complete run never trains again", "", remedy)
-    if run.wants_suspension:
+    if run.wants_suspension and not run.has_failed:
         return Problem(
             where,
             "is suspended; it has no pods to restart",
             "",
-            f"To go on: evergrad resume {run.name}",
+            f"To go on: evergrad resume {run.name}{place}",
         )
     return None

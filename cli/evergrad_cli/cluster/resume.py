@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from evergrad_cli.cluster.arguments import given_place
 from evergrad_cli.cluster.runs import NON_FINITE, Run
 from evergrad_cli.cluster.switching import (
     Switch,
@@ -30,7 +31,7 @@ def execute(args: argparse.Namespace) -> int:
 
     Returns 0, or of a wait 64, 70 or 124.
     """
-    return flip(args, _choose, check=_check)
+    return flip(args, _choose, check=lambda run: _check(run, given_place(args)))
 
 
 def _choose(run: Run) -> Switch:
@@ -55,7 +56,7 @@ def _choose(run: Run) -> Switch:
     )
 
 
-def _check(run: Run) -> Problem | None:
+def _check(run: Run, place: str) -> Problem | None:
     # Refused and not tried: the pods would start, reach the same step and stop.
     if run.is_beyond_its_stop:
         what = (
@@ -72,4 +73,4 @@ def _check(run: Run) -> Problem | None:
             "it would stop again at once, and a recipe does not change",
             remedy,
         )
-    return finished(run, "resume")
+    return finished(run, "resume", place)

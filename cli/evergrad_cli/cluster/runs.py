@@ -125,7 +125,9 @@ class Run:
     restarts: int
     restarts_by_cause: Mapping[str, int]
     failures_without_progress: int | None
+    wanted_nonce: str
     restart_nonce: str
+    """spec.restartNonce that the operator has acted upon."""
     image: str
     profile: str
     started: float | None
@@ -155,9 +157,15 @@ class Run:
         return condition is not None and condition.status == "True"
 
     @property
+    def has_failed(self) -> bool:
+        """Whether the run has failed, and nobody has asked for a restart since."""
+        # The status is that of before the restart until the operator has seen the nonce.
+        return self.is_true("Failed") and self.wanted_nonce == self.restart_nonce
+
+    @property
     def is_over(self) -> bool:
-        """Whether the run has ended for good, well or not."""
-        return self.is_true("Complete") or self.is_true("Failed")
+        """Whether the run has ended, well or not: nothing follows unless a person asks for it."""
+        return self.is_true("Complete") or self.has_failed
 
     @property
     def has_stopped_by_itself(self) -> bool:
@@ -190,7 +198,7 @@ def _percent(progress: Mapping[str, Any]) -> float | None:
 def parse_run(raw: Mapping[str, Any]) -> Run:
     """Read a TrainingRun of the API server; never raises."""
     metadata, spec, status = (_mapping(raw, key) for key in ("metadata", "spec", "status"))
-    name = _text(metadata, "name")
+    name, manager = _text(metadata, "name"), _text(spec, "managedBy")
     progress, nodes = _mapping(status, "progress"), _mapping(status, "nodes")
     restarts, failure = _mapping(status, "restarts"), _mapping(status, "lastFailure")
     storage, stop = _mapping(spec, "storage"), _mapping(_mapping(spec, "training"), "stop")
@@ -198,7 +206,6 @@ def parse_run(raw: Mapping[str, Any]) -> Run:
     generation = _integer(metadata.get("generation")) or 0
     # A file may have a human number here, as a text.
     stop_after = parse_short_count(stop.get("afterStep"))
-    manager = _text(spec, "managedBy")
 
     # Any version of the operator may have written it: a list that failed at one run would hide all others.
     return Run(
@@ -232,6 +239,7 @@ def parse_run(raw: Mapping[str, Any]) -> Run:
         failures_without_progress=_integer(
             _mapping(status, "failures").get("withoutProgress")
         ),
+        wanted_nonce=_text(spec, "restartNonce"),
         restart_nonce=_text(status, "restartNonce"),
         image=_text(status, "image"),
         profile=_text(status, "profile"),

@@ -4,13 +4,14 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from evergrad_cli.cluster.advice import advise
 from evergrad_cli.cluster.arguments import (
     add_cluster_arguments,
     add_run_name,
+    given_place,
     say,
     say_json,
 )
@@ -52,12 +53,14 @@ _LONGEST_POD_LIST: Final = 32
 
 @dataclass(frozen=True)
 class Facts:
-    """A run with what belongs to it. ``unknown`` names what this user may not read."""
+    """A run with what belongs to it. ``unknown`` names what this user may not read, ``place`` the
+    options of the command that commands in its advice take over."""
 
     run: Run
     pods: tuple[Pod, ...]
     events: tuple[Event, ...]
     unknown: tuple[str, ...]
+    place: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Returns 0 whatever the run's state is; ``wait`` has an exit code for each state."""
     with connect(args) as cluster:
-        facts = gather(cluster, args.name)
+        facts = replace(gather(cluster, args.name), place=given_place(args))
     now = time.time()
     if args.json:
         say_json(document(facts, now=now, num_events=args.events))
@@ -162,7 +165,7 @@ def document(facts: Facts, *, now: float, num_events: int = _NUM_EVENTS) -> dict
         if num_events > 0
         else [],
         "unknown": list(facts.unknown),
-        "next": advise(run, facts.pods, now=now),
+        "next": advise(run, facts.pods, now=now, place=facts.place),
     }
 
 
@@ -219,12 +222,8 @@ def render(
             shown.append(("", seen, event.type, event.reason, event.object, event.message))
         head = ("", "AGE", "TYPE", "REASON", "OBJECT", "MESSAGE")
         lines += _section("Events", table(head, shown) if shown else [])
-    return [
-        *lines,
-        *_section(
-            "Next", [f"  {printable(line)}" for line in advise(run, facts.pods, now=now)]
-        ),
-    ]
+    next_lines = advise(run, facts.pods, now=now, place=facts.place)
+    return [*lines, *_section("Next", [f"  {printable(line)}" for line in next_lines])]
 
 
 def _section(title: str, lines: Sequence[str]) -> list[str]:
@@ -368,11 +367,5 @@ def _pods(facts: Facts, now: float) -> list[str]:
     )
     # Pods beyond the bound are counted, with the command that lists them.
     left_out = len(newest) - len(shown)
-    return (
-        [
-            *lines,
-            f"   and {left_out} more: kubectl get pods -l {LABEL_RUN}={facts.run.name}",
-        ]
-        if left_out
-        else lines
-    )
+    command = f"kubectl get pods -l {LABEL_RUN}={facts.run.name}{facts.place}"
+    return [*lines, f"   and {left_out} more: {command}"] if left_out else lines

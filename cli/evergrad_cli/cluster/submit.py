@@ -10,6 +10,7 @@ from typing import Any, Final
 from evergrad_cli.cluster.arguments import (
     add_cluster_arguments,
     add_timeout,
+    given_place,
     note,
     say,
     say_json,
@@ -79,7 +80,7 @@ def execute(args: argparse.Namespace) -> int:
     """Returns 0, 64 or 70; with ``--wait`` how the run ended, or 124."""
     loaded = _read_file(args)
     args.namespace = loaded.run.metadata.namespace or args.namespace
-    name = loaded.run.metadata.name
+    name, place = loaded.run.metadata.name, given_place(args)
     with connect(args) as cluster:
         result, run = submit(
             cluster, loaded, is_dry=args.dry_run, is_forced=args.force_conflicts
@@ -90,16 +91,18 @@ def execute(args: argparse.Namespace) -> int:
             # An apply succeeds in every state of the run: this is what it will not do by itself.
             if run.is_true("Complete"):
                 note(
-                    f"It is complete already and never trains again. See it: evergrad status {name}"
+                    "It is complete already and never trains again. See it: "
+                    f"evergrad status {name}{place}"
                 )
-            elif run.is_true("Failed"):
+            elif run.has_failed:
                 note(
-                    f"It has failed. See why: evergrad status {name}; try again: evergrad restart {name}"
+                    f"It has failed. See why: evergrad status {name}{place}; try again: "
+                    f"evergrad restart {name}{place}"
                 )
             elif run.wants_suspension:
-                note(f"It is suspended. To let it train: evergrad resume {name}")
+                note(f"It is suspended. To let it train: evergrad resume {name}{place}")
             elif result == "created":
-                note(f"Follow it: evergrad logs {name} -f")
+                note(f"Follow it: evergrad logs {name} -f{place}")
 
         # The end of the wait is the command's; a run that was only tried has none.
         code = int(ExitCode.DONE)

@@ -2,6 +2,7 @@
 
 import argparse
 
+from evergrad_cli.cluster.arguments import given_place
 from evergrad_cli.cluster.switching import Switch, add_switch_arguments, finished, flip
 from evergrad_cli.cluster.waiting import Goal
 
@@ -23,4 +24,5 @@ def execute(args: argparse.Namespace) -> int:
     switch = Switch(
         "suspended", {"suspend": True}, Goal.SUSPENDED, lambda run: run.wants_suspension
     )
-    return flip(args, lambda run: switch, check=lambda run: finished(run, "suspend"))
+    place = given_place(args)
+    return flip(args, lambda run: switch, check=lambda run: finished(run, "suspend", place))

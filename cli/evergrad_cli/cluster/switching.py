@@ -109,14 +109,16 @@ def patch_spec(cluster: Cluster, name: str, spec: dict[str, Any]) -> None:
     )
 
 
-def finished(run: Run, verb: str) -> Problem | None:
-    """Return the problem of a run that has ended and therefore cannot ``verb``, or None."""
+def finished(run: Run, verb: str, place: str) -> Problem | None:
+    """Return the problem of a run that has ended and therefore cannot ``verb``, or None.
+
+    ``place``: as ``given_place`` returns it.
+    """
     if not run.is_over:
         return None
     how = "is complete" if run.is_true("Complete") else "has failed"
-    remedy = (
-        "" if run.is_true("Complete") else f"To try it again: evergrad restart {run.name}"
-    )
+    again = f"To try it again: evergrad restart {run.name}{place}"
+    remedy = "" if run.is_true("Complete") else again
     return Problem(
         f"trainingrun {run.name}", f"{how}; there is nothing to {verb}", "", remedy
     )

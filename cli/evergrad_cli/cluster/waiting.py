@@ -44,9 +44,9 @@ def judge(run: Run, goal: Goal) -> Outcome:
     # The goal comes before the end: a run that was to fail, and has, is a success.
     if goal is Goal.COMPLETE and run.is_true("Complete"):
         return Outcome(ExitCode.DONE, "is complete")
-    if goal is Goal.FAILED and run.is_true("Failed"):
+    if goal is Goal.FAILED and run.has_failed:
         return Outcome(ExitCode.DONE, f"has failed{_why(run)}")
-    if run.is_true("Failed"):
+    if run.has_failed:
         return Outcome(failure_code(run), f"has failed{_why(run)}")
     if run.is_true("Complete"):
         # A short run may end between two looks, and has been running then.

@@ -1,6 +1,7 @@
 """Commands for a cluster against a stand-in for its API server: what is asked, what is printed,
 how it ends."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from evergrad_cli.cluster import client, waiting
+from evergrad_cli.cluster.errors import RefusedError, UnreachableError
 from evergrad_cli.main import main, main_of_plugin
 
 RUNS = "/apis/evergrad.dev/v1alpha1/namespaces/lab/trainingruns"
@@ -127,6 +129,48 @@ def test_a_kubeconfig_that_cannot_be_used_ends_with_64(
     )
 
 
+@pytest.mark.parametrize("current", [None, "", "gone"])
+def test_a_named_context_needs_no_current_one(
+    api: Api, tmp_path: Path, current: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads(Path(api.kubeconfig).read_text())
+    del config["current-context"]
+    if current is not None:
+        config["current-context"] = current
+    file = tmp_path / "without"
+    file.write_text(json.dumps(config))
+    api.on("GET", RUNS, listed())
+    assert main(["list", "--kubeconfig", str(file), "--context", "lab"]) == 0
+    assert api.requests[0].path == RUNS
+    assert main(["list", "--kubeconfig", str(file)]) == 64
+    assert "cannot be used" in capsys.readouterr().err
+
+
+def test_a_context_is_found_in_whichever_of_several_files_has_it(
+    api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = json.loads(Path(api.kubeconfig).read_text())
+    first = {"kind": "Config", "clusters": whole["clusters"], "users": whole["users"]}
+    second = {"kind": "Config", "contexts": whole["contexts"]}
+    for name, content in (("first", first), ("second", second)):
+        (tmp_path / name).write_text(json.dumps(content))
+    places = f"{tmp_path / 'first'}:{tmp_path / 'second'}"
+    monkeypatch.setattr("kubernetes.config.KUBE_CONFIG_DEFAULT_LOCATION", places)
+    api.on("GET", RUNS, listed())
+    assert main(["list", "--context", "lab"]) == 0
+    assert api.requests[0].path == RUNS
+
+
+def test_a_kubeconfig_that_is_no_yaml_ends_with_64_and_the_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "kubeconfig"
+    file.write_text("a: [b\n\tc")
+    assert main(["list", "--kubeconfig", str(file)]) == 64
+    (error,) = capsys.readouterr().err.splitlines()
+    assert f"kubeconfig {file}: cannot be used" in error and "line 2" in error
+
+
 def test_a_cluster_that_does_not_answer_ends_with_70_and_no_secret_is_told(
     api: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -198,6 +242,37 @@ def test_a_user_without_the_right_is_told(
     assert "trainingruns: is not allowed" in capsys.readouterr().err
 
 
+def connect_to_pod(api: Api) -> None:
+    args = argparse.Namespace(kubeconfig=api.kubeconfig, context=None, namespace=None)
+    with client.connect(args) as cluster:
+        cluster.connect_to_pod("docs-lm-coordinator-0", 29401)
+
+
+def test_a_missing_right_to_forward_a_port_is_told_as_such(api: Api) -> None:
+    told = 'User "me" cannot get resource "pods/portforward" in API group ""'
+    api.refuse("GET", f"{PODS}/docs-lm-coordinator-0/portforward", 403, told)
+    with pytest.raises(RefusedError) as refused:
+        connect_to_pod(api)
+    assert refused.value.status == 403
+    start = "pod docs-lm-coordinator-0: is not allowed"
+    assert str(refused.value).startswith(f"{start}; {told}")
+
+
+def test_a_pod_whose_port_cannot_be_forwarded_is_told_with_the_servers_words(
+    api: Api,
+) -> None:
+    path = f"{PODS}/docs-lm-coordinator-0/portforward"
+    api.refuse("GET", path, 500, "error dialing backend: no route to host")
+    with pytest.raises(UnreachableError, match="answers with 500; error dialing backend"):
+        connect_to_pod(api)
+    # A proxy that knows no websockets: neither the API server's refusal nor a connection.
+    api.on("GET", path, "welcome")
+    with pytest.raises(
+        UnreachableError, match=r"cannot be reached; .*Handshake status 200"
+    ):
+        connect_to_pod(api)
+
+
 # ---- list, status, checkpoints, top ------------------------------------------------------------------------
 
 
@@ -265,7 +340,47 @@ def test_status_shows_run_pods_and_events(
         "trainingrun/docs-lm",
         "pod/docs-lm-0-1",
     ]
-    assert shown["next"] == ["Follow it: evergrad logs docs-lm -f"]
+    place = f"--kubeconfig {api.kubeconfig}"
+    assert shown["next"] == [f"Follow it: evergrad logs docs-lm -f {place}"]
+
+
+def test_commands_in_advice_name_the_cluster_and_namespace_that_were_given(
+    api: Api, make_run: Make, manifest: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(*arguments: str) -> str:
+        call(api, *arguments, "-n", "lab", "--context", "other")
+        captured = capsys.readouterr()
+        return captured.out + captured.err
+
+    place = f"-n lab --context other --kubeconfig {api.kubeconfig}"
+    api.on("GET", RUN, make_run(phase="Failed", conditions=[FAILED]))
+    api.on("GET", PODS, listed())
+    api.on("GET", EVENTS, listed())
+    api.on("PATCH", RUN, make_run(phase="Failed", conditions=[FAILED]))
+    shown = told("status", "docs-lm")
+    assert f"evergrad logs docs-lm {place}\n" in shown
+    assert f"evergrad restart docs-lm {place}\n" in shown
+    assert f"evergrad restart docs-lm {place}" in told("resume", "docs-lm")
+    assert f"evergrad restart docs-lm {place}" in told("suspend", "docs-lm")
+    assert f"evergrad restart docs-lm {place}\n" in told("submit", str(manifest))
+
+    api.on("GET", RUN, make_run(spec={"suspend": True}))
+    assert f"evergrad resume docs-lm {place}" in told("restart", "docs-lm")
+    api.on("GET", PODS, listed(pod("docs-lm-0-0")))
+    assert f"evergrad status docs-lm {place}" in told("logs", "docs-lm", "--node", "7")
+    command = json.loads(told("checkpoints", "docs-lm", "--json"))["listCommand"]
+    assert command.startswith(f"kubectl exec docs-lm-0-0 {place} -- ls -l")
+
+
+def test_the_namespace_of_a_file_is_in_the_advice_of_its_submission(
+    api: Api, make_run: Make, manifest: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = RUN.replace("lab", "mine")
+    api.refuse("GET", path, 404, "not found", name="docs-lm", kind="trainingruns")
+    api.on("PATCH", path, make_run(), status=201)
+    assert call(api, "submit", str(manifest), "--set", "metadata.namespace=mine") == 0
+    told = f"Follow it: evergrad logs docs-lm -f -n mine --kubeconfig {api.kubeconfig}\n"
+    assert capsys.readouterr().err == told
 
 
 def test_status_works_for_a_user_who_may_see_the_run_alone(
@@ -565,6 +680,26 @@ def test_submit_can_wait_and_ends_as_the_run_did(
     assert "trainingrun/docs-lm has failed" in captured.err and "boom" in captured.err
 
 
+def test_submit_that_restarts_a_failed_run_waits_for_its_new_end(
+    api: Api, manifest: Path, make_run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = {"restartNonce": "second"}
+    before = make_run(phase="Failed", conditions=[FAILED])
+    after = {**before, "spec": spec}
+    states = [
+        before,
+        after,
+        make_run(spec=spec, restartNonce="second", conditions=[COMPLETE]),
+    ]
+    api.on("GET", RUN, lambda request: (200, states.pop(0)))
+    api.on("PATCH", RUN, after)
+    change = ("--set", "spec.restartNonce=second")
+    assert call(api, "submit", str(manifest), *change, "--wait") == 0
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[1] == "trainingrun/docs-lm is complete"
+    assert captured.err == ""
+
+
 # ---- wait, suspend, resume, restart ------------------------------------------------------------------------
 
 
@@ -615,6 +750,27 @@ def test_wait_ends_with_a_code_for_what_it_found(
     )
     shown = json.loads(capsys.readouterr().out)
     assert (shown["reached"], shown["exitCode"]) == (code == 0, code)
+
+
+@pytest.mark.parametrize("goal", ["complete", "running", "failed"])
+@pytest.mark.parametrize("old", [None, "first"])
+@pytest.mark.parametrize("new", [None, "second"])
+def test_a_failure_before_a_new_nonce_ends_no_wait(
+    api: Api, make_run: Make, goal: str, old: str | None, new: str | None
+) -> None:
+    # None: the field is not there. Taking it away restarts a failed run, too.
+    spec = {} if new is None else {"restartNonce": new}
+    status = {} if old is None else {"restartNonce": old}
+    api.on("GET", RUN, make_run(spec=spec, phase="Failed", conditions=[FAILED], **status))
+    code = call(api, "wait", "docs-lm", "--for", goal, "--timeout", "0.05")
+    assert code == (124 if old != new else 0 if goal == "failed" else 70)
+
+
+def test_a_complete_run_stays_so_whatever_its_nonce(api: Api, make_run: Make) -> None:
+    spec = {"restartNonce": "second"}
+    api.on("GET", RUN, make_run(spec=spec, restartNonce="first", conditions=[COMPLETE]))
+    assert call(api, "wait", "docs-lm") == 0
+    assert call(api, "suspend", "docs-lm") == 64
 
 
 def test_a_wait_outlives_an_outage_and_ends_with_a_deletion(
@@ -719,6 +875,32 @@ def test_a_restart_has_a_name_of_its_own_and_is_awaited_by_it(
         assert call(api, "restart", "docs-lm", "--wait") == 0
     assert len(set(nonces)) == 2
     assert all(len(nonce) <= 64 for nonce in nonces)
+
+
+def test_a_failed_run_that_is_suspended_too_is_restarted_without_its_suspension(
+    api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suspended = {"suspend": True}
+    api.on("GET", RUN, make_run(spec=suspended, phase="Failed", conditions=[FAILED]))
+    api.on("PATCH", RUN, make_run())
+    assert call(api, "restart", "docs-lm") == 0
+    (patch,) = api.sent("PATCH")
+    assert set(patch.body["spec"]) == {"suspend", "restartNonce"}
+    assert patch.body["spec"]["suspend"] is False
+    told = "trainingrun/docs-lm restarted; its spec.suspend is taken back\n"
+    assert capsys.readouterr().out == told
+
+
+def test_a_restart_that_the_operator_has_not_seen_makes_no_suspended_run_a_failed_one(
+    api: Api, make_run: Make
+) -> None:
+    spec = {"suspend": True, "restartNonce": "second"}
+    before = make_run(spec=spec, restartNonce="first", conditions=[FAILED])
+    api.on("GET", RUN, before)
+    api.on("PATCH", RUN, before)
+    assert call(api, "restart", "docs-lm") == 64
+    assert call(api, "resume", "docs-lm") == 0
+    assert api.sent("PATCH")[0].body == {"spec": {"suspend": False}}
 
 
 STOPPED = {"phase": "Suspended", "reason": "StoppedOnRequest"}

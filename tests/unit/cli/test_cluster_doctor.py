@@ -126,6 +126,35 @@ def test_rights_that_lack_are_told_with_what_they_are_for() -> None:
     assert "create trainingruns (for submit), get pods/log (for logs)" in found[2].message
 
 
+def test_rights_are_asked_for_all_commands() -> None:
+    asked = {str(right): right for right in checks.RIGHTS}
+    assert {
+        "get secrets",
+        "get pods/portforward",
+        "create pods/portforward",
+        "list persistentvolumeclaims",
+        "delete persistentvolumeclaims",
+    } <= set(asked)
+    assert asked["delete trainingruns"].purpose == "prune, kubectl delete"
+
+
+def test_a_right_that_could_not_be_asked_is_no_right_that_lacks() -> None:
+    answers: dict[checks.Right, bool | None] = dict.fromkeys(checks.RIGHTS, True)
+    create = next(right for right in checks.RIGHTS if str(right) == "create trainingruns")
+    log = next(right for right in checks.RIGHTS if right.subresource == "log")
+    found = [
+        checks.check_rights({**answers, create: None}, "lab"),
+        checks.check_rights({**answers, create: None, log: False}, "lab"),
+        checks.check_rights(dict.fromkeys(checks.RIGHTS), "lab"),
+    ]
+    assert states(*found) == ["skip", "warn", "skip"]
+    unasked = "could not be asked: create trainingruns (for submit)"
+    assert found[0].message == unasked and "RoleBinding" not in found[0].remedy
+    assert found[1].message == (
+        f"not allowed in namespace lab: get pods/log (for logs); {unasked}"
+    )
+
+
 def storage_class(name: str, provisioner: str, *, is_default: bool) -> dict[str, Any]:
     annotations = (
         {"storageclass.kubernetes.io/is-default-class": "true"} if is_default else {}
@@ -175,6 +204,29 @@ def test_a_quota_that_is_used_up_warns() -> None:
     ]
     assert states(*found) == ["skip", "ok", "ok", "warn"]
     assert "requests.memory (1024Mi of 1Gi in q)" in found[3].message
+
+
+@pytest.mark.parametrize(
+    ("hard", "told"),
+    [
+        ("requests.storage", ""),
+        ("requests.nvidia.com/gpu", ""),
+        ("limits.ephemeral-storage", ""),
+        ("requests.ephemeral-storage", ""),
+        ("cpu", "cpu"),
+        ("memory", "memory"),
+        ("requests.cpu", "requests.cpu"),
+        ("requests.memory", "requests.memory"),
+        ("limits.cpu", "limits.cpu"),
+        ("limits.memory", "limits.memory"),
+    ],
+)
+def test_only_quotas_of_cpu_and_memory_demand_that_runs_set_them(
+    hard: str, told: str
+) -> None:
+    found = checks.check_quotas([quota({hard: "10"}, {})])
+    wanted = f"; each run must set {told} in spec.resources" if told else ""
+    assert found.message == f"there is room{wanted}"
 
 
 def policy(
@@ -287,6 +339,17 @@ def test_doctor_ends_with_1_when_something_fails(
     (failed,) = [check for check in shown["checks"] if check["state"] == State.FAIL]
     assert (shown["healthy"], failed["name"]) == (False, "crd")
     assert "helm upgrade --install" in failed["remedy"]
+
+
+def test_a_review_that_the_server_does_not_answer_is_told_as_such(
+    cluster: Api, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+    cluster.refuse("POST", path, 429, "too many requests")
+    assert main(["doctor", "--kubeconfig", cluster.kubeconfig]) == 0
+    text = capsys.readouterr().out
+    assert "skip  your rights      could not be asked: get trainingruns" in text
+    assert "RoleBinding" not in text
 
 
 # ---- the webhook -------------------------------------------------------------------------------------------

@@ -2,12 +2,14 @@
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from evergrad_cli.cluster import following, waiting
+from evergrad_cli.cluster.errors import UnreachableError
+from evergrad_cli.cluster.following import Follower, Line, Reader, Selection
 from evergrad_cli.main import main
 
 RUN = "/apis/evergrad.dev/v1alpha1/namespaces/lab/trainingruns/docs-lm"
@@ -304,3 +306,102 @@ def test_a_node_that_comes_late_is_followed_beside_the_one_that_stood_in_for_it(
         "Node 0 is away. Following node 1.",
         "Node 0 is there. Following it, too.",
     ]
+
+
+def test_following_outlasts_a_failure_that_a_new_nonce_takes_back(
+    api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = {"type": "Failed", "status": "True", "reason": "OutOfMemory"}
+    spec = {"restartNonce": "second"}
+    before = make_run(spec=spec, phase="Failed", restartNonce="first", conditions=[failed])
+    answers = [before, before, make_run(spec=spec, restartNonce="second")]
+    over = make_run(spec=spec, restartNonce="second", conditions=[COMPLETE])
+    api.on("GET", RUN, lambda request: (200, answers.pop(0) if answers else over))
+    pods(api)
+    assert call(api, "-f") == 0
+    assert "trainingrun/docs-lm is complete" in capsys.readouterr().err
+
+
+class BreakingCluster:
+    """A cluster with one pod. Each of its streams breaks after ``lines_each`` lines, but for the last."""
+
+    namespace = "lab"
+
+    def __init__(self, make_run: Make, *, num_lines: int, lines_each: int) -> None:
+        self._make_run = make_run
+        self._lines = [
+            f"2026-03-01T12:{n // 60:02d}:{n % 60:02d}.5Z {n}" for n in range(num_lines)
+        ]
+        self._lines_each = lines_each
+        self.num_streams = 0
+        self.is_over = False
+
+    def get(self, path: str, **rest: Any) -> dict[str, Any]:
+        over = {"phase": "Complete", "conditions": [COMPLETE]} if self.is_over else {}
+        return self._make_run(**over)
+
+    def items(self, path: str, **rest: Any) -> Iterator[dict[str, Any]]:
+        yield pod(0, state="terminated" if self.is_over else "running")
+
+    def lines(self, path: str, *, query: dict[str, str], **rest: Any) -> Iterator[bytes]:
+        self.num_streams += 1
+        # As the API server: sinceTime counts in whole seconds, and that second is sent again.
+        since = query.get("sinceTime", "")[:19]
+        todo = [line for line in self._lines if line[:19] >= since]
+        for line in todo[: self._lines_each + bool(since)]:
+            yield line.encode()
+        if len(todo) > self._lines_each + bool(since) or not todo:
+            raise UnreachableError("output of the pod: connection reset")
+        self.is_over = True
+
+
+def follow(cluster: Any, show: Callable[[Line], None]) -> list[str]:
+    """Follow all of ``cluster``'s run; returns the remarks."""
+    remarks: list[str] = []
+    reader = Reader(cluster, show, tail=None)
+    Follower(cluster, "docs-lm", Selection(), reader, remark=remarks.append).follow()
+    return remarks
+
+
+def test_a_stream_that_breaks_after_some_lines_goes_on_behind_the_last_of_them(
+    make_run: Make,
+) -> None:
+    shown: list[str] = []
+    # More breaks than a reader takes without a line.
+    cluster = BreakingCluster(make_run, num_lines=200, lines_each=2)
+    assert follow(cluster, lambda line: shown.append(line.text)) == []
+    assert shown == [str(number) for number in range(200)]
+    assert cluster.num_streams > 64
+
+
+def test_output_that_cannot_be_read_for_long_is_remarked_once_and_tried_on(
+    make_run: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "_LONGEST_PAUSE_SECONDS", 0.0)
+    shown: list[str] = []
+    cluster = BreakingCluster(make_run, num_lines=3, lines_each=3)
+    whole = cluster.lines
+
+    def away_for_long(path: str, **rest: Any) -> Iterator[bytes]:
+        cluster.num_streams += 1
+        if cluster.num_streams < 100:
+            raise UnreachableError("output of the pod: no route to host.")
+        return whole(path, **rest)
+
+    monkeypatch.setattr(cluster, "lines", away_for_long)
+    told = (
+        "The output of pod docs-lm-0-0 cannot be read; output of the pod: no route to host. "
+        "Trying on."
+    )
+    assert follow(cluster, lambda line: shown.append(line.text)) == [told]
+    assert shown == ["0", "1", "2"]
+
+
+def test_following_ends_as_soon_as_nobody_reads_what_it_prints(make_run: Make) -> None:
+    def say_to_nobody(line: Line) -> None:
+        raise BrokenPipeError
+
+    cluster = BreakingCluster(make_run, num_lines=20, lines_each=2)
+    with pytest.raises(BrokenPipeError):
+        follow(cluster, say_to_nobody)
+    assert not cluster.is_over

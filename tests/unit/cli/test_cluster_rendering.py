@@ -417,6 +417,32 @@ def test_a_pod_that_waits_is_pointed_at(make_run: Make) -> None:
     assert lines[-1] == "More about a pod that waits: kubectl describe pod docs-lm-0-0"
 
 
+@pytest.mark.parametrize(
+    "status",
+    [
+        {},
+        {"phase": "Starting"},
+        {"phase": "Suspended"},
+        {"phase": "Suspended", "reason": "NonFinite"},
+        *({"phase": "Waiting", "reason": reason} for reason in (*advice._WHERE, "Other")),
+        {"phase": "Failed", "conditions": [raw_condition("Failed")]},
+        {"phase": "Complete", "conditions": [raw_condition("Complete")]},
+        {"conditions": [raw_condition("Progressing", "False")]},
+        {"phase": ""},
+    ],
+)
+def test_every_command_of_an_advice_ends_with_the_place_of_the_run(
+    status: dict[str, Any], make_run: Make
+) -> None:
+    pods = parse_pods(
+        [raw_pod("docs-lm-0-0", 0, 0, {"waiting": {"message": "no such image"}})]
+    )
+    place = " -n prod --context west"
+    lines = advise(parse_run(make_run(**status)), pods, now=NOW, place=place)
+    told = [line for line in lines if "evergrad " in line or "kubectl " in line]
+    assert told and all(line.endswith(place) for line in told)
+
+
 # ---- refusals ----------------------------------------------------------------------------------------------
 
 
@@ -622,7 +648,7 @@ def documented(command: str) -> set[str]:
 def test_the_documents_have_the_keys_that_are_documented(make_run: Make) -> None:
     run = parse_run(make_run())
     assert set(row_of(run, now=NOW)) == documented("RUN")
-    assert set(describe_checkpoints(run, None, None)) == documented("checkpoints")
+    assert set(describe_checkpoints(run, None, None, place="")) == documented("checkpoints")
     failure = {"cause": "WorkerCrash", "message": "boom"}
     attempt = {
         "pod": "docs-lm-0-0",

@@ -203,6 +203,30 @@ def test_a_refused_deletion_is_named_and_the_others_go_on(
     assert len(api.sent("DELETE")) == 2
 
 
+@pytest.mark.parametrize(("status", "told"), [(403, "not allowed"), (429, "too many")])
+def test_what_could_not_be_deleted_is_shown_as_failed_beside_what_was(
+    api: Any, status: int, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve(api)
+    api.refuse("DELETE", f"{RUNS}/done", status, told)
+    arguments = ["--kubeconfig", api.kubeconfig, "--older-than", "1d", "--yes"]
+    assert main(["prune", *arguments]) == 70
+    captured = capsys.readouterr()
+    actions = [line.split()[:3] for line in captured.out.splitlines()[1:]]
+    assert actions == [
+        ["failed", "TrainingRun", "lab/done"],
+        ["deleted", "PersistentVolumeClaim", "lab/gone"],
+        ["keep", "PersistentVolumeClaim", "lab/half"],
+    ]
+    assert told in captured.err
+
+    assert main(["prune", *arguments, "--json"]) == 70
+    document = json.loads(capsys.readouterr().out)
+    done, gone = document["leftovers"]
+    assert told in done["error"] and gone["error"] is None
+    assert document["failures"] == [f"TrainingRun done: not deleted; {done['error']}"]
+
+
 # ---- run directories ---------------------------------------------------------------------------------------
 
 
