@@ -159,6 +159,23 @@ def test_the_completion_of_bash_offers_every_command_and_the_options_of_the_one_
     assert set(options.split()) == {"--nodes", "--no-preflight"}
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion_without_the_trainer_offers_its_commands_by_their_names(
+    shell: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: ())
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "prepare" in script and "prune" in script
+    assert "--no-preflight" not in script
+
+
+def test_completion_runs_where_the_trainer_lacks_torch() -> None:
+    result = _run_without_trainer("[['completion', 'bash']]")
+    assert result.stdout.splitlines()[-1] == "ended completion bash 0"
+    assert result.stderr == ""
+
+
 @pytest.mark.capability("O-80")
 @pytest.mark.parametrize(
     ("command", "said"),
