@@ -128,7 +128,10 @@ def main_of_plugin(argv: Sequence[str] | None = None) -> int:
 def _execute(args: argparse.Namespace) -> int:
     command = cast(Command, args.command)
     try:
-        return command.execute(args)
+        code = command.execute(args)
+        # Here and not at the exit of Python, which reports a reader that is gone in its own words.
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         if not args.is_for_cluster:
             raise
@@ -141,8 +144,11 @@ def _execute(args: argparse.Namespace) -> int:
         print(f"error: {_explain_missing(error, command.NAME)}", file=sys.stderr)
         return int(ExitCode.USER_ERROR)
     except BrokenPipeError:
-        # The reader (head, less) has seen enough.
-        sys.stderr.close()
+        # The reader (head, less) has seen enough. What is still in a buffer goes nowhere, since Python would
+        # fail at it once more at its exit.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(nowhere, stream.fileno())
         return int(ExitCode.DONE)
 
 

@@ -1,5 +1,6 @@
 """The command line as a whole: what is imported when, and what a wrong command line ends with."""
 
+import os
 import re
 import subprocess
 import sys
@@ -202,3 +203,30 @@ def test_what_is_said_of_others_commands_names_commands_that_there_are() -> None
         assert name not in {*COMMANDS, *CLUSTER_COMMANDS}
         for command in re.findall(r"`evergrad (\w+)", remedy):
             assert command in COMMANDS
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_reader_that_has_seen_enough_ends_a_command_with_0_and_without_a_word(
+    stream: str, unbuffered: str
+) -> None:
+    # Both without a flush, as most commands print.
+    code = (
+        "import argparse, sys, types\n"
+        "from evergrad_cli.main import _execute\n"
+        "def execute(args):\n"
+        f"    for _ in range(3): print('x' * 100, file=sys.{stream})\n"
+        "    return 0\n"
+        "command = types.SimpleNamespace(NAME='list', execute=execute)\n"
+        "sys.exit(_execute(argparse.Namespace(command=command, is_for_cluster=True, errors='text')))"
+    )
+    reading, writing = os.pipe()
+    os.close(reading)
+    other = "stderr" if stream == "stdout" else "stdout"
+    # An empty value is none at all.
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with os.fdopen(writing, "wb") as closed:
+        streams = {stream: closed, other: subprocess.PIPE}
+        result = subprocess.run([sys.executable, "-c", code], env=environment, **streams)
+    assert result.returncode == 0
+    assert not getattr(result, other)
