@@ -152,8 +152,12 @@ def test_a_run_without_a_coordinator_is_refused_with_the_reason(
 
 
 def test_wrong_arguments_are_named(
-    cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
+    cluster: FakeCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "events.jsonl").touch()
+    for port in ("70000", "-5"):
+        assert main(["open", str(tmp_path), "--port", port]) == 64
+        assert f"--port: {port} is not within 0 and 65535" in capsys.readouterr().err
     assert main(["open", "No_Name"]) == 64
     assert "cannot be the name of a run" in capsys.readouterr().err
     assert main(["open", "docs-lm", "--port", "70000"]) == 64

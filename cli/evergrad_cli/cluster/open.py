@@ -65,13 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Returns 0 when it is interrupted, or at once where a local coordinator serves the page; 64 or 70."""
-    directory = Path(args.name)
-    if directory.is_dir():
-        return open_local(args, directory)
-    try:
-        args.name = run_name(args.name)
-    except argparse.ArgumentTypeError as error:
-        raise ClusterInputError(Problem("NAME", str(error))) from None
     if not 0 <= args.port <= 65535:
         raise ClusterInputError(
             Problem(
@@ -81,6 +74,13 @@ def execute(args: argparse.Namespace) -> int:
                 "Choose another port",
             )
         )
+    directory = Path(args.name)
+    if directory.is_dir():
+        return open_local(args, directory)
+    try:
+        args.name = run_name(args.name)
+    except argparse.ArgumentTypeError as error:
+        raise ClusterInputError(Problem("NAME", str(error))) from None
     with connect(args) as cluster:
         return _serve(cluster, args)
 
