@@ -6,6 +6,7 @@ import contextlib
 import html
 import http.client
 import json
+import signal
 import socket
 import tempfile
 import threading
@@ -156,8 +157,14 @@ def _show(args: argparse.Namespace, address: str, *, file: Path | None = None) -
 
 @contextlib.contextmanager
 def private_file(address: str) -> Iterator[Path]:
-    """A file that sends a browser to ``address``, readable by its owner alone."""
-    with tempfile.TemporaryDirectory(prefix="evergrad-") as folder:
+    """A file that sends a browser to ``address``, readable by its owner alone.
+
+    SIGTERM and a closed terminal raise KeyboardInterrupt, as Ctrl-C does: the file has a secret, and must go.
+    """
+    with (
+        interrupting_signals(),
+        tempfile.TemporaryDirectory(prefix="evergrad-") as folder,
+    ):
         file = Path(folder) / "open.html"
         file.touch(mode=0o600)
         quoted = html.escape(address)
@@ -167,6 +174,24 @@ def private_file(address: str) -> Iterator[Path]:
             "utf-8",
         )
         yield file
+
+
+@contextlib.contextmanager
+def interrupting_signals() -> Iterator[None]:
+    """Make signals that would end this process at once raise KeyboardInterrupt."""
+    # One that is ignored stays so: nohup has asked for it.
+    ours = [
+        one
+        for one in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(one) is signal.SIG_DFL
+    ]
+    for one in ours:
+        signal.signal(one, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for one in ours:
+            signal.signal(one, signal.SIG_DFL)
 
 
 def _find_coordinator(cluster: Cluster, name: str, *, phase: str) -> Mapping[str, Any]:
