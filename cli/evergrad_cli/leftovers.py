@@ -41,7 +41,12 @@ class Leftover:
 
 def find_runs(directory: Path) -> tuple[Path, ...]:
     """Return the run directories at ``directory``: itself, or those directly in it."""
-    if (directory / RunFile.RESOLVED).is_file():
+    try:
+        is_run = (directory / RunFile.RESOLVED).is_file()
+    # A directory that cannot be entered may be one; what is looked for in it says why.
+    except PermissionError:
+        is_run = True
+    if is_run:
         return (directory,)
     return tuple(sorted(path.parent for path in directory.glob(f"*/{RunFile.RESOLVED}")))
 
@@ -52,8 +57,21 @@ def find_leftovers(
     """Find what may be removed from one run directory, and what is kept though it looks superseded.
 
     ``keep``: number of its newest whole checkpoints that stay. ``now``: Unix seconds. ``neighbours``: other
-    run directories, which may begin with a checkpoint of this one.
+    run directories, which may begin with a checkpoint of this one. A run that cannot be read is kept whole.
     """
+    try:
+        found = list(_look_into(directory, keep=keep, now=now, neighbours=neighbours))
+    # Pods write as another user; that one run is theirs must not keep the others from being looked at.
+    except OSError as error:
+        why = f"not all of it can be read: {error}"
+        found = [Leftover("Run", str(directory), why, is_kept=True)]
+    yield from found
+
+
+def _look_into(
+    directory: Path, *, keep: int, now: float, neighbours: Collection[Path]
+) -> Iterator[Leftover]:
+    """Find as ``find_leftovers``. Raises OSError."""
     reason = _find_obstacle(directory, now=now, neighbours=neighbours)
     if reason:
         yield Leftover("Run", str(directory), reason, is_kept=True)
@@ -126,9 +144,13 @@ def _find_obstacle(directory: Path, *, now: float, neighbours: Collection[Path])
         return "it was written to, or read by an evaluation, in the last ten minutes"
     # By the name alone: a path may be written in many ways, and keeping too much costs only space.
     for other in neighbours:
-        if other == directory or (other / RunFile.COMPLETE).is_file():
-            continue
-        if directory.name in (other / RunFile.RESOLVED).read_text(errors="replace"):
+        try:
+            if other == directory or (other / RunFile.COMPLETE).is_file():
+                continue
+            text = (other / RunFile.RESOLVED).read_text(errors="replace")
+        except OSError as error:
+            return f"{other.name} cannot be read, and may begin with it: {error}"
+        if directory.name in text:
             return f"{other.name}, which is not complete, names it"
     return ""
 

@@ -128,7 +128,10 @@ def main_of_plugin(argv: Sequence[str] | None = None) -> int:
 def _execute(args: argparse.Namespace) -> int:
     command = cast(Command, args.command)
     try:
-        return command.execute(args)
+        code = command.execute(args)
+        # Here and not at the exit of Python, which reports a reader that is gone in its own words.
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         if not args.is_for_cluster:
             raise
@@ -138,10 +141,14 @@ def _execute(args: argparse.Namespace) -> int:
         print_error(error, as_json=args.errors == "json")
         return int(error.exit_code)
     except ModuleNotFoundError as error:
-        return _explain_missing(error, command.NAME)
+        print(f"error: {_explain_missing(error, command.NAME)}", file=sys.stderr)
+        return int(ExitCode.USER_ERROR)
     except BrokenPipeError:
-        # The reader (head, less) has seen enough.
-        sys.stderr.close()
+        # The reader (head, less) has seen enough. What is still in a buffer goes nowhere, since Python would
+        # fail at it once more at its exit.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(nowhere, stream.fileno())
         return int(ExitCode.DONE)
 
 
@@ -166,21 +173,19 @@ def print_error(error: EvergradError, *, as_json: bool) -> None:
         print(json.dumps(row) if as_json else f"error: {message}", file=sys.stderr)
 
 
-def _explain_missing(error: ModuleNotFoundError, command: str) -> int:
-    """A package that this command needs is not installed.
+def _explain_missing(error: ModuleNotFoundError, command: str) -> str:
+    """Say which package that this command needs is not installed.
 
     Raises ``error`` itself where the package is our own.
     """
     package = (error.name or "").partition(".")[0]
     if not package or package in _OWN_PACKAGES:
         raise error
-    print(
-        f"error: evergrad {command}: needs the Python package {package}, which is not installed "
+    return (
+        f"evergrad {command}: needs the Python package {package}, which is not installed "
         "here; the commands for a "
-        "cluster work without. Install evergrad-trainer with all of its dependencies.",
-        file=sys.stderr,
+        "cluster work without. Install evergrad-trainer with all of its dependencies."
     )
-    return int(ExitCode.USER_ERROR)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -194,7 +199,7 @@ class _Parser(argparse.ArgumentParser):
 def build_whole_parser() -> argparse.ArgumentParser:
     """All commands with all of their arguments, for what describes the command line.
 
-    Imports every command.
+    Imports every command. One whose packages are not installed has its name alone.
     """
     return _add_commands(_Parser(prog="evergrad"), {**COMMANDS, **CLUSTER_COMMANDS}, None)
 
@@ -221,22 +226,12 @@ def _add_commands(
         if arguments is not None and list(arguments[:1]) != [name]:
             continue
 
-        # A module of this package, or the one that an installed package names for the command.
-        if name in CLUSTER_COMMANDS or name in OWN_COMMANDS:
-            folder = ".cluster" if name in CLUSTER_COMMANDS else ""
-            path = f"evergrad_cli{folder}.{name}"
-        elif entries := metadata.entry_points(group=COMMAND_GROUP, name=name):
-            path = next(iter(entries)).module
-        else:
-            parser.exit(
-                int(ExitCode.USER_ERROR),
-                f"error: evergrad {name}: comes with the Python package evergrad-trainer, which is not "
-                "installed here. Install it, or use the commands for a cluster.\n",
-            )
-        try:
-            module = importlib.import_module(path)
-        except ModuleNotFoundError as error:
-            parser.exit(_explain_missing(error, name))
+        module = _import_command(name)
+        if isinstance(module, str):
+            # A shell can complete the other commands all the same.
+            if arguments is None:
+                continue
+            parser.exit(int(ExitCode.USER_ERROR), f"error: {module}\n")
         sub.epilog = "examples:\n" + module.EXAMPLES.replace(
             "  evergrad ", f"  {parser.prog} "
         )
@@ -249,3 +244,22 @@ def _add_commands(
         )
         sub.set_defaults(command=module, is_for_cluster=name in CLUSTER_COMMANDS)
     return parser
+
+
+def _import_command(name: str) -> Command | str:
+    """Return the module of a command, or in words which package it lacks."""
+    # A module of this package, or the one that an installed package names for the command.
+    if name in CLUSTER_COMMANDS or name in OWN_COMMANDS:
+        folder = ".cluster" if name in CLUSTER_COMMANDS else ""
+        path = f"evergrad_cli{folder}.{name}"
+    elif entries := metadata.entry_points(group=COMMAND_GROUP, name=name):
+        path = next(iter(entries)).module
+    else:
+        return (
+            f"evergrad {name}: comes with the Python package evergrad-trainer, which is not "
+            "installed here. Install it, or use the commands for a cluster."
+        )
+    try:
+        return cast(Command, importlib.import_module(path))
+    except ModuleNotFoundError as error:
+        return _explain_missing(error, name)

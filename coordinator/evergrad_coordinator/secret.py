@@ -1,5 +1,6 @@
 """A run's token: the secret that everything which may change the run has to show."""
 
+import contextlib
 import hmac
 import os
 import secrets
@@ -40,17 +41,33 @@ def obtain_token(path: Path) -> str:
 
     Raises as ``read_token``.
     """
-    # Made and opened in one step: two processes that start at once agree on one token.
-    try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except FileExistsError:
+    # A mounted Secret lies in a folder that cannot be written.
+    with contextlib.suppress(FileNotFoundError):
         return read_token(path)
-    # A folder that cannot be written, with the file in it: a mounted Secret.
+    # Whole before it has its name, so that a kill or a full disk leaves no empty file that every later start
+    # refuses.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(6)}")
+    try:
+        file = os.open(
+            temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
+        )
+        with open(file, "w", encoding="ascii") as stream:
+            stream.write(new_token() + "\n")
+            stream.flush()
+            os.fsync(file)
+        _publish_once(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return read_token(path)
+
+
+def _publish_once(temporary: Path, path: Path) -> None:
+    """Name the file ``path`` unless that is taken: two processes that start at once agree on one token."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return
     except OSError:
-        if path.exists():
-            return read_token(path)
-        raise
-    token = new_token()
-    with open(file, "w", encoding="ascii") as stream:
-        stream.write(token + "\n")
-    return token
+        # A volume without hard links. Between the look and the rename another process may give the name.
+        if not path.exists():
+            temporary.rename(path)

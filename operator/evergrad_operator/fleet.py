@@ -47,6 +47,7 @@ def build_row(raw: Raw) -> dict[str, Any]:
         "loss": get_text(progress, "loss"),
         "tokensPerSecond": get_text(progress, "tokensPerSecond"),
         "eta": get_text(progress, "eta"),
+        "etaSeconds": get_int(progress, "etaSeconds"),
         "checkpointStep": get_int(get_map(status, "checkpoint"), "step"),
         "restarts": get_int(get_map(status, "restarts"), "total") or 0,
     }

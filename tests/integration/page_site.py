@@ -28,6 +28,7 @@ from evergrad_coordinator.edge.live import LiveFeed
 from evergrad_coordinator.edge.server import Server
 from evergrad_coordinator.protocol import Evaluation
 from evergrad_operator.fleet_page import FleetPage
+from evergrad_operator.times import format_duration
 
 R = TypeVar("R")
 
@@ -160,16 +161,20 @@ def fleet_page(runs: list[dict[str, Any]]) -> Iterator[str]:
         loop.close()
 
 
-def run_of(name: str, phase: str, step: int, **more: Any) -> dict[str, Any]:
+def run_of(
+    name: str, phase: str, step: int, *, eta_seconds: int | None = None, **more: Any
+) -> dict[str, Any]:
     progress: dict[str, Any] = {
         "step": step,
         "totalSteps": 20000,
         "loss": f"{2 + 100 / (step + 50):.3f}",
     }
     if phase == "Running":
+        eta = (20 - step // 1000) * 3600 + 720 if eta_seconds is None else eta_seconds
         progress |= {
             "tokensPerSecond": f"{step / 100:.3g}k",
-            "eta": f"{20 - step // 1000}h12m",
+            "eta": format_duration(eta),
+            "etaSeconds": eta,
         }
     return {
         "metadata": {"name": name, "namespace": "lab", "creationTimestamp": f"2026-03-01T12:00:{step % 60:02d}Z"},

@@ -1,6 +1,7 @@
 """A node's heartbeat: slowness is told from silence, and a node that is frozen or gone is noticed all the
 same."""
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -72,6 +73,13 @@ def coordinator(start: Start) -> Coordinator:
 @pytest.fixture
 def node(coordinator: Coordinator, tmp_path: Path) -> Iterator[int]:
     """The process of a node that is connected and beats."""
+    with run_node(coordinator, tmp_path) as pid:
+        yield pid
+
+
+@contextlib.contextmanager
+def run_node(coordinator: Coordinator, tmp_path: Path) -> Iterator[int]:
+    """A node of its own process, while it is connected and beats; yields the process."""
     process = subprocess.Popen(
         [
             sys.executable,
@@ -82,17 +90,29 @@ def node(coordinator: Coordinator, tmp_path: Path) -> Iterator[int]:
             str(tmp_path),
         ]
     )
-    wait_for(
-        lambda: (
-            is_connected(coordinator)
-            and coordinator.metric("evergrad_coordinator_messages_total") > 3
-        ),
-        "the node",
-    )
-    wait_for(lambda: children_of(process.pid), "its heartbeat")
-    yield process.pid
-    process.kill()
-    process.wait(PATIENCE)
+    try:
+        wait_for(
+            lambda: (
+                is_connected(coordinator)
+                and coordinator.metric("evergrad_coordinator_messages_total") > 3
+            ),
+            "the node",
+        )
+        wait_for(lambda: children_of(process.pid), "its heartbeat")
+        yield process.pid
+    finally:
+        process.kill()
+        process.wait(PATIENCE)
+
+
+def num_sockets(coordinator: Coordinator) -> int:
+    found = 0
+    for name in os.listdir(f"/proc/{coordinator.process.pid}/fd"):
+        # One that is closed meanwhile is none.
+        with contextlib.suppress(FileNotFoundError):
+            target = os.readlink(f"/proc/{coordinator.process.pid}/fd/{name}")
+            found += target.startswith("socket:")
+    return found
 
 
 def is_connected(coordinator: Coordinator) -> bool:
@@ -136,6 +156,31 @@ def test_a_frozen_node_is_lost_whether_its_heartbeat_is_frozen_with_it_or_not(
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
     wait_for(lambda: is_connected(coordinator), "its return")
+
+
+def test_a_host_that_vanishes_leaves_no_connection_of_its_heartbeat(start: Start) -> None:
+    coordinator = start("--silence", "1", "--lease", "1").wait_until_listening()
+    with coordinator.connect() as peer:
+        peer.sendall(encode(Beat("r", "0", "i0", token=TOKEN)))
+        # Nothing more comes, and no end either, as from a host without power.
+        read_until_closed(peer)
+        closed = [line["why"] for line in coordinator.log() if line["event"] == "closed"]
+    assert closed == ["silent"]
+    assert coordinator.metric("evergrad_coordinator_rejected_total") == 0
+
+
+def test_a_node_that_was_frozen_for_longer_than_a_lease_has_both_connections_again(
+    start: Start, tmp_path: Path
+) -> None:
+    coordinator = start("--silence", "1", "--lease", "1", "--min", "2")
+    coordinator.wait_until_listening()
+    before = num_sockets(coordinator)
+    with run_node(coordinator, tmp_path) as node:
+        wait_for(lambda: num_sockets(coordinator) == before + 2, "its connections")
+        os.kill(node, signal.SIGSTOP)
+        wait_for(lambda: num_sockets(coordinator) == before, "their end")
+        os.kill(node, signal.SIGCONT)
+        wait_for(lambda: num_sockets(coordinator) == before + 2, "its return")
 
 
 def test_a_heartbeat_ends_with_its_node_and_is_started_anew_without_it(

@@ -3,8 +3,11 @@
 import base64
 import json
 import re
+import signal
 import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -143,6 +146,47 @@ def test_a_port_is_forwarded_and_the_page_gets_the_token(
     assert cluster.site.token not in printed.out + printed.err
 
 
+OPEN = """
+import signal
+from evergrad_cli.cluster.open import private_file, wait_for_interrupt
+if IS_IGNORED:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+try:
+    with private_file("http://127.0.0.1:1/#token=secret") as file:
+        print(file, flush=True)
+        if IS_IGNORED:
+            signal.raise_signal(signal.SIGHUP)
+            print("goes on", flush=True)
+        wait_for_interrupt()
+except KeyboardInterrupt:
+    print("interrupted", signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_no_end_that_is_asked_for_leaves_the_file_with_the_token_behind(
+    number: signal.Signals,
+) -> None:
+    command_line = [sys.executable, "-c", OPEN.replace("IS_IGNORED", "False")]
+    with subprocess.Popen(command_line, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        file = Path(process.stdout.readline().strip())
+        assert "secret" in file.read_text()
+        process.send_signal(number)
+        assert process.stdout.read() == "interrupted True\n"
+    assert process.returncode == 0 and not file.parent.exists()
+
+
+def test_a_closed_terminal_ends_no_command_that_nohup_began() -> None:
+    command_line = [sys.executable, "-c", OPEN.replace("IS_IGNORED", "True")]
+    with subprocess.Popen(command_line, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert process.stdout.readline() == "goes on\n"
+        process.terminate()
+        assert process.stdout.read() == "interrupted True\n"
+
+
 def test_a_run_without_a_coordinator_is_refused_with_the_reason(
     cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,8 +196,12 @@ def test_a_run_without_a_coordinator_is_refused_with_the_reason(
 
 
 def test_wrong_arguments_are_named(
-    cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
+    cluster: FakeCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "events.jsonl").touch()
+    for port in ("70000", "-5"):
+        assert main(["open", str(tmp_path), "--port", port]) == 64
+        assert f"--port: {port} is not within 0 and 65535" in capsys.readouterr().err
     assert main(["open", "No_Name"]) == 64
     assert "cannot be the name of a run" in capsys.readouterr().err
     assert main(["open", "docs-lm", "--port", "70000"]) == 64

@@ -11,7 +11,9 @@ from page_site import FLEET, Site, fleet_page, run_of
 
 from evergrad_coordinator.causes import USES
 from evergrad_coordinator.edge.live import MOST_PAGES
-from evergrad_coordinator.rules.track import MOST_ROWS
+from evergrad_coordinator.evaluated import MOST_SETS
+from evergrad_coordinator.protocol import Evaluation
+from evergrad_coordinator.rules.track import MOST_COLUMNS, MOST_ROWS
 
 MOST_BYTES = 50 * 1024 * 1024
 
@@ -257,6 +259,66 @@ def test_elsewhere_than_on_loopback_the_token_is_asked_for(browser: Browser) -> 
     browser.log("browser")
 
 
+class RichSite(Site):
+    """A run with as many numbers of a step and evaluation sets as a coordinator keeps, and more numbers of
+    evaluations than a page draws."""
+
+    num_sets = 1
+
+    def _report(self) -> None:
+        super()._report()
+        training = self.group.training
+        numbers = {f"number_{one:02}": 1.0 for one in range(MOST_COLUMNS)}
+        training.values = {"learning_rate": 1e-3, **numbers}
+        scores = {f"score_{one:02}": 1.0 for one in range(30)}
+        training.evaluations = {
+            f"set_{one:02}": Evaluation(self.step, {"loss": 2.0 + one, **scores})
+            for one in range(self.num_sets)
+        }
+
+
+def test_all_evaluation_sets_have_a_curve_and_what_has_no_plot_is_named(
+    browser: Browser,
+) -> None:
+    one = RichSite()
+    titles = "[...document.querySelectorAll('h3')].map(one => one.textContent)"
+    curves = (
+        "[...document.querySelectorAll('figure')].find(one => one.textContent.startsWith('Evaluation loss'))"
+        ".querySelectorAll('.reading .name')"
+    )
+    with one.serving():
+        one.train(10)
+        open_page(browser, one, step=10)
+        shown = browser.run(f"return {titles}")
+        # The one over the time comes last, and is there however many others there are.
+        assert len(shown) == 65 and shown[-1] == "Processes and nodes"
+        assert "number_36" in shown
+        assert len([name for name in shown if name.startswith("Evaluation")]) == 24
+        left_out = text_of(browser, "left-out")
+        assert left_out.startswith(
+            "7 more numbers have no plot here: Evaluation: score_23, "
+        )
+        assert left_out.endswith(", Evaluation: score_29.")
+
+        # Plots that are there get a curve for each set that comes later.
+        one.num_sets = MOST_SETS
+        one.train(1)
+        wait(browser, f"{curves}.length === {MOST_SETS}")
+        assert browser.run(f"return {titles}") == shown
+        assert text_of(browser, "left-out") == left_out
+        looks = browser.run(
+            f"return [...{curves}].map(one => one.previousSibling)"
+            ".map(key => key.className + key.style.borderColor)"
+        )
+        assert len(set(looks)) == MOST_SETS, "no two look the same"
+        for width in (360, 1180):
+            browser.view(width=width, scheme="light")
+            assert browser.run("return document.documentElement.scrollWidth") == width
+        assert browser.log("browser") == []
+        browser.open("about:blank")
+    browser.log("browser")
+
+
 def heap_bytes(browser: Browser) -> int:
     browser.tell("HeapProfiler.collectGarbage")
     return int(browser.tell("Runtime.getHeapUsage")["usedSize"])
@@ -339,6 +401,17 @@ def test_the_page_of_all_runs_lists_sorts_and_finds_them(browser: Browser) -> No
             )
             == "Step"
         )
+        # A time is sorted by its length, and not by its text.
+        lengths = "[...document.querySelectorAll('tbody tr')].map(row => row.children[7].textContent)"
+        for order in (["11h12m", "19h12m", "–"], ["19h12m", "11h12m", "–"]):
+            browser.run(
+                "[...document.querySelectorAll('th button')].find(one => one.textContent === 'Time left').click()"
+            )
+            assert browser.run(f"return {lengths}")[:3] == order
+        runs.append(run_of("long", "Running", 2, eta_seconds=55 * 3600))
+        wait(browser, f"{lengths}[0] === '2d7h'")
+        runs.pop()
+        wait(browser, f"{lengths}[0] === '19h12m'")
         browser.run(
             "const box = document.getElementById('find'); box.value = 'waiting'; box.dispatchEvent(new Event('input'))"
         )

@@ -6,6 +6,7 @@ import contextlib
 import html
 import http.client
 import json
+import signal
 import socket
 import tempfile
 import threading
@@ -65,13 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Returns 0 when it is interrupted, or at once where a local coordinator serves the page; 64 or 70."""
-    directory = Path(args.name)
-    if directory.is_dir():
-        return open_local(args, directory)
-    try:
-        args.name = run_name(args.name)
-    except argparse.ArgumentTypeError as error:
-        raise ClusterInputError(Problem("NAME", str(error))) from None
     if not 0 <= args.port <= 65535:
         raise ClusterInputError(
             Problem(
@@ -81,6 +75,13 @@ def execute(args: argparse.Namespace) -> int:
                 "Choose another port",
             )
         )
+    directory = Path(args.name)
+    if directory.is_dir():
+        return open_local(args, directory)
+    try:
+        args.name = run_name(args.name)
+    except argparse.ArgumentTypeError as error:
+        raise ClusterInputError(Problem("NAME", str(error))) from None
     with connect(args) as cluster:
         return _serve(cluster, args)
 
@@ -156,8 +157,14 @@ def _show(args: argparse.Namespace, address: str, *, file: Path | None = None) -
 
 @contextlib.contextmanager
 def private_file(address: str) -> Iterator[Path]:
-    """A file that sends a browser to ``address``, readable by its owner alone."""
-    with tempfile.TemporaryDirectory(prefix="evergrad-") as folder:
+    """A file that sends a browser to ``address``, readable by its owner alone.
+
+    SIGTERM and a closed terminal raise KeyboardInterrupt, as Ctrl-C does: the file has a secret, and must go.
+    """
+    with (
+        interrupting_signals(),
+        tempfile.TemporaryDirectory(prefix="evergrad-") as folder,
+    ):
         file = Path(folder) / "open.html"
         file.touch(mode=0o600)
         quoted = html.escape(address)
@@ -167,6 +174,24 @@ def private_file(address: str) -> Iterator[Path]:
             "utf-8",
         )
         yield file
+
+
+@contextlib.contextmanager
+def interrupting_signals() -> Iterator[None]:
+    """Make signals that would end this process at once raise KeyboardInterrupt."""
+    # One that is ignored stays so: nohup has asked for it.
+    ours = [
+        one
+        for one in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(one) is signal.SIG_DFL
+    ]
+    for one in ours:
+        signal.signal(one, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for one in ours:
+            signal.signal(one, signal.SIG_DFL)
 
 
 def _find_coordinator(cluster: Cluster, name: str, *, phase: str) -> Mapping[str, Any]:

@@ -77,19 +77,25 @@ def beat(connection: socket.socket, hello: bytes, *, parent: int) -> bool:
     return True
 
 
+def connect_and_beat(order: dict[str, Any], *, parent: int) -> bool:
+    """Beat on a new connection, and return whether the node has ended."""
+    hello = json.dumps(order["beat"]).encode("ascii") + b"\n"
+    try:
+        with socket.create_connection(
+            (order["host"], order["port"]), timeout=_CONNECT_SECONDS
+        ) as connection:
+            return beat(connection, hello, parent=parent)
+    except OSError:
+        return False
+
+
 def main() -> None:
     """Beat until the node ends."""
     parent, order = os.getppid(), read_order()
-    hello = json.dumps(order["beat"]).encode("ascii") + b"\n"
     while os.getppid() == parent:
-        try:
-            with socket.create_connection(
-                (order["host"], order["port"]), timeout=_CONNECT_SECONDS
-            ) as connection:
-                if beat(connection, hello, parent=parent):
-                    return
-        except OSError:
-            pass
+        # A connection begins with a beat, and the coordinator ends that of a node that is frozen for long.
+        if not is_stopped(parent) and connect_and_beat(order, parent=parent):
+            return
         # A coordinator that is being restarted refuses connections at once: without a pause this would spin.
         if wait_for_end(_RETRY_SECONDS):
             return

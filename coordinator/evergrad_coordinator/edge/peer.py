@@ -47,12 +47,13 @@ class Peer(asyncio.Protocol):
         self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None
         self._allowed = float(limits.messages)
-        self._allowed_at = time.monotonic()
+        self.heard_at = time.monotonic()
+        """When the last whole line came; before the first one, the connection's begin."""
         self.number = 0
         self.has_joined = False
         self.beats_for: Key | None = None
         """The node that the process on the other side is beside."""
-        self.connected_at = self._allowed_at
+        self.connected_at = self.heard_at
         self.is_closing = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -90,12 +91,10 @@ class Peer(asyncio.Protocol):
         )
 
     def is_within_rate(self, now: float, *, burst: int, rate: float) -> bool:
-        """Whether one more message is acceptable."""
+        """Note that a line has come, and return whether one more is acceptable."""
         # A bucket that fills with time: a burst after a change of the group is well, an endless one is not.
-        self._allowed = (
-            min(float(burst), self._allowed + (now - self._allowed_at) * rate) - 1
-        )
-        self._allowed_at = now
+        self._allowed = min(float(burst), self._allowed + (now - self.heard_at) * rate) - 1
+        self.heard_at = now
         return self._allowed >= 0
 
     def write(self, data: bytes, *, limit: int) -> bool:

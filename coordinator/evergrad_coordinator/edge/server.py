@@ -287,11 +287,30 @@ class Server:
         # On a new connection a node says all of it again.
         for peer in list(self._unheard.values()):
             self.reject(peer, "journal_waits")
+        for peer in find_silent_beats(self._peers.values(), self.group, now):
+            self._carry_out(Close(peer.number, "silent"))
         self._apply(events.on_tick(self.group, now=now))
 
 
 _RARE = frozenset({"plan", "go", "up", "adopted", "bounds", "finished", "waiting", "empty"})
 """Events that are always logged: each follows from a decision, and a peer cannot cause them at will."""
+
+
+def find_silent_beats(peers: Iterable[Peer], group: Group, now: float) -> list[Peer]:
+    """Return the connections of processes beside nodes from which nothing has come for a lease.
+
+    A host that vanishes closes none: each would stay, with its descriptor, for as long as this process lives.
+    """
+    if now - group.ticked_at > events.STANDSTILL_SECONDS:
+        return []
+    limit = max(group.lease_end, group.settings.silence_seconds)
+    return [
+        peer
+        for peer in peers
+        if peer.beats_for is not None
+        and not peer.is_closing
+        and now - peer.heard_at > limit
+    ]
 
 
 def allow_many_files() -> None:

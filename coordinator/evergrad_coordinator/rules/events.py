@@ -43,6 +43,9 @@ from evergrad_coordinator.rules.state import Effect, Key, Node
 
 TICK_SECONDS = 0.25
 """Longest time between two ticks."""
+STANDSTILL_SECONDS = 4 * TICK_SECONDS
+"""Time between two ticks beyond which this process itself did not run: messages that came meanwhile are still
+unread, and silence means nothing."""
 
 
 def on_hello(group: Group, peer: int, hello: Hello, *, now: float) -> list[Effect]:
@@ -144,9 +147,8 @@ def on_tick(group: Group, *, now: float) -> list[Effect]:
     if group.finished:
         return _take_effects(group, now)
 
-    # This process itself did not run: messages that came meanwhile are still unread, and silence means
-    # nothing. The leases went on all the same.
-    if gap > 4 * TICK_SECONDS:
+    # Silence means nothing then. The leases went on all the same.
+    if gap > STANDSTILL_SECONDS:
         for node in group.nodes.values():
             adoption.note_absence(group, node, now - node.seen)
             # Not into the future: what had come meanwhile may have been read before this tick.

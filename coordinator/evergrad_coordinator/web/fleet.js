@@ -4,7 +4,7 @@
   const COLUMNS = [
     ["Namespace", "", (run) => run.namespace], ["Run", "name", (run) => run.name], ["Phase", "", (run) => run.phase],
     ["Nodes", "number", (run) => run.nodes], ["Step", "number", (run) => run.step], ["Loss", "number", (run) => Number.parseFloat(run.loss)],
-    ["Tokens/s", "number", (run) => size(run.tokensPerSecond)], ["Time left", "number", (run) => run.eta],
+    ["Tokens/s", "number", (run) => size(run.tokensPerSecond)], ["Time left", "number", (run) => run.etaSeconds],
     ["Checkpoint", "number", (run) => run.checkpointStep], ["Restarts", "number", (run) => run.restarts],
     ["Message", "message", (run) => run.message],
   ];

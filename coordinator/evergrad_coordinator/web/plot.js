@@ -6,6 +6,8 @@ const inShort = (number) => (Math.abs(number) >= 10000 ? shortCount(number) : re
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const fade = (name, percent) => `color-mix(in srgb, ${color(name)} ${percent}%, transparent)`;
 
+const PATTERNS = { dashed: [9, 4], dotted: [2, 3] };
+
 // Values between two gaps, which no line goes through.
 function lonely(values, first, last) {
   const found = [];
@@ -18,7 +20,7 @@ function lonely(values, first, last) {
 // kind, all but the first four optional:
 //   title, height
 //   sync: charts of the same name have one cursor and are enlarged together
-//   curves: [{ name, color, isFaint }]; a color is the name of a CSS variable
+//   curves: [{ name, color, isFaint, dash }]; a color is the name of a CSS variable, a dash "", "dashed" or "dotted"
 //   form: "line"; "points", which connects over gaps; "stairs"; "stack"
 //   scale: "", "zero" (from zero on) or "logarithmic"
 //   span: the least and the greatest x while nothing is enlarged
@@ -99,11 +101,11 @@ class Plot {
     };
   }
 
-  seriesOf({ name, color: variable, isFaint }) {
+  seriesOf({ name, color: variable, isFaint, dash }) {
     const { form } = this.kind;
     const paint = () => (isFaint ? fade(variable, 45) : color(variable));
     return {
-      label: name, stroke: paint, width: form === "stack" ? 0 : isFaint ? 1 : 1.6, spanGaps: form === "points",
+      label: name, stroke: paint, width: form === "stack" ? 0 : isFaint ? 1 : 1.6, spanGaps: form === "points", dash: PATTERNS[dash],
       fill: form === "stack" ? paint : undefined,
       paths: form === "stairs" ? uPlot.paths.stepped({ align: 1 }) : undefined,
       points: {
@@ -147,11 +149,11 @@ class Plot {
   read() {
     const { curves } = this.kind, index = this.chart?.cursor.idx ?? null;
     const parts = [];
-    curves.forEach(({ name, color: variable, isFaint }, number) => {
+    curves.forEach(({ name, color: variable, isFaint, dash }, number) => {
       const [values, least, most] = this.columns[number];
       if (curves.length > 1) {
-        const key = make("i", "", isFaint ? "key faint" : "key");
-        key.style.background = `var(${variable})`;
+        const key = make("i", "", `key ${isFaint ? "faint" : ""} ${dash ?? ""}`.trim());
+        key.style.borderColor = `var(${variable})`;
         parts.push(key, make("span", `${name} `, "name"));
       }
       parts.push(make("b", inShort(index === null ? this.last(number) : values[index])));

@@ -1,8 +1,9 @@
 "use strict";
 // The page of one run: applies the coordinator's updates, and draws what has changed.
 (() => {
-  const MOST_EVENTS = 200, MOST_CHECKPOINTS = 100, MOST_PLOTS = 40, MOST_SETS = 6;
+  const MOST_EVENTS = 200, MOST_CHECKPOINTS = 100, MOST_PLOTS = 64, MOST_NAMES = 20;
   const COLORS = ["--s1", "--s2", "--s3", "--s4", "--s5", "--s6"];
+  const DASHES = ["", "dashed", "dotted"];
   const TITLES = {
     loss: ["Training loss", "nats per token"], tokens_per_second: ["Throughput", "tokens per second"],
     learning_rate: ["Learning rate", ""], grad_norm: ["Gradient norm, before clipping", ""],
@@ -35,6 +36,7 @@
       run = begin();
       plots.forEach((plot) => plot.remove());
       plots.clear();
+      withoutPlot.clear();
     }
     const isWhole = update.status !== undefined && "run" in update.status;
     if (isWhole) { run.checkpoints = []; run.events = []; }
@@ -177,7 +179,10 @@
 
   const plots = new Map();
   let isLogarithmic = false;
-  const curvesOf = (names) => names.map((name, index) => ({ name, color: COLORS[index] }));
+  const withoutPlot = new Set();
+  // More curves than colours, as of the 16 evaluation sets that a coordinator keeps, differ in their line.
+  const curvesOf = (names) => names.map((name, index) => (
+    { name, color: COLORS[index % COLORS.length], dash: DASHES[Math.floor(index / COLORS.length) % DASHES.length] }));
 
   const scaleOfLoss = () => (isLogarithmic ? "logarithmic" : "");
 
@@ -197,11 +202,19 @@
         isTime: true, ticks: hours, where: timeOfDay, curves: curvesOf(Object.keys(columns)) };
       draw("times", kind, x.map((one) => run.beganAt + one), Object.values(columns).map(([value]) => [value]));
     }
+    showLeftOut();
+  }
+
+  function showLeftOut() {
+    const names = [...withoutPlot], more = names.length - MOST_NAMES;
+    const list = names.slice(0, MOST_NAMES).join(", ") + (more > 0 ? ` and ${count(more)} others` : "");
+    setText(byId("left-out"), `${count(names.length)} more ${names.length === 1 ? "number has" : "numbers have"} no plot here: ${list}.`);
+    byId("left-out").hidden = !names.length;
   }
 
   // One plot for each number that evaluations have, with a curve for each set.
   function showEvaluations() {
-    const names = Object.keys(run.evaluations).slice(0, MOST_SETS);
+    const names = Object.keys(run.evaluations);
     const numbers = new Set(names.flatMap((one) => Object.keys(run.evaluations[one].columns)));
     for (const number of numbers) {
       const sets = names.filter((one) => run.evaluations[one].columns[number]);
@@ -215,10 +228,14 @@
   function draw(key, kind, x, columns) {
     let plot = plots.get(key);
     if (!plot) {
-      if (plots.size >= MOST_PLOTS) return;
       // A set more is another plot in the place of the one before.
       const prefix = key.startsWith("evaluations/") ? key.slice(0, key.lastIndexOf("/") + 1) : null;
       const before = prefix && [...plots.keys()].find((one) => one.startsWith(prefix));
+      // The one over the time is there beside any number of others.
+      if (!before && key !== "times" && plots.size - Number(plots.has("times")) >= MOST_PLOTS) {
+        withoutPlot.add(kind.title);
+        return;
+      }
       plot = makePlot(kind);
       if (before) { replace(plots.get(before), plot); plots.delete(before); }
       else place(plot, key);

@@ -1,5 +1,6 @@
 """The command line as a whole: what is imported when, and what a wrong command line ends with."""
 
+import os
 import re
 import subprocess
 import sys
@@ -159,6 +160,23 @@ def test_the_completion_of_bash_offers_every_command_and_the_options_of_the_one_
     assert set(options.split()) == {"--nodes", "--no-preflight"}
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion_without_the_trainer_offers_its_commands_by_their_names(
+    shell: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: ())
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "prepare" in script and "prune" in script
+    assert "--no-preflight" not in script
+
+
+def test_completion_runs_where_the_trainer_lacks_torch() -> None:
+    result = _run_without_trainer("[['completion', 'bash']]")
+    assert result.stdout.splitlines()[-1] == "ended completion bash 0"
+    assert result.stderr == ""
+
+
 @pytest.mark.capability("O-80")
 @pytest.mark.parametrize(
     ("command", "said"),
@@ -185,3 +203,32 @@ def test_what_is_said_of_others_commands_names_commands_that_there_are() -> None
         assert name not in {*COMMANDS, *CLUSTER_COMMANDS}
         for command in re.findall(r"`evergrad (\w+)", remedy):
             assert command in COMMANDS
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_reader_that_has_seen_enough_ends_a_command_with_0_and_without_a_word(
+    stream: str, unbuffered: str
+) -> None:
+    # Both without a flush, as most commands print.
+    code = (
+        "import argparse, sys, types\n"
+        "from evergrad_cli.main import _execute\n"
+        "def execute(args):\n"
+        f"    for _ in range(3): print('x' * 100, file=sys.{stream})\n"
+        "    return 0\n"
+        "command = types.SimpleNamespace(NAME='list', execute=execute)\n"
+        "sys.exit(_execute(argparse.Namespace(command=command, is_for_cluster=True, errors='text')))"
+    )
+    reading, writing = os.pipe()
+    os.close(reading)
+    other = "stderr" if stream == "stdout" else "stdout"
+    # An empty value is none at all.
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with os.fdopen(writing, "wb") as closed:
+        streams = {stream: closed, other: subprocess.PIPE}
+        result = subprocess.run(
+            [sys.executable, "-c", code], check=False, env=environment, **streams
+        )
+    assert result.returncode == 0
+    assert not getattr(result, other)

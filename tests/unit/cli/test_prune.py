@@ -305,6 +305,44 @@ def test_a_run_that_an_unfinished_neighbour_begins_with_stays_whole(tmp_path: Pa
     assert going(run, neighbours=[run, other]) == []
 
 
+def test_a_run_that_cannot_be_read_stays_and_the_others_go_on(tmp_path: Path) -> None:
+    run = make_directory(tmp_path / "first")
+    other = make_directory(tmp_path / "second")
+    # Unreadable for every user, root among them, and still there for whoever only looks.
+    (other / "run.json").unlink()
+    (other / "run.json").mkdir()
+    (kept,) = find_leftovers(other, keep=1, now=NOW)
+    assert kept.is_kept and kept.why.startswith("not all of it can be read: ")
+    assert str(other / "run.json") in kept.why
+    assert going(run, neighbours=[run, other]) != [], (
+        "a complete run needs nothing of others"
+    )
+
+    # What an unfinished one begins with is not known.
+    (other / "complete.json").unlink()
+    (kept,) = find_leftovers(run, keep=1, now=NOW, neighbours=[run, other])
+    assert kept.is_kept and kept.why.startswith(
+        "second cannot be read, and may begin with it"
+    )
+
+
+def test_a_run_directory_that_cannot_be_entered_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_directory(tmp_path / "first")
+
+    def refuse(path: Path) -> bool:
+        if path.parent == run:
+            raise PermissionError(13, "Permission denied", str(path))
+        return os.path.isfile(path)
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    assert main(["prune", str(run), "--yes"]) == 0
+    assert (
+        "not all of it can be read: [Errno 13] Permission denied" in capsys.readouterr().out
+    )
+
+
 def test_a_folder_of_runs_is_pruned_only_with_yes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

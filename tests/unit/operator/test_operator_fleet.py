@@ -26,7 +26,8 @@ def test_a_run_is_one_row() -> None:
         phase="Running",
         message="3 nodes train",
         nodes={"summary": "3/4"},
-        progress={"step": 40, "totalSteps": 100, "loss": "2.413", "tokensPerSecond": "41.2k", "eta": "5h12m"},
+        progress={"step": 40, "totalSteps": 100, "loss": "2.413", "tokensPerSecond": "41.2k", "eta": "5h12m",
+                  "etaSeconds": 18720},
         checkpoint={"step": 30},
         restarts={"total": 2},
     )  # fmt: skip
@@ -37,7 +38,7 @@ def test_a_run_is_one_row() -> None:
             {
                 "namespace": "lab", "name": "docs-lm", "created": "2026-03-01T12:00:00Z", "phase": "Running",
                 "message": "3 nodes train", "nodes": "3/4", "step": 40, "totalSteps": 100, "loss": "2.413",
-                "tokensPerSecond": "41.2k", "eta": "5h12m", "checkpointStep": 30, "restarts": 2,
+                "tokensPerSecond": "41.2k", "eta": "5h12m", "etaSeconds": 18720, "checkpointStep": 30, "restarts": 2,
             }
         ],
     }  # fmt: skip

@@ -1,0 +1,72 @@
+"""Connections of the processes beside nodes: when the coordinator ends one, and when none is made."""
+
+import socket
+from collections.abc import Iterator
+from typing import cast
+
+import pytest
+from simulated_cluster import make_settings
+
+from evergrad_coordinator.edge import beat
+from evergrad_coordinator.edge.peer import Limits, Peer, PeerOwner
+from evergrad_coordinator.edge.server import find_silent_beats
+from evergrad_coordinator.rules.events import STANDSTILL_SECONDS
+from evergrad_coordinator.rules.group import new_group
+
+LEASE = 10.0
+NOW = 1000.0
+
+
+def make_peer(heard_at: float, *, beats: bool = True) -> Peer:
+    peer = Peer(cast(PeerOwner, None), Limits())
+    peer.heard_at = heard_at
+    peer.beats_for = ("0", "i0") if beats else None
+    return peer
+
+
+def test_only_a_beat_that_was_silent_for_longer_than_a_lease_is_ended() -> None:
+    group = new_group(make_settings(lease_seconds=LEASE), generation=0, now=NOW)
+    silent, recent = make_peer(NOW - LEASE - 1.5), make_peer(NOW - LEASE)
+    # The rules end the connections of nodes, and others those that say nothing at all.
+    own = make_peer(NOW - 10 * LEASE, beats=False)
+    assert find_silent_beats([silent, recent, own], group, NOW) == [silent]
+    # It is ended already, and what is left of it is on its way.
+    silent.close(patience=0)
+    assert find_silent_beats([silent], group, NOW) == []
+
+
+def test_a_coordinator_that_stood_still_reads_what_came_before_it_takes_a_beat_for_silent() -> (
+    None
+):
+    group = new_group(make_settings(lease_seconds=LEASE), generation=0, now=NOW)
+    later = NOW + max(2 * LEASE, 2 * STANDSTILL_SECONDS)
+    assert find_silent_beats([make_peer(NOW)], group, later) == []
+    group.ticked_at = later
+    assert len(find_silent_beats([make_peer(NOW)], group, later)) == 1
+
+
+class ConnectedError(Exception):
+    """The process has asked for a connection."""
+
+
+def test_the_process_beside_a_frozen_node_connects_only_once_the_node_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    frozen: Iterator[bool] = iter([True, True, False])
+    pauses: list[float] = []
+
+    def connect(*_: object, **__: object) -> None:
+        raise ConnectedError
+
+    def pause(seconds: float) -> bool:
+        pauses.append(seconds)
+        return False
+
+    order = {"host": "127.0.0.1", "port": 1, "beat": {"type": "beat"}}
+    monkeypatch.setattr(beat, "read_order", lambda: order)
+    monkeypatch.setattr(beat, "is_stopped", lambda _: next(frozen))
+    monkeypatch.setattr(beat, "wait_for_end", pause)
+    monkeypatch.setattr(socket, "create_connection", connect)
+    with pytest.raises(ConnectedError):
+        beat.main()
+    assert len(pauses) == 2 and next(frozen, None) is None
