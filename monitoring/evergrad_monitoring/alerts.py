@@ -8,7 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from evergrad_monitoring.names import RUN, by_run, in_phase, increase, metric, rate
+from evergrad_monitoring.names import (
+    RUN,
+    by_run,
+    count_increase,
+    in_phase,
+    increase,
+    metric,
+    rate,
+)
 
 Severity = Literal["critical", "warning", "info"]
 THRESHOLDS: Final[dict[str, float]] = {
@@ -65,6 +73,8 @@ _MEAN_STEP: Final = (
 _TOKENS: Final = rate("tokens_total", "10m")
 _LOSS: Final = by_run("max", metric("loss", 'split="train"'))
 _WAITS_FOR_DATA: Final = rate("step_phase_seconds_total", "15m", 'phase="data"')
+# The next group saves again where a save ended because a node was lost.
+_OF_THE_SAVE: Final = 'reason!="peer_lost"'
 _PASSES_FAILED: Final = metric("operator_reconcile_total", 'result="error"')
 _KEPT: Final = increase("productive_seconds_total", "6h")
 # An evaluation is time that was given on purpose.
@@ -132,7 +142,7 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
         "TrainingRunRestartStorm",
         "warning",
         "0m",
-        f"{increase('operator_run_pods_replaced_total', '1h')} > <restartsPerHour>",
+        f"{count_increase('operator_run_pods_replaced_total', '1h')} > <restartsPerHour>",
         f"Pods of run {_WHO} are replaced again and again",
         f"{{{{ $value | humanize }}}} pods of {_WHO} were replaced in the last hour.",
     ),
@@ -140,7 +150,7 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
         "TrainingRunLossNonFinite",
         "warning",
         "0m",
-        f"{increase('nonfinite_total', '10m')} > 0",
+        f"{count_increase('nonfinite_total', '10m')} > 0",
         f"Run {_WHO} has a loss or a gradient that is not a finite number",
         f"{{{{ $value | humanize }}}} steps of {_WHO} were not finite in the last ten minutes.",
     ),
@@ -173,7 +183,7 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
         "TrainingRunCheckpointFailing",
         "warning",
         "0m",
-        f"{increase('checkpoint_failures_total', '30m')} > 0",
+        f"{count_increase('checkpoint_failures_total', '30m', _OF_THE_SAVE)} > 0",
         f"Checkpoints of run {_WHO} fail",
         f"{{{{ $value | humanize }}}} saves or loads of {_WHO} failed in the last half hour.",
     ),

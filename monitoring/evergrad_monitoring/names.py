@@ -88,6 +88,11 @@ def increase(name: str, window: str, selector: str = "") -> str:
     return by_run("sum", f"increase({metric(name, selector)}[{window}])")
 
 
+def count_increase(name: str, window: str, selector: str = "") -> str:
+    """The same of a counter of whole things. ``increase`` estimates up to the window's ends: 5.06 for 5."""
+    return f"round({increase(name, window, selector)})"
+
+
 def in_phase(*phases: str) -> str:
     """1 for each run that is in one of these phases."""
     among = "|".join(phases)

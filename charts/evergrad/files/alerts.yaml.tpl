@@ -30,7 +30,7 @@
     {{- if not (has "TrainingRunRestartStorm" .Values.metrics.rules.disabled) }}
     - alert: TrainingRunRestartStorm
       expr: |
-        sum by (run_namespace, run) (increase(evergrad_operator_run_pods_replaced_total[1h])) > {{ .Values.metrics.rules.thresholds.restartsPerHour }}
+        round(sum by (run_namespace, run) (increase(evergrad_operator_run_pods_replaced_total[1h]))) > {{ .Values.metrics.rules.thresholds.restartsPerHour }}
       labels: {severity: warning}
       annotations:
         summary: "Pods of run {{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} are replaced again and again"
@@ -40,7 +40,7 @@
     {{- if not (has "TrainingRunLossNonFinite" .Values.metrics.rules.disabled) }}
     - alert: TrainingRunLossNonFinite
       expr: |
-        sum by (run_namespace, run) (increase(evergrad_nonfinite_total[10m])) > 0
+        round(sum by (run_namespace, run) (increase(evergrad_nonfinite_total[10m]))) > 0
       labels: {severity: warning}
       annotations:
         summary: "Run {{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} has a loss or a gradient that is not a finite number"
@@ -76,7 +76,7 @@
     {{- if not (has "TrainingRunCheckpointFailing" .Values.metrics.rules.disabled) }}
     - alert: TrainingRunCheckpointFailing
       expr: |
-        sum by (run_namespace, run) (increase(evergrad_checkpoint_failures_total[30m])) > 0
+        round(sum by (run_namespace, run) (increase(evergrad_checkpoint_failures_total{reason!="peer_lost"}[30m]))) > 0
       labels: {severity: warning}
       annotations:
         summary: "Checkpoints of run {{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} fail"

@@ -219,6 +219,14 @@ HEALTHY: list[tuple[str, str, str, dict[str, str]]] = [
         },
     ),
     (
+        "TrainingRunCheckpointFailing",
+        "a node was lost during a save",
+        "59m",
+        {
+            f'evergrad_checkpoint_failures_total{{{WHO}, op="save", reason="peer_lost"}}': "0x10 1x50"
+        },
+    ),
+    (
         "TrainingRunThroughputDrop",
         "rank 0 has moved to another node, and both are scraped",
         "400m",
@@ -402,12 +410,17 @@ def check_rules(
 
 
 def case(
-    name: str, series: dict[str, str], at: str, query: str, *samples: dict[str, Any]
+    name: str,
+    series: dict[str, str],
+    at: str,
+    query: str,
+    *samples: dict[str, Any],
+    interval: str = "1m",
 ) -> dict[str, Any]:
     """One test as promtool has it: the answer to a query after so much of the series."""
     return {
         "name": name,
-        "interval": "1m",
+        "interval": interval,
         "input_series": [
             {"series": one, "values": values} for one, values in series.items()
         ],
@@ -444,6 +457,22 @@ def test_no_alert_fires_where_all_is_well_though_it_may_look_otherwise(
         firing = f'count(ALERTS{{alertname="{name}", alertstate="firing"}}) or vector(0)'
         query = f"max_over_time(({firing})[{at}:1m])"
         tests.append((name, case(how, series, at, query, {"labels": "{}", "value": 0})))
+    check_rules(promtool, tmp_path, rules, tests)
+
+
+def test_more_than_five_replacements_are_at_least_six(
+    promtool: str, rules: dict[str, Any], tmp_path: Path
+) -> None:
+    # Samples that do not lie on the window's ends: what lies between is estimated, as 5.06 for 5.
+    name = "TrainingRunRestartStorm"
+    query = f'ALERTS{{alertname="{name}", alertstate="firing"}}'
+    series = f"{REPLACED}{{{WHO}}}"
+    five, six = "7x20 8x10 9x10 10x10 11x10 12x200", "7x20 8x10 9x10 10x10 11x10 13x200"
+    found = {"labels": f'{query[:-1]}, severity="warning", {WHO}}}', "value": 1}
+    tests = [
+        (name, case("five", {series: five}, "61m", query, interval="40s")),
+        (name, case("six", {series: six}, "61m", query, found, interval="40s")),
+    ]
     check_rules(promtool, tmp_path, rules, tests)
 
 
