@@ -50,6 +50,8 @@ class RunFacts:
     """Time of its pods by use."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """All labels of the run."""
+    uid: str = ""
+    """The run's own, since another one may have its name later."""
 
 
 def count_phases(runs: Iterable[Mapping[str, Any]]) -> dict[str, int]:
@@ -139,6 +141,7 @@ def read_runs(
                     str(key): str(value)
                     for key, value in get_map(raw, "metadata", "labels").items()
                 },
+                uid=get_text(get_map(raw, "metadata"), "uid"),
             )
         )
     return tuple(facts)

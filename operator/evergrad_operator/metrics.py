@@ -210,7 +210,8 @@ class FactsCollector:
                 usage = run.usage
                 counts = usage.pods if kind == "pod" else usage.accelerators
                 for cause, milliseconds in counts.items():
-                    place = (kind, run.namespace, run.name, cause)
+                    # A run that was made anew begins at 0, as any other.
+                    place = (kind, run.namespace, run.name, run.uid, cause)
                     shown[place] = max(milliseconds / 1000, self._shown.get(place, 0.0))
                     family.add_metric((run.namespace, run.name, cause), shown[place])
             yield family
