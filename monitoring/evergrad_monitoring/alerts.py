@@ -70,7 +70,16 @@ _MEAN_STEP: Final = (
     f"{by_run('sum', metric('step_duration_seconds_sum'))}"
     f" / {by_run('sum', metric('step_duration_seconds_count'))}"
 )
-_TOKENS: Final = rate("tokens_total", "10m")
+
+
+def _tokens_per_second(window: str) -> str:
+    """Tokens by the seconds of the steps that ended in ``window``. Of none of them it is not a number."""
+    return (
+        f"{increase('tokens_total', window)}"
+        f" / {increase('step_duration_seconds_sum', window)}"
+    )
+
+
 _LOSS: Final = by_run("max", metric("loss", 'split="train"'))
 _WAITS_FOR_DATA: Final = rate("step_phase_seconds_total", "15m", 'phase="data"')
 # The next group saves again where a save ended because a node was lost.
@@ -192,7 +201,9 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
         "info",
         "15m",
         _lines(
-            f"{_TOKENS} < <throughputShare> * avg_over_time(({_TOKENS})[6h:5m])",
+            # Where a step takes longer than the window, the last one counts until the next has ended.
+            f"last_over_time(({_tokens_per_second('10m')} > 0)[1h:5m])"
+            f" < <throughputShare> * ({_tokens_per_second('6h')})",
             _RUNNING,
         ),
         f"Run {_WHO} has become slow",

@@ -86,7 +86,7 @@
     {{- if not (has "TrainingRunThroughputDrop" .Values.metrics.rules.disabled) }}
     - alert: TrainingRunThroughputDrop
       expr: |
-        sum by (run_namespace, run) (rate(evergrad_tokens_total[10m])) < {{ .Values.metrics.rules.thresholds.throughputShare }} * avg_over_time((sum by (run_namespace, run) (rate(evergrad_tokens_total[10m])))[6h:5m])
+        last_over_time((sum by (run_namespace, run) (increase(evergrad_tokens_total[10m])) / sum by (run_namespace, run) (increase(evergrad_step_duration_seconds_sum[10m])) > 0)[1h:5m]) < {{ .Values.metrics.rules.thresholds.throughputShare }} * (sum by (run_namespace, run) (increase(evergrad_tokens_total[6h])) / sum by (run_namespace, run) (increase(evergrad_step_duration_seconds_sum[6h])))
         and on (run_namespace, run) max by (run_namespace, run) (evergrad_operator_run_phase{phase=~"Running"}) == 1
       for: 15m
       labels: {severity: info}

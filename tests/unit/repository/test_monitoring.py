@@ -25,6 +25,11 @@ from evergrad_operator.names import Phase
 WHO = 'run_namespace="a", run="x"'
 RUNNING = f'evergrad_operator_run_phase{{{WHO}, phase="Running"}}'
 STARTED = f"evergrad_operator_run_started_timestamp_seconds{{{WHO}}}"
+TOKENS = "evergrad_tokens_total"
+STEPS, SECONDS = (
+    "evergrad_step_duration_seconds_count",
+    "evergrad_step_duration_seconds_sum",
+)
 PROGRESS = f"evergrad_operator_run_last_progress_timestamp_seconds{{{WHO}}}"
 # What a run shows in ten minutes each, as promtool writes series: every value of an hour is one minute apart.
 CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
@@ -86,8 +91,16 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
     ),
     "TrainingRunThroughputDrop": (
         "300m",
-        {RUNNING: "1x400", f"evergrad_tokens_total{{{WHO}}}": "0+1000x260 260000+100x140"},
-        {RUNNING: "1x400", f"evergrad_tokens_total{{{WHO}}}": "0+1000x260 260000+900x140"},
+        {
+            RUNNING: "1x400",
+            f"{TOKENS}{{{WHO}}}": "0+1000x260 260000+100x140",
+            f"{SECONDS}{{{WHO}}}": "0+60x400",
+        },
+        {
+            RUNNING: "1x400",
+            f"{TOKENS}{{{WHO}}}": "0+1000x260 260000+900x140",
+            f"{SECONDS}{{{WHO}}}": "0+60x400",
+        },
     ),
     "TrainingRunDataStarved": (
         "50m",
@@ -159,13 +172,29 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
 }
 """By alert: when to look, series with which it fires, and series with which it is silent."""
 LAST_STEP = "evergrad_last_step_timestamp_seconds"
-STEPS, SECONDS = (
-    "evergrad_step_duration_seconds_count",
-    "evergrad_step_duration_seconds_sum",
-)
 SAVED = "evergrad_checkpoint_last_success_timestamp_seconds"
 KEPT, LOST = "evergrad_productive_seconds_total", "evergrad_lost_seconds_total"
 REPLACED = "evergrad_operator_run_pods_replaced_total"
+
+
+def stairs(height: int, width: int, count: int) -> str:
+    """A counter that grows by ``height`` every ``width`` minutes, in promtool's words."""
+    return " ".join(f"{number * height}x{width - 1}" for number in range(count))
+
+
+SICK: list[tuple[str, str, str, dict[str, str]]] = [
+    (
+        "TrainingRunThroughputDrop",
+        "steps of half an hour take an hour now",
+        "460m",
+        {
+            RUNNING: "1x700",
+            f"{TOKENS}{{{WHO}}}": f"{stairs(1000, 30, 12)} 12000x59 13000x59 14000x59",
+            f"{SECONDS}{{{WHO}}}": f"{stairs(1800, 30, 12)} 21600x59 25200x59 28800x59",
+        },
+    ),
+]
+"""Alert, how things are, when, and what is scraped: the alert fires."""
 HEALTHY: list[tuple[str, str, str, dict[str, str]]] = [
     (
         "TrainingRunStalled",
@@ -232,8 +261,30 @@ HEALTHY: list[tuple[str, str, str, dict[str, str]]] = [
         "400m",
         {
             RUNNING: "1x400",
-            f'evergrad_tokens_total{{{WHO}, pod="x-0"}}': "0+1000x200 200000x200",
-            f'evergrad_tokens_total{{{WHO}, pod="x-1"}}': "0x200 0+1000x200",
+            f'{TOKENS}{{{WHO}, pod="x-0"}}': "0+1000x200 200000x200",
+            f'{TOKENS}{{{WHO}, pod="x-1"}}': "0x200 0+1000x200",
+            f'{SECONDS}{{{WHO}, pod="x-0"}}': "0+60x200 12000x200",
+            f'{SECONDS}{{{WHO}, pod="x-1"}}': "0x200 0+60x200",
+        },
+    ),
+    (
+        "TrainingRunThroughputDrop",
+        "steps take half an hour",
+        "640m",
+        {
+            RUNNING: "1x700",
+            f"{TOKENS}{{{WHO}}}": stairs(1000, 30, 23),
+            f"{SECONDS}{{{WHO}}}": stairs(1800, 30, 23),
+        },
+    ),
+    (
+        "TrainingRunThroughputDrop",
+        "an evaluation of an hour is no step",
+        "400m",
+        {
+            RUNNING: "1x400",
+            f"{TOKENS}{{{WHO}}}": "0+1000x200 200000x60 200000+1000x140",
+            f"{SECONDS}{{{WHO}}}": "0+60x200 12000x60 12000+60x140",
         },
     ),
     (
@@ -457,6 +508,16 @@ def test_no_alert_fires_where_all_is_well_though_it_may_look_otherwise(
         firing = f'count(ALERTS{{alertname="{name}", alertstate="firing"}}) or vector(0)'
         query = f"max_over_time(({firing})[{at}:1m])"
         tests.append((name, case(how, series, at, query, {"labels": "{}", "value": 0})))
+    check_rules(promtool, tmp_path, rules, tests)
+
+
+def test_an_alert_fires_in_each_of_the_ways_in_which_things_go_wrong(
+    promtool: str, rules: dict[str, Any], tmp_path: Path
+) -> None:
+    tests = []
+    for name, how, at, series in SICK:
+        query = f'count(ALERTS{{alertname="{name}", alertstate="firing"}})'
+        tests.append((name, case(how, series, at, query, {"labels": "{}", "value": 1})))
     check_rules(promtool, tmp_path, rules, tests)
 
 
