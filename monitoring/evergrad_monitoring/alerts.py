@@ -90,6 +90,7 @@ _KEPT: Final = increase("productive_seconds_total", "6h")
 _LOST: Final = increase("lost_seconds_total", "6h", 'cause!="evaluation"')
 _CREATED: Final = metric("operator_run_created_timestamp_seconds")
 _STARTED: Final = metric("operator_run_started_timestamp_seconds")
+_QUEUED: Final = by_run("max", metric("operator_run_waiting", 'reason="Queued"'))
 _BEGUN: Final = by_run("max", _STARTED)
 
 
@@ -142,10 +143,21 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
         _lines(
             # For the message: a resumed run counts from when it was resumed.
             f"time() - max by ({RUN}) ({_STARTED} or {_CREATED})",
-            f"and on ({RUN}) {in_phase('Pending', 'Starting', 'Restarting')} == 1",
+            # All phases together: a run that fails at each start goes from one to another.
+            f"and on ({RUN}) {in_phase('Pending', 'Starting', 'Restarting', 'Waiting')} == 1",
+            f"unless on ({RUN}) {_QUEUED}",
         ),
         f"Run {_WHO} does not start",
         f"{_WHO} is not training; it was started {{{{ $value | humanizeDuration }}}} ago.",
+    ),
+    Alert(
+        "TrainingRunBlocked",
+        "warning",
+        # A claim or a Secret may follow the run a moment later.
+        "5m",
+        f"max by ({RUN}, reason) ({metric('operator_run_stalled')})",
+        f"Run {_WHO} waits for a person",
+        f"{_WHO} needs somebody to act: {{{{ $labels.reason }}}}. Its status says what to do.",
     ),
     Alert(
         "TrainingRunRestartStorm",

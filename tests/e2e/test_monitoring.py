@@ -27,6 +27,7 @@ SILENT = {
     "evergrad-run: Metrics of the recipe (A)": "pretrain measures nothing besides its loss",
     "evergrad-run: Tokens per second (B)": "no script trains",
     "TrainingRunStalled": "the run makes steps all the time",
+    "TrainingRunBlocked": "no run needs a person",
     "TrainingRunRestartStorm": "one pod was replaced",
     "TrainingRunLossNonFinite": "all losses are finite",
     "TrainingRunLossDiverging": "the loss falls",
@@ -51,6 +52,8 @@ EITHER = {
 }
 """Queries that may have an answer or none, as the machine is."""
 NEVER_THERE = {
+    "evergrad_operator_run_stalled{}": "no run needs a person",
+    'evergrad_operator_run_waiting{reason="Queued"}': "no run has a queue",
     'evergrad_operator_run_phase{phase=~"Failed"}': "no run has failed",
     'evergrad_operator_run_phase{phase="Suspended"}': "no run is suspended",
 }

@@ -19,13 +19,25 @@
     - alert: TrainingRunNotStarting
       expr: |
         time() - max by (run_namespace, run) (evergrad_operator_run_started_timestamp_seconds or evergrad_operator_run_created_timestamp_seconds)
-        and on (run_namespace, run) max by (run_namespace, run) (evergrad_operator_run_phase{phase=~"Pending|Starting|Restarting"}) == 1
+        and on (run_namespace, run) max by (run_namespace, run) (evergrad_operator_run_phase{phase=~"Pending|Starting|Restarting|Waiting"}) == 1
+        unless on (run_namespace, run) max by (run_namespace, run) (evergrad_operator_run_waiting{reason="Queued"})
       for: {{ int64 .Values.metrics.rules.thresholds.notStartingSeconds }}s
       labels: {severity: warning}
       annotations:
         summary: "Run {{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} does not start"
         description: "{{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} is not training; it was started {{`{{ $value | humanizeDuration }}`}} ago."
         runbook_url: {{ .Values.metrics.rules.runbooks }}/TrainingRunNotStarting.md
+    {{- end }}
+    {{- if not (has "TrainingRunBlocked" .Values.metrics.rules.disabled) }}
+    - alert: TrainingRunBlocked
+      expr: |
+        max by (run_namespace, run, reason) (evergrad_operator_run_stalled)
+      for: 5m
+      labels: {severity: warning}
+      annotations:
+        summary: "Run {{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} waits for a person"
+        description: "{{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} needs somebody to act: {{`{{ $labels.reason }}`}}. Its status says what to do."
+        runbook_url: {{ .Values.metrics.rules.runbooks }}/TrainingRunBlocked.md
     {{- end }}
     {{- if not (has "TrainingRunRestartStorm" .Values.metrics.rules.disabled) }}
     - alert: TrainingRunRestartStorm

@@ -24,6 +24,10 @@ from evergrad_operator.names import Phase
 
 WHO = 'run_namespace="a", run="x"'
 RUNNING = f'evergrad_operator_run_phase{{{WHO}, phase="Running"}}'
+WAITING = f'evergrad_operator_run_phase{{{WHO}, phase="Waiting"}}'
+STARTING = f'evergrad_operator_run_phase{{{WHO}, phase="Starting"}}'
+CREATED = f"evergrad_operator_run_created_timestamp_seconds{{{WHO}}}"
+IMAGE = 'reason="ImagePullFailed"'
 STARTED = f"evergrad_operator_run_started_timestamp_seconds{{{WHO}}}"
 TOKENS = "evergrad_tokens_total"
 STEPS, SECONDS = (
@@ -41,16 +45,22 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
     "TrainingRunNotStarting": (
         "40m",
         {
-            f'evergrad_operator_run_phase{{{WHO}, phase="Starting"}}': "1x60",
-            f"evergrad_operator_run_created_timestamp_seconds{{{WHO}}}": "0x60",
+            STARTING: "1x60",
+            CREATED: "0x60",
         },
         # Data were prepared for half an hour.
         {
             f'evergrad_operator_run_phase{{{WHO}, phase="Preparing"}}': "1x30 stale",
-            f'evergrad_operator_run_phase{{{WHO}, phase="Starting"}}': "_x31 1x29",
-            f"evergrad_operator_run_created_timestamp_seconds{{{WHO}}}": "0x60",
+            STARTING: "_x31 1x29",
+            CREATED: "0x60",
             STARTED: "0x60",
         },
+    ),
+    "TrainingRunBlocked": (
+        "10m",
+        {f"evergrad_operator_run_stalled{{{WHO}, {IMAGE}}}": "1x60"},
+        # Somebody has acted within three minutes.
+        {f"evergrad_operator_run_stalled{{{WHO}, {IMAGE}}}": "1x3 stale"},
     ),
     "TrainingRunRestartStorm": (
         "59m",
@@ -184,6 +194,29 @@ def stairs(height: int, width: int, count: int) -> str:
 
 SICK: list[tuple[str, str, str, dict[str, str]]] = [
     (
+        "TrainingRunNotStarting",
+        "no host has room for it",
+        "40m",
+        {
+            WAITING: "1x60",
+            f'evergrad_operator_run_waiting{{{WHO}, reason="Unschedulable"}}': "1x60",
+            CREATED: "0x60",
+            STARTED: "0x60",
+        },
+    ),
+    (
+        "TrainingRunNotStarting",
+        "its pods fail at their start, and come again after a pause",
+        "40m",
+        {
+            WAITING: "1x9 stale _x9 1x9 stale _x9 1x9",
+            STARTING: "_x10 1x9 stale _x9 1x9 stale",
+            f'evergrad_operator_run_waiting{{{WHO}, reason="BackingOff"}}': "1x9 stale _x9 1x9 stale _x9 1x9",
+            CREATED: "0x60",
+            STARTED: "0x60",
+        },
+    ),
+    (
         "TrainingRunThroughputDrop",
         "steps of half an hour take an hour now",
         "460m",
@@ -196,6 +229,26 @@ SICK: list[tuple[str, str, str, dict[str, str]]] = [
 ]
 """Alert, how things are, when, and what is scraped: the alert fires."""
 HEALTHY: list[tuple[str, str, str, dict[str, str]]] = [
+    (
+        "TrainingRunNotStarting",
+        "it waits in a queue",
+        "100m",
+        {
+            WAITING: "1x100",
+            f'evergrad_operator_run_waiting{{{WHO}, reason="Queued"}}': "1x100",
+            CREATED: "0x100",
+            STARTED: "0x100",
+        },
+    ),
+    (
+        "TrainingRunNotStarting",
+        "somebody has suspended it",
+        "100m",
+        {
+            f'evergrad_operator_run_phase{{{WHO}, phase="Suspended"}}': "1x100",
+            CREATED: "0x100",
+        },
+    ),
     (
         "TrainingRunStalled",
         "steps take half an hour, and one has ended",
@@ -491,6 +544,8 @@ def test_each_alert_fires_where_it_should_under_the_name_of_its_run_and_is_silen
         whose = WHO if alert in OF_RUNS else ""
         if alert.name == "TrainingOperatorWatchStale":
             whose = 'resource="pods"'
+        elif alert.name == "TrainingRunBlocked":
+            whose = f"{IMAGE}, {WHO}"
         labels = f'{query[:-1]}, severity="{alert.severity}", {whose}}}'.replace(", }", "}")
         found = {"labels": labels, "value": 1}
         tests += [
