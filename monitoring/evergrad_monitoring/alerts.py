@@ -90,6 +90,12 @@ _KEPT: Final = increase("productive_seconds_total", "6h")
 _LOST: Final = increase("lost_seconds_total", "6h", 'cause!="evaluation"')
 _CREATED: Final = metric("operator_run_created_timestamp_seconds")
 _STARTED: Final = metric("operator_run_started_timestamp_seconds")
+_PROGRESSED: Final = metric("operator_run_last_progress_timestamp_seconds")
+_TRAINING: Final = metric("operator_run_info", 'kind="training"')
+# A script may report none, ever.
+_WITHOUT_STEP: Final = (
+    f"{in_phase('Running')} == 1 and on ({RUN}) {_TRAINING} unless on ({RUN}) {_PROGRESSED}"
+)
 _QUEUED: Final = by_run("max", metric("operator_run_waiting", 'reason="Queued"'))
 _BEGUN: Final = by_run("max", _STARTED)
 
@@ -123,8 +129,7 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
         "critical",
         "5m",
         _lines(
-            f"time() - max by ({RUN}) ({metric('operator_run_last_progress_timestamp_seconds')})"
-            " > <stalledSeconds>",
+            f"time() - max by ({RUN}) ({_PROGRESSED}) > <stalledSeconds>",
             _RUNNING,
             # Of a run that was resumed the last step is as old as its suspension was long.
             f"and on ({RUN}) time() - {_BEGUN} > <stalledSeconds>",
@@ -143,8 +148,9 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
         _lines(
             # For the message: a resumed run counts from when it was resumed.
             f"time() - max by ({RUN}) ({_STARTED} or {_CREATED})",
-            # All phases together: a run that fails at each start goes from one to another.
-            f"and on ({RUN}) {in_phase('Pending', 'Starting', 'Restarting', 'Waiting')} == 1",
+            # All together: a run that fails at each start goes from one to another.
+            f"and on ({RUN}) ({in_phase('Pending', 'Starting', 'Restarting', 'Waiting')} == 1",
+            f"or {_WITHOUT_STEP})",
             f"unless on ({RUN}) {_QUEUED}",
         ),
         f"Run {_WHO} does not start",

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from evergrad_operator.evaluation import parse_evaluation
 from evergrad_operator.names import (
@@ -61,6 +61,8 @@ class RunFacts:
     """Time of its pods by use."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """All labels of the run."""
+    kind: Literal["training", "script"] = "training"
+    """What its spec has."""
     waiting_reason: str = ""
     """Why it waits, where that is its phase."""
     stalled_reason: str = ""
@@ -156,6 +158,7 @@ def read_runs(
                     str(key): str(value)
                     for key, value in get_map(raw, "metadata", "labels").items()
                 },
+                kind="script" if "script" in get_map(raw, "spec") else "training",
                 waiting_reason=_bound_reason(status) if phase == Phase.WAITING else "",
                 stalled_reason="" if is_over else _find_stalled_reason(status),
                 uid=get_text(get_map(raw, "metadata"), "uid"),

@@ -156,6 +156,7 @@ class FactsCollector:
         restarts = _counter_family("run_restarts_total")
         replaced = _counter_family("run_pods_replaced_total")
         phase = _gauge_family("run_phase")
+        info = _gauge_family("run_info")
         waits = _gauge_family("run_waiting")
         stalled = _gauge_family("run_stalled")
         ratio = _gauge_family("run_progress_ratio")
@@ -170,6 +171,7 @@ class FactsCollector:
         for run in facts.runs:
             labels = (run.namespace, run.name)
             phase.add_metric((*labels, run.phase), 1)
+            info.add_metric((*labels, run.kind), 1)
             if run.waiting_reason:
                 waits.add_metric((*labels, run.waiting_reason), 1)
             if run.stalled_reason:
@@ -197,7 +199,7 @@ class FactsCollector:
             if run.work:
                 prepared.add_metric((*labels, run.work), run.prepared)
                 tokens.add_metric(labels, run.prepared_tokens)
-        yield from (phase, waits, stalled, restarts, replaced, *times, ratio)
+        yield from (phase, info, waits, stalled, restarts, replaced, *times, ratio)
         yield from (nodes, most, prepared, tokens, step, evaluated, waiting)
         yield from self._collect_usage(facts.runs)
         yield self._collect_labels(facts.runs)

@@ -19,7 +19,8 @@
     - alert: TrainingRunNotStarting
       expr: |
         time() - max by (run_namespace, run) (evergrad_operator_run_started_timestamp_seconds or evergrad_operator_run_created_timestamp_seconds)
-        and on (run_namespace, run) max by (run_namespace, run) (evergrad_operator_run_phase{phase=~"Pending|Starting|Restarting|Waiting"}) == 1
+        and on (run_namespace, run) (max by (run_namespace, run) (evergrad_operator_run_phase{phase=~"Pending|Starting|Restarting|Waiting"}) == 1
+        or max by (run_namespace, run) (evergrad_operator_run_phase{phase=~"Running"}) == 1 and on (run_namespace, run) evergrad_operator_run_info{kind="training"} unless on (run_namespace, run) evergrad_operator_run_last_progress_timestamp_seconds)
         unless on (run_namespace, run) max by (run_namespace, run) (evergrad_operator_run_waiting{reason="Queued"})
       for: {{ int64 .Values.metrics.rules.thresholds.notStartingSeconds }}s
       labels: {severity: warning}

@@ -287,6 +287,13 @@ OPERATOR: Final[tuple[Series, ...]] = (
         labels=(*_RUN, "phase"),
     ),
     Series(
+        "operator_run_info",
+        "gauge",
+        "Always 1; what trains",
+        labels=(*_RUN, "kind"),
+        note="`training` reports its steps; `script` does if it calls `report`.",
+    ),
+    Series(
         "operator_run_waiting",
         "gauge",
         "Always 1, for the reason for which a run in the phase Waiting does not train",

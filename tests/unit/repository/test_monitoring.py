@@ -27,6 +27,7 @@ RUNNING = f'evergrad_operator_run_phase{{{WHO}, phase="Running"}}'
 WAITING = f'evergrad_operator_run_phase{{{WHO}, phase="Waiting"}}'
 STARTING = f'evergrad_operator_run_phase{{{WHO}, phase="Starting"}}'
 CREATED = f"evergrad_operator_run_created_timestamp_seconds{{{WHO}}}"
+INFO = "evergrad_operator_run_info"
 IMAGE = 'reason="ImagePullFailed"'
 STARTED = f"evergrad_operator_run_started_timestamp_seconds{{{WHO}}}"
 TOKENS = "evergrad_tokens_total"
@@ -195,6 +196,28 @@ def stairs(height: int, width: int, count: int) -> str:
 SICK: list[tuple[str, str, str, dict[str, str]]] = [
     (
         "TrainingRunNotStarting",
+        "it hangs before its first step",
+        "40m",
+        {
+            STARTING: "1x4 stale",
+            RUNNING: "_x5 1x60",
+            STARTED: "0x60",
+            f'{INFO}{{{WHO}, kind="training"}}': "1x60",
+        },
+    ),
+    (
+        "TrainingRunStalled",
+        "a script has ceased to report",
+        "60m",
+        {
+            RUNNING: "1x60",
+            STARTED: "0x60",
+            PROGRESS: "0+60x30 1800x30",
+            f'{INFO}{{{WHO}, kind="script"}}': "1x60",
+        },
+    ),
+    (
+        "TrainingRunNotStarting",
         "no host has room for it",
         "40m",
         {
@@ -267,6 +290,28 @@ HEALTHY: list[tuple[str, str, str, dict[str, str]]] = [
         "it was resumed after fifty minutes, and loads its state",
         "59m",
         {RUNNING: "_x50 1x10", STARTED: "0x48 2940x12", PROGRESS: "0x60"},
+    ),
+    (
+        "TrainingRunNotStarting",
+        "its first step came after twenty minutes",
+        "100m",
+        {
+            STARTING: "1x4 stale",
+            RUNNING: "_x5 1x95",
+            STARTED: "0x100",
+            PROGRESS: "_x20 1200+60x80",
+            f'{INFO}{{{WHO}, kind="training"}}': "1x100",
+        },
+    ),
+    (
+        "TrainingRunNotStarting",
+        "a script trains and reports nothing",
+        "100m",
+        {
+            RUNNING: "1x100",
+            STARTED: "0x100",
+            f'{INFO}{{{WHO}, kind="script"}}': "1x100",
+        },
     ),
     (
         # The operator cannot reach the coordinator, so that it knows of no step.
