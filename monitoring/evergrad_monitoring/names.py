@@ -47,7 +47,11 @@ def metric(name: str, selector: str = "") -> str:
     return f"{exported}{{{selector}}}"
 
 
-PROCESS: Final = ("process_resident_memory_bytes", "process_cpu_seconds_total")
+PROCESS: Final = (
+    "process_resident_memory_bytes",
+    "process_cpu_seconds_total",
+    "process_start_time_seconds",
+)
 """Metrics of a process that every client library has, under names without a prefix."""
 
 

@@ -23,6 +23,12 @@ from evergrad_monitoring.queries import Query, collect_queries
 from evergrad_operator.names import Phase
 
 WHO = 'run_namespace="a", run="x"'
+OWN = f'namespace="{chart.NAMESPACE}", job="evergrad"'
+LEADER, AGE, LAG = (
+    f"evergrad_operator_{one}"
+    for one in ("leader", "queue_oldest_age_seconds", "watch_lag_seconds")
+)
+PASSES = "evergrad_operator_reconcile_total"
 RUNNING = f'evergrad_operator_run_phase{{{WHO}, phase="Running"}}'
 WAITING = f'evergrad_operator_run_phase{{{WHO}, phase="Waiting"}}'
 STARTING = f'evergrad_operator_run_phase{{{WHO}, phase="Starting"}}'
@@ -153,32 +159,39 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
     "TrainingOperatorDown": (
         "30m",
         # The pod is gone; a gap alone would be bridged for five minutes.
-        {'evergrad_operator_leader{pod="o"}': "1x10 stale"},
+        {f'{LEADER}{{{OWN}, pod="o"}}': "1x10 stale"},
         {
-            'evergrad_operator_leader{pod="o"}': "0x60",
-            'evergrad_operator_leader{pod="p"}': "1x60",
+            f'{LEADER}{{{OWN}, pod="o"}}': "0x60",
+            f'{LEADER}{{{OWN}, pod="p"}}': "1x60",
         },
+    ),
+    "TrainingOperatorRestarts": (
+        "30m",
+        # The kubelet restarts it every two minutes, and later after a pause.
+        {f'process_start_time_seconds{{{OWN}, pod="o"}}': "0x9 600x4 900x4 1200x4 1500x40"},
+        {f'process_start_time_seconds{{{OWN}, pod="o"}}': "0x9 600x4 900x50"},
     ),
     "TrainingOperatorReconcileErrors": (
         "30m",
         {
-            'evergrad_operator_reconcile_total{result="error"}': "0+5x60",
-            'evergrad_operator_reconcile_total{result="success"}': "0+5x60",
+            f'{PASSES}{{{OWN}, result="error"}}': "0+5x60",
+            f'{PASSES}{{{OWN}, result="success"}}': "0+5x60",
         },
         {
-            'evergrad_operator_reconcile_total{result="error"}': "0x60",
-            'evergrad_operator_reconcile_total{result="success"}': "0+5x60",
+            f'{PASSES}{{{OWN}, result="error"}}': "0x60",
+            f'{PASSES}{{{OWN}, result="success"}}': "0+5x60",
         },
     ),
+    # A process that stands still for 100 s is restarted within 30 s, and its age begins at 0 again.
     "TrainingOperatorQueueStuck": (
-        "20m",
-        {"evergrad_operator_queue_oldest_age_seconds": "0+60x60"},
-        {"evergrad_operator_queue_oldest_age_seconds": "2x60"},
+        "17m",
+        {f"{AGE}{{{OWN}}}": "0x15 70 120 0x43"},
+        {f"{AGE}{{{OWN}}}": "0x15 55 0x44"},
     ),
     "TrainingOperatorWatchStale": (
-        "20m",
-        {'evergrad_operator_watch_lag_seconds{resource="pods"}': "0+60x60"},
-        {'evergrad_operator_watch_lag_seconds{resource="pods"}': "0x60"},
+        "17m",
+        {f'{LAG}{{{OWN}, resource="pods"}}': "0x15 70 120 0x43"},
+        {f'{LAG}{{{OWN}, resource="pods"}}': "0x15 55 0x44"},
     ),
 }
 """By alert: when to look, series with which it fires, and series with which it is silent."""
@@ -237,6 +250,15 @@ SICK: list[tuple[str, str, str, dict[str, str]]] = [
             f'evergrad_operator_run_waiting{{{WHO}, reason="BackingOff"}}': "1x9 stale _x9 1x9 stale _x9 1x9",
             CREATED: "0x60",
             STARTED: "0x60",
+        },
+    ),
+    (
+        "TrainingOperatorDown",
+        "the operator of another release works",
+        "60m",
+        {
+            f'{LEADER}{{{OWN}, pod="o"}}': "1x10 stale",
+            f'{LEADER}{{namespace="other", job="evergrad", pod="p"}}': "1x60",
         },
     ),
     (
@@ -420,8 +442,8 @@ HEALTHY: list[tuple[str, str, str, dict[str, str]]] = [
         "its only pod is replaced by another one",
         "30m",
         {
-            'evergrad_operator_leader{pod="o"}': "1x10 stale",
-            'evergrad_operator_leader{pod="p"}': "_x13 1x40",
+            f'{LEADER}{{{OWN}, pod="o"}}': "1x10 stale",
+            f'{LEADER}{{{OWN}, pod="p"}}': "_x13 1x40",
         },
     ),
 ]
@@ -586,12 +608,13 @@ def test_each_alert_fires_where_it_should_under_the_name_of_its_run_and_is_silen
     for alert in ALERTS:
         at, fires, silent = CASES[alert.name]
         query = f'ALERTS{{alertname="{alert.name}", alertstate="firing"}}'
-        whose = WHO if alert in OF_RUNS else ""
-        if alert.name == "TrainingOperatorWatchStale":
-            whose = 'resource="pods"'
-        elif alert.name == "TrainingRunBlocked":
-            whose = f"{IMAGE}, {WHO}"
-        labels = f'{query[:-1]}, severity="{alert.severity}", {whose}}}'.replace(", }", "}")
+        whose = WHO if alert in OF_RUNS else f'namespace="{chart.NAMESPACE}"'
+        whose += {
+            "TrainingOperatorRestarts": ', pod="o"',
+            "TrainingOperatorWatchStale": ', resource="pods"',
+            "TrainingRunBlocked": f", {IMAGE}",
+        }.get(alert.name, "")
+        labels = f'{query[:-1]}, severity="{alert.severity}", {whose}}}'
         found = {"labels": labels, "value": 1}
         tests += [
             (alert.name, case("fires", fires, at, query, found)),
@@ -619,6 +642,28 @@ def test_an_alert_fires_in_each_of_the_ways_in_which_things_go_wrong(
         query = f'count(ALERTS{{alertname="{name}", alertstate="firing"}})'
         tests.append((name, case(how, series, at, query, {"labels": "{}", "value": 1})))
     check_rules(promtool, tmp_path, rules, tests)
+
+
+def test_rules_of_a_release_are_about_the_namespaces_that_it_serves(
+    promtool: str, tmp_path: Path
+) -> None:
+    if toolbox.missing(("helm",)):
+        pytest.skip("helm is not built. make chart-lint builds it, with Go.")
+    rbac = {"scope": "namespaced", "watchNamespaces": ["a", "b"]}
+    rendered = chart.render({"metrics": {"enabled": True}, "rbac": rbac})
+    (rule,) = (one for one in rendered if one["kind"] == "PrometheusRule")
+    for one in rule["spec"]["groups"][0]["rules"]:
+        names = re.findall(r"\bevergrad_\w+", one["expr"])
+        assert one["expr"].count('run_namespace=~"a|b"') == len(names), one["alert"]
+    name = "TrainingRunFailed"
+    _, series, _ = CASES[name]
+    query = f'count(ALERTS{{alertname="{name}", alertstate="firing"}})'
+    of_another = {key.replace('"a"', '"ab"'): value for key, value in series.items()}
+    tests = [
+        (name, case("its own", series, "20m", query, {"labels": "{}", "value": 1})),
+        (name, case("of another release", of_another, "20m", query)),
+    ]
+    check_rules(promtool, tmp_path, rule["spec"], tests)
 
 
 def test_more_than_five_replacements_are_at_least_six(
