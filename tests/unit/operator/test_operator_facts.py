@@ -115,14 +115,14 @@ def test_a_run_that_needs_no_person_does_not_say_so(status: dict[str, Any]) -> N
     assert "evergrad_operator_run_stalled{" not in scrape(status, [])
 
 
-def test_it_is_known_which_runs_report_steps_without_being_asked_to() -> None:
-    for spec, kind in (({"training": {}}, "training"), ({"script": {}}, "script")):
-        raw = {"metadata": {}, "spec": spec, "status": {"phase": "Running"}}
-        runs = read_runs({KEY: raw}, now=0.0)
-        registry = CollectorRegistry()
-        registry.register(FactsCollector(Facts(0, 0.0, 0, {}, {}, {}, runs)))
-        sample = f'evergrad_operator_run_info{{kind="{kind}",{WHO}}} 1.0'
-        assert sample in generate_latest(registry).decode()
+@pytest.mark.parametrize("kind", ["training", "script"])
+def test_it_is_known_which_runs_report_steps_without_being_asked_to(kind: str) -> None:
+    raw = {"metadata": {}, "spec": {kind: {}}, "status": {"phase": "Running"}}
+    registry = CollectorRegistry()
+    runs = read_runs({KEY: raw}, now=0.0)
+    registry.register(FactsCollector(Facts(0, 0.0, 0, {}, {}, {}, runs)))
+    sample = f'evergrad_operator_run_info{{kind="{kind}",{WHO}}} 1.0'
+    assert sample in generate_latest(registry).decode()
 
 
 def test_reasons_that_are_none_of_the_operators_are_one() -> None:
