@@ -1,14 +1,24 @@
 """What somebody is told about, as rules of Prometheus.
 
 Rules name symptoms, and each says what to do in a page of its own: docs/runbooks/NAME.md. A threshold is a
-value of the chart, ``metrics.rules.thresholds.KEY``; THRESHOLDS has the defaults.
+value of the chart, ``metrics.rules.thresholds.KEY``; THRESHOLDS has the defaults. Expressions are about any
+release; the chart's are about its own, since several may share one Prometheus.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from evergrad_monitoring.names import RUN, by_run, in_phase, increase, metric, rate
+from evergrad_monitoring.names import (
+    RUN,
+    by_run,
+    count_increase,
+    in_phase,
+    increase,
+    metric,
+    rate,
+)
 
 Severity = Literal["critical", "warning", "info"]
 THRESHOLDS: Final[dict[str, float]] = {
@@ -25,8 +35,10 @@ THRESHOLDS: Final[dict[str, float]] = {
     "goodputSeconds": 10800,
     "failedSeconds": 3600,
     "reconcileErrorShare": 0.1,
-    "queueAgeSeconds": 300,
-    "watchLagSeconds": 300,
+    "restartsPerHalfHour": 3,
+    # Below the 100 s after which /healthz fails: the kubelet restarts the process then, and both begin at 0.
+    "queueAgeSeconds": 60,
+    "watchLagSeconds": 60,
 }
 """Thresholds by their key in the chart's values, with their defaults; units are in the names."""
 
@@ -62,15 +74,33 @@ _MEAN_STEP: Final = (
     f"{by_run('sum', metric('step_duration_seconds_sum'))}"
     f" / {by_run('sum', metric('step_duration_seconds_count'))}"
 )
-_TOKENS: Final = rate("tokens_total", "10m")
+
+
+def _tokens_per_second(window: str) -> str:
+    """Tokens by the seconds of the steps that ended in ``window``. Of none of them it is not a number."""
+    return (
+        f"{increase('tokens_total', window)}"
+        f" / {increase('step_duration_seconds_sum', window)}"
+    )
+
+
 _LOSS: Final = by_run("max", metric("loss", 'split="train"'))
 _WAITS_FOR_DATA: Final = rate("step_phase_seconds_total", "15m", 'phase="data"')
+# The next group saves again where a save ended because a node was lost.
+_OF_THE_SAVE: Final = 'reason!="peer_lost"'
 _PASSES_FAILED: Final = metric("operator_reconcile_total", 'result="error"')
 _KEPT: Final = increase("productive_seconds_total", "6h")
 # An evaluation is time that was given on purpose.
 _LOST: Final = increase("lost_seconds_total", "6h", 'cause!="evaluation"')
 _CREATED: Final = metric("operator_run_created_timestamp_seconds")
 _STARTED: Final = metric("operator_run_started_timestamp_seconds")
+_PROGRESSED: Final = metric("operator_run_last_progress_timestamp_seconds")
+_TRAINING: Final = metric("operator_run_info", 'kind="training"')
+# A script may report none, ever.
+_WITHOUT_STEP: Final = (
+    f"{in_phase('Running')} == 1 and on ({RUN}) {_TRAINING} unless on ({RUN}) {_PROGRESSED}"
+)
+_QUEUED: Final = by_run("max", metric("operator_run_waiting", 'reason="Queued"'))
 _BEGUN: Final = by_run("max", _STARTED)
 
 
@@ -103,8 +133,7 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
         "critical",
         "5m",
         _lines(
-            f"time() - max by ({RUN}) ({metric('operator_run_last_progress_timestamp_seconds')})"
-            " > <stalledSeconds>",
+            f"time() - max by ({RUN}) ({_PROGRESSED}) > <stalledSeconds>",
             _RUNNING,
             # Of a run that was resumed the last step is as old as its suspension was long.
             f"and on ({RUN}) time() - {_BEGUN} > <stalledSeconds>",
@@ -123,16 +152,28 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
         _lines(
             # For the message: a resumed run counts from when it was resumed.
             f"time() - max by ({RUN}) ({_STARTED} or {_CREATED})",
-            f"and on ({RUN}) {in_phase('Pending', 'Starting', 'Restarting')} == 1",
+            # All together: a run that fails at each start goes from one to another.
+            f"and on ({RUN}) ({in_phase('Pending', 'Starting', 'Restarting', 'Waiting')} == 1",
+            f"or {_WITHOUT_STEP})",
+            f"unless on ({RUN}) {_QUEUED}",
         ),
         f"Run {_WHO} does not start",
         f"{_WHO} is not training; it was started {{{{ $value | humanizeDuration }}}} ago.",
     ),
     Alert(
+        "TrainingRunBlocked",
+        "warning",
+        # A claim or a Secret may follow the run a moment later.
+        "5m",
+        f"max by ({RUN}, reason) ({metric('operator_run_stalled')})",
+        f"Run {_WHO} waits for a person",
+        f"{_WHO} needs somebody to act: {{{{ $labels.reason }}}}. Its status says what to do.",
+    ),
+    Alert(
         "TrainingRunRestartStorm",
         "warning",
         "0m",
-        f"{increase('operator_run_pods_replaced_total', '1h')} > <restartsPerHour>",
+        f"{count_increase('operator_run_pods_replaced_total', '1h')} > <restartsPerHour>",
         f"Pods of run {_WHO} are replaced again and again",
         f"{{{{ $value | humanize }}}} pods of {_WHO} were replaced in the last hour.",
     ),
@@ -140,7 +181,7 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
         "TrainingRunLossNonFinite",
         "warning",
         "0m",
-        f"{increase('nonfinite_total', '10m')} > 0",
+        f"{count_increase('nonfinite_total', '10m')} > 0",
         f"Run {_WHO} has a loss or a gradient that is not a finite number",
         f"{{{{ $value | humanize }}}} steps of {_WHO} were not finite in the last ten minutes.",
     ),
@@ -173,7 +214,7 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
         "TrainingRunCheckpointFailing",
         "warning",
         "0m",
-        f"{increase('checkpoint_failures_total', '30m')} > 0",
+        f"{count_increase('checkpoint_failures_total', '30m', _OF_THE_SAVE)} > 0",
         f"Checkpoints of run {_WHO} fail",
         f"{{{{ $value | humanize }}}} saves or loads of {_WHO} failed in the last half hour.",
     ),
@@ -182,7 +223,9 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
         "info",
         "15m",
         _lines(
-            f"{_TOKENS} < <throughputShare> * avg_over_time(({_TOKENS})[6h:5m])",
+            # Where a step takes longer than the window, the last one counts until the next has ended.
+            f"last_over_time(({_tokens_per_second('10m')} > 0)[1h:5m])"
+            f" < <throughputShare> * ({_tokens_per_second('6h')})",
             _RUNNING,
         ),
         f"Run {_WHO} has become slow",
@@ -237,6 +280,14 @@ OF_OPERATOR: Final[tuple[Alert, ...]] = (
         "No replica of the operator holds the Lease. Runs train on; no pod of theirs is replaced.",
     ),
     Alert(
+        "TrainingOperatorRestarts",
+        "warning",
+        "0m",
+        "max by (pod) (changes(process_start_time_seconds[30m])) > <restartsPerHalfHour>",
+        "The operator starts again and again",
+        "Its process in pod {{ $labels.pod }} was restarted {{ $value }} times in the last half hour.",
+    ),
+    Alert(
         "TrainingOperatorReconcileErrors",
         "warning",
         "10m",
@@ -248,7 +299,7 @@ OF_OPERATOR: Final[tuple[Alert, ...]] = (
     Alert(
         "TrainingOperatorQueueStuck",
         "warning",
-        "5m",
+        "30s",
         f"max({metric('operator_queue_oldest_age_seconds')}) > <queueAgeSeconds>",
         "Runs wait for the operator",
         "The oldest run in the operator's queue has waited for {{ $value | humanizeDuration }}.",
@@ -256,13 +307,21 @@ OF_OPERATOR: Final[tuple[Alert, ...]] = (
     Alert(
         "TrainingOperatorWatchStale",
         "warning",
-        "5m",
+        "30s",
         f"max by (resource) ({metric('operator_watch_lag_seconds')}) > <watchLagSeconds>",
         "The operator does not see what changes",
         "The watch of {{ $labels.resource }} has been behind for {{ $value | humanizeDuration }}.",
     ),
 )
 ALERTS: Final = (*OF_RUNS, *OF_OPERATOR)
+_SELECTORS: Final = """\
+{{- $operator := printf "namespace=%q, job=%q" .Release.Namespace (include "evergrad.fullname" .) }}
+{{- $runs := `run_namespace!=""` }}
+{{- if eq .Values.rbac.scope "namespaced" }}
+{{- $runs = include "evergrad.namespaces" . | fromJsonArray | join "|" | printf "run_namespace=~%q" }}
+{{- end }}"""
+"""Matchers of the series that the release's operator serves itself, and of those of its runs."""
+_SERIES: Final = re.compile(r"\b((?:evergrad|process)_\w+)(?:\{([^}]*)\})?")
 
 
 def render_rules() -> str:
@@ -272,25 +331,42 @@ def render_rules() -> str:
 
 def _render() -> Iterator[str]:
     yield "# Generated by `make generate` from monitoring/evergrad_monitoring/alerts.py."
-    for name, alerts in (("evergrad.runs", OF_RUNS), ("evergrad.operator", OF_OPERATOR)):
-        yield f"- name: {name}"
+    yield _SELECTORS
+    for name, alerts in (("runs", OF_RUNS), ("operator", OF_OPERATOR)):
+        # Several operators would have one and the same alert otherwise.
+        whose = (
+            ", namespace: {{ .Release.Namespace | quote }}" if name == "operator" else ""
+        )
+        yield f"- name: evergrad.{name}"
         yield "  rules:"
         for alert in alerts:
             yield f'    {{{{- if not (has "{alert.name}" .Values.metrics.rules.disabled) }}}}'
             yield f"    - alert: {alert.name}"
             yield "      expr: |"
             yield from (
-                f"        {_for_helm(line)}" for line in alert.expression.splitlines()
+                f"        {_for_helm(_select(line, f'${name}'))}"
+                for line in alert.expression.splitlines()
             )
             if alert.holds != "0m":
                 # A large number would be written with an exponent, which is no duration.
                 yield f"      for: {_for_helm(alert.holds, 'int64 ')}"
-            yield f"      labels: {{severity: {alert.severity}}}"
+            yield f"      labels: {{severity: {alert.severity}{whose}}}"
             yield "      annotations:"
             yield f"        summary: {_quote(alert.summary)}"
             yield f"        description: {_quote(alert.description)}"
             yield f"        runbook_url: {{{{ .Values.metrics.rules.runbooks }}}}/{alert.name}.md"
             yield "    {{- end }}"
+
+
+def _select(line: str, variable: str) -> str:
+    """Add a variable's matchers to each series."""
+
+    def add(found: re.Match[str]) -> str:
+        before = f"{found[2]}, {{{{ {variable}" if found[2] else f" {{{{- {variable}"
+        after = " }}" if found[2] else " -}} "
+        return f"{found[1]}{{{before}{after}}}"
+
+    return _SERIES.sub(add, line)
 
 
 def _for_helm(line: str, convert: str = "") -> str:

@@ -47,7 +47,11 @@ def metric(name: str, selector: str = "") -> str:
     return f"{exported}{{{selector}}}"
 
 
-PROCESS: Final = ("process_resident_memory_bytes", "process_cpu_seconds_total")
+PROCESS: Final = (
+    "process_resident_memory_bytes",
+    "process_cpu_seconds_total",
+    "process_start_time_seconds",
+)
 """Metrics of a process that every client library has, under names without a prefix."""
 
 
@@ -86,6 +90,11 @@ def rate(name: str, window: str, selector: str = "") -> str:
 def increase(name: str, window: str, selector: str = "") -> str:
     """What a counter gains in ``window``, one value a run."""
     return by_run("sum", f"increase({metric(name, selector)}[{window}])")
+
+
+def count_increase(name: str, window: str, selector: str = "") -> str:
+    """The same of a counter of whole things. ``increase`` estimates up to the window's ends: 5.06 for 5."""
+    return f"round({increase(name, window, selector)})"
 
 
 def in_phase(*phases: str) -> str:

@@ -2,10 +2,18 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from evergrad_operator.evaluation import parse_evaluation
-from evergrad_operator.names import LABEL_ROLE, QUEUE_GATE, ROLE_NODE, Key, Phase
+from evergrad_operator.names import (
+    LABEL_ROLE,
+    QUEUE_GATE,
+    ROLE_NODE,
+    Condition,
+    Key,
+    Phase,
+    Reason,
+)
 from evergrad_operator.preparation import parse_preparation
 from evergrad_operator.raw import get_map, get_maps, get_natural, get_text
 from evergrad_operator.times import parse_time
@@ -13,6 +21,9 @@ from evergrad_operator.usage import Usage, parse_usage
 
 FINISHED_SECONDS: Final = 86400.0
 """Time, in seconds, for which a run that is over is still exported."""
+_REASONS: Final = frozenset(reason.value for reason in Reason)
+_OTHER_REASON: Final = "Other"
+"""Any reason that is none of the operator's: label values must be bounded."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,14 @@ class RunFacts:
     """Time of its pods by use."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """All labels of the run."""
+    kind: Literal["training", "script"] = "training"
+    """What its spec has."""
+    waiting_reason: str = ""
+    """Why it waits, where that is its phase."""
+    stalled_reason: str = ""
+    """Why a person has to act; empty where none has, and for a run that is over."""
+    uid: str = ""
+    """The run's own, since another one may have its name later."""
 
 
 def count_phases(runs: Iterable[Mapping[str, Any]]) -> dict[str, int]:
@@ -139,9 +158,25 @@ def read_runs(
                     str(key): str(value)
                     for key, value in get_map(raw, "metadata", "labels").items()
                 },
+                kind="script" if "script" in get_map(raw, "spec") else "training",
+                waiting_reason=_bound_reason(status) if phase == Phase.WAITING else "",
+                stalled_reason="" if is_over else _find_stalled_reason(status),
+                uid=get_text(get_map(raw, "metadata"), "uid"),
             )
         )
     return tuple(facts)
+
+
+def _find_stalled_reason(status: Mapping[str, Any]) -> str:
+    for condition in get_maps(status, "conditions"):
+        if (condition.get("type"), condition.get("status")) == (Condition.STALLED, "True"):
+            return _bound_reason(condition)
+    return ""
+
+
+def _bound_reason(holder: Mapping[str, Any]) -> str:
+    reason = get_text(holder, "reason")
+    return reason if reason in _REASONS else _OTHER_REASON
 
 
 def _phase(raw: Mapping[str, Any]) -> str:

@@ -156,6 +156,9 @@ class FactsCollector:
         restarts = _counter_family("run_restarts_total")
         replaced = _counter_family("run_pods_replaced_total")
         phase = _gauge_family("run_phase")
+        info = _gauge_family("run_info")
+        waits = _gauge_family("run_waiting")
+        stalled = _gauge_family("run_stalled")
         ratio = _gauge_family("run_progress_ratio")
         times = [_gauge_family(f"run_{name}_timestamp_seconds") for name in _TIMES]
         evaluated = _gauge_family("run_evaluation_value")
@@ -168,6 +171,11 @@ class FactsCollector:
         for run in facts.runs:
             labels = (run.namespace, run.name)
             phase.add_metric((*labels, run.phase), 1)
+            info.add_metric((*labels, run.kind), 1)
+            if run.waiting_reason:
+                waits.add_metric((*labels, run.waiting_reason), 1)
+            if run.stalled_reason:
+                stalled.add_metric((*labels, run.stalled_reason), 1)
             replaced.add_metric(labels, run.replaced)
             for cause, count in run.restarts.items():
                 restarts.add_metric((*labels, cause), count)
@@ -191,7 +199,7 @@ class FactsCollector:
             if run.work:
                 prepared.add_metric((*labels, run.work), run.prepared)
                 tokens.add_metric(labels, run.prepared_tokens)
-        yield from (phase, restarts, replaced, *times, ratio)
+        yield from (phase, info, waits, stalled, restarts, replaced, *times, ratio)
         yield from (nodes, most, prepared, tokens, step, evaluated, waiting)
         yield from self._collect_usage(facts.runs)
         yield self._collect_labels(facts.runs)
@@ -210,7 +218,8 @@ class FactsCollector:
                 usage = run.usage
                 counts = usage.pods if kind == "pod" else usage.accelerators
                 for cause, milliseconds in counts.items():
-                    place = (kind, run.namespace, run.name, cause)
+                    # A run that was made anew begins at 0, as any other.
+                    place = (kind, run.namespace, run.name, run.uid, cause)
                     shown[place] = max(milliseconds / 1000, self._shown.get(place, 0.0))
                     family.add_metric((run.namespace, run.name, cause), shown[place])
             yield family

@@ -151,11 +151,13 @@ def test_12_no_node_that_fits_is_waited_for_with_the_schedulers_words(
     assert "node affinity/selector" in shown
 
 
-def test_12_a_missing_volume_is_waited_for_by_name(runs: Runs) -> None:
+def test_12_a_missing_volume_is_waited_for_by_name(runs: Runs, shell: Shell) -> None:
     run = runs.start(
         "no-volume", steps=20, storage={"size": None, "claimName": "no-such-claim"}
     )
     expect_waiting(run, "VolumeMissing", "no-such-claim")
+    shown = play_runbook(shell, "docs/runbooks/TrainingRunBlocked.md", run)
+    assert "no-such-claim" in shown
 
 
 @pytest.mark.long

@@ -27,6 +27,7 @@ SILENT = {
     "evergrad-run: Metrics of the recipe (A)": "pretrain measures nothing besides its loss",
     "evergrad-run: Tokens per second (B)": "no script trains",
     "TrainingRunStalled": "the run makes steps all the time",
+    "TrainingRunBlocked": "no run needs a person",
     "TrainingRunRestartStorm": "one pod was replaced",
     "TrainingRunLossNonFinite": "all losses are finite",
     "TrainingRunLossDiverging": "the loss falls",
@@ -35,9 +36,10 @@ SILENT = {
     "TrainingRunGoodputLow": "no run is three hours old",
     "TrainingRunFailed": "no run has failed",
     "TrainingOperatorDown": "the operator works",
+    "TrainingOperatorRestarts": "the operator's process goes on",
     "TrainingOperatorReconcileErrors": "its passes are well",
-    "TrainingOperatorQueueStuck": "no run waits for five minutes",
-    "TrainingOperatorWatchStale": "no watch is behind for five minutes",
+    "TrainingOperatorQueueStuck": "no run waits for a minute",
+    "TrainingOperatorWatchStale": "no watch is behind for a minute",
     "reference/metrics.md: Stalled": "the run makes steps all the time",
     "reference/operator-metrics.md: A run makes no steps": "the run makes steps all the time",
     "reference/operator-metrics.md: Nobody works": "the operator works",
@@ -51,6 +53,8 @@ EITHER = {
 }
 """Queries that may have an answer or none, as the machine is."""
 NEVER_THERE = {
+    "evergrad_operator_run_stalled{}": "no run needs a person",
+    'evergrad_operator_run_waiting{reason="Queued"}': "no run has a queue",
     'evergrad_operator_run_phase{phase=~"Failed"}': "no run has failed",
     'evergrad_operator_run_phase{phase="Suspended"}': "no run is suspended",
 }

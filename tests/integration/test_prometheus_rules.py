@@ -177,7 +177,7 @@ class World:
                 "evergrad",
                 service,
                 [
-                    (server.port, meta("evergrad", f"evergrad-{number}", ""))
+                    (server.port, meta(chart.NAMESPACE, f"evergrad-{number}", ""))
                     for number, server in enumerate(self.servers)
                 ],
             ),

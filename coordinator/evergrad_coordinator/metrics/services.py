@@ -287,6 +287,27 @@ OPERATOR: Final[tuple[Series, ...]] = (
         labels=(*_RUN, "phase"),
     ),
     Series(
+        "operator_run_info",
+        "gauge",
+        "Always 1; what trains",
+        labels=(*_RUN, "kind"),
+        note="`training` reports its steps; `script` does if it calls `report`.",
+    ),
+    Series(
+        "operator_run_waiting",
+        "gauge",
+        "Always 1, for the reason for which a run in the phase Waiting does not train",
+        labels=(*_RUN, "reason"),
+        note="As in `status.reason`.",
+    ),
+    Series(
+        "operator_run_stalled",
+        "gauge",
+        "Always 1, for the reason for which a person has to act",
+        labels=(*_RUN, "reason"),
+        note="While the condition `Stalled` is True; a run that is over has none.",
+    ),
+    Series(
         "operator_run_restarts_total",
         "counter",
         "Pods of a run that were replaced, by cause",

@@ -31,9 +31,10 @@ def build_operator() -> Dashboard:
         board.with_panel(
             number(
                 "Replicas that may write",
-                "Exactly one. None: nothing is replaced; runs train on.",
+                "Exactly one in each namespace with an operator. None: nothing is replaced; runs train on.",
                 "short",
-                f"sum({metric('operator_leader', _JOB)})",
+                f"sum by (namespace) ({metric('operator_leader', _JOB)})",
+                legend="{{namespace}}",
             )
         )
         .with_panel(

@@ -81,10 +81,17 @@ def plot(
 
 
 def number(
-    title: str, description: str, unit: str, expression: str, *, span: int = 4
+    title: str,
+    description: str,
+    unit: str,
+    expression: str,
+    *,
+    span: int = 4,
+    legend: str = "",
 ) -> stat.Panel:
-    """The newest value, large."""
-    panel = _begin(stat.Panel(), title, description, [(expression, title)], span)
+    """The newest value, large. ``legend``: what tells several of them apart."""
+    queries = [(expression, legend or title)]
+    panel = _begin(stat.Panel(), title, description, queries, span)
     calculation = common.ReduceDataOptions().calcs(["lastNotNull"])
     return panel.unit(unit).reduce_options(calculation).height(4)
 

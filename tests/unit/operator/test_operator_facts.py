@@ -81,3 +81,52 @@ def test_the_share_of_the_preparation_that_is_done_is_between_0_and_1(
 def test_a_run_without_preparation_has_none_of_its_series() -> None:
     assert "run_preparation_ratio{" not in scrape({}, [])
     assert "run_preparation_tokens{" not in scrape({}, [])
+
+
+def stalled(reason: str, status: str = "True") -> dict[str, Any]:
+    condition = {"type": "Stalled", "status": status, "reason": reason}
+    return {"conditions": [{"type": "Ready", "status": "False"}, condition]}
+
+
+def test_a_run_that_needs_a_person_says_so_with_its_reason() -> None:
+    waits = {"phase": "Waiting", "reason": "ImagePullFailed"}
+    text = scrape({**waits, **stalled("ImagePullFailed")}, [])
+    sample = f'{{reason="ImagePullFailed",{WHO}}} 1.0'
+    assert f"evergrad_operator_run_stalled{sample}" in text
+    assert f"evergrad_operator_run_waiting{sample}" in text
+    # A group that trains on with a spec that cannot be read needs a person, too.
+    text = scrape(stalled("InvalidSpec"), [])
+    assert f'evergrad_operator_run_stalled{{reason="InvalidSpec",{WHO}}} 1.0' in text
+    assert "evergrad_operator_run_waiting{" not in text
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        {},
+        {"phase": "Waiting", "reason": "Queued", **stalled("NothingInTheWay", "False")},
+        # It has an alert of its own.
+        {"phase": "Failed", **stalled("UserError")},
+        {"phase": "Complete", **stalled("UserError")},
+        {"conditions": ["Stalled", {"type": "Stalled"}, None]},
+    ],
+)
+def test_a_run_that_needs_no_person_does_not_say_so(status: dict[str, Any]) -> None:
+    assert "evergrad_operator_run_stalled{" not in scrape(status, [])
+
+
+@pytest.mark.parametrize("kind", ["training", "script"])
+def test_it_is_known_which_runs_report_steps_without_being_asked_to(kind: str) -> None:
+    raw = {"metadata": {}, "spec": {kind: {}}, "status": {"phase": "Running"}}
+    registry = CollectorRegistry()
+    runs = read_runs({KEY: raw}, now=0.0)
+    registry.register(FactsCollector(Facts(0, 0.0, 0, {}, {}, {}, runs)))
+    sample = f'evergrad_operator_run_info{{kind="{kind}",{WHO}}} 1.0'
+    assert sample in generate_latest(registry).decode()
+
+
+def test_reasons_that_are_none_of_the_operators_are_one() -> None:
+    status = {"phase": "Waiting", "reason": "x" * 300, **stalled("no word of ours")}
+    text = scrape(status, [])
+    assert f'evergrad_operator_run_stalled{{reason="Other",{WHO}}} 1.0' in text
+    assert f'evergrad_operator_run_waiting{{reason="Other",{WHO}}} 1.0' in text

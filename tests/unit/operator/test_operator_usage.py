@@ -287,6 +287,24 @@ def test_time_is_exported_with_the_run_and_its_labels() -> None:
     assert not any("cost/center" in one["metadata"]["labels"] for one in children)
 
 
+def test_a_run_that_was_made_anew_between_two_scrapes_counts_from_its_own_beginning() -> (
+    None
+):
+    def facts(uid: str, hours: int) -> Facts:
+        usage = pack_usage(Usage(at=1, pods={"training": hours * 3600 * SECOND}))
+        raw = {"metadata": {"uid": uid}, "status": {"memory": {"usage": usage}}}
+        return Facts(0, 0.0, 0, {}, {}, {}, read_runs({("team", "x"): raw}, now=0.0))
+
+    collector = FactsCollector(facts("old", 100))
+    registry = CollectorRegistry()
+    registry.register(collector)
+    sample = 'pod_seconds_total{cause="training",run="x",run_namespace="team"}'
+    assert f"{sample} 360000.0" in generate_latest(registry).decode()
+    collector.facts = facts("new", 1)
+    # To Prometheus that is a reset: all that the new run takes is added.
+    assert f"{sample} 3600.0" in generate_latest(registry).decode()
+
+
 def test_the_time_before_a_host_is_no_time_of_accelerators() -> None:
     world = Simulation(
         make_run(resources={"limits": {"nvidia.com/gpu": "2"}, "requests": {}})

@@ -23,8 +23,24 @@ from evergrad_monitoring.queries import Query, collect_queries
 from evergrad_operator.names import Phase
 
 WHO = 'run_namespace="a", run="x"'
+OWN = f'namespace="{chart.NAMESPACE}", job="evergrad"'
+LEADER, AGE, LAG = (
+    f"evergrad_operator_{one}"
+    for one in ("leader", "queue_oldest_age_seconds", "watch_lag_seconds")
+)
+PASSES = "evergrad_operator_reconcile_total"
 RUNNING = f'evergrad_operator_run_phase{{{WHO}, phase="Running"}}'
+WAITING = f'evergrad_operator_run_phase{{{WHO}, phase="Waiting"}}'
+STARTING = f'evergrad_operator_run_phase{{{WHO}, phase="Starting"}}'
+CREATED = f"evergrad_operator_run_created_timestamp_seconds{{{WHO}}}"
+INFO = "evergrad_operator_run_info"
+IMAGE = 'reason="ImagePullFailed"'
 STARTED = f"evergrad_operator_run_started_timestamp_seconds{{{WHO}}}"
+TOKENS = "evergrad_tokens_total"
+STEPS, SECONDS = (
+    "evergrad_step_duration_seconds_count",
+    "evergrad_step_duration_seconds_sum",
+)
 PROGRESS = f"evergrad_operator_run_last_progress_timestamp_seconds{{{WHO}}}"
 # What a run shows in ten minutes each, as promtool writes series: every value of an hour is one minute apart.
 CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
@@ -36,16 +52,22 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
     "TrainingRunNotStarting": (
         "40m",
         {
-            f'evergrad_operator_run_phase{{{WHO}, phase="Starting"}}': "1x60",
-            f"evergrad_operator_run_created_timestamp_seconds{{{WHO}}}": "0x60",
+            STARTING: "1x60",
+            CREATED: "0x60",
         },
         # Data were prepared for half an hour.
         {
             f'evergrad_operator_run_phase{{{WHO}, phase="Preparing"}}': "1x30 stale",
-            f'evergrad_operator_run_phase{{{WHO}, phase="Starting"}}': "_x31 1x29",
-            f"evergrad_operator_run_created_timestamp_seconds{{{WHO}}}": "0x60",
+            STARTING: "_x31 1x29",
+            CREATED: "0x60",
             STARTED: "0x60",
         },
+    ),
+    "TrainingRunBlocked": (
+        "10m",
+        {f"evergrad_operator_run_stalled{{{WHO}, {IMAGE}}}": "1x60"},
+        # Somebody has acted within three minutes.
+        {f"evergrad_operator_run_stalled{{{WHO}, {IMAGE}}}": "1x3 stale"},
     ),
     "TrainingRunRestartStorm": (
         "59m",
@@ -86,8 +108,16 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
     ),
     "TrainingRunThroughputDrop": (
         "300m",
-        {RUNNING: "1x400", f"evergrad_tokens_total{{{WHO}}}": "0+1000x260 260000+100x140"},
-        {RUNNING: "1x400", f"evergrad_tokens_total{{{WHO}}}": "0+1000x260 260000+900x140"},
+        {
+            RUNNING: "1x400",
+            f"{TOKENS}{{{WHO}}}": "0+1000x260 260000+100x140",
+            f"{SECONDS}{{{WHO}}}": "0+60x400",
+        },
+        {
+            RUNNING: "1x400",
+            f"{TOKENS}{{{WHO}}}": "0+1000x260 260000+900x140",
+            f"{SECONDS}{{{WHO}}}": "0+60x400",
+        },
     ),
     "TrainingRunDataStarved": (
         "50m",
@@ -129,44 +159,141 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
     "TrainingOperatorDown": (
         "30m",
         # The pod is gone; a gap alone would be bridged for five minutes.
-        {'evergrad_operator_leader{pod="o"}': "1x10 stale"},
+        {f'{LEADER}{{{OWN}, pod="o"}}': "1x10 stale"},
         {
-            'evergrad_operator_leader{pod="o"}': "0x60",
-            'evergrad_operator_leader{pod="p"}': "1x60",
+            f'{LEADER}{{{OWN}, pod="o"}}': "0x60",
+            f'{LEADER}{{{OWN}, pod="p"}}': "1x60",
         },
+    ),
+    "TrainingOperatorRestarts": (
+        "30m",
+        # The kubelet restarts it every two minutes, and later after a pause.
+        {f'process_start_time_seconds{{{OWN}, pod="o"}}': "0x9 600x4 900x4 1200x4 1500x40"},
+        {f'process_start_time_seconds{{{OWN}, pod="o"}}': "0x9 600x4 900x50"},
     ),
     "TrainingOperatorReconcileErrors": (
         "30m",
         {
-            'evergrad_operator_reconcile_total{result="error"}': "0+5x60",
-            'evergrad_operator_reconcile_total{result="success"}': "0+5x60",
+            f'{PASSES}{{{OWN}, result="error"}}': "0+5x60",
+            f'{PASSES}{{{OWN}, result="success"}}': "0+5x60",
         },
         {
-            'evergrad_operator_reconcile_total{result="error"}': "0x60",
-            'evergrad_operator_reconcile_total{result="success"}': "0+5x60",
+            f'{PASSES}{{{OWN}, result="error"}}': "0x60",
+            f'{PASSES}{{{OWN}, result="success"}}': "0+5x60",
         },
     ),
+    # A process that stands still for 100 s is restarted within 30 s, and its age begins at 0 again.
     "TrainingOperatorQueueStuck": (
-        "20m",
-        {"evergrad_operator_queue_oldest_age_seconds": "0+60x60"},
-        {"evergrad_operator_queue_oldest_age_seconds": "2x60"},
+        "17m",
+        {f"{AGE}{{{OWN}}}": "0x15 70 120 0x43"},
+        {f"{AGE}{{{OWN}}}": "0x15 55 0x44"},
     ),
     "TrainingOperatorWatchStale": (
-        "20m",
-        {'evergrad_operator_watch_lag_seconds{resource="pods"}': "0+60x60"},
-        {'evergrad_operator_watch_lag_seconds{resource="pods"}': "0x60"},
+        "17m",
+        {f'{LAG}{{{OWN}, resource="pods"}}': "0x15 70 120 0x43"},
+        {f'{LAG}{{{OWN}, resource="pods"}}': "0x15 55 0x44"},
     ),
 }
 """By alert: when to look, series with which it fires, and series with which it is silent."""
 LAST_STEP = "evergrad_last_step_timestamp_seconds"
-STEPS, SECONDS = (
-    "evergrad_step_duration_seconds_count",
-    "evergrad_step_duration_seconds_sum",
-)
 SAVED = "evergrad_checkpoint_last_success_timestamp_seconds"
 KEPT, LOST = "evergrad_productive_seconds_total", "evergrad_lost_seconds_total"
 REPLACED = "evergrad_operator_run_pods_replaced_total"
+
+
+def stairs(height: int, width: int, count: int) -> str:
+    """A counter that grows by ``height`` every ``width`` minutes, in promtool's words."""
+    return " ".join(f"{number * height}x{width - 1}" for number in range(count))
+
+
+SICK: list[tuple[str, str, str, dict[str, str]]] = [
+    (
+        "TrainingRunNotStarting",
+        "it hangs before its first step",
+        "40m",
+        {
+            STARTING: "1x4 stale",
+            RUNNING: "_x5 1x60",
+            STARTED: "0x60",
+            f'{INFO}{{{WHO}, kind="training"}}': "1x60",
+        },
+    ),
+    (
+        "TrainingRunStalled",
+        "a script has ceased to report",
+        "60m",
+        {
+            RUNNING: "1x60",
+            STARTED: "0x60",
+            PROGRESS: "0+60x30 1800x30",
+            f'{INFO}{{{WHO}, kind="script"}}': "1x60",
+        },
+    ),
+    (
+        "TrainingRunNotStarting",
+        "no host has room for it",
+        "40m",
+        {
+            WAITING: "1x60",
+            f'evergrad_operator_run_waiting{{{WHO}, reason="Unschedulable"}}': "1x60",
+            CREATED: "0x60",
+            STARTED: "0x60",
+        },
+    ),
+    (
+        "TrainingRunNotStarting",
+        "its pods fail at their start, and come again after a pause",
+        "40m",
+        {
+            WAITING: "1x9 stale _x9 1x9 stale _x9 1x9",
+            STARTING: "_x10 1x9 stale _x9 1x9 stale",
+            f'evergrad_operator_run_waiting{{{WHO}, reason="BackingOff"}}': "1x9 stale _x9 1x9 stale _x9 1x9",
+            CREATED: "0x60",
+            STARTED: "0x60",
+        },
+    ),
+    (
+        "TrainingOperatorDown",
+        "the operator of another release works",
+        "60m",
+        {
+            f'{LEADER}{{{OWN}, pod="o"}}': "1x10 stale",
+            f'{LEADER}{{namespace="other", job="evergrad", pod="p"}}': "1x60",
+        },
+    ),
+    (
+        "TrainingRunThroughputDrop",
+        "steps of half an hour take an hour now",
+        "460m",
+        {
+            RUNNING: "1x700",
+            f"{TOKENS}{{{WHO}}}": f"{stairs(1000, 30, 12)} 12000x59 13000x59 14000x59",
+            f"{SECONDS}{{{WHO}}}": f"{stairs(1800, 30, 12)} 21600x59 25200x59 28800x59",
+        },
+    ),
+]
+"""Alert, how things are, when, and what is scraped: the alert fires."""
 HEALTHY: list[tuple[str, str, str, dict[str, str]]] = [
+    (
+        "TrainingRunNotStarting",
+        "it waits in a queue",
+        "100m",
+        {
+            WAITING: "1x100",
+            f'evergrad_operator_run_waiting{{{WHO}, reason="Queued"}}': "1x100",
+            CREATED: "0x100",
+            STARTED: "0x100",
+        },
+    ),
+    (
+        "TrainingRunNotStarting",
+        "somebody has suspended it",
+        "100m",
+        {
+            f'evergrad_operator_run_phase{{{WHO}, phase="Suspended"}}': "1x100",
+            CREATED: "0x100",
+        },
+    ),
     (
         "TrainingRunStalled",
         "steps take half an hour, and one has ended",
@@ -185,6 +312,28 @@ HEALTHY: list[tuple[str, str, str, dict[str, str]]] = [
         "it was resumed after fifty minutes, and loads its state",
         "59m",
         {RUNNING: "_x50 1x10", STARTED: "0x48 2940x12", PROGRESS: "0x60"},
+    ),
+    (
+        "TrainingRunNotStarting",
+        "its first step came after twenty minutes",
+        "100m",
+        {
+            STARTING: "1x4 stale",
+            RUNNING: "_x5 1x95",
+            STARTED: "0x100",
+            PROGRESS: "_x20 1200+60x80",
+            f'{INFO}{{{WHO}, kind="training"}}': "1x100",
+        },
+    ),
+    (
+        "TrainingRunNotStarting",
+        "a script trains and reports nothing",
+        "100m",
+        {
+            RUNNING: "1x100",
+            STARTED: "0x100",
+            f'{INFO}{{{WHO}, kind="script"}}': "1x100",
+        },
     ),
     (
         # The operator cannot reach the coordinator, so that it knows of no step.
@@ -219,13 +368,43 @@ HEALTHY: list[tuple[str, str, str, dict[str, str]]] = [
         },
     ),
     (
+        "TrainingRunCheckpointFailing",
+        "a node was lost during a save",
+        "59m",
+        {
+            f'evergrad_checkpoint_failures_total{{{WHO}, op="save", reason="peer_lost"}}': "0x10 1x50"
+        },
+    ),
+    (
         "TrainingRunThroughputDrop",
         "rank 0 has moved to another node, and both are scraped",
         "400m",
         {
             RUNNING: "1x400",
-            f'evergrad_tokens_total{{{WHO}, pod="x-0"}}': "0+1000x200 200000x200",
-            f'evergrad_tokens_total{{{WHO}, pod="x-1"}}': "0x200 0+1000x200",
+            f'{TOKENS}{{{WHO}, pod="x-0"}}': "0+1000x200 200000x200",
+            f'{TOKENS}{{{WHO}, pod="x-1"}}': "0x200 0+1000x200",
+            f'{SECONDS}{{{WHO}, pod="x-0"}}': "0+60x200 12000x200",
+            f'{SECONDS}{{{WHO}, pod="x-1"}}': "0x200 0+60x200",
+        },
+    ),
+    (
+        "TrainingRunThroughputDrop",
+        "steps take half an hour",
+        "640m",
+        {
+            RUNNING: "1x700",
+            f"{TOKENS}{{{WHO}}}": stairs(1000, 30, 23),
+            f"{SECONDS}{{{WHO}}}": stairs(1800, 30, 23),
+        },
+    ),
+    (
+        "TrainingRunThroughputDrop",
+        "an evaluation of an hour is no step",
+        "400m",
+        {
+            RUNNING: "1x400",
+            f"{TOKENS}{{{WHO}}}": "0+1000x200 200000x60 200000+1000x140",
+            f"{SECONDS}{{{WHO}}}": "0+60x200 12000x60 12000+60x140",
         },
     ),
     (
@@ -263,8 +442,8 @@ HEALTHY: list[tuple[str, str, str, dict[str, str]]] = [
         "its only pod is replaced by another one",
         "30m",
         {
-            'evergrad_operator_leader{pod="o"}': "1x10 stale",
-            'evergrad_operator_leader{pod="p"}': "_x13 1x40",
+            f'{LEADER}{{{OWN}, pod="o"}}': "1x10 stale",
+            f'{LEADER}{{{OWN}, pod="p"}}': "_x13 1x40",
         },
     ),
 ]
@@ -402,12 +581,17 @@ def check_rules(
 
 
 def case(
-    name: str, series: dict[str, str], at: str, query: str, *samples: dict[str, Any]
+    name: str,
+    series: dict[str, str],
+    at: str,
+    query: str,
+    *samples: dict[str, Any],
+    interval: str = "1m",
 ) -> dict[str, Any]:
     """One test as promtool has it: the answer to a query after so much of the series."""
     return {
         "name": name,
-        "interval": "1m",
+        "interval": interval,
         "input_series": [
             {"series": one, "values": values} for one, values in series.items()
         ],
@@ -424,10 +608,13 @@ def test_each_alert_fires_where_it_should_under_the_name_of_its_run_and_is_silen
     for alert in ALERTS:
         at, fires, silent = CASES[alert.name]
         query = f'ALERTS{{alertname="{alert.name}", alertstate="firing"}}'
-        whose = WHO if alert in OF_RUNS else ""
-        if alert.name == "TrainingOperatorWatchStale":
-            whose = 'resource="pods"'
-        labels = f'{query[:-1]}, severity="{alert.severity}", {whose}}}'.replace(", }", "}")
+        whose = WHO if alert in OF_RUNS else f'namespace="{chart.NAMESPACE}"'
+        whose += {
+            "TrainingOperatorRestarts": ', pod="o"',
+            "TrainingOperatorWatchStale": ', resource="pods"',
+            "TrainingRunBlocked": f", {IMAGE}",
+        }.get(alert.name, "")
+        labels = f'{query[:-1]}, severity="{alert.severity}", {whose}}}'
         found = {"labels": labels, "value": 1}
         tests += [
             (alert.name, case("fires", fires, at, query, found)),
@@ -444,6 +631,54 @@ def test_no_alert_fires_where_all_is_well_though_it_may_look_otherwise(
         firing = f'count(ALERTS{{alertname="{name}", alertstate="firing"}}) or vector(0)'
         query = f"max_over_time(({firing})[{at}:1m])"
         tests.append((name, case(how, series, at, query, {"labels": "{}", "value": 0})))
+    check_rules(promtool, tmp_path, rules, tests)
+
+
+def test_an_alert_fires_in_each_of_the_ways_in_which_things_go_wrong(
+    promtool: str, rules: dict[str, Any], tmp_path: Path
+) -> None:
+    tests = []
+    for name, how, at, series in SICK:
+        query = f'count(ALERTS{{alertname="{name}", alertstate="firing"}})'
+        tests.append((name, case(how, series, at, query, {"labels": "{}", "value": 1})))
+    check_rules(promtool, tmp_path, rules, tests)
+
+
+def test_rules_of_a_release_are_about_the_namespaces_that_it_serves(
+    promtool: str, tmp_path: Path
+) -> None:
+    if toolbox.missing(("helm",)):
+        pytest.skip("helm is not built. make chart-lint builds it, with Go.")
+    rbac = {"scope": "namespaced", "watchNamespaces": ["a", "b"]}
+    rendered = chart.render({"metrics": {"enabled": True}, "rbac": rbac})
+    (rule,) = (one for one in rendered if one["kind"] == "PrometheusRule")
+    for one in rule["spec"]["groups"][0]["rules"]:
+        names = re.findall(r"\bevergrad_\w+", one["expr"])
+        assert one["expr"].count('run_namespace=~"a|b"') == len(names), one["alert"]
+    name = "TrainingRunFailed"
+    _, series, _ = CASES[name]
+    query = f'count(ALERTS{{alertname="{name}", alertstate="firing"}})'
+    of_another = {key.replace('"a"', '"ab"'): value for key, value in series.items()}
+    tests = [
+        (name, case("its own", series, "20m", query, {"labels": "{}", "value": 1})),
+        (name, case("of another release", of_another, "20m", query)),
+    ]
+    check_rules(promtool, tmp_path, rule["spec"], tests)
+
+
+def test_more_than_five_replacements_are_at_least_six(
+    promtool: str, rules: dict[str, Any], tmp_path: Path
+) -> None:
+    # Samples that do not lie on the window's ends: what lies between is estimated, as 5.06 for 5.
+    name = "TrainingRunRestartStorm"
+    query = f'ALERTS{{alertname="{name}", alertstate="firing"}}'
+    series = f"{REPLACED}{{{WHO}}}"
+    five, six = "7x20 8x10 9x10 10x10 11x10 12x200", "7x20 8x10 9x10 10x10 11x10 13x200"
+    found = {"labels": f'{query[:-1]}, severity="warning", {WHO}}}', "value": 1}
+    tests = [
+        (name, case("five", {series: five}, "61m", query, interval="40s")),
+        (name, case("six", {series: six}, "61m", query, found, interval="40s")),
+    ]
     check_rules(promtool, tmp_path, rules, tests)
 
 
