@@ -72,6 +72,7 @@ def to_markdown(document: dict[str, Any]) -> str:
         "",
         f"Written by `make gpu-check`, {document['taken']}, device {document['device']}.",
         "",
+        *([document["note"], ""] if document.get("note") else []),
         "| part | result | seconds |",
         "|---|---|---:|",
     ]
@@ -112,6 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     document: dict[str, Any] = {
         "taken": time.strftime("%Y-%m-%d"),
         "device": options.device,
+        "note": options.note,
         "parts": {},
     }
     for name in options.parts or PARTS:
@@ -148,6 +150,7 @@ def _build_parser() -> argparse.ArgumentParser:
         default=RESULTS,
         help="where gpu.json and gpu.md are written",
     )
+    parser.add_argument("--note", default="", help="a sentence for the results")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--rank-of-world", choices=("cuda", "cpu"), help=argparse.SUPPRESS)
     return parser

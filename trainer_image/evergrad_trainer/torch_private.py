@@ -42,8 +42,6 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 def abort_groups() -> None:
     """Free the threads of this process that wait in NCCL; gloo has no such call.
-
-    Not verified: needs an accelerator.
     """
     distributed_c10d._abort_process_group()
 

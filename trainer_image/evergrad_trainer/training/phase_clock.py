@@ -117,7 +117,7 @@ def _read(marks: _Marks) -> dict[str, float]:
 
 
 def build_clock(device: torch.device) -> PhaseClock:
-    """Choose the clock of what is computed on ``device``. The one of accelerators was never run on one."""
+    """Choose the clock of what is computed on ``device``."""
     if device.type == "cuda":
         return DeviceClock(functools.partial(torch.cuda.Event, enable_timing=True))
     return HostClock()
