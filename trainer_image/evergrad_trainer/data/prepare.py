@@ -88,15 +88,8 @@ def prepare(
     sources = training_sources(training, base_directory)
     entries = [*sources, *evaluation_sources(training, base_directory)]
     files = _find_all(entries, root)
-    tokenizer = load_tokenizer(training.tokenizer, base_directory)
-    report = Reporter(on_progress)
-    recipe = Recipe(
-        tokenizer,
-        training.data.malformed,
-        training.data.held_out,
-        training.reproducibility.seed_of_data,
-        row_format(training, base_directory),
-    )
+    recipe = _build_recipe(training, base_directory)
+    tokenizer, report = recipe.tokenizer, Reporter(on_progress)
     with disk_errors(root):
         root.mkdir(parents=True, exist_ok=True)
         # First all scans: what is to be prepared, and in how many bytes, follows from the contents.
@@ -127,6 +120,17 @@ def prepare(
     )
 
 
+def _build_recipe(training: Training, base_directory: Path) -> Recipe:
+    """How the texts of ``data.sources`` are prepared."""
+    return Recipe(
+        load_tokenizer(training.tokenizer, base_directory),
+        training.data.malformed,
+        training.data.held_out,
+        training.reproducibility.seed_of_data,
+        row_format(training, base_directory),
+    )
+
+
 def _find_all(
     entries: Sequence[SourceEntry], prepared_directory: Path
 ) -> list[tuple[Path, ...]]:
@@ -146,7 +150,8 @@ def check_unchanged(
     base_directory: Path,
     prepared_directory: Path,
 ) -> None:
-    """Raise DataError naming each source whose content is not what ``recorded`` was prepared from.
+    """Raise DataError naming each source whose content is not what ``recorded`` was prepared from, and each
+    evaluation source that would become other documents.
 
     For a run that is resumed, before ``prepare`` makes anything of the new content. Reads only files that
     look touched.
@@ -154,17 +159,19 @@ def check_unchanged(
     root = resolve_prepared_directory(
         training, base_directory=base_directory, default=prepared_directory
     )
+    sources = training_sources(training, base_directory)
     pairs = (
-        *zip(training_sources(training, base_directory), recorded.sources, strict=False),
+        *zip(sources, recorded.sources, strict=False),
         *_pair_by_name(evaluation_sources(training, base_directory), recorded.evaluation),
     )
     files = _find_all([source for source, _ in pairs], root)
 
     # Content decides, not paths or times: a file that was copied elsewhere is still the same data.
-    problems = []
+    problems, contents = [], []
     for (source, before), paths in zip(pairs, files, strict=True):
         with disk_errors(source.path):
             now = scan_cached(source, paths, root / SCANS, on_bytes=lambda _: None)
+        contents.append(now)
         if now.content_hash != before.content_hash:
             new = {
                 relative_name(path, source): scan.content_hash for path, scan in now.files
@@ -181,17 +188,29 @@ def check_unchanged(
             )
     raise_if(problems, DataError)
 
+    recipe = _build_recipe(training, base_directory)
+    whole = replace(recipe, held_out=None)
+    trained, evaluated = [], []
+    for (source, before), content in zip(pairs, contents, strict=True):
+        if source in sources:
+            fingerprint = compute_fingerprint(source, content, recipe)
+            trained.append((fingerprint, before))
+        else:
+            fingerprint = compute_fingerprint(source, content, whole)
+            evaluated.append((source.field, fingerprint, before))
+    _check_reading(trained, evaluated)
+
 
 def check_prepared(recorded: Prepared, prepared: Prepared) -> None:
-    """Raise DataError naming each source that was prepared from other content than ``recorded``.
+    """Raise DataError naming each source that was prepared from other content than ``recorded``, and each
+    evaluation source that became other documents.
 
     After ``prepare``, which expands each folder anew: a file that came since ``check_unchanged`` is among its
     files.
     """
-    pairs = (
-        *zip(prepared.sources, recorded.sources, strict=False),
-        *_pair_by_name(prepared.evaluation, recorded.evaluation),
-    )
+    trained = list(zip(prepared.sources, recorded.sources, strict=False))
+    evaluated = _pair_by_name(prepared.evaluation, recorded.evaluation)
+    pairs = (*trained, *evaluated)
     problems = [
         _change_of(
             now.path,
@@ -202,6 +221,40 @@ def check_prepared(recorded: Prepared, prepared: Prepared) -> None:
         )
         for now, before in pairs
         if now.content_hash != before.content_hash
+    ]
+    raise_if(problems, DataError)
+    fields = {
+        one.name: f"spec.training.evaluation.sources[{index}]"
+        for index, one in enumerate(prepared.evaluation)
+    }
+    _check_reading(
+        [(now.fingerprint, before) for now, before in trained],
+        [(fields[now.name], now.fingerprint, before) for now, before in evaluated],
+    )
+
+
+def _check_reading(
+    trained: Sequence[tuple[str, PreparedSource]],
+    evaluated: Sequence[tuple[str, str, PreparedSource]],
+) -> None:
+    """Raise DataError naming each evaluation source whose files are what they were, and are read otherwise.
+
+    ``trained``, ``evaluated``: the fingerprint of each source now, and what it was before; of evaluation
+    sources also their fields.
+    """
+    # Whatever prepares the training sources otherwise as well is no field of these, and is named elsewhere.
+    if any(fingerprint != before.fingerprint for fingerprint, before in trained):
+        return
+    remedy = (
+        "Set `type`, `textField`, `document` and `dtype` back, or give the evaluation source another name, "
+        "which has results of its own"
+    )
+    what = "its files are read as other documents than when this run was prepared"
+    why = "the fingerprint was {} and is {}"
+    problems = [
+        Problem(field, what, why.format(before.fingerprint, fingerprint), remedy)
+        for field, fingerprint, before in evaluated
+        if fingerprint != before.fingerprint
     ]
     raise_if(problems, DataError)
 
