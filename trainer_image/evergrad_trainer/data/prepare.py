@@ -25,7 +25,11 @@ from evergrad_trainer.data.preparation.publish import (
     compute_fingerprint,
     publish,
 )
-from evergrad_trainer.data.preparation.row_format import row_format
+from evergrad_trainer.data.preparation.row_format import (
+    find_changed_texts,
+    identify_texts,
+    row_format,
+)
 from evergrad_trainer.data.preparation.scan_cache import scan_cached
 from evergrad_trainer.data.preparation.sources import (
     SMALLEST_CHUNK,
@@ -117,6 +121,7 @@ def prepare(
         tokenizer_identity=tokenizer.identity,
         vocab_size=tokenizer.vocab_size,
         end_of_document=tokenizer.end_of_document,
+        row_texts=identify_texts(training, base_directory),
     )
 
 
@@ -150,8 +155,8 @@ def check_unchanged(
     base_directory: Path,
     prepared_directory: Path,
 ) -> None:
-    """Raise DataError naming each source whose content is not what ``recorded`` was prepared from, and each
-    evaluation source that would become other documents.
+    """Raise DataError naming each source whose content is not what ``recorded`` was prepared from, or would
+    become other tokens, and each text that rows take from the tokenizer's directory and that changed.
 
     For a run that is resumed, before ``prepare`` makes anything of the new content. Reads only files that
     look touched.
@@ -167,7 +172,9 @@ def check_unchanged(
     files = _find_all([source for source, _ in pairs], root)
 
     # Content decides, not paths or times: a file that was copied elsewhere is still the same data.
-    problems, contents = [], []
+    recipe = _build_recipe(training, base_directory)
+    problems = find_changed_texts(recorded.row_texts, training, base_directory)
+    contents = []
     for (source, before), paths in zip(pairs, files, strict=True):
         with disk_errors(source.path):
             now = scan_cached(source, paths, root / SCANS, on_bytes=lambda _: None)
@@ -188,13 +195,15 @@ def check_unchanged(
             )
     raise_if(problems, DataError)
 
-    recipe = _build_recipe(training, base_directory)
+    if recipe.tokenizer.identity != recorded.tokenizer_identity:
+        # Said in words of its own.
+        return
     whole = replace(recipe, held_out=None)
     trained, evaluated = [], []
     for (source, before), content in zip(pairs, contents, strict=True):
         if source in sources:
             fingerprint = compute_fingerprint(source, content, recipe)
-            trained.append((fingerprint, before))
+            trained.append((source.path, fingerprint, before))
         else:
             fingerprint = compute_fingerprint(source, content, whole)
             evaluated.append((source.field, fingerprint, before))
@@ -202,8 +211,8 @@ def check_unchanged(
 
 
 def check_prepared(recorded: Prepared, prepared: Prepared) -> None:
-    """Raise DataError naming each source that was prepared from other content than ``recorded``, and each
-    evaluation source that became other documents.
+    """Raise DataError naming each source that was prepared from other content than ``recorded``, or became
+    other tokens.
 
     After ``prepare``, which expands each folder anew: a file that came since ``check_unchanged`` is among its
     files.
@@ -223,34 +232,47 @@ def check_prepared(recorded: Prepared, prepared: Prepared) -> None:
         if now.content_hash != before.content_hash
     ]
     raise_if(problems, DataError)
+    if prepared.tokenizer_identity != recorded.tokenizer_identity:
+        return
     fields = {
         one.name: f"spec.training.evaluation.sources[{index}]"
         for index, one in enumerate(prepared.evaluation)
     }
     _check_reading(
-        [(now.fingerprint, before) for now, before in trained],
+        [(now.path, now.fingerprint, before) for now, before in trained],
         [(fields[now.name], now.fingerprint, before) for now, before in evaluated],
     )
 
 
 def _check_reading(
-    trained: Sequence[tuple[str, PreparedSource]],
+    trained: Sequence[tuple[Path, str, PreparedSource]],
     evaluated: Sequence[tuple[str, str, PreparedSource]],
 ) -> None:
-    """Raise DataError naming each evaluation source whose files are what they were, and are read otherwise.
+    """Raise DataError naming each source whose files are what they were, and become other tokens.
 
-    ``trained``, ``evaluated``: the fingerprint of each source now, and what it was before; of evaluation
-    sources also their fields.
+    ``trained``, ``evaluated``: the path or the field of each source, its fingerprint now, and what it was
+    before.
     """
-    # Whatever prepares the training sources otherwise as well is no field of these, and is named elsewhere.
-    if any(fingerprint != before.fingerprint for fingerprint, before in trained):
-        return
+    # Of the fields that decide a fingerprint a run's recipe has all, but for those of evaluation sources.
+    what = "its rows would become other samples than when this run was prepared"
+    why = (
+        "the chat template or the special tokens of the tokenizer changed, or an older version of Evergrad "
+        "made another text with this template"
+    )
+    remedy = "Restore the tokenizer's files to go on with this run, or train under another run name"
+    problems = [
+        Problem(str(path), what, why, remedy)
+        for path, fingerprint, before in trained
+        if fingerprint != before.fingerprint
+    ]
+    raise_if(problems, DataError)
+
+    what = "its files are read as other documents than when this run was prepared"
+    why = "the fingerprint was {} and is {}"
     remedy = (
         "Set `type`, `textField`, `document` and `dtype` back, or give the evaluation source another name, "
         "which has results of its own"
     )
-    what = "its files are read as other documents than when this run was prepared"
-    why = "the fingerprint was {} and is {}"
     problems = [
         Problem(field, what, why.format(before.fingerprint, fingerprint), remedy)
         for field, fingerprint, before in evaluated

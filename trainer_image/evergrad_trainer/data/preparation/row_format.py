@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import xxhash
+
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Training
 from evergrad_trainer.data.chat_template import (
@@ -21,6 +23,9 @@ from evergrad_trainer.errors import DataError
 _FIELD: Final = "spec.training.rows.chatTemplate"
 _CONFIG: Final = "tokenizer_config.json"
 _SPECIAL_TOKENS: Final = "special_tokens_map.json"
+OTHER_SAMPLES: Final = "the same rows would become other samples"
+_TEMPLATES: Final = "chat template"
+_SPECIAL_TOKEN_TEXTS: Final = "special tokens"
 _DEFAULT: Final = "default"
 _WITH_TOOLS: Final = "tool_use"
 """Name of the template that transformers takes for a conversation with tools, where there is one."""
@@ -75,6 +80,52 @@ def row_format(training: Training, base_directory: Path) -> RowFormat | PairForm
     return PairFormat(
         form, chosen_field=pairs.chosen_field, rejected_field=pairs.rejected_field
     )
+
+
+def identify_texts(training: Training, base_directory: Path) -> dict[str, str]:
+    """A hash of each text that rows take from the tokenizer's directory, by what it is: no identity of a
+    tokenizer has them."""
+    rows, path = training.row_settings, training.tokenizer.path
+    if rows is None or path is None:
+        return {}
+    templates, variables = _of_tokenizer(base_directory / path)
+    texts = {_SPECIAL_TOKEN_TEXTS: variables}
+    if rows.chat_template is None:
+        texts[_TEMPLATES] = templates
+    return {
+        what: xxhash.xxh3_128_hexdigest(json.dumps(one, sort_keys=True).encode())
+        for what, one in texts.items()
+    }
+
+
+def find_changed_texts(
+    recorded: Mapping[str, str], training: Training, base_directory: Path
+) -> list[Problem]:
+    """A problem for each of the texts that is not the one that was recorded.
+
+    ``recorded``: as :func:`identify_texts` gave them; empty where an older version began the run.
+    """
+    directory = base_directory / (training.tokenizer.path or "")
+    files = {
+        _TEMPLATES: (TEMPLATE_FILE, TEMPLATE_FOLDER),
+        _SPECIAL_TOKEN_TEXTS: (_CONFIG, _SPECIAL_TOKENS),
+    }
+    problems = []
+    for what, now in identify_texts(training, base_directory).items():
+        if now == recorded.get(what, now):
+            continue
+        found = [directory / name for name in files[what] if (directory / name).exists()]
+        places = ", ".join(map(str, found or [directory / _CONFIG]))
+        remedy = "Restore the files to go on with this run, or train under another run name"
+        problems.append(
+            Problem(
+                places,
+                f"the {what} changed since this run was prepared",
+                OTHER_SAMPLES,
+                remedy,
+            )
+        )
+    return problems
 
 
 def _of_tokenizer(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
