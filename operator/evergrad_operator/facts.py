@@ -124,12 +124,6 @@ def read_runs(
         progress = get_map(status, "progress")
         step, total = (get_natural(progress, key) for key in ("step", "totalSteps"))
         share = step / total if step is not None and total else None
-        restarts = get_map(status, "restarts", "byCause")
-        counted = {
-            str(cause): count
-            for cause in restarts
-            if (count := get_natural(restarts, cause)) is not None
-        }
         shown = get_map(status, "evaluation")
         evaluation = parse_evaluation(shown, "")
         preparation = parse_preparation(get_map(status, "preparation"), "")
@@ -138,7 +132,7 @@ def read_runs(
                 namespace=namespace,
                 name=name,
                 phase=phase,
-                restarts=counted,
+                restarts=_count_restarts(status),
                 created_at=parse_time(get_map(raw, "metadata").get("creationTimestamp")),
                 started_at=parse_time(status.get("startTime")),
                 completed_at=completed_at,
@@ -165,6 +159,15 @@ def read_runs(
             )
         )
     return tuple(facts)
+
+
+def _count_restarts(status: Mapping[str, Any]) -> dict[str, int]:
+    restarts = get_map(status, "restarts", "byCause")
+    return {
+        str(cause): count
+        for cause in restarts
+        if (count := get_natural(restarts, cause)) is not None
+    }
 
 
 def _find_stalled_reason(status: Mapping[str, Any]) -> str:

@@ -151,7 +151,13 @@ class FactsCollector:
             ("runs", facts.phases),
         ):
             yield _gauge_family(name, {(key,): value for key, value in values.items()})
+        yield from self._collect_runs(facts.runs)
+        yield from self._collect_usage(facts.runs)
+        yield self._collect_labels(facts.runs)
 
+    @staticmethod
+    def _collect_runs(runs: Iterable[RunFacts]) -> Iterable[Metric]:
+        """Return what the status of each run says."""
         # One family each for all runs: Prometheus takes a family only once in a scrape.
         restarts = _counter_family("run_restarts_total")
         replaced = _counter_family("run_pods_replaced_total")
@@ -168,7 +174,7 @@ class FactsCollector:
         most = _gauge_family("run_nodes_max")
         prepared = _gauge_family("run_preparation_ratio")
         tokens = _gauge_family("run_preparation_tokens")
-        for run in facts.runs:
+        for run in runs:
             labels = (run.namespace, run.name)
             phase.add_metric((*labels, run.phase), 1)
             info.add_metric((*labels, run.kind), 1)
@@ -201,8 +207,6 @@ class FactsCollector:
                 tokens.add_metric(labels, run.prepared_tokens)
         yield from (phase, info, waits, stalled, restarts, replaced, *times, ratio)
         yield from (nodes, most, prepared, tokens, step, evaluated, waiting)
-        yield from self._collect_usage(facts.runs)
-        yield self._collect_labels(facts.runs)
 
     def _collect_usage(self, runs: Iterable[RunFacts]) -> Iterable[Metric]:
         """Return the seconds of pods and accelerators.

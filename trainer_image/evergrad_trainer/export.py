@@ -22,7 +22,7 @@ from evergrad_trainer.checkpoint.weights import (
     open_tensors,
     read_extra,
 )
-from evergrad_trainer.data.chat_template import TEMPLATE_FILE
+from evergrad_trainer.data.chat_template import TEMPLATE_FILE, TEMPLATE_FOLDER
 from evergrad_trainer.data.tokenizers import load_tokenizer
 from evergrad_trainer.errors import CheckpointError, RunDirectoryError
 from evergrad_trainer.models.adapters import (
@@ -160,6 +160,8 @@ def _write_template(training: Training, folder: Path) -> None:
     if training.rows is not None and training.rows.chat_template is not None:
         template = training.rows.chat_template
         (folder / TEMPLATE_FILE).write_text(template, encoding="utf-8")
+        # Rows with tools were made with it, too; transformers would take one of these for them.
+        shutil.rmtree(folder / TEMPLATE_FOLDER, ignore_errors=True)
 
 
 def _read_run(

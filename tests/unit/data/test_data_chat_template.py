@@ -132,3 +132,34 @@ def test_what_templates_of_models_use_is_there() -> None:
         [{"role": "user", "content": "<é>"}], {"tools": [1, 2]}
     )
     assert text == '{"role": "user", "content": "<é>"}2'
+
+
+TOOL = {"type": "function", "function": {"name": "look_up", "description": "é <b>"}}
+BODY = (
+    "{% for m in messages %}[{{ m.role }}]"
+    "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("given", [{}, {"tools": [TOOL]}, {"documents": [{"text": "d"}]}])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% if tools is none %}no tools {% else %}Tools: {{ tools }} {% endif %}",
+        "{% if tools is defined %}{{ tools }} {% endif %}",
+        "{% if documents is not none %}{{ documents | length }} documents {% endif %}",
+        "{% if tools %}{{ tools | tojson(separators=(',', ':')) }} {% endif %}",
+        "{% if tools %}{{ tools[0] | tojson(sort_keys=true, indent=2) }} {% endif %}",
+        "{{ tools | tojson(true) }}{{ documents }}",
+        "{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}",
+    ],
+)
+def test_tools_and_documents_are_given_as_transformers_gives_them(
+    source: str, given: dict[str, Any]
+) -> None:
+    backend = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    theirs = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    expected = theirs.apply_chat_template(
+        TALK, chat_template=source + BODY, tokenize=False, **given
+    )
+    assert ChatTemplate(source + BODY).render(TALK, given) == expected

@@ -1,5 +1,6 @@
 """Sources that are only evaluated on may change between two starts; what a name stands for may not."""
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -59,3 +60,42 @@ def test_another_content_under_the_name_of_an_evaluation_source_is_refused(
     check_unchanged(
         recorded, evaluated_on(training, "mended", mended="news.jsonl"), **where
     )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"textField": "title"}, {"type": "text", "document": "line"}],
+    ids=["another field", "another type"],
+)
+def test_the_same_files_read_as_other_documents_are_refused_under_the_same_name(
+    tmp_path: Path,
+    training: Recipe,
+    documents: Write,
+    topics: list[str],
+    prepared_in: Prepare,
+    fields: dict[str, str],
+) -> None:
+    documents(tmp_path / "docs.jsonl", topics)
+    rows = [{"text": text, "title": text[:3]} for text in topics]
+    (tmp_path / "wiki.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def on_wiki(name: str = "wiki", **fields: str) -> Training:
+        sources = [{"name": name, "path": "wiki.jsonl", **fields}]
+        return training(
+            data={"heldOut": {"count": 5}},
+            evaluation={"every": {"steps": 5}, "sources": sources},
+        )
+
+    recorded = prepared_in(on_wiki())
+    where = {"base_directory": tmp_path, "prepared_directory": tmp_path / "prepared"}
+    said = (
+        r"spec.training.evaluation.sources\[0\]: its files are read as other documents .* "
+        "or give the evaluation source another name"
+    )
+    with pytest.raises(DataError, match=said):
+        check_unchanged(recorded, on_wiki(**fields), **where)
+    with pytest.raises(DataError, match=said):
+        check_prepared(recorded, prepared_in(on_wiki(**fields)))
+    for same in (on_wiki(), on_wiki("titles", **fields), on_wiki(dtype="uint32")):
+        check_unchanged(recorded, same, **where)
+        check_prepared(recorded, prepared_in(same))

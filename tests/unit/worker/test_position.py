@@ -22,7 +22,9 @@ from evergrad_trainer.worker.position import OtherRun, check_content, find_other
 START = DataStart((Place("a", "A", 0), Place("b", "B", 1)))
 
 
-def prepared_of(*sources: tuple[str, str], tokenizer: str = "byte") -> Prepared:
+def prepared_of(
+    *sources: tuple[str, str], tokenizer: str = "byte", template: str = ""
+) -> Prepared:
     """Prepared sources by name and content."""
     return Prepared(
         tuple(
@@ -33,6 +35,7 @@ def prepared_of(*sources: tuple[str, str], tokenizer: str = "byte") -> Prepared:
         tokenizer_identity=tokenizer,
         vocab_size=257,
         end_of_document=256,
+        row_texts={"chat template": template} if template else {},
     )
 
 
@@ -220,6 +223,19 @@ def test_another_tokenizer_makes_other_samples_of_every_source(other: Other) -> 
     assert found is not None
     with pytest.raises(CheckpointError, match="its content is other, and byte in"):
         check_content(found, found.start, prepared_of(("b", "B"), tokenizer="other"))
+
+
+def test_another_chat_template_makes_other_samples_where_it_is_recorded(
+    other: Other,
+) -> None:
+    found = other.find(make_run())
+    assert found is not None and found.prepared is not None
+    before = replace(found, prepared=prepared_of(("b", "B"), template="1"))
+    said = "spec.training.tokenizer: its chat template changed since .* Restore its files"
+    with pytest.raises(CheckpointError, match=said):
+        check_content(before, found.start, prepared_of(("b", "B"), template="2"))
+    check_content(before, found.start, prepared_of(("b", "B"), template="1"))
+    check_content(found, found.start, prepared_of(("b", "B"), template="2"))
 
 
 def test_content_of_a_source_that_an_earlier_run_left_out_is_refused_where_it_is_cut_otherwise(

@@ -16,6 +16,10 @@ from evergrad_trainer.data.marked_text import MarkedText, Span
 ASSISTANT: Final = "assistant"
 TEMPLATE_FILE: Final = "chat_template.jinja"
 """Name of the template in a tokenizer's directory."""
+TEMPLATE_FOLDER: Final = "additional_chat_templates"
+"""Folder in it with further templates, each named after its file."""
+FOR_TEMPLATES: Final = ("tools", "documents")
+"""Keys of a conversation that its template is given besides the messages."""
 _BEGIN: Final = "\ud800"
 _END: Final = "\udfff"
 """Marks around what stands in a ``generation`` block: halves of surrogate pairs, which no text has."""
@@ -98,7 +102,13 @@ class ChatTemplate:
         is_prompt: bool,
     ) -> str:
         template = _compile(self.source)
-        values = {**extra, **dict(self.variables), "messages": list(messages)}
+        # As transformers gives them: None where a conversation has none, which is not undefined.
+        values = {
+            **dict.fromkeys(FOR_TEMPLATES),
+            **extra,
+            **dict(self.variables),
+            "messages": list(messages),
+        }
         try:
             text: str = template.render(**values, add_generation_prompt=is_prompt)
         except ChatTemplateError:
@@ -120,23 +130,47 @@ def check_template(source: str) -> None:
         raise ChatTemplateError(f"{where}{' '.join(str(error).split())[:200]}") from error
 
 
+def parse_template(source: str) -> nodes.Template:
+    """The tree of a template. Raises jinja's TemplateError."""
+    return _environment().parse(source)
+
+
 @lru_cache(maxsize=4)
 def _compile(source: str) -> Any:
+    return _environment().from_string(source)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
     # As tokenizers' templates expect it; sandboxed, since a template comes with a model. There is no clock:
     # the same rows must always give the same text.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
-    # Not jinja's own filter, which escapes what would end a tag of HTML.
-    environment.filters["tojson"] = lambda value, ensure_ascii=False, indent=None: (
-        json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter that templates know, with transformers' arguments; jinja's own escapes what would end a tag
+    of HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
     )
 
-    def raise_exception(message: str) -> None:
-        raise ChatTemplateError(f"the chat template refuses it: {message}")
 
-    environment.globals["raise_exception"] = raise_exception
-    return environment.from_string(source)
+def _raise_exception(message: str) -> None:
+    raise ChatTemplateError(f"the chat template refuses it: {message}")
 
 
 def _unmark(text: str) -> MarkedText:

@@ -25,7 +25,11 @@ from evergrad_trainer.data.preparation.publish import (
     compute_fingerprint,
     publish,
 )
-from evergrad_trainer.data.preparation.row_format import row_format
+from evergrad_trainer.data.preparation.row_format import (
+    find_changed_texts,
+    identify_texts,
+    row_format,
+)
 from evergrad_trainer.data.preparation.scan_cache import scan_cached
 from evergrad_trainer.data.preparation.sources import (
     SMALLEST_CHUNK,
@@ -88,15 +92,8 @@ def prepare(
     sources = training_sources(training, base_directory)
     entries = [*sources, *evaluation_sources(training, base_directory)]
     files = _find_all(entries, root)
-    tokenizer = load_tokenizer(training.tokenizer, base_directory)
-    report = Reporter(on_progress)
-    recipe = Recipe(
-        tokenizer,
-        training.data.malformed,
-        training.data.held_out,
-        training.reproducibility.seed_of_data,
-        row_format(training, base_directory),
-    )
+    recipe = _build_recipe(training, base_directory)
+    tokenizer, report = recipe.tokenizer, Reporter(on_progress)
     with disk_errors(root):
         root.mkdir(parents=True, exist_ok=True)
         # First all scans: what is to be prepared, and in how many bytes, follows from the contents.
@@ -124,6 +121,18 @@ def prepare(
         tokenizer_identity=tokenizer.identity,
         vocab_size=tokenizer.vocab_size,
         end_of_document=tokenizer.end_of_document,
+        row_texts=identify_texts(training, base_directory),
+    )
+
+
+def _build_recipe(training: Training, base_directory: Path) -> Recipe:
+    """How the texts of ``data.sources`` are prepared."""
+    return Recipe(
+        load_tokenizer(training.tokenizer, base_directory),
+        training.data.malformed,
+        training.data.held_out,
+        training.reproducibility.seed_of_data,
+        row_format(training, base_directory),
     )
 
 
@@ -146,7 +155,8 @@ def check_unchanged(
     base_directory: Path,
     prepared_directory: Path,
 ) -> None:
-    """Raise DataError naming each source whose content is not what ``recorded`` was prepared from.
+    """Raise DataError naming each source whose content is not what ``recorded`` was prepared from, or would
+    become other tokens, and each text that rows take from the tokenizer's directory and that changed.
 
     For a run that is resumed, before ``prepare`` makes anything of the new content. Reads only files that
     look touched.
@@ -154,17 +164,21 @@ def check_unchanged(
     root = resolve_prepared_directory(
         training, base_directory=base_directory, default=prepared_directory
     )
+    sources = training_sources(training, base_directory)
     pairs = (
-        *zip(training_sources(training, base_directory), recorded.sources, strict=False),
+        *zip(sources, recorded.sources, strict=False),
         *_pair_by_name(evaluation_sources(training, base_directory), recorded.evaluation),
     )
     files = _find_all([source for source, _ in pairs], root)
 
     # Content decides, not paths or times: a file that was copied elsewhere is still the same data.
-    problems = []
+    recipe = _build_recipe(training, base_directory)
+    problems = find_changed_texts(recorded.row_texts, training, base_directory)
+    contents = []
     for (source, before), paths in zip(pairs, files, strict=True):
         with disk_errors(source.path):
             now = scan_cached(source, paths, root / SCANS, on_bytes=lambda _: None)
+        contents.append(now)
         if now.content_hash != before.content_hash:
             new = {
                 relative_name(path, source): scan.content_hash for path, scan in now.files
@@ -181,17 +195,31 @@ def check_unchanged(
             )
     raise_if(problems, DataError)
 
+    if recipe.tokenizer.identity != recorded.tokenizer_identity:
+        # Said in words of its own.
+        return
+    whole = replace(recipe, held_out=None)
+    trained, evaluated = [], []
+    for (source, before), content in zip(pairs, contents, strict=True):
+        if source in sources:
+            fingerprint = compute_fingerprint(source, content, recipe)
+            trained.append((source.path, fingerprint, before))
+        else:
+            fingerprint = compute_fingerprint(source, content, whole)
+            evaluated.append((source.field, fingerprint, before))
+    _check_reading(trained, evaluated)
+
 
 def check_prepared(recorded: Prepared, prepared: Prepared) -> None:
-    """Raise DataError naming each source that was prepared from other content than ``recorded``.
+    """Raise DataError naming each source that was prepared from other content than ``recorded``, or became
+    other tokens.
 
     After ``prepare``, which expands each folder anew: a file that came since ``check_unchanged`` is among its
     files.
     """
-    pairs = (
-        *zip(prepared.sources, recorded.sources, strict=False),
-        *_pair_by_name(prepared.evaluation, recorded.evaluation),
-    )
+    trained = list(zip(prepared.sources, recorded.sources, strict=False))
+    evaluated = _pair_by_name(prepared.evaluation, recorded.evaluation)
+    pairs = (*trained, *evaluated)
     problems = [
         _change_of(
             now.path,
@@ -202,6 +230,53 @@ def check_prepared(recorded: Prepared, prepared: Prepared) -> None:
         )
         for now, before in pairs
         if now.content_hash != before.content_hash
+    ]
+    raise_if(problems, DataError)
+    if prepared.tokenizer_identity != recorded.tokenizer_identity:
+        return
+    fields = {
+        one.name: f"spec.training.evaluation.sources[{index}]"
+        for index, one in enumerate(prepared.evaluation)
+    }
+    _check_reading(
+        [(now.path, now.fingerprint, before) for now, before in trained],
+        [(fields[now.name], now.fingerprint, before) for now, before in evaluated],
+    )
+
+
+def _check_reading(
+    trained: Sequence[tuple[Path, str, PreparedSource]],
+    evaluated: Sequence[tuple[str, str, PreparedSource]],
+) -> None:
+    """Raise DataError naming each source whose files are what they were, and become other tokens.
+
+    ``trained``, ``evaluated``: the path or the field of each source, its fingerprint now, and what it was
+    before.
+    """
+    # Of the fields that decide a fingerprint a run's recipe has all, but for those of evaluation sources.
+    what = "its rows would become other samples than when this run was prepared"
+    why = (
+        "the chat template or the special tokens of the tokenizer changed, or an older version of Evergrad "
+        "made another text with this template"
+    )
+    remedy = "Restore the tokenizer's files to go on with this run, or train under another run name"
+    problems = [
+        Problem(str(path), what, why, remedy)
+        for path, fingerprint, before in trained
+        if fingerprint != before.fingerprint
+    ]
+    raise_if(problems, DataError)
+
+    what = "its files are read as other documents than when this run was prepared"
+    why = "the fingerprint was {} and is {}"
+    remedy = (
+        "Set `type`, `textField`, `document` and `dtype` back, or give the evaluation source another name, "
+        "which has results of its own"
+    )
+    problems = [
+        Problem(field, what, why.format(before.fingerprint, fingerprint), remedy)
+        for field, fingerprint, before in evaluated
+        if fingerprint != before.fingerprint
     ]
     raise_if(problems, DataError)
 

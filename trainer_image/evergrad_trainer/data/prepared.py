@@ -110,6 +110,8 @@ class Prepared:
     """Where a task of the user's own has prepared its data; None where it has prepared none."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Facts that the task returned about them, as JSON values."""
+    row_texts: Mapping[str, str] = field(default_factory=dict)
+    """Hashes of the texts that rows take from the tokenizer's directory, by what they are."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON values only."""
@@ -118,6 +120,8 @@ class Prepared:
         if self.folder is None:
             # Runs on text alone record the same as they did before there were others.
             del value["folder"], value["facts"]
+        if not self.row_texts:
+            del value["row_texts"]
         for source in (*value["sources"], *value["evaluation"]):
             if source["unit"] == "line":
                 del source["unit"]

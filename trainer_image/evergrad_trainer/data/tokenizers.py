@@ -4,10 +4,11 @@ remote code."""
 import json
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ from tokenizers import Tokenizer as Backend
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Tokenizer
+from evergrad_trainer.data.chat_template import TEMPLATE_FOLDER
 from evergrad_trainer.errors import DataError
 
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
@@ -49,6 +51,7 @@ _OTHER_FILES = (
         "chat_template.json",
     ),
 )
+_COPIED_FILES = (_FILE, *_CONFIG_FILES, *_OTHER_FILES)
 
 
 class TextTokenizer(Protocol):
@@ -208,8 +211,9 @@ def _utf8(texts: Sequence[str]) -> list[bytes]:
 class BackendTokenizer:
     """A tokenizer of the tokenizers library.
 
-    ``files``: what ``save_pretrained`` copies. ``in_batches``: encode many texts a call, about a fifth
-    quicker; only where the library's own threads are switched off, as in the helpers of ``prepare``.
+    ``files``: what ``save_pretrained`` copies, by its name there. ``in_batches``: encode many texts a call,
+    about a fifth quicker; only where the library's own threads are switched off, as in the helpers of
+    ``prepare``.
     """
 
     def __init__(
@@ -218,12 +222,12 @@ class BackendTokenizer:
         *,
         end_of_document: int,
         identity: str,
-        files: Sequence[Path] = (),
+        files: Mapping[str, Path] = MappingProxyType({}),
         in_batches: bool = False,
     ) -> None:
         self._backend = backend
         self._in_batches = in_batches
-        self._files = tuple(files)
+        self._files = files
         self.end_of_document = end_of_document
         self.identity = identity
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
@@ -254,8 +258,9 @@ class BackendTokenizer:
 
     def save_pretrained(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        for file in self._files:
-            shutil.copyfile(file, directory / file.name)
+        for name, file in self._files.items():
+            (directory / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, directory / name)
 
     def to_json(self) -> str:
         """The whole tokenizer in the format of ``tokenizer.json``."""
@@ -369,11 +374,9 @@ def _build(
     digest = xxhash.xxh3_128()
     for path in decisive:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    files = [
-        directory / name
-        for name in (_FILE, *_CONFIG_FILES, *_OTHER_FILES)
-        if (directory / name).is_file()
-    ]
+    templates = (directory / TEMPLATE_FOLDER).glob("*.jinja")
+    names = (*_COPIED_FILES, *(f"{TEMPLATE_FOLDER}/{path.name}" for path in templates))
+    files = {name: directory / name for name in names if (directory / name).is_file()}
     return BackendTokenizer(
         backend,
         end_of_document=end,

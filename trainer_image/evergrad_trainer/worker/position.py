@@ -12,6 +12,7 @@ from evergrad_manifest.identity import DECIDED_BY_CONTENT, hashed_recipe
 from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.checkpoint.weights import look_at
 from evergrad_trainer.data.places import DataStart
+from evergrad_trainer.data.preparation.row_format import OTHER_SAMPLES
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.errors import CheckpointError
 from evergrad_trainer.resume import read_start
@@ -215,11 +216,7 @@ def check_content(
     """
     if (before := other.prepared) is None:
         return ()
-    if prepared.tokenizer_identity != before.tokenizer_identity:
-        here, there = prepared.tokenizer_identity, before.tokenizer_identity
-        what = f"its content is {here}, and {there} in {other.where}"
-        why = "the same text would become other samples"
-        raise CheckpointError(Problem("spec.training.tokenizer", what, why, _REMEDY))
+    _check_tokenizer(before, prepared, where=other.where)
 
     # Not those that only share their files with one of the other run: each of these begins anew.
     left_out = other.start.left_out
@@ -258,3 +255,21 @@ def check_content(
     return tuple(
         f"{name} begins at its first sample: {doubts[name]}" for name in sorted(doubts)
     )
+
+
+def _check_tokenizer(before: Prepared, prepared: Prepared, *, where: str) -> None:
+    """Raise CheckpointError where a tokenizer's directory makes other samples of the same sources."""
+    field = "spec.training.tokenizer"
+    if prepared.tokenizer_identity != before.tokenizer_identity:
+        here, there = prepared.tokenizer_identity, before.tokenizer_identity
+        what = f"its content is {here}, and {there} in {where}"
+        why = "the same text would become other samples"
+        raise CheckpointError(Problem(field, what, why, _REMEDY))
+    # None are recorded where rows take none from the directory, or an older version began the run.
+    remedy = "Restore its files, or load the optimizer, and with it the weights, alone"
+    problems = [
+        Problem(field, f"its {what} changed since {where}", OTHER_SAMPLES, remedy)
+        for what, text in prepared.row_texts.items()
+        if text != before.row_texts.get(what, text)
+    ]
+    raise_if(problems, CheckpointError)

@@ -54,34 +54,50 @@ class ProcessPool:
 
     def __init__(self, tokenizer: TextTokenizer, *, workers: int) -> None:
         self._workers: list[_Worker] = []
-        setup = describe_tokenizer(tokenizer)
+        self._num_workers = workers
+        self._setup = describe_tokenizer(tokenizer)
         try:
-            for _ in range(workers):
-                self._workers.append(_Worker())
-            for worker in self._workers:
-                worker.send(setup)
+            self._start()
         except BaseException:
             self.close()
             raise
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
+        # Anew in place of those that were ended with an earlier run.
+        self._start()
         waiting, idle = iter(jobs), list(self._workers)
         with DefaultSelector() as selector:
-            while True:
-                # Each idle helper gets a job before any answer is waited for: they work side by side. One job
-                # each, since a second one in a pipe could not be taken back once a line has failed.
-                while idle and (job := next(waiting, None)) is not None:
-                    worker = idle.pop()
-                    worker.send(job.to_json())
-                    selector.register(worker.output, EVENT_READ, worker)
-                if not selector.get_map():
-                    return
-                for key, _ in selector.select():
-                    outcomes, is_done = key.data.receive()
-                    if is_done:
-                        selector.unregister(key.fileobj)
-                        idle.append(key.data)
-                    yield from outcomes
+            try:
+                while True:
+                    # Each idle helper gets a job before any answer is waited for: they work side by side. One
+                    # job each, since a second one in a pipe could not be taken back once a line has failed.
+                    while idle and (job := next(waiting, None)) is not None:
+                        worker = idle.pop()
+                        selector.register(worker.output, EVENT_READ, worker)
+                        worker.send(job.to_json())
+                    if not selector.get_map():
+                        return
+                    for key, _ in selector.select():
+                        outcomes, is_done = key.data.receive()
+                        if is_done:
+                            selector.unregister(key.fileobj)
+                            idle.append(key.data)
+                        yield from outcomes
+            except BaseException:
+                # Also where the caller goes no further. Without locks another preparer may have published,
+                # and the caller goes on with its next source: a late answer would be taken for one of that.
+                for key in list(selector.get_map().values()):
+                    self._workers.remove(key.data)
+                    key.data.close()
+                raise
+
+    def _start(self) -> None:
+        """Start as many helpers as are missing."""
+        num_started = len(self._workers)
+        while len(self._workers) < self._num_workers:
+            self._workers.append(_Worker())
+        for worker in self._workers[num_started:]:
+            worker.send(self._setup)
 
     def close(self) -> None:
         """Kill the helpers. Their finished jobs have records on the disk."""

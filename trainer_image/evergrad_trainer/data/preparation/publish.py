@@ -39,6 +39,7 @@ from evergrad_trainer.data.preparation.held_out import choose_held_out, split_jo
 from evergrad_trainer.data.preparation.pairs import PairFormat
 from evergrad_trainer.data.preparation.pool import Pool
 from evergrad_trainer.data.preparation.progress import Reporter
+from evergrad_trainer.data.preparation.rendering import RENDERING, is_rendered_otherwise
 from evergrad_trainer.data.preparation.rows import RowFormat
 from evergrad_trainer.data.preparation.texts import TextFormat
 from evergrad_trainer.data.prepared import (
@@ -106,6 +107,9 @@ def compute_fingerprint(source: SourceEntry, content: Content, recipe: Recipe) -
     if recipe.rows is not None:
         facts["rows"] = recipe.rows.to_json()
         facts["marks"] = MARKS
+        rows = recipe.rows.rows if isinstance(recipe.rows, PairFormat) else recipe.rows
+        if is_rendered_otherwise(rows, skips_malformed=recipe.malformed == "skip"):
+            facts["rendering"] = RENDERING
     text = json.dumps(facts, sort_keys=True)
     return xxhash.xxh3_128_hexdigest(text.encode())
 

@@ -1,13 +1,17 @@
 """How a manifest's rows are read: its fields, and the chat template, its own or the tokenizer's."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+import xxhash
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Training
 from evergrad_trainer.data.chat_template import (
     TEMPLATE_FILE,
+    TEMPLATE_FOLDER,
     ChatTemplateError,
     check_template,
 )
@@ -19,6 +23,12 @@ from evergrad_trainer.errors import DataError
 _FIELD: Final = "spec.training.rows.chatTemplate"
 _CONFIG: Final = "tokenizer_config.json"
 _SPECIAL_TOKENS: Final = "special_tokens_map.json"
+OTHER_SAMPLES: Final = "the same rows would become other samples"
+_TEMPLATES: Final = "chat template"
+_SPECIAL_TOKEN_TEXTS: Final = "special tokens"
+_DEFAULT: Final = "default"
+_WITH_TOOLS: Final = "tool_use"
+"""Name of the template that transformers takes for a conversation with tools, where there is one."""
 _TOKENS: Final = (
     "bos_token",
     "eos_token",
@@ -37,19 +47,22 @@ def row_format(training: Training, base_directory: Path) -> RowFormat | PairForm
     rows = training.row_settings
     if rows is None:
         return None
-    template, variables = rows.chat_template, {"eos_token": BYTE_END_TOKEN}
-    where = _FIELD
+    where, variables = _FIELD, {"eos_token": BYTE_END_TOKEN}
+    templates: Mapping[str, str] = {}
     if training.tokenizer.path is not None:
         directory = base_directory / training.tokenizer.path
-        own, variables = _of_tokenizer(directory)
-        if template is None:
-            template, where = own, f"the chat template in {directory}"
-    if template is not None:
+        where = f"the chat template in {directory}"
+        templates, variables = _of_tokenizer(directory)
+    if rows.chat_template is not None:
+        # For all conversations, as the argument of transformers' apply_chat_template is.
+        where, templates = _FIELD, {_DEFAULT: rows.chat_template}
+    for name, template in templates.items():
         try:
             check_template(template)
         except ChatTemplateError as error:
+            shown = where if name == _DEFAULT else f"{where} ({name})"
             raise DataError(
-                Problem(where, "is no jinja template", str(error), "Correct it")
+                Problem(shown, "is no jinja template", str(error), "Correct it")
             ) from None
     form = RowFormat(
         messages_field=rows.messages_field,
@@ -57,8 +70,9 @@ def row_format(training: Training, base_directory: Path) -> RowFormat | PairForm
         completion_field=rows.completion_field,
         longest=training.data.sequence_length + 1,
         too_long=rows.too_long,
-        template=template,
+        template=templates.get(_DEFAULT),
         variables=tuple(sorted(variables.items())),
+        tool_template=templates.get(_WITH_TOOLS),
     )
     pairs = training.pair_settings
     if pairs is None:
@@ -68,8 +82,55 @@ def row_format(training: Training, base_directory: Path) -> RowFormat | PairForm
     )
 
 
-def _of_tokenizer(directory: Path) -> tuple[str | None, dict[str, str]]:
-    """The chat template of a tokenizer's directory, if it has one, and its special tokens by name."""
+def identify_texts(training: Training, base_directory: Path) -> dict[str, str]:
+    """A hash of each text that rows take from the tokenizer's directory, by what it is: no identity of a
+    tokenizer has them."""
+    rows, path = training.row_settings, training.tokenizer.path
+    if rows is None or path is None:
+        return {}
+    templates, variables = _of_tokenizer(base_directory / path)
+    texts = {_SPECIAL_TOKEN_TEXTS: variables}
+    if rows.chat_template is None:
+        texts[_TEMPLATES] = templates
+    return {
+        what: xxhash.xxh3_128_hexdigest(json.dumps(one, sort_keys=True).encode())
+        for what, one in texts.items()
+    }
+
+
+def find_changed_texts(
+    recorded: Mapping[str, str], training: Training, base_directory: Path
+) -> list[Problem]:
+    """A problem for each of the texts that is not the one that was recorded.
+
+    ``recorded``: as :func:`identify_texts` gave them; empty where an older version began the run.
+    """
+    directory = base_directory / (training.tokenizer.path or "")
+    files = {
+        _TEMPLATES: (TEMPLATE_FILE, TEMPLATE_FOLDER),
+        _SPECIAL_TOKEN_TEXTS: (_CONFIG, _SPECIAL_TOKENS),
+    }
+    problems = []
+    for what, now in identify_texts(training, base_directory).items():
+        if now == recorded.get(what, now):
+            continue
+        found = [directory / name for name in files[what] if (directory / name).exists()]
+        places = ", ".join(map(str, found or [directory / _CONFIG]))
+        remedy = "Restore the files to go on with this run, or train under another run name"
+        problems.append(
+            Problem(
+                places,
+                f"the {what} changed since this run was prepared",
+                OTHER_SAMPLES,
+                remedy,
+            )
+        )
+    return problems
+
+
+def _of_tokenizer(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """The chat templates of a tokenizer's directory that rows are made with, and its special tokens, both by
+    name."""
     # Some versions name the special tokens in a file of their own, which others do not write.
     configs = []
     for name in (_SPECIAL_TOKENS, _CONFIG):
@@ -89,19 +150,24 @@ def _of_tokenizer(directory: Path) -> tuple[str | None, dict[str, str]]:
             if isinstance(token, str):
                 variables[name] = token
 
-    # A file of its own is what newer versions write; several named templates are what some older ones hold.
-    own = directory / TEMPLATE_FILE
-    if own.is_file():
-        return _read(own), variables
-    template = configs[-1].get("chat_template")
-    if isinstance(template, list):
-        named = {
+    # Files of their own are what newer versions write; a value of the settings is one template, or some by
+    # name.
+    files = {path.stem: path for path in (directory / TEMPLATE_FOLDER).glob("*.jinja")}
+    if (own := directory / TEMPLATE_FILE).is_file():
+        files.setdefault(_DEFAULT, own)
+    templates: Any = {name: _read(path) for name, path in files.items()}
+    if not files:
+        templates = configs[-1].get("chat_template")
+    if isinstance(templates, list):
+        templates = {
             one.get("name"): one.get("template")
-            for one in template
+            for one in templates
             if isinstance(one, dict)
         }
-        template = named.get("default")
-    return (template if isinstance(template, str) else None), variables
+    elif not isinstance(templates, dict):
+        templates = {_DEFAULT: templates}
+    wanted = {name: templates.get(name) for name in (_DEFAULT, _WITH_TOOLS)}
+    return {name: text for name, text in wanted.items() if isinstance(text, str)}, variables
 
 
 def _read(path: Path) -> str:

@@ -2,13 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from evergrad_trainer.data.chat_template import ASSISTANT, ChatTemplate, ChatTemplateError
+from evergrad_trainer.data.chat_template import (
+    ASSISTANT,
+    FOR_TEMPLATES,
+    ChatTemplate,
+    ChatTemplateError,
+)
 from evergrad_trainer.data.marked_text import MarkedText, Span, join_marks, marks_of
 from evergrad_trainer.data.preparation.documents import LineProblem, Reason, RowError, Tally
 from evergrad_trainer.data.tokenizers import (
@@ -16,10 +20,6 @@ from evergrad_trainer.data.tokenizers import (
     replace_lone_surrogates,
     smallest_dtype,
 )
-
-_FOR_TEMPLATES: Final = ("tools", "documents")
-"""Keys of a conversation that its template is given besides the messages."""
-
 
 Message = dict[str, Any]
 """One with a role and content, both texts, and whatever else its row gives the template."""
@@ -31,7 +31,8 @@ Encoded = tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]
 class RowFormat:
     """How rows are read.
 
-    ``longest``: tokens of a row that fit into a sample. ``template``: of conversations.
+    ``longest``: tokens of a row that fit into a sample. ``template``: of conversations; ``tool_template``: of
+    those with tools, where these have one of their own.
     """
 
     messages_field: str
@@ -41,10 +42,15 @@ class RowFormat:
     too_long: Literal["refuse", "skip", "truncate"]
     template: str | None
     variables: tuple[tuple[str, str], ...]
+    tool_template: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """JSON values only."""
-        return {**asdict(self), "variables": [list(pair) for pair in self.variables]}
+        value = {**asdict(self), "variables": [list(pair) for pair in self.variables]}
+        if self.tool_template is None:
+            # Rows keep the fingerprint that they had before there was one.
+            del value["tool_template"]
+        return value
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> "RowFormat":
@@ -56,14 +62,7 @@ class RowFormat:
     def keys(self) -> tuple[str, ...]:
         """All keys of a row that mean something."""
         named = (self.messages_field, self.prompt_field, self.completion_field)
-        return (*named, *(key for key in _FOR_TEMPLATES if key not in named))
-
-    @cached_property
-    def chat(self) -> ChatTemplate | None:
-        """The template of conversations."""
-        return (
-            None if self.template is None else ChatTemplate(self.template, self.variables)
-        )
+        return (*named, *(key for key in FOR_TEMPLATES if key not in named))
 
     def render(self, row: Mapping[str, Any]) -> MarkedText:
         """The text of a row, with what is learned of it. Raises RowError."""
@@ -103,16 +102,20 @@ class RowFormat:
         """
         # The whole of what a template is given: it may write out any key of it.
         extra = {
-            key: _without_lone_surrogates(row[key]) for key in _FOR_TEMPLATES if key in row
+            key: _without_lone_surrogates(row[key]) for key in FOR_TEMPLATES if key in row
         }
         if not any(message["role"] == ASSISTANT for message in messages[num_before:]):
             roles = ", ".join(sorted({one["role"][:20] for one in messages[num_before:]}))
             raise RowError(f"no message has the role {ASSISTANT!r}", f"there are {roles}")
-        if self.chat is None:
+        source = self.template
+        if extra.get("tools") is not None and self.tool_template is not None:
+            source = self.tool_template
+        if source is None:
             why = "the tokenizer has no chat template, and the file gives none"
             raise RowError("a conversation cannot be made a text", why)
         try:
-            text = self.chat.render(messages, extra, num_before=num_before)
+            chat = ChatTemplate(source, self.variables)
+            text = chat.render(messages, extra, num_before=num_before)
         except ChatTemplateError as error:
             raise RowError("the conversation cannot be made a text", str(error)) from error
         if not text:
