@@ -41,8 +41,7 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def abort_groups() -> None:
-    """Free the threads of this process that wait in NCCL; gloo has no such call.
-    """
+    """Free the threads of this process that wait in NCCL; gloo has no such call."""
     distributed_c10d._abort_process_group()
 
 
