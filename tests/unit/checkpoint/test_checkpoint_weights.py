@@ -85,6 +85,17 @@ def test_a_relative_path_and_a_renamed_copy_of_a_checkpoint_work(
     )
 
 
+def test_a_run_that_has_the_name_of_a_checkpoint_is_a_run(
+    run: Path, make_state: MakeState, tmp_path: Path
+) -> None:
+    named = run.rename(tmp_path / "step-100")
+    (tmp_path / "link").symlink_to(named)
+    for path in (named, tmp_path / "link"):
+        assert load_weights(path, make_state(0)).step == 20
+        assert look_at(path, step=10)[1].step == 10
+        assert find_checkpoint(path) == named / "checkpoints" / "step-20"
+
+
 def test_weights_of_another_precision_are_converted_and_the_log_says_so(
     run: Path, make_state: MakeState, caplog: pytest.LogCaptureFixture
 ) -> None:

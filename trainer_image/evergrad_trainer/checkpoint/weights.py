@@ -160,9 +160,12 @@ def find_checkpoint(path: Path, *, step: int | None = None) -> Path:
 def _find(path: Path) -> tuple[Path, str | None]:
     """The directory of checkpoints that ``path`` means, and the one name in it that it means, if it means
     one."""
-    # A checkpoint may have been copied elsewhere under any name: its manifest shows what it is.
     path = path.resolve()
+    # First: a run may have any name, that of a checkpoint too.
+    inner = path / RunFile.CHECKPOINTS
+    if inner.is_dir():
+        return inner, None
+    # A checkpoint may have been copied elsewhere under any name: its manifest shows what it is.
     if (path / MANIFEST).exists() or parse_checkpoint_name(path.name):
         return path.parent, path.name
-    inner = path / RunFile.CHECKPOINTS
-    return (inner if inner.is_dir() else path), None
+    return path, None
