@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from latent_corpus import training as training_on_edits
 from safetensors import safe_open
 
 from evergrad_manifest.identity import from_wire, to_wire
@@ -383,3 +384,24 @@ def test_what_a_run_does_not_have_is_not_exported(
         export.export_checkpoint(run, **options, is_adapter=True)
     with pytest.raises(RunDirectoryError, match=r"ema is not set\. Use --weights trained"):
         export.export_checkpoint(run, **options, weights="average")
+
+
+def test_a_run_whose_model_is_not_trained_has_nothing_to_export(tmp_path: Path) -> None:
+    run = from_wire(
+        {
+            "apiVersion": "evergrad.dev/v1alpha1",
+            "kind": "TrainingRun",
+            "metadata": {"name": "edits"},
+            "spec": {"training": training_on_edits()},
+        }
+    )
+    directory = RunDirectory(tmp_path / "edits")
+    directory.create()
+    directory.write_resolved({"manifest": to_wire(run), "baseDirectory": "."})
+    with pytest.raises(
+        RunDirectoryError,
+        match=r"edits: recipe latent_edit trains no model .*; the file's model is the encoder",
+    ):
+        export.export_checkpoint(
+            directory.path, step=None, output=tmp_path / "ours", dtype=None
+        )
