@@ -1,7 +1,10 @@
 """The task of edits on a tiny corpus: states that are kept equal those that are made anew, a predictor that
 begins at the trivial baseline, and what is measured."""
 
+import errno
+import fcntl
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -115,6 +118,31 @@ def test_a_second_start_computes_nothing_and_a_third_split_only_what_is_new(
     Opened(corpus, mixture=[{"family": "population", "count": 2}])
     with pytest.raises(pytest.fail.Exception, match="it was encoded again"):
         Opened(corpus, encoder={"radius": 4})
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_what_killed_preparations_have_left_is_removed_by_the_next_one(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, has_locks: bool
+) -> None:
+    first = Opened(corpus)
+    below = corpus / "prepared"
+    (states,) = below.glob("states-*")
+    left = below / ".tmp-0123"
+    left.mkdir()
+    (left / "states.npy").write_bytes(b"half")
+    (states / ".states-0123.tmp").write_bytes(b"half")
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    if not has_locks:
+        monkeypatch.setattr(fcntl, "flock", refuse)
+    # Whatever it is of: nobody goes on with it.
+    other = Opened(corpus, mixture=[{"family": "population", "count": 2}])
+    assert left.exists() == (states / ".states-0123.tmp").exists() == (not has_locks)
+    names = {path.name for path in below.iterdir()}
+    kept = {states.name, first.facts["folder"], other.facts["folder"]}
+    assert names - {left.name, ".lock"} == kept
 
 
 @pytest.mark.capability("G-74", "G-X2", "G-X35")
