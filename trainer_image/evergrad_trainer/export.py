@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from evergrad_manifest.derive import is_model_trained
+from evergrad_manifest.derive import why_not_exported
 from evergrad_manifest.errors import Problem, raise_if
 from evergrad_manifest.training import Training
-from evergrad_manifest.training.latent_edit import WHY_NO_EXPORT
 from evergrad_trainer.checkpoint.layout import parse_checkpoint_name
 from evergrad_trainer.checkpoint.restoring import compare_tensors
 from evergrad_trainer.checkpoint.weights import (
@@ -188,10 +187,10 @@ def _read_run(
             Problem(str(directory.resolved), what, why, "Restore it from a backup")
         )
     training = read_run(directory, resolved).training
-    if not is_model_trained(training):
+    if why := why_not_exported(training):
         what = f"recipe {training.recipe} trains no model that could be exported"
         remedy = "Its modules are in its checkpoints, for spec.training.initFrom"
-        raise RunDirectoryError(Problem(str(run_directory), what, WHY_NO_EXPORT, remedy))
+        raise RunDirectoryError(Problem(str(run_directory), what, why, remedy))
     if is_adapter and training.model.lora is None:
         what, why = "has no adapters", "spec.training.model.lora is not set"
         raise RunDirectoryError(
