@@ -7,6 +7,7 @@ from math import ceil
 
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 from evergrad_manifest.training import Batching, Training
+from evergrad_manifest.training.latent_edit import WHY_NO_EXPORT
 from evergrad_manifest.training.optimization import check_pieces, check_schedule
 from evergrad_manifest.training.steps import check_stop, steps_for_tokens, steps_of
 from evergrad_manifest.training.two_stage_kl import CHUNK_TOKENS, problem_of_boundary
@@ -123,6 +124,11 @@ def num_logits(training: Training) -> int:
 def is_model_trained(training: Training) -> bool:
     """Whether the file's model is what the run trains; else it is a part that stays as it is."""
     return training.latent_edit is None
+
+
+def why_not_exported(training: Training) -> str:
+    """Why a run has no model to export; empty where it has one."""
+    return "" if is_model_trained(training) else WHY_NO_EXPORT
 
 
 def loss_chunk(training: Training) -> int | None:

@@ -391,9 +391,10 @@ def final_state(directory: Path, *, prefix: str = "") -> dict[str, Any]:
     """The tensors of the newest checkpoint."""
     from plain_state import read_plain_state
 
-    from evergrad_trainer.checkpoint.weights import find_checkpoint
+    from evergrad_trainer.checkpoint.weights import hold_checkpoint
 
-    return read_plain_state(find_checkpoint(directory), prefix=prefix)
+    with hold_checkpoint(directory) as checkpoint:
+        return read_plain_state(checkpoint, prefix=prefix)
 
 
 def assert_same_state(one: Path, other: Path, *, prefix: str = "") -> None:

@@ -5,12 +5,14 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from latent_corpus import training as training_on_edits
 from safetensors import safe_open
 
 from evergrad_manifest.identity import from_wire, to_wire
@@ -18,11 +20,13 @@ from evergrad_manifest.training import Model
 from evergrad_trainer import export
 from evergrad_trainer.checkpoint.attempts import Medium
 from evergrad_trainer.checkpoint.generations import claim_generation
-from evergrad_trainer.checkpoint.layout import TENSORS, Version
+from evergrad_trainer.checkpoint.layout import LATEST, TENSORS, Version
+from evergrad_trainer.checkpoint.leases import find_leased
 from evergrad_trainer.checkpoint.manifest import FileEntry, Identity, Manifest
 from evergrad_trainer.checkpoint.staging import view_bytes
 from evergrad_trainer.checkpoint.store import open_store
 from evergrad_trainer.checkpoint.tensor_table import StoredChunk, StoredTensor, encode_table
+from evergrad_trainer.checkpoint.weights import open_tensors
 from evergrad_trainer.errors import (
     CheckpointError,
     ModelError,
@@ -209,6 +213,25 @@ def test_an_export_of_a_damaged_checkpoint_or_over_a_directory_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir() if "ours" in path.name] == []
 
 
+def test_a_run_that_trains_on_does_not_retire_what_is_exported(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, model = make_run(LLAMA)
+    checkpoints = run / "checkpoints"
+    open_store(checkpoints).catalog.write_pointer(LATEST, "step-10", Version(10, 1, 1))
+    leased = []
+
+    def watch(checkpoint: Path, **options: Any) -> Any:
+        leased.append(find_leased(checkpoints, now=time.time()))
+        return open_tensors(checkpoint, **options)
+
+    monkeypatch.setattr(export, "open_tensors", watch)
+    export.export_checkpoint(run, step=None, output=tmp_path / "ours", dtype=None)
+    assert leased == [{"step-10"}]
+    assert find_leased(checkpoints, now=time.time()) == set()
+    assert read_directory(tmp_path / "ours").keys() == module_tensors(model).keys()
+
+
 def test_a_full_disk_is_trouble_of_the_output_and_a_lost_shard_of_the_checkpoint(
     make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,3 +406,24 @@ def test_what_a_run_does_not_have_is_not_exported(
         export.export_checkpoint(run, **options, is_adapter=True)
     with pytest.raises(RunDirectoryError, match=r"ema is not set\. Use --weights trained"):
         export.export_checkpoint(run, **options, weights="average")
+
+
+def test_a_run_whose_model_is_not_trained_has_nothing_to_export(tmp_path: Path) -> None:
+    run = from_wire(
+        {
+            "apiVersion": "evergrad.dev/v1alpha1",
+            "kind": "TrainingRun",
+            "metadata": {"name": "edits"},
+            "spec": {"training": training_on_edits()},
+        }
+    )
+    directory = RunDirectory(tmp_path / "edits")
+    directory.create()
+    directory.write_resolved({"manifest": to_wire(run), "baseDirectory": "."})
+    with pytest.raises(
+        RunDirectoryError,
+        match=r"edits: recipe latent_edit trains no model .*; the file's model is the encoder",
+    ):
+        export.export_checkpoint(
+            directory.path, step=None, output=tmp_path / "ours", dtype=None
+        )

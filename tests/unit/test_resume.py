@@ -207,6 +207,14 @@ def test_other_data_are_refused_before_the_run_is_claimed(directory: RunDirector
         f"{directory.path}: the data's fingerprint is 'f'; that of the data here is 'other'. Restore the data "
         "this run began with, or start a new run with initFrom."
     )
+    # What the task says of its stages, and what it has prepared with another value.
+    began = dataclasses.replace(PREPARED, facts={"encoder": "e1", "corpus": "c", "made": 1})
+    run_state = dataclasses.replace(run_state, recorded=began)
+    facts = {"encoder": "e2", "corpus": "c", "further": 3}
+    with pytest.raises(
+        RunDirectoryError, match="here is 'x', with the encoder 'e2', which was 'e1'\\."
+    ):
+        check_data_unchanged(directory, run_state, fingerprint="x", facts=facts)
 
 
 def test_a_missing_beginning_of_data_is_named_where_a_run_went_on_in_the_same_data(

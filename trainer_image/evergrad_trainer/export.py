@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from evergrad_manifest.derive import why_not_exported
 from evergrad_manifest.errors import Problem, raise_if
 from evergrad_manifest.training import Training
 from evergrad_trainer.checkpoint.layout import parse_checkpoint_name
 from evergrad_trainer.checkpoint.restoring import compare_tensors
 from evergrad_trainer.checkpoint.weights import (
     StoredTensors,
-    find_checkpoint,
+    hold_checkpoint,
     open_tensors,
     read_extra,
 )
@@ -79,6 +80,15 @@ class _Weights:
     average: StoredTensors | None
     where: str
 
+    @classmethod
+    def open(cls, checkpoint: Path, weights: str) -> "_Weights":
+        """``weights`` of a checkpoint that was validated a moment ago. Raises CheckpointError."""
+        trained = open_tensors(checkpoint, prefix=f"{MODEL}.", checksums=False)
+        average = None
+        if weights == AVERAGE:
+            average = open_tensors(checkpoint, prefix=f"{EMA}.", checksums=False)
+        return cls(trained, average, str(checkpoint))
+
     def check(self, wanted: Mapping[str, torch.Tensor]) -> None:
         """Raises CheckpointError unless the checkpoint has tensors of these names and shapes."""
         keyed = {f"{MODEL}.{name}": tensor for name, tensor in wanted.items()}
@@ -123,31 +133,30 @@ def export_checkpoint(
     # The types of the tensors to be written; there is nothing to convert yet.
     if dtype is not None:
         model.to(_DTYPES[dtype])  # type: ignore[arg-type]
-    checkpoint = find_checkpoint(run_directory, step=step)
-    trained = open_tensors(checkpoint, prefix=f"{MODEL}.", checksums=False)
-    average = None
-    if weights == AVERAGE:
-        average = open_tensors(checkpoint, prefix=f"{EMA}.", checksums=False)
-    found = _Weights(trained, average, str(checkpoint))
-    found.check(module_tensors(model))
 
     # Beside the final name, so that the rename is one of the same file system.
     temporary = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        with reported(output, what="cannot be written"):
-            temporary.mkdir(parents=True)
-            if is_adapter:
-                _write_adapters(model, found, temporary, plan=plan)
-            elif training.model.lora is not None:
-                model = _write_merged(model, found, temporary, training=training, plan=plan)
-            else:
-                _write_model(model, found, temporary, plan=plan)
-            tokenizer.save_pretrained(temporary)
-            _write_template(training, temporary)
-            os.rename(temporary, output)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    # Held until the last tensor is read: a run that trains would retire it before.
+    with hold_checkpoint(run_directory, step=step) as checkpoint:
+        found = _Weights.open(checkpoint, weights)
+        found.check(module_tensors(model))
+        try:
+            with reported(output, what="cannot be written"):
+                temporary.mkdir(parents=True)
+                if is_adapter:
+                    _write_adapters(model, found, temporary, plan=plan)
+                elif training.model.lora is not None:
+                    model = _write_merged(
+                        model, found, temporary, training=training, plan=plan
+                    )
+                else:
+                    _write_model(model, found, temporary, plan=plan)
+                tokenizer.save_pretrained(temporary)
+                _write_template(training, temporary)
+                os.rename(temporary, output)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
     written = [one for one in model.parameters() if one.requires_grad or not is_adapter]
     parameters, name = sum(one.numel() for one in written), str(written[0].dtype)
     version = parse_checkpoint_name(checkpoint.name)
@@ -180,6 +189,10 @@ def _read_run(
             Problem(str(directory.resolved), what, why, "Restore it from a backup")
         )
     training = read_run(directory, resolved).training
+    if why := why_not_exported(training):
+        what = f"recipe {training.recipe} trains no model that could be exported"
+        remedy = "Its modules are in its checkpoints, for spec.training.initFrom"
+        raise RunDirectoryError(Problem(str(run_directory), what, why, remedy))
     if is_adapter and training.model.lora is None:
         what, why = "has no adapters", "spec.training.model.lora is not set"
         raise RunDirectoryError(

@@ -26,6 +26,8 @@ from evergrad_trainer.run_record import (
     BASE,
     BEGUN_FROM,
     BegunFrom,
+    ModelRecord,
+    comparable_configs,
     damaged,
     read_key,
     read_optional,
@@ -36,14 +38,6 @@ if TYPE_CHECKING:
     from evergrad_trainer.checkpoint.manifest import Identity
 
 _HORIZON = "spec.training.horizon"
-
-
-@dataclass(frozen=True)
-class ModelRecord:
-    """A description of a model, as far as two of them are compared."""
-
-    transformers: str
-    config: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -228,15 +222,25 @@ def check_tokenizer_unchanged(run_state: RunState, prepared: Prepared) -> None:
 
 
 def check_data_unchanged(
-    directory: RunDirectory, run_state: RunState, *, fingerprint: str
+    directory: RunDirectory,
+    run_state: RunState,
+    *,
+    fingerprint: str,
+    facts: Mapping[str, Any] | None = None,
 ) -> None:
     """The task reads what it read when the run began. Raises RunDirectoryError.
 
     Its checkpoints would be refused as well, but only once this start has claimed the run and left records.
+    ``facts``: those of its stages; one that the task had prepared with another value is named.
     """
     recorded = run_state.data_fingerprint
     if recorded and recorded != fingerprint:
         why, also = f"that of the data here is {fingerprint!r}", ""
+        then = run_state.recorded.facts if run_state.recorded is not None else {}
+        for name, value in (facts or {}).items():
+            if name in then and then[name] != value:
+                was, now = show_value(then[name]), show_value(value)
+                why += f", with the {name} {now}, which was {was}"
         if run_state.start is None and run_state.load == "everything":
             # The other run may itself have gone on from one in other data.
             why += (
@@ -272,14 +276,7 @@ def compare_models(
 
     A key that only one version of transformers knows is no difference.
     """
-    old, new = before["config"], now["config"]
-    # Another version knows other keys; only those that both know can differ.
-    if before["transformers"] != now["transformers"]:
-        shared = old.keys() & new.keys()
-        old, new = (
-            {key: value for key, value in config.items() if key in shared}
-            for config in (old, new)
-        )
+    old, new = comparable_configs(before, now)
     why = "the weights would be those of another function"
     if before["transformers"] != now["transformers"]:
         why += f"; transformers was {before['transformers']} then and is {now['transformers']} now"

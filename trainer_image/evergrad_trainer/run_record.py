@@ -42,6 +42,28 @@ class BegunFrom:
     load: str
 
 
+@dataclass(frozen=True)
+class ModelRecord:
+    """A description of a model, as far as two of them are compared."""
+
+    transformers: str
+    config: dict[str, Any]
+
+
+def comparable_configs(
+    before: Mapping[str, Any], now: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The configurations of two descriptions of a model, as far as they can differ.
+
+    Another version of transformers knows other keys: then only those that both know are left.
+    """
+    old, new = before["config"], now["config"]
+    if before["transformers"] == now["transformers"]:
+        return old, new
+    shared = old.keys() & new.keys()
+    return {key: old[key] for key in shared}, {key: new[key] for key in shared}
+
+
 def read_key(
     directory: RunDirectory, record: Mapping[str, Any], key: str, kind: type[Value]
 ) -> Value:

@@ -18,6 +18,7 @@ MOST_EDITS: Final = 16
 """Edits of one item, one after the other."""
 LONGEST_ALLELE: Final = 16
 """Bases of a reference or an alternate; longer ones are structural, and not known here."""
+WHY_NO_EXPORT: Final = "the file's model is the encoder, which stays as it is"
 _SECTION: Final = f"{TRAINING}.latentEdit"
 _MIXTURE: Final = f"{_SECTION}.mixture"
 _ENCODER: Final = f"{_SECTION}.encoder"
@@ -180,7 +181,7 @@ def check_unused(view: View) -> Iterator[Problem]:
         ("model.lora", of_training),
         ("model.embeddingNoise", of_training),
         ("model.headPrecision", "there are no logits"),
-        ("checkpoint.exportAtEnd", "the file's model is the encoder, which stays as it is"),
+        ("checkpoint.exportAtEnd", WHY_NO_EXPORT),
     ]
     for key, why in unused:
         # A run that was written out names also the values that mean nothing.

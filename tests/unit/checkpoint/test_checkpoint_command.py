@@ -1,6 +1,7 @@
 """``evergrad checkpoint list | verify | export``: what they print and how they exit."""
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from evergrad_trainer.checkpoint.catalog import Catalog
 from evergrad_trainer.cli import checkpoint as command
 from evergrad_trainer.errors import CheckpointError, RunDirectoryError
 
@@ -121,6 +123,48 @@ def test_verify_names_the_damaged_file_exits_64_and_moves_nothing(
         }
     ]
     assert not (run / "checkpoints" / "quarantine").exists() and path.exists()
+
+
+def test_verify_passes_over_what_a_run_that_trains_on_has_retired(
+    make_solo: MakeSolo,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    solo = make_solo(keep=2)
+    solo.save(10)
+    solo.save(20)
+    real = Catalog.hold
+    steps = iter((30, 40))
+
+    def hold(catalog: Catalog, name: str) -> contextlib.AbstractContextManager[None]:
+        # The run saves before the older one is reached.
+        held = real(catalog, name)
+        solo.save(next(steps))
+        return held
+
+    monkeypatch.setattr(Catalog, "hold", hold)
+    assert execute("verify", str(tmp_path)) == 0
+    assert capsys.readouterr().out == "step-20: valid\n"
+    monkeypatch.setattr(Catalog, "hold", real)
+    assert solo.names() == ["step-30", "step-40"]
+
+
+def test_verify_of_a_step_that_is_retired_meanwhile_says_so(
+    make_solo: MakeSolo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solo, real = make_solo(keep=1), Catalog.hold
+    solo.save(10)
+
+    def hold(catalog: Catalog, name: str) -> contextlib.AbstractContextManager[None]:
+        solo.save(20)
+        return real(catalog, name)
+
+    monkeypatch.setattr(Catalog, "hold", hold)
+    with pytest.raises(
+        CheckpointError, match="no checkpoint of step 10; the run has removed"
+    ):
+        execute("verify", str(tmp_path), "--step", "10")
 
 
 def test_a_step_or_a_directory_without_checkpoints_is_an_error_that_names_it(

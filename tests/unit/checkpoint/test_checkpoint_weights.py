@@ -1,6 +1,9 @@
 """Checkpoints read from outside their run: weights for another run, plain tensors for export."""
 
+import contextlib
 import os
+import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +12,12 @@ import pytest
 import torch
 from plain_state import read_plain_state
 
+from evergrad_trainer.checkpoint.catalog import Catalog
+from evergrad_trainer.checkpoint.leases import find_leased
 from evergrad_trainer.checkpoint.manifest import Identity
+from evergrad_trainer.checkpoint.reader import Reader
 from evergrad_trainer.checkpoint.weights import (
-    find_checkpoint,
+    hold_checkpoint,
     load_weights,
     look_at,
     open_tensors,
@@ -20,6 +26,11 @@ from evergrad_trainer.errors import CheckpointError
 
 MakeSolo = Callable[..., Any]
 MakeState = Callable[[int], dict[str, torch.Tensor]]
+
+
+def find(path: Path, *, step: int | None = None) -> Path:
+    with hold_checkpoint(path, step=step) as found:
+        return found
 
 
 @pytest.fixture
@@ -85,6 +96,17 @@ def test_a_relative_path_and_a_renamed_copy_of_a_checkpoint_work(
     )
 
 
+def test_a_run_that_has_the_name_of_a_checkpoint_is_a_run(
+    run: Path, make_state: MakeState, tmp_path: Path
+) -> None:
+    named = run.rename(tmp_path / "step-100")
+    (tmp_path / "link").symlink_to(named)
+    for path in (named, tmp_path / "link"):
+        assert load_weights(path, make_state(0)).step == 20
+        assert look_at(path, step=10)[1].step == 10
+        assert find(path) == named / "checkpoints" / "step-20"
+
+
 def test_weights_of_another_precision_are_converted_and_the_log_says_so(
     run: Path, make_state: MakeState, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -128,7 +150,7 @@ def test_a_path_without_checkpoints_is_named(tmp_path: Path, make_state: MakeSta
         with pytest.raises(CheckpointError, match=f"{path}: holds no checkpoint"):
             load_weights(path, make_state(0))
         with pytest.raises(CheckpointError, match=f"{path}: holds no checkpoint of step 7"):
-            find_checkpoint(path, step=7)
+            find(path, step=7)
 
 
 def test_all_tensors_of_a_checkpoint_are_read_whole(
@@ -154,12 +176,12 @@ def test_a_damaged_checkpoint_is_not_read(run: Path) -> None:
 
 
 def test_the_newest_valid_checkpoint_or_that_of_a_step_is_found(run: Path) -> None:
-    assert find_checkpoint(run) == run / "checkpoints" / "step-20"
-    assert find_checkpoint(run, step=10) == run / "checkpoints" / "step-10"
+    assert find(run) == run / "checkpoints" / "step-20"
+    assert find(run, step=10) == run / "checkpoints" / "step-10"
     os.truncate(run / "checkpoints" / "step-20" / "rank-00000.bin", 1)
-    assert find_checkpoint(run) == run / "checkpoints" / "step-10"
+    assert find(run) == run / "checkpoints" / "step-10"
     with pytest.raises(CheckpointError, match="step-20: cannot be loaded"):
-        find_checkpoint(run, step=20)
+        find(run, step=20)
 
 
 def test_a_tensor_is_converted_as_it_is_read(run: Path, make_state: MakeState) -> None:
@@ -200,3 +222,78 @@ def test_a_look_at_no_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(CheckpointError, match=said):
             look_at(path, step=step)
+
+
+def test_a_run_that_trains_on_does_not_retire_what_is_read(
+    make_solo: MakeSolo,
+    make_state: MakeState,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, real = tmp_path / "run", Reader.validate
+    solo = make_solo(directory=run / "checkpoints", keep=1)
+    solo.save(10)
+
+    def validate(reader: Reader, name: str, **options: Any) -> Any:
+        # As slow as a large one is: the run saves meanwhile.
+        found = real(reader, name, **options)
+        monkeypatch.setattr(Reader, "validate", real)
+        solo.save(next(steps))
+        return found
+
+    steps = iter((20, 30))
+    monkeypatch.setattr(Reader, "validate", validate)
+    assert load_weights(run, make_state(0)).step == 10
+    monkeypatch.setattr(Reader, "validate", validate)
+    with hold_checkpoint(run) as checkpoint:
+        assert checkpoint.name == "step-20"
+        assert read_plain_state(checkpoint).keys() == make_state(20).keys()
+    solo.save(40)
+    assert solo.names() == ["step-40"]
+    assert list((run / "checkpoints" / "leases").iterdir()) == []
+
+
+@pytest.mark.parametrize("reader", ["load", "hold"])
+def test_what_was_retired_before_it_is_held_makes_way_for_what_came_since(
+    make_solo: MakeSolo,
+    make_state: MakeState,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    reader: str,
+) -> None:
+    run, real = tmp_path / "run", Catalog.hold
+    solo = make_solo(directory=run / "checkpoints", keep=1)
+    # The best one stays, and is older than what a reader wants.
+    solo.save(10, best=True)
+    solo.save(20)
+
+    def hold(catalog: Catalog, name: str) -> contextlib.AbstractContextManager[None]:
+        monkeypatch.setattr(Catalog, "hold", real)
+        solo.save(30)
+        return real(catalog, name)
+
+    monkeypatch.setattr(Catalog, "hold", hold)
+    found = find(run) if reader == "hold" else load_weights(run, make_state(0)).path
+    assert found.name == "step-30"
+    assert solo.names() == ["step-10", "step-30"]
+
+
+def test_a_copy_of_a_checkpoint_is_read_without_a_lease(
+    run: Path, make_state: MakeState, tmp_path: Path
+) -> None:
+    shutil.copytree(run / "checkpoints" / "step-10", tmp_path / "mine" / "step-10")
+    assert load_weights(tmp_path / "mine" / "step-10", make_state(0)).step == 10
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["step-10"]
+
+
+def test_a_run_that_cannot_be_written_is_read_all_the_same_and_the_log_says_so(
+    run: Path, make_state: MakeState, caplog: pytest.LogCaptureFixture
+) -> None:
+    # As on a volume that is mounted to be read.
+    (run / "checkpoints" / "leases").touch()
+    assert load_weights(run, make_state(0)).step == 20
+    assert find(run).name == "step-20"
+    assert "step-20: cannot be held while it is read" in caplog.text
+    (run / "checkpoints" / "leases").unlink()
+    with hold_checkpoint(run):
+        assert find_leased(run / "checkpoints", now=time.time()) == {"step-20"}

@@ -1,7 +1,10 @@
 """The task of edits on a tiny corpus: states that are kept equal those that are made anew, a predictor that
 begins at the trivial baseline, and what is measured."""
 
+import errno
+import fcntl
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +19,7 @@ from torch import Tensor
 from evergrad_manifest.training import Training
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.errors import DataError, ModelError
-from evergrad_trainer.models.build import build_model, plan_model
+from evergrad_trainer.models.build import ModelPlan, build_model, plan_model
 from evergrad_trainer.models.randomness import Purpose, seed_generators
 from evergrad_trainer.recipes import load_task
 from evergrad_trainer.recipes.latent_edit import LatentEdit, features
@@ -31,6 +34,7 @@ from evergrad_trainer.recipes.latent_edit.source import (
     mers_of,
     types_of,
 )
+from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.task import Modules, Setup
 
 NO_TEXT = Prepared((), (), tokenizer_identity="", vocab_size=0, end_of_document=0)
@@ -117,6 +121,31 @@ def test_a_second_start_computes_nothing_and_a_third_split_only_what_is_new(
         Opened(corpus, encoder={"radius": 4})
 
 
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_what_killed_preparations_have_left_is_removed_by_the_next_one(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, has_locks: bool
+) -> None:
+    first = Opened(corpus)
+    below = corpus / "prepared"
+    (states,) = below.glob("states-*")
+    left = below / ".tmp-0123"
+    left.mkdir()
+    (left / "states.npy").write_bytes(b"half")
+    (states / ".states-0123.tmp").write_bytes(b"half")
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    if not has_locks:
+        monkeypatch.setattr(fcntl, "flock", refuse)
+    # Whatever it is of: nobody goes on with it.
+    other = Opened(corpus, mixture=[{"family": "population", "count": 2}])
+    assert left.exists() == (states / ".states-0123.tmp").exists() == (not has_locks)
+    names = {path.name for path in below.iterdir()}
+    kept = {states.name, first.facts["folder"], other.facts["folder"]}
+    assert names - {left.name, ".lock"} == kept
+
+
 @pytest.mark.capability("G-74", "G-X2", "G-X35")
 def test_the_cache_is_keyed_by_what_makes_a_state_and_by_nothing_else(corpus: Path) -> None:
     def identity(**changes: Any) -> str:
@@ -146,6 +175,36 @@ def test_the_cache_is_keyed_by_what_makes_a_state_and_by_nothing_else(corpus: Pa
         )
         == base
     )
+
+
+@pytest.mark.parametrize("later", [{"a_key_of_later": None}, {"hidden_act": "gelu"}])
+def test_a_key_of_another_transformers_is_no_other_encoder_for_a_run_that_has_begun(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, later: dict[str, Any]
+) -> None:
+    settings = Training.model_validate(training())
+    run = RunDirectory(corpus / "run")
+    run.create()
+
+    def identity(of_run: bool = True) -> str:
+        directory = run.path if of_run else None
+        return Encoder(Setup(settings, None, corpus, directory)).identity
+
+    began, real = identity(), ModelPlan.describe
+    plan = plan_model(settings.model, base_directory=corpus, vocab_size=257)
+    run.write_resolved({"model": real(plan)})
+    assert identity() == began
+
+    def describe(plan: ModelPlan) -> dict[str, Any]:
+        found = real(plan)
+        config = {**found["config"], **later}
+        # One that the later version has no more.
+        del config["pretraining_tp"]
+        return {"transformers": "99.0", "config": config}
+
+    monkeypatch.setattr(ModelPlan, "describe", describe)
+    assert (identity() == began) == ("hidden_act" not in later)
+    # A run of the later version makes states of its own.
+    assert identity(of_run=False) != began
 
 
 @pytest.mark.capability("G-4", "G-73", "G-X1")

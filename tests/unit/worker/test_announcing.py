@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from evergrad_manifest.derive import HorizonNumbers
 from evergrad_trainer.records import EventType
 from evergrad_trainer.worker import announcing
 from evergrad_trainer.worker.announcing import _announce_versions, _changed_files
@@ -35,6 +36,39 @@ def test_the_same_versions_and_those_an_older_one_did_not_record_are_none(
     old: dict[str, Any],
 ) -> None:
     assert warnings_of(old, {"torch": "2.13", "python": "3.11"}) == []
+
+
+def test_a_run_keeps_the_description_of_the_model_that_it_began_with(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    written: list[Any] = []
+
+    def record(*_: Any, model: Any, **__: Any) -> dict[str, Any]:
+        written.append(model)
+        return {}
+
+    monkeypatch.setattr(announcing, "resolved_record", record)
+    now = {"transformers": "5.1", "config": {"key": 1, "later": 2}}
+    plan = SimpleNamespace(
+        run=None,
+        prepared=None,
+        numbers=HorizonNumbers(1, 1, 1, 1.0, 1, 1, 1, 0, 0),
+        base_directory=tmp_path,
+        run_directory=tmp_path,
+        model=SimpleNamespace(describe=lambda: now),
+    )
+    facts: dict[str, Any] = {
+        "plan": plan,
+        "identity": None,
+        "progress": SimpleNamespace(run_id="id"),
+        "data": SimpleNamespace(train=SimpleNamespace(start=None)),
+        "begun_from": None,
+    }
+    began = {"transformers": "5.0", "config": {"key": 1}}
+    # An older version has written none.
+    for before in ({}, {"model": began}):
+        announcing._build_record(cast(Session, SimpleNamespace(**facts)), before)
+    assert written == [now, began]
 
 
 def test_changed_files_of_a_task_are_named_with_both_hashes() -> None:

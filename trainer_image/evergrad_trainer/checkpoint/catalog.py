@@ -1,5 +1,6 @@
 """Which checkpoints a directory holds, and what becomes of them: pointers, quarantine, removal. Rank 0's."""
 
+import contextlib
 import json
 import logging
 import os
@@ -61,6 +62,13 @@ class Catalog:
         except (InvalidCheckpointError, UnknownFormatError, OSError) as error:
             return Candidate(name, named, None, str(error))
         return Candidate(name, manifest.version, manifest)
+
+    def hold(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Keep a checkpoint from being retired while it is read, where that is possible.
+
+        It may have been retired since it was listed.
+        """
+        return leases.hold_if_possible(self._directory, name)
 
     def leased(self) -> set[str]:
         """Names that readers beside the run hold. Only right after ``latest`` was written, whose time is that

@@ -1,13 +1,19 @@
 """Compares the states of two runs at one step, tensor by tensor and bit by bit."""
 
+import contextlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from evergrad_trainer.checkpoint.layout import parse_checkpoint_name
-from evergrad_trainer.checkpoint.weights import find_checkpoint, open_tensors
+from evergrad_trainer.checkpoint.weights import (
+    StoredTensors,
+    hold_checkpoint,
+    open_tensors,
+)
 
 
 @dataclass(frozen=True)
@@ -42,12 +48,19 @@ def compare_states(a: Path, b: Path, *, step: int | None = None) -> StateCompari
     ``step``: default the newest of ``a``. One tensor of each is in memory at a time. Raises CheckpointError
     where a run has no checkpoint of that step that validates.
     """
-    first = find_checkpoint(a, step=step)
-    version = parse_checkpoint_name(first.name)
-    found = step if version is None else version.step
-    second = find_checkpoint(b, step=found)
-    pair = tuple(open_tensors(one, checksums=False) for one in (first, second))
-    names = sorted({*pair[0].table, *pair[1].table})
+    with contextlib.ExitStack() as leases:
+        first = leases.enter_context(hold_checkpoint(a, step=step))
+        version = parse_checkpoint_name(first.name)
+        found = step if version is None else version.step
+        second = leases.enter_context(hold_checkpoint(b, step=found))
+        pair = [open_tensors(one, checksums=False) for one in (first, second)]
+        names = sorted({*pair[0].table, *pair[1].table})
+        differences = _compare(pair, names)
+    return StateComparison(found or 0, len(names), tuple(differences))
+
+
+def _compare(pair: Sequence[StoredTensors], names: Sequence[str]) -> list[TensorDifference]:
+    """The tensors of ``names`` that two checkpoints do not have alike. Raises CheckpointError."""
     differences = []
     for name in names:
         one, other = (tensors.table.get(name) for tensors in pair)
@@ -73,4 +86,4 @@ def compare_states(a: Path, b: Path, *, step: int | None = None) -> StateCompari
                 largest if math.isfinite(largest) else None,
             )
         )
-    return StateComparison(found or 0, len(names), tuple(differences))
+    return differences

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from evergrad_trainer.checkpoint.files import list_entries
-from evergrad_trainer.checkpoint.layout import LEASES
+from evergrad_trainer.checkpoint.layout import LATEST, LEASES
 from evergrad_trainer.durable import unique_suffix, write_new
 
 LEASE_SECONDS: Final = 120.0
@@ -61,6 +61,23 @@ def hold(directory: Path, checkpoint: str) -> Iterator[None]:
         thread.join()
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def hold_if_possible(directory: Path, checkpoint: str) -> Iterator[None]:
+    """As ``hold``, for a reader that goes on where no lease can be written."""
+    with contextlib.ExitStack() as stack:
+        # Retention follows a save, which writes this. Anything else is a copy, which nobody retires.
+        if (directory / LATEST).exists():
+            try:
+                stack.enter_context(hold(directory, checkpoint))
+            except OSError as error:
+                _log.warning(
+                    "%s: cannot be held while it is read, and a run that trains may remove it: %s",
+                    directory / checkpoint,
+                    error,
+                )
+        yield
 
 
 def find_leased(directory: Path, *, now: float) -> set[str]:

@@ -3,8 +3,10 @@
 The wait of the others is bounded by rank 0's progress, not by the size of the state.
 """
 
+import contextlib
 import functools
 import logging
+import os
 import threading
 import time
 from dataclasses import asdict, dataclass, field
@@ -72,6 +74,9 @@ class Search:
     """Counts what validation has read."""
     ahead: HeldFiles | None = None
     """Files of the newest checkpoint that were read, or are being read, since before the search."""
+    leases: contextlib.ExitStack | None = None
+    """Another run's directory, which may train on: what is read is kept from being retired until this is
+    closed."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +169,8 @@ def _search(search: Search, tried: list[Rejected]) -> Choice:
     for candidate in candidates:
         if (name := candidate.name) in names:
             continue
+        if search.leases is not None:
+            search.leases.enter_context(store.catalog.hold(name))
         try:
             # Tried again for a while: what a volume refuses for a moment says nothing about a checkpoint.
             manifest = retry(
@@ -177,6 +184,13 @@ def _search(search: Search, tried: list[Rejected]) -> Choice:
                 what="the checkpoint cannot be read",
             )
         except (InvalidCheckpointError, OSError, VolumeError) as error:
+            # Retired between listing and lease: a newer one has come.
+            is_gone = isinstance(error, InvalidCheckpointError) and not os.path.lexists(
+                store.reader.locate(name)
+            )
+            if search.leases is not None and is_gone:
+                gone = Rejected(name, candidate.version.step, str(error), None)
+                return _search(search, [*tried, gone])
             damaged.append((candidate, error))
             continue
         # The newest that is whole decides: an older one of the right identity would lose what this one has.

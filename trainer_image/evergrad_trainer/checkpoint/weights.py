@@ -1,6 +1,7 @@
 """Reading checkpoints outside the run they belong to: weights to begin another run with, or to export."""
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,14 +46,22 @@ def load_weights(
     of another width are converted.
 
     ``path`` is a run directory, its ``checkpoints`` (the newest that validates is taken, of ``step`` where
-    one is given) or one checkpoint. Nothing in it is changed. With a ``world`` every rank calls this. Raises
-    CheckpointError if nothing there can be used or if the tensors are not those of ``state``.
+    one is given) or one checkpoint. Nothing in it is changed; a run that trains there retires none of it
+    meanwhile. With a ``world`` every rank calls this. Raises CheckpointError if nothing there can be used or
+    if the tensors are not those of ``state``.
     """
     directory, only = _find(path)
     wanted = {key: value for key, value in state.items() if key.startswith(prefix)}
-    store = open_store(directory)
-    search = Search(store, checksums=checksums, prefix=prefix, only=only, step=step)
-    found = load_newest(search, wanted, world=world or _ALONE)
+    with contextlib.ExitStack() as leases:
+        search = Search(
+            open_store(directory),
+            checksums=checksums,
+            prefix=prefix,
+            only=only,
+            step=step,
+            leases=leases,
+        )
+        found = load_newest(search, wanted, world=world or _ALONE)
     if found is None:
         raise CheckpointError(Problem(str(path), "holds no checkpoint", remedy=_NAME_ONE))
     return found[0]
@@ -131,38 +140,52 @@ def _loading(where: str) -> Iterator[None]:
         raise CheckpointError(Problem(where, "cannot be loaded", why=str(error))) from error
 
 
-def find_checkpoint(path: Path, *, step: int | None = None) -> Path:
+@contextlib.contextmanager
+def hold_checkpoint(path: Path, *, step: int | None = None) -> Iterator[Path]:
     """The newest checkpoint (of ``step``) that validates, in a run directory, its ``checkpoints``, or
-    ``path`` itself.
+    ``path`` itself; a run that trains there does not retire it meanwhile.
 
     Raises CheckpointError, naming what was found and why it cannot be used.
     """
     directory, only = _find(path)
     store = open_store(directory)
-    found = store.catalog.scan() if only is None else [store.catalog.describe(only)]
-    problems = []
-    # Newest first; damaged ones are named only where none is whole.
-    for candidate in found:
-        if step is not None and candidate.version.step != step:
-            continue
-        try:
-            store.reader.validate(candidate.name, checksums=True)
-        except (InvalidCheckpointError, UnknownFormatError, OSError) as error:
-            problems.append(
-                Problem(str(directory / candidate.name), "cannot be loaded", why=str(error))
-            )
-        else:
-            return directory / candidate.name
+    problems: dict[str, Problem] = {}
+    is_stale = True
+    # Ends: each name is tried once.
+    while is_stale:
+        found = store.catalog.scan() if only is None else [store.catalog.describe(only)]
+        is_stale = False
+        # Newest first; damaged ones are named only where none is whole.
+        for candidate in found:
+            name, version = candidate.name, candidate.version
+            if name in problems or step not in (None, version.step):
+                continue
+            # Before it is validated, which may take minutes.
+            with store.catalog.hold(name):
+                try:
+                    store.reader.validate(name, checksums=True)
+                except (InvalidCheckpointError, UnknownFormatError, OSError) as error:
+                    where = str(directory / name)
+                    problems[name] = Problem(where, "cannot be loaded", why=str(error))
+                    # Retired between listing and lease: a newer one has come.
+                    if is_stale := not os.path.lexists(directory / name):
+                        break
+                else:
+                    yield directory / name
+                    return
     what = "holds no checkpoint" if step is None else f"holds no checkpoint of step {step}"
-    raise CheckpointError(*(problems or [Problem(str(path), what)]))
+    raise CheckpointError(*(problems.values() or [Problem(str(path), what)]))
 
 
 def _find(path: Path) -> tuple[Path, str | None]:
     """The directory of checkpoints that ``path`` means, and the one name in it that it means, if it means
     one."""
-    # A checkpoint may have been copied elsewhere under any name: its manifest shows what it is.
     path = path.resolve()
+    # First: a run may have any name, that of a checkpoint too.
+    inner = path / RunFile.CHECKPOINTS
+    if inner.is_dir():
+        return inner, None
+    # A checkpoint may have been copied elsewhere under any name: its manifest shows what it is.
     if (path / MANIFEST).exists() or parse_checkpoint_name(path.name):
         return path.parent, path.name
-    inner = path / RunFile.CHECKPOINTS
-    return (inner if inner.is_dir() else path), None
+    return path, None

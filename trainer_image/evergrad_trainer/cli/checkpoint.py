@@ -176,9 +176,15 @@ def _verify(args: argparse.Namespace) -> int:
     for name in reasons:
         # Each by itself: one that cannot be read must not hide what is wrong with the others.
         try:
-            store.reader.validate(name, checksums=True)
+            with store.catalog.hold(name):
+                store.reader.validate(name, checksums=True)
         except (InvalidCheckpointError, UnknownFormatError, OSError) as error:
             reasons[name] = str(error)
+    if any(reasons.values()):
+        # A run that trains retires checkpoints that were listed: they are gone, and not damaged.
+        there = {candidate.name for candidate in store.catalog.scan()}
+        there.update(store.catalog.set_aside())
+        reasons = {name: why for name, why in reasons.items() if not why or name in there}
     if args.json:
         results = [
             {"checkpoint": name, "valid": not reason, "reason": reason}
@@ -189,10 +195,11 @@ def _verify(args: argparse.Namespace) -> int:
         for name, reason in reasons.items():
             print(f"{name}: {reason or 'valid'}")
     # After the output, so that a program that reads it gets its document in any case.
-    if not found:
+    if not reasons:
         which = "" if args.step is None else f" of step {args.step}"
         what = f"there is no checkpoint{which}"
-        raise CheckpointError(Problem(str(args.run_directory), what))
+        why = "the run has removed what it had meanwhile" if found else ""
+        raise CheckpointError(Problem(str(args.run_directory), what, why))
     return ExitCode.USER_ERROR if any(reasons.values()) else ExitCode.DONE
 
 

@@ -93,7 +93,9 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
     check_extension(directory, run_state, total_steps=numbers.total_steps)
     if not request.is_one_of_many:
         # The coordinator refuses one node with other data, and the run goes on without it.
-        check_data_unchanged(directory, run_state, fingerprint=opened.data.fingerprint)
+        check_data_unchanged(
+            directory, run_state, fingerprint=opened.data.fingerprint, facts=opened.facts
+        )
     marks["data"] = time.time()
     if run_state.state != "fresh":
         is_overruled = any(finding.level == "error" for finding in examination.findings)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 from evergrad_manifest.spelling import nearest
@@ -41,6 +41,12 @@ class Opened:
     observers: Lasting = field(default_factory=lambda: Lasting(()))
     prepared: Prepared | None = None
     """The data that the sources read, with those that the task itself has prepared."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the task says of its stages, as it is in the fingerprint of the data."""
+        stages = self.data.train.stages
+        return {name: value for one in stages for name, value in one.facts.items()}
 
     def starting_at(self, start: DataStart | None, training: Training) -> "Opened":
         """The same, with data that begin where another run has left its own, if ``start`` says so.

@@ -96,7 +96,8 @@ def _build_record(session: Session, before: Mapping[str, Any]) -> dict[str, Any]
         identity=session.identity,
         base_directory=describe_base(plan.base_directory, plan.run_directory),
         derived=derived,
-        model=plan.model.describe(),
+        # As the run began with it: what follows from that, such as an encoder's identity, stays.
+        model=before.get("model") or plan.model.describe(),
     )
     record["runId"] = session.progress.run_id
     if (start := session.data.train.start) is not None:

@@ -4,6 +4,7 @@ One at a time, on one thread of a processor, since a product of matrices may giv
 other rows: so a state is a function of its sequence alone, whether it is kept or made anew.
 """
 
+import dataclasses
 import hashlib
 import json
 from bisect import bisect_right
@@ -25,6 +26,8 @@ from evergrad_trainer.data.tokenizers import TextTokenizer, load_tokenizer
 from evergrad_trainer.errors import DataError, ModelError
 from evergrad_trainer.models.build import ModelPlan, build_model, plan_model
 from evergrad_trainer.recipes.latent_edit.corpus import hash_file
+from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.run_record import ModelRecord, comparable_configs, read_optional
 from evergrad_trainer.task import Setup
 
 _SECTION: Final = "spec.training.latentEdit.encoder"
@@ -112,7 +115,7 @@ class Encoder:
                 raise ModelError(Problem(f"{_SECTION}.weightHash", what, why, remedy))
 
         facts: dict[str, Any] = {
-            "model": self.plan.describe()["config"],
+            "model": self._describe_model(),
             "weights": weights,
             "tokenizer": self.tokenizer.identity,
             "layer": self.layer,
@@ -129,6 +132,23 @@ class Encoder:
             facts["seed"] = self._setup.training.reproducibility.seed
         text = json.dumps(facts, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def _describe_model(self) -> dict[str, Any]:
+        """The configuration as the run began with it, or as it is now where that is another one.
+
+        A key that another version of transformers has changes no state, and its run keeps what it has made.
+        """
+        now = self.plan.describe()
+        config: dict[str, Any] = now["config"]
+        if self._setup.run_directory is None:
+            return config
+        directory = RunDirectory(self._setup.run_directory)
+        record = directory.read_resolved() or {}
+        before = read_optional(directory, record, "model", ModelRecord)
+        if before is None or before.transformers == now["transformers"]:
+            return config
+        old, new = comparable_configs(dataclasses.asdict(before), now)
+        return before.config if old == new else config
 
     def build(self) -> nn.Module:
         """The model, frozen and in the mode of evaluation. Raises ModelError."""

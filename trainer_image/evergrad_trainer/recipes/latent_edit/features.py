@@ -27,6 +27,7 @@ from evergrad_trainer.recipes.latent_edit.encoder import (
 )
 
 States = npt.NDArray[np.float32]
+UNFINISHED_STATES: Final = ".states-{}.tmp"
 _STATES_A_FILE: Final = 4096
 """At most so many are computed again after a kill."""
 _REMEDY: Final = "Delete it: its states are computed again"
@@ -78,7 +79,7 @@ class FeatureCache:
         """Write states as one file more."""
         self.folder.mkdir(parents=True, exist_ok=True)
         token = secrets.token_hex(8)
-        unfinished = self.folder / f".states-{token}.tmp"
+        unfinished = self.folder / UNFINISHED_STATES.format(token)
         with unfinished.open("wb") as file:
             keys = np.array([list(key) for key in states], dtype=np.uint8)
             all_states = np.stack(list(states.values()))

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +23,7 @@ from evergrad_manifest.training.latent_edit import HoldOut, LatentEdit, publishe
 from evergrad_manifest.training.pretrain import HELD_OUT
 from evergrad_trainer.data.preparation.disk_errors import disk_errors
 from evergrad_trainer.errors import DataError
+from evergrad_trainer.lock import exclusive
 from evergrad_trainer.recipes.latent_edit.corpus import (
     MANIFEST,
     TRAIN,
@@ -32,6 +34,7 @@ from evergrad_trainer.recipes.latent_edit.corpus import (
 from evergrad_trainer.recipes.latent_edit.edits import Applied, apply_edits
 from evergrad_trainer.recipes.latent_edit.encoder import Encoder, Tokens
 from evergrad_trainer.recipes.latent_edit.features import (
+    UNFINISHED_STATES,
     FeatureCache,
     States,
     compute_states,
@@ -51,6 +54,7 @@ FACTS: Final = "facts.json"
 STATES: Final = "states.npy"
 MEAN: Final = "mean.npy"
 _FORMAT: Final = 1
+_UNFINISHED: Final = ".tmp-"
 _SECONDS_BETWEEN_LINES: Final = 5.0
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -88,23 +92,8 @@ def prepare(setup: Setup, section: LatentEdit, folder: Path) -> dict[str, Any]:
     if (final / FACTS).is_file():
         found = _read_facts(final, facts)
     else:
-        unfinished = folder / f".tmp-{secrets.token_hex(8)}"
-        try:
-            made = _Maker(setup, section, corpus, policy, encoder).make(folder, unfinished)
-            with disk_errors(folder):
-                found = {**facts, **made, "folder": final.name}
-                (unfinished / FACTS).write_text(json.dumps(found, indent=2), "utf-8")
-                shutil.copy2(corpus.folder / MANIFEST, unfinished / MANIFEST)
-                # One rename: what has the name is whole. Without locks another node may have made the same
-                # meanwhile, and then its folder is the one that is used.
-                try:
-                    os.rename(unfinished, final)
-                except OSError:
-                    if not (final / FACTS).is_file():
-                        raise
-                    found = _read_facts(final, facts)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+        maker = _Maker(setup, section, corpus, policy, encoder)
+        found = _make(maker, facts, folder=folder, final=final)
 
     # At every start: what takes the place of something else, or is in two sets, is never silent.
     doubts = [
@@ -155,6 +144,45 @@ def _describe(
         "encoder": encoder.identity,
         "stateWidth": width,
     }
+
+
+def _make(
+    maker: "_Maker", facts: Mapping[str, Any], *, folder: Path, final: Path
+) -> dict[str, Any]:
+    """Make the folder ``final`` in ``folder``; what it says of itself. Raises DataError and ModelError."""
+    unfinished = folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
+    lock = exclusive(folder / ".lock", is_done=lambda: False, on_wait=lambda: None)
+    with ExitStack() as held:
+        with disk_errors(folder):
+            # Without locks, what looks left over may be another node's work.
+            if held.enter_context(lock):
+                _remove_leftovers(folder)
+        try:
+            made = maker.make(folder, unfinished)
+            with disk_errors(folder):
+                found = {**facts, **made, "folder": final.name}
+                (unfinished / FACTS).write_text(json.dumps(found, indent=2), "utf-8")
+                shutil.copy2(maker.corpus.folder / MANIFEST, unfinished / MANIFEST)
+                # One rename: what has the name is whole. Without locks another node may have made the same
+                # meanwhile, and then its folder is the one that is used.
+                try:
+                    os.rename(unfinished, final)
+                except OSError:
+                    if not (final / FACTS).is_file():
+                        raise
+                    found = _read_facts(final, facts)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    return found
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what killed processes have left half-written, of any content: nobody goes on with it."""
+    for path in folder.glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob(f"states-*/{UNFINISHED_STATES.format('*')}"):
+        with suppress(OSError):
+            path.unlink()
 
 
 def _read_facts(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
