@@ -1,6 +1,7 @@
 """``evergrad``: finds the command, runs it, and turns errors into one clear message and an exit code."""
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -127,29 +128,52 @@ def main_of_plugin(argv: Sequence[str] | None = None) -> int:
 
 def _execute(args: argparse.Namespace) -> int:
     command = cast(Command, args.command)
+    _open_closed_streams()
     try:
         code = command.execute(args)
-        # Here and not at the exit of Python, which reports a reader that is gone in its own words.
-        sys.stdout.flush()
-        return code
     except KeyboardInterrupt:
         if not args.is_for_cluster:
             raise
         # Nothing of the run is on this machine; whoever followed it has seen enough.
-        return _INTERRUPTED
+        code = _INTERRUPTED
     except EvergradError as error:
-        print_error(error, as_json=args.errors == "json")
-        return int(error.exit_code)
+        code = int(error.exit_code)
+        with contextlib.suppress(BrokenPipeError):
+            print_error(error, as_json=args.errors == "json")
     except ModuleNotFoundError as error:
-        print(f"error: {_explain_missing(error, command.NAME)}", file=sys.stderr)
-        return int(ExitCode.USER_ERROR)
+        code = int(ExitCode.USER_ERROR)
+        with contextlib.suppress(BrokenPipeError):
+            print(f"error: {_explain_missing(error, command.NAME)}", file=sys.stderr)
     except BrokenPipeError:
-        # The reader (head, less) has seen enough. What is still in a buffer goes nowhere, since Python would
-        # fail at it once more at its exit.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for stream in (sys.stdout, sys.stderr):
+        # The reader (head, less) has seen enough before the command was through.
+        code = int(ExitCode.DONE)
+    _flush_streams()
+    return code
+
+
+def _open_closed_streams() -> None:
+    """Let output go nowhere where it was closed (``>&-``): Python has None in its place, which cannot be
+    flushed, and for which ``print`` takes the other stream."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the exit
+            setattr(sys, name, nowhere)
+
+
+def _flush_streams() -> None:
+    """Write what is still in a buffer. Where nobody reads it any more, it goes nowhere.
+
+    The exit code is that of the command all the same. Python would flush at its exit, report a reader that
+    is gone in its own words, and end with 120.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            # Python flushes once more at its exit.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream.fileno())
-        return int(ExitCode.DONE)
+            os.close(nowhere)
 
 
 def print_error(error: EvergradError, *, as_json: bool) -> None:

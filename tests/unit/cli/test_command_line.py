@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -205,30 +206,82 @@ def test_what_is_said_of_others_commands_names_commands_that_there_are() -> None
             assert command in COMMANDS
 
 
+def run_printing(
+    ending: str, *, to: str, shell: str, unbuffered: str = "", **streams: Any
+) -> subprocess.CompletedProcess[bytes]:
+    """Run a command that prints without a flush, as most do, and ends with ``ending``.
+
+    ``shell``: redirections of its streams.
+    """
+    code = (
+        "import argparse, sys, types\n"
+        "from evergrad_cli.main import _execute\n"
+        "from evergrad_manifest.errors import ConfigurationError, Problem\n"
+        "def execute(args):\n"
+        f"    for _ in range(3): print('x' * 100, file=sys.{to})\n"
+        f"    {ending}\n"
+        "command = types.SimpleNamespace(NAME='list', execute=execute)\n"
+        "sys.exit(_execute(argparse.Namespace(command=command, is_for_cluster=True, errors='text')))"
+    )
+    # An empty value is none at all.
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    command = ["sh", "-c", f'exec "$@" {shell}', "sh", sys.executable, "-c", code]
+    return subprocess.run(command, check=False, env=environment, **streams)
+
+
+def run_unread(
+    ending: str, *, stream: str, unbuffered: str = ""
+) -> subprocess.CompletedProcess[bytes]:
+    """As above, where nobody reads the pipe that ``stream`` is."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    other = "stderr" if stream == "stdout" else "stdout"
+    with os.fdopen(writing, "wb") as closed:
+        streams: dict[str, Any] = {stream: closed, other: subprocess.PIPE}
+        return run_printing(ending, to=stream, shell="", unbuffered=unbuffered, **streams)
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_reader_that_has_seen_enough_ends_a_command_with_0_and_without_a_word(
     stream: str, unbuffered: str
 ) -> None:
-    # Both without a flush, as most commands print.
-    code = (
-        "import argparse, sys, types\n"
-        "from evergrad_cli.main import _execute\n"
-        "def execute(args):\n"
-        f"    for _ in range(3): print('x' * 100, file=sys.{stream})\n"
-        "    return 0\n"
-        "command = types.SimpleNamespace(NAME='list', execute=execute)\n"
-        "sys.exit(_execute(argparse.Namespace(command=command, is_for_cluster=True, errors='text')))"
-    )
+    result = run_unread("return 0", stream=stream, unbuffered=unbuffered)
+    assert result.returncode == 0
+    assert not (result.stderr if stream == "stdout" else result.stdout)
+
+
+WRONG = "raise ConfigurationError(Problem('spec', 'is wrong'))"
+
+
+@pytest.mark.parametrize(("ending", "said"), [("return 64", ""), (WRONG, "error: spec")])
+def test_what_a_command_has_found_is_its_exit_code_also_where_nobody_reads_its_output(
+    ending: str, said: str
+) -> None:
+    result = run_unread(ending, stream="stdout")
+    assert result.returncode == 64
+    assert result.stderr.decode().startswith(said) and b"Broken" not in result.stderr
+
+
+def test_an_error_that_nobody_reads_keeps_its_exit_code() -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    other = "stderr" if stream == "stdout" else "stdout"
-    # An empty value is none at all.
-    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with os.fdopen(writing, "wb") as closed:
-        streams = {stream: closed, other: subprocess.PIPE}
-        result = subprocess.run(
-            [sys.executable, "-c", code], check=False, env=environment, **streams
+        result = run_printing(
+            WRONG, to="stdout", shell="", stdout=subprocess.PIPE, stderr=closed
         )
-    assert result.returncode == 0
-    assert not getattr(result, other)
+    assert result.returncode == 64 and result.stdout.startswith(b"xxx")
+
+
+@pytest.mark.parametrize("closed", ["1", "2"])
+@pytest.mark.parametrize(("ending", "code"), [("return 0", 0), (WRONG, 64)])
+def test_a_command_ends_as_always_where_an_output_is_closed(
+    closed: str, ending: str, code: int
+) -> None:
+    to = "stdout" if closed == "1" else "stderr"
+    result = run_printing(ending, to=to, shell=f"{closed}>&-", capture_output=True)
+    assert result.returncode == code
+    # What belongs to the closed one is not in the other.
+    assert result.stdout == b""
+    said = b"error: spec" if (ending, closed) == (WRONG, "1") else b""
+    assert result.stderr.startswith(said) and bool(result.stderr) == bool(said)
