@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -126,6 +127,32 @@ def test_leases_that_may_not_be_listed_stop_no_retention(
         assert find_leased(tmp_path, now=now) == set()
         monkeypatch.undo()
     assert "the leases cannot be listed" in caplog.text
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o2775])
+def test_the_folder_of_leases_is_open_to_whom_the_checkpoints_are(
+    tmp_path: Path, mode: int
+) -> None:
+    """A reader of another user makes it for the run, which has to write leases of its own there."""
+    owner = os.getuid(), os.getgid()
+    if os.getuid() == 0:
+        owner = 1234, 5678
+        os.chown(tmp_path, *owner)
+    tmp_path.chmod(mode)
+    with hold(tmp_path, "step-1"):
+        found = (tmp_path / "leases").stat()
+    assert stat.S_IMODE(found.st_mode) == mode
+    assert (found.st_uid, found.st_gid) == owner
+
+
+def test_a_reader_that_may_give_no_folder_away_holds_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("chown", "chmod"):
+        monkeypatch.setattr(os, name, refuse)
+    with hold(tmp_path, "step-1"):
+        now = only_lease(tmp_path).stat().st_mtime
+        assert find_leased(tmp_path, now=now) == {"step-1"}
 
 
 def test_two_readers_hold_one_checkpoint_until_both_have_let_go(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import socket
+import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +38,7 @@ def hold(directory: Path, checkpoint: str) -> Iterator[None]:
     path = directory / LEASES / f"{checkpoint}.{unique_suffix()}"
     content = {"checkpoint": checkpoint, "host": socket.gethostname(), "pid": os.getpid()}
     data = json.dumps(content).encode() + b"\n"
-    path.parent.mkdir(exist_ok=True)
+    _make_folder(path.parent)
     write_new(path, data)
     is_over = threading.Event()
 
@@ -61,6 +62,27 @@ def hold(directory: Path, checkpoint: str) -> Iterator[None]:
         thread.join()
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
+
+
+def _make_folder(folder: Path) -> None:
+    """Make the folder of leases, which all who read the run write to, as its parent is.
+
+    Otherwise the reader who comes first, such as root, would keep out the run's own user. As far as this is
+    permitted: a reader of the same user need change nothing.
+    """
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return
+    parent = folder.parent.stat()
+    # In this order: whoever has given it away may no longer change it. The group may be the only part that is
+    # permitted.
+    with contextlib.suppress(OSError):
+        os.chmod(folder, stat.S_IMODE(parent.st_mode))
+    with contextlib.suppress(OSError):
+        os.chown(folder, -1, parent.st_gid)
+    with contextlib.suppress(OSError):
+        os.chown(folder, parent.st_uid, -1)
 
 
 @contextlib.contextmanager
