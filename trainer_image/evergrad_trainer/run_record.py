@@ -18,6 +18,8 @@ from evergrad_trainer.run_directory import RunDirectory, dumps_strict
 
 BEGUN_FROM: Final = "begunFrom"
 """Key under which stands what a fresh run began with."""
+FIRST_MODEL: Final = "firstModel"
+"""Key of the model as it was described at the first start; missing where ``model`` is the same."""
 
 _REMEDY: Final = (
     "Restore it from a backup. Without one, begin another run with the weights or the optimizer of this one "

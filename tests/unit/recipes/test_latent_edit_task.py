@@ -207,6 +207,45 @@ def test_a_key_of_another_transformers_is_no_other_encoder_for_a_run_that_has_be
     assert identity(of_run=False) != began
 
 
+@pytest.mark.parametrize(
+    ("version", "edit", "is_kept"),
+    [
+        ("99.0", {}, True),
+        ("99.0", {"later": 4}, False),
+        # A third version need not know the key, and may have others.
+        ("99.1", {"later": ..., "latest": 1}, True),
+        ("99.1", {"later": 4}, False),
+        # The first version had that key, the second has it not, and the third has another value.
+        ("99.1", {"pretraining_tp": 7}, False),
+    ],
+)
+def test_a_run_keeps_its_states_only_while_each_start_has_the_encoder_of_the_one_before(
+    corpus: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    version: str,
+    edit: dict[str, Any],
+    is_kept: bool,
+) -> None:
+    """A key that only a later version knows is compared with the latest start, which knew it, too."""
+    settings = Training.model_validate(training())
+    run = RunDirectory(corpus / "run")
+    run.create()
+    plan = plan_model(settings.model, base_directory=corpus, vocab_size=257)
+    first = plan.describe()
+    began = Encoder(Setup(settings, None, corpus, run.path)).identity
+
+    latest = {"transformers": "99.0", "config": {**first["config"], "later": None}}
+    del latest["config"]["pretraining_tp"]
+    run.write_resolved({"model": latest, "firstModel": first})
+    config = {**latest["config"], **edit}
+    config = {key: value for key, value in config.items() if value is not ...}
+    monkeypatch.setattr(
+        ModelPlan, "describe", lambda _: {"transformers": version, "config": config}
+    )
+    identity = Encoder(Setup(settings, None, corpus, run.path)).identity
+    assert (identity == began) == is_kept
+
+
 @pytest.mark.capability("G-4", "G-73", "G-X1")
 def test_the_weights_of_a_directory_are_part_of_the_encoder_and_may_be_pinned(
     corpus: Path,

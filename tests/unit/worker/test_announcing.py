@@ -38,37 +38,42 @@ def test_the_same_versions_and_those_an_older_one_did_not_record_are_none(
     assert warnings_of(old, {"torch": "2.13", "python": "3.11"}) == []
 
 
-def test_a_run_keeps_the_description_of_the_model_that_it_began_with(
+def test_a_run_records_its_model_at_each_start_and_keeps_the_one_that_it_began_with(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    written: list[Any] = []
-
-    def record(*_: Any, model: Any, **__: Any) -> dict[str, Any]:
-        written.append(model)
-        return {}
-
-    monkeypatch.setattr(announcing, "resolved_record", record)
-    now = {"transformers": "5.1", "config": {"key": 1, "later": 2}}
-    plan = SimpleNamespace(
-        run=None,
-        prepared=None,
-        numbers=HorizonNumbers(1, 1, 1, 1.0, 1, 1, 1, 0, 0),
-        base_directory=tmp_path,
-        run_directory=tmp_path,
-        model=SimpleNamespace(describe=lambda: now),
+    monkeypatch.setattr(
+        announcing, "resolved_record", lambda *_, model, **__: {"model": model}
     )
-    facts: dict[str, Any] = {
-        "plan": plan,
-        "identity": None,
-        "progress": SimpleNamespace(run_id="id"),
-        "data": SimpleNamespace(train=SimpleNamespace(start=None)),
-        "begun_from": None,
-    }
     began = {"transformers": "5.0", "config": {"key": 1}}
-    # An older version has written none.
-    for before in ({}, {"model": began}):
-        announcing._build_record(cast(Session, SimpleNamespace(**facts)), before)
-    assert written == [now, began]
+    later = {"transformers": "5.1", "config": {"key": 1, "later": 2}}
+    latest = {"transformers": "5.2", "config": {"key": 1, "later": 2, "latest": 3}}
+
+    def record(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+        plan = SimpleNamespace(
+            run=None,
+            prepared=None,
+            numbers=HorizonNumbers(1, 1, 1, 1.0, 1, 1, 1, 0, 0),
+            base_directory=tmp_path,
+            run_directory=tmp_path,
+            model=SimpleNamespace(describe=lambda: now),
+        )
+        facts: dict[str, Any] = {
+            "plan": plan,
+            "identity": None,
+            "progress": SimpleNamespace(run_id="id"),
+            "data": SimpleNamespace(train=SimpleNamespace(start=None)),
+            "begun_from": None,
+        }
+        written = announcing._build_record(cast(Session, SimpleNamespace(**facts)), before)
+        return {key: value for key, value in written.items() if "odel" in key}
+
+    # The first one stands beside it only where it is another one.
+    assert record(began, {}) == {"model": began}
+    assert record(began, {"model": began}) == {"model": began}
+    upgraded = record(later, {"model": began})
+    assert upgraded == {"model": later, "firstModel": began}
+    assert record(latest, upgraded) == {"model": latest, "firstModel": began}
+    assert record(began, upgraded) == {"model": began}
 
 
 def test_changed_files_of_a_task_are_named_with_both_hashes() -> None:

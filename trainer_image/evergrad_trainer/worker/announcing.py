@@ -23,7 +23,7 @@ from evergrad_trainer.optim.schedule import build_schedule
 from evergrad_trainer.provenance.record import read_processes, record_process
 from evergrad_trainer.records import TOKENS, Event, EventType, RunInfo
 from evergrad_trainer.resume import resolved_record
-from evergrad_trainer.run_record import BEGUN_FROM, describe_base
+from evergrad_trainer.run_record import BEGUN_FROM, FIRST_MODEL, describe_base
 from evergrad_trainer.training.build import Machinery
 from evergrad_trainer.worker.session import Session
 
@@ -96,9 +96,13 @@ def _build_record(session: Session, before: Mapping[str, Any]) -> dict[str, Any]
         identity=session.identity,
         base_directory=describe_base(plan.base_directory, plan.run_directory),
         derived=derived,
-        # As the run began with it: what follows from that, such as an encoder's identity, stays.
-        model=before.get("model") or plan.model.describe(),
+        # Anew, so that the next start is compared in all keys that this version of transformers knows.
+        model=plan.model.describe(),
     )
+    # What follows from the model that the run began with, such as an encoder's identity, stays.
+    first = before.get(FIRST_MODEL) or before.get("model")
+    if first is not None and first != record["model"]:
+        record[FIRST_MODEL] = first
     record["runId"] = session.progress.run_id
     if (start := session.data.train.start) is not None:
         record[DATA_START] = start.to_json()

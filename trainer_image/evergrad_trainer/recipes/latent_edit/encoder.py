@@ -27,7 +27,12 @@ from evergrad_trainer.errors import DataError, ModelError
 from evergrad_trainer.models.build import ModelPlan, build_model, plan_model
 from evergrad_trainer.recipes.latent_edit.corpus import hash_file
 from evergrad_trainer.run_directory import RunDirectory
-from evergrad_trainer.run_record import ModelRecord, comparable_configs, read_optional
+from evergrad_trainer.run_record import (
+    FIRST_MODEL,
+    ModelRecord,
+    comparable_configs,
+    read_optional,
+)
 from evergrad_trainer.task import Setup
 
 _SECTION: Final = "spec.training.latentEdit.encoder"
@@ -144,11 +149,16 @@ class Encoder:
             return config
         directory = RunDirectory(self._setup.run_directory)
         record = directory.read_resolved() or {}
-        before = read_optional(directory, record, "model", ModelRecord)
-        if before is None or before.transformers == now["transformers"]:
+        latest = read_optional(directory, record, "model", ModelRecord)
+        first = read_optional(directory, record, FIRST_MODEL, ModelRecord) or latest
+        if latest is None or first is None:
             return config
-        old, new = comparable_configs(dataclasses.asdict(before), now)
-        return before.config if old == new else config
+        # With the latest start, too: it may know keys of now that the first one did not.
+        for before in (latest, first):
+            old, new = comparable_configs(dataclasses.asdict(before), now)
+            if old != new:
+                return config
+        return first.config
 
     def build(self) -> nn.Module:
         """The model, frozen and in the mode of evaluation. Raises ModelError."""
