@@ -234,10 +234,11 @@ def test_a_run_keeps_its_states_only_while_each_start_has_the_encoder_of_the_one
     first = plan.describe()
     began = Encoder(Setup(settings, None, corpus, run.path)).identity
 
-    latest = {"transformers": "99.0", "config": {**first["config"], "later": None}}
-    del latest["config"]["pretraining_tp"]
-    run.write_resolved({"model": latest, "firstModel": first})
-    config = {**latest["config"], **edit}
+    latest: dict[str, Any] = {**first["config"], "later": None}
+    del latest["pretraining_tp"]
+    model = {"transformers": "99.0", "config": latest}
+    run.write_resolved({"model": model, "firstModel": first})
+    config = {**latest, **edit}
     config = {key: value for key, value in config.items() if value is not ...}
     monkeypatch.setattr(
         ModelPlan, "describe", lambda _: {"transformers": version, "config": config}
