@@ -149,9 +149,7 @@ def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str, tuple[str, .
     recorded = request.run_state.recorded
     if recorded is not None:
         check_unchanged(recorded, training, base_directory=base, prepared_directory=shared)
-        begun_with = recorded.fingerprints
-    else:
-        begun_with = find_fingerprints(training, base)
+    begun_with = recorded.fingerprints if recorded else find_fingerprints(training, base)
     if request.requires_prepared:
         check_published(
             training, base_directory=base, prepared_directory=shared, begun_with=begun_with
@@ -183,9 +181,7 @@ def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str, tuple[str, .
     if (begun := _find_start(request)) is not None and begun.goes_on:
         start, other = begun, None
     opened = opened.starting_at(start if other is None else other.start, training)
-    doubts: tuple[str, ...] = ()
-    if other is not None:
-        doubts = check_content(other, opened.data.train.start, prepared)
+    doubts = check_content(other, opened.data.train.start, prepared) if other else ()
     return prepared, opened, task_hash, doubts
 
 

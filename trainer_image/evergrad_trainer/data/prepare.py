@@ -231,8 +231,7 @@ def check_unchanged(
     if recipe.tokenizer.identity != recorded.tokenizer_identity:
         # Said in words of its own.
         return
-    whole = replace(recipe, held_out=None)
-    known = recorded.fingerprints
+    whole, known = replace(recipe, held_out=None), recorded.fingerprints
     trained, evaluated = [], []
     for (source, before), content in zip(pairs, contents, strict=True):
         if source in sources:
