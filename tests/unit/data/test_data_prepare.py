@@ -14,7 +14,7 @@ from evergrad_manifest.training import Training
 from evergrad_trainer.data.preparation import chunk
 from evergrad_trainer.data.preparation.disk_errors import disk_problem
 from evergrad_trainer.data.preparation.files import SCANS
-from evergrad_trainer.data.prepare import PrepareProgress, check_unchanged
+from evergrad_trainer.data.prepare import PrepareProgress, check_published, check_unchanged
 from evergrad_trainer.data.prepared import Prepared, TokenSequence
 from evergrad_trainer.errors import DataError
 
@@ -139,8 +139,9 @@ def test_data_that_are_not_prepared_are_refused_where_nothing_may_be_prepared(
     prepared_in: Prepare,
 ) -> None:
     documents(tmp_path / "docs.jsonl", topics)
+    where = {"base_directory": tmp_path, "prepared_directory": tmp_path / "prepared"}
     with pytest.raises(DataError) as refused:
-        prepared_in(training(), may_prepare=False)
+        check_published(training(), **where)
     (problem,) = refused.value.problems
     said = f"{tmp_path / 'docs.jsonl'}: is not prepared; this start may prepare nothing"
     assert said in str(problem)
@@ -148,13 +149,12 @@ def test_data_that_are_not_prepared_are_refused_where_nothing_may_be_prepared(
     # Nothing is begun; what was seen of the files may be kept.
     assert {path.name for path in (tmp_path / "prepared").iterdir()} <= {SCANS}
 
-    (made,) = prepared_in(training()).sources
-    (found,) = prepared_in(training(), may_prepare=False).sources
-    assert (found.reused, found.fingerprint) == (True, made.fingerprint)
+    prepared_in(training())
+    check_published(training(), **where)
     # Other contents are other data.
     documents(tmp_path / "docs.jsonl", [*topics, "more"])
     with pytest.raises(DataError, match="is not prepared"):
-        prepared_in(training(), may_prepare=False)
+        check_published(training(), **where)
 
 
 def test_the_manifest_may_name_the_prepared_directory(

@@ -80,6 +80,27 @@ def test_rows_that_were_refused_count_only_where_such_rows_are_skipped(call: str
     assert not is_rendered_otherwise(form(template), skips_malformed=False)
 
 
+@pytest.mark.parametrize(
+    ("call", "may_differ"),
+    [
+        ("map('tojson', sort_keys=true)", True),
+        ("map('tojson', false, 2, none)", True),
+        ("map(name, sort_keys=true)", True),
+        ("map(*given)", True),
+        ("map('tojson', **given)", True),
+        ("map('tojson', false, indent=2)", False),
+        ("map('replace', 'a', 'b', 1)", False),
+        ("map(attribute='content')", False),
+    ],
+)
+def test_a_filter_that_is_applied_to_each_item_counts_as_the_filter_itself(
+    call: str, may_differ: bool
+) -> None:
+    template = f"{{{{ messages | {call} | join }}}}"
+    assert is_rendered_otherwise(form(template), skips_malformed=True) is may_differ
+    assert not is_rendered_otherwise(form(template), skips_malformed=False)
+
+
 def fingerprint(rows: RowFormat | PairFormat) -> str:
     recipe = Recipe(ByteTokenizer(), "refuse", None, 0, rows)
     return compute_fingerprint(SOURCE, Content(()), recipe)

@@ -12,12 +12,19 @@ from evergrad_manifest.identity import from_wire
 from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.checkpoint.search import Choice
 from evergrad_trainer.data.places import DATA_START, DataStart, Place, place_sources
+from evergrad_trainer.data.preparation.row_format import identify_texts
 from evergrad_trainer.data.prepared import Prepared, PreparedSource, TokenSequence
+from evergrad_trainer.data.tokenizers import ByteTokenizer
 from evergrad_trainer.errors import CheckpointError, RunDirectoryError
 from evergrad_trainer.resume import resolved_record
 from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.worker import position
-from evergrad_trainer.worker.position import OtherRun, check_content, find_other
+from evergrad_trainer.worker.position import (
+    OtherRun,
+    check_content,
+    find_fingerprints,
+    find_other,
+)
 
 START = DataStart((Place("a", "A", 0), Place("b", "B", 1)))
 
@@ -105,6 +112,36 @@ class Other:
 @pytest.fixture
 def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Other:
     return Other(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("load", "found"),
+    [("position", {"A", "B"}), ("everything", {"A", "B"}), ("weights", set()), (None, set())],
+)
+def test_the_data_of_the_run_that_is_gone_on_with_are_known(
+    other: Other, load: str | None, found: set[str]
+) -> None:
+    assert find_fingerprints(make_run(load).training, other.path) == found
+    other.directory.resolved.unlink()
+    assert find_fingerprints(make_run(load).training, other.path) == frozenset()
+
+
+def test_the_data_of_a_run_with_another_template_are_none_to_go_on_in(other: Other) -> None:
+    ByteTokenizer().save_pretrained(other.path / "tokenizer")
+    template = other.path / "tokenizer" / "chat_template.jinja"
+    template.write_text("{{ messages }}")
+    run = make_run(
+        "everything",
+        recipe="sft",
+        rows={},
+        tokenizer={"type": "transformers", "path": "tokenizer"},
+    )
+    texts = identify_texts(run.training, other.path)
+    prepared = replace(prepared_of(("a", "A")), row_texts=texts)
+    other.write(prepared=prepared.to_json())
+    assert find_fingerprints(run.training, other.path) == {"A"}
+    template.write_text("Talk: {{ messages }}")
+    assert find_fingerprints(run.training, other.path) == frozenset()
 
 
 def test_a_position_is_each_sources_place_behind_the_checkpoints_step(other: Other) -> None:

@@ -233,8 +233,11 @@ def _open(
         recorded,
         args.sets,
         weights=args.weights,
-        prepare_data=lambda run, base, shared: prepare_with_progress(
-            run.training, base_directory=base, prepared_directory=shared
+        prepare_data=lambda one, shared: prepare_with_progress(
+            one.run.training,
+            base_directory=one.base_directory,
+            prepared_directory=shared,
+            begun_with=one.prepared.fingerprints,
         ),
     )
     if args.micro_batch_size is not None:

@@ -134,13 +134,13 @@ def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str, tuple[str, .
     from evergrad_trainer.cli.prepare import prepare_with_progress
     from evergrad_trainer.data.prepare import (
         check_prepared,
+        check_published,
         check_unchanged,
-        prepare,
         resolve_prepared_directory,
     )
     from evergrad_trainer.recipes.opening import open_recipe
     from evergrad_trainer.worker.opening import has_steps
-    from evergrad_trainer.worker.position import check_content
+    from evergrad_trainer.worker.position import check_content, find_fingerprints
 
     training, base = request.loaded.run.training, request.loaded.base_directory
     # Before anything is prepared: what it refuses does not depend on that.
@@ -149,11 +149,14 @@ def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str, tuple[str, .
     recorded = request.run_state.recorded
     if recorded is not None:
         check_unchanged(recorded, training, base_directory=base, prepared_directory=shared)
+    begun_with = recorded.fingerprints if recorded else find_fingerprints(training, base)
     if request.requires_prepared:
-        prepare(training, base_directory=base, prepared_directory=shared, may_prepare=False)
+        check_published(
+            training, base_directory=base, prepared_directory=shared, begun_with=begun_with
+        )
     # Prepared data is found by its fingerprint, so that a second start reads what the first one wrote.
     prepared = prepare_with_progress(
-        training, base_directory=base, prepared_directory=shared
+        training, base_directory=base, prepared_directory=shared, begun_with=begun_with
     )
     check_tokenizer_unchanged(request.run_state, prepared)
     # Each folder was expanded again: a file may have come since it was compared.
@@ -178,9 +181,7 @@ def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str, tuple[str, .
     if (begun := _find_start(request)) is not None and begun.goes_on:
         start, other = begun, None
     opened = opened.starting_at(start if other is None else other.start, training)
-    doubts: tuple[str, ...] = ()
-    if other is not None:
-        doubts = check_content(other, opened.data.train.start, prepared)
+    doubts = check_content(other, opened.data.train.start, prepared) if other else ()
     return prepared, opened, task_hash, doubts
 
 

@@ -6,7 +6,7 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, TextIO
@@ -256,16 +256,16 @@ def prepare_with_progress(
     base_directory: Path,
     prepared_directory: Path,
     workers: int | None = None,
-    stream: TextIO | None = None,
     on_progress: OnProgress | None = None,
+    begun_with: Collection[str] = (),
 ) -> Prepared:
-    """Run ``prepare`` with a bar where ``stream`` (default: stderr) is a terminal, else with a line every few
-    seconds. ``on_progress`` is called beside it.
+    """Run ``prepare`` with a bar where stderr is a terminal, else with a line every few seconds.
+    ``on_progress`` is called beside it.
 
     Says nothing when there is nothing to do, but for lines that were skipped as malformed and rows that were
     left out or cut: those are named at every start.
     """
-    shown = sys.stderr if stream is None else stream
+    shown = sys.stderr
     chosen: _Display = _Bar(shown) if shown.isatty() else _Lines(shown)
     with closing(chosen) as display:
 
@@ -280,6 +280,7 @@ def prepare_with_progress(
             prepared_directory=prepared_directory,
             workers=workers,
             on_progress=show,
+            begun_with=begun_with,
         )
     for source in (*prepared.sources, *prepared.evaluation):
         # At every start, not only at the first: lines that are passed over are missing from the run.

@@ -46,11 +46,16 @@ class _Generation(Extension):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A jinja template as tokenizers carry it. ``variables``: what it knows besides the messages, such as
-    ``eos_token``."""
+    """A jinja template as tokenizers carry it.
+
+    ``variables``: what it knows besides the messages, such as ``eos_token``. ``as_at_first``: it makes the
+    text of the first versions, in which keys that a conversation lacks were undefined, and ``tojson`` had
+    fewer arguments.
+    """
 
     source: str
     variables: tuple[tuple[str, str], ...] = ()
+    as_at_first: bool = False
 
     def render(
         self,
@@ -101,10 +106,10 @@ class ChatTemplate:
         *,
         is_prompt: bool,
     ) -> str:
-        template = _compile(self.source)
+        template = _compile(self.source, as_at_first=self.as_at_first)
         # As transformers gives them: None where a conversation has none, which is not undefined.
         values = {
-            **dict.fromkeys(FOR_TEMPLATES),
+            **dict.fromkeys(() if self.as_at_first else FOR_TEMPLATES),
             **extra,
             **dict(self.variables),
             "messages": list(messages),
@@ -136,8 +141,14 @@ def parse_template(source: str) -> nodes.Template:
 
 
 @lru_cache(maxsize=4)
-def _compile(source: str) -> Any:
-    return _environment().from_string(source)
+def _compile(source: str, *, as_at_first: bool = False) -> Any:
+    environment = _environment()
+    if as_at_first:
+        # Rows whose template gives more are refused or left out, as they were.
+        environment.filters["tojson"] = lambda value, ensure_ascii=False, indent=None: (
+            _to_json(value, ensure_ascii, indent)
+        )
+    return environment.from_string(source)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -1,7 +1,7 @@
 """Prepare: source files → token files, once a fingerprint, in parallel, resumable, published by
 one rename."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, TypeVar
@@ -17,12 +17,12 @@ from evergrad_trainer.data.preparation.files import (
     relative_name,
     training_sources,
 )
+from evergrad_trainer.data.preparation.held_out import cut_tokens
 from evergrad_trainer.data.preparation.pool import Pool, build_pool
 from evergrad_trainer.data.preparation.progress import OnProgress, PrepareProgress, Reporter
 from evergrad_trainer.data.preparation.publish import (
     Preparation,
     Recipe,
-    compute_fingerprint,
     publish,
 )
 from evergrad_trainer.data.preparation.row_format import (
@@ -31,18 +31,12 @@ from evergrad_trainer.data.preparation.row_format import (
     row_format,
 )
 from evergrad_trainer.data.preparation.scan_cache import scan_cached
-from evergrad_trainer.data.preparation.sources import (
-    SMALLEST_CHUNK,
-    raise_if_out_of_vocabulary,
-)
+from evergrad_trainer.data.preparation.sources import SMALLEST_CHUNK
 from evergrad_trainer.data.prepared import (
-    WIDTH,
     Prepared,
     PreparedFile,
     PreparedSource,
     Published,
-    Shard,
-    TokenSequence,
     open_published,
 )
 from evergrad_trainer.data.tokenizers import load_tokenizer
@@ -52,13 +46,13 @@ from evergrad_trainer.machine import usable_cores
 __all__ = [
     "PrepareProgress",
     "check_prepared",
+    "check_published",
     "check_unchanged",
     "prepare",
     "resolve_prepared_directory",
 ]
 
 _Named = TypeVar("_Named", SourceEntry, PreparedSource)
-_HELD_OUT: Final = "spec.training.data.heldOut"
 _MOST_NAMES: Final = 5
 """Files that a message names one by one."""
 
@@ -78,22 +72,73 @@ def prepare(
     prepared_directory: Path,
     workers: int | None = None,
     on_progress: OnProgress | None = None,
-    may_prepare: bool = True,
+    begun_with: Collection[str] = (),
 ) -> Prepared:
     """Make all sources ready to be read; what is published already is only looked at. Idempotent.
 
     Relative paths start at ``base_directory``; ``prepared_directory`` counts where the manifest names none.
-    ``workers``: helper processes, by default one a core. ``may_prepare``: otherwise all has to be published.
-    Raises DataError for whatever is wrong with files, lines or the tokenizer.
+    ``workers``: helper processes, by default one a core. ``begun_with``: fingerprints of the data that the
+    run began with, or goes on in. Raises DataError for whatever is wrong with files, lines or the tokenizer.
     """
     root = resolve_prepared_directory(
         training, base_directory=base_directory, default=prepared_directory
     )
+    recipe = _build_recipe(training, base_directory)
+    report = Reporter(on_progress)
+    preparations = _plan_all(
+        training, base_directory, root, recipe=recipe, begun_with=begun_with, report=report
+    )
+    with disk_errors(root):
+        prepared = _prepare_all(preparations, report, workers=workers or usable_cores())
+    number = len(training.data.sources)
+    return Prepared(
+        sources=tuple(prepared[:number]),
+        evaluation=tuple(prepared[number:]),
+        tokenizer_identity=recipe.tokenizer.identity,
+        vocab_size=recipe.tokenizer.vocab_size,
+        end_of_document=recipe.tokenizer.end_of_document,
+        row_texts=identify_texts(training, base_directory),
+    )
+
+
+def check_published(
+    training: Training,
+    *,
+    base_directory: Path,
+    prepared_directory: Path,
+    begun_with: Collection[str] = (),
+) -> None:
+    """Raise DataError naming each source that ``prepare`` would have to tokenise.
+
+    Arguments as there; nothing is prepared.
+    """
+    root = resolve_prepared_directory(
+        training, base_directory=base_directory, default=prepared_directory
+    )
+    preparations = _plan_all(
+        training,
+        base_directory,
+        root,
+        recipe=_build_recipe(training, base_directory),
+        begun_with=begun_with,
+        report=Reporter(None),
+    )
+    raise_if(_find_unprepared(preparations), DataError)
+
+
+def _plan_all(
+    training: Training,
+    base_directory: Path,
+    root: Path,
+    *,
+    recipe: Recipe,
+    begun_with: Collection[str],
+    report: Reporter,
+) -> list[Preparation]:
+    """What is to be prepared for the training sources, and then for those of evaluations."""
     sources = training_sources(training, base_directory)
     entries = [*sources, *evaluation_sources(training, base_directory)]
     files = _find_all(entries, root)
-    recipe = _build_recipe(training, base_directory)
-    tokenizer, report = recipe.tokenizer, Reporter(on_progress)
     with disk_errors(root):
         root.mkdir(parents=True, exist_ok=True)
         # First all scans: what is to be prepared, and in how many bytes, follows from the contents.
@@ -104,25 +149,13 @@ def prepare(
             found = scan_cached(source, paths, root / SCANS, on_bytes=report.advance)
             contents.append(found)
 
-        # Nothing is held out of a source that is only evaluated on.
-        whole = replace(recipe, held_out=None)
-        recipes = [recipe] * len(sources) + [whole] * (len(entries) - len(sources))
-        preparations = [
-            Preparation(
-                source, content, one, root, compute_fingerprint(source, content, one)
-            )
-            for source, content, one in zip(entries, contents, recipes, strict=True)
-        ]
-        raise_if([] if may_prepare else _find_unprepared(preparations), DataError)
-        prepared = _prepare_all(preparations, report, workers=workers or usable_cores())
-    return Prepared(
-        sources=tuple(prepared[: len(sources)]),
-        evaluation=tuple(prepared[len(sources) :]),
-        tokenizer_identity=tokenizer.identity,
-        vocab_size=tokenizer.vocab_size,
-        end_of_document=tokenizer.end_of_document,
-        row_texts=identify_texts(training, base_directory),
-    )
+    # Nothing is held out of a source that is only evaluated on.
+    whole = replace(recipe, held_out=None)
+    recipes = [recipe] * len(sources) + [whole] * (len(entries) - len(sources))
+    return [
+        Preparation.plan(source, content, one, root, begun_with=begun_with)
+        for source, content, one in zip(entries, contents, recipes, strict=True)
+    ]
 
 
 def _build_recipe(training: Training, base_directory: Path) -> Recipe:
@@ -198,15 +231,15 @@ def check_unchanged(
     if recipe.tokenizer.identity != recorded.tokenizer_identity:
         # Said in words of its own.
         return
-    whole = replace(recipe, held_out=None)
+    whole, known = replace(recipe, held_out=None), recorded.fingerprints
     trained, evaluated = [], []
     for (source, before), content in zip(pairs, contents, strict=True):
         if source in sources:
-            fingerprint = compute_fingerprint(source, content, recipe)
-            trained.append((source.path, fingerprint, before))
+            plan = Preparation.plan(source, content, recipe, root, begun_with=known)
+            trained.append((source.path, plan.fingerprint, before))
         else:
-            fingerprint = compute_fingerprint(source, content, whole)
-            evaluated.append((source.field, fingerprint, before))
+            plan = Preparation.plan(source, content, whole, root, begun_with=known)
+            evaluated.append((source.field, plan.fingerprint, before))
     _check_reading(trained, evaluated)
 
 
@@ -257,7 +290,7 @@ def _check_reading(
     what = "its rows would become other samples than when this run was prepared"
     why = (
         "the chat template or the special tokens of the tokenizer changed, or an older version of Evergrad "
-        "made another text with this template"
+        "took another of its templates"
     )
     remedy = "Restore the tokenizer's files to go on with this run, or train under another run name"
     problems = [
@@ -336,9 +369,17 @@ def _find_unprepared(preparations: Sequence[Preparation]) -> list[Problem]:
     """A problem for each source whose tokens are not published."""
     why = "this start may prepare nothing (--require-prepared), and {} has no tokens of its content"
     remedy = "Run `evergrad prepare` with this file first, or leave --require-prepared out"
+    # That command is not given a run, and makes the text of this version.
+    of_run = (
+        "Leave --require-prepared out once: the run makes the text of the version that began it, which "
+        "`evergrad prepare` does not"
+    )
     return [
         Problem(
-            str(one.source.path), "is not prepared", why.format(one.final.parent), remedy
+            str(one.source.path),
+            "is not prepared",
+            why.format(one.final.parent),
+            of_run if one.is_as_at_first else remedy,
         )
         for one in preparations
         if one.source.type in TEXT_TYPES and open_published(one.final) is None
@@ -417,7 +458,10 @@ def _prepared_source(
 
     # Files of tokens have no published directory; they have no documents to count either.
     if published is None:
-        train, held_out = _token_spans(preparation)
+        recipe = preparation.recipe
+        train, held_out = cut_tokens(
+            source, content, recipe.held_out, vocab_size=recipe.tokenizer.vocab_size
+        )
         return PreparedSource(
             name=source.name,
             path=source.path.absolute(),
@@ -442,46 +486,4 @@ def _prepared_source(
         reused=reused,
         files=files,
         unit=source.unit,
-    )
-
-
-def _token_spans(preparation: Preparation) -> tuple[TokenSequence, TokenSequence | None]:
-    """The parts of files of tokens, which are read where they lie; what is held out is their end."""
-    source, recipe = preparation.source, preparation.recipe
-    shards = []
-    for path, scan in preparation.content.files:
-        raise_if_out_of_vocabulary(source, path, scan, recipe.tokenizer.vocab_size)
-        shards.append(Shard(path.absolute(), 0, scan.size // WIDTH[source.dtype]))
-    whole = TokenSequence(source.dtype, tuple(shards))
-    if recipe.held_out is None:
-        return whole, None
-    if recipe.held_out.fraction is None:
-        why = f"source {source.name!r} is a flat file of tokens, which has no documents"
-        raise DataError(
-            Problem(
-                f"{_HELD_OUT}.count",
-                "cannot be kept",
-                why,
-                "Use heldOut.fraction, or a separate evaluation source",
-            )
-        )
-    held_out = max(2, int(recipe.held_out.fraction * whole.tokens + 0.5))
-    if whole.tokens - held_out < 2:
-        what = f"holds {whole.tokens} tokens and {held_out} would be held out"
-        why = "none would remain for training"
-        path = source.path.absolute()
-        raise DataError(Problem(str(path), what, why, f"Lower {_HELD_OUT}.fraction"))
-
-    # The end, not a random part: a window must not lie on both sides.
-    left, first, rest = whole.tokens - held_out, [], []
-    for shard in shards:
-        before = max(0, min(left, shard.tokens))
-        if before:
-            first.append(replace(shard, tokens=before))
-        if before < shard.tokens:
-            after = shard.tokens - before
-            rest.append(replace(shard, start=shard.start + before, tokens=after))
-        left -= before
-    return TokenSequence(source.dtype, tuple(first)), TokenSequence(
-        source.dtype, tuple(rest)
     )

@@ -113,6 +113,11 @@ class Prepared:
     row_texts: Mapping[str, str] = field(default_factory=dict)
     """Hashes of the texts that rows take from the tokenizer's directory, by what they are."""
 
+    @property
+    def fingerprints(self) -> frozenset[str]:
+        """Those of all sources."""
+        return frozenset(one.fingerprint for one in (*self.sources, *self.evaluation))
+
     def to_json(self) -> dict[str, Any]:
         """JSON values only."""
         # Through the text, so that paths become texts and tuples lists as at the other end.

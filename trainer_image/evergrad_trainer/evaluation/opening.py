@@ -48,9 +48,6 @@ from evergrad_trainer.world import Membership, World
 RECORD_FORMAT: Final = 1
 """Format of ``run.json`` that this version reads."""
 
-PrepareData = Callable[[TrainingRun, Path, Path], Prepared]
-"""Prepares a run's data: the run, where its relative paths begin, and where prepared data lie."""
-
 
 @dataclass(frozen=True)
 class RecordedRun:
@@ -60,6 +57,10 @@ class RecordedRun:
     run: TrainingRun
     base_directory: Path
     prepared: Prepared
+
+
+PrepareData = Callable[[RecordedRun, Path], Prepared]
+"""Prepares the data that a run began with again: the run, and where prepared data lie."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def _prepare_again(
     check_unchanged(
         recorded.prepared, run.training, base_directory=base, prepared_directory=shared
     )
-    prepared = prepare_data(run, base, shared)
+    prepared = prepare_data(recorded, shared)
     check_tokenizer_unchanged(run_state, prepared)
     # Each folder was expanded again: a file may have come since it was compared.
     check_prepared(recorded.prepared, prepared)

@@ -9,10 +9,11 @@ from evergrad_manifest.differences import Change, changed_fields, show_value
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import Problem, raise_if
 from evergrad_manifest.identity import DECIDED_BY_CONTENT, hashed_recipe
+from evergrad_manifest.training import Training
 from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.checkpoint.weights import look_at
 from evergrad_trainer.data.places import DataStart
-from evergrad_trainer.data.preparation.row_format import OTHER_SAMPLES
+from evergrad_trainer.data.preparation.row_format import OTHER_SAMPLES, find_changed_texts
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.errors import CheckpointError
 from evergrad_trainer.resume import read_start
@@ -107,6 +108,24 @@ def find_other(run: TrainingRun, base_directory: Path) -> OtherRun | None:
         remedy = "Name another checkpoint, or load the optimizer alone"
         raise CheckpointError(Problem(f"{FIELD}.load", what, str(error), remedy)) from error
     return OtherRun(start, prepared, str(checkpoint))
+
+
+def find_fingerprints(training: Training, base_directory: Path) -> frozenset[str]:
+    """Fingerprints of the data of the run behind whose step a fresh one goes on, in which its sources keep
+    their places; none where it begins by itself, has other chat templates, or nobody knows them.
+
+    Raises DataError, RunDirectoryError and VolumeError.
+    """
+    wanted = training.init_from
+    if wanted is None or not wanted.goes_on:
+        return frozenset()
+    if (found := find_record((base_directory / wanted.path).resolve())) is None:
+        return frozenset()
+    prepared = read_optional(*found, "prepared", Prepared)
+    # A template that was added since is a change, not one that a first version has passed over.
+    if prepared is None or find_changed_texts(prepared.row_texts, training, base_directory):
+        return frozenset()
+    return prepared.fingerprints
 
 
 def _find_own_record(

@@ -1,6 +1,9 @@
-"""Which documents of a source are held out, and the jobs that take them out of its token files."""
+"""Which documents or tokens of a source are held out, and the jobs that take documents out of its token
+files."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Final
 
 import numpy as np
 
@@ -10,7 +13,11 @@ from evergrad_trainer.data.order import Permutation
 from evergrad_trainer.data.preparation.chunk import WHOLE, Attempt, Outcome, SplitJob
 from evergrad_trainer.data.preparation.content import Content
 from evergrad_trainer.data.preparation.files import SourceEntry
+from evergrad_trainer.data.preparation.sources import raise_if_out_of_vocabulary
+from evergrad_trainer.data.prepared import WIDTH, Shard, TokenSequence
 from evergrad_trainer.errors import DataError
+
+_HELD_OUT: Final = "spec.training.data.heldOut"
 
 
 def choose_held_out(
@@ -63,3 +70,49 @@ def split_jobs(
                 document - starts[at] for document in chosen[places[at] : places[at + 1]]
             )
             yield SplitJob(attempt.directory, outcome.number, held_out, dtype)
+
+
+def cut_tokens(
+    source: SourceEntry, content: Content, held_out: HeldOut | None, *, vocab_size: int
+) -> tuple[TokenSequence, TokenSequence | None]:
+    """The parts of files of tokens, which are read where they lie; what is held out is their end.
+
+    Raises DataError for an id that is none of ``vocab_size``, and if none would remain for training.
+    """
+    shards = []
+    for path, scan in content.files:
+        raise_if_out_of_vocabulary(source, path, scan, vocab_size)
+        shards.append(Shard(path.absolute(), 0, scan.size // WIDTH[source.dtype]))
+    whole = TokenSequence(source.dtype, tuple(shards))
+    if held_out is None:
+        return whole, None
+    if held_out.fraction is None:
+        why = f"source {source.name!r} is a flat file of tokens, which has no documents"
+        raise DataError(
+            Problem(
+                f"{_HELD_OUT}.count",
+                "cannot be kept",
+                why,
+                "Use heldOut.fraction, or a separate evaluation source",
+            )
+        )
+    wanted = max(2, int(held_out.fraction * whole.tokens + 0.5))
+    if whole.tokens - wanted < 2:
+        what = f"holds {whole.tokens} tokens and {wanted} would be held out"
+        why = "none would remain for training"
+        path = source.path.absolute()
+        raise DataError(Problem(str(path), what, why, f"Lower {_HELD_OUT}.fraction"))
+
+    # The end, not a random part: a window must not lie on both sides.
+    left, first, rest = whole.tokens - wanted, [], []
+    for shard in shards:
+        before = max(0, min(left, shard.tokens))
+        if before:
+            first.append(replace(shard, tokens=before))
+        if before < shard.tokens:
+            after = shard.tokens - before
+            rest.append(replace(shard, start=shard.start + before, tokens=after))
+        left -= before
+    return TokenSequence(source.dtype, tuple(first)), TokenSequence(
+        source.dtype, tuple(rest)
+    )

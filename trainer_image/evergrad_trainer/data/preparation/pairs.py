@@ -47,6 +47,10 @@ class PairFormat:
     chosen_field: str
     rejected_field: str
 
+    def of_first_versions(self) -> "PairFormat":
+        """How the first versions read these pairs."""
+        return replace(self, rows=self.rows.of_first_versions())
+
     def to_json(self) -> dict[str, Any]:
         """JSON values only."""
         fields = {_CHOSEN: self.chosen_field, "rejected_field": self.rejected_field}

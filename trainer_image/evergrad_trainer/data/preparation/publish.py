@@ -6,8 +6,8 @@ Interrupted anywhere, it goes on where it was.
 import functools
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -108,7 +108,10 @@ def compute_fingerprint(source: SourceEntry, content: Content, recipe: Recipe) -
         facts["rows"] = recipe.rows.to_json()
         facts["marks"] = MARKS
         rows = recipe.rows.rows if isinstance(recipe.rows, PairFormat) else recipe.rows
-        if is_rendered_otherwise(rows, skips_malformed=recipe.malformed == "skip"):
+        if rows.as_at_first:
+            # The first versions had no such key.
+            del facts["rows"]["as_at_first"]
+        elif is_rendered_otherwise(rows, skips_malformed=recipe.malformed == "skip"):
             facts["rendering"] = RENDERING
     text = json.dumps(facts, sort_keys=True)
     return xxhash.xxh3_128_hexdigest(text.encode())
@@ -123,6 +126,35 @@ class Preparation:
     recipe: Recipe
     root: Path
     fingerprint: str
+
+    @staticmethod
+    def plan(
+        source: SourceEntry,
+        content: Content,
+        recipe: Recipe,
+        root: Path,
+        *,
+        begun_with: Collection[str] = (),
+    ) -> "Preparation":
+        """The preparation of ``source``.
+
+        ``begun_with``: fingerprints of the data that the run began with. Where a first version made these,
+        they are found, or become the same tokens again: the run has trained on them.
+        """
+        fingerprint = compute_fingerprint(source, content, recipe)
+        if recipe.rows is not None and fingerprint not in begun_with:
+            first = replace(recipe, rows=recipe.rows.of_first_versions())
+            known = compute_fingerprint(source, content, first)
+            if known in begun_with:
+                return Preparation(source, content, first, root, known)
+        return Preparation(source, content, recipe, root, fingerprint)
+
+    @property
+    def is_as_at_first(self) -> bool:
+        """Whether it makes the text that the first versions made."""
+        rows = self.recipe.rows
+        rows = rows.rows if isinstance(rows, PairFormat) else rows
+        return rows is not None and rows.as_at_first
 
     @property
     def final(self) -> Path:

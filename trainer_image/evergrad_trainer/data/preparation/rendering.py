@@ -29,19 +29,31 @@ def is_rendered_otherwise(form: RowFormat, *, skips_malformed: bool) -> bool:
         return False
     tree = parse_template(form.template)
     # Without the arguments the row was refused, and nothing was prepared unless such rows are skipped.
-    uses_new_arguments = any(
-        one.name == "tojson"
-        and (
-            len(one.args) > 2
-            or one.dyn_args is not None
-            or one.dyn_kwargs is not None
-            or any(given.key in _NEW_ARGUMENTS for given in one.kwargs)
-        )
-        for one in tree.find_all(nodes.Filter)
-    )
+    uses_new_arguments = any(map(_has_new_arguments, tree.find_all(nodes.Filter)))
     if skips_malformed and uses_new_arguments:
         return True
     return any(_body_may_differ(tree.body, key) for key in FOR_TEMPLATES)
+
+
+def _has_new_arguments(one: nodes.Filter) -> bool:
+    """Whether ``one`` gives ``tojson`` more than ``ensure_ascii`` and ``indent``, or may."""
+    arguments = one.args
+    if one.name == "map":
+        # It takes a filter by name, and the arguments of that one behind it.
+        if not arguments and one.dyn_args is None:
+            return False
+        name = arguments[0] if arguments else None
+        if isinstance(name, nodes.Const) and name.value != "tojson":
+            return False
+        arguments = arguments[1:]
+    elif one.name != "tojson":
+        return False
+    return (
+        len(arguments) > 2
+        or one.dyn_args is not None
+        or one.dyn_kwargs is not None
+        or any(given.key in _NEW_ARGUMENTS for given in one.kwargs)
+    )
 
 
 def _body_may_differ(body: list[nodes.Node], key: str) -> bool:

@@ -1,7 +1,7 @@
 """Rows of chat messages, or of a prompt and its completion: JSON object → marked text → marked tokens."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -32,7 +32,8 @@ class RowFormat:
     """How rows are read.
 
     ``longest``: tokens of a row that fit into a sample. ``template``: of conversations; ``tool_template``: of
-    those with tools, where these have one of their own.
+    those with tools, where these have one of their own. ``as_at_first``: templates make the text that they
+    made in the first versions.
     """
 
     messages_field: str
@@ -43,6 +44,11 @@ class RowFormat:
     template: str | None
     variables: tuple[tuple[str, str], ...]
     tool_template: str | None = None
+    as_at_first: bool = False
+
+    def of_first_versions(self) -> "RowFormat":
+        """How the first versions read these rows: with one template for all conversations."""
+        return replace(self, tool_template=None, as_at_first=True)
 
     def to_json(self) -> dict[str, Any]:
         """JSON values only."""
@@ -50,6 +56,8 @@ class RowFormat:
         if self.tool_template is None:
             # Rows keep the fingerprint that they had before there was one.
             del value["tool_template"]
+        if not self.as_at_first:
+            del value["as_at_first"]
         return value
 
     @staticmethod
@@ -114,7 +122,7 @@ class RowFormat:
             why = "the tokenizer has no chat template, and the file gives none"
             raise RowError("a conversation cannot be made a text", why)
         try:
-            chat = ChatTemplate(source, self.variables)
+            chat = ChatTemplate(source, self.variables, self.as_at_first)
             text = chat.render(messages, extra, num_before=num_before)
         except ChatTemplateError as error:
             raise RowError("the conversation cannot be made a text", str(error)) from error
