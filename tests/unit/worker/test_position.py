@@ -116,7 +116,12 @@ def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Other:
 
 @pytest.mark.parametrize(
     ("load", "found"),
-    [("position", {"A", "B"}), ("everything", {"A", "B"}), ("weights", set()), (None, set())],
+    [
+        ("position", {"A", "B"}),
+        ("everything", {"A", "B"}),
+        ("weights", set()),
+        (None, set()),
+    ],
 )
 def test_the_data_of_the_run_that_is_gone_on_with_are_known(
     other: Other, load: str | None, found: set[str]
