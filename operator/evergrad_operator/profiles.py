@@ -111,26 +111,23 @@ def find_kept(run: Mapping[str, Any], installation: str) -> RunProfile | None:
             rdma=tuple(map(str, kept.get("rdma", ()))),
             sources=tuple(map(str, kept.get("from", ()))),
         )
-        return replace(found, granted=_find_kept_names(kept, found, installation))
+
+        # Which of its names are the installation's: all but those that are noted as the namespace's own.
+        names, own = find_granted(found.defaults), kept.get("own")
+        first, *others = found.sources or ("",)
+        if own is not None:
+            images, classes = own.get("images", ()), own.get("priorityClasses", ())
+            names = names.without(
+                Granted(tuple(map(str, images)), tuple(map(str, classes)))
+            )
+        elif others or first.startswith(_OF_NAMESPACE):
+            # Earlier versions did not note that: the installation's profile as it is now shows it.
+            profile = get_map(parse_profiles(installation), first)
+            names = names.within(find_granted(get_map(profile, "defaults")))
+        return replace(found, granted=names)
     except (ValueError, TypeError, AttributeError, RecursionError):
         # Another writer has changed the status: what it said is unknown.
         return None
-
-
-def _find_kept_names(
-    note: Mapping[str, Any], found: RunProfile, installation: str
-) -> Granted:
-    """Return the names of ``found``, which the note has, that are the installation's."""
-    names, own = find_granted(found.defaults), note.get("own")
-    if own is not None:
-        images, classes = own.get("images", ()), own.get("priorityClasses", ())
-        return names.without(Granted(tuple(map(str, images)), tuple(map(str, classes))))
-    first, *others = found.sources or ("",)
-    if not others and not first.startswith(_OF_NAMESPACE):
-        return names
-    # Earlier versions did not note whose a name is: the installation's profile as it is now shows that.
-    profile = get_map(parse_profiles(installation), first)
-    return names.within(find_granted(get_map(profile, "defaults")))
 
 
 def resolve(

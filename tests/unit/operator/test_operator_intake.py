@@ -91,9 +91,9 @@ def watch_inflation() -> Iterator[list[int]]:
     sizes: list[int] = []
     feed_data = DeflateBuffer.feed_data
 
-    def feed(self: Any, chunk: bytes) -> Any:
-        sizes.append(len(chunk))
-        return feed_data(self, chunk)
+    def feed(self: Any, chunk: bytes, size: int) -> bool:
+        sizes.append(size)
+        return feed_data(self, chunk, size)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeflateBuffer, "feed_data", feed)
