@@ -58,10 +58,13 @@ def find_problems(
     if before == after:
         return ()
     problems = (*problems_of(new, old=old), *find_refusals(new, installation))
-    if not problems or is_open(old):
-        return problems
-    # Only problems that the change brings are held against it.
-    known = frozenset((*problems_of(old), *find_refusals(old, installation)))
+    if not problems:
+        return ()
+    # Only problems that the change brings are held against it. A file that was refused before its run began
+    # is to be corrected as a whole, but for what an installation may have taken off its lists.
+    known = set(find_refusals(old, installation))
+    if not is_open(old):
+        known.update(problems_of(old))
     return tuple(problem for problem in problems if problem not in known)
 
 

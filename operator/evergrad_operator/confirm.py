@@ -161,7 +161,7 @@ class Confirmer:
         work = replace(work, group_kind=self._gang_api.known)
 
         # The profile that the run began with, or else the one that it begins with now.
-        kept = find_kept(work.raw)
+        kept = find_kept(work.raw, config.profiles)
         if kept is not None:
             work.refusals.clear(STEP_OF_PROFILE)
             return replace(work, profile=kept)

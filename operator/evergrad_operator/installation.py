@@ -15,7 +15,8 @@ from evergrad_manifest.values.numbers import show
 from evergrad_operator.raw import get_int, get_map, get_maps, get_text
 
 _SETTING: Final = "runs.allowed.serviceAccountNames of the chart"
-_POLICY: Final = "admissionPolicy.{} of the chart"
+IMAGE_SETTING: Final = "admissionPolicy.allowedImages of the chart"
+_CLASS_SETTING: Final = "admissionPolicy.allowedPriorityClasses of the chart"
 DELETES_RUN: Final = "Run"
 """Value of ``spec.ttlDeletes`` by which a run asks for its own deletion."""
 
@@ -27,6 +28,22 @@ class Granted:
 
     images: tuple[str, ...] = ()
     priority_classes: tuple[str, ...] = ()
+
+    def within(self, other: "Granted") -> "Granted":
+        """Return the names that ``other`` has, too."""
+        return Granted(
+            tuple(one for one in self.images if one in other.images),
+            tuple(one for one in self.priority_classes if one in other.priority_classes),
+        )
+
+    def without(self, other: "Granted") -> "Granted":
+        """Return the names that ``other`` does not have."""
+        return Granted(
+            tuple(one for one in self.images if one not in other.images),
+            tuple(
+                one for one in self.priority_classes if one not in other.priority_classes
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -105,7 +122,7 @@ def find_beyond(spec: Mapping[str, Any], installation: Installation) -> Iterator
                 path,
                 f"{show(image)} is not an image that this installation allows",
                 f"they begin with {', '.join(allowed)}",
-                f"Use one of these, or have it added to {_POLICY.format('allowedImages')}",
+                f"Use one of these, or have it added to {IMAGE_SETTING}",
             )
     name, allowed = _find_priority_class(spec), installation.priority_classes
     if name and allowed and name not in (*allowed, *granted.priority_classes):
@@ -113,8 +130,7 @@ def find_beyond(spec: Mapping[str, Any], installation: Installation) -> Iterator
             "spec.template.priorityClassName",
             f"{show(name)} is not a priority class that this installation allows",
             f"it allows {', '.join(allowed)}",
-            "Use one of these, or have it added to "
-            f"{_POLICY.format('allowedPriorityClasses')}",
+            f"Use one of these, or have it added to {_CLASS_SETTING}",
         )
 
 

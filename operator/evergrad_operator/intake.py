@@ -43,7 +43,17 @@ class Bodies:
 
     @contextlib.asynccontextmanager
     async def read(self, request: web.Request) -> AsyncIterator[bytes]:
-        """Read the body, which takes its room until the block ends. Raises HTTPException."""
+        """Read the body, which takes its room until the block ends. Raises HTTPException.
+
+        The connection takes no further request: requests that are sent before an answer would be held, and
+        counted nowhere.
+        """
+        # The room is that of the bytes that are sent: inflated, a body takes a thousand times as many.
+        encoding = request.headers.get("Content-Encoding", "identity")
+        if encoding.lower() != "identity":
+            what = f"Content-Encoding {encoding[:40]} is not read"
+            remedy = "send the body without Content-Encoding"
+            raise web.HTTPUnsupportedMediaType(text=f"{what}; {remedy}\n")
         size = request.content_length
         if size is None:
             size = MAX_REQUEST_BYTES  # a body in chunks does not say how long it will be
@@ -72,6 +82,7 @@ class Bodies:
             # Nobody reads this answer; an error would be logged with its traceback each time.
             raise web.HTTPBadRequest(text="the body is not whole\n") from None
 
+        request.protocol.close()
         self._checked_bytes += len(body)
         try:
             yield body
@@ -81,6 +92,15 @@ class Bodies:
     @property
     def _used_bytes(self) -> int:
         return self._checked_bytes + sum(self._reading.values())
+
+
+async def end_after_answer(request: web.Request, response: web.StreamResponse) -> None:
+    """Make ``response``, as it is being sent, the last one of its connection.
+
+    A client that does not read its answers would otherwise leave further requests to this process.
+    """
+    response.force_close()
+    response.headers["Connection"] = "close"
 
 
 class Connections:

@@ -29,7 +29,10 @@ from evergrad_operator.names import Phase
 from evergrad_operator.raw import get_map, get_text
 
 LONGEST_NOTE: Final = 4096
-"""Most bytes of a resolved profile in a status, which has 16 KiB altogether."""
+"""Most bytes of a resolved profile in a status, which has 16 KiB altogether. Names that are noted once more,
+as the namespace's own, are not counted: they are a part of these."""
+_OF_NAMESPACE: Final = "ConfigMap "
+"""Beginning of the name of a namespace's profile; no profile of the installation has a blank in its name."""
 UNSETTLED: Final = "unsettled"
 """Note of a run whose profile is wrong, or could not be read: it is looked at again in each pass."""
 
@@ -39,9 +42,10 @@ class RunProfile:
     """The profile of one run.
 
     ``defaults``: of all profiles together. ``rdma``: resources of RDMA devices that are allowed. ``granted``:
-    images and priority class that the one of the installation names. ``sources``: what it was made of, for
-    people. ``is_known``: False for a run that began before there were profiles, to which nothing of them
-    applies. ``is_read``: False where the API server did not give that of the namespace.
+    images and priority class of the defaults that the one of the installation names. ``sources``: what it was
+    made of, for people, that of the installation first. ``is_known``: False for a run that began before there
+    were profiles, to which nothing of them applies. ``is_read``: False where the API server did not give that
+    of the namespace.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -59,15 +63,12 @@ class RunProfile:
             return UNSETTLED
         if not self.is_known:
             return ""
-        content = {
-            "defaults": self.defaults,
-            "rdma": self.rdma,
-            "images": self.granted.images,
-            "priorityClasses": self.granted.priority_classes,
-            "from": self.sources,
-        }
-        kept = {key: value for key, value in content.items() if value}
-        return json.dumps(kept, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        own: dict[str, Any] = {}
+        if len(self.sources) > 1:
+            # Few names are the namespace's. Alone, a profile of the installation grants all of its own.
+            names = find_granted(self.defaults).without(self.granted)
+            own = {"images": names.images, "priorityClasses": names.priority_classes}
+        return _pack(self, own)
 
     @property
     def text(self) -> str:
@@ -88,10 +89,11 @@ class NamespaceProfile:
     problems: tuple[Problem, ...] = ()
 
 
-def find_kept(run: Mapping[str, Any]) -> RunProfile | None:
+def find_kept(run: Mapping[str, Any], installation: str) -> RunProfile | None:
     """Return the profile that the run's status has; None where it is to be resolved now.
 
-    It is resolved before the run begins, and again when a new ``restartNonce`` starts it anew.
+    ``installation``: the profiles of the installation, as JSON by name. A profile is resolved before the run
+    begins, and again when a new ``restartNonce`` starts it anew.
     """
     status, spec = get_map(run, "status"), get_map(run, "spec")
     note = get_text(get_map(status, "memory"), "profile")
@@ -104,15 +106,25 @@ def find_kept(run: Mapping[str, Any]) -> RunProfile | None:
         return NO_PROFILE
     try:
         kept = json.loads(note)
-        return RunProfile(
+        found = RunProfile(
             defaults=dict(kept.get("defaults", {})),
             rdma=tuple(map(str, kept.get("rdma", ()))),
             sources=tuple(map(str, kept.get("from", ()))),
-            granted=Granted(
-                tuple(map(str, kept.get("images", ()))),
-                tuple(map(str, kept.get("priorityClasses", ()))),
-            ),
         )
+
+        # Which of its names are the installation's: all but those that are noted as the namespace's own.
+        names, own = find_granted(found.defaults), kept.get("own")
+        first, *others = found.sources or ("",)
+        if own is not None:
+            images, classes = own.get("images", ()), own.get("priorityClasses", ())
+            names = names.without(
+                Granted(tuple(map(str, images)), tuple(map(str, classes)))
+            )
+        elif others or first.startswith(_OF_NAMESPACE):
+            # Earlier versions did not note that: the installation's profile as it is now shows it.
+            profile = get_map(parse_profiles(installation), first)
+            names = names.within(find_granted(get_map(profile, "defaults")))
+        return replace(found, granted=names)
     except (ValueError, TypeError, AttributeError, RecursionError):
         # Another writer has changed the status: what it said is unknown.
         return None
@@ -152,7 +164,7 @@ def resolve(
     defaults: Mapping[str, Any] = chosen.get("defaults") or {}
     granted = find_granted(defaults)
     if own is not None:
-        where = f"ConfigMap {namespace}/{NAMESPACE_PROFILE}"
+        where = f"{_OF_NAMESPACE}{namespace}/{NAMESPACE_PROFILE}"
         found = _check_own(own, replace(rules, granted=granted))
         problems += _place(where, found)
         sources.append(where)
@@ -160,9 +172,13 @@ def resolve(
             defaults = merge_defaults(defaults, own.raw.get("defaults") or {})
     rdma = tuple((chosen.get("allows") or {}).get("rdma") or ())
     result = RunProfile(
-        dict(defaults), rdma, tuple(sources), tuple(problems), granted=granted
+        dict(defaults),
+        rdma,
+        tuple(sources),
+        tuple(problems),
+        granted=find_granted(defaults).within(granted),
     )
-    size = len(result.note.encode(errors="replace"))
+    size = len(_pack(result, {}).encode(errors="replace"))
     if size > LONGEST_NOTE:
         what = f"{size} bytes are too many for the profiles of a run"
         why = f"its status keeps them, and has room for {LONGEST_NOTE}"
@@ -171,6 +187,18 @@ def resolve(
         )
         result = replace(result, problems=(Problem(result.text, what, why, remedy),))
     return result
+
+
+def _pack(profile: RunProfile, own: Mapping[str, Any]) -> str:
+    """Return the note of a profile. ``own``: names in it that are not the installation's."""
+    content = {
+        "defaults": profile.defaults,
+        "rdma": profile.rdma,
+        "own": own,
+        "from": profile.sources,
+    }
+    kept = {key: value for key, value in content.items() if value}
+    return json.dumps(kept, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
 @lru_cache(maxsize=4)

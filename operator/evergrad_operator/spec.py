@@ -27,7 +27,12 @@ from evergrad_manifest.reading.validation import check_run
 from evergrad_manifest.validation import FIXED, manifest_of, with_plain_numbers
 from evergrad_manifest.view import without_nulls
 from evergrad_operator.errors import SpecError
-from evergrad_operator.installation import NOTHING_ALLOWED, Installation, find_refusals
+from evergrad_operator.installation import (
+    IMAGE_SETTING,
+    NOTHING_ALLOWED,
+    Installation,
+    find_refusals,
+)
 from evergrad_operator.names import Key, Reason
 from evergrad_operator.profiles import NO_PROFILE, RunProfile
 from evergrad_operator.raw import get_int, get_map, get_text
@@ -40,6 +45,9 @@ _FIXED: Final = (
     *(f"spec.training.{section}" for section in RECIPE_SECTIONS),
 )
 """Paths that are fixed once a run has begun."""
+_IMAGE: Final = "spec.image"
+_ALLOW_IMAGE: Final = f"Have it added to {IMAGE_SETTING}, or make a new TrainingRun"
+"""Remedy for an image that is fixed and not allowed any more."""
 _OUT_OF_THE_VOLUME: Final = "spec.storage.path"
 
 
@@ -144,7 +152,11 @@ class TrainingRun:
             if problem not in self.parsed.refusals
             and (not problem.path.startswith(_FIXED) or problem.path == _OUT_OF_THE_VOLUME)
         )
-        return (*open_ones, *self.parsed.refusals, *self.profile.problems)
+        refusals = (
+            replace(problem, remedy=_ALLOW_IMAGE) if problem.path == _IMAGE else problem
+            for problem in self.parsed.refusals
+        )
+        return (*open_ones, *refusals, *self.profile.problems)
 
 
 def is_managed_here(raw: Mapping[str, Any]) -> bool:

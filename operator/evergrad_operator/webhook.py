@@ -29,7 +29,12 @@ from evergrad_manifest.nesting import cut_deep
 from evergrad_operator.admission import deny_depth, deny_size, has_too_many_values, review
 from evergrad_operator.errors import ApiError, LeaseLostError
 from evergrad_operator.installation import NOTHING_ALLOWED, Installation
-from evergrad_operator.intake import MAX_REQUEST_BYTES, Bodies, Connections
+from evergrad_operator.intake import (
+    MAX_REQUEST_BYTES,
+    Bodies,
+    Connections,
+    end_after_answer,
+)
 from evergrad_operator.kinds import EARLY_WEBHOOK, SECRET, WEBHOOK, Kind, Raw
 from evergrad_operator.names import LABEL_MANAGED_BY, MANAGED_BY
 
@@ -278,11 +283,13 @@ class Webhook:
 
         app = web.Application(client_max_size=MAX_REQUEST_BYTES)
         app.router.add_post(PATH, self._answer)
+        app.on_response_prepare.append(end_after_answer)
         runner = web.AppRunner(
             app,
             access_log=None,
             handle_signals=False,
             shutdown_timeout=1.0,
+            auto_decompress=False,
         )
         listener = open_listener(self._settings.host, self._settings.port)
         await runner.setup()

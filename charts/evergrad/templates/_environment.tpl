@@ -109,10 +109,12 @@
 {{- $_ := set $settings "CLUSTER_DOMAIN" $runs.clusterDomain }}
 {{- end }}
 {{- range $name, $value := $settings }}
+{{- if not (kindIs "invalid" $value) }}{{/* null leaves a setting to the operator's default */}}
 {{- if and (kindIs "float64" $value) (eq $value (floor $value)) }}{{/* numbers of a file are floats: 2592000 would be 2.592e+06 */}}
 {{- $value = int64 $value }}
 {{- end }}
 - name: EVERGRAD_{{ $name }}
   value: {{ $value | toString | quote }}
+{{- end }}
 {{- end }}
 {{- end -}}

@@ -190,6 +190,58 @@ def test_what_one_profile_of_the_installation_names_is_allowed_to_no_run_of_anot
     assert begun(config, image="high").pods() == []
 
 
+def train(simulation: Simulation) -> None:
+    simulation.start_pods()
+    simulation.settle()
+    simulation.train()
+    simulation.settle()
+    assert simulation.status["phase"] == "Running"
+
+
+def take_earlier_note(simulation: Simulation) -> None:
+    """Give the run the note of an operator from before the lists held for profiles."""
+    memory = simulation.store.objects[("trainingruns", *KEY)]["status"]["memory"]
+    note = json.loads(memory["profile"])
+    of_then = {key: note[key] for key in ("defaults", "rdma", "from") if key in note}
+    memory["profile"] = json.dumps(of_then, sort_keys=True, separators=(",", ":"))
+
+
+@pytest.mark.parametrize("own", ["", "defaults: {ttlSecondsAfterFinished: 5}"])
+def test_a_run_of_an_earlier_version_may_have_what_its_installations_profile_names(
+    own: str,
+) -> None:
+    template = {"priorityClassName": "high", "initContainers": [fetcher(BAD)]}
+    config = of_installation(image=BAD, template=template)
+    simulation = begun(replace(config, allowed_images=()), own)
+    train(simulation)
+    take_earlier_note(simulation)
+    for changed in (config, BOUNDED):
+        # Once seen, it is kept, whatever becomes of the profile.
+        simulation.config = changed
+        simulation.start_operator()
+        simulation.settle()
+        assert simulation.status["phase"] == "Running", simulation.status["message"]
+    simulation.end_pod("run-1-0", 1)
+    simulation.now += 120
+    simulation.settle()
+    pod = simulation.store.get("pods", "ns", "run-1-1")["spec"]
+    assert (pod["initContainers"][0]["image"], pod["priorityClassName"]) == (BAD, "high")
+
+
+def test_a_run_of_an_earlier_version_may_not_have_what_only_its_namespace_names() -> None:
+    config = of_installation(template={"initContainers": [fetcher("other.example.com/a")]})
+    simulation = begun(
+        replace(config, allowed_images=()), json.dumps({"defaults": {"image": BAD}})
+    )
+    train(simulation)
+    take_earlier_note(simulation)
+    simulation.config = config
+    simulation.start_operator()
+    simulation.settle()
+    assert simulation.status["reason"] == "InvalidSpec"
+    assert simulation.status["message"].startswith(f"spec.image: '{BAD}' is not an image")
+
+
 # ---- runs that have begun ----------------------------------------------------------------------------------
 
 
@@ -203,16 +255,17 @@ def test_a_list_that_is_made_shorter_gives_runs_no_further_pods(
         profile=json.dumps({"defaults": named}) if is_of_profile else "",
         **({} if is_of_profile else named),
     )
-    simulation.start_pods()
-    simulation.settle()
-    simulation.train()
-    simulation.settle()
-    assert simulation.status["phase"] == "Running"
+    train(simulation)
     simulation.config = BOUNDED
     simulation.start_operator()
     simulation.settle()
     # Pods at work are left alone, as with an account that is taken off its list.
     assert simulation.status["reason"] == "InvalidSpec"
+    # Its image cannot change any more: the remedy names nothing that the API server refuses.
+    assert simulation.status["message"].endswith(
+        "they begin with registry.example.com/training/, localhost/. Have it added to "
+        "admissionPolicy.allowedImages of the chart, or make a new TrainingRun."
+    )
     assert simulation.pods() == ["run-0-0", "run-1-0"]
     simulation.end_pod("run-1-0", 1)
     simulation.now += 120
@@ -252,3 +305,18 @@ def test_a_run_of_before_the_list_can_still_be_suspended_and_changed() -> None:
     }
     (problem,) = find_problems(other, old, BOUNDED.installation)
     assert problem.path == "spec.template.priorityClassName"
+
+
+def test_a_run_that_the_list_has_kept_from_beginning_can_be_made_smaller() -> None:
+    status = {"reason": "InvalidSpec"}
+    old = {**make_run(image=BAD, nodes={"min": 1, "max": 2}), "status": status}
+    new = {**make_run(image=BAD, nodes={"min": 1, "max": 1}), "status": status}
+    assert find_problems(new, old, BOUNDED.installation) == ()
+    # Another image that is not allowed is refused, and so are other mistakes, old ones too.
+    new = {**make_run(image=f"{BAD}1", nodes={"min": 2, "max": 1}), "status": status}
+    found = {one.path for one in find_problems(new, old, BOUNDED.installation)}
+    assert found == {"spec.image", "spec.nodes.max"}
+    assert find_problems({**new, "metadata": {**new["metadata"], "labels": {}}}, new) == ()
+    again = {**new, "spec": {**new["spec"], "restartNonce": "2"}}
+    (problem,) = find_problems(again, new, BOUNDED.installation)
+    assert problem.path == "spec.nodes.max"

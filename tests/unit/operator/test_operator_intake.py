@@ -5,15 +5,18 @@ import json
 import logging
 import ssl
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import pytest
+from aiohttp.http_parser import DeflateBuffer
 from webhook_samples import NAMES, Store, make_object, make_webhook, post
 
 from evergrad_operator import intake, webhook
 from evergrad_operator.admission import MAX_VALUES, review
+from evergrad_operator.intake import MAX_REQUEST_BYTES
 from evergrad_operator.webhook import Webhook
 
 REVIEW = json.dumps({"request": {"uid": "r", "object": make_object()}}).encode()
@@ -42,11 +45,12 @@ class Port:
         self._clients.append(client)
         return client
 
-    async def begin(self, *, size: int, sent: int = 1) -> Client:
-        """Begin a request of ``size`` bytes, and send ``sent`` of them."""
+    async def begin(self, *, size: int, sent: int | bytes = 1, headers: str = "") -> Client:
+        """Begin a request of ``size`` bytes, and send ``sent``: bytes, or a number of them."""
         client = await self.connect()
-        head = f"POST /validate HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n"
-        client[1].write(head.encode() + b" " * sent)
+        start = "POST /validate HTTP/1.1\r\nHost: x\r\n"
+        head = f"{start}{headers}Content-Length: {size}\r\n\r\n"
+        client[1].write(head.encode() + (b" " * sent if isinstance(sent, int) else sent))
         await client[1].drain()
         return client
 
@@ -79,6 +83,31 @@ def make_review(
         return review(*arguments)
 
     return wait
+
+
+@contextmanager
+def watch_inflation() -> Iterator[list[int]]:
+    """Collect the sizes of what aiohttp inflates."""
+    sizes: list[int] = []
+    feed_data = DeflateBuffer.feed_data
+
+    def feed(self: Any, chunk: bytes, size: int) -> bool:
+        sizes.append(size)
+        return feed_data(self, chunk, size)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeflateBuffer, "feed_data", feed)
+        yield sizes
+
+
+def make_request(body: bytes, path: str = "/validate") -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+async def read_rest(client: Client) -> str:
+    """Return what comes until the server closes the connection."""
+    return (await client[0].read()).decode()
 
 
 async def read_status(client: Client) -> int:
@@ -117,6 +146,66 @@ def test_a_body_above_the_bound_is_refused_before_it_is_read() -> None:
         async with serve() as port:
             client = await port.begin(size=intake.MAX_REQUEST_BYTES + 1, sent=0)
             assert await read_status(client) == 413
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "unknown"])
+def test_a_compressed_body_is_refused_and_never_inflated(encoding: str) -> None:
+    async def run() -> None:
+        async with serve() as port:
+            # The end of the body is missing, so that what has come is held.
+            packer = zlib.compressobj(wbits=31)
+            packed = packer.compress(b" " * MAX_REQUEST_BYTES)
+            packed += packer.flush(zlib.Z_SYNC_FLUSH)
+            client = await port.begin(
+                size=len(packed) + 1,
+                sent=packed,
+                headers=f"Content-Encoding: {encoding}\r\n",
+            )
+            assert await read_status(client) == 415
+            await client[0].readuntil(b"without Content-Encoding")
+            # The API server may name the encoding that is none.
+            client = await port.begin(
+                size=len(REVIEW), sent=REVIEW, headers="Content-Encoding: Identity\r\n"
+            )
+            assert await read_status(client) == 200
+
+    with watch_inflation() as inflated:
+        asyncio.run(run())
+    assert inflated == []
+
+
+def test_requests_that_are_sent_before_an_answer_are_not_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(webhook, "review", make_review(begun, goes_on))
+
+    async def run() -> None:
+        async with serve() as port:
+            client = await port.begin(size=len(REVIEW), sent=REVIEW)
+            assert await asyncio.to_thread(begun.wait, 30)
+            client[1].write(make_request(REVIEW) * 5)
+            await client[1].drain()
+            await asyncio.sleep(0.2)
+            goes_on.set()
+            assert await read_status(client) == 200
+            text = await read_rest(client)
+            assert "Connection: close" in text and text.count("HTTP/1.1") == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", ["/validate", "/other"])
+def test_each_connection_gets_one_answer(path: str) -> None:
+    # A client that never reads its answers would otherwise leave its further requests to the server.
+    async def run() -> None:
+        async with serve() as port:
+            client = await port.connect()
+            client[1].write(make_request(b"{}", path) * 3)
+            answer = await read_rest(client)
+            assert answer.count("HTTP/1.1") == 1 and "Connection: close" in answer
 
     asyncio.run(run())
 

@@ -15,6 +15,7 @@ from pod_security import violations
 from simulated_run import make_run
 
 from evergrad_operator.errors import ApiError
+from evergrad_operator.installation import Granted
 from evergrad_operator.profiles import (
     LONGEST_NOTE,
     NO_PROFILE,
@@ -50,7 +51,7 @@ def test_a_run_without_any_profile_has_none_and_remembers_that() -> None:
     found = resolve(make_run(), "", None)
     assert found == RunProfile() and found.note == "{}"
     status = {"recipeHash": "r", "memory": {"profile": found.note}}
-    assert find_kept({**make_run(), "status": status}) == found
+    assert find_kept({**make_run(), "status": status}, "") == found
 
 
 def test_a_run_has_the_profile_it_names_else_default_and_the_namespaces_over_it() -> None:
@@ -119,6 +120,24 @@ def test_profiles_that_a_status_has_no_room_for_are_refused() -> None:
     assert f"has room for {LONGEST_NOTE}" in texts(found)[0] and found.note == "unsettled"
 
 
+@pytest.mark.parametrize("own", [None, NamespaceProfile({"defaults": {}})])
+def test_names_that_are_granted_take_no_room_of_the_profiles(
+    own: NamespaceProfile | None,
+) -> None:
+    def find(size: int) -> RunProfile:
+        defaults = {
+            "image": "a/" + "a" * 500,
+            "template": {"annotations": {"n": "y" * size}},
+        }
+        return resolve(make_run(), profiles(default=of(defaults)), own)
+
+    kept = {"defaults": find(0).defaults, "from": find(0).sources}
+    room = LONGEST_NOTE - len(json.dumps(kept, separators=(",", ":")))
+    assert find(room).problems == () and len(find(room + 1).problems) == 1
+    # The API server takes 8192 characters of a note.
+    assert len(find(room).note) < 8192
+
+
 @pytest.mark.parametrize("text", ["[]", "{", "7"])
 def test_a_text_that_is_no_object_of_profiles_is_no_setting(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
@@ -129,19 +148,32 @@ def test_a_text_that_is_no_object_of_profiles_is_no_setting(text: str) -> None:
 
 
 def test_a_profile_is_kept_from_the_beginning_of_a_run_until_a_restart() -> None:
-    found = RunProfile({"image": "a/a:1"}, ("rdma/x",), ("default",))
+    found = RunProfile(
+        {"image": "a/a:1"}, ("rdma/x",), ("default",), granted=Granted(("a/a:1",))
+    )
     status = {"recipeHash": "r", "memory": {"profile": found.note}}
-    assert find_kept(make_run()) is None
-    assert find_kept({**make_run(), "status": status}) == found
-    assert find_kept({**make_run(), "status": {"memory": status["memory"]}}) is None
+    assert find_kept(make_run(), "") is None
+    assert find_kept({**make_run(), "status": status}, "") == found
+    assert find_kept({**make_run(), "status": {"memory": status["memory"]}}, "") is None
     again = {**make_run(restartNonce="2"), "status": status}
-    assert find_kept(again) is None
-    assert find_kept({**again, "status": {**status, "phase": "Complete"}}) == found
+    assert find_kept(again, "") is None
+    assert find_kept({**again, "status": {**status, "phase": "Complete"}}, "") == found
+
+
+def test_names_of_the_installations_profile_are_told_from_those_of_the_namespaces() -> None:
+    fetch = {"name": "fetch", "image": "a/b:1", "command": ["sh"]}
+    template = {"priorityClassName": "high", "initContainers": [fetch]}
+    installation = profiles(default=of({"image": "a/a:1", "template": template}))
+    own = {"image": "c/c:1", "template": {"priorityClassName": "low"}}
+    found = resolve(make_run(), installation, NamespaceProfile({"defaults": own}))
+    assert found.granted == Granted(("a/b:1",))
+    status = {"recipeHash": "r", "memory": {"profile": found.note}}
+    assert find_kept({**make_run(), "status": status}, "") == found
 
 
 def test_a_run_from_before_profiles_has_none_and_keeps_its_devices() -> None:
     raw = {**make_run(resources={"limits": {"rdma/x": 1}}), "status": {"recipeHash": "r"}}
-    kept = find_kept(raw)
+    kept = find_kept(raw, "")
     assert kept is NO_PROFILE
     assert SpecCache().parse(raw, kept).parsed.problems == ()
     assert len(SpecCache().parse(raw, RunProfile()).parsed.problems) == 1
@@ -150,7 +182,7 @@ def test_a_run_from_before_profiles_has_none_and_keeps_its_devices() -> None:
 @pytest.mark.parametrize("note", ["unsettled", "[]", "{", '{"rdma":7}'])
 def test_a_note_that_says_nothing_is_resolved_anew(note: str) -> None:
     status = {"recipeHash": "r", "memory": {"profile": note}}
-    assert find_kept({**make_run(), "status": status}) is None
+    assert find_kept({**make_run(), "status": status}, "") is None
 
 
 # ---- pods --------------------------------------------------------------------------------------------------

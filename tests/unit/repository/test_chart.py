@@ -415,6 +415,23 @@ def test_large_whole_numbers_reach_the_operator_without_an_exponent() -> None:
     assert isinstance(operator["terminationGracePeriodSeconds"], int)
 
 
+def test_values_that_are_taken_out_leave_their_defaults() -> None:
+    # Helm takes out a value of the chart by null.
+    values = {
+        "replicas": None,
+        "terminationGracePeriodSeconds": None,
+        "runs": {"userId": None, "price": {"gpuHour": None}},
+        "operator": {"workers": None},
+    }
+    objects = chart.render(values)
+    (deployment,) = (one for one in objects if one["kind"] == "Deployment")
+    assert "replicas" not in deployment["spec"]
+    assert "terminationGracePeriodSeconds" not in deployment["spec"]["template"]["spec"]
+    assert "<nil>" not in json.dumps(deployment)
+    assert environment(objects).keys().isdisjoint({"EVERGRAD_USER_ID", "EVERGRAD_WORKERS"})
+    assert parse_settings([], environment(objects)).config.user_id == 10001
+
+
 def test_allowed_accounts_and_bounds_of_the_disk_reach_the_operator_by_kind_of_pod() -> (
     None
 ):
