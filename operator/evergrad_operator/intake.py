@@ -164,8 +164,10 @@ class Connections:
     async def _make_room(self) -> None:
         """Return as soon as one more connection may be open."""
         while True:
-            for one in [one for one in self._open if self._is_over(one)]:
-                del self._open[one]
+            for one, beginning in list(self._open.items()):
+                is_closed = one.transport is None or one.transport.is_closing()
+                if is_closed and beginning.done():
+                    del self._open[one]
             if len(self._open) < MAX_CONNECTIONS:
                 return
             idle = next((one for one in self._open if one not in self._busy), None)
@@ -176,11 +178,6 @@ class Connections:
             self._open.pop(idle).cancel()
             if idle.transport is not None:
                 idle.transport.abort()
-
-    def _is_over(self, connection: web.RequestHandler) -> bool:
-        transport = connection.transport
-        is_closed = transport is None or transport.is_closing()
-        return is_closed and self._open[connection].done()
 
     async def _begin(self, connection: web.RequestHandler, client: socket.socket) -> None:
         """Begin TLS. A client that fails to is no error of ours."""

@@ -90,7 +90,10 @@ def _truth_of(test: nodes.Node, key: str) -> Truth:
         if isinstance(test, nodes.And):
             # `tools is defined and tools`, or with `tools is not none`: one that is undefined fails at the
             # first, None at the second.
-            fails = right == "false" or _is_not_none(test.right, key)
+            is_not_none = isinstance(test.right, nodes.Not) and _is_test_of(
+                test.right.node, key, "none"
+            )
+            fails = right == "false" or is_not_none
             if left == "false" or (fails and _is_test_of(test.left, key, "defined")):
                 return "false"
         if "unknown" in (left, right):
@@ -113,10 +116,6 @@ def _makes_it_none(node: nodes.Node, key: str) -> bool:
     return is_undefined and node.body == [
         nodes.Assign(nodes.Name(key, "store"), nodes.Const(None))
     ]
-
-
-def _is_not_none(node: nodes.Node, key: str) -> bool:
-    return isinstance(node, nodes.Not) and _is_test_of(node.node, key, "none")
 
 
 def _is_test_of(node: nodes.Node, key: str, name: str) -> bool:
