@@ -1,6 +1,7 @@
 """``evergrad open``: the page of a run through a forwarded port, with its token, and of a run on this machine."""
 
 import base64
+import contextlib
 import json
 import re
 import signal
@@ -149,8 +150,8 @@ def test_a_port_is_forwarded_and_the_page_gets_the_token(
 OPEN = """
 import signal
 from evergrad_cli.cluster.open import private_file, wait_for_interrupt
-if IS_IGNORED:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+# The tests themselves may have been begun by nohup.
+signal.signal(signal.SIGHUP, signal.SIG_IGN if IS_IGNORED else signal.SIG_DFL)
 try:
     with private_file("http://127.0.0.1:1/#token=secret") as file:
         print(file, flush=True)
@@ -163,12 +164,23 @@ except KeyboardInterrupt:
 """
 
 
+@contextlib.contextmanager
+def _opened(*, is_ignored: bool) -> Iterator[subprocess.Popen[str]]:
+    """A process that shows a file until it is asked to end; it has ended behind this."""
+    command_line = [sys.executable, "-c", OPEN.replace("IS_IGNORED", str(is_ignored))]
+    with subprocess.Popen(command_line, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+            process.wait(100)
+        finally:
+            process.kill()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_no_end_that_is_asked_for_leaves_the_file_with_the_token_behind(
     number: signal.Signals,
 ) -> None:
-    command_line = [sys.executable, "-c", OPEN.replace("IS_IGNORED", "False")]
-    with subprocess.Popen(command_line, stdout=subprocess.PIPE, text=True) as process:
+    with _opened(is_ignored=False) as process:
         assert process.stdout is not None
         file = Path(process.stdout.readline().strip())
         assert "secret" in file.read_text()
@@ -178,8 +190,7 @@ def test_no_end_that_is_asked_for_leaves_the_file_with_the_token_behind(
 
 
 def test_a_closed_terminal_ends_no_command_that_nohup_began() -> None:
-    command_line = [sys.executable, "-c", OPEN.replace("IS_IGNORED", "True")]
-    with subprocess.Popen(command_line, stdout=subprocess.PIPE, text=True) as process:
+    with _opened(is_ignored=True) as process:
         assert process.stdout is not None
         process.stdout.readline()
         assert process.stdout.readline() == "goes on\n"
