@@ -190,7 +190,7 @@ def check_world(device: str, is_tiny: bool) -> list[Row]:
 
 
 def _sum_of_two(device: str, *, as_hosts: bool) -> dict[str, Any]:
-    """What the first of two processes found: ``sum`` and ``seconds``, or why they were ``refused``."""
+    """Let two processes sum a tensor; ``sum`` and ``seconds`` of the first, or why they were ``refused``."""
     from elastic_nodes import be_host, free_port
 
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -62,7 +62,7 @@ class RunFacts:
     labels: Mapping[str, str] = field(default_factory=dict)
     """All labels of the run."""
     kind: Literal["training", "script"] = "training"
-    """What its spec has."""
+    """The part of its spec that says what it does."""
     waiting_reason: str = ""
     """Why it waits, where that is its phase."""
     stalled_reason: str = ""

@@ -26,24 +26,18 @@ class Granted:
     """Images and priority classes that a profile of the installation names: a run that has this profile
     may have them, too."""
 
-    images: tuple[str, ...] = ()
-    priority_classes: tuple[str, ...] = ()
+    images: frozenset[str] = frozenset()
+    priority_classes: frozenset[str] = frozenset()
 
     def within(self, other: "Granted") -> "Granted":
         """Return the names that ``other`` has, too."""
-        return Granted(
-            tuple(one for one in self.images if one in other.images),
-            tuple(one for one in self.priority_classes if one in other.priority_classes),
-        )
+        classes = self.priority_classes & other.priority_classes
+        return Granted(self.images & other.images, classes)
 
     def without(self, other: "Granted") -> "Granted":
         """Return the names that ``other`` does not have."""
-        return Granted(
-            tuple(one for one in self.images if one not in other.images),
-            tuple(
-                one for one in self.priority_classes if one not in other.priority_classes
-            ),
-        )
+        classes = self.priority_classes - other.priority_classes
+        return Granted(self.images - other.images, classes)
 
 
 @dataclass(frozen=True)
@@ -137,8 +131,8 @@ def find_beyond(spec: Mapping[str, Any], installation: Installation) -> Iterator
 def find_granted(defaults: Mapping[str, Any]) -> Granted:
     """Return the images and the priority class that the ``defaults`` of a profile name."""
     name = _find_priority_class(defaults)
-    images = dict.fromkeys(image for _, image in _list_images(defaults))
-    return Granted(tuple(images), (name,) if name else ())
+    images = frozenset(image for _, image in _list_images(defaults))
+    return Granted(images, frozenset((name,) if name else ()))
 
 
 def _list_images(spec: Mapping[str, Any]) -> list[tuple[str, str]]:

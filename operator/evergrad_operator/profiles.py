@@ -67,7 +67,10 @@ class RunProfile:
         if len(self.sources) > 1:
             # Few names are the namespace's. Alone, a profile of the installation grants all of its own.
             names = find_granted(self.defaults).without(self.granted)
-            own = {"images": names.images, "priorityClasses": names.priority_classes}
+            own = {
+                "images": sorted(names.images),
+                "priorityClasses": sorted(names.priority_classes),
+            }
         return _pack(self, own)
 
     @property
@@ -118,7 +121,7 @@ def find_kept(run: Mapping[str, Any], installation: str) -> RunProfile | None:
         if own is not None:
             images, classes = own.get("images", ()), own.get("priorityClasses", ())
             names = names.without(
-                Granted(tuple(map(str, images)), tuple(map(str, classes)))
+                Granted(frozenset(map(str, images)), frozenset(map(str, classes)))
             )
         elif others or first.startswith(_OF_NAMESPACE):
             # Earlier versions did not note that: the installation's profile as it is now shows it.

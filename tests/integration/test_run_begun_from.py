@@ -37,7 +37,7 @@ def test_a_run_goes_on_from_an_older_step_of_another_directory_with_the_same_bit
     exact = {"reproducibility": {"elastic": "exact"}}
     experiment.write(recipe(**exact))
     experiment.run()
-    # Whoever reads a checkpoint holds it meanwhile, in a folder that is made once.
+    # A reader of a checkpoint holds it meanwhile, in a folder that is made once.
     leases = experiment.at() / "checkpoints" / "leases"
     leases.mkdir()
     before = _times_below(experiment.at(), but=leases)

@@ -281,7 +281,7 @@ def test_a_command_ends_as_always_where_an_output_is_closed(
     to = "stdout" if closed == "1" else "stderr"
     result = run_printing(ending, to=to, shell=f"{closed}>&-", capture_output=True)
     assert result.returncode == code
-    # What belongs to the closed one is not in the other.
+    # The other one has nothing that belongs to the closed one.
     assert result.stdout == b""
     said = b"error: spec" if (ending, closed) == (WRONG, "1") else b""
     assert result.stderr.startswith(said) and bool(result.stderr) == bool(said)

@@ -149,7 +149,7 @@ def test_a_text_that_is_no_object_of_profiles_is_no_setting(text: str) -> None:
 
 def test_a_profile_is_kept_from_the_beginning_of_a_run_until_a_restart() -> None:
     found = RunProfile(
-        {"image": "a/a:1"}, ("rdma/x",), ("default",), granted=Granted(("a/a:1",))
+        {"image": "a/a:1"}, ("rdma/x",), ("default",), granted=Granted(frozenset({"a/a:1"}))
     )
     status = {"recipeHash": "r", "memory": {"profile": found.note}}
     assert find_kept(make_run(), "") is None
@@ -166,7 +166,7 @@ def test_names_of_the_installations_profile_are_told_from_those_of_the_namespace
     installation = profiles(default=of({"image": "a/a:1", "template": template}))
     own = {"image": "c/c:1", "template": {"priorityClassName": "low"}}
     found = resolve(make_run(), installation, NamespaceProfile({"defaults": own}))
-    assert found.granted == Granted(("a/b:1",))
+    assert found.granted == Granted(frozenset({"a/b:1"}))
     status = {"recipeHash": "r", "memory": {"profile": found.note}}
     assert find_kept({**make_run(), "status": status}, "") == found
 
