@@ -6,7 +6,7 @@ import logging
 import ssl
 import threading
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
@@ -72,17 +72,17 @@ async def serve() -> AsyncIterator[Port]:
         await served.close()
 
 
-def make_review(
-    begun: threading.Event, goes_on: threading.Event
-) -> Callable[..., dict[str, Any]]:
-    """A check that stands still."""
+def hold_checks(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Let checks stand still. The first event is set once one has begun, the second lets them go on."""
+    begun, goes_on = threading.Event(), threading.Event()
 
     def wait(*arguments: Any) -> dict[str, Any]:
         begun.set()
         assert goes_on.wait(30)
         return review(*arguments)
 
-    return wait
+    monkeypatch.setattr(webhook, "review", wait)
+    return begun, goes_on
 
 
 @contextmanager
@@ -179,8 +179,7 @@ def test_a_compressed_body_is_refused_and_never_inflated(encoding: str) -> None:
 def test_requests_that_are_sent_before_an_answer_are_not_held(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    begun, goes_on = threading.Event(), threading.Event()
-    monkeypatch.setattr(webhook, "review", make_review(begun, goes_on))
+    begun, goes_on = hold_checks(monkeypatch)
 
     async def run() -> None:
         async with serve() as port:
@@ -233,8 +232,7 @@ def test_a_connection_whose_request_is_checked_is_not_closed_for_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(intake, "MAX_CONNECTIONS", 1)
-    begun, goes_on = threading.Event(), threading.Event()
-    monkeypatch.setattr(webhook, "review", make_review(begun, goes_on))
+    begun, goes_on = hold_checks(monkeypatch)
 
     async def run() -> None:
         async with serve() as port:
@@ -252,8 +250,7 @@ def test_a_request_for_which_those_being_checked_leave_no_room_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(intake, "_BODY_ROOM", len(REVIEW) + 10)
-    begun, goes_on = threading.Event(), threading.Event()
-    monkeypatch.setattr(webhook, "review", make_review(begun, goes_on))
+    begun, goes_on = hold_checks(monkeypatch)
 
     async def run() -> None:
         async with serve() as port:
