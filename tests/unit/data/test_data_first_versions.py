@@ -13,6 +13,7 @@ import pytest
 from evergrad_manifest.training import Training
 from evergrad_trainer.data import prepare as module
 from evergrad_trainer.data.preparation import publish
+from evergrad_trainer.data.preparation.publish import Recipe
 from evergrad_trainer.data.prepare import check_prepared, check_published, check_unchanged
 from evergrad_trainer.data.prepared import Prepared, PreparedSource
 from evergrad_trainer.data.tokenizers import ByteTokenizer
@@ -58,10 +59,21 @@ def begun(
             patch.setattr(
                 module, "row_format", lambda *a: replace(real(*a), tool_template=None)
             )
-            patch.setattr(publish, "is_rendered_otherwise", lambda *_, **__: False)
+            real_fingerprint = publish.compute_fingerprint
+            patch.setattr(
+                publish,
+                "compute_fingerprint",
+                lambda source, content, known: real_fingerprint(
+                    source, content, of_first_versions(known)
+                ),
+            )
             return recipe, replace(prepared_in(recipe), row_texts={})
 
     return begin
+
+
+def of_first_versions(recipe: Recipe) -> Recipe:
+    return replace(recipe, rows=recipe.rows and recipe.rows.of_first_versions())
 
 
 def text_of(source: PreparedSource) -> str:

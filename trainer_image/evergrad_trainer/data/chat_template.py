@@ -20,6 +20,8 @@ TEMPLATE_FOLDER: Final = "additional_chat_templates"
 """Folder in it with further templates, each named after its file."""
 FOR_TEMPLATES: Final = ("tools", "documents")
 """Keys of a conversation that its template is given besides the messages."""
+RENDERING: Final = 2
+"""Number of the rule by which conversations become text. Another rule needs another number."""
 _BEGIN: Final = "\ud800"
 _END: Final = "\udfff"
 """Marks around what stands in a ``generation`` block: halves of surrogate pairs, which no text has."""
@@ -133,11 +135,6 @@ def check_template(source: str) -> None:
         line = getattr(error, "lineno", None)
         where = f"line {line}: " if line else ""
         raise ChatTemplateError(f"{where}{' '.join(str(error).split())[:200]}") from error
-
-
-def parse_template(source: str) -> nodes.Template:
-    """The tree of a template. Raises jinja's TemplateError."""
-    return _environment().parse(source)
 
 
 @lru_cache(maxsize=4)

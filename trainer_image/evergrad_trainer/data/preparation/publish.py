@@ -17,6 +17,7 @@ import xxhash
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import HELD_OUT, TEXT_TYPES, HeldOut
+from evergrad_trainer.data.chat_template import RENDERING
 from evergrad_trainer.data.marked_text import MARKS
 from evergrad_trainer.data.preparation.chunk import (
     WHOLE,
@@ -39,7 +40,6 @@ from evergrad_trainer.data.preparation.held_out import choose_held_out, split_jo
 from evergrad_trainer.data.preparation.pairs import PairFormat
 from evergrad_trainer.data.preparation.pool import Pool
 from evergrad_trainer.data.preparation.progress import Reporter
-from evergrad_trainer.data.preparation.rendering import RENDERING, is_rendered_otherwise
 from evergrad_trainer.data.preparation.rows import RowFormat
 from evergrad_trainer.data.preparation.texts import TextFormat
 from evergrad_trainer.data.prepared import (
@@ -111,7 +111,7 @@ def compute_fingerprint(source: SourceEntry, content: Content, recipe: Recipe) -
         if rows.as_at_first:
             # The first versions had no such key.
             del facts["rows"]["as_at_first"]
-        elif is_rendered_otherwise(rows, skips_malformed=recipe.malformed == "skip"):
+        elif rows.template is not None:
             facts["rendering"] = RENDERING
     text = json.dumps(facts, sort_keys=True)
     return xxhash.xxh3_128_hexdigest(text.encode())
