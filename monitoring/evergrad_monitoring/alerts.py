@@ -67,6 +67,7 @@ class Alert:
 
 _RUNNING: Final = f"and on ({RUN}) {in_phase('Running')} == 1"
 _WHO: Final = "{{ $labels.run_namespace }}/{{ $labels.run }}"
+_IN_OTHER_PHASE: Final = metric("operator_run_phase", 'phase!="Running"')
 _LAST_STEP: Final = by_run("max", metric("last_step_timestamp_seconds"))
 _SAVED: Final = by_run("max", metric("checkpoint_last_success_timestamp_seconds"))
 # Over the lives of its processes: a rate would need a second step, which may be hours away.
@@ -137,6 +138,8 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
             _RUNNING,
             # Of a run that was resumed the last step is as old as its suspension was long.
             f"and on ({RUN}) time() - {_BEGUN} > <stalledSeconds>",
+            # So is that of a run that waited for hosts, and loads its state.
+            f"unless on ({RUN}) max_over_time({_IN_OTHER_PHASE}[<stalledSeconds>s])",
             # A run whose steps take long is not stalled yet. Where nothing says how long they take, nothing
             # is taken away.
             f"unless on ({RUN}) (time() - {_LAST_STEP} < <stalledSteps> * ({_MEAN_STEP}))",
@@ -348,8 +351,7 @@ def _render() -> Iterator[str]:
                 for line in alert.expression.splitlines()
             )
             if alert.holds != "0m":
-                # A large number would be written with an exponent, which is no duration.
-                yield f"      for: {_for_helm(alert.holds, 'int64 ')}"
+                yield f"      for: {_for_helm(alert.holds)}"
             yield f"      labels: {{severity: {alert.severity}{whose}}}"
             yield "      annotations:"
             yield f"        summary: {_quote(alert.summary)}"
@@ -369,10 +371,12 @@ def _select(line: str, variable: str) -> str:
     return _SERIES.sub(add, line)
 
 
-def _for_helm(line: str, convert: str = "") -> str:
+def _for_helm(line: str) -> str:
     for key in THRESHOLDS:
-        value = f"{{{{ {convert}.Values.metrics.rules.thresholds.{key} }}}}"
-        line = line.replace(f"<{key}>", value)
+        value = f".Values.metrics.rules.thresholds.{key}"
+        # A large number would be written with an exponent, which is no duration.
+        line = line.replace(f"<{key}>s", f"{{{{ int64 {value} }}}}s")
+        line = line.replace(f"<{key}>", f"{{{{ {value} }}}}")
     return line
 
 

@@ -12,6 +12,7 @@
         time() - max by (run_namespace, run) (evergrad_operator_run_last_progress_timestamp_seconds{ {{- $runs -}} }) > {{ .Values.metrics.rules.thresholds.stalledSeconds }}
         and on (run_namespace, run) max by (run_namespace, run) (evergrad_operator_run_phase{phase=~"Running", {{ $runs }}}) == 1
         and on (run_namespace, run) time() - max by (run_namespace, run) (evergrad_operator_run_started_timestamp_seconds{ {{- $runs -}} }) > {{ .Values.metrics.rules.thresholds.stalledSeconds }}
+        unless on (run_namespace, run) max_over_time(evergrad_operator_run_phase{phase!="Running", {{ $runs }}}[{{ int64 .Values.metrics.rules.thresholds.stalledSeconds }}s])
         unless on (run_namespace, run) (time() - max by (run_namespace, run) (evergrad_last_step_timestamp_seconds{ {{- $runs -}} }) < {{ .Values.metrics.rules.thresholds.stalledSteps }} * (sum by (run_namespace, run) (evergrad_step_duration_seconds_sum{ {{- $runs -}} }) / sum by (run_namespace, run) (evergrad_step_duration_seconds_count{ {{- $runs -}} })))
       for: 5m
       labels: {severity: critical}

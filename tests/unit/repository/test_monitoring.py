@@ -230,6 +230,17 @@ SICK: list[tuple[str, str, str, dict[str, str]]] = [
         },
     ),
     (
+        "TrainingRunStalled",
+        "it waited for hosts, and hangs since",
+        "59m",
+        {
+            RUNNING: "1x10 stale _x29 1x19",
+            WAITING: "_x11 1x28 stale",
+            STARTED: "0x60",
+            PROGRESS: "0+60x10 600x50",
+        },
+    ),
+    (
         "TrainingRunNotStarting",
         "no host has room for it",
         "40m",
@@ -312,6 +323,17 @@ HEALTHY: list[tuple[str, str, str, dict[str, str]]] = [
         "it was resumed after fifty minutes, and loads its state",
         "59m",
         {RUNNING: "_x50 1x10", STARTED: "0x48 2940x12", PROGRESS: "0x60"},
+    ),
+    (
+        "TrainingRunStalled",
+        "it waited for hosts for half an hour, and loads its state",
+        "53m",
+        {
+            RUNNING: "1x10 stale _x29 1x15",
+            WAITING: "_x11 1x28 stale",
+            STARTED: "0x60",
+            PROGRESS: "0+60x10 600x50",
+        },
     ),
     (
         "TrainingRunNotStarting",
