@@ -225,8 +225,10 @@ def test_an_image_holds_nothing_of_the_other(
 def test_an_image_holds_no_compiler_no_cache_and_nothing_of_the_machine_it_was_built_on(
     image: str, request: pytest.FixtureRequest
 ) -> None:
+    # The one for CUDA compiles models by default.
+    compiles = image == "trainer_image" and product_images.settings().torch == "cuda"
     look = (
-        "for tool in gcc cc g++ clang make pip; do command -v $tool; done;"
+        f"for tool in {'' if compiles else 'gcc cc g++'} clang make pip; do command -v $tool; done;"
         " find / -xdev \\( -name pip.conf -o -name .netrc -o -path '/*/.cache' -o -path '/tmp/*' "
         "-o -path '/run/secrets/*' \\)"
         " 2>/dev/null; env | grep -iE 'proxy|cert|pip_' ; true"
@@ -240,6 +242,25 @@ def test_an_image_holds_no_compiler_no_cache_and_nothing_of_the_machine_it_was_b
     )
     for word in ("PIP_CERT", "proxy", "index-url=", "ca-certificates.crt"):
         assert word not in history
+
+
+def test_the_base_image_offers_the_compiler_of_the_image_for_cuda(
+    built: tuple[str, ...],
+) -> None:
+    # Where there is a CPU build of torch, nothing else builds that image.
+    packages = "g++ libc6-dev python3-dev"
+    command = ["podman", "run", "--rm", "--network", "host", images.BASE, "sh", "-ec"]
+    done = subprocess.run(
+        [*command, f"apt-get update -q && apt-get install -q -y --simulate {packages}"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", **images.environment()},
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Inst g++ " in done.stdout
 
 
 @pytest.mark.parametrize("image", ["operator_image", "trainer_image"])
