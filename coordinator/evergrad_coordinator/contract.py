@@ -182,6 +182,13 @@ class CheckpointFile:
     """Key of a manifest's ``extra``: retention leaves the checkpoint for ever."""
 
 
+def step_of_checkpoint(name: str) -> int | None:
+    """Return the step in the name of a published checkpoint, or in its path; None for any other name."""
+    # ``step-1200``, or ``step-1200.g7`` where that was taken.
+    number = name.rstrip("/").rpartition("/")[2].removeprefix("step-").split(".")[0]
+    return int(number) if number.isdecimal() else None
+
+
 class RunFile:
     """Names inside a run directory (the volume on a cluster, ``runs/<name>`` locally)."""
 
