@@ -37,6 +37,15 @@ def follow(directory: Path, stream: BufferedIOBase, is_over: threading.Event) ->
             is_over.wait(UPDATE_SECONDS)
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        # A browser that cancels a request ends its connection: that is no error.
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
 @contextlib.contextmanager
 def serving_files(directory: Path, *, port: int) -> Iterator[int]:
     """Serve the page on ``port`` of 127.0.0.1 (0: a free one); yields the port. Raises OSError."""
@@ -83,15 +92,7 @@ def serving_files(directory: Path, *, port: int) -> Iterator[int]:
         def log_message(self, format: str, *args: object) -> None:
             """Say nothing: requests of one's own browser are no news."""
 
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-
-        def handle_error(self, request: Any, client_address: Any) -> None:
-            # A browser that cancels a request ends its connection: that is no error.
-            if not isinstance(sys.exception(), ConnectionError):
-                super().handle_error(request, client_address)
-
-    with Server(("127.0.0.1", port), Handler) as server:
+    with _Server(("127.0.0.1", port), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.1,))
         thread.start()
         try:

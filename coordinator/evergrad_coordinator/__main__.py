@@ -69,9 +69,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--status-port", type=int, default=0)
     parser.add_argument(
-        "--address-file",
-        type=Path,
-        help="gets {port, statusPort, instance} once both listen",
+        "--address-file", type=Path, help="gets ports and instance once both listen"
     )
     parser.add_argument(
         "--state", type=Path, help="file of the newest generation; also the lock of the run"
