@@ -2,13 +2,14 @@
 
 import contextlib
 import json
+import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from evergrad_coordinator.causes import describe_ending
-from evergrad_coordinator.contract import RunFile
+from evergrad_coordinator.contract import RunFile, step_of_checkpoint
 from evergrad_coordinator.rules.history import History
 from evergrad_coordinator.rules.state import MOST_SETS
 from evergrad_coordinator.rules.track import Track
@@ -16,6 +17,8 @@ from evergrad_coordinator.text import duration
 
 _MOST_BYTES: Final = 64 * 1024 * 1024
 """Bytes of a file that are read at once; the rest is read by the next look."""
+_HEAD_BYTES: Final = 4096
+"""Beginning of a file by which another one in its place is noticed, since lines have their times."""
 _RECENT: Final = 50
 """Number of newest steps that the speed is computed from."""
 _SHOWN: Final = ("loss", "learning_rate", "grad_norm")
@@ -40,6 +43,25 @@ class _Lines:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
+        self._head = b""
+        self._newest_generation = 0
+
+    def is_another_file(self) -> bool:
+        """Whether another file is where this one was, or this one has lost lines that were read."""
+        # Not by the inode, which a new file may have again. While there is none, what was read stays.
+        with contextlib.suppress(OSError), self._path.open("rb") as file:
+            begins_alike = file.read(len(self._head)) == self._head
+            return not begins_alike or file.seek(0, os.SEEK_END) < self._offset
+        return False
+
+    def read_rows(self) -> Iterator[dict[str, Any]]:
+        """Read the lines but for those of an older generation than one before: a process that was frozen
+        while others went on wrote these, and they are nobody's progress."""
+        for row in self.read():
+            generation = row.get("generation", self._newest_generation)
+            if isinstance(generation, int) and generation >= self._newest_generation:
+                self._newest_generation = generation
+                yield row
 
     def read(self) -> Iterator[dict[str, Any]]:
         with contextlib.suppress(OSError), self._path.open("rb") as file:
@@ -48,6 +70,7 @@ class _Lines:
             # The last line may be half written; it is read with its end.
             data = data[: data.rfind(b"\n") + 1]
             self._offset += len(data)
+            self._head = (self._head + data)[:_HEAD_BYTES]
             for line in data.splitlines():
                 with contextlib.suppress(ValueError):
                     found = json.loads(line)
@@ -75,12 +98,17 @@ class RunFiles:
         self.history = History(began_at=0.0)
         """Its times are Unix seconds until the first event says when the run began."""
 
+    def is_another_run(self) -> bool:
+        """Whether the directory was begun anew: what was read so far is of a run that is gone."""
+        files = (self._events, self._metrics, self._evaluations)
+        return any(one.is_another_file() for one in files)
+
     def look(self, now: float) -> dict[str, Any]:
         """Read new lines of the files, and return the status as of Unix time ``now``."""
         # Events come first: they say when the run began, from which all other times count.
         for row in self._events.read():
             self._note_event(row)
-        for row in self._metrics.read():
+        for row in self._metrics.read_rows():
             step = row.get("step")
             if not isinstance(step, int):
                 continue
@@ -92,7 +120,7 @@ class RunFiles:
             self.history.steps.add(step, _numbers(values))
             self._note_size(row)
         # The number of sets is bounded, because the history keeps a track of each in memory.
-        for row in self._evaluations.read():
+        for row in self._evaluations.read_rows():
             name, step = str(row.get("name")), row.get("step")
             tracks = self.history.evaluations
             if isinstance(step, int) and (name in tracks or len(tracks) < MOST_SETS):
@@ -109,7 +137,7 @@ class RunFiles:
         left: float | None = None
         # A run that has ended keeps the time of its last sign of life.
         if phase == "Running":
-            self.newest_time = now
+            self.newest_time = max(self.newest_time, now)
             if isinstance(total, int) and isinstance(step, int) and seconds:
                 left = (total - step) * seconds / len(self._recent)
         age = round(max(0.0, now - last["time"]), 1) if "time" in last else None
@@ -123,7 +151,7 @@ class RunFiles:
             "loss": last.get("loss"),
             "tokensPerSecond": tokens / seconds if seconds else None,
             "etaSeconds": left,
-            "checkpointStep": self._newest.get("save", {}).get("step"),
+            "checkpointStep": _saved_step(self._newest.get("save", {})),
             "restarts": dict(self._restarts),
             "lostSeconds": dict(self._lost_seconds),
             "lastFailure": None,
@@ -134,10 +162,13 @@ class RunFiles:
         kind, at = str(row.get("type")), row.get("time")
         if not isinstance(at, int | float):
             return
+        # A clock that goes back makes no time negative: nothing is earlier than the event before it.
+        at = max(float(at), self._last_event_at)
         if not self.history.began_at:
-            self.history.began_at = float(at)
+            # Steps that were read before it have other times.
+            self.history.began_at, self.history.times = at, Track()
         elapsed = round(at - self.history.began_at, 1)
-        self.newest_time = max(self.newest_time, float(at))
+        self.newest_time = max(self.newest_time, at)
         # A start after the first one is a restart; a change of the world is one, too, and says what it cost.
         cause = str(row.get("cause") or "process_started")
         if kind == "world" or (kind == "start" and "start" in self._newest):
@@ -149,10 +180,10 @@ class RunFiles:
                 else row.get("paused_seconds") or 0.0
             )
             self._lost_seconds[cause] = round(self._lost_seconds.get(cause, 0.0) + lost, 1)
-        self._newest[kind], self._last_type, self._last_event_at = row, kind, float(at)
+        self._newest[kind], self._last_type, self._last_event_at = row, kind, at
         self._note_size(row)
         if kind == "save":
-            self.history.checkpoints.add([elapsed, row.get("step")])
+            self.history.checkpoints.add([elapsed, _saved_step(row)])
         if kind in _TEXTS:
             with contextlib.suppress(KeyError):
                 known = {key: str(value) for key, value in row.items()}
@@ -163,7 +194,7 @@ class RunFiles:
         at, size = row.get("time"), row.get("world_size")
         times = self.history.times
         if isinstance(at, int | float) and isinstance(size, int):
-            elapsed = round(at - self.history.began_at, 1)
+            elapsed = round(max(0.0, at - self.history.began_at), 1)
             # Clocks of two hosts may differ: what seems to be earlier is left out.
             if not times.x or elapsed > times.x[-1]:
                 times.add(elapsed, {"processes": size})
@@ -189,6 +220,12 @@ class RunFiles:
             return "Running", "no step is trained yet"
         age = max(0.0, now - self._recent[-1]["time"])
         return "Running", f"its last step was {duration(age)} ago"
+
+
+def _saved_step(save: Mapping[str, Any]) -> Any:
+    """Return the step that was saved; the event's own is that at which a background save was reported."""
+    step = step_of_checkpoint(str(save.get("checkpoint", "")))
+    return save.get("step") if step is None else step
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Serves the page of a run of this machine from its run directory, where no coordinator serves it."""
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -8,12 +9,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BufferedIOBase
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from evergrad_cli.run_files import RunFiles
 from evergrad_coordinator.edge.live import MOST_PAGES, UPDATE_SECONDS, encode_event
 from evergrad_coordinator.edge.page import build_page, is_own_request
-from evergrad_coordinator.rules.history import take_update
+from evergrad_coordinator.rules.history import rewind, take_update
 
 _WRITE_SECONDS: Final = 30.0
 """Time within which a page has to read its data, or is dropped."""
@@ -21,13 +22,28 @@ _WRITE_SECONDS: Final = 30.0
 
 def follow(directory: Path, stream: BufferedIOBase, is_over: threading.Event) -> None:
     """Write events to ``stream`` until it cannot be written; they begin with all there is."""
-    files = RunFiles(directory)
+    files, began_at = RunFiles(directory), 0.0
     with contextlib.suppress(OSError):
         while not is_over.is_set():
+            if files.is_another_run():
+                files = RunFiles(directory)
             status = files.look(time.time())
+            # A page takes another beginning for another run, and forgets all it has: it gets all there is.
+            if files.history.began_at != began_at:
+                began_at = files.history.began_at
+                rewind(files.history)
             update = take_update(files.history, status, now=files.newest_time)
-            stream.write(encode_event({**update, "beganAt": files.history.began_at}))
+            stream.write(encode_event({**update, "beganAt": began_at}))
             is_over.wait(UPDATE_SECONDS)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        # A browser that cancels a request ends its connection: that is no error.
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 @contextlib.contextmanager
@@ -76,8 +92,7 @@ def serving_files(directory: Path, *, port: int) -> Iterator[int]:
         def log_message(self, format: str, *args: object) -> None:
             """Say nothing: requests of one's own browser are no news."""
 
-    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
-        server.daemon_threads = True
+    with _Server(("127.0.0.1", port), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.1,))
         thread.start()
         try:

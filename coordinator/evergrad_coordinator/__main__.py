@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from evergrad_coordinator.addresses import ANY
@@ -69,7 +69,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--status-port", type=int, default=0)
     parser.add_argument(
-        "--address-file", type=Path, help="gets {port, statusPort} once both listen"
+        "--address-file", type=Path, help="gets ports and instance once both listen"
     )
     parser.add_argument(
         "--state", type=Path, help="file of the newest generation; also the lock of the run"
@@ -237,7 +237,8 @@ async def serve(
         port = await server.listen(options.host, options.port)
         status_port = await status.listen(options.host, options.status_port)
         if options.address_file:
-            write_address(options.address_file, {"port": port, "statusPort": status_port})
+            address = {"port": port, "statusPort": status_port, "instance": status.instance}
+            write_address(options.address_file, address)
     except OSError as error:
         what = f"{options.host or 'any address'}: cannot listen or say where; {error}."
         log_line("failed", message=f"{what} Choose other ports or another --address-file.")
@@ -275,7 +276,7 @@ async def linger(server: Server, seconds: float, stopped: asyncio.Event) -> None
         await asyncio.sleep(0.02)
 
 
-def write_address(path: Path, address: dict[str, int]) -> None:
+def write_address(path: Path, address: Mapping[str, object]) -> None:
     """Write the file in one piece: readers see nothing or all of it."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(address) + "\n", encoding="ascii")

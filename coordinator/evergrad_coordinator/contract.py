@@ -40,6 +40,8 @@ VOLUME_PATH: Final = "/volume"
 """Where the pods of a run have the volume that holds its run directory."""
 CONFIG_PATH: Final = "/etc/evergrad/run"
 TOKEN_PATH: Final = "/etc/evergrad/token"
+INSTANCE_HEADER: Final = "Evergrad-Instance"
+"""Header of a coordinator's /healthz with its random name, which its file of addresses has, too."""
 PREPARED_FOLDER: Final = ".prepared"
 """Folder beside the run directory with prepared data, which the runs beside it share by content."""
 PREPARING: Final = "Preparing"
@@ -180,6 +182,13 @@ class CheckpointFile:
     """Key of a manifest's ``extra``: retention leaves the checkpoint for ever."""
 
 
+def step_of_checkpoint(name: str) -> int | None:
+    """Return the step in the name of a published checkpoint, or in its path; None for any other name."""
+    # ``step-1200``, or ``step-1200.g7`` where that was taken.
+    number = name.rstrip("/").rpartition("/")[2].removeprefix("step-").split(".")[0]
+    return int(number) if number.isdecimal() else None
+
+
 class RunFile:
     """Names inside a run directory (the volume on a cluster, ``runs/<name>`` locally)."""
 
@@ -198,7 +207,7 @@ class RunFile:
     COORDINATOR = "coordinator"
     """Folder of a local coordinator's files."""
     COORDINATOR_ADDRESS = "coordinator/address.json"
-    """Ports of a local coordinator, while it runs."""
+    """Ports of a local coordinator, and its ``instance``, while it runs."""
     COMPILED = "compiled"
     """Kernels that were compiled for the run, one file for each kind of device."""
     PROFILES = "profiles"

@@ -60,6 +60,7 @@ class Site:
         self.token = settings.token
         self.step = 0
         self.port = 0
+        self.instance = ""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
 
@@ -73,6 +74,7 @@ class Site:
             server = Server(self.group, MemoryStore(), log=lambda *_, **__: None)
             servers.append(StatusServer(server, self.feed))
             self.port = await servers[0].listen(host, 0)
+            self.instance = servers[0].instance
 
         async def end() -> None:
             for one in servers:

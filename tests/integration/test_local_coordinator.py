@@ -8,7 +8,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.contract import INSTANCE_HEADER, ExitCode
 from evergrad_trainer.node.local import CoordinatorSettings, LocalCoordinator, run_local
 
 
@@ -38,8 +38,12 @@ def test_nobody_waits_for_an_outcome_that_no_node_can_bring(
     # Far above the limit of the test: it ends because no node is connected, or not at all.
     assert coordinator.wait(1e6) is None
     assert coordinator.is_running
-    # `evergrad open` finds its page by this file, which is there as long as it is.
-    assert json.loads((tmp_path / "address.json").read_text())["statusPort"] > 0
+    # `evergrad open` finds its page by this file, which is there as long as it is, and knows it by its name.
+    address = json.loads((tmp_path / "address.json").read_text())
+    with urlopen(
+        f"http://127.0.0.1:{address['statusPort']}/healthz", timeout=100
+    ) as answer:
+        assert answer.headers[INSTANCE_HEADER] == address["instance"] != ""
     coordinator.close()
     assert not (tmp_path / "address.json").exists()
 

@@ -24,6 +24,8 @@ from evergrad_cli.cluster import open as command
 from evergrad_cli.cluster.errors import UnreachableError
 from evergrad_cli.cluster.forwarding import forwarded
 from evergrad_cli.main import main
+from evergrad_coordinator.contract import INSTANCE_HEADER
+from evergrad_coordinator.edge.http import Answer, StatusServer
 
 RUN = {"metadata": {"name": "docs-lm"}, "spec": {}, "status": {"phase": "Running"}}
 
@@ -260,12 +262,47 @@ def test_a_run_directory_names_the_page_of_its_coordinator(
     with one.serving():
         (tmp_path / "coordinator").mkdir()
         file = tmp_path / "coordinator" / "address.json"
-        file.write_text(json.dumps({"port": 1, "statusPort": one.port}))
+        address = {"port": 1, "statusPort": one.port, "instance": one.instance}
+        file.write_text(json.dumps(address))
         assert main(["open", str(tmp_path)]) == 0
     assert opened == [one.url]
     assert capsys.readouterr().out == f"page {one.url}\n"
     # One that is gone has left its file behind where it was killed.
     assert main(["open", str(tmp_path)]) == 64
+
+
+@pytest.mark.parametrize(
+    ("instance", "answered", "is_ours"),
+    [
+        ("0123456789abcdef", "0123456789abcdef", True),
+        ("0123456789abcdef", "fedcba9876543210", False),
+        # Older versions have none.
+        (None, None, True),
+        (None, "fedcba9876543210", False),
+        ("0123456789abcdef", None, False),
+    ],
+)
+def test_another_run_at_the_port_of_a_killed_coordinator_is_not_taken_for_its_own(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    instance: str | None,
+    answered: str | None,
+    is_ours: bool,
+) -> None:
+    def answer(server: StatusServer, path: str, *, is_read: bool) -> Answer:
+        headers = {} if answered is None else {INSTANCE_HEADER: answered}
+        return Answer(200, "text/plain", "ok\n", headers)
+
+    monkeypatch.setattr(StatusServer, "_page", answer)
+    file = tmp_path / "coordinator" / "address.json"
+    file.parent.mkdir()
+    one = Site(name="another")
+    with one.serving():
+        address = {"port": 1, "statusPort": one.port}
+        named = {} if instance is None else {"instance": instance}
+        file.write_text(json.dumps(address | named))
+        expected = one.port if is_ours else None
+        assert command.find_local_port(tmp_path) == expected
 
 
 def test_a_run_without_a_coordinator_is_shown_from_its_files(

@@ -30,7 +30,7 @@ from evergrad_cli.cluster.raw import part
 from evergrad_cli.cluster.runs import COORDINATOR, LABEL_ATTEMPT, LABEL_ROLE, LABEL_RUN
 from evergrad_cli.cluster.waiting import read_run
 from evergrad_cli.run_page import serving_files
-from evergrad_coordinator.contract import ExitCode, RunFile
+from evergrad_coordinator.contract import INSTANCE_HEADER, ExitCode, RunFile
 from evergrad_manifest.errors import Problem
 
 NAME = "open"
@@ -252,15 +252,20 @@ def build_port_error(port: int, error: OSError) -> ClusterInputError:
 
 
 def find_local_port(directory: Path) -> int | None:
-    """The port of a local coordinator's page; None where none answers."""
+    """The port of the page of the run's local coordinator; None where that does not answer."""
     file = directory / RunFile.COORDINATOR_ADDRESS
     with contextlib.suppress(
         OSError, ValueError, KeyError, TypeError, http.client.HTTPException
     ):
-        port = int(json.loads(file.read_text("utf-8"))["statusPort"])
+        address = json.loads(file.read_text("utf-8"))
+        port, instance = int(address["statusPort"]), address.get("instance")
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_ANSWER_SECONDS)
         with contextlib.closing(connection):
             connection.request("GET", "/healthz")
-            if connection.getresponse().status == http.client.OK:
+            answer = connection.getresponse()
+            # One that was killed has left its file, and another run's may have its port by now. Those of an
+            # older version have no instance.
+            is_ours = answer.headers.get(INSTANCE_HEADER) == instance
+            if answer.status == http.client.OK and is_ours:
                 return port
     return None

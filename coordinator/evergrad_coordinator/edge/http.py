@@ -9,11 +9,13 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from evergrad_coordinator.addresses import open_listener
+from evergrad_coordinator.contract import INSTANCE_HEADER
 from evergrad_coordinator.edge.live import MOST_PAGES, LiveFeed
 from evergrad_coordinator.edge.page import build_page, is_own_request
 from evergrad_coordinator.edge.server import Server
@@ -85,6 +87,9 @@ class StatusServer:
     def __init__(self, server: Server, feed: LiveFeed | None = None) -> None:
         self._server = server
         self._feed = feed or LiveFeed()
+        # Drawn, and not made of the run's name or token: /healthz answers strangers.
+        self.instance = secrets.token_hex(8)
+        """Name of this process, by which it is told from another one that has its port later."""
         self._is_local = False
         self._listener: asyncio.Server | None = None
         self._open: dict[asyncio.StreamWriter, None] = {}
@@ -200,7 +205,7 @@ class StatusServer:
         """One of the pages, made anew for each request; what it costs is bounded by MAX_CONNECTIONS."""
         server, counters = self._server, self._server.counters
         if path == "/healthz":
-            return Answer(200, _TEXT, "ok\n")
+            return Answer(200, _TEXT, "ok\n", {INSTANCE_HEADER: self.instance})
         if path == "/readyz":
             is_ready = server.effects.is_writable
             text = "ok\n" if is_ready else "the newest generation cannot be stored\n"

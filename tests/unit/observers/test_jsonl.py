@@ -15,7 +15,7 @@ import pytest
 from evergrad_coordinator.metrics import COLUMNS
 from evergrad_trainer.errors import RunDirectoryError, VolumeError
 from evergrad_trainer.observers.events import event_row, parse_event_row, saved_step
-from evergrad_trainer.observers.history import read_before, read_history
+from evergrad_trainer.observers.history import last_step, read_before, read_history
 from evergrad_trainer.observers.jsonl import JsonLinesWriter, RunLog
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, StepRecord
 from evergrad_trainer.run_directory import JsonLines, RunDirectory
@@ -419,6 +419,30 @@ def test_the_last_row_of_a_step_counts(synthetic: ModuleType) -> None:
     assert counting.step.tolist() == [1, 2, 3, 4]
     assert counting.loss.tolist() == [0.0, 3.0, 4.0, 5.0]
     assert synthetic.step_table([]).last_rows().tolist() == []
+
+
+def test_a_row_that_a_frozen_process_writes_late_does_not_count(
+    directory: RunDirectory, synthetic: ModuleType
+) -> None:
+    """Generation 2 has gone on from step 2 while a process of generation 1 still wrote steps 3 and 9."""
+    written = [(1, 1), (2, 1), (3, 2), (3, 1), (4, 2), (9, 1)]
+    records = [
+        synthetic.step_record(step, generation=generation, loss=float(index), time=index)
+        for index, (step, generation) in enumerate(written)
+    ]
+    table = synthetic.step_table(records)
+    assert table.newest_step == 4
+    counting = table.take(table.last_rows())
+    assert counting.step.tolist() == [1, 2, 3, 4]
+    assert counting.loss.tolist() == [0.0, 1.0, 2.0, 4.0]
+
+    log = RunLog(directory)
+    for record in records:
+        log.step_end(record)
+    log.close()
+    assert last_step(directory) == 4
+    before = read_before(directory)
+    assert (before.highest_step, before.last_time) == (4, 5.0)
 
 
 def test_a_new_process_learns_what_came_before_from_the_ends_of_the_files(

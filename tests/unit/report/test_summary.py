@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 
+from evergrad_trainer.records import record_row
 from evergrad_trainer.report.build import write_report
 
 
@@ -63,6 +64,26 @@ def test_samples_and_tokens_are_those_of_the_runs_own_steps(
     summary = json.loads(path.read_text("utf-8"))
     assert summary["tokens"] == 30 * 8192
     assert summary["samples"] == summary["newSamples"] == 30 * 32
+
+
+def test_a_row_that_a_frozen_process_writes_late_is_not_where_the_run_stands(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
+    run = synthetic.RunWriter(tmp_path / "run")
+    run.write(synthetic.Process(last=57, ended="killed"))
+    run.go_on(synthetic.World(last=200))
+    expected = json.loads(
+        write_report(run.directory.path, now=0.0).summary.read_text("utf-8")
+    )
+    late = synthetic.step_record(58, generation=1, loss=9.0, time=run.now)
+    with run.directory.metrics.open("a") as file:
+        file.write(json.dumps(record_row(late)) + "\n")
+    paths = write_report(run.directory.path, now=0.0)
+    summary = json.loads(paths.summary.read_text("utf-8"))
+    for name in ("status", "step", "loss", "tokens", "evaluations"):
+        assert summary[name] == expected[name], name
+    assert summary["step"] == 200
+    assert "reached step 200" in paths.markdown.read_text("utf-8")
 
 
 def test_what_was_measured_of_a_lost_future_is_no_result(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from evergrad_coordinator.contract import step_of_checkpoint
 from evergrad_coordinator.text import size
 from evergrad_trainer.records import Event, EventType
 
@@ -52,9 +53,8 @@ def saved_step(event: Event) -> int:
     """Return the step a ``save`` event is about: a background save is reported some steps later than the step
     it holds."""
     # The name has the step that was saved; the event has the one at which that was reported.
-    name = str(event.fields.get("checkpoint", "")).rstrip("/").rpartition("/")[2]
-    number = name.removeprefix("step-").split(".")[0]
-    return int(number) if number.isdecimal() else event.step
+    step = step_of_checkpoint(str(event.fields.get("checkpoint", "")))
+    return event.step if step is None else step
 
 
 def words_of(world: Event) -> str:

@@ -4,7 +4,7 @@ records."""
 import math
 import os
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from operator import itemgetter
@@ -64,17 +64,22 @@ class StepTable:
         return len(self.step)
 
     @property
+    def rows_in_time(self) -> Integers:
+        """Rows without those of an older generation than one before, as indices: a process that was frozen
+        while others went on wrote these, and they are nobody's progress."""
+        return np.flatnonzero(self.generation == np.maximum.accumulate(self.generation))
+
+    @property
     def newest_step(self) -> int:
         """Step of the newest row; 0 without rows."""
-        return int(self.step[-1]) if len(self) else 0
+        return int(self.step[self.rows_in_time[-1]]) if len(self) else 0
 
     def last_rows(self) -> Integers:
         """Find the rows that count, the last of each step, in order of the steps, as indices."""
-        if not len(self):
-            return np.zeros(0, np.int64)
         # The first place in the reversed column is the last one of the file.
-        _, from_the_end = np.unique(self.step[::-1], return_index=True)
-        return len(self) - 1 - from_the_end
+        rows = self.rows_in_time[::-1]
+        _, from_the_end = np.unique(self.step[rows], return_index=True)
+        return rows[from_the_end]
 
     def record(self, row: int) -> StepRecord:
         """Return one row as a record."""
@@ -338,19 +343,13 @@ def read_before(directory: RunDirectory, *, tail_bytes: int = 4 << 20) -> Before
     Raises RunDirectoryError.
     """
     # Only the ends: a start must not read gigabytes to know where the last one stopped.
-    rows = [*_tail(directory.metrics, tail_bytes), *_tail(directory.events, 1 << 16)]
-    steps: list[int] = []
-    times: list[float] = []
-    for row in rows:
-        step, moment = row.get("step"), row.get("time")
-        # Only rows of steps have a hash: an event's step may not have been finished.
-        if isinstance(step, int) and "sample_hash" in row:
-            steps.append(step)
-        if isinstance(moment, int | float):
-            times.append(float(moment))
+    rows = [*_tail(directory.metrics, tail_bytes)]
+    times = [row.get("time") for row in (*rows, *_tail(directory.events, 1 << 16))]
     return Before(
-        highest_step=max(steps, default=0),
-        last_time=max(times, default=None),
+        highest_step=max(_steps_in_time(rows), default=0),
+        last_time=max(
+            (float(at) for at in times if isinstance(at, int | float)), default=None
+        ),
     )
 
 
@@ -372,7 +371,15 @@ def _tail(path: Path, num_bytes: int) -> Iterator[dict[str, Any]]:
 
 def last_step(directory: RunDirectory, *, tail_bytes: int = 64 << 10) -> int:
     """Read the step of the last row of metrics.jsonl; 0 without one."""
-    steps = [
-        int(row["step"]) for row in _tail(directory.metrics, tail_bytes) if "step" in row
-    ]
-    return steps[-1] if steps else 0
+    steps = [0, *_steps_in_time(_tail(directory.metrics, tail_bytes))]
+    return steps[-1]
+
+
+def _steps_in_time(rows: Iterable[dict[str, Any]]) -> Iterator[int]:
+    """Steps of rows of metrics.jsonl, but of those that were written late, as ``StepTable.rows_in_time``."""
+    newest = 0
+    for row in rows:
+        step, generation = row.get("step"), row.get("generation", newest)
+        if isinstance(step, int) and isinstance(generation, int) and generation >= newest:
+            newest = generation
+            yield step

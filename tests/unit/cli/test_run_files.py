@@ -1,0 +1,235 @@
+"""A run directory as the course of its run, and the page that is made of it."""
+
+import io
+import json
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evergrad_cli import run_page
+from evergrad_cli.run_files import RunFiles
+from evergrad_cli.run_page import follow, serving_files
+
+BEGIN = 1_770_000_000.0
+
+
+def event(at: float, kind: str, **fields: Any) -> str:
+    row = {"type": kind, "time": BEGIN + at, "step": 0, "generation": 1, **fields}
+    return json.dumps(row) + "\n"
+
+
+def start(at: float, **fields: Any) -> str:
+    values = {"run": "docs-lm", "world_size": 2, "total_steps": 400} | fields
+    return event(at, "start", **values)
+
+
+def step(number: int, *, at: float | None = None, generation: int = 1) -> str:
+    row = {
+        "step": number,
+        "generation": generation,
+        "world_size": 2,
+        "loss": 5 - number / 100,
+        "tokens": 100,
+        "step_seconds": 0.1,
+        "time": BEGIN + (number if at is None else at),
+    }
+    return json.dumps(row) + "\n"
+
+
+def append(path: Path, *lines: str) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(lines)
+
+
+@pytest.fixture
+def events(tmp_path: Path) -> Path:
+    return tmp_path / "events.jsonl"
+
+
+@pytest.fixture
+def metrics(tmp_path: Path) -> Path:
+    return tmp_path / "metrics.jsonl"
+
+
+def follow_through(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, *acts: Callable[[], None]
+) -> list[dict[str, Any]]:
+    """The updates of a page: one, and one more behind each of ``acts``."""
+    is_over, left, stream = threading.Event(), list(acts), io.BytesIO()
+
+    def act(_: float) -> bool:
+        if left:
+            left.pop(0)()
+        else:
+            is_over.set()
+        return True
+
+    monkeypatch.setattr(run_page, "UPDATE_SECONDS", 0.0)
+    monkeypatch.setattr(is_over, "wait", act)
+    follow(directory, stream, is_over)
+    lines = stream.getvalue().splitlines()
+    return [json.loads(one[6:]) for one in lines if one.startswith(b"data: ")]
+
+
+def test_a_page_that_is_open_before_the_first_event_gets_the_whole_status_with_it(
+    tmp_path: Path, events: Path, metrics: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events.touch()
+    # Rows may be read before the event that stands before them: the files are read one after the other.
+    updates = follow_through(
+        tmp_path,
+        monkeypatch,
+        lambda: append(metrics, step(1)),
+        lambda: append(events, start(0.0)),
+        lambda: append(metrics, step(2)),
+    )
+    before, _, begun, after = updates
+    assert (before["beganAt"], before["status"]["phase"]) == (0.0, "Waiting")
+    # With another beginning the page forgets what it has.
+    assert begun["beganAt"] == after["beganAt"] == BEGIN
+    assert begun["status"].keys() == before["status"].keys()
+    assert (begun["status"]["run"], begun["status"]["step"]) == ("docs-lm", 1)
+    assert begun["steps"]["from"] == 0 and begun["steps"]["x"] == [1]
+    assert begun["times"]["x"] == [0]
+    # Then it gets what is new alone.
+    assert "run" not in after["status"] and after["steps"]["from"] == 1
+    assert after["times"]["x"] == [2]
+
+
+def test_a_checkpoint_has_the_step_that_was_saved_and_not_that_of_its_report(
+    tmp_path: Path, events: Path
+) -> None:
+    saved = event(57, "save", step=57, checkpoint="step-50.g1", bytes=1)
+    append(events, start(0), saved)
+    files = RunFiles(tmp_path)
+    assert files.look(BEGIN + 60)["checkpointStep"] == 50
+    assert list(files.history.checkpoints.newest) == [[57.0, 50]]
+
+
+@pytest.mark.parametrize("others", [0, 100, 300])
+def test_a_row_that_a_frozen_process_writes_late_is_nobodys_progress(
+    tmp_path: Path, events: Path, metrics: Path, others: int
+) -> None:
+    """It has step 101 of generation 1; the others have gone on from there in generation 2."""
+    own = [step(number, generation=2) for number in range(101, 401)]
+    rows = [
+        *map(step, range(1, 101)),
+        *own[: 300 - others],
+        step(101),
+        *own[300 - others :],
+    ]
+    append(events, start(0))
+    append(metrics, *rows)
+    results = [
+        {"name": "heldOut", "step": number, "generation": generation, "loss": 2.0}
+        for number, generation in ((50, 1), (150, 2), (200, 2), (101, 1))
+    ]
+    append(tmp_path / "evaluation.jsonl", *(json.dumps(one) + "\n" for one in results))
+    files = RunFiles(tmp_path)
+    status = files.look(BEGIN + 500)
+    assert (status["step"], status["loss"]) == (400, 1.0)
+    assert list(files.history.steps.x) == list(range(1, 401))
+    assert list(files.history.evaluations["heldOut"].x) == [50, 150, 200]
+
+
+def test_a_clock_that_goes_back_makes_no_negative_times(
+    tmp_path: Path, events: Path, metrics: Path
+) -> None:
+    append(events, start(0), event(100, "save", step=50, checkpoint="step-50"))
+    append(events, start(-3600, generation=2))
+    append(metrics, *map(step, range(1, 51)))
+    append(metrics, *(step(n, at=n - 3650, generation=2) for n in range(51, 56)))
+    files = RunFiles(tmp_path)
+    status = files.look(BEGIN - 3500)
+    assert status["phase"] == "Running"
+    assert status["lostSeconds"] == {"process_started": 0.0}
+    assert files.newest_time == BEGIN + 100
+    assert [one[0] for one in files.history.events.newest] == [0.0, 100.0]
+    assert min(files.history.times.x) >= 0
+
+
+def test_a_directory_that_is_begun_anew_is_read_anew(
+    tmp_path: Path, events: Path, metrics: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append(events, start(0))
+    append(metrics, *map(step, range(1, 51)))
+
+    def remove() -> None:
+        events.unlink()
+        metrics.unlink()
+
+    def begin_anew() -> None:
+        # As long as the old one, and longer: its beginning alone tells.
+        append(events, start(500))
+        append(metrics, *(step(number, at=500 + number) for number in range(1, 61)))
+
+    first, gone, anew, more = follow_through(
+        tmp_path, monkeypatch, remove, begin_anew, lambda: append(metrics, step(61, at=561))
+    )
+    assert (first["beganAt"], first["status"]["step"]) == (BEGIN, 50)
+    # Until there is something new, what was read stays.
+    assert gone["beganAt"] == BEGIN and "steps" not in gone
+    assert (anew["beganAt"], anew["status"]["step"]) == (BEGIN + 500, 60)
+    assert anew["status"].keys() == first["status"].keys()
+    assert anew["steps"]["x"] == list(range(1, 61))
+    assert more["steps"]["x"] == [61]
+
+
+def test_a_file_that_was_cut_is_read_anew(tmp_path: Path, metrics: Path) -> None:
+    append(metrics, *map(step, range(1, 51)))
+    files = RunFiles(tmp_path)
+    files.look(BEGIN)
+    assert not files.is_another_run()
+    append(metrics, step(51))
+    assert not files.is_another_run()
+    metrics.write_bytes(metrics.read_bytes()[:5000])
+    assert files.is_another_run()
+
+
+@pytest.mark.parametrize("path", ["/", "/live"])
+def test_a_browser_that_cancels_a_request_says_nothing_on_the_terminal(
+    tmp_path: Path,
+    path: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "events.jsonl").touch()
+    process, is_through = ThreadingHTTPServer.process_request_thread, threading.Event()
+
+    def process_to_its_end(*arguments: Any) -> None:
+        process(*arguments)
+        is_through.set()
+
+    monkeypatch.setattr(ThreadingHTTPServer, "process_request_thread", process_to_its_end)
+    with serving_files(tmp_path, port=0) as port:
+        with socket.create_connection(("127.0.0.1", port)) as browser:
+            request = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n"
+            browser.sendall(request.encode())
+            # Closed at once, with a reset.
+            browser.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        assert is_through.wait(100)
+    assert capsys.readouterr().err == ""
+
+
+def test_an_error_of_the_page_itself_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("of the page itself")
+
+    monkeypatch.setattr(run_page, "follow", fail)
+    with (
+        serving_files(tmp_path, port=0) as port,
+        socket.create_connection(("127.0.0.1", port)) as browser,
+    ):
+        request = f"GET /live HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n"
+        browser.sendall(request.encode())
+        while browser.recv(4096):
+            pass
+    assert "ValueError: of the page itself" in capsys.readouterr().err
