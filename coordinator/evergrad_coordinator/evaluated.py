@@ -48,7 +48,8 @@ def encode_evaluated(
 ) -> bytes:
     """Return the report, at most 4096 bytes. ``rows``: as ``evaluations/`` has them.
 
-    Where they have no room the last sets are left out, which the report counts.
+    Where they have no room the last sets are left out, which the report counts, and then ``passed_over``
+    is shortened.
     """
     sets: dict[str, dict[str, str]] = {}
     for row in rows:
@@ -63,19 +64,23 @@ def encode_evaluated(
             for key, value in list(known.items())[:MOST_VALUES]
         }
     names = list(sets)
-    kept = min(len(names), MOST_SETS)
+    kept, note = min(len(names), MOST_SETS), passed_over[:_LONGEST_NOTE]
     while True:
         report = {
             "step": step,
             "results": {name: sets[name] for name in names[:kept]},
             "waiting": list(waiting[:MOST_WAITING]),
-            "passedOver": passed_over[:_LONGEST_NOTE],
+            "passedOver": note,
             "leftOut": len(names) - kept,
         }
         data = json.dumps(report, separators=(",", ":")).encode("ascii", errors="replace")
-        if len(data) <= MAX_TERMINATION_BYTES or kept == 0:
+        if len(data) <= MAX_TERMINATION_BYTES or not (kept or note):
             return data[:MAX_TERMINATION_BYTES]
-        kept -= 1
+        # A cut through the bytes would leave a report that nobody can read. A character has up to 12 bytes.
+        if kept:
+            kept -= 1
+        else:
+            note = note[:-8]
 
 
 def decode_evaluated(message: str) -> Evaluated | None:

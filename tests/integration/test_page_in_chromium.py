@@ -10,7 +10,7 @@ from browser import Browser, open_browser, wait
 from page_site import FLEET, Site, fleet_page, run_of
 
 from evergrad_coordinator.causes import USES
-from evergrad_coordinator.edge.live import MOST_PAGES
+from evergrad_coordinator.edge.live import MOST_PAGES, encode_event
 from evergrad_coordinator.evaluated import MOST_SETS
 from evergrad_coordinator.protocol import Evaluation
 from evergrad_coordinator.rules.track import MOST_COLUMNS, MOST_ROWS
@@ -317,6 +317,64 @@ def test_all_evaluation_sets_have_a_curve_and_what_has_no_plot_is_named(
         assert browser.log("browser") == []
         browser.open("about:blank")
     browser.log("browser")
+
+
+NAMES_OF_OBJECTS = ("constructor", "toString", "valueOf", "__proto__", "hasOwnProperty")
+
+
+class OddSite(Site):
+    """Metrics, evaluation sets and numbers of evaluations with names that every object of JavaScript has, and
+    a number below another one's name."""
+
+    def _report(self) -> None:
+        super()._report()
+        training = self.group.training
+        training.values = dict.fromkeys(NAMES_OF_OBJECTS, 1.0)
+        results = {"loss": 2.0, "loss/x": 1.0, **dict.fromkeys(NAMES_OF_OBJECTS, 3.0)}
+        training.evaluations = {
+            name: Evaluation(self.step, results) for name in ("held_out", *NAMES_OF_OBJECTS)
+        }
+
+
+def test_names_that_objects_of_the_page_have_and_names_below_others_get_their_plots(
+    browser: Browser,
+) -> None:
+    one = OddSite()
+    with one.serving():
+        one.train(20)
+        open_page(browser, one, step=20)
+        titles = browser.run(
+            "return [...document.querySelectorAll('h3')].map(one => one.textContent)"
+        )
+        assert {"Evaluation loss, nats per token", "Evaluation: loss/x"} <= set(titles)
+        assert titles[1] == "Evaluation loss, nats per token"
+        assert {*NAMES_OF_OBJECTS, *(f"Evaluation: {n}" for n in NAMES_OF_OBJECTS)} <= {
+            *titles
+        }
+        # It goes on with the run.
+        one.train(5)
+        wait(browser, "document.title.includes('step 25')")
+        assert text_of(browser, "link").lower() == "live"
+        assert browser.log("browser") == []
+        browser.open("about:blank")
+    browser.log("browser")
+
+
+def test_a_fault_of_the_page_is_no_lost_connection(browser: Browser, site: Site) -> None:
+    site.train(20)
+    open_page(browser, site, step=20)
+    began_at = site.feed._began_at_unix
+    faulty = encode_event({"beganAt": began_at, "status": {}, "steps": 1})
+    site.call(lambda: [page.write(faulty) for page in site.feed._pages])
+    wait(browser, "document.getElementById('link').textContent.startsWith('an update')")
+    (logged,) = browser.log("browser")
+    assert "RangeError" in logged["message"]
+    # The connection stands, and later updates are shown.
+    site.train(5)
+    wait(browser, "document.title.includes('step 25')")
+    assert [one for one in requested(browser) if one.endswith("live")] == [
+        f"{site.url}live"
+    ]
 
 
 def heap_bytes(browser: Browser) -> int:

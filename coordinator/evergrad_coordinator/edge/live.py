@@ -1,7 +1,7 @@
 """Sends the course of a run to the pages that are open: server-sent events, from one history for all.
 
 The coordinator comes first. Pages are few, each has a bounded amount of unsent data, and the pause between
-two updates grows with what an update costs.
+two updates grows with what an update costs, and that between two openings with what an opening costs.
 """
 
 import asyncio
@@ -27,15 +27,22 @@ from evergrad_coordinator.rules.history import (
 MOST_PAGES = 8
 """Pages that are open at once; further ones are answered 503."""
 MOST_UNSENT_BYTES = 1024 * 1024
-"""Unsent data of one page at which it is dropped, above what any whole history takes."""
+"""Unsent data of one page, beyond the most that it was sent at once, at which it is dropped: a page that was
+just sent a whole history, however large, is given the time to read it."""
 UPDATE_SECONDS = 1.0
 """Shortest time between two updates."""
+SILENT_SECONDS = 20.0
+"""Longest time in which a page is sent nothing: it takes a minute of silence for a lost connection."""
 _LARGEST_SHARE = 0.005
-"""Largest share of one core that updates may take: half of what the page may cost."""
+"""Largest share of one core that updates may take, and openings beside them: each half of what the page may
+cost."""
+_STILL_HERE = b": nothing new yet\n\n"
+"""A comment, which a page passes over."""
 
 
 def pause_after(cost_seconds: float) -> float:
-    """Seconds until the next update, after one that took ``cost_seconds`` of a core."""
+    """Seconds until the next update or encoding of all there is, after one that took ``cost_seconds`` of a
+    core."""
     return max(UPDATE_SECONDS, cost_seconds / _LARGEST_SHARE)
 
 
@@ -64,11 +71,11 @@ class LiveFeed:
         self._group: Group | None = None
         self._heard: deque[tuple[float, str, dict[str, object]]] = deque(maxlen=MOST_EVENTS)
         """Lines of the log since the group was read."""
-        self._pages: dict[asyncio.StreamWriter, None] = {}
-        self._whole: bytes = b""
-        """All that has been sent so far as one update; empty where more has been sent since."""
-        self._cost_seconds = 0.0
-        """Time on a core since the pause began."""
+        self._pages: dict[asyncio.StreamWriter, int] = {}
+        """Open pages, each with the most bytes that it was sent at once."""
+        self._whole: list[bytes] = []
+        """All there was as one update, and the updates since; empty where that is too old."""
+        self._whole_until = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -101,16 +108,19 @@ class LiveFeed:
         """Send a page all there is, and every update from now on."""
         if self._group is None:
             return
-        # One that is opened within the same pause gets the same bytes: opening pages again and again costs
-        # no more than one each pause.
+        # Pages that are opened again and again cost no more than one each pause, and hold up no update: until
+        # its end all get the same bytes, with the updates since. These took as much of a core as all there
+        # was at most, and are about as long.
         if not self._whole:
             begin = time.thread_time()
             self._send_update()
             rewind(self._history)
-            self._whole = self._encode_update(self._group)
-            self._cost_seconds += time.thread_time() - begin
-        self._pages[writer] = None
-        writer.write(self._whole)
+            self._whole = [self._encode_update(self._group)]
+            pause = pause_after(time.thread_time() - begin)
+            self._whole_until = self._clock() + pause
+        self._pages[writer] = sum(map(len, self._whole))
+        for data in self._whole:
+            writer.write(data)
 
     def close_page(self, writer: asyncio.StreamWriter) -> None:
         """Send a page nothing more."""
@@ -125,26 +135,36 @@ class LiveFeed:
             self.close_page(writer)
             writer.close()
 
-    def _tick(self) -> None:
-        begin = time.thread_time()
-        self.update()
-        cost = self._cost_seconds + time.thread_time() - begin
-        self._cost_seconds = 0.0
+    def _tick(self, left: float = 0.0) -> None:
+        """Send an update; or, where ``left`` seconds of a long pause remain, a sign of life."""
+        if left:
+            self._send(_STILL_HERE)
+        else:
+            begin = time.thread_time()
+            self.update()
+            left = pause_after(time.thread_time() - begin)
+        wait = min(left, SILENT_SECONDS)
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(pause_after(cost), self._tick)
+        self._timer = loop.call_later(wait, self._tick, left - wait)
 
     def _send_update(self) -> None:
-        """Send what is new to every page; one that does not read is dropped, and comes back by itself."""
-        if not self._pages or self._group is None:
-            self._whole = b""
-            return
-        data = self._encode_update(self._group)
-        self._whole = b""
-        for writer in list(self._pages):
-            if writer.transport.get_write_buffer_size() > MOST_UNSENT_BYTES:
+        if self._clock() >= self._whole_until:
+            self._whole = []
+        # A page that is opened before then needs what comes now, also where all others are closed.
+        if self._group is not None and (self._pages or self._whole):
+            data = self._encode_update(self._group)
+            if self._whole:
+                self._whole.append(data)
+            self._send(data)
+
+    def _send(self, data: bytes) -> None:
+        """Send every page the same; one that does not read is dropped, and comes back by itself."""
+        for writer, most in list(self._pages.items()):
+            if writer.transport.get_write_buffer_size() > most + MOST_UNSENT_BYTES:
                 self.close_page(writer)
                 writer.transport.abort()
             else:
+                self._pages[writer] = max(most, len(data))
                 writer.write(data)
 
     def _encode_update(self, group: Group) -> bytes:

@@ -74,6 +74,7 @@
   follow("/live", null, {
     onUpdate: (update) => { fleet = update; ask(); },
     onOpen: () => setLink("live", false),
+    onFault: () => setLink(FAULT, true),
     onAway: (status) => setLink(status === 503 ? "too many pages are open" : "the operator does not answer", true),
   });
 })();

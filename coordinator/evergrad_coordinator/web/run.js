@@ -4,14 +4,16 @@
   const MOST_EVENTS = 200, MOST_CHECKPOINTS = 100, MOST_PLOTS = 64, MOST_NAMES = 20;
   const COLORS = ["--s1", "--s2", "--s3", "--s4", "--s5", "--s6"];
   const DASHES = ["", "dashed", "dotted"];
-  const TITLES = {
-    loss: ["Training loss", "nats per token"], tokens_per_second: ["Throughput", "tokens per second"],
-    learning_rate: ["Learning rate", ""], grad_norm: ["Gradient norm, before clipping", ""],
-  };
-  const emptyTrack = () => ({ x: [], columns: {} });
+  const TITLES = new Map([
+    ["loss", ["Training loss", "nats per token"]], ["tokens_per_second", ["Throughput", "tokens per second"]],
+    ["learning_rate", ["Learning rate", ""]], ["grad_norm", ["Gradient norm, before clipping", ""]],
+  ]);
+  // By name, which may be "constructor": no object of these has anything else.
+  const emptyNames = () => Object.create(null);
+  const emptyTrack = () => ({ x: [], columns: emptyNames() });
   let run = null;
   const begin = () => ({
-    status: {}, steps: emptyTrack(), times: emptyTrack(), evaluations: {}, checkpoints: [], events: [],
+    status: {}, steps: emptyTrack(), times: emptyTrack(), evaluations: emptyNames(), checkpoints: [], events: [],
     elapsed: 0, beganAt: 0,
   });
 
@@ -190,7 +192,7 @@
     const isNew = (part) => changed.has(part);
     if (isNew("steps")) {
       for (const [name, parts] of Object.entries(run.steps.columns)) {
-        const [title, unit] = TITLES[name] ?? [name, ""];
+        const [title, unit] = TITLES.get(name) ?? [name, ""];
         const own = name === "loss" ? { isHero: true, height: 280, scale: scaleOfLoss(), hooks: { draw: [drawCheckpoints] } } : {};
         draw(`steps/${name}`, { title, unit, sync: "steps", curves: curvesOf(["value"]), ...own }, run.steps.x, [parts]);
       }
@@ -221,23 +223,22 @@
       const [x, ...values] = uPlot.join(sets.map((one) => [run.evaluations[one].x, run.evaluations[one].columns[number][0]]));
       const title = number === "loss" ? "Evaluation loss" : `Evaluation: ${number}`;
       const kind = { title, unit: number === "loss" ? "nats per token" : "", sync: "steps", form: "points", curves: curvesOf(sets) };
-      draw(`evaluations/${number}/${sets.length}`, kind, x, values.map((one) => [one]));
+      draw(`evaluations/${number}`, kind, x, values.map((one) => [one]));
     }
   }
 
   function draw(key, kind, x, columns) {
     let plot = plots.get(key);
-    if (!plot) {
-      // A set more is another plot in the place of the one before.
-      const prefix = key.startsWith("evaluations/") ? key.slice(0, key.lastIndexOf("/") + 1) : null;
-      const before = prefix && [...plots.keys()].find((one) => one.startsWith(prefix));
+    // One curve more is another plot in the place of the one before.
+    if (plot?.kind.curves.length !== kind.curves.length) {
       // The one over the time is there beside any number of others.
-      if (!before && key !== "times" && plots.size - Number(plots.has("times")) >= MOST_PLOTS) {
+      if (!plot && key !== "times" && plots.size - Number(plots.has("times")) >= MOST_PLOTS) {
         withoutPlot.add(kind.title);
         return;
       }
+      const before = plot;
       plot = makePlot(kind);
-      if (before) { replace(plots.get(before), plot); plots.delete(before); }
+      if (before) replace(before, plot);
       else place(plot, key);
       plots.set(key, plot);
     }
@@ -257,8 +258,8 @@
   }
 
   // Loss, then evaluations, then the rest; the one over the time comes last.
-  const rank = (key) => key === "steps/loss" ? 0 : key.startsWith("evaluations/loss") ? 1
-    : key === "steps/tokens_per_second" ? 2 : key === "times" ? 5 : key.startsWith("evaluations") ? 4 : 3;
+  const rank = (key) => key === "steps/loss" ? 0 : key === "evaluations/loss" ? 1
+    : key === "steps/tokens_per_second" ? 2 : key === "times" ? 5 : key.startsWith("evaluations/") ? 4 : 3;
   function place(plot, key) {
     const behind = [...plots.entries()].filter(([one]) => rank(one) > rank(key)).map(([, one]) => one.element);
     const all = [...byId("plots").children];
@@ -321,6 +322,7 @@
     const end = await follow("/live", token, {
       onUpdate: apply,
       onOpen: () => setLink("live", false),
+      onFault: () => setLink(FAULT, true),
       onAway: (status) => setLink(status === 503 ? "too many pages are open" : "the coordinator does not answer", true),
     });
     if (end === "refused") {

@@ -1,9 +1,11 @@
 "use strict";
 // Server-sent events by fetch: EventSource cannot send a token. Tries again for as long as the page is open.
+// Servers send something every 20 seconds at least.
 const LONGEST_PAUSE_MS = 30000;
 const SILENCE_MS = 60000;
+const FAULT = "an update cannot be shown; the browser's console says why";
 
-async function readEvents(path, token, { onUpdate, onOpen }) {
+async function readEvents(path, token, { onUpdate, onOpen, onFault }) {
   const ended = new AbortController();
   let watch = 0;
   const heard = () => {
@@ -27,7 +29,14 @@ async function readEvents(path, token, { onUpdate, onOpen }) {
       rest = parts.pop();
       for (const part of parts) {
         const line = part.split("\n").find((one) => one.startsWith("data: "));
-        if (line) onUpdate(JSON.parse(line.slice(6)));
+        if (!line) continue;
+        // A fault of the page is no lost connection, and is not mended by another one.
+        try {
+          onUpdate(JSON.parse(line.slice(6)));
+        } catch (error) {
+          console.error(error);
+          onFault();
+        }
       }
     }
   } catch (error) {

@@ -8,6 +8,7 @@ import json
 import re
 import time
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from evergrad_coordinator.metrics.columns import MOST_DECLARED
 from evergrad_coordinator.protocol import Evaluation, Progress, decode_from_node
 from evergrad_coordinator.rules.events import on_message
 from evergrad_coordinator.rules.group import new_group
+from evergrad_coordinator.rules.history import History
 from evergrad_coordinator.rules.state import MOST_SETS
 from evergrad_coordinator.wire import encode
 
@@ -218,11 +220,107 @@ def test_pages_that_are_opened_again_and_again_share_what_they_are_sent(
     assert len(rewound) == 1
 
 
+def test_an_opening_that_costs_much_holds_up_no_update_and_is_shared_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A reload of the page of a long run made it stand still for minutes."""
+    spent, rewound, rewind = [0.0], list[object](), live.rewind
+
+    def rewind_slowly(history: History) -> None:
+        rewound.append(1)
+        spent[0] += 10.0
+        rewind(history)
+
+    clocks = {"monotonic": time.monotonic, "time": time.time}
+    monkeypatch.setattr(
+        live, "time", SimpleNamespace(thread_time=lambda: spent[0], **clocks)
+    )
+    monkeypatch.setattr(live, "rewind", rewind_slowly)
+    monkeypatch.setattr(live, "UPDATE_SECONDS", 0.01)
+
+    async def story(place: Place) -> None:
+        first, writer = await place.ask("/live")
+        assert "run" in (await read_update(first))["status"]
+        place.feed.log("gone", node="3", why="silence")
+        while "events" not in await read_update(first):
+            pass
+        # Nobody looks for a while.
+        writer.close()
+        while place.feed._pages:
+            await asyncio.sleep(0.001)
+        place.feed.log("empty")
+        place.feed.update()
+        # The next one gets what the first one got, and all that came since.
+        second, writer = await place.ask("/live")
+        assert "run" in (await read_update(second))["status"]
+        texts: list[str] = []
+        while len(texts) < 2:
+            texts += [one[2] for one in (await read_update(second)).get("events", [])]
+        assert texts == ["node 3 is gone: silence", "all nodes have left"]
+        assert len(rewound) == 1
+        writer.close()
+
+    serving(story)
+
+
+def test_what_an_opening_sends_is_made_anew_once_its_pause_is_over() -> None:
+    now = 0.0
+    feed = LiveFeed(clock=lambda: now)
+    feed._group = new_group(make_settings(token=TOKEN), generation=0, now=now)
+    for _ in range(2):
+        feed.open(OpenPage())  # type: ignore[arg-type]
+        feed.update()
+    assert len(feed._whole) == 3
+    now = feed._whole_until
+    feed.update()
+    assert feed._whole == []
+    feed.open(OpenPage())  # type: ignore[arg-type]
+    assert len(feed._whole) == 1
+
+
+def test_a_page_is_sent_a_sign_of_life_in_a_long_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It takes a minute of silence for a lost connection."""
+    monkeypatch.setattr(live, "UPDATE_SECONDS", 3600.0)
+    monkeypatch.setattr(live, "SILENT_SECONDS", 0.01)
+
+    async def story(place: Place) -> None:
+        reader, writer = await place.ask("/live")
+        await read_update(reader)
+        for _ in range(3):
+            line = await asyncio.wait_for(reader.readuntil(b"new yet\n\n"), 60)
+            assert line.strip() == b": nothing new yet"
+        writer.close()
+
+    serving(story)
+
+
+def test_a_page_that_reads_slowly_has_the_time_for_all_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(live, "MOST_UNSENT_BYTES", 1000)
+    feed, page = LiveFeed(), StuckPage()
+    feed._group = new_group(make_settings(token=TOKEN), generation=0, now=0.0)
+    feed.open(page)  # type: ignore[arg-type]
+    all_there_is = page.num_bytes
+    assert all_there_is > 1000
+    while feed._pages:
+        feed.update()
+        assert page.num_bytes < all_there_is + 3000
+    assert page.num_bytes > all_there_is + 1000 and page.is_aborted
+
+
 @pytest.mark.parametrize("cost_seconds", [0.0, 0.001, 0.004, 0.02, 0.3])
 def test_updates_take_half_a_percent_of_a_core_at_most(cost_seconds: float) -> None:
     pause = pause_after(cost_seconds)
     assert pause >= live.UPDATE_SECONDS
     assert cost_seconds / pause <= 0.005 + 1e-12
+
+
+def results(second: int) -> dict[str, float]:
+    """As many of a set as a node reports."""
+    return {f"result_{number}": 1 / (second + number) for number in range(8)}
 
 
 class OpenPage:
@@ -237,6 +335,18 @@ class OpenPage:
 
     def write(self, data: bytes) -> None:
         self.num_bytes += len(data)
+
+
+class StuckPage(OpenPage):
+    """The connection of a page that reads nothing."""
+
+    is_aborted = False
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_bytes
+
+    def abort(self) -> None:
+        self.is_aborted = True
 
 
 @pytest.mark.long
@@ -268,7 +378,7 @@ def test_eight_hours_at_ten_steps_a_second_take_below_a_percent_of_a_core(
             checkpoint_step=10 * (second - second % 60) or -1,
             values={f"metric_{number}": 1 / (second + number) for number in range(num_metrics)},
             evaluations={
-                f"set_{number}": Evaluation(10 * (second - second % 120), {"loss": 1 / second})
+                f"set_{number}": Evaluation(10 * (second - second % 120), results(second))
                 for number in range(MOST_SETS)
             },
             evaluation_seconds=second / 20, saving_seconds=second / 40,

@@ -4,8 +4,11 @@ TensorBoard is there; the others run in tests/integration/test_observers.py wher
 against what their documents say of them.
 """
 
+import posixpath
+import re
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -259,6 +262,7 @@ class FakeStore:
     def __init__(self) -> None:
         self.uris: list[str | None] = []
         self.is_killed = False
+        self.num_batches, self.killed_in = 0, -1
         self.experiments: dict[str, str] = {}
         self.runs: dict[str, Any] = {}
 
@@ -290,6 +294,7 @@ class FakeStore:
         ]
 
     def create_run(self, number: str, tags: dict[str, str], run_name: str) -> Any:
+        self.refuse(tags)
         key = f"run-{len(self.runs)}"
         self.runs[key] = {"tags": tags, "metrics": [], "params": {}, "status": "RUNNING"}
         return SimpleNamespace(info=SimpleNamespace(run_id=key))
@@ -301,15 +306,33 @@ class FakeStore:
         self.runs[key]["status"] = status
 
     def set_tag(self, key: str, name: str, text: str) -> None:
+        self.refuse([name])
         self.runs[key]["tags"][name] = text
 
     def log_batch(self, key: str, metrics: Any = (), params: Any = ()) -> None:
+        self.refuse([*(one[0] for one in metrics), *(one[0] for one in params)])
+        self.num_batches += 1
+        if self.num_batches == self.killed_in:
+            raise KeyboardInterrupt
+        known = self.runs[key]["params"]
+        for name, value in params:
+            assert known.setdefault(name, value) == value, "a parameter never changes"
         self.runs[key]["metrics"] += metrics
-        self.runs[key]["params"] |= dict(params)
+
+    @staticmethod
+    def refuse(names: Iterable[str]) -> None:
+        for name in names:
+            is_path = posixpath.normpath(name) == name
+            if not (re.fullmatch(r"[/\w.\- :]{1,250}", name) and is_path):
+                raise ValueError(f"{name!r} is refused")
 
     def get_run(self, key: str) -> Any:
-        names = {metric[0] for metric in self.runs[key]["metrics"]}
-        return SimpleNamespace(data=SimpleNamespace(metrics=dict.fromkeys(names, 0.0)))
+        run = self.runs[key]
+        names = {metric[0] for metric in run["metrics"]}
+        data = {"params": dict(run["params"]), "tags": dict(run["tags"])}
+        return SimpleNamespace(
+            data=SimpleNamespace(metrics=dict.fromkeys(names, 0.0), **data)
+        )
 
     def get_metric_history(self, key: str, name: str) -> list[Any]:
         return [
@@ -351,8 +374,90 @@ def test_mlflow_finds_its_run_by_the_tag_and_says_what_it_shows(
     second.finish("stopped")
     (run,) = fake_store.runs.values()
     assert run["status"] == "KILLED" and run["params"]["training.none"] == "null"
-    assert run["metrics"][0] == ("train/learning_rate", 0.1, 1500, 1)
+    assert run["metrics"][1] == ("train/learning_rate", 0.1, 1500, 1)
     assert fake_store.uris[1:] == [f"sqlite:///{tmp_path}/mlflow/mlflow.db"] * 2
+
+
+def test_names_that_mlflow_refuses_are_changed_and_known_to_the_next_process(
+    tmp_path: Path, fake_store: FakeStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Metrics of an evaluator, its set and keys of model.config may have any characters."""
+    settings = Tracker.model_validate({"type": "mlflow", "tags": ["lr=1e-3", "lr@1e-3"]})
+    labels = {"Very good (5)": 0, "Very good [5]": 1, "Very good _5_": 2, "x" * 300: 3}
+    known: dict[str, Any] = {
+        "settings": settings,
+        "facts": {"label2id": {**labels, "a/../b": 4}},
+    }
+    row = {"train/learning_rate": 0.1, "train/acc@1": 1.0, "train/acc#1": 2.0}
+    row |= {"train/acc_1": 3.0}
+    open_library = find_opener("mlflow")
+    first = open_library(tracked(tmp_path / "mlflow", "mlflow", **known))
+    first.write(1, 0.0, row)
+    first.write(1, 0.0, {"evaluation/a@b/loss": 4.0})
+    first.flush()
+    assert "4 names that MLflow does not take are shown changed" in caplog.text
+    assert "'train/acc#1' as 'train/acc_1-" in caplog.text
+
+    # A name that was given and not shown before a kill keeps its own, too.
+    first.write(2, 0.0, {"train/lost@1": 5.0})
+
+    # The next one has other names first, and shows each where it was shown before.
+    second = open_library(tracked(tmp_path / "mlflow", "mlflow", **known))
+    assert second.shown == Shown(1, {"a@b": 1})
+    for name in reversed(row):
+        second.write(2, 0.0, {name: 10 * row[name]})
+    second.write(2, 0.0, {"train/lost_1": 6.0, "train/lost@1": 5.0})
+    second.flush()
+    (run,) = fake_store.runs.values()
+    curves: dict[str, list[float]] = {}
+    for name, value, _, _ in run["metrics"]:
+        curves.setdefault(name, []).append(value)
+    assert curves.pop("evaluation/a_b/loss") == [4.0]
+    assert curves.pop("train/lost_1") == [5.0] and [6.0] in curves.values()
+    curves = {name: values for name, values in curves.items() if values != [6.0]}
+    assert sorted(curves.values()) == [[0.1, 1.0], [1.0, 10.0], [2.0, 20.0], [3.0, 30.0]]
+    assert curves["train/acc_1"] == [3.0, 30.0]
+    values = sorted(run["params"].items(), key=lambda one: one[1])
+    assert [value for _, value in values] == ["0", "1", "2", "3", "4"]
+    assert values[2][0] == "label2id.Very good _5_" and values[4][0] == "label2id.a/_/b"
+    assert {"lr=1e-3", "lr@1e-3"} <= set(run["tags"].values())
+
+
+def test_mlflow_is_given_the_parameters_that_a_kill_has_kept_from_its_run(
+    tmp_path: Path, fake_store: FakeStore
+) -> None:
+    facts = {f"key{number:03}": number for number in range(150)}
+    open_library = find_opener("mlflow")
+    fake_store.killed_in = 2
+    with pytest.raises(KeyboardInterrupt):
+        open_library(tracked(tmp_path / "mlflow", "mlflow", facts=facts))
+    (run,) = fake_store.runs.values()
+    assert len(run["params"]) == 100
+    # One that has changed since stays as it was.
+    facts["key000"] = -1
+    open_library(tracked(tmp_path / "mlflow", "mlflow", facts=facts))
+    assert len(run["params"]) == 150 and run["params"]["key000"] == "0"
+
+
+@pytest.mark.parametrize("num_values", [9, 700])
+def test_a_kill_between_two_requests_leaves_no_step_of_mlflow_half_shown(
+    tmp_path: Path, fake_store: FakeStore, num_values: int
+) -> None:
+    open_library = find_opener("mlflow")
+    first = open_library(tracked(tmp_path / "mlflow", "mlflow", facts={}))
+    row = {f"train/metric_{number}": 1.0 for number in range(num_values - 2)}
+    row = {"train/learning_rate": 0.1, **row, "train/loss": 2.0}
+    fake_store.killed_in = fake_store.num_batches + 2
+    with pytest.raises(KeyboardInterrupt):
+        for step in range(1, 200):
+            first.write(step, 0.0, row)
+    second = open_library(tracked(tmp_path / "mlflow", "mlflow", facts={}))
+    (run,) = fake_store.runs.values()
+    steps = [step for _, _, _, step in run["metrics"]]
+    assert steps
+    assert second.shown.step == (max(steps) if num_values == 9 else 0)
+    for step in range(1, second.shown.step + 1):
+        assert steps.count(step) == num_values
 
 
 def test_a_database_of_mlflow_that_a_kill_left_half_made_is_never_opened(

@@ -301,9 +301,28 @@ def test_a_tracker_gets_the_configuration_and_the_hashes(
         "id-1",
     )
     assert flat["training.optimizer.learningRate"] == 1e-3
-    # The sha256 of "{}".
-    ((_, text),) = store["notes"]
-    assert text.startswith("sha256:44136fa355b3678a")
+    # The sha256 of "{}": that of a checkpoint which is there at the start, and of one that was saved.
+    for name, text in store["notes"]:
+        assert name == "checkpoint/step-2.g1"
+        assert text.startswith("sha256:44136fa355b3678a")
+    assert len(store["notes"]) == 2
+
+
+def test_hashes_of_checkpoints_that_a_kill_has_kept_from_a_tracker_are_noted_at_the_next_start(
+    make_scene: Callable[..., Scene], store: dict[str, Any]
+) -> None:
+    """A tracker that was added to a run has none of them before."""
+    scene = make_scene(lambda run: Kept(run, store))
+    for name in ("step-2", "step-10.g1", ".tmp/step-12.g1.1"):
+        checkpoint = scene.directory.checkpoints / name
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").write_text(name)
+    (scene.directory.checkpoints / "step-3").mkdir()
+    scene.start(10)
+    scene.stop()
+    names = [name for name, text in store["notes"] if text.startswith("sha256:")]
+    assert sorted(names) == ["checkpoint/step-10.g1", "checkpoint/step-2"]
+    assert len(store["notes"]) == 2
 
 
 class Broken:

@@ -543,6 +543,19 @@ def test_a_report_fits_into_a_termination_message_whatever_a_task_measures() -> 
         assert decode_evaluated(odd) is None
 
 
+@pytest.mark.parametrize("letter", ["a", "é", "\U0001f600"])
+def test_a_report_without_results_fits_whatever_characters_its_reason_has(
+    letter: str,
+) -> None:
+    waiting = range(10**6, 10**6 + 64)
+    data = encode_evaluated(100, [], waiting=waiting, passed_over=letter * 600)
+    assert len(data) <= 4096
+    report = decode_evaluated(data.decode())
+    assert report is not None and report.waiting == tuple(waiting)
+    assert 250 < len(report.passed_over) <= 512
+    assert set(report.passed_over) == {letter}
+
+
 # ---- what would wait for ever ------------------------------------------------------------------------------
 
 

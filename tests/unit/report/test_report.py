@@ -365,6 +365,26 @@ def test_an_exploding_loss_is_drawn_on_a_logarithmic_axis(
     assert "Training loss" in page.text and "99" in page.text
 
 
+@pytest.mark.parametrize("largest", [1e300, 1.7e308])
+def test_values_at_the_end_of_the_range_of_floating_point_numbers_have_a_report(
+    tmp_path: Path, synthetic: ModuleType, largest: float
+) -> None:
+    """From -1.7e308 to 1.7e308 is a span that no floating-point number holds, which ended in a traceback."""
+    directory = RunDirectory(tmp_path)
+    log = RunLog(directory)
+    for step in range(1, 7):
+        huge = largest * (-1) ** step
+        log.step_end(
+            synthetic.step_record(step, loss=huge, grad_norm=-huge, metrics={"kl": huge})
+        )
+        log.evaluation_end(
+            EvaluationRecord(step, 1, "heldOut", huge, 1.0, 1, 1.0, synthetic.BEGIN)
+        )
+    log.close()
+    page, _ = _report(directory)
+    assert "Training loss" in page.text and "Evaluation loss" in page.text
+
+
 def test_the_same_files_give_the_same_report_but_for_its_time(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:

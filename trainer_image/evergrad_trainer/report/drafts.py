@@ -31,6 +31,9 @@ _MOST_CHANGES = 2000
 """Newest changes of the world in one plot: more are narrower than a pixel."""
 _MOST_RESTARTS = 100
 """Newest restarts that are marked: more would hide the curve."""
+_LARGEST = 1e300
+"""Greatest magnitude of a value that is drawn, as a number that is not finite is not: the span of an axis has
+to be one, too."""
 _TIME_UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 PHASES = (
     ("forward_backward_seconds", "forward and backward"),
@@ -83,7 +86,7 @@ class Draft:
 
 
 def _finite(values: Any) -> Any:
-    return np.where(np.isfinite(values), values, np.nan)
+    return np.where(np.abs(values) <= _LARGEST, values, np.nan)
 
 
 def loss_plot(facts: Facts) -> Draft:

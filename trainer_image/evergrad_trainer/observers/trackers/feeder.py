@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from evergrad_coordinator.contract import CheckpointFile
 from evergrad_manifest.training import Tracker
 from evergrad_manifest.values.urls import hide_credentials
 from evergrad_trainer.lock import exclusive
@@ -154,13 +155,9 @@ class Feeder:
             # It was never opened: nothing has begun.
             return
         elif isinstance(item, Saved):
-            # The hash of its manifest, which has the checksum of each of its files. Retention may have
-            # removed it already.
-            identity = "gone"
-            manifest = self._directory.checkpoints / item.checkpoint / "manifest.json"
-            with contextlib.suppress(OSError):
-                identity = f"sha256:{hashlib.sha256(manifest.read_bytes()).hexdigest()}"
-            self._library.note(f"checkpoint/{item.checkpoint}", identity)
+            # Retention may have removed it already.
+            identity = self._identify(item.checkpoint)
+            self._library.note(f"checkpoint/{item.checkpoint}", identity or "gone")
         elif isinstance(item, Finish):
             self._flush()
             if not self._abandoned.is_set():
@@ -181,12 +178,30 @@ class Feeder:
             # At once: the library's own id must outlive a kill in the very first step.
             self._write_note(library)
 
+        # A kill may have kept the newest checkpoint from the tracker, and one that was added has none. All
+        # that are there are noted: a note that is given again says the same. What is shown for the first time
+        # of a long run takes its time, and does not hang.
+        for manifest in sorted(
+            self._directory.checkpoints.glob(f"step-*/{CheckpointFile.MANIFEST}")
+        ):
+            if self._abandoned.is_set():
+                return
+            self._busy_since = self._clock()
+            if identity := self._identify(manifest.parent.name):
+                library.note(f"checkpoint/{manifest.parent.name}", identity)
         for record in read_missed(self._directory, library.shown, newest=info.start_step):
             if self._abandoned.is_set():
                 return
-            # A long run that is shown for the first time takes its time, and does not hang.
             self._busy_since = self._clock()
             self._write(record)
+
+    def _identify(self, checkpoint: str) -> str | None:
+        """Hash of a checkpoint's manifest, which has the checksum of each of its files; None without one."""
+        manifest = self._directory.checkpoints / checkpoint / CheckpointFile.MANIFEST
+        try:
+            return f"sha256:{hashlib.sha256(manifest.read_bytes()).hexdigest()}"
+        except OSError:
+            return None
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

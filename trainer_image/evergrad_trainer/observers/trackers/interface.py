@@ -68,7 +68,7 @@ class Library(Protocol):
         """Show values at ``step``. Steps never go back; ``time`` in Unix seconds."""
 
     def note(self, name: str, text: str) -> None:
-        """Keep a text beside the values."""
+        """Keep a text beside the values. The same one may be given again."""
 
     def flush(self) -> None:
         """Bring what was written to where a kill of this process does not reach it."""

@@ -4,9 +4,13 @@ It keeps each value that it was ever given, so that a step that was trained twic
 first. The store itself is asked for what it shows.
 """
 
+import hashlib
 import importlib
 import json
+import logging
 import os
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,13 +24,23 @@ from evergrad_trainer.observers.trackers.interface import (
     flatten,
 )
 
+_log = logging.getLogger(__name__)
+
 _TAG: Final = "evergrad.run_id"
+_NAME_TAG: Final = "evergrad.name."
+"""Beginning of the tags that say how the run calls what MLflow shows under another name."""
+_LONGEST_NAME: Final = 250 - len(_NAME_TAG)
+"""Characters of a name that MLflow takes, also behind the beginning of a tag."""
+_REFUSED: Final = re.compile(r"[^\w.\- :]")
+"""Characters that MLflow refuses in a part of a name, whose parts are divided by slashes."""
 _MOST_VALUES: Final = 500
 """Values in one request; the client takes a thousand."""
 _LONGEST: Final = 500
 """Characters of a parameter that every store takes."""
 _IN_EVERY_STEP: Final = "train/learning_rate"
-"""A number that a step always has, unlike a loss."""
+"""A number that a step always has, unlike a loss: where the store has it, it shows the step."""
+_SHOWS_EVALUATION: Final = re.compile(r"evaluation/(.+)/loss")
+"""The name of a number that says the same of an evaluation, with its set."""
 _STATUS: Final[dict[End, str]] = {
     "complete": "FINISHED",
     "stopped": "KILLED",
@@ -68,36 +82,58 @@ class MLflow:
             self._client.update_run(self.own_id, status="RUNNING")
         else:
             # With its tag from the beginning: a kill leaves no run that nobody finds again.
-            tags = {_TAG: run.run_id, **{f"tag.{tag}": tag for tag in settings.tags}}
-            made = self._client.create_run(number, tags=tags, run_name=run.title)
+            own = {f"tag.{tag}": tag for tag in settings.tags}
+            tags = {shown: own[name] for name, shown in find_names(own, {}).items()}
+            made = self._client.create_run(
+                number, tags={_TAG: run.run_id, **tags}, run_name=run.title
+            )
             self.own_id = made.info.run_id
-            facts = {
-                name: value if isinstance(value, str) else json.dumps(value)
-                for name, value in flatten(run.facts).items()
-            }
-            params = [entities.Param(key, text[:_LONGEST]) for key, text in facts.items()]
-            for first in range(0, len(params), 100):
-                self._client.log_batch(self.own_id, params=params[first : first + 100])
+        data = self._client.get_run(self.own_id).data
+
+        # Also of a run that was found: a kill, or a name that was refused, has kept them from it. One that is
+        # there stays, since MLflow refuses another value.
+        params = [
+            entities.Param(name, text)
+            for name, text in parameters_of(run.facts).items()
+            if name not in data.params
+        ]
+        for first in range(0, len(params), 100):
+            self._client.log_batch(self.own_id, params=params[first : first + 100])
 
         # The rows that it shows already: nothing is sent twice.
-        names = self._client.get_run(self.own_id).data.metrics
-        evaluations: dict[str, int] = {}
-        for shown in names:
-            kind, _, rest = shown.partition("/")
-            set_name, _, what = rest.rpartition("/")
-            if kind == "evaluation" and what == "loss":
-                evaluations[set_name] = self._newest(shown)
-        step = self._newest(_IN_EVERY_STEP) if _IN_EVERY_STEP in names else 0
+        self._names = read_names(data.metrics, data.tags)
+        evaluations = {
+            match[1]: self._newest(one)
+            for name, one in self._names.items()
+            if (match := _SHOWS_EVALUATION.fullmatch(name))
+        }
+        step = self._newest(_IN_EVERY_STEP) if _IN_EVERY_STEP in data.metrics else 0
         self.shown = Shown(step, evaluations)
         self._waiting: list[Any] = []
 
     def write(self, step: int, time: float, values: Values) -> None:
-        moment = int(time * 1000)
-        self._waiting += [
-            self._metric(name, value, moment, step) for name, value in values.items()
+        # Another process has to know them, whatever else it shows: they are kept before their values.
+        if not values.keys() <= self._names.keys():
+            names = find_names(values, self._names)
+            for name in names.keys() - self._names.keys():
+                if names[name] != name:
+                    self._client.set_tag(self.own_id, f"{_NAME_TAG}{names[name]}", name)
+            self._names = names
+        # A kill comes between two requests: no row is divided between them that fits into one. Of a longer
+        # one the number that says that it is shown comes last.
+        last = [
+            name
+            for name in values
+            if name == _IN_EVERY_STEP or _SHOWS_EVALUATION.fullmatch(name)
         ]
-        if len(self._waiting) >= _MOST_VALUES:
+        moment = int(time * 1000)
+        row = [
+            self._metric(self._names[name], values[name], moment, step)
+            for name in [*(one for one in values if one not in last), *last]
+        ]
+        if len(self._waiting) + len(row) > _MOST_VALUES:
             self.flush()
+        self._waiting += row
 
     def note(self, name: str, text: str) -> None:
         self._client.set_tag(self.own_id, name, text)
@@ -115,6 +151,60 @@ class MLflow:
     def _newest(self, name: str) -> int:
         history = self._client.get_metric_history(self.own_id, name)
         return max((int(one.step) for one in history), default=0)
+
+
+def read_names(metrics: Iterable[str], tags: Mapping[str, str]) -> dict[str, str]:
+    """Names under which MLflow shows metrics of a run, by those that the run has for them."""
+    called = {
+        tag.removeprefix(_NAME_TAG): name
+        for tag, name in tags.items()
+        if tag.startswith(_NAME_TAG)
+    }
+    # Also those of which a kill has kept the first value: nothing else may get their name.
+    return {called.get(shown, shown): shown for shown in [*metrics, *called]}
+
+
+def parameters_of(facts: Mapping[str, Any]) -> dict[str, str]:
+    """What MLflow keeps of the run's facts: texts, under names that it takes."""
+    texts = {
+        name: value if isinstance(value, str) else json.dumps(value)
+        for name, value in flatten(facts).items()
+    }
+    names = find_names(texts, {})
+    return {shown: texts[name][:_LONGEST] for name, shown in names.items()}
+
+
+def find_names(names: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
+    """Names that MLflow takes, by those of the run; the ``known`` ones, which stay as they are, among them.
+
+    Refused characters become ``_``. Of two names that would become one, or that are too long, the one that
+    was changed ends with a hash of what it was.
+    """
+    found = dict(known)
+    taken, cleaned, changed = set(found.values()), dict[str, str](), list[str]()
+    for name in names:
+        # Parts of dots alone, or of nothing, are resolved as those of a path, and refused.
+        parts = [_REFUSED.sub("_", part) for part in name.split("/")]
+        cleaned[name] = "/".join(part if part.strip(".") else "_" for part in parts)
+    # Names that MLflow takes come first, so that they keep what they are called.
+    for name in sorted(
+        cleaned.keys() - found.keys(), key=lambda one: (cleaned[one] != one, one)
+    ):
+        shown = cleaned[name]
+        if shown in taken or len(shown) > _LONGEST_NAME:
+            digest = hashlib.sha256(name.encode(errors="replace")).hexdigest()[:8]
+            shown = f"{shown[: _LONGEST_NAME - 9]}-{digest}"
+        if shown != name:
+            changed.append(f"{name!r} as {shown!r}")
+        found[name] = shown
+        taken.add(shown)
+    if changed:
+        _log.warning(
+            "tracker mlflow: %d names that MLflow does not take are shown changed, such as %s",
+            len(changed),
+            changed[0],
+        )
+    return found
 
 
 def _make_database(path: Path, tracking: Any) -> None:
