@@ -55,8 +55,14 @@ def remember(observation: Observation, config: Config, now: float) -> Memory:
     )
 
     # Progress comes before the ends of pods: it takes back the failures that it followed, and says whether a
-    # group has formed, which decides what an exit code 64 means.
-    if observation.progress is not None and is_current(observation, memory):
+    # group has formed, which decides what an exit code 64 means. The last answer about a complete run may be
+    # older than its last step, which is noted.
+    is_complete = memory.finish is not None and memory.finish.phase == names.Phase.COMPLETE
+    if (
+        observation.progress is not None
+        and is_current(observation, memory)
+        and not is_complete
+    ):
         memory = _note_progress(
             memory,
             observation,

@@ -18,6 +18,7 @@ from evergrad_operator.observe import Record, build_record
 from evergrad_operator.times import format_time
 
 Story = Callable[[Simulation], None]
+NONE_CONNECTED = {"min": 1, "max": 2, "ready": 0, "connected": 0, "members": []}
 
 
 def writes(simulation: Simulation, since: int = 0) -> list[tuple[str, str, str]]:
@@ -284,11 +285,58 @@ def story_prepares_first(simulation: Simulation) -> None:
     complete(simulation)
 
 
+def end_with_words(simulation: Simulation, exit_code: int, **words: Any) -> None:
+    """The coordinator says its last words, and all nodes end before it is asked for them."""
+    simulation.train(5, nodes=NONE_CONNECTED, **words)
+    for name in simulation.pods():
+        simulation.end_pod(name, exit_code)
+    for _ in range(3):
+        simulation.settle()
+        simulation.reap()
+        if not simulation.pods("coordinator"):
+            simulation.coordinators.answers.clear()
+    simulation.now += 60
+    simulation.settle()
+
+
+def story_stops_on_request(simulation: Simulation) -> None:
+    simulation.create_run()
+    begin(simulation)
+    end_with_words(simulation, 75, phase="Stopped", reason="AfterStep", checkpointStep=5)
+
+
+def story_stops_before_a_step_that_is_not_finite(simulation: Simulation) -> None:
+    simulation.create_run()
+    begin(simulation)
+    end_with_words(simulation, 75, phase="Stopped", reason="NonFinite", checkpointStep=5)
+
+
+def story_is_failed_by_its_coordinator(simulation: Simulation) -> None:
+    simulation.create_run()
+    begin(simulation)
+    end_with_words(simulation, 70, phase="Failed", reason="TooManyFailures")
+
+
+def story_fails_and_is_cleaned_at_once(simulation: Simulation) -> None:
+    simulation.create_run(nodes={"min": 1, "max": 1}, ttlSecondsAfterFinished=0)
+    simulation.settle()
+    simulation.start_pods()
+    simulation.settle()
+    simulation.end_pod("run-0-0", 64)
+    simulation.settle()
+    simulation.reap()
+    simulation.settle()
+
+
 STORIES = [
     story_completes,
     story_loses_a_pod,
     story_is_suspended_and_resumed,
     story_prepares_first,
+    story_stops_on_request,
+    story_stops_before_a_step_that_is_not_finite,
+    story_is_failed_by_its_coordinator,
+    story_fails_and_is_cleaned_at_once,
 ]
 
 
