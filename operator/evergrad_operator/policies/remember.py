@@ -337,7 +337,7 @@ def _note_progress(
     # A step of this coordinator's own group shows that one was up, also where no poll fell into that time.
     has_formed = memory.has_formed or progress.phase in _FORMED or progress.step is not None
     memory = replace(memory, training=training, has_formed=has_formed)
-    if progress.phase in _FORMED:
+    if progress.phase in _FORMED and progress.ready >= observation.run.spec.nodes.min:
         memory = replace(memory, given_back=0, come_again_at=0.0)
 
     # The order matters: counters before the outcome, which names the failure that the counters count.
