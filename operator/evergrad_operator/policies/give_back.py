@@ -17,7 +17,7 @@ from evergrad_operator.times import format_duration, format_time
 FIRST_PAUSE_SECONDS: Final = 300.0
 LONGEST_PAUSE_SECONDS: Final = 3600.0
 _AT_WORK: Final = ("Starting", "Running", "Draining")
-"""Phases of a coordinator whose group has enough nodes, also where ``nodes.min`` was raised above it since."""
+"""Phases of a coordinator whose group has enough nodes, also where ``nodes.min`` was raised since."""
 
 
 def give_back_if_short(context: ReconcileContext) -> tuple[ReconcileContext, float | None]:
