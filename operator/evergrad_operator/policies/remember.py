@@ -115,6 +115,7 @@ def _begin(observation: Observation, config: Config) -> Memory:
             preparation=replace(memory.preparation, is_recorded=True),
             evaluation=replace(memory.evaluation, is_recorded=True),
             has_formed=False,
+            input_errors=(),
             recorded=frozenset(range(len(memory.attempts))),
         )
 
@@ -336,7 +337,13 @@ def _note_progress(
 
     # A step of this coordinator's own group shows that one was up, also where no poll fell into that time.
     has_formed = memory.has_formed or progress.phase in _FORMED or progress.step is not None
-    memory = replace(memory, training=training, has_formed=has_formed)
+    # It shows, too, that the exit codes 64 before it were not the input's fault.
+    memory = replace(
+        memory,
+        training=training,
+        has_formed=has_formed,
+        input_errors=() if has_formed else memory.input_errors,
+    )
     if progress.phase in _FORMED and progress.ready >= observation.run.spec.nodes.min:
         memory = replace(memory, given_back=0, come_again_at=0.0)
 
