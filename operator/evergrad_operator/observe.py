@@ -188,11 +188,10 @@ class Observation:
         return silence if silence.seconds >= UNREACHABLE_SECONDS else None
 
     @property
-    def is_coordinator_unqueued(self) -> bool:
-        """Whether Kueue holds the coordinator because it names no queue, though the run does."""
-        live = self.live_coordinator
-        is_held = live is not None and live.place.is_gated and not live.place.queue
-        return is_held and names.LABEL_QUEUE in self.run.labels
+    def is_coordinator_stranded(self) -> bool:
+        """Whether Kueue holds the coordinator in another queue than the run names by now, or in none."""
+        live, queue = self.live_coordinator, self.run.labels.get(names.LABEL_QUEUE, "")
+        return live is not None and live.place.is_gated and live.place.queue != queue
 
     @property
     def live_coordinator(self) -> PodState | None:

@@ -256,7 +256,7 @@ def _note_coordinators(
             now,
         )
     # It has never run: the one that takes its place is no restart.
-    if observation.is_coordinator_unqueued:
+    if observation.is_coordinator_stranded:
         queued = replace(memory.coordinator, is_queued=True, is_recorded=True)
         memory = replace(memory, coordinator=queued)
     return memory

@@ -440,6 +440,30 @@ def test_a_run_whose_queue_is_another_one_waits_there() -> None:
     assert world.status["message"].endswith("the queue others")
 
 
+@pytest.mark.parametrize("queue", ["others", None])
+def test_a_coordinator_that_waits_leaves_the_queue_that_the_run_has_left(
+    queue: str | None,
+) -> None:
+    world = Queued(quota=0, manages_all=True).create().go_on(8)
+    (name,) = world.simulation.pods("coordinator")
+    assert (name, world.pod(name)["metadata"]["labels"][QUEUE]) == (
+        "run-coordinator-1",
+        "gpus",
+    )
+    others = {key: value for key, value in LABELS.items() if key != QUEUE}
+    world.label({**others, QUEUE: queue})
+    world.go_on(8)
+    (name,) = world.simulation.pods("coordinator")
+    assert name == "run-coordinator-2", "and is made no further time"
+    assert world.pod(name)["metadata"]["labels"].get(QUEUE) == queue
+    assert world.status["restarts"] == {"total": 0}
+    # Where there is room again, it goes on from there.
+    world.label(LABELS)
+    world.kueue.quota = 4
+    world.go_on(12)
+    assert len(world.running()) == 3 and world.status["restarts"] == {"total": 0}
+
+
 def story(world: Queued) -> tuple[Any, ...]:
     """The whole of it: queued, admitted, preempted, returned, suspended, resumed."""
     world.create().go_on(4).simulation.train()
