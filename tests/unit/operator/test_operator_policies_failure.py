@@ -1204,9 +1204,8 @@ def test_a_host_is_forgotten_a_day_after_its_last_fault() -> None:
 
 def test_a_host_in_a_status_of_an_older_release_is_forgotten_like_any_other() -> None:
     known = HostFaults(hosts=(("broken", 2),), at=START)
-    memory = Memory(faults=known)
-    assert forget_hosts(memory, START + REMEMBERED_SECONDS - 1) == memory
-    assert forget_hosts(memory, START + REMEMBERED_SECONDS).faults.hosts == ()
+    assert forget_hosts(known, START + REMEMBERED_SECONDS - 1) == known
+    assert forget_hosts(known, START + REMEMBERED_SECONDS).hosts == ()
 
 
 def test_hosts_and_their_times_survive_the_status() -> None:
