@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
 
@@ -13,7 +13,13 @@ from evergrad_operator.kinds import POD_GROUP, Kind
 from evergrad_operator.memory import Memory, parse_memory
 from evergrad_operator.pods import PodState, judge_image, parse_pod
 from evergrad_operator.preparation import Report
-from evergrad_operator.raw import get_float, get_map, get_maps, get_natural, get_text
+from evergrad_operator.raw import (
+    get_float,
+    get_map,
+    get_maps,
+    get_natural,
+    get_text,
+)
 from evergrad_operator.spec import TrainingRun
 from evergrad_operator.times import LATEST, parse_time
 
@@ -178,6 +184,8 @@ class Observation:
     """Hosts that have lately failed several runs of the installation."""
     gone: tuple[tuple[PodState, float], ...] = ()
     """Pods that were deleted a moment ago, as they were last, and the seconds since then."""
+    leaving_since: Mapping[str, float] = field(default_factory=dict)
+    """When this process first saw each pod being deleted, in seconds since 1970, by uid."""
 
     @property
     def unreachable(self) -> Silence | None:

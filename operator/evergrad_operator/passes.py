@@ -58,6 +58,9 @@ class Hints:
     """Seconds that the coordinator had been silent when the run's pods were listed for it."""
     ends: frozenset[str] = frozenset()
     """Pods, by uid, that ended by themselves before the coordinator was last asked."""
+    leaving_since: dict[str, float] = field(default_factory=dict)
+    """When each pod was first seen being deleted, by uid. One that is lost lengthens the wait for a pod on a
+    host that does not answer."""
 
 
 @dataclass(frozen=True)

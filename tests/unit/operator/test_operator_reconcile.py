@@ -228,6 +228,43 @@ def test_an_operator_that_starts_again_over_a_complete_run_writes_nothing(
     assert simulation.store.writes[before:] == []
 
 
+@pytest.mark.parametrize("ahead", [0.0, 60.0, 240.0])
+def test_pods_have_their_grace_also_where_the_operators_clock_is_ahead(
+    simulation: Simulation, ahead: float
+) -> None:
+    begin(simulation)
+    simulation.reconciler.clock = lambda: simulation.now + ahead
+    simulation.store.change("trainingruns", *KEY, {"spec": {"suspend": True}})
+    simulation.settle()
+    metadata = {
+        "deletionTimestamp": format_time(simulation.now + 30),
+        "deletionGracePeriodSeconds": 30,
+    }
+    for name in ("run-0-0", "run-1-0"):
+        simulation.store.change("pods", "ns", name, {"metadata": metadata})
+    simulation.train(5, nodes=NONE_CONNECTED)
+    for _ in range(3):
+        simulation.settle()
+        simulation.now += 10
+    assert simulation.status["phase"] == "Suspending" and simulation.pods("coordinator")
+
+    # Beyond its grace a pod is on a host that does not answer, also to an operator that has just started
+    # where its clock is right.
+    simulation.now += 11
+    simulation.settle()
+    assert simulation.store.get("pods", "ns", "run-coordinator-0")["metadata"].get(
+        "deletionTimestamp"
+    )
+    simulation.store.remove("pods", "ns", "run-coordinator-0")
+    simulation.settle()
+    assert simulation.status["phase"] == "Suspended"
+    simulation.now += 300
+    simulation.start_operator()
+    before = len(simulation.store.writes)
+    simulation.settle()
+    assert simulation.store.writes[before:] == []
+
+
 def complete(simulation: Simulation) -> None:
     for name in simulation.pods():
         if simulation.store.get("pods", "ns", name)["status"]["phase"] == "Running":
