@@ -256,10 +256,6 @@ class Reconciler:
             progress=progress,
             failures=work.refusals.failures(),
         )
-        pods = (*observed.nodes, *observed.preparations, *observed.evaluations)
-        known, now = work.hints.leaving_since, self.clock()
-        leaving = {pod.uid: known.get(pod.uid, now) for pod in pods if pod.is_deleting}
-        work.hints.leaving_since = leaving
         users = self._cache.claim_index.users_of(key[0], claim_name)
         seen = replace(
             observed,
@@ -270,7 +266,7 @@ class Reconciler:
             report=report,
             group_kind=work.group_kind,
             gone=observe_gone(parsed, self._cache.gone(key)),
-            leaving_since=leaving,
+            leaving_since=work.hints.note_leaving(observed, self.clock()),
         )
 
         decision = decide(seen, self._config, self.clock())

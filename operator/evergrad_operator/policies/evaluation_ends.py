@@ -49,9 +49,9 @@ def note_evaluation(
 ) -> Memory:
     """Return the memory with every end of an evaluating pod that was not counted before."""
     known, pods = memory.evaluation, observation.evaluations
-    tries = known.tries
-    faults = forget_hosts(HostFaults(tries.hosts, at=tries.at, seen=tries.seen), now)
-    known = replace(known, tries=replace(tries, hosts=faults.hosts, seen=faults.seen))
+    faults = forget_hosts(_read_faults(known.tries), now)
+    tries = replace(known.tries, hosts=faults.hosts, seen=faults.seen)
+    known = replace(known, tries=tries)
     attempt, is_counted = known.attempt, known.is_recorded
     # A pod that was known and is gone has ended unseen: what it has measured lies on the volume.
     if attempt >= 0 and all(pod.attempt != attempt for pod in pods):
@@ -95,6 +95,17 @@ def note_evaluation(
     return replace(memory, evaluation=known)
 
 
+def _read_faults(tries: Tries) -> HostFaults:
+    """Return the faults of hosts as those of nodes are kept, for the same rules."""
+    return HostFaults(
+        tries.hosts,
+        in_a_row=tries.faults,
+        at=tries.at,
+        retry_at=tries.retry_at,
+        seen=tries.seen,
+    )
+
+
 def is_evaluation_due(memory: Memory, observation: Observation) -> bool:
     """Whether checkpoints of the run wait for a pod that may still be made for them."""
     run, finish = observation.run, memory.finish
@@ -124,13 +135,7 @@ def _count(
             short_lives=tries.short_lives,
             retry_at=tries.retry_at,
         ),
-        faults=HostFaults(
-            tries.hosts,
-            in_a_row=tries.faults,
-            at=tries.at,
-            retry_at=tries.retry_at,
-            seen=tries.seen,
-        ),
+        faults=_read_faults(tries),
     )
     newest = max(pod.created_at for pod in observation.evaluations)
     # A long life is no progress: each pod might die at the same batch, for ever.

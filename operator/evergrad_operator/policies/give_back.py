@@ -37,7 +37,7 @@ def give_back_if_short(context: ReconcileContext) -> tuple[ReconcileContext, flo
     # Where a quota is used up, the pods that are missing were never made.
     is_refused = any(
         (failure.verb, failure.kind) == ("create", "Pod")
-        and explain_refusal(failure).reason == Reason.QUOTA_EXCEEDED
+        and explain_refusal(failure, context.run.name).reason == Reason.QUOTA_EXCEEDED
         for failure in context.observation.failures
     )
     is_short = 0 < hosted < least
