@@ -36,7 +36,8 @@ class Tries:
     """Failures of evaluating pods in a row, apart from those of the run's nodes. Times in seconds since 1970.
 
     ``failures`` use up a budget, ``short_lives`` and ``faults`` (of ``hosts``, with their number) only pause
-    the next pod. ``at``: creation time of the pod that was counted last. No pod is made before ``retry_at``.
+    the next pod. ``seen``: when each of the hosts failed last. ``at``: creation time of the pod that was
+    counted last. No pod is made before ``retry_at``.
     """
 
     failures: int = 0
@@ -45,6 +46,11 @@ class Tries:
     hosts: tuple[tuple[str, int], ...] = ()
     at: float = 0.0
     retry_at: float = 0.0
+    seen: tuple[tuple[str, float], ...] = ()
+
+    def begin_anew(self) -> "Tries":
+        """Forget failures, and keep away from the same hosts."""
+        return Tries(hosts=self.hosts, seen=self.seen)
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,7 @@ def take_report(known: Evaluation, report: Evaluated) -> Evaluation:
     report lists what waits there.
     """
     pending = sorted({*known.pending, *report.waiting} - {report.step})[-MOST_WAITING:]
-    known = replace(known, pending=tuple(pending), tries=Tries(hosts=known.tries.hosts))
+    known = replace(known, pending=tuple(pending), tries=known.tries.begin_anew())
     if report.passed_over:
         return replace(known, passed_over=f"step {report.step}: {report.passed_over}")
     known = replace(known, evaluated=known.evaluated + 1)
@@ -124,6 +130,8 @@ def parse_evaluation(shown: Mapping[str, Any], notes: str) -> Evaluation:
     steps = raw.get("pending")
     listed = steps if isinstance(steps, list) else []
     pending = [one for one in listed if to_int(one, most=2**53) is not None and one >= 0]
+    hosts = tuple(get_hosts(raw, "hosts", most=2**31)[-_MAX_HOSTS:])
+    times = dict(get_hosts(raw, "hostsSeen", most=LATEST))
     results = {
         get_text(one, "name")[:LONGEST_NAME]: {
             key[:LONGEST_NAME]: value[:_LONGEST_VALUE]
@@ -141,9 +149,10 @@ def parse_evaluation(shown: Mapping[str, Any], notes: str) -> Evaluation:
             failures=get_natural(raw, "failures") or 0,
             short_lives=get_natural(raw, "shortLives") or 0,
             faults=get_natural(raw, "faults") or 0,
-            hosts=tuple(get_hosts(raw, "hosts", most=2**31)[-_MAX_HOSTS:]),
+            hosts=hosts,
             at=get_float(raw, "at", least=0, most=LATEST) or 0.0,
             retry_at=get_float(raw, "retryAt", least=0, most=LATEST) or 0.0,
+            seen=tuple((host, float(times[host])) for host, _ in hosts if host in times),
         ),
         failed=get_natural(raw, "failed") or 0,
         failure=keep_start(get_text(raw, "failure"), _LONGEST_MESSAGE),
@@ -170,6 +179,7 @@ def pack_evaluation(known: Evaluation) -> str:
         "shortLives": tries.short_lives,
         "faults": tries.faults,
         "hosts": [list(one) for one in tries.hosts],
+        "hostsSeen": [[host, int(at)] for host, at in tries.seen],
         "at": tries.at,
         "retryAt": tries.retry_at,
         "failed": known.failed,

@@ -179,8 +179,8 @@ class Memory:
     empty if it has not. ``has_formed``: a group has been up since the run was started, resumed or restarted.
     ``input_errors``: the exit codes 64 before that. ``given_back``: how often a run below its minimum has
     given its pods back since it trained last; none is made before ``come_again_at``. ``gang``: number of the
-    newest group of nodes that a queue admits together, -1 for none; it only grows. ``phase``, ``reason`` and
-    ``message``: as last shown.
+    newest group of nodes that a queue admits together, -1 for none; it only grows. ``min_nodes`` (that of the
+    spec), ``phase``, ``reason`` and ``message``: as last shown.
     ``image``: as the run asks for it; ``image_id``: as the kubelet names it in the first pod of this restart;
     ``image_pin``: the same by digest, where later pods ask for that. ``told_changes``: hash of the edited
     fields that an event named last. ``profile``: names of the profiles that the run began with;
@@ -209,6 +209,7 @@ class Memory:
     lost_seconds: Mapping[str, int] = field(default_factory=dict)
     budget: Budget = Budget()
     faults: HostFaults = HostFaults()
+    min_nodes: int | None = None
     given_back: int = 0
     come_again_at: float = 0.0
     input_errors: tuple[InputError, ...] = ()
@@ -307,6 +308,7 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         lost_seconds=_parse_counters(get_map(status, "lostSeconds")),
         budget=_parse_budget(get_map(status, "failures"), _unpack(notes, "budget")),
         faults=_parse_faults(_unpack(notes, "hostFaults"), get_text(notes, "faultyNodes")),
+        min_nodes=get_natural(get_map(status, "nodes"), "min", most=MAX_NODES),
         given_back=max(0, given_back[0]),
         come_again_at=float(max(0, given_back[-1])),
         input_errors=_parse_input_errors(_unpack(notes, "inputErrors")),

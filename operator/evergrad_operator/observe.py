@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
 
@@ -13,7 +13,13 @@ from evergrad_operator.kinds import POD_GROUP, Kind
 from evergrad_operator.memory import Memory, parse_memory
 from evergrad_operator.pods import PodState, judge_image, parse_pod
 from evergrad_operator.preparation import Report
-from evergrad_operator.raw import get_float, get_map, get_maps, get_natural, get_text
+from evergrad_operator.raw import (
+    get_float,
+    get_map,
+    get_maps,
+    get_natural,
+    get_text,
+)
 from evergrad_operator.spec import TrainingRun
 from evergrad_operator.times import LATEST, parse_time
 
@@ -178,6 +184,8 @@ class Observation:
     """Hosts that have lately failed several runs of the installation."""
     gone: tuple[tuple[PodState, float], ...] = ()
     """Pods that were deleted a moment ago, as they were last, and the seconds since then."""
+    leaving_since: Mapping[str, float] = field(default_factory=dict)
+    """When this process first saw each pod being deleted, in seconds since 1970, by uid."""
 
     @property
     def unreachable(self) -> Silence | None:
@@ -188,11 +196,10 @@ class Observation:
         return silence if silence.seconds >= UNREACHABLE_SECONDS else None
 
     @property
-    def is_coordinator_unqueued(self) -> bool:
-        """Whether Kueue holds the coordinator because it names no queue, though the run does."""
-        live = self.live_coordinator
-        is_held = live is not None and live.place.is_gated and not live.place.queue
-        return is_held and names.LABEL_QUEUE in self.run.labels
+    def is_coordinator_stranded(self) -> bool:
+        """Whether Kueue holds the coordinator in another queue than the run names by now, or in none."""
+        live, queue = self.live_coordinator, self.run.labels.get(names.LABEL_QUEUE, "")
+        return live is not None and live.place.is_gated and live.place.queue != queue
 
     @property
     def live_coordinator(self) -> PodState | None:

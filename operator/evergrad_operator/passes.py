@@ -1,5 +1,6 @@
 """One pass over one run, and the hints about the run that are kept between two passes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -15,7 +16,7 @@ from evergrad_operator.kinds import (
     Raw,
 )
 from evergrad_operator.names import Key
-from evergrad_operator.observe import AppliedSettings
+from evergrad_operator.observe import AppliedSettings, Observation
 from evergrad_operator.profiles import NO_PROFILE, RunProfile
 from evergrad_operator.refusals import Refusals, Step
 
@@ -58,6 +59,18 @@ class Hints:
     """Seconds that the coordinator had been silent when the run's pods were listed for it."""
     ends: frozenset[str] = frozenset()
     """Pods, by uid, that ended by themselves before the coordinator was last asked."""
+    leaving_since: dict[str, float] = field(default_factory=dict)
+    """When each pod was first seen being deleted, by uid. One that is lost lengthens the wait for a pod on a
+    host that does not answer."""
+
+    def note_leaving(self, seen: Observation, now: float) -> Mapping[str, float]:
+        """Note the pods that are being deleted, and return when each was first seen so."""
+        known = self.leaving_since
+        pods = (*seen.nodes, *seen.preparations, *seen.evaluations)
+        self.leaving_since = {
+            pod.uid: known.get(pod.uid, now) for pod in pods if pod.is_deleting
+        }
+        return self.leaving_since
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,15 @@ from evergrad_coordinator.contract import (
 from evergrad_operator import names
 from evergrad_operator.images import is_same_image
 from evergrad_operator.kueue import QueuePlace, parse_place
-from evergrad_operator.raw import NOTHING, get_map, get_maps, get_text, keep_end, keep_start
+from evergrad_operator.raw import (
+    NOTHING,
+    get_float,
+    get_map,
+    get_maps,
+    get_text,
+    keep_end,
+    keep_start,
+)
 from evergrad_operator.times import parse_time
 
 MAX_MESSAGE: Final = 1024
@@ -122,7 +130,8 @@ class PodState:
     which may be an init container. ``image``: what was asked for; ``image_id``: what its
     container runs, as the kubelet names it. ``place``: its place in a queue of Kueue. ``gang``: the kind
     of gang that it was made for, empty for none. ``has_token``: whether it was given the run's.
-    ``asked_host``: the one host that it may come to, empty for any.
+    ``asked_host``: the one host that it may come to, empty for any. ``leave_seconds``: the grace that its
+    deletion gives it.
     """
 
     name: str
@@ -151,6 +160,7 @@ class PodState:
     gang: str = ""
     has_token: bool = True
     asked_host: str = ""
+    leave_seconds: float = 0.0
 
     @property
     def is_live(self) -> bool:
@@ -231,6 +241,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
         gang=_find_gang(raw, labels),
         has_token=names.TOKEN_VOLUME in volumes,
         asked_host=get_text(annotations, names.ANNOTATION_HOST),
+        leave_seconds=get_float(metadata, "deletionGracePeriodSeconds", least=0) or 0.0,
     )
 
 

@@ -266,6 +266,7 @@ class Reconciler:
             report=report,
             group_kind=work.group_kind,
             gone=observe_gone(parsed, self._cache.gone(key)),
+            leaving_since=work.hints.note_leaving(observed, self.clock()),
         )
 
         decision = decide(seen, self._config, self.clock())

@@ -94,20 +94,18 @@ def plan_children(
 
     ``token``: the run's.
     """
-    run = observation.run
+    run, live = observation.run, observation.claim
     claim: JsonObject | None = None
     stale_records: tuple[str, ...] = ()
-    # A run that waits or is being deleted changes nothing on its volume.
-    if decision.action != Action.HOLD:
-        claim = build_claim(
-            run,
-            decision.record,
-            config,
-            observation.claim,
-            is_owned=is_deleted_with(run, observation.claim, observation.claim_users),
-        )
+    # A run that waits or is being deleted changes nothing on its volume. But one that only waits gives up a
+    # claim that is to stay: it may be deleted as it is, and nothing is lost if it takes the claim back later.
+    is_owned = is_deleted_with(run, live, observation.claim_users)
+    mark = live.annotations.get(names.ANNOTATION_DELETED_WITH) if live is not None else None
+    is_given_up = mark == run.uid and not is_owned and not run.is_deleting
+    if decision.action != Action.HOLD or is_given_up:
+        claim = build_claim(run, decision.record, config, live, is_owned=is_owned)
     if claim is not None:
-        stale_records = find_stale_records(run, observation.claim, observation.claim_users)
+        stale_records = find_stale_records(run, live, observation.claim_users)
 
     # Applying an object is a write: one whose hash shows that nothing differs is left alone.
     is_running = decision.action == Action.RUN

@@ -18,6 +18,9 @@ from evergrad_operator.spec import TrainingRun
 
 UNREACHABLE_POD_SECONDS: Final = 10.0
 """A pod that is still there this long after its grace is taken to be on a node that does not answer."""
+CLOCK_SKEW_SECONDS: Final = 300.0
+"""Longest time by which the clock here is taken to be ahead of the API server's. A pod that is to be gone for
+longer is given up at once, also by an operator that has just started."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,17 @@ class ReconcileContext:
     def is_unreachable(self, pod: PodState) -> bool:
         """Whether it cannot be known if this leaving pod still runs; it is waited for no longer."""
         # A kubelet that is there ends a pod at the end of its grace, and the pod goes.
-        return (
-            pod.is_leaving
-            and pod.gone_by is not None
-            and self.now > pod.gone_by + UNREACHABLE_POD_SECONDS
-        )
+        until = self._find_end_of_wait(pod)
+        return pod.is_leaving and until is not None and self.now > until
+
+    def _find_end_of_wait(self, pod: PodState) -> float | None:
+        """Return when a leaving pod is given up; None where it is not known."""
+        if pod.gone_by is None:
+            return None
+        # The API server's clock may be behind: the grace is over by the clock here, too.
+        since = self.observation.leaving_since.get(pod.uid, float("-inf"))
+        here = min(since + pod.leave_seconds, pod.gone_by + CLOCK_SKEW_SECONDS)
+        return max(pod.gone_by, here) + UNREACHABLE_POD_SECONDS
 
     @cached_property
     def leaving(self) -> tuple[PodState, ...]:
@@ -108,9 +117,9 @@ class ReconcileContext:
     def seconds_to_unreachable(self) -> float | None:
         """Seconds until the next leaving pod is given up; None where none is leaving."""
         times = [
-            pod.gone_by + UNREACHABLE_POD_SECONDS - self.now
+            until - self.now
             for pod in (*self.leaving, *self.preparing, *self.evaluating)
-            if pod.gone_by is not None
+            if (until := self._find_end_of_wait(pod)) is not None
         ]
         # A second later: a pod is given up only once its time is over.
         return max(1.0, min(times) + 1.0) if times else None

@@ -111,7 +111,7 @@ def decide(observation: Observation, config: Config, now: float) -> Decision:
     # A run that comes to rest says why its pods cannot leave, as one that trains says why they cannot come.
     if decision.action in (Action.RUN, Action.HOLD) or not observation.failures:
         return decision
-    refusal = explain_refusal(observation.failures[0])
+    refusal = explain_refusal(observation.failures[0], observation.run.name)
     return replace(decision, message=f"{decision.message}; {refusal.message}")
 
 

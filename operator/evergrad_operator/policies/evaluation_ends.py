@@ -23,7 +23,7 @@ from evergrad_operator.names import Reason
 from evergrad_operator.observe import Observation
 from evergrad_operator.pods import PodState, describe_cause
 from evergrad_operator.policies.budget import count_failures
-from evergrad_operator.policies.host_faults import note_host_faults
+from evergrad_operator.policies.host_faults import forget_hosts, note_host_faults
 from evergrad_operator.policies.wording import (
     describe_disk_remedy,
     describe_end,
@@ -49,6 +49,9 @@ def note_evaluation(
 ) -> Memory:
     """Return the memory with every end of an evaluating pod that was not counted before."""
     known, pods = memory.evaluation, observation.evaluations
+    faults = forget_hosts(_read_faults(known.tries), now)
+    tries = replace(known.tries, hosts=faults.hosts, seen=faults.seen)
+    known = replace(known, tries=tries)
     attempt, is_counted = known.attempt, known.is_recorded
     # A pod that was known and is gone has ended unseen: what it has measured lies on the volume.
     if attempt >= 0 and all(pod.attempt != attempt for pod in pods):
@@ -65,7 +68,7 @@ def note_evaluation(
     # An edit of the run takes back that it was given up.
     run = observation.run
     if known.failed and known.failed != run.generation:
-        known = replace(known, failed=0, failure="", tries=Tries(hosts=known.tries.hosts))
+        known = replace(known, failed=0, failure="", tries=known.tries.begin_anew())
     for pod in ended:
         cause, message = describe_cause(pod), pod.end.message if pod.end else ""
         report = decode_evaluated(message) if cause == PodCause.DONE else None
@@ -90,6 +93,17 @@ def note_evaluation(
     if ended and not is_sent_away:
         known = _count(memory, known, ended, observation, config, now)
     return replace(memory, evaluation=known)
+
+
+def _read_faults(tries: Tries) -> HostFaults:
+    """Return the faults of hosts as those of nodes are kept, for the same rules."""
+    return HostFaults(
+        tries.hosts,
+        in_a_row=tries.faults,
+        at=tries.at,
+        retry_at=tries.retry_at,
+        seen=tries.seen,
+    )
 
 
 def is_evaluation_due(memory: Memory, observation: Observation) -> bool:
@@ -121,9 +135,7 @@ def _count(
             short_lives=tries.short_lives,
             retry_at=tries.retry_at,
         ),
-        faults=HostFaults(
-            tries.hosts, in_a_row=tries.faults, at=tries.at, retry_at=tries.retry_at
-        ),
+        faults=_read_faults(tries),
     )
     newest = max(pod.created_at for pod in observation.evaluations)
     # A long life is no progress: each pod might die at the same batch, for ever.
@@ -139,6 +151,7 @@ def _count(
             short_lives=budget.short_lives,
             faults=faults.in_a_row,
             hosts=faults.hosts,
+            seen=faults.seen,
             at=max(budget.at, faults.at),
             retry_at=max(budget.retry_at, faults.retry_at),
         ),

@@ -16,26 +16,36 @@ from evergrad_operator.times import format_duration, format_time
 
 FIRST_PAUSE_SECONDS: Final = 300.0
 LONGEST_PAUSE_SECONDS: Final = 3600.0
+_AT_WORK: Final = ("Starting", "Running", "Draining")
+"""Phases of a coordinator whose group has enough nodes, also where ``nodes.min`` was raised since."""
 
 
 def give_back_if_short(context: ReconcileContext) -> tuple[ReconcileContext, float | None]:
     """Return the context with a pause begun, if the run has been below its minimum for too long, and the
     seconds until a pause begins or ends."""
-    memory = context.memory
+    memory, least = context.memory, context.run.spec.nodes.min
+    # A lower minimum ends the pause: there may be hosts for so few.
+    if memory.min_nodes is not None and least < memory.min_nodes:
+        memory = replace(memory, given_back=0, come_again_at=0.0)
+        context = replace(context, memory=memory)
     if context.now < memory.come_again_at:
         return context, memory.come_again_at - context.now
+    if context.progress is not None and context.progress.phase in _AT_WORK:
+        return context, None
     hosted = sum(bool(pod.node_name) for pod in context.live)
     waiting = [pod for pod in context.live if pod.waiting_reason == "Unschedulable"]
     # Where a quota is used up, the pods that are missing were never made.
     is_refused = any(
         (failure.verb, failure.kind) == ("create", "Pod")
-        and explain_refusal(failure).reason == Reason.QUOTA_EXCEEDED
+        and explain_refusal(failure, context.run.name).reason == Reason.QUOTA_EXCEEDED
         for failure in context.observation.failures
     )
-    is_short = 0 < hosted < context.run.spec.nodes.min
+    is_short = 0 < hosted < least
     if not is_short or not (waiting or is_refused):
         return context, None
+    # Pods above the minimum may have waited for hours beside a group that trained until a moment ago.
     since = max(pod.created_at for pod in waiting or context.live)
+    since = max(since, memory.training.updated_at or 0.0)
     left = since + context.config.give_back_seconds - context.now
     if left > 0:
         return context, left

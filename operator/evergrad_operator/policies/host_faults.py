@@ -110,9 +110,8 @@ def is_host_fault(pod: PodState) -> bool:
     )
 
 
-def forget_hosts(memory: Memory, now: float) -> Memory:
+def forget_hosts(faults: HostFaults, now: float) -> HostFaults:
     """Forget hosts whose last fault is old."""
-    faults = memory.faults
     times = dict(faults.seen)
     kept = tuple(
         (host, count)
@@ -120,10 +119,10 @@ def forget_hosts(memory: Memory, now: float) -> Memory:
         if now - times.get(host, faults.at) < REMEMBERED_SECONDS
     )
     if kept == faults.hosts:
-        return memory
+        return faults
     left = {host for host, _ in kept}
     seen = tuple(one for one in faults.seen if one[0] in left)
-    return replace(memory, faults=replace(faults, hosts=kept, seen=seen))
+    return replace(faults, hosts=kept, seen=seen)
 
 
 def forgive_hosts(memory: Memory, observation: Observation, now: float) -> Memory:
@@ -131,8 +130,8 @@ def forgive_hosts(memory: Memory, observation: Observation, now: float) -> Memor
 
     The hosts are still avoided, each until its last fault is old.
     """
-    memory = forget_hosts(memory, now)
-    faults = memory.faults
+    faults = forget_hosts(memory.faults, now)
+    memory = replace(memory, faults=faults)
     # A node is well once its pod has run for long enough, and forgotten once the run has fewer nodes.
     live = [pod for pod in observation.nodes if pod.is_live and pod.started_at is not None]
     well = {pod.index for pod in live if now - (pod.started_at or now) >= WELL_SECONDS}

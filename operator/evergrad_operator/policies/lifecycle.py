@@ -32,6 +32,8 @@ _FIRST_WORDS_SECONDS: Final = 30.0
 """Time that a coordinator has to give a first answer before a suspended run lets it go."""
 _DELETION_RETRY_SECONDS: Final = 10.0
 """Time until a run is looked at again that was to be deleted, and was changed by somebody meanwhile."""
+_NOTED_SECONDS: Final = 1.0
+"""Time until a run is looked at again whose end was still to be written into the status."""
 
 
 def remove(pods: Iterable[PodState]) -> tuple[PodDeletion, ...]:
@@ -89,6 +91,9 @@ def conclude(context: ReconcileContext) -> Decision:
     if finish is None:
         raise ValueError("only a run that is over is concluded")
     ttl = context.run.spec.ttl_seconds_after_finished
+    # Pods may be all that shows the end: until the status has it, those that do stay. A lost write would
+    # otherwise let the run begin again.
+    is_noted = context.observation.status.finish is not None
     # The last stage: nothing is left but the record on the volume. Checkpoints that wait are evaluated first.
     is_evaluated = (
         not is_evaluation_due(context.memory, context.observation)
@@ -96,7 +101,7 @@ def conclude(context: ReconcileContext) -> Decision:
     )
     # A run that was complete before it was made is there for as long: somebody has just made it.
     expiry = None if ttl is None else max(finish.at, context.run.created_at) + ttl
-    if expiry is not None and now >= expiry and is_evaluated:
+    if expiry is not None and now >= expiry and is_evaluated and is_noted:
         return _clean(context, finish)
 
     # The pods of a failed run have time to write their last words, unless nothing may go on at all.
@@ -108,7 +113,7 @@ def conclude(context: ReconcileContext) -> Decision:
     chosen += context.preparing
     at_work = [pod for pod in (*context.live, *context.leaving) if pod.is_running]
     # The coordinator goes last: pods that are still at work ask it whether they may end.
-    if not at_work:
+    if not at_work and is_noted:
         chosen += [pod for pod in context.observation.coordinators if pod.is_live]
     return Decision(
         Action.FINISH,
@@ -120,6 +125,7 @@ def conclude(context: ReconcileContext) -> Decision:
         record=_completed_record(context),
         requeue_after=earliest(
             None if is_due or not at_work else grace - now,
+            None if is_noted or at_work else _NOTED_SECONDS,
             context.seconds_to_unreachable,
             # Beyond that time the end of an evaluation causes the pass.
             None if expiry is None or now >= expiry else expiry - now,
@@ -130,12 +136,10 @@ def conclude(context: ReconcileContext) -> Decision:
 def _clean(context: ReconcileContext, finish: Finish) -> Decision:
     """Return the last decision about a run: its children go, and where it asks for that, the run, too."""
     seen, record = context.observation, _completed_record(context)
-    # Without the record on the volume the same file, applied again, would train again. The end must also have
-    # been written where others read it: they wait for it.
-    is_noted = record is None and seen.status.finish is not None
     wants_deletion = context.run.spec.ttl_deletes == DELETES_RUN
     is_allowed = wants_deletion and context.config.allow_run_deletion
-    deletes_run = is_allowed and is_noted
+    # Without the record on the volume the same file, applied again, would train again.
+    deletes_run = is_allowed and record is None
     everything = (*context.nodes, *seen.coordinators, *seen.preparations, *seen.evaluations)
     return Decision(
         Action.CLEAN,
@@ -243,6 +247,8 @@ def _drain(context: ReconcileContext, reason: Reason) -> Decision:
     is_stale = is_unheard or (
         context.progress is not None and context.progress.connected > 0
     )
+    # Only the coordinator shows that the run itself has stopped: no pod goes before the status has it.
+    is_noted = context.run.spec.suspend or context.observation.status.is_stopped
 
     # Nodes first, then the coordinator, to which the last save is reported.
     if working or live_coordinators:
@@ -260,9 +266,11 @@ def _drain(context: ReconcileContext, reason: Reason) -> Decision:
             Reason.SUSPENDING,
             text,
             memory,
-            pods_to_delete=remove(chosen),
+            pods_to_delete=remove(chosen) if is_noted else (),
             requeue_after=earliest(
-                context.seconds_to_unreachable, None if working or not is_stale else 1.0
+                context.seconds_to_unreachable,
+                None if working or not is_stale else 1.0,
+                None if is_noted else _NOTED_SECONDS,
             ),
         )
 

@@ -55,8 +55,14 @@ def remember(observation: Observation, config: Config, now: float) -> Memory:
     )
 
     # Progress comes before the ends of pods: it takes back the failures that it followed, and says whether a
-    # group has formed, which decides what an exit code 64 means.
-    if observation.progress is not None and is_current(observation, memory):
+    # group has formed, which decides what an exit code 64 means. The last answer about a complete run may be
+    # older than its last step, which is noted.
+    is_complete = memory.finish is not None and memory.finish.phase == names.Phase.COMPLETE
+    if (
+        observation.progress is not None
+        and is_current(observation, memory)
+        and not is_complete
+    ):
         memory = _note_progress(
             memory,
             observation,
@@ -109,6 +115,7 @@ def _begin(observation: Observation, config: Config) -> Memory:
             preparation=replace(memory.preparation, is_recorded=True),
             evaluation=replace(memory.evaluation, is_recorded=True),
             has_formed=False,
+            input_errors=(),
             recorded=frozenset(range(len(memory.attempts))),
         )
 
@@ -249,7 +256,7 @@ def _note_coordinators(
             now,
         )
     # It has never run: the one that takes its place is no restart.
-    if observation.is_coordinator_unqueued:
+    if observation.is_coordinator_stranded:
         queued = replace(memory.coordinator, is_queued=True, is_recorded=True)
         memory = replace(memory, coordinator=queued)
     return memory
@@ -330,8 +337,14 @@ def _note_progress(
 
     # A step of this coordinator's own group shows that one was up, also where no poll fell into that time.
     has_formed = memory.has_formed or progress.phase in _FORMED or progress.step is not None
-    memory = replace(memory, training=training, has_formed=has_formed)
-    if progress.phase in _FORMED:
+    # It shows, too, that the exit codes 64 before it were not the input's fault.
+    memory = replace(
+        memory,
+        training=training,
+        has_formed=has_formed,
+        input_errors=() if has_formed else memory.input_errors,
+    )
+    if progress.phase in _FORMED and progress.ready >= observation.run.spec.nodes.min:
         memory = replace(memory, given_back=0, come_again_at=0.0)
 
     # The order matters: counters before the outcome, which names the failure that the counters count.

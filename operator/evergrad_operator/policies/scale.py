@@ -91,7 +91,7 @@ def decide_scale(context: ReconcileContext) -> Scale:
             faults.retry_at - context.now if faulty else None,
             context.seconds_to_unreachable if held or queueing.gang else None,
             queueing.requeue_after,
-            1.0 if withdrawn or context.observation.is_coordinator_unqueued else None,
+            1.0 if withdrawn or context.observation.is_coordinator_stranded else None,
         ),
     )
 
@@ -173,10 +173,11 @@ def _find_coordinators(
         for pod in context.observation.coordinators
         if not pod.is_deleting and pod.attempt < epoch
     ]
-    # One that Kueue admits in no queue is made again in the run's.
+    # One that Kueue holds in no queue, or in one that the run has left, is made again in the run's.
     # As with nodes, the status shows first that its end counts for nothing.
-    is_noted = context.observation.status.coordinator.is_queued
-    if live is not None and context.observation.is_coordinator_unqueued and is_noted:
+    noted = context.observation.status.coordinator
+    is_noted = noted.is_queued and noted.is_recorded and noted.attempt == epoch
+    if live is not None and context.observation.is_coordinator_stranded and is_noted:
         older.append(live)
         return attempt, epoch, older
 

@@ -33,10 +33,6 @@ _MISSING_CLAIM: Final = re.compile(
 _PENDING_CLAIM: Final = re.compile(
     r"unbound immediate PersistentVolumeClaims|didn't find available persistent volumes"
 )
-_PREPARING: Final = re.compile(rf"{re.escape(names.preparation_pod_name('', 0)[:-1])}\d+$")
-"""Names of pods that prepare data: those of nodes end with two numbers."""
-_EVALUATING: Final = re.compile(r"-evaluate-\d+-\d+$")
-"""The same of pods that evaluate checkpoints."""
 _SLOW_SECONDS: Final = 120.0
 _PERSON_AT_ONCE: Final = frozenset(
     {
@@ -113,7 +109,7 @@ def find_obstacle(context: ReconcileContext, wanted: Iterable[str]) -> Obstacle 
         is_record = (failure.verb, failure.kind) == ("apply", "PersistentVolumeClaim")
         if is_record and context.observation.claim is not None and not _is_passing(failure):
             return _explain_record(failure)
-        return explain_refusal(failure)
+        return explain_refusal(failure, context.run.name)
 
     # Then pods that exist and do not run; the reason that is rarest and most certain counts.
     coordinators = [pod for pod in context.observation.coordinators if pod.is_live]
@@ -149,13 +145,14 @@ _ORDER: Final = (
 )
 
 
-def explain_refusal(failure: ApplyFailure) -> Obstacle:
-    """Return a refusal of the API server, or of a coordinator, in words."""
+def explain_refusal(failure: ApplyFailure, run: str) -> Obstacle:
+    """Return a refusal of the API server, or of a coordinator, in words. ``run``: name of the run."""
     what, said = f"{failure.kind} {failure.name}", failure.message
+    # Only the run's own name tells its pods from the nodes of a run whose name ends with "-evaluate".
     of_pod = "spec.resources"
-    if _PREPARING.search(failure.name):
+    if failure.name.startswith(names.preparation_pod_name(run, 0).removesuffix("0")):
         of_pod = "spec.preparation.resources"
-    elif _EVALUATING.search(failure.name):
+    elif failure.name.startswith(names.evaluation_pod_name(run, 0, 0).removesuffix("0-0")):
         of_pod = "spec.evaluation.resources"
     if failure.reason == NAME_TAKEN:
         remedy = "Delete or rename it, or give the run another name"
@@ -339,7 +336,7 @@ def find_group_obstacle(context: ReconcileContext) -> Obstacle | None:
     # An API server that was not heard may have it.
     for failure in context.observation.failures:
         if failure.kind == API_RESOURCES:
-            return explain_refusal(failure)
+            return explain_refusal(failure, context.run.name)
     gang = context.config.gang
     group = POD_GROUPS[gang][0].version.partition("/")[0]
     text = f"the API server has no PodGroup of {group}, by which this installation places the nodes of a run"
@@ -351,7 +348,7 @@ def find_profile_obstacle(context: ReconcileContext) -> Obstacle:
     """Return why the namespace's profile could not be read, without which no run begins."""
     for failure in context.observation.failures:
         if (failure.verb, failure.name) == ("list", NAMESPACE_PROFILE):
-            return explain_refusal(failure)
+            return explain_refusal(failure, context.run.name)
     text = (
         f"ConfigMap {NAMESPACE_PROFILE} of namespace {context.run.namespace} was not read"
     )
@@ -369,7 +366,7 @@ def find_claim_obstacle(context: ReconcileContext) -> Obstacle | None:
         # A claim that could not be read may exist.
         for failure in context.observation.failures:
             if (failure.verb, failure.name) == ("get", name):
-                return explain_refusal(failure)
+                return explain_refusal(failure, context.run.name)
         text = f"PersistentVolumeClaim {name} does not exist in namespace {context.run.namespace}"
         remedy = "Create it, or leave out spec.storage.claimName in a new TrainingRun"
         return Obstacle(Reason.VOLUME_MISSING, f"{text}. {remedy}", since)

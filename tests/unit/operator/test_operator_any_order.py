@@ -163,6 +163,31 @@ def done(world: Simulation) -> None:
         world.end(name, 0)
 
 
+def stopped(world: Simulation) -> None:
+    world.train(50, phase="Stopped", reason="AfterStep", nodes={"connected": 0})
+    for name in world.live():
+        world.end(name, 75)
+
+
+def not_finite(world: Simulation) -> None:
+    world.train(50, phase="Stopped", reason="NonFinite", nodes={"connected": 0})
+    for name in world.live():
+        world.end(name, 75)
+
+
+def failed_by_the_coordinator(world: Simulation) -> None:
+    world.train(50, phase="Failed", reason="TooManyFailures", nodes={"connected": 0})
+    for name in world.live():
+        world.end(name, 70)
+
+
+def cleaned_at_once(world: Simulation) -> None:
+    world.set_spec(nodes={"min": 1, "max": 1}, ttlSecondsAfterFinished=0)
+    world.settle()
+    world.leave()
+    failed_by_the_coordinator(world)
+
+
 def grown(world: Simulation) -> None:
     world.set_spec(nodes={"min": 1, "max": 5})
 
@@ -194,6 +219,10 @@ CHANGES = [
     without_coordinator,
     wrong,
     done,
+    stopped,
+    not_finite,
+    failed_by_the_coordinator,
+    cleaned_at_once,
     grown,
     shrunk,
     suspended,

@@ -497,13 +497,41 @@ def test_results_are_gauges_of_the_run_and_go_with_it(simulation: Simulation) ->
     assert 'set="heldOut"' not in generate_latest(registry).decode()
 
 
+def test_a_host_that_failed_an_evaluation_is_avoided_for_a_day(
+    simulation: Simulation,
+) -> None:
+    publish(simulation, 2)
+    start(simulation)
+    broken = {"spec": {"nodeName": "broken"}}
+    simulation.store.change("pods", "ns", "run-evaluate-2-0", broken)
+    message = encode_termination(ErrorKind.ENVIRONMENT, "the mount is not writable")
+    simulation.end_pod("run-evaluate-2-0", 70, message=message.decode())
+    simulation.settle()
+    simulation.now += 60
+    simulation.settle()
+    for step in (2, 3, 4):
+        if step > 2:
+            publish(simulation, step)
+        name = f"run-evaluate-{step}-{step - 1}"
+        is_avoided = "broken" in json.dumps(pod(simulation, name)["spec"])
+        assert is_avoided == (step < 4), step
+        start(simulation)
+        end(simulation, name, step)
+        for _ in range(3):
+            simulation.reap()
+            simulation.settle()
+        simulation.now += 12 * 3600
+        simulation.settle()
+    assert "broken" not in json.dumps(simulation.status["memory"])
+
+
 def test_what_is_remembered_of_an_evaluation_is_read_back_and_bounded() -> None:
     known = Evaluation(
         attempt=3,
         is_recorded=True,
         seen=8,
         pending=(6, 8),
-        tries=Tries(2, 1, 1, (("n1", 1),), 5.0, 9.0),
+        tries=Tries(2, 1, 1, (("n1", 1), ("n2", 1)), 5.0, 9.0, (("n2", 4.0),)),
         failed=4,
         failure="why",
         step=4,

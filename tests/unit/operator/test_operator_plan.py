@@ -17,6 +17,8 @@ from simulated_run import CONFIG, START, Simulation, make_run
 from evergrad_coordinator.__main__ import find_problems, parse_arguments
 from evergrad_operator import names
 from evergrad_operator.config import Config
+from evergrad_operator.decision import Action
+from evergrad_operator.names import Reason
 from evergrad_operator.plan.common import escape
 from evergrad_operator.times import format_time
 from evergrad_trainer.cli import node as node_command
@@ -466,6 +468,29 @@ def test_a_claim_that_is_to_go_with_its_run_is_owned_once_it_is_seen_to_be_the_r
     world.reconcile()
     assert world.plan.claim is not None
     assert "ownerReferences" not in world.plan.claim["metadata"]
+
+
+def test_a_claim_that_is_to_stay_loses_its_owner_also_while_the_run_is_held() -> None:
+    world = with_volume(whenDeleted="Delete")
+    world.set_spec(template={"nodeSelector": {"bad key!": "x"}})
+    held = world.reconcile()
+    assert (held.action, held.reason) == (Action.HOLD, Reason.INVALID_SPEC)
+    assert world.plan.claim is None, "nothing else is changed on the volume"
+
+    # Data of another run do not go with this one, and the file may change its mind.
+    readers, changed = copy.deepcopy(world), copy.deepcopy(world)
+    readers.users = frozenset({"docs-lm", "reader"})
+    changed.set_spec(storage={"size": "1Gi", "whenDeleted": "Retain"})
+    for given_up in (readers, changed):
+        assert given_up.reconcile().action == Action.HOLD
+        assert given_up.plan.claim is not None
+        metadata = given_up.plan.claim["metadata"]
+        assert "ownerReferences" not in metadata
+        assert list(metadata["annotations"]) == ["run.evergrad.dev/docs-lm"]
+
+    # What is being deleted already is the garbage collector's.
+    changed.raw["metadata"]["deletionTimestamp"] = format_time(START)
+    assert changed.reconcile() and changed.plan.claim is None
 
 
 @pytest.mark.parametrize(

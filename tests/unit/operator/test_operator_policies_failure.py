@@ -190,6 +190,39 @@ def test_a_first_exit_code_64_waits_for_what_other_nodes_say_and_is_tried_elsewh
     assert world.settle().phase == Phase.RUNNING
 
 
+@pytest.mark.parametrize("has_formed_between", [True, False])
+def test_an_exit_code_64_of_before_a_group_or_an_edit_accuses_nobody_after_it(
+    has_formed_between: bool,
+) -> None:
+    world = begun()
+    world.end("docs-lm-0-0", 64, message="the mount of this host is missing")
+    world.reconcile()
+    if has_formed_between:
+        world.age(15)
+        world.reconcile()
+        world.start()
+        world.train(40)
+        world.settle()
+        assert "inputErrors" not in world.status["memory"]
+
+    # Settings that all nodes share are edited: the pods leave and come again, and no group has formed.
+    recipe = world.raw["spec"]["training"]
+    world.set_spec(training={**recipe, "checkpoint": {"every": {"steps": 7}}})
+    for _ in range(3):
+        world.reconcile()
+        world.leave()
+        world.progress = None
+        world.age(20)
+    world.settle()
+    world.start()
+    world.settle()
+    assert len(world.live()) == 3 and "inputErrors" not in world.status["memory"]
+    world.age(10)
+    world.end("docs-lm-1-1", 64, message="the mount of another host is missing")
+    decision = world.reconcile()
+    assert (decision.phase, decision.reason) == (Phase.WAITING, Reason.HOST_FAULTS)
+
+
 def two_tries(world: Simulation) -> None:
     world.end("docs-lm-1-0", 64, message="bad data")
     world.reconcile()
@@ -1171,9 +1204,8 @@ def test_a_host_is_forgotten_a_day_after_its_last_fault() -> None:
 
 def test_a_host_in_a_status_of_an_older_release_is_forgotten_like_any_other() -> None:
     known = HostFaults(hosts=(("broken", 2),), at=START)
-    memory = Memory(faults=known)
-    assert forget_hosts(memory, START + REMEMBERED_SECONDS - 1) == memory
-    assert forget_hosts(memory, START + REMEMBERED_SECONDS).faults.hosts == ()
+    assert forget_hosts(known, START + REMEMBERED_SECONDS - 1) == known
+    assert forget_hosts(known, START + REMEMBERED_SECONDS).hosts == ()
 
 
 def test_hosts_and_their_times_survive_the_status() -> None:

@@ -521,7 +521,7 @@ def completed(run: dict[str, Any] | None = None) -> Simulation:
     world.train(100, phase="Complete", reason="Complete")
     for name in world.live():
         world.end(name, 0)
-    world.reconcile()
+    world.settle()
     world.leave()
     world.settle()
     return world

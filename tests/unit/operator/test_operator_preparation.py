@@ -488,12 +488,16 @@ def test_the_sandbox_of_the_nodes_is_the_pods_own_unless_it_has_hosts_of_its_own
 
 def test_a_refusal_of_the_pod_names_its_own_field() -> None:
     failed = "failed quota: q: must specify limits.cpu for: trainer"
-    for name, expected in (
-        ("run-prepare-0", "Set these under spec.preparation.resources"),
-        ("run-prepare-0-0", "Set these under spec.resources"),
+    for run, name, expected in (
+        ("run", "run-prepare-0", "spec.preparation.resources"),
+        ("run", "run-evaluate-2-0", "spec.evaluation.resources"),
+        ("run", "run-2-0", "spec.resources"),
+        ("run-prepare", "run-prepare-2-0", "spec.resources"),
+        ("run-evaluate", "run-evaluate-2-0", "spec.resources"),
+        ("run-evaluate", "run-evaluate-evaluate-2-0", "spec.evaluation.resources"),
     ):
         failure = ApplyFailure("Pod", name, 403, "Forbidden", failed)
-        assert expected in explain_refusal(failure).message
+        assert f"Set these under {expected};" in explain_refusal(failure, run).message
 
 
 def test_a_deadline_ends_the_preparation_too() -> None:

@@ -440,6 +440,30 @@ def test_a_run_whose_queue_is_another_one_waits_there() -> None:
     assert world.status["message"].endswith("the queue others")
 
 
+@pytest.mark.parametrize("queue", ["others", None])
+def test_a_coordinator_that_waits_leaves_the_queue_that_the_run_has_left(
+    queue: str | None,
+) -> None:
+    world = Queued(quota=0, manages_all=True).create().go_on(8)
+    (name,) = world.simulation.pods("coordinator")
+    assert (name, world.pod(name)["metadata"]["labels"][QUEUE]) == (
+        "run-coordinator-1",
+        "gpus",
+    )
+    others = {key: value for key, value in LABELS.items() if key != QUEUE}
+    world.label({**others, QUEUE: queue})
+    world.go_on(8)
+    (name,) = world.simulation.pods("coordinator")
+    assert name == "run-coordinator-2", "and is made no further time"
+    assert world.pod(name)["metadata"]["labels"].get(QUEUE) == queue
+    assert world.status["restarts"] == {"total": 0}
+    # Where there is room again, it goes on from there.
+    world.label(LABELS)
+    world.kueue.quota = 4
+    world.go_on(12)
+    assert len(world.running()) == 3 and world.status["restarts"] == {"total": 0}
+
+
 def story(world: Queued) -> tuple[Any, ...]:
     """The whole of it: queued, admitted, preempted, returned, suspended, resumed."""
     world.create().go_on(4).simulation.train()
@@ -626,3 +650,57 @@ def test_a_run_that_has_no_host_at_all_or_enough_of_them_gives_nothing_back() ->
     world.age(PATIENCE_SECONDS)
     world.settle()
     assert len(world.live()) == 2
+
+
+def test_a_raised_minimum_takes_no_pod_of_the_group_that_trains() -> None:
+    world = simulated_run.Simulation(simulated_run.make_run(nodes={"min": 2, "max": 4}))
+    world.reconcile()
+    world.start("docs-lm-coordinator-0", "docs-lm-0-0", "docs-lm-1-0")
+    for name in ("docs-lm-2-0", "docs-lm-3-0"):
+        world.unschedulable(name, "0/2 nodes are available: 2 Insufficient cpu.")
+    two = {"ready": 2, "connected": 2}
+    world.train(10, nodes={"min": 2, "max": 4, **two})
+    world.settle()
+    world.age(3 * PATIENCE_SECONDS)
+    world.train(100, nodes={"min": 2, "max": 4, **two})
+    world.settle()
+    world.set_spec(nodes={"min": 3, "max": 4})
+    for phase in ("Running", "Draining", "Starting"):
+        world.progress = simulated_run.make_progress(
+            phase=phase, nodes={"min": 3, "max": 4, **two}
+        )
+        world.settle()
+        assert len(world.live()) == 4
+
+    # Once the group is lost, its pods have as long to find hosts as any others.
+    world.progress = simulated_run.make_progress(
+        phase="Waiting", nodes={"min": 3, "max": 4, **two}
+    )
+    left = world.settle().requeue_after
+    assert left == PATIENCE_SECONDS and len(world.live()) == 4
+    world.age(left)
+    world.settle()
+    assert world.live() == []
+
+    # While they save, the coordinator's words are those of the group: they end no pause.
+    world.progress = simulated_run.make_progress(
+        phase="Draining", nodes={"min": 3, "max": 4, **two}
+    )
+    world.settle()
+    world.leave()
+    world.progress = simulated_run.make_progress(phase="Waiting", nodes={"ready": 0})
+    decision = world.settle()
+    assert (decision.reason, world.live()) == ("PodsGivenBack", [])
+
+
+def test_a_lower_minimum_ends_a_pause_and_a_higher_one_does_not() -> None:
+    world = contend()
+    world.age(PATIENCE_SECONDS)
+    world.settle()
+    world.leave()
+    world.set_spec(nodes={"min": 3, "max": 3})
+    assert (world.settle().reason, world.live()) == ("PodsGivenBack", [])
+    world.set_spec(nodes={"min": 2, "max": 3})
+    decision = world.settle()
+    assert decision.reason != "PodsGivenBack" and len(world.live()) == 3
+    assert "givenBack" not in world.status["memory"]

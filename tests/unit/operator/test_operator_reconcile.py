@@ -18,6 +18,7 @@ from evergrad_operator.observe import Record, build_record
 from evergrad_operator.times import format_time
 
 Story = Callable[[Simulation], None]
+NONE_CONNECTED = {"min": 1, "max": 2, "ready": 0, "connected": 0, "members": []}
 
 
 def writes(simulation: Simulation, since: int = 0) -> list[tuple[str, str, str]]:
@@ -227,6 +228,43 @@ def test_an_operator_that_starts_again_over_a_complete_run_writes_nothing(
     assert simulation.store.writes[before:] == []
 
 
+@pytest.mark.parametrize("ahead", [0.0, 60.0, 240.0])
+def test_pods_have_their_grace_also_where_the_operators_clock_is_ahead(
+    simulation: Simulation, ahead: float
+) -> None:
+    begin(simulation)
+    simulation.reconciler.clock = lambda: simulation.now + ahead
+    simulation.store.change("trainingruns", *KEY, {"spec": {"suspend": True}})
+    simulation.settle()
+    metadata = {
+        "deletionTimestamp": format_time(simulation.now + 30),
+        "deletionGracePeriodSeconds": 30,
+    }
+    for name in ("run-0-0", "run-1-0"):
+        simulation.store.change("pods", "ns", name, {"metadata": metadata})
+    simulation.train(5, nodes=NONE_CONNECTED)
+    for _ in range(3):
+        simulation.settle()
+        simulation.now += 10
+    assert simulation.status["phase"] == "Suspending" and simulation.pods("coordinator")
+
+    # Beyond its grace a pod is on a host that does not answer, also to an operator that has just started
+    # where its clock is right.
+    simulation.now += 11
+    simulation.settle()
+    assert simulation.store.get("pods", "ns", "run-coordinator-0")["metadata"].get(
+        "deletionTimestamp"
+    )
+    simulation.store.remove("pods", "ns", "run-coordinator-0")
+    simulation.settle()
+    assert simulation.status["phase"] == "Suspended"
+    simulation.now += 300
+    simulation.start_operator()
+    before = len(simulation.store.writes)
+    simulation.settle()
+    assert simulation.store.writes[before:] == []
+
+
 def complete(simulation: Simulation) -> None:
     for name in simulation.pods():
         if simulation.store.get("pods", "ns", name)["status"]["phase"] == "Running":
@@ -284,11 +322,58 @@ def story_prepares_first(simulation: Simulation) -> None:
     complete(simulation)
 
 
+def end_with_words(simulation: Simulation, exit_code: int, **words: Any) -> None:
+    """The coordinator says its last words, and all nodes end before it is asked for them."""
+    simulation.train(5, nodes=NONE_CONNECTED, **words)
+    for name in simulation.pods():
+        simulation.end_pod(name, exit_code)
+    for _ in range(3):
+        simulation.settle()
+        simulation.reap()
+        if not simulation.pods("coordinator"):
+            simulation.coordinators.answers.clear()
+    simulation.now += 60
+    simulation.settle()
+
+
+def story_stops_on_request(simulation: Simulation) -> None:
+    simulation.create_run()
+    begin(simulation)
+    end_with_words(simulation, 75, phase="Stopped", reason="AfterStep", checkpointStep=5)
+
+
+def story_stops_before_a_step_that_is_not_finite(simulation: Simulation) -> None:
+    simulation.create_run()
+    begin(simulation)
+    end_with_words(simulation, 75, phase="Stopped", reason="NonFinite", checkpointStep=5)
+
+
+def story_is_failed_by_its_coordinator(simulation: Simulation) -> None:
+    simulation.create_run()
+    begin(simulation)
+    end_with_words(simulation, 70, phase="Failed", reason="TooManyFailures")
+
+
+def story_fails_and_is_cleaned_at_once(simulation: Simulation) -> None:
+    simulation.create_run(nodes={"min": 1, "max": 1}, ttlSecondsAfterFinished=0)
+    simulation.settle()
+    simulation.start_pods()
+    simulation.settle()
+    simulation.end_pod("run-0-0", 64)
+    simulation.settle()
+    simulation.reap()
+    simulation.settle()
+
+
 STORIES = [
     story_completes,
     story_loses_a_pod,
     story_is_suspended_and_resumed,
     story_prepares_first,
+    story_stops_on_request,
+    story_stops_before_a_step_that_is_not_finite,
+    story_is_failed_by_its_coordinator,
+    story_fails_and_is_cleaned_at_once,
 ]
 
 

@@ -29,7 +29,7 @@ def completed(*, ttl: int | None = 600, config: Any = ALLOWED, **spec: Any) -> S
     world.train(100, phase="Complete", reason="Complete")
     for name in world.live():
         world.end(name, 0)
-    world.reconcile()
+    world.settle()
     world.leave()
     return world
 
