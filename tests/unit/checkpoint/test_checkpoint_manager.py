@@ -366,6 +366,18 @@ def test_a_claim_in_the_middle_of_a_save_leaves_nothing_published(
     assert not (solo.directory / "latest").exists()
 
 
+def test_a_claim_in_a_save_whose_state_was_published_before_leaves_that_checkpoint(
+    make_solo: MakeSolo, tmp_path: Path
+) -> None:
+    make_solo().save(10)
+    action = At(faults.AFTER_RENAME, lambda: claim_generation(tmp_path / "checkpoints"))
+    solo = make_solo(hook=action)
+    with pytest.raises(FencedError):
+        solo.save(10)
+    assert solo.names() == ["step-10"]
+    assert make_solo().restore() == 10
+
+
 # Retention
 
 
