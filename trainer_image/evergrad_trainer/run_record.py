@@ -18,6 +18,8 @@ from evergrad_trainer.run_directory import RunDirectory, dumps_strict
 
 BEGUN_FROM: Final = "begunFrom"
 """Key under which stands what a fresh run began with."""
+ANNOUNCED: Final = "announced"
+"""Key under which stands what a start announces changes of; there only until it has announced them."""
 FIRST_MODEL: Final = "firstModel"
 """Key of the model as it was described at the first start; missing where ``model`` is the same."""
 
@@ -42,6 +44,14 @@ class BegunFrom:
     step: int
     hash: str
     load: str
+
+
+@dataclass(frozen=True)
+class Announced:
+    """The manifest and the horizon of the newest start that has announced its changes."""
+
+    manifest: dict[str, Any]
+    steps: int
 
 
 @dataclass(frozen=True)
