@@ -64,7 +64,7 @@ def close_run(
         session.directory.consume_stop_file()
     if is_alone:
         # It may never have trained in a world in which it was the one to write the start event.
-        session.waiting = None
+        session.release_events()
     session.emit(EventType.STOP, {"reason": reason, "saved": is_saved})
     step = session.progress.finished_steps
     if code == ExitCode.DONE:

@@ -105,10 +105,15 @@ class Lifecycle:
         session.membership.move_to(world)
         if self._worlds.are_replaced:
             session.mark("group")
-        # Events of this world's start wait until the one that says that it has begun.
-        session.waiting = []
         # Before anything else can fail: the error has to be written down, too.
         is_new = world.is_main and self._take_duties()
+        if self._writer.is_on_duty and not world.is_main:
+            # Another process writes from here on, and does not have what this one noted as rank 0.
+            session.release_events()
+        # Events of this world's start wait until the one that says that it has begun, and with them those of
+        # a world that broke before it had.
+        if is_new or session.waiting is None:
+            session.waiting = []
         self.life.enter(Phase.SETTLE)
         # Collectives: after this all ranks hold one state.
         is_fresh = settle(session, self._machinery, self._run, self.life)
@@ -118,6 +123,8 @@ class Lifecycle:
         self.life.enter(Phase.TRAIN)
         self._worlds.trains(world, session.progress.finished_steps)
         if not world.is_main:
+            # Rank 0 writes what the start of this world has to say.
+            session.waiting = None
             self._release()
         else:
             # Nobody knows whether a rank 0 that died before the first step had announced the start.
