@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from evergrad_coordinator.contract import ExitCode
 from evergrad_trainer.errors import PeerLostError
 from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.observers.lasting import Lasting
@@ -149,6 +150,45 @@ def test_other_ranks_keep_nothing_of_a_world_that_broke(
 ) -> None:
     rows = live(open_session(tmp_path), monkeypatch, (1, breaks), (0, restores))
     assert rows == ["start", "restored", "closed"]
+
+
+def test_a_stop_file_is_there_until_others_know_that_the_run_has_stopped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A rank 0 that dies before that leaves it to those that go on."""
+    session = open_session(tmp_path)
+    session.directory.stop.touch()
+    seen: list[bool] = []
+
+    def look(*facts: Any, **more: Any) -> None:
+        seen.append(session.directory.stop_requested())
+
+    def close_run(*parts: Any, **more: Any) -> ExitCode:
+        look()
+        return ExitCode.STOPPED_SAVED
+
+    monkeypatch.setattr(lifecycle, "close_run", close_run)
+    monkeypatch.setattr(lifecycle, "settle", lambda *parts: True)
+    monkeypatch.setattr(lifecycle, "announce", lambda *parts: None)
+    monkeypatch.setattr(lifecycle, "train", lambda run: "stop_file")
+    monkeypatch.setattr(lifecycle, "save_all", lambda run: True)
+    worlds = SimpleNamespace(
+        are_replaced=True, trains=lambda world, step: None, agreed_end=look
+    )
+    writer = SimpleNamespace(take=lambda: False, is_on_duty=True)
+    life = Life(Held.WHOLE)
+    life.enter(Phase.SETUP)
+    one = Lifecycle(
+        session,
+        cast(Any, None),
+        cast(Any, SimpleNamespace(observers=None)),
+        worlds=cast(Any, worlds),
+        writer=cast(Any, writer),
+        life=life,
+    )
+    one._train_in(World(1, 0, 1, CPU), cast(Go, None))
+    assert seen == [True, True]
+    assert not session.directory.stop_requested()
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,10 @@ class Lifecycle:
             self._has_ended_run = True
             step = session.progress.finished_steps
             self._worlds.agreed_end(world, step=step, exit_code=int(code), reason=reason)
+            if reason == "stop_file" and world.is_main:
+                # Last: where this process dies before others know of the end, they go on, see the file and
+                # stop a step later.
+                session.directory.consume_stop_file()
 
     def _leave(self, world: World | None, broken_by: EvergradError | None) -> None:
         """Out of the group, whatever has become of it.
