@@ -191,6 +191,26 @@ def test_a_stop_file_is_there_until_others_know_that_the_run_has_stopped(
     assert not session.directory.stop_requested()
 
 
+def test_a_record_that_cannot_be_closed_is_an_error_of_a_life_that_is_not_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def release() -> None:
+        raise OSError("no space left")
+
+    life = Life(Held.WHOLE)
+    one = Lifecycle(
+        open_session(tmp_path),
+        cast(Any, None),
+        cast(Any, None),
+        worlds=cast(Any, SimpleNamespace(await_order=lambda step: End(0))),
+        writer=cast(Any, SimpleNamespace(release=release)),
+        life=life,
+    )
+    with pytest.raises(OSError, match="no space left"):
+        one.live()
+    assert not life.is_over
+
+
 @pytest.mark.parametrize(
     ("is_fresh", "steps_here", "is_announced", "written"),
     [

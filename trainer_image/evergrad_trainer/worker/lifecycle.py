@@ -75,8 +75,9 @@ class Lifecycle:
                     self.life.enter(Phase.ENDED)
                     return end
                 case End() as order:
-                    self.life.enter(Phase.ENDED)
+                    # First: a record that cannot be closed is an error of a life that is not over yet.
                     self._release()
+                    self.life.enter(Phase.ENDED)
                     return LifeEnd(order.exit_code)
 
     def _take_part(self, begin: Go) -> None:
