@@ -122,6 +122,17 @@ def read_optional(
     return read_key(directory, record, key, kind) if key in record else None
 
 
+def read_announced(directory: RunDirectory, record: Mapping[str, Any]) -> Announced:
+    """What the newest start that has announced its changes had, by the ``run.json`` of ``directory``.
+
+    It is the start that has written the record, unless that one was killed before it had announced them.
+    Raises RunDirectoryError.
+    """
+    return read_optional(directory, record, ANNOUNCED, Announced) or Announced(
+        record["manifest"], int(record["derived"]["totalSteps"])
+    )
+
+
 def describe_base(base: Path, run_directory: Path) -> str:
     """The value of ``BASE`` for a run in ``run_directory``, which exists.
 

@@ -29,7 +29,7 @@ from evergrad_trainer.run_record import (
     FIRST_MODEL,
     Announced,
     describe_base,
-    read_optional,
+    read_announced,
 )
 from evergrad_trainer.training.build import Machinery
 from evergrad_trainer.worker.session import Session
@@ -45,21 +45,16 @@ def announce(session: Session, machinery: Machinery) -> None:
     if not session.world.is_main:
         return
     plan, progress, world = session.plan, session.progress, session.world
-    # Read before it is written over: what differs from the start before is announced below. One that was
-    # killed before its own announcement has left what it was to compare with.
+    # Read before it is written over: what differs from what is announced already is announced below.
     before = session.directory.read_resolved()
-    record, known = _build_record(session, before or {}), None
-    if before is not None:
-        known = read_optional(session.directory, before, ANNOUNCED, Announced) or Announced(
-            before["manifest"], int(before["derived"]["totalSteps"])
-        )
+    record = _build_record(session, before or {})
+    now = Announced(record["manifest"], plan.numbers.total_steps)
+    known = now if before is None else read_announced(session.directory, before)
     # In this order: a mark beside a record with the longer horizon would say that this one is reached.
     if session.directory.is_complete():
         session.directory.unmark_complete()
-    now, pending = Announced(record["manifest"], plan.numbers.total_steps), {}
-    if known is not None and known != now:
-        pending = {ANNOUNCED: dataclasses.asdict(known)}
-    session.directory.write_resolved({**record, **pending})
+    pending = {} if known == now else {ANNOUNCED: dataclasses.asdict(known)}
+    session.directory.write_resolved(record | pending)
     processes = read_processes(session.directory)
     entry = record_process(
         session.directory,
@@ -92,11 +87,11 @@ def announce(session: Session, machinery: Machinery) -> None:
     session.release_events()
 
     # Each change of the file, the task or the versions is an event, so that the report explains the curve.
-    if known is not None:
+    if before is not None:
         _announce_changes(session, known.manifest)
     if processes and progress.finished_steps > 0:
         _announce_versions(session, processes[-1], entry)
-    if known is not None and known.steps < plan.numbers.total_steps:
+    if known.steps < plan.numbers.total_steps:
         _announce_extension(session, from_steps=known.steps)
     if pending:
         # Last: after a kill before this, the next start says it again, and a repeated event does no harm.
