@@ -12,10 +12,14 @@ import pytest
 import torch
 
 from evergrad_manifest.training import Checkpoint
-from evergrad_trainer.checkpoint.generations import claim_generation
+from evergrad_trainer.checkpoint.generations import (
+    check_fence,
+    claim_exactly,
+    claim_generation,
+)
 from evergrad_trainer.checkpoint.manager import CheckpointManager
 from evergrad_trainer.checkpoint.manifest import Identity
-from evergrad_trainer.errors import RunDirectoryError, VolumeError
+from evergrad_trainer.errors import FencedError, RunDirectoryError, VolumeError
 from evergrad_trainer.world import Membership, World
 
 processes: Any = sys.modules.get("checkpoint_processes")
@@ -83,6 +87,19 @@ def test_a_full_volume_fails_the_save_and_frees_what_it_took(small_volume: Path)
     assert (
         restored is not None and restored.step == 30 and bool((state["model.a"] == 1).all())
     )
+
+
+def test_the_next_group_of_a_run_whose_volume_is_full_claims_it(small_volume: Path) -> None:
+    directory = small_volume / "checkpoints"
+    claim_exactly(directory, 1)
+    filler = (small_volume / "filler").open("wb", buffering=0)
+    with filler, pytest.raises(OSError, match="No space left on device"):
+        while True:
+            filler.write(bytes(512))
+    claim_exactly(directory, 2)
+    with pytest.raises(FencedError):
+        check_fence(directory, 1)
+    check_fence(directory, 2)
 
 
 def save_on(world: World, directory: Path) -> Events:

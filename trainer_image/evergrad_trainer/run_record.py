@@ -18,6 +18,8 @@ from evergrad_trainer.run_directory import RunDirectory, dumps_strict
 
 BEGUN_FROM: Final = "begunFrom"
 """Key under which stands what a fresh run began with."""
+ANNOUNCED: Final = "announced"
+"""Key under which stands what a start announces changes of; there only until it has announced them."""
 FIRST_MODEL: Final = "firstModel"
 """Key of the model as it was described at the first start; missing where ``model`` is the same."""
 
@@ -42,6 +44,14 @@ class BegunFrom:
     step: int
     hash: str
     load: str
+
+
+@dataclass(frozen=True)
+class Announced:
+    """The manifest and the horizon of the newest start that has announced its changes."""
+
+    manifest: dict[str, Any]
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -110,6 +120,17 @@ def read_optional(
 ) -> Value | None:
     """As ``read_key``; None where the key is missing, as in the records of older versions."""
     return read_key(directory, record, key, kind) if key in record else None
+
+
+def read_announced(directory: RunDirectory, record: Mapping[str, Any]) -> Announced:
+    """What the newest start that has announced its changes had, by the ``run.json`` of ``directory``.
+
+    It is the start that has written the record, unless that one was killed before it had announced them.
+    Raises RunDirectoryError.
+    """
+    return read_optional(directory, record, ANNOUNCED, Announced) or Announced(
+        record["manifest"], int(record["derived"]["totalSteps"])
+    )
 
 
 def describe_base(base: Path, run_directory: Path) -> str:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -76,6 +77,25 @@ def test_a_claim_is_tried_again_while_the_volume_is_away_and_may_find_its_own_fi
         claim_exactly(tmp_path, 4)
     failures += [errno.EDQUOT]
     assert claim_generation(tmp_path) >= 6
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_on_a_full_volume_the_name_alone_is_the_claim_of_a_number_that_was_given_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    fsync = os.fsync
+
+    def fail(descriptor: int) -> None:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    claim_exactly(tmp_path, 5)
+    assert newest_generation(tmp_path) == 5
+    check_fence(tmp_path, 5)
+    with pytest.raises(FencedError):
+        claim_exactly(tmp_path, 5)
 
 
 def test_a_claim_on_a_volume_that_stays_full_is_trouble_of_the_host(

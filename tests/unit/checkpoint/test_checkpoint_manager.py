@@ -17,7 +17,7 @@ import torch
 from plain_state import read_plain_state
 
 from evergrad_coordinator.contract import ErrorKind
-from evergrad_trainer.checkpoint import faults
+from evergrad_trainer.checkpoint import faults, files, saving
 from evergrad_trainer.checkpoint.generations import claim_generation
 from evergrad_trainer.checkpoint.manifest import Candidate, Identity, Manifest
 from evergrad_trainer.checkpoint.saving import trouble_of
@@ -316,6 +316,19 @@ def test_a_failure_of_the_snapshot_is_a_failed_save(
     assert solo.events[0][1]["reason"] == "rank 0: no memory for the copy"
 
 
+def test_an_error_of_torch_in_a_world_of_one_is_no_lost_peer(
+    make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("an error of the library")
+
+    monkeypatch.setattr(saving, "dcp_save", fail)
+    solo = make_solo()
+    solo.save(10)
+    ((type_, fields),) = solo.events
+    assert (type_, fields["trouble"]) == ("save_failed", "other")
+
+
 # The fence
 
 
@@ -364,6 +377,18 @@ def test_a_claim_in_the_middle_of_a_save_leaves_nothing_published(
         solo.save(10)
     assert solo.names() == []
     assert not (solo.directory / "latest").exists()
+
+
+def test_a_claim_in_a_save_whose_state_was_published_before_leaves_that_checkpoint(
+    make_solo: MakeSolo, tmp_path: Path
+) -> None:
+    make_solo().save(10)
+    action = At(faults.AFTER_RENAME, lambda: claim_generation(tmp_path / "checkpoints"))
+    solo = make_solo(hook=action)
+    with pytest.raises(FencedError):
+        solo.save(10)
+    assert solo.names() == ["step-10"]
+    assert make_solo().restore() == 10
 
 
 # Retention
@@ -450,6 +475,46 @@ def test_damaged_checkpoints_neither_count_nor_are_removed(make_solo: MakeSolo) 
     solo.save(30)
     assert solo.names() == ["step-10", "step-20", "step-30"]
     assert solo.events[-1][1]["kept"] == 2
+
+
+def test_a_checkpoint_that_cannot_be_read_does_not_keep_others_from_being_retired(
+    make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solo = make_solo(keep=2)
+    solo.save(10)
+    solo.save(20)
+    hash_file = files.hash_file
+
+    def fail(path: Path, **options: Any) -> str:
+        if path.parent.name == "step-10":
+            refuse(errno.EIO)()
+        return hash_file(path, **options)
+
+    monkeypatch.setattr(files, "hash_file", fail)
+    for step in (30, 40):
+        solo.save(step)
+    assert solo.names() == ["step-10", "step-30", "step-40"]
+    assert solo.events[-1][1]["kept"] == 2
+
+
+def test_a_checkpoint_that_cannot_be_removed_does_not_keep_others_from_being_retired(
+    make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solo = make_solo(keep=3)
+    for step in (10, 20, 30):
+        solo.save(step)
+    rename = files.rename_to_free_name
+
+    def fail(source: Path, target: Path) -> bool:
+        if source.name == "step-10":
+            refuse(errno.EACCES)()
+        return rename(source, target)
+
+    monkeypatch.setattr(files, "rename_to_free_name", fail)
+    again = make_solo(keep=1)
+    again.save(40)
+    assert again.names() == ["step-10", "step-40"]
+    assert again.events[-1][1]["kept"] == 2
 
 
 def test_the_checkpoint_just_published_survives_newer_looking_ones(

@@ -9,6 +9,7 @@ from loop_run import STEPS, evaluator_of, make_run
 
 from evergrad_trainer.errors import PeerLostError
 from evergrad_trainer.observers.base import BaseObserver
+from evergrad_trainer.training import loop
 from evergrad_trainer.training.loop import train
 from evergrad_trainer.training.progress import Progress, adopt, describe_rank
 from evergrad_trainer.training.run import Best, Run
@@ -137,6 +138,56 @@ def test_a_best_whose_first_save_has_failed_is_saved_again() -> None:
     assert checkpoints.marked == [3, STEPS]
 
 
+def test_a_best_that_no_checkpoint_has_does_not_keep_a_later_one_from_being_the_best(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its save fails beside the training, after the evaluation that found it."""
+    monkeypatch.setitem(LOSSES, 3, 0.5)
+    checkpoints = Checkpoints(step_3="failed")
+    run = make(checkpoints, saves_before=False)
+    train(run)
+    checkpoints.wait()
+    assert checkpoints.marked == [STEPS]
+    assert run.progress.best is not None and run.progress.best["step"] == STEPS
+    assert run.progress.best_before is None
+
+
+def test_a_later_checkpoint_does_not_name_a_best_whose_save_has_failed() -> None:
+    checkpoints = Checkpoints(step_4="failed")
+    run = make(checkpoints, saves_before=False)
+    before = {"metric": "heldOut/loss", "mode": "min", "value": 3.0, "step": 2}
+    progress = run.progress
+    progress.resumed_step, progress.saved_step, progress.finished_steps = 2, 4, 4
+    progress.best_before, progress.best = before, {**before, "value": 1.0, "step": 4}
+    checkpoints.under_way = (4, True)
+    said: list[Any] = []
+    state = SimpleNamespace(
+        tensors=dict, values=lambda: said.append(progress.best) or {"counters": {}}
+    )
+    run = replace(run, state=cast(Any, state))
+    # While its state is there it stays the best, and is saved as that.
+    loop._settle_best(run)
+    assert progress.best["step"] == 4
+    progress.finished_steps = 5
+    loop.save_together(run)
+    assert said == [before] and progress.best == before
+
+
+@pytest.mark.parametrize("do_all_know", [True, False])
+def test_all_ranks_go_back_to_the_best_before_where_one_of_them_has_not_seen_the_save(
+    monkeypatch: pytest.MonkeyPatch, do_all_know: bool
+) -> None:
+    run = make(Checkpoints(), saves_before=False)
+    progress = run.progress
+    before = {"metric": "heldOut/loss", "mode": "min", "value": 3.0, "step": 2}
+    best = {**before, "value": 1.0, "step": 4}
+    progress.best_before, progress.best, progress.finished_steps = before, best, 5
+    progress.resumed_step = 4
+    monkeypatch.setattr(World, "all_agree", lambda world, own: own and do_all_know)
+    loop._settle_best(run)
+    assert progress.best == (best if do_all_know else before)
+
+
 def test_the_one_before_belongs_to_the_state() -> None:
     checkpoints = Checkpoints()
     run = make(checkpoints, saves_before=False)
@@ -164,6 +215,7 @@ def test_only_values_of_the_metric_that_decides_now_are_compared(
     checkpoints = Checkpoints()
     run = make(checkpoints, saves_before=True)
     run.progress.best = {**before, "value": 0.5, "step": 1}
+    run.progress.resumed_step = 1
     train(run)
     assert checkpoints.marked == ([] if is_compared else [3, STEPS])
     if not is_compared:

@@ -1,4 +1,4 @@
-"""What a start says of the one before it: files of a task that have changed, and versions."""
+"""What a start says of the one before it: its file, files of a task that have changed, and versions."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +8,7 @@ import pytest
 
 from evergrad_manifest.derive import HorizonNumbers
 from evergrad_trainer.records import EventType
+from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.worker import announcing
 from evergrad_trainer.worker.announcing import _announce_versions, _changed_files
 from evergrad_trainer.worker.session import Session
@@ -74,6 +75,75 @@ def test_a_run_records_its_model_at_each_start_and_keeps_the_one_that_it_began_w
     assert upgraded == {"model": later, "firstModel": began}
     assert record(latest, upgraded) == {"model": latest, "firstModel": began}
     assert record(began, upgraded) == {"model": began}
+
+
+def test_changes_that_a_killed_start_has_not_announced_are_announced_by_the_next_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class KilledError(Exception):
+        pass
+
+    def kill(*facts: Any, **more: Any) -> None:
+        raise KilledError
+
+    directory, said = RunDirectory(tmp_path), list[tuple[str, dict[str, Any]]]()
+
+    def start(rate: str, steps: int) -> None:
+        """One with that learning rate and horizon, as far as the file is concerned."""
+        observers = SimpleNamespace(run_start=lambda info: None, event=lambda event: None)
+        record = {"manifest": {"rate": rate}, "derived": {"totalSteps": steps}}
+        training = SimpleNamespace(files={})
+        run = SimpleNamespace(metadata=SimpleNamespace(name="run"), training=training)
+        plan = SimpleNamespace(
+            run=run,
+            command=(),
+            task_files={},
+            process_start=0.0,
+            numbers=SimpleNamespace(total_steps=steps),
+        )
+        session = SimpleNamespace(
+            world=SimpleNamespace(is_main=True, size=1, generation=1),
+            plan=plan,
+            progress=SimpleNamespace(finished_steps=0),
+            directory=directory,
+            observers=observers,
+            task_before={},
+            release_events=lambda: None,
+            emit=lambda type_, fields: said.append((type_, fields)),
+        )
+        monkeypatch.setattr(announcing, "_build_record", lambda *parts: record)
+        monkeypatch.setattr(
+            announcing,
+            "changed_settings",
+            lambda old, new: [("rate", old["rate"], rate)] if old["rate"] != rate else [],
+        )
+        announcing.announce(cast(Any, session), cast(Any, SimpleNamespace(kernels={})))
+
+    monkeypatch.setattr(announcing, "from_wire", lambda manifest: manifest)
+    monkeypatch.setattr(announcing, "describe_run", lambda *parts: None)
+    monkeypatch.setattr(announcing, "record_process", lambda *parts, **facts: {})
+    monkeypatch.setattr(
+        announcing,
+        "_announce_extension",
+        lambda session, from_steps: session.emit("extended", {"from": from_steps}),
+    )
+    start("low", 8)
+    assert said == []
+    with monkeypatch.context() as dying:
+        dying.setattr(announcing, "record_process", kill)
+        with pytest.raises(KilledError):
+            start("high", 10)
+    recorded = directory.read_resolved()
+    assert recorded is not None and recorded["manifest"] == {"rate": "high"}
+    start("high", 10)
+    changes = [{"path": "rate", "old": "low", "new": "high"}]
+    told = [("changed", {"changes": changes}), ("extended", {"from": 8})]
+    assert said == told
+    # Once they are told, they are no news any more.
+    start("high", 10)
+    assert said == told
+    recorded = directory.read_resolved()
+    assert recorded is not None and "announced" not in recorded
 
 
 def test_changed_files_of_a_task_are_named_with_both_hashes() -> None:

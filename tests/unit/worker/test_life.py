@@ -30,7 +30,9 @@ def test_a_world_that_breaks_is_given_up_wherever_it_breaks_and_the_life_goes_on
 def test_an_error_ends_a_life_in_any_state_and_only_once(before: tuple[Phase, ...]) -> None:
     life = Life(Held.FRESH)
     for phase in (*before, Phase.FAILED):
+        assert not life.is_over
         life.enter(phase)
+    assert life.is_over
     for phase in Phase:
         with pytest.raises(RuntimeError, match="cannot go from failed"):
             life.enter(phase)

@@ -1,15 +1,214 @@
-"""Rank 0 of a new world writes down the start, or the change, before its first step."""
+"""What rank 0 of a world writes down of its start and of its end, whatever becomes of worlds in between."""
 
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
+from evergrad_coordinator.contract import ExitCode
+from evergrad_trainer.errors import PeerLostError
+from evergrad_trainer.observers.base import BaseObserver
+from evergrad_trainer.observers.lasting import Lasting
+from evergrad_trainer.records import Event, EventType
+from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.training.progress import Progress
-from evergrad_trainer.worker import lifecycle
-from evergrad_trainer.worker.channel import Go
+from evergrad_trainer.worker import lifecycle, writing
+from evergrad_trainer.worker.channel import End, Go
 from evergrad_trainer.worker.life import Held, Life, Phase
 from evergrad_trainer.worker.lifecycle import Lifecycle
+from evergrad_trainer.worker.session import Session
+from evergrad_trainer.worker.writing import Writer
+from evergrad_trainer.world import Membership, World
+
+CPU = torch.device("cpu")
+Settle = Callable[[Session], None]
+
+
+class Log(BaseObserver):
+    """Keeps what was written in the order of writing; what comes once it is closed is lost."""
+
+    def __init__(self) -> None:
+        self.rows: list[str] = []
+        self.is_open = True
+
+    def event(self, event: Event) -> None:
+        if self.is_open:
+            self.rows.append(event.type)
+
+    def close(self) -> None:
+        self.is_open = False
+        self.rows.append("closed")
+
+
+def open_session(directory: Path) -> Session:
+    training = SimpleNamespace(reproducibility=SimpleNamespace(elastic="fast"))
+    run = SimpleNamespace(training=training, metadata=SimpleNamespace(name="run"))
+    lasting = Lasting(())
+    code = SimpleNamespace(note_trained=lambda: None)
+    return Session(
+        cast(Any, SimpleNamespace(run=run, base_directory=directory)),
+        RunDirectory(directory),
+        lambda: False,
+        Membership(World(0, 0, 1, CPU)),
+        lasting,
+        cast(Any, SimpleNamespace(code=code, observers=lasting)),
+    )
+
+
+def live(
+    session: Session, monkeypatch: pytest.MonkeyPatch, *starts: tuple[int, Settle]
+) -> list[str]:
+    """Take part in a world after the other, with a rank and what happens while it settles; what is
+    written."""
+    log = Log()
+
+    def build_observers(surroundings: Any) -> Any:
+        log.is_open = True
+        return SimpleNamespace(observers=log, metrics_address=None)
+
+    def announce(session: Session, machinery: Any) -> None:
+        session.observers.event(Event(EventType.START, 0.0, 0, 0, {}))
+        session.release_events()
+
+    settles = iter([what for _, what in starts])
+    ranks = [rank for rank, _ in starts]
+    orders: list[Any] = [
+        Go(number, rank, 2, "", 0, 0.0, "other") for number, rank in enumerate(ranks, 1)
+    ]
+    orders.append(End(0))
+    worlds = SimpleNamespace(
+        are_replaced=True,
+        await_order=lambda step: orders.pop(0),
+        meet=lambda begin, alone: World(begin.generation, begin.rank, 2, CPU),
+        trains=lambda world, step: None,
+        cut=lambda: None,
+        leave=lambda world: False,
+        left=lambda *facts, **more: None,
+    )
+
+    def settle(session: Session, machinery: Any, run: Any, life: Life) -> bool:
+        next(settles)(session)
+        life.held = Held.WHOLE
+        return True
+
+    monkeypatch.setattr(writing, "build_observers", build_observers)
+    monkeypatch.setattr(lifecycle, "announce", announce)
+    monkeypatch.setattr(lifecycle, "settle", settle)
+    monkeypatch.setattr(lifecycle, "train", lambda run: "change")
+    run = SimpleNamespace(
+        observers=None,
+        checkpoints=SimpleNamespace(abandon=lambda patience_seconds: None),
+        stepper=SimpleNamespace(heartbeat=SimpleNamespace(rest=lambda: None)),
+    )
+    Lifecycle(
+        session,
+        cast(Any, None),
+        cast(Any, run),
+        worlds=cast(Any, worlds),
+        writer=Writer(session, relay=None),
+        life=Life(Held.FRESH),
+    ).live()
+    return log.rows
+
+
+def breaks(session: Session) -> None:
+    """A checkpoint is damaged; then the world breaks, before it has trained."""
+    session.emit(EventType.FALLBACK, {})
+    raise PeerLostError("a peer was lost")
+
+
+def restores(session: Session) -> None:
+    session.emit(EventType.RESTORED, {})
+
+
+def test_what_rank_0_has_noted_in_a_world_that_broke_is_written_by_the_next_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rows = live(open_session(tmp_path), monkeypatch, (0, breaks), (0, restores))
+    assert rows == ["start", "fallback", "restored", "closed"]
+
+
+def test_what_a_rank_0_has_noted_is_written_before_another_one_takes_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its own part of the next start is left to the new rank 0, which notes the same."""
+    rows = live(open_session(tmp_path), monkeypatch, (0, breaks), (1, restores))
+    assert rows == ["fallback", "closed"]
+
+
+def test_what_a_rank_0_has_noted_is_written_where_the_run_ends_without_another_world(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert live(open_session(tmp_path), monkeypatch, (0, breaks)) == ["fallback", "closed"]
+
+
+def test_other_ranks_keep_nothing_of_a_world_that_broke(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rows = live(open_session(tmp_path), monkeypatch, (1, breaks), (0, restores))
+    assert rows == ["start", "restored", "closed"]
+
+
+def test_a_stop_file_is_there_until_others_know_that_the_run_has_stopped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A rank 0 that dies before that leaves it to those that go on."""
+    session = open_session(tmp_path)
+    session.directory.stop.touch()
+    seen: list[bool] = []
+
+    def look(*facts: Any, **more: Any) -> None:
+        seen.append(session.directory.stop_requested())
+
+    def close_run(*parts: Any, **more: Any) -> ExitCode:
+        look()
+        return ExitCode.STOPPED_SAVED
+
+    monkeypatch.setattr(lifecycle, "close_run", close_run)
+    monkeypatch.setattr(lifecycle, "settle", lambda *parts: True)
+    monkeypatch.setattr(lifecycle, "announce", lambda *parts: None)
+    monkeypatch.setattr(lifecycle, "train", lambda run: "stop_file")
+    monkeypatch.setattr(lifecycle, "save_all", lambda run: True)
+    worlds = SimpleNamespace(
+        are_replaced=True, trains=lambda world, step: None, agreed_end=look
+    )
+    writer = SimpleNamespace(take=lambda: False, is_on_duty=True)
+    life = Life(Held.WHOLE)
+    life.enter(Phase.SETUP)
+    one = Lifecycle(
+        session,
+        cast(Any, None),
+        cast(Any, SimpleNamespace(observers=None)),
+        worlds=cast(Any, worlds),
+        writer=cast(Any, writer),
+        life=life,
+    )
+    one._train_in(World(1, 0, 1, CPU), cast(Go, None))
+    assert seen == [True, True]
+    assert not session.directory.stop_requested()
+
+
+def test_a_record_that_cannot_be_closed_is_an_error_of_a_life_that_is_not_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def release() -> None:
+        raise OSError("no space left")
+
+    life = Life(Held.WHOLE)
+    one = Lifecycle(
+        open_session(tmp_path),
+        cast(Any, None),
+        cast(Any, None),
+        worlds=cast(Any, SimpleNamespace(await_order=lambda step: End(0))),
+        writer=cast(Any, SimpleNamespace(release=release)),
+        life=life,
+    )
+    with pytest.raises(OSError, match="no space left"):
+        one.live()
+    assert not life.is_over
 
 
 @pytest.mark.parametrize(
@@ -37,12 +236,15 @@ def test_a_start_that_nobody_may_have_announced_is_announced_in_the_next_world(
         observers=None,
         progress=Progress(finished_steps=steps_here, steps_here=steps_here),
         is_announced=is_announced,
+        waiting=None,
     )  # fmt: skip
 
     def announce_world(machinery: Any, begin: Go, *, is_new: bool) -> None:
         said.append("new world" if is_new else "world")
 
-    writer = SimpleNamespace(take=lambda: True, announce_world=announce_world)
+    writer = SimpleNamespace(
+        take=lambda: True, announce_world=announce_world, is_on_duty=True
+    )
     worlds = SimpleNamespace(are_replaced=True, trains=lambda world, step: None)
     monkeypatch.setattr(lifecycle, "settle", lambda *parts: is_fresh)
     monkeypatch.setattr(lifecycle, "announce", lambda *parts: said.append("start"))

@@ -90,9 +90,10 @@ class FilesystemAttempts:
         """Make the attempt a checkpoint, all at once and for good; its name.
 
         Manifest, fence, rename, fence: docs/decisions has the reason for this order. Raises FencedError, and
-        leaves nothing published, if the manifest's generation is not the newest.
+        leaves nothing of this attempt published, if the manifest's generation is not the newest.
         """
         path, generation = self._path(attempt), manifest.version.generation
+        is_renamed = False
         self._faults.reached(BEFORE_MANIFEST, 0)
         check_fence(self._directory, generation, fresh=True)
         write_new(path / layout.MANIFEST, encode_manifest(manifest))
@@ -104,7 +105,7 @@ class FilesystemAttempts:
             if self._reader.holds(name, manifest):
                 self.discard(attempt)
                 break
-            if files.rename_to_free_name(path, self._directory / name):
+            if is_renamed := files.rename_to_free_name(path, self._directory / name):
                 break
         else:
             raise FileExistsError(f"every name for {manifest.version} is taken")
@@ -114,8 +115,9 @@ class FilesystemAttempts:
             check_fence(self._directory, generation, fresh=True)
         except FencedError:
             # The claim came between the last look and the rename. The newer process may already be past this
-            # step on its own.
-            self._catalog.remove(name)
+            # step on its own. What was published before may be what it goes on from.
+            if is_renamed:
+                self._catalog.remove(name)
             raise
         return name
 

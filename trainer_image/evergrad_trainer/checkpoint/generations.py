@@ -53,8 +53,8 @@ def claim_generation(directory: Path) -> int:
 def claim_exactly(directory: Path, generation: int) -> None:
     """Claim ``generation``, whose number somebody else has given out, for this process.
 
-    Raises FencedError if it or a newer one is claimed already, VolumeError if the directory cannot be
-    written, RunDirectoryError if it can be none.
+    On a full volume the file may stay empty: its name is the claim. Raises FencedError if it or a newer one
+    is claimed already, VolumeError if the directory cannot be written, RunDirectoryError if it can be none.
     """
     path = directory / GENERATIONS / generation_name(generation)
     mine, has_begun = _claim(), False
@@ -67,7 +67,15 @@ def claim_exactly(directory: Path, generation: int) -> None:
             path.unlink()
         check_fence(directory, generation - 1)
         has_begun = True
-        write_new(path, mine)
+        path.touch(exist_ok=False)
+        try:
+            with path.open("wb", buffering=0) as file:
+                file.write(mine)
+                os.fsync(file.fileno())
+        except OSError as error:
+            # The fence reads names alone. Those who hold the state train on where nothing can be saved.
+            if error.errno not in _NO_SPACE:
+                raise
         fsync_directory(directory / GENERATIONS)
 
     try:
@@ -116,6 +124,7 @@ def _claim() -> bytes:
 
 
 _NOT_RECORDED: Final = "this start cannot be recorded"
+_NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)
 _NO_DIRECTORY: Final = (
     errno.ENOTDIR,
     errno.EISDIR,

@@ -179,8 +179,9 @@ def run_save(store: Store, order: SaveOrder, planner: SnapshotPlanner) -> Outcom
     except CheckpointException as error:
         answer, failed = writer.outcome, _describe_failures(error)
     except (OSError, RuntimeError, ValueError) as error:
-        # A peer is gone. Rank 0 may have published before it noticed: then the checkpoint is valid.
-        lost = isinstance(error, RuntimeError)
+        # A peer is gone, where there is one. Rank 0 may have published before it noticed: then the checkpoint
+        # is valid.
+        lost = isinstance(error, RuntimeError) and order.group is not None
         answer = writer.outcome
         failed = Outcome(
             reason=f"rank {order.rank}: {error}",
@@ -249,13 +250,18 @@ def _settle(store: Store, order: SaveOrder, name: str) -> int:
     if order.best:
         store.catalog.write_pointer(BEST, name, order.version)
 
-    # Damaged ones neither count nor are removed: ``keep`` is of checkpoints that a restart can use.
+    # Damaged ones neither count nor are removed: ``keep`` is of checkpoints that a restart can use. Nor do
+    # those that cannot be read now, which must not keep the others from being retired.
     valid: list[Candidate] = []
     for candidate in store.catalog.scan():
-        with contextlib.suppress(InvalidCheckpointError, UnknownFormatError):
+        try:
             if candidate.name != name:
                 store.reader.validate(candidate.name, checksums=False)
             valid.append(candidate)
+        except OSError as error:
+            _log.warning("%s cannot be read and is left alone: %s", candidate.name, error)
+        except (InvalidCheckpointError, UnknownFormatError):
+            pass
     pinned = {name, *store.catalog.leased()}
     pinned |= store.catalog.waiting(valid)
     if (best := choose_best(valid, store.catalog.read_pointer(BEST))) is not None:
@@ -266,10 +272,14 @@ def _settle(store: Store, order: SaveOrder, name: str) -> int:
         if one.version.step in order.anchors
         or (one.manifest is not None and one.manifest.is_permanent)
     }
-    removals = choose_removals(valid, keep=order.keep, pinned=pinned)
-    for one in removals:
-        store.catalog.remove(one)
-    return len(valid) - len(removals)
+    kept = len(valid)
+    for one in choose_removals(valid, keep=order.keep, pinned=pinned):
+        try:
+            store.catalog.remove(one)
+            kept -= 1
+        except OSError as error:
+            _log.warning("%s could not be removed: %s", one, error)
+    return kept
 
 
 def _describe_failures(error: CheckpointException) -> Outcome:

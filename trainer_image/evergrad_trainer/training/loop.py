@@ -299,11 +299,33 @@ def _evaluate(run: Run, sets: tuple[EvaluationSet, ...]) -> StopReason | None:
     return None
 
 
+def _settle_best(run: Run) -> None:
+    """Make the best before the newest one the best again where the save of that one has failed.
+
+    Before a comparison, and before the save of a later step: a value that no checkpoint has would keep worse
+    ones, which are there, from being the best. A best of the newest step is left: its save is made again.
+    Raises SaveError or FencedError (all ranks together).
+    """
+    progress, checkpoints = run.progress, run.checkpoints
+    best = progress.best
+    if best is None or best["step"] >= progress.finished_steps:
+        return
+    # No later save has begun since: what is published behind that step is the best one itself.
+    if published_step(progress, checkpoints) < best["step"]:
+        checkpoints.wait()
+    # Collective: no rank may compare with another value than the others, whatever it has seen of the save.
+    if not run.membership.world.all_agree(
+        published_step(progress, checkpoints) >= best["step"]
+    ):
+        progress.best, progress.best_before = progress.best_before, None
+
+
 def _keep_best(run: Run, values: dict[str, float]) -> None:
     progress = run.progress
     step = progress.finished_steps
     if run.best is None or step == 0:
         return
+    _settle_best(run)
     metric, mode = run.best.metric, run.best.mode
     value, before = values.get(metric), progress.best
     than: float | None = None
@@ -337,6 +359,8 @@ def _save(run: Run, *, best: bool = False, wait: bool = False) -> None:
         return
     if step == 0:
         return
+    # Collective: what the checkpoint says of the best one is true.
+    _settle_best(run)
     if run.is_comparing:
         # Collective. Every rank writes a part: replicas that differ would make a checkpoint of several
         # states.

@@ -23,7 +23,14 @@ from evergrad_trainer.optim.schedule import build_schedule
 from evergrad_trainer.provenance.record import read_processes, record_process
 from evergrad_trainer.records import TOKENS, Event, EventType, RunInfo
 from evergrad_trainer.resume import resolved_record
-from evergrad_trainer.run_record import BEGUN_FROM, FIRST_MODEL, describe_base
+from evergrad_trainer.run_record import (
+    ANNOUNCED,
+    BEGUN_FROM,
+    FIRST_MODEL,
+    Announced,
+    describe_base,
+    read_announced,
+)
 from evergrad_trainer.training.build import Machinery
 from evergrad_trainer.worker.session import Session
 
@@ -38,12 +45,16 @@ def announce(session: Session, machinery: Machinery) -> None:
     if not session.world.is_main:
         return
     plan, progress, world = session.plan, session.progress, session.world
-    # Read before it is written over: what differs from the start before is announced below.
+    # Read before it is written over: what differs from what is announced already is announced below.
     before = session.directory.read_resolved()
+    record = _build_record(session, before or {})
+    now = Announced(record["manifest"], plan.numbers.total_steps)
+    known = now if before is None else read_announced(session.directory, before)
     # In this order: a mark beside a record with the longer horizon would say that this one is reached.
     if session.directory.is_complete():
         session.directory.unmark_complete()
-    session.directory.write_resolved(_build_record(session, before or {}))
+    pending = {} if known == now else {ANNOUNCED: dataclasses.asdict(known)}
+    session.directory.write_resolved(record | pending)
     processes = read_processes(session.directory)
     entry = record_process(
         session.directory,
@@ -77,11 +88,14 @@ def announce(session: Session, machinery: Machinery) -> None:
 
     # Each change of the file, the task or the versions is an event, so that the report explains the curve.
     if before is not None:
-        _announce_changes(session, before["manifest"])
+        _announce_changes(session, known.manifest)
     if processes and progress.finished_steps > 0:
         _announce_versions(session, processes[-1], entry)
-    if before is not None and before["derived"]["totalSteps"] < plan.numbers.total_steps:
-        _announce_extension(session, from_steps=int(before["derived"]["totalSteps"]))
+    if known.steps < plan.numbers.total_steps:
+        _announce_extension(session, from_steps=known.steps)
+    if pending:
+        # Last: after a kill before this, the next start says it again, and a repeated event does no harm.
+        session.directory.write_resolved(record)
 
 
 def _build_record(session: Session, before: Mapping[str, Any]) -> dict[str, Any]:

@@ -60,11 +60,9 @@ def close_run(
     if not session.world.is_main:
         return code
 
-    if reason == "stop_file":
-        session.directory.consume_stop_file()
     if is_alone:
         # It may never have trained in a world in which it was the one to write the start event.
-        session.waiting = None
+        session.release_events()
     session.emit(EventType.STOP, {"reason": reason, "saved": is_saved})
     step = session.progress.finished_steps
     if code == ExitCode.DONE:

@@ -105,12 +105,17 @@ class Life:
         self.phase = Phase.IDLE
         self.held = held
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, well or not: an error after that ends it no more."""
+        return self.phase in _OVER
+
     def enter(self, phase: Phase) -> None:
         """Go on to ``phase``.
 
         Raises RuntimeError for a step the table does not have: an error of this program.
         """
-        is_error = phase is Phase.FAILED and self.phase not in _OVER
+        is_error = phase is Phase.FAILED and not self.is_over
         if not is_error and phase not in _NEXT[self.phase]:
             raise RuntimeError(f"a worker's life cannot go from {self.phase} to {phase}")
         self.phase = phase

@@ -75,8 +75,9 @@ class Lifecycle:
                     self.life.enter(Phase.ENDED)
                     return end
                 case End() as order:
-                    self.life.enter(Phase.ENDED)
+                    # First: a record that cannot be closed is an error of a life that is not over yet.
                     self._release()
+                    self.life.enter(Phase.ENDED)
                     return LifeEnd(order.exit_code)
 
     def _take_part(self, begin: Go) -> None:
@@ -105,10 +106,15 @@ class Lifecycle:
         session.membership.move_to(world)
         if self._worlds.are_replaced:
             session.mark("group")
-        # Events of this world's start wait until the one that says that it has begun.
-        session.waiting = []
         # Before anything else can fail: the error has to be written down, too.
         is_new = world.is_main and self._take_duties()
+        if self._writer.is_on_duty and not world.is_main:
+            # Another process writes from here on, and does not have what this one noted as rank 0.
+            session.release_events()
+        # Events of this world's start wait until the one that says that it has begun, and with them those of
+        # a world that broke before it had.
+        if is_new or session.waiting is None:
+            session.waiting = []
         self.life.enter(Phase.SETTLE)
         # Collectives: after this all ranks hold one state.
         is_fresh = settle(session, self._machinery, self._run, self.life)
@@ -118,6 +124,8 @@ class Lifecycle:
         self.life.enter(Phase.TRAIN)
         self._worlds.trains(world, session.progress.finished_steps)
         if not world.is_main:
+            # Rank 0 writes what the start of this world has to say.
+            session.waiting = None
             self._release()
         else:
             # Nobody knows whether a rank 0 that died before the first step had announced the start.
@@ -140,6 +148,10 @@ class Lifecycle:
             self._has_ended_run = True
             step = session.progress.finished_steps
             self._worlds.agreed_end(world, step=step, exit_code=int(code), reason=reason)
+            if reason == "stop_file" and world.is_main:
+                # Last: where this process dies before others know of the end, they go on, see the file and
+                # stop a step later.
+                session.directory.consume_stop_file()
 
     def _leave(self, world: World | None, broken_by: EvergradError | None) -> None:
         """Out of the group, whatever has become of it.

@@ -159,7 +159,8 @@ def _live_in_world(
         checkpoints.close()
         session.opened.observers.close()
     except BaseException:
-        life.enter(Phase.FAILED)
+        if not life.is_over:
+            life.enter(Phase.FAILED)
         checkpoints.abandon()
         raise
     return end.exit_code
@@ -230,7 +231,8 @@ def run_worker(
         generation = -1
         if lifecycle is not None:
             generation = lifecycle.generation
-            lifecycle.life.enter(Phase.FAILED)
+            if not lifecycle.life.is_over:
+                lifecycle.life.enter(Phase.FAILED)
         end = report_end(session, error, generation=generation)
     if end.last_words is not None:
         channel.send(end.last_words)

@@ -53,11 +53,14 @@ class Writer:
 
     def release(self) -> None:
         """Write no more: another process does from here on, or nothing is left to write."""
-        self._session.waiting = None
-        if self.is_on_duty:
-            self.is_on_duty = False
-            self._session.observers.close()
-            self._session.observers = self._session.opened.observers
+        if not self.is_on_duty:
+            self._session.waiting = None
+            return
+        # Of a world that broke while it settled, for instance.
+        self._session.release_events()
+        self.is_on_duty = False
+        self._session.observers.close()
+        self._session.observers = self._session.opened.observers
 
     def announce_world(self, machinery: Machinery, begin: Go, *, is_new: bool) -> None:
         """Record that training goes on in another world. ``is_new``: this process was not rank 0 before."""
