@@ -787,3 +787,129 @@ def test_a_lower_minimum_ends_a_pause_and_a_higher_one_does_not() -> None:
     decision = world.settle()
     assert decision.reason != "PodsGivenBack" and len(world.live()) == 3
     assert "givenBack" not in world.status["memory"]
+
+
+TWO = {"max": 4, "ready": 2, "connected": 2}
+"""Two nodes of four, as a coordinator counts them."""
+
+
+def raise_minimum(*, step: int | None = None, phase: str = "Running") -> Any:
+    """A group of two that has been in this phase for hours, beside two pods that find no host; then
+    ``nodes.min`` is three. ``step``: its newest, 21 minutes old; None for a recipe that reports none."""
+    world = simulated_run.Simulation(simulated_run.make_run(nodes={"min": 2, "max": 4}))
+    world.reconcile()
+    world.start("docs-lm-coordinator-0", "docs-lm-0-0", "docs-lm-1-0")
+    for name in ("docs-lm-2-0", "docs-lm-3-0"):
+        world.unschedulable(name, "0/2 nodes are available: 2 Insufficient cpu.")
+    nodes = {"min": 2, **TWO}
+    if step is None:
+        world.progress = simulated_run.make_progress(phase=phase, nodes=nodes)
+    for _ in range(6):
+        if step is not None:
+            world.train(step, nodes=nodes)
+        world.settle()
+        world.age(PATIENCE_SECONDS + 60)
+    world.set_spec(nodes={"min": 3, "max": 4})
+    return world
+
+
+@pytest.mark.parametrize("step", [20, None])
+def test_an_operator_that_has_just_started_takes_no_pod_of_the_group_that_trains(
+    step: int | None,
+) -> None:
+    world = raise_minimum(step=step)
+    known, world.progress = world.progress, None
+    world.reconcile()
+    assert "givenBack" not in world.status["memory"]
+    world.progress = known
+    world.settle()
+    assert len(world.live()) == 4
+
+
+def test_a_group_whose_coordinator_was_replaced_has_as_long_as_any_other_to_find_hosts() -> (
+    None
+):
+    world = raise_minimum()
+    world.settle()
+    world.end("docs-lm-coordinator-0", 137)
+    for _ in range(3):
+        world.progress = None
+        world.reconcile()
+    assert world.live(role="coordinator") == ["docs-lm-coordinator-1"]
+    world.start("docs-lm-coordinator-1")
+    world.reconcile()
+    assert "givenBack" not in world.status["memory"] and len(world.live()) == 4
+
+    # The nodes have not come back to it at its first answer.
+    world.progress = simulated_run.make_progress(
+        1, phase="Waiting", nodes={"min": 3, "max": 4, "ready": 0}
+    )
+    assert world.settle().requeue_after is not None and len(world.live()) == 4
+    world.age(PATIENCE_SECONDS - 1)
+    world.settle()
+    assert len(world.live()) == 4
+    world.age(1)
+    world.settle()
+    assert world.live() == []
+
+
+def test_a_minimum_that_is_raised_while_a_group_starts_for_long_takes_no_pod_of_it() -> (
+    None
+):
+    world = raise_minimum(phase="Starting")
+    world.settle()
+    assert len(world.live()) == 4
+    world.age(PATIENCE_SECONDS)
+    world.settle()
+    assert len(world.live()) == 4
+    # Nor does an operator that has not heard of it yet.
+    known, world.progress = world.progress, None
+    world.reconcile()
+    world.progress = known
+    world.settle()
+    assert len(world.live()) == 4
+
+
+def test_a_pause_ends_where_its_pods_are_there_and_form_a_group() -> None:
+    world = contend()
+    world.settle()
+    world.age(PATIENCE_SECONDS)
+    world.reconcile()
+    assert "givenBack" in world.status["memory"] and len(world.live()) == 2
+    # The last host has come, and ``nodes.min`` was raised, before any pod is deleted.
+    world.start("docs-lm-1-0")
+    world.set_spec(nodes={"min": 3, "max": 3})
+    nodes = {"min": 3, "max": 3, "ready": 2, "connected": 2}
+    world.progress = simulated_run.make_progress(nodes=nodes)
+    world.settle()
+    assert {"docs-lm-0-0", "docs-lm-1-0"} < set(world.live())
+    assert "givenBack" not in world.status["memory"]
+    # The end of a pod that stays counts as any other.
+    world.end("docs-lm-1-0", 1)
+    world.settle()
+    assert world.status["restarts"]["total"] == 1
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"template": {"nodeSelector": {"bad key!": "x"}}},
+        {"suspend": True},
+    ],
+    ids=["mistake", "suspension"],
+)
+def test_a_lower_minimum_ends_a_pause_also_where_the_run_is_held_or_stops_first(
+    edit: dict[str, Any],
+) -> None:
+    world = contend()
+    world.age(PATIENCE_SECONDS)
+    world.settle()
+    world.leave()
+    assert world.settle().reason == "PodsGivenBack"
+    world.set_spec(nodes={"min": 1, "max": 2}, **edit)
+    world.progress = None
+    world.settle()
+    assert world.live() == []
+    world.set_spec(template={}, suspend=False)
+    decision = world.settle()
+    assert decision.reason != "PodsGivenBack" and len(world.live()) == 2
