@@ -39,6 +39,15 @@ class QueuePlace:
         """Whether Kueue keeps its group for this pod's sake."""
         return bool(self.group) and not self.has_terminated and not self.is_abandoned
 
+    def is_stranded(self, queue: str) -> bool:
+        """Whether Kueue holds the pod in no queue, or in another than ``queue``, which its run names by now:
+        a pod stays in the one that it was made with.
+
+        A run that names none leaves its pods where they wait: Kueue puts pods without a label into the
+        namespace's LocalQueue ``default``, and would put their successors there, too.
+        """
+        return bool(queue) and self.is_gated and self.queue != queue
+
 
 def parse_place(raw: Mapping[str, Any]) -> QueuePlace:
     """Parse the place of a pod."""

@@ -180,7 +180,7 @@ class Condition(StrEnum):
 
 
 class Phase(StrEnum):
-    """A run in one word, for people. Derived; no decision rests on it."""
+    """A run in one word, for people. Derived; decisions rest on it only where no coordinator has answered."""
 
     PENDING = "Pending"
     PREPARING = contract.PREPARING

@@ -199,7 +199,7 @@ class Observation:
     def is_coordinator_stranded(self) -> bool:
         """Whether Kueue holds the coordinator in another queue than the run names by now, or in none."""
         live, queue = self.live_coordinator, self.run.labels.get(names.LABEL_QUEUE, "")
-        return live is not None and live.place.is_gated and live.place.queue != queue
+        return live is not None and live.place.is_stranded(queue)
 
     @property
     def live_coordinator(self) -> PodState | None:

@@ -49,8 +49,11 @@ def note_evaluation(
 ) -> Memory:
     """Return the memory with every end of an evaluating pod that was not counted before."""
     known, pods = memory.evaluation, observation.evaluations
-    faults = forget_hosts(_read_faults(known.tries), now)
-    tries = replace(known.tries, hosts=faults.hosts, seen=faults.seen)
+    # An older release noted no times of hosts: each is avoided for as long as after a fault.
+    tries, times = known.tries, dict(known.tries.seen)
+    timed = ((host, times.get(host, tries.at or now)) for host, _ in tries.hosts)
+    faults = forget_hosts(_read_faults(replace(tries, seen=tuple(timed))), now)
+    tries = replace(tries, hosts=faults.hosts, seen=faults.seen)
     known = replace(known, tries=tries)
     attempt, is_counted = known.attempt, known.is_recorded
     # A pod that was known and is gone has ended unseen: what it has measured lies on the volume.

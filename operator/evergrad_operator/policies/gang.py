@@ -120,19 +120,17 @@ def find_newest_gang(context: ReconcileContext) -> int:
 
 
 def is_stranded(pod: PodState, context: ReconcileContext) -> bool:
-    """Whether Kueue holds the pod, for ever, in another queue than the run names by now: a pod stays in the
-    one that the run named when it was made."""
-    queue = context.run.labels.get(names.LABEL_QUEUE, "")
-    return pod.place.is_gated and pod.place.queue != queue
+    """Whether Kueue holds the pod, for ever, in another queue than the run names by now, or in none."""
+    return pod.place.is_stranded(context.run.labels.get(names.LABEL_QUEUE, ""))
 
 
-def describe_wait(context: ReconcileContext, where: str) -> str:
-    """Return why Kueue holds pods of the run. ``where``: one of them, in words."""
+def describe_wait(pod: PodState, context: ReconcileContext, where: str) -> str:
+    """Return why Kueue holds pods of the run. ``pod``: one of them; ``where``: the same in words."""
     seen, run = context.observation, context.run
     everything = (*seen.preparations, *seen.coordinators, *context.live)
     held = [pod for pod in everything if pod.is_live and pod.place.is_gated]
     who = f"{where} and {len(held) - 1} more wait" if len(held) > 1 else f"{where} waits"
-    queue = run.labels.get(names.LABEL_QUEUE, "")
+    queue = run.labels.get(names.LABEL_QUEUE, "") or pod.place.queue
     if not queue:
         return (
             f"{who} for a queue: Kueue here manages pods without one, too. Set the label "

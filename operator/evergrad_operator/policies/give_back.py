@@ -8,11 +8,11 @@ import hashlib
 from dataclasses import replace
 from typing import Final
 
-from evergrad_operator.names import Reason
+from evergrad_operator.names import Condition, Phase, Reason
 from evergrad_operator.policies.budget import find_delay
 from evergrad_operator.policies.context import ReconcileContext
 from evergrad_operator.policies.waiting import explain_refusal
-from evergrad_operator.times import format_duration, format_time
+from evergrad_operator.times import format_duration, format_time, parse_time
 
 FIRST_PAUSE_SECONDS: Final = 300.0
 LONGEST_PAUSE_SECONDS: Final = 3600.0
@@ -23,14 +23,15 @@ _AT_WORK: Final = ("Starting", "Running", "Draining")
 def give_back_if_short(context: ReconcileContext) -> tuple[ReconcileContext, float | None]:
     """Return the context with a pause begun, if the run has been below its minimum for too long, and the
     seconds until a pause begins or ends."""
-    memory, least = context.memory, context.run.spec.nodes.min
-    # A lower minimum ends the pause: there may be hosts for so few.
-    if memory.min_nodes is not None and least < memory.min_nodes:
-        memory = replace(memory, given_back=0, come_again_at=0.0)
-        context = replace(context, memory=memory)
+    memory, least, seen = context.memory, context.run.spec.nodes.min, context.observation
     if context.now < memory.come_again_at:
         return context, memory.come_again_at - context.now
     if context.progress is not None and context.progress.phase in _AT_WORK:
+        return context, None
+    # A group may be at work that the coordinator has not told of yet, as where the operator has just started.
+    coordinator = seen.live_coordinator
+    is_served = coordinator is not None and coordinator.is_running
+    if context.progress is None and is_served and seen.unreachable is None:
         return context, None
     hosted = sum(bool(pod.node_name) for pod in context.live)
     waiting = [pod for pod in context.live if pod.waiting_reason == "Unschedulable"]
@@ -38,14 +39,20 @@ def give_back_if_short(context: ReconcileContext) -> tuple[ReconcileContext, flo
     is_refused = any(
         (failure.verb, failure.kind) == ("create", "Pod")
         and explain_refusal(failure, context.run.name).reason == Reason.QUOTA_EXCEEDED
-        for failure in context.observation.failures
+        for failure in seen.failures
     )
     is_short = 0 < hosted < least
     if not is_short or not (waiting or is_refused):
         return context, None
-    # Pods above the minimum may have waited for hours beside a group that trained until a moment ago.
+    # Pods above the minimum may have waited for hours beside a group that trained until a moment ago, at a
+    # long step or without a report of its steps. Where no coordinator can be made, nothing trains for long.
+    ready = next(
+        (one for one in memory.conditions if one.get("type") == Condition.READY), {}
+    )
+    is_ready = memory.phase == Phase.RUNNING and not (coordinator is None and is_refused)
+    changed_at = context.now if is_ready else parse_time(ready.get("lastTransitionTime"))
     since = max(pod.created_at for pod in waiting or context.live)
-    since = max(since, memory.training.updated_at or 0.0)
+    since = max(since, changed_at or 0.0)
     left = since + context.config.give_back_seconds - context.now
     if left > 0:
         return context, left

@@ -93,6 +93,9 @@ def _begin(observation: Observation, config: Config) -> Memory:
     run, memory = observation.run, observation.status
     nonce = run.spec.restart_nonce
     is_complete = memory.finish is not None and memory.finish.phase == names.Phase.COMPLETE
+    # There may be hosts for fewer nodes. Each pass looks: the next one does not know the higher minimum.
+    if memory.min_nodes is not None and run.spec.nodes.min < memory.min_nodes:
+        memory = _end_pause(memory, observation)
     if not memory.is_known:
         # The status is lost, or was never written: pods that are there show how often the run was restarted.
         everything = (
@@ -138,6 +141,15 @@ def _begin(observation: Observation, config: Config) -> Memory:
         recipe_hash=memory.recipe_hash if keeps_recipe else run.parsed.recipe_hash,
         coordinator=replace(memory.coordinator, image=coordinator_image),
     )
+
+
+def _end_pause(memory: Memory, observation: Observation) -> Memory:
+    """Return the memory of a run that asks for pods again, or goes on with those that it was to give back."""
+    recorded = memory.recorded
+    if memory.come_again_at:
+        # Their end was to count for nothing, and they stay.
+        recorded -= {pod.index for pod in observation.nodes if pod.is_live}
+    return replace(memory, given_back=0, come_again_at=0.0, recorded=recorded)
 
 
 def _begin_anew(memory: Memory, nonce: str | None) -> Memory:
@@ -344,8 +356,11 @@ def _note_progress(
         has_formed=has_formed,
         input_errors=() if has_formed else memory.input_errors,
     )
-    if progress.phase in _FORMED and progress.ready >= observation.run.spec.nodes.min:
-        memory = replace(memory, given_back=0, come_again_at=0.0)
+    # The last words about a group whose pods were given back end no pause. One that is still there goes on,
+    # also where ``nodes.min`` was raised since.
+    has_pods = any(pod.is_live and pod.is_running for pod in observation.nodes)
+    if progress.phase in _FORMED and has_pods:
+        memory = _end_pause(memory, observation)
 
     # The order matters: counters before the outcome, which names the failure that the counters count.
     memory = _add_counters(memory, progress)

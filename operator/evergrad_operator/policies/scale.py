@@ -173,7 +173,7 @@ def _find_coordinators(
         for pod in context.observation.coordinators
         if not pod.is_deleting and pod.attempt < epoch
     ]
-    # One that Kueue holds in no queue, or in one that the run has left, is made again in the run's.
+    # One that Kueue holds in no queue, or in one that the run has left for another, is made again there.
     # As with nodes, the status shows first that its end counts for nothing.
     noted = context.observation.status.coordinator
     is_noted = noted.is_queued and noted.is_recorded and noted.attempt == epoch

@@ -275,9 +275,9 @@ def explain_pod(pod: PodState, context: ReconcileContext) -> Obstacle | None:
             Reason.START_ERROR, f"{where}: {reason}: {said or 'no details'}. {remedy}"
         )
     if pod.place.is_gated:
-        # Only a person can name a queue.
-        is_for_person = names.LABEL_QUEUE not in context.run.labels
-        text = describe_wait(context, where)
+        # Only a person can name a queue, and only a pod that is in none needs one.
+        has_queue = names.LABEL_QUEUE in context.run.labels or bool(pod.place.queue)
+        text, is_for_person = describe_wait(pod, context, where), not has_queue
         return Obstacle(Reason.QUEUED, text, is_for_person=is_for_person)
     if reason == "SchedulingGated":
         return Obstacle(

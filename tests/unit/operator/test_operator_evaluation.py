@@ -525,6 +525,23 @@ def test_a_host_that_failed_an_evaluation_is_avoided_for_a_day(
     assert "broken" not in json.dumps(simulation.status["memory"])
 
 
+def test_a_host_whose_time_an_older_release_did_not_note_is_avoided_for_a_day(
+    simulation: Simulation,
+) -> None:
+    publish(simulation, 2)
+    start(simulation)
+    end(simulation, "run-evaluate-2-0", 2)
+    note = json.loads(simulation.status["memory"]["evaluation"])
+    old = {"evaluation": json.dumps({**note, "hosts": [["broken", 1]]})}
+    simulation.store.change("trainingruns", *KEY, {"status": {"memory": old}})
+    simulation.start_operator()
+    publish(simulation, 3)
+    assert "broken" in json.dumps(pod(simulation, "run-evaluate-3-1")["spec"])
+    simulation.now += 24 * 3600 + 1
+    simulation.settle()
+    assert "broken" not in simulation.status["memory"]["evaluation"]
+
+
 def test_what_is_remembered_of_an_evaluation_is_read_back_and_bounded() -> None:
     known = Evaluation(
         attempt=3,

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import simulated_run
 from fake_kubernetes.kueue import FINALIZER, GROUP, QUEUE, Kueue
-from fake_kubernetes.simulation import KEY, Simulation
+from fake_kubernetes.simulation import KEY, Crash, Simulation
+from fake_kubernetes.store import Write
 
 from evergrad_operator.config import Config
 from evergrad_operator.kueue import parse_place
@@ -440,28 +441,110 @@ def test_a_run_whose_queue_is_another_one_waits_there() -> None:
     assert world.status["message"].endswith("the queue others")
 
 
-@pytest.mark.parametrize("queue", ["others", None])
-def test_a_coordinator_that_waits_leaves_the_queue_that_the_run_has_left(
-    queue: str | None,
-) -> None:
+def test_a_coordinator_that_waits_leaves_the_queue_that_the_run_has_left() -> None:
     world = Queued(quota=0, manages_all=True).create().go_on(8)
     (name,) = world.simulation.pods("coordinator")
     assert (name, world.pod(name)["metadata"]["labels"][QUEUE]) == (
         "run-coordinator-1",
         "gpus",
     )
-    others = {key: value for key, value in LABELS.items() if key != QUEUE}
-    world.label({**others, QUEUE: queue})
+    world.label({**LABELS, QUEUE: "others"})
     world.go_on(8)
     (name,) = world.simulation.pods("coordinator")
     assert name == "run-coordinator-2", "and is made no further time"
-    assert world.pod(name)["metadata"]["labels"].get(QUEUE) == queue
+    assert world.pod(name)["metadata"]["labels"][QUEUE] == "others"
     assert world.status["restarts"] == {"total": 0}
-    # Where there is room again, it goes on from there.
+    # Where there is room, it goes on from there.
     world.label(LABELS)
     world.kueue.quota = 4
     world.go_on(12)
     assert len(world.running()) == 3 and world.status["restarts"] == {"total": 0}
+
+
+def test_a_coordinator_leaves_its_queue_only_once_the_status_shows_that_it_is_no_loss() -> (
+    None
+):
+    world = Queued(quota=0, manages_all=True).create()
+    simulation = world.simulation
+
+    # An operator dies before it has written down which coordinator it has just made.
+    def die(write: Write) -> None:
+        if (write.verb, write.name) == ("create", "run-coordinator-1"):
+            raise Crash
+
+    simulation.store.after = die
+    with pytest.raises(Crash):
+        world.go_on()
+    simulation.store.after = lambda write: None
+    simulation.start_operator()
+    world.label({**LABELS, QUEUE: "others"})
+    simulation.reconcile()
+    assert "deletionTimestamp" not in world.pod("run-coordinator-1")["metadata"]
+    world.go_on()
+
+    # One that it has written down has not ended, as far as the status shows.
+    assert simulation.pods("coordinator") == ["run-coordinator-2"]
+    world.label({**LABELS, QUEUE: "third"})
+    simulation.reconcile()
+    assert "deletionTimestamp" not in world.pod("run-coordinator-2")["metadata"]
+    world.go_on()
+    assert simulation.pods("coordinator") == ["run-coordinator-3"]
+    assert world.status["restarts"] == {"total": 0}
+
+
+def test_a_run_that_no_longer_names_a_queue_stays_where_it_waits_until_there_is_room() -> (
+    None
+):
+    world = Queued(quota=0, manages_all=True, nodes={"min": 2, "max": 2}).create()
+    world.go_on(8)
+    world.simulation.store.change(
+        "trainingruns", *KEY, {"metadata": {"labels": {QUEUE: None}}}
+    )
+    world.go_on(8)
+    assert world.simulation.pods("coordinator") == ["run-coordinator-1"]
+    assert world.status["message"].endswith("to be admitted by the queue gpus")
+    assert world.condition("Stalled") == "False"
+    world.kueue.quota = 3
+    world.go_on()
+    assert world.running() == ["run-0-0", "run-1-0"]
+    assert world.status["restarts"] == {"total": 0}
+
+
+def default_queue(world: Queued) -> Queued:
+    """The namespace has a LocalQueue ``default``, into which Kueue puts each pod without a queue."""
+    world.labels, gate = None, world.simulation.store.mutate
+
+    def mutate(plural: str, raw: dict[str, Any]) -> None:
+        if plural == "pods":
+            raw["metadata"].setdefault("labels", {}).setdefault(QUEUE, "default")
+        gate(plural, raw)
+
+    world.simulation.store.mutate = mutate
+    return world
+
+
+@pytest.mark.parametrize(
+    "spec", [{}, {"preparation": {}}], ids=["coordinator", "preparation"]
+)
+def test_pods_that_kueue_has_put_into_the_default_queue_wait_there(
+    spec: dict[str, Any],
+) -> None:
+    world = default_queue(Queued(quota=0, **spec)).create()
+    role = "preparation" if spec else "coordinator"
+    names = world.go_on(2).simulation.pods(role)
+    assert len(names) == 1
+    world.go_on(8)
+    assert world.simulation.pods(role) == names
+    status = world.status
+    assert (status["reason"], world.condition("Stalled")) == ("Queued", "False")
+    assert status["message"].endswith("to be admitted by the queue default")
+    # Pods that wait leave it for a queue that the run names.
+    world.label(LABELS)
+    world.kueue.quota = 4
+    world.go_on(12)
+    made = [*world.simulation.pods(), *world.simulation.pods(role)]
+    assert {world.pod(name)["metadata"]["labels"][QUEUE] for name in made} == {"gpus"}
+    assert not any(world.pod(name)["spec"].get("schedulingGates") for name in made)
 
 
 def story(world: Queued) -> tuple[Any, ...]:
@@ -487,7 +570,7 @@ def story(world: Queued) -> tuple[Any, ...]:
 
 
 def killing(number: int, *, is_before: bool) -> Callable[[Queued], None]:
-    from fake_kubernetes.simulation import Crash, crash_at
+    from fake_kubernetes.simulation import crash_at
 
     def prepare(world: Queued) -> None:
         simulation = world.simulation
@@ -704,3 +787,129 @@ def test_a_lower_minimum_ends_a_pause_and_a_higher_one_does_not() -> None:
     decision = world.settle()
     assert decision.reason != "PodsGivenBack" and len(world.live()) == 3
     assert "givenBack" not in world.status["memory"]
+
+
+TWO = {"max": 4, "ready": 2, "connected": 2}
+"""Two nodes of four, as a coordinator counts them."""
+
+
+def raise_minimum(*, step: int | None = None, phase: str = "Running") -> Any:
+    """A group of two that has been in this phase for hours, beside two pods that find no host; then
+    ``nodes.min`` is three. ``step``: its newest, 21 minutes old; None for a recipe that reports none."""
+    world = simulated_run.Simulation(simulated_run.make_run(nodes={"min": 2, "max": 4}))
+    world.reconcile()
+    world.start("docs-lm-coordinator-0", "docs-lm-0-0", "docs-lm-1-0")
+    for name in ("docs-lm-2-0", "docs-lm-3-0"):
+        world.unschedulable(name, "0/2 nodes are available: 2 Insufficient cpu.")
+    nodes = {"min": 2, **TWO}
+    if step is None:
+        world.progress = simulated_run.make_progress(phase=phase, nodes=nodes)
+    for _ in range(6):
+        if step is not None:
+            world.train(step, nodes=nodes)
+        world.settle()
+        world.age(PATIENCE_SECONDS + 60)
+    world.set_spec(nodes={"min": 3, "max": 4})
+    return world
+
+
+@pytest.mark.parametrize("step", [20, None])
+def test_an_operator_that_has_just_started_takes_no_pod_of_the_group_that_trains(
+    step: int | None,
+) -> None:
+    world = raise_minimum(step=step)
+    known, world.progress = world.progress, None
+    world.reconcile()
+    assert "givenBack" not in world.status["memory"]
+    world.progress = known
+    world.settle()
+    assert len(world.live()) == 4
+
+
+def test_a_group_whose_coordinator_was_replaced_has_as_long_as_any_other_to_find_hosts() -> (
+    None
+):
+    world = raise_minimum()
+    world.settle()
+    world.end("docs-lm-coordinator-0", 137)
+    for _ in range(3):
+        world.progress = None
+        world.reconcile()
+    assert world.live(role="coordinator") == ["docs-lm-coordinator-1"]
+    world.start("docs-lm-coordinator-1")
+    world.reconcile()
+    assert "givenBack" not in world.status["memory"] and len(world.live()) == 4
+
+    # The nodes have not come back to it at its first answer.
+    world.progress = simulated_run.make_progress(
+        1, phase="Waiting", nodes={"min": 3, "max": 4, "ready": 0}
+    )
+    assert world.settle().requeue_after is not None and len(world.live()) == 4
+    world.age(PATIENCE_SECONDS - 1)
+    world.settle()
+    assert len(world.live()) == 4
+    world.age(1)
+    world.settle()
+    assert world.live() == []
+
+
+def test_a_minimum_that_is_raised_while_a_group_starts_for_long_takes_no_pod_of_it() -> (
+    None
+):
+    world = raise_minimum(phase="Starting")
+    world.settle()
+    assert len(world.live()) == 4
+    world.age(PATIENCE_SECONDS)
+    world.settle()
+    assert len(world.live()) == 4
+    # Nor does an operator that has not heard of it yet.
+    known, world.progress = world.progress, None
+    world.reconcile()
+    world.progress = known
+    world.settle()
+    assert len(world.live()) == 4
+
+
+def test_a_pause_ends_where_its_pods_are_there_and_form_a_group() -> None:
+    world = contend()
+    world.settle()
+    world.age(PATIENCE_SECONDS)
+    world.reconcile()
+    assert "givenBack" in world.status["memory"] and len(world.live()) == 2
+    # The last host has come, and ``nodes.min`` was raised, before any pod is deleted.
+    world.start("docs-lm-1-0")
+    world.set_spec(nodes={"min": 3, "max": 3})
+    nodes = {"min": 3, "max": 3, "ready": 2, "connected": 2}
+    world.progress = simulated_run.make_progress(nodes=nodes)
+    world.settle()
+    assert {"docs-lm-0-0", "docs-lm-1-0"} < set(world.live())
+    assert "givenBack" not in world.status["memory"]
+    # The end of a pod that stays counts as any other.
+    world.end("docs-lm-1-0", 1)
+    world.settle()
+    assert world.status["restarts"]["total"] == 1
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"template": {"nodeSelector": {"bad key!": "x"}}},
+        {"suspend": True},
+    ],
+    ids=["mistake", "suspension"],
+)
+def test_a_lower_minimum_ends_a_pause_also_where_the_run_is_held_or_stops_first(
+    edit: dict[str, Any],
+) -> None:
+    world = contend()
+    world.age(PATIENCE_SECONDS)
+    world.settle()
+    world.leave()
+    assert world.settle().reason == "PodsGivenBack"
+    world.set_spec(nodes={"min": 1, "max": 2}, **edit)
+    world.progress = None
+    world.settle()
+    assert world.live() == []
+    world.set_spec(template={}, suspend=False)
+    decision = world.settle()
+    assert decision.reason != "PodsGivenBack" and len(world.live()) == 2

@@ -354,6 +354,25 @@ def story_is_failed_by_its_coordinator(simulation: Simulation) -> None:
     end_with_words(simulation, 70, phase="Failed", reason="TooManyFailures")
 
 
+@pytest.mark.parametrize(
+    ("exit_code", "phase", "reason"),
+    [(75, "Stopped", "AfterStep"), (70, "Failed", "TooManyFailures")],
+)
+def test_a_run_whose_end_is_written_down_is_looked_at_again_a_second_later(
+    exit_code: int, phase: str, reason: str
+) -> None:
+    simulation = Simulation()
+    simulation.create_run()
+    begin(simulation)
+    simulation.train(5, phase=phase, reason=reason, nodes=NONE_CONNECTED)
+    for name in simulation.pods():
+        simulation.end_pod(name, exit_code)
+    coordinators = simulation.pods("coordinator")
+    # Nothing else is certain to cause a pass: the write of the status may fail.
+    assert simulation.reconcile() == 1.0
+    assert simulation.pods("coordinator") == coordinators
+
+
 def story_fails_and_is_cleaned_at_once(simulation: Simulation) -> None:
     simulation.create_run(nodes={"min": 1, "max": 1}, ttlSecondsAfterFinished=0)
     simulation.settle()
