@@ -458,8 +458,8 @@ def test_rows_of_generations_that_begin_anew_count(
     # The first process after that has ended before its first step.
     if has_died_early:
         starts += [(11, 2)]
-    for at, generation in starts:
-        log.event(Event(EventType.START, at, 0, generation, {}))
+    for moment, generation in starts:
+        log.event(Event(EventType.START, moment, 0, generation, {}))
     _, newest = starts[-1]
     for step, generation in ((1, newest), (2, newest + 1), (2, newest), (3, newest + 1)):
         record = synthetic.step_record(step, generation=generation, time=20 + step)
