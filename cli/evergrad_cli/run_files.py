@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from evergrad_coordinator.causes import describe_ending
 from evergrad_coordinator.contract import RunFile, step_of_checkpoint
+from evergrad_coordinator.late_rows import Beginnings, InTime
 from evergrad_coordinator.rules.history import History
 from evergrad_coordinator.rules.state import MOST_SETS
 from evergrad_coordinator.rules.track import Track
@@ -44,7 +45,6 @@ class _Lines:
         self._path = path
         self._offset = 0
         self._head = b""
-        self._newest_generation = 0
 
     def is_another_file(self) -> bool:
         """Whether another file is where this one was, or this one has lost lines that were read."""
@@ -53,15 +53,6 @@ class _Lines:
             begins_alike = file.read(len(self._head)) == self._head
             return not begins_alike or file.seek(0, os.SEEK_END) < self._offset
         return False
-
-    def read_rows(self) -> Iterator[dict[str, Any]]:
-        """Read the lines but for those of an older generation than one before: a process that was frozen
-        while others went on wrote these, and they are nobody's progress."""
-        for row in self.read():
-            generation = row.get("generation", self._newest_generation)
-            if isinstance(generation, int) and generation >= self._newest_generation:
-                self._newest_generation = generation
-                yield row
 
     def read(self) -> Iterator[dict[str, Any]]:
         with contextlib.suppress(OSError), self._path.open("rb") as file:
@@ -87,6 +78,10 @@ class RunFiles:
         self._events, self._metrics, self._evaluations = (
             _Lines(directory / one) for one in names
         )
+        self._beginnings = Beginnings()
+        self._steps_in_time, self._evaluations_in_time = (
+            InTime(self._beginnings) for _ in range(2)
+        )
         self._recent: deque[Mapping[str, Any]] = deque(maxlen=_RECENT)
         self._newest: dict[str, Any] = {}
         """The newest event of each type."""
@@ -107,10 +102,11 @@ class RunFiles:
         """Read new lines of the files, and return the status as of Unix time ``now``."""
         # Events come first: they say when the run began, from which all other times count.
         for row in self._events.read():
+            self._beginnings.note(row.get("type"), row.get("generation"), row.get("time"))
             self._note_event(row)
-        for row in self._metrics.read_rows():
+        for row in self._metrics.read():
             step = row.get("step")
-            if not isinstance(step, int):
+            if not isinstance(step, int) or not _is_in_time(row, self._steps_in_time):
                 continue
             self._recent.append(row)
             values = {name: row.get(name) for name in _SHOWN}
@@ -120,7 +116,9 @@ class RunFiles:
             self.history.steps.add(step, _numbers(values))
             self._note_size(row)
         # The number of sets is bounded, because the history keeps a track of each in memory.
-        for row in self._evaluations.read_rows():
+        for row in self._evaluations.read():
+            if not _is_in_time(row, self._evaluations_in_time):
+                continue
             name, step = str(row.get("name")), row.get("step")
             tracks = self.history.evaluations
             if isinstance(step, int) and (name in tracks or len(tracks) < MOST_SETS):
@@ -226,6 +224,10 @@ def _saved_step(save: Mapping[str, Any]) -> Any:
     """Return the step that was saved; the event's own is that at which a background save was reported."""
     step = step_of_checkpoint(str(save.get("checkpoint", "")))
     return save.get("step") if step is None else step
+
+
+def _is_in_time(row: Mapping[str, Any], judge: InTime) -> bool:
+    return judge.accepts(row.get("generation"), row.get("time"))
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:

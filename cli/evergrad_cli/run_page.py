@@ -25,13 +25,18 @@ def follow(directory: Path, stream: BufferedIOBase, is_over: threading.Event) ->
     files, began_at = RunFiles(directory), 0.0
     with contextlib.suppress(OSError):
         while not is_over.is_set():
-            if files.is_another_run():
+            is_anew = files.is_another_run()
+            if is_anew:
                 files = RunFiles(directory)
             status = files.look(time.time())
             # A page takes another beginning for another run, and forgets all it has: it gets all there is.
             if files.history.began_at != began_at:
                 began_at = files.history.began_at
                 rewind(files.history)
+            # Where only the file of steps was begun anew, the events still say the same.
+            elif is_anew:
+                forget = {"beganAt": -1.0, "elapsed": 0.0, "status": status}
+                stream.write(encode_event(forget))
             update = take_update(files.history, status, now=files.newest_time)
             stream.write(encode_event({**update, "beganAt": began_at}))
             is_over.wait(UPDATE_SECONDS)

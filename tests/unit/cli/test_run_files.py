@@ -138,6 +138,32 @@ def test_a_row_that_a_frozen_process_writes_late_is_nobodys_progress(
     assert list(files.history.evaluations["heldOut"].x) == [50, 150, 200]
 
 
+def test_rows_of_generations_that_begin_anew_count(
+    tmp_path: Path, events: Path, metrics: Path
+) -> None:
+    """Somebody has removed the checkpoints alone; a row of the first generation 1 comes late before that."""
+    append(events, start(0), start(50, generation=2))
+    append(metrics, *map(step, range(1, 52)))
+    append(metrics, *(step(n, at=n, generation=2) for n in range(51, 101)), step(52))
+    evaluated = [(50, 1, 50), (100, 2, 100), (52, 1, 101)]
+    results = [
+        {"name": "heldOut", "step": n, "generation": one, "loss": at, "time": BEGIN + at}
+        for n, one, at in evaluated
+    ]
+    append(tmp_path / "evaluation.jsonl", *(json.dumps(one) + "\n" for one in results))
+    files = RunFiles(tmp_path)
+    assert files.look(BEGIN + 100)["step"] == 100
+
+    append(events, start(1000))
+    append(metrics, *(step(n, at=1000 + n) for n in range(1, 61)))
+    anew = {"name": "heldOut", "step": 50, "generation": 1, "loss": 7.0}
+    append(tmp_path / "evaluation.jsonl", json.dumps(anew | {"time": BEGIN + 1050}) + "\n")
+    status = files.look(BEGIN + 1060)
+    assert (status["step"], status["updatedSecondsAgo"]) == (60, 0.0)
+    assert list(files.history.steps.x) == list(range(1, 61))
+    assert list(files.history.evaluations["heldOut"].x) == [50]
+
+
 def test_a_clock_that_goes_back_makes_no_negative_times(
     tmp_path: Path, events: Path, metrics: Path
 ) -> None:
@@ -179,6 +205,24 @@ def test_a_directory_that_is_begun_anew_is_read_anew(
     assert anew["status"].keys() == first["status"].keys()
     assert anew["steps"]["x"] == list(range(1, 61))
     assert more["steps"]["x"] == [61]
+
+
+def test_a_page_forgets_the_steps_of_a_file_that_alone_was_begun_anew(
+    tmp_path: Path, events: Path, metrics: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append(events, start(0))
+    append(metrics, *map(step, range(1, 51)))
+
+    def begin_anew() -> None:
+        metrics.unlink()
+        append(metrics, step(1, at=500), step(2, at=501))
+
+    first, forget, anew = follow_through(tmp_path, monkeypatch, begin_anew)
+    # A page forgets what it has with another beginning, and takes a status with a run as a whole one.
+    assert forget["beganAt"] != first["beganAt"] == anew["beganAt"] == BEGIN
+    assert forget["status"]["run"] == "docs-lm" and "steps" not in forget
+    assert (anew["steps"]["from"], anew["steps"]["x"]) == (0, [1, 2])
+    assert anew["status"].keys() == first["status"].keys()
 
 
 def test_a_file_that_was_cut_is_read_anew(tmp_path: Path, metrics: Path) -> None:

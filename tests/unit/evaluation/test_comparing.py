@@ -22,8 +22,12 @@ def directory(tmp_path: Path) -> RunDirectory:
     found = RunDirectory(tmp_path / "run")
     found.create()
     log = RunLog(found)
-    for name, loss in (("heldOut", 9.0), ("heldOut", 2.5), ("broken", math.nan)):
-        log.evaluation_end(EvaluationRecord(10, 1, name, loss, 12.0, 4096, 1.0, 1e9))
+    measured = [("heldOut", 2, 9.0), ("heldOut", 2, 2.5), ("broken", 2, math.nan)]
+    # A frozen process of generation 1 has written its result late.
+    for name, generation, loss in (*measured, ("heldOut", 1, 8.0)):
+        log.evaluation_end(
+            EvaluationRecord(10, generation, name, loss, 12.0, 4096, 1.0, 1e9)
+        )
     log.close()
     return found
 

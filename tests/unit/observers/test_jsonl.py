@@ -445,6 +445,37 @@ def test_a_row_that_a_frozen_process_writes_late_does_not_count(
     assert (before.highest_step, before.last_time) == (4, 5.0)
 
 
+@pytest.mark.parametrize("has_died_early", [False, True])
+def test_rows_of_generations_that_begin_anew_count(
+    directory: RunDirectory, synthetic: ModuleType, has_died_early: bool
+) -> None:
+    """Somebody has removed the checkpoints alone; a row of the first generation 1 comes late before that."""
+    log = RunLog(directory)
+    written = [(1, 1), (2, 1), (3, 3), (4, 3), (3, 1), (5, 3)]
+    for at, (step, generation) in enumerate(written, start=1):
+        log.step_end(synthetic.step_record(step, generation=generation, time=at))
+    starts = [(0, 1), (2.5, 3), (10, 1)]
+    # The first process after that has ended before its first step.
+    if has_died_early:
+        starts += [(11, 2)]
+    for moment, generation in starts:
+        log.event(Event(EventType.START, moment, 0, generation, {}))
+    _, newest = starts[-1]
+    for step, generation in ((1, newest), (2, newest + 1), (2, newest), (3, newest + 1)):
+        record = synthetic.step_record(step, generation=generation, time=20 + step)
+        log.step_end(record)
+    log.close()
+
+    table = read_history(directory).steps
+    assert table.newest_step == 3
+    counting = table.take(table.last_rows())
+    assert counting.step.tolist() == [1, 2, 3, 4, 5]
+    expected = [newest, newest + 1, newest + 1, 3, 3]
+    assert counting.generation.tolist() == expected
+    assert last_step(directory) == 3
+    assert read_before(directory).highest_step == 5
+
+
 def test_a_new_process_learns_what_came_before_from_the_ends_of_the_files(
     directory: RunDirectory, synthetic: ModuleType
 ) -> None:

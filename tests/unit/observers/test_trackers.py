@@ -5,6 +5,7 @@ import io
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from evergrad_trainer.observers.trackers.interface import (
 )
 from evergrad_trainer.observers.trackers.libraries import check_trackers
 from evergrad_trainer.observers.trackers.observer import Patience, TrackerObserver
+from evergrad_trainer.observers.trackers.rows import read_missed
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo
 from evergrad_trainer.run_directory import RunDirectory
 
@@ -193,6 +195,24 @@ def test_what_a_kill_has_kept_from_a_tracker_is_read_from_the_runs_own_files(
     # The note beside the files knows the library's own id.
     assert store["ids"] == ["own-0", "own-0"]
     assert store["ends"] == ["interrupted", "complete"]
+
+
+def test_an_evaluation_that_a_frozen_process_writes_late_is_not_read_back(
+    make_scene: Callable[..., Scene], synthetic: ModuleType
+) -> None:
+    """Generations begin anew behind that, so that the last evaluation is a result of the run."""
+    directory = make_scene(lambda run: Kept(run, {})).directory
+    log = RunLog(directory)
+    rows = [(2, 1, 5.0), (4, 2, 3.0), (4, 1, 0.5), (2, 1, 1.0)]
+    for at, (step, generation, loss) in enumerate(rows):
+        log.evaluation_end(
+            replace(evaluation(step), generation=generation, loss=loss, time=at)
+        )
+    for at, generation in ((0, 1), (1, 2), (3, 1)):
+        log.event(Event(EventType.START, at, 0, generation, {}))
+    log.close()
+    missed = [(one.step, one.loss) for one in read_missed(directory, Shown(), newest=9)]
+    assert missed == [(2, 1.0), (4, 3.0)]
 
 
 @pytest.mark.capability("C-26")

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from evergrad_trainer.observers.history import read_evaluations
+from evergrad_trainer.observers.history import read_evaluations_in_time
 from evergrad_trainer.run_directory import RunDirectory
 
 
@@ -30,8 +30,7 @@ def compare_with_run(
     """
     # The last row of a step counts, as everywhere.
     live = {
-        (one.step, one.name): one
-        for one in read_evaluations(directory.evaluation, notes=[])
+        (one.step, one.name): one for one in read_evaluations_in_time(directory, notes=[])
     }
     found = []
     for row in rows:

@@ -5,7 +5,7 @@ import math
 import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from evergrad_coordinator.late_rows import Beginnings, InTime
 from evergrad_coordinator.metrics.columns import COLUMNS, Kind
 from evergrad_trainer.observers.events import parse_event_row
 from evergrad_trainer.records import EvaluationRecord, Event, StepRecord
@@ -47,11 +48,13 @@ class StepTable:
 
     ``columns``: one for each entry of the catalogue; each is an attribute too, such as ``steps.loss``. An
     optional number is not a number where a row has it not, an optional word None. ``metrics``: a column for
-    each name of a recipe's own that any row has; not a number where a row has it not.
+    each name of a recipe's own that any row has; not a number where a row has it not. ``beginnings``: when
+    generations began anew, by the events.
     """
 
     columns: Mapping[str, npt.NDArray[Any]]
     metrics: Mapping[str, Reals] = field(default_factory=dict)
+    beginnings: Beginnings = field(default_factory=Beginnings)
 
     def __getattr__(self, name: str) -> npt.NDArray[Any]:
         # Copying asks for attributes of an object that has no fields yet.
@@ -65,9 +68,13 @@ class StepTable:
 
     @property
     def rows_in_time(self) -> Integers:
-        """Rows without those of an older generation than one before, as indices: a process that was frozen
-        while others went on wrote these, and they are nobody's progress."""
-        return np.flatnonzero(self.generation == np.maximum.accumulate(self.generation))
+        """Rows without those that a frozen process wrote late, as indices."""
+        # Nearly every file has generations that never fall: it needs no look at each row.
+        if np.all(self.generation[1:] >= self.generation[:-1]):
+            return np.arange(len(self))
+        judge = InTime(self.beginnings)
+        accepted = map(judge.accepts, self.generation.tolist(), self.time.tolist())
+        return np.flatnonzero([*accepted])
 
     @property
     def newest_step(self) -> int:
@@ -102,7 +109,7 @@ class StepTable:
         """Return these rows only, by indices or by a mask."""
         columns = {name: column[rows] for name, column in self.columns.items()}
         metrics = {name: column[rows] for name, column in self.metrics.items()}
-        return StepTable(columns, metrics)
+        return StepTable(columns, metrics, self.beginnings)
 
 
 class _Columns:
@@ -198,7 +205,7 @@ def read_history(directory: RunDirectory) -> History:
     Raises RunDirectoryError, naming file and line, for a line that is no row of that file.
     """
     notes: list[str] = []
-    steps = read_steps(directory.metrics, notes)
+    steps = read_steps(directory, notes)
     evaluations = tuple(read_evaluations(directory.evaluation, notes))
     events = tuple(_parsed(directory.events, notes, parse_event_row))
     return History(
@@ -228,12 +235,12 @@ def read_results(directory: RunDirectory, notes: list[str]) -> tuple[EvaluationR
     )
 
 
-def read_steps(path: Path, notes: list[str]) -> StepTable:
-    """Read the rows of a metrics file; appends to ``notes`` what was odd.
+def read_steps(directory: RunDirectory, notes: list[str]) -> StepTable:
+    """Read the rows of metrics.jsonl; appends to ``notes`` what was odd.
 
     Raises RunDirectoryError with the line of a bad row.
     """
-    columns, lines = _Columns(), JsonLines(path)
+    columns, lines = _Columns(), JsonLines(directory.metrics)
     rows = iter(lines)
     # Chunk by chunk: a million rows as dictionaries would not fit beside their columns.
     while chunk := list(islice(rows, _CHUNK)):
@@ -259,7 +266,7 @@ def read_steps(path: Path, notes: list[str]) -> StepTable:
                 raise lines.malformed(number, why) from error
             raise lines.malformed(chunk[0][0], "is not a row of this file") from error
     _note_torn(lines, notes)
-    return columns.table()
+    return replace(columns.table(), beginnings=read_beginnings(directory))
 
 
 def read_evaluations(path: Path, notes: list[str]) -> Iterator[EvaluationRecord]:
@@ -268,6 +275,16 @@ def read_evaluations(path: Path, notes: list[str]) -> Iterator[EvaluationRecord]
     Raises RunDirectoryError with the line of a bad row.
     """
     return _parsed(path, notes, _evaluation)
+
+
+def read_evaluations_in_time(
+    directory: RunDirectory, notes: list[str]
+) -> Iterator[EvaluationRecord]:
+    """Read the run's evaluations as ``read_evaluations`` does, without those that were written late."""
+    judge = InTime(read_beginnings(directory))
+    for one in read_evaluations(directory.evaluation, notes):
+        if judge.accepts(one.generation, one.time):
+            yield one
 
 
 def _fits(row: dict[str, Any]) -> bool:
@@ -345,8 +362,9 @@ def read_before(directory: RunDirectory, *, tail_bytes: int = 4 << 20) -> Before
     # Only the ends: a start must not read gigabytes to know where the last one stopped.
     rows = [*_tail(directory.metrics, tail_bytes)]
     times = [row.get("time") for row in (*rows, *_tail(directory.events, 1 << 16))]
+    beginnings = read_beginnings(directory, tail_bytes=tail_bytes)
     return Before(
-        highest_step=max(_steps_in_time(rows), default=0),
+        highest_step=max(_steps_in_time(rows, beginnings), default=0),
         last_time=max(
             (float(at) for at in times if isinstance(at, int | float)), default=None
         ),
@@ -371,15 +389,23 @@ def _tail(path: Path, num_bytes: int) -> Iterator[dict[str, Any]]:
 
 def last_step(directory: RunDirectory, *, tail_bytes: int = 64 << 10) -> int:
     """Read the step of the last row of metrics.jsonl; 0 without one."""
-    steps = [0, *_steps_in_time(_tail(directory.metrics, tail_bytes))]
+    beginnings = read_beginnings(directory, tail_bytes=tail_bytes)
+    steps = [0, *_steps_in_time(_tail(directory.metrics, tail_bytes), beginnings)]
     return steps[-1]
 
 
-def _steps_in_time(rows: Iterable[dict[str, Any]]) -> Iterator[int]:
+def read_beginnings(directory: RunDirectory, *, tail_bytes: int = 1 << 30) -> Beginnings:
+    """Find in the end of events.jsonl when generations began anew. Raises RunDirectoryError."""
+    found = Beginnings()
+    for row in _tail(directory.events, tail_bytes):
+        found.note(row.get("type"), row.get("generation"), row.get("time"))
+    return found
+
+
+def _steps_in_time(rows: Iterable[dict[str, Any]], beginnings: Beginnings) -> Iterator[int]:
     """Steps of rows of metrics.jsonl, but of those that were written late, as ``StepTable.rows_in_time``."""
-    newest = 0
+    judge = InTime(beginnings)
     for row in rows:
-        step, generation = row.get("step"), row.get("generation", newest)
-        if isinstance(step, int) and isinstance(generation, int) and generation >= newest:
-            newest = generation
+        step = row.get("step")
+        if isinstance(step, int) and judge.accepts(row.get("generation"), row.get("time")):
             yield step

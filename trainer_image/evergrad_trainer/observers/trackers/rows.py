@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping
 from heapq import merge
 
-from evergrad_trainer.observers.history import read_evaluations, read_steps
+from evergrad_trainer.observers.history import read_evaluations_in_time, read_steps
 from evergrad_trainer.observers.trackers.interface import Shown
 from evergrad_trainer.observers.utilisation import flops_per_second, utilisation
 from evergrad_trainer.records import EvaluationRecord, RunInfo, StepRecord
@@ -44,10 +44,10 @@ def read_missed(directory: RunDirectory, shown: Shown, *, newest: int) -> Iterat
     Raises RunDirectoryError.
     """
     notes: list[str] = []
-    table = read_steps(directory.metrics, notes)
+    table = read_steps(directory, notes)
     rows = [row for row in table.last_rows() if shown.step < table.step[row] <= newest]
     evaluations: dict[tuple[int, str], EvaluationRecord] = {}
-    for one in read_evaluations(directory.evaluation, notes):
+    for one in read_evaluations_in_time(directory, notes):
         if one.step <= newest and not shown.has_evaluation(one.name, one.step):
             evaluations[one.step, one.name] = one
     # By step, and a step before its evaluations: trackers take no step after a later one.
