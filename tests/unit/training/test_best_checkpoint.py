@@ -51,6 +51,9 @@ class Checkpoints:
             if best:
                 self.marked.append(step)
 
+    def land(self) -> None:
+        self.wait()
+
     def mark_best(self, step: int) -> None:
         self.wait()
         if self.published is not None and self.published.step == step:
@@ -171,6 +174,30 @@ def test_a_later_checkpoint_does_not_name_a_best_whose_save_has_failed() -> None
     progress.finished_steps = 5
     loop.save_together(run)
     assert said == [before] and progress.best == before
+
+
+@pytest.mark.parametrize(
+    ("values", "waits"),
+    [
+        ({"other/loss": 0.1}, False),
+        ({"heldOut/loss": 4.0}, False),
+        ({"heldOut/loss": 2.0}, True),
+    ],
+    ids=["of another set", "worse than both", "between them"],
+)
+def test_training_waits_for_the_save_of_the_best_only_where_its_end_decides_something(
+    values: dict[str, float], waits: bool
+) -> None:
+    checkpoints = Checkpoints()
+    run = make(checkpoints, saves_before=False)
+    progress = run.progress
+    before = {"metric": "heldOut/loss", "mode": "min", "value": 3.0, "step": 2}
+    progress.best_before, progress.best = before, {**before, "value": 1.0, "step": 4}
+    progress.resumed_step, progress.saved_step, progress.finished_steps = 2, 4, 5
+    checkpoints.under_way = (4, True)
+    loop._keep_best(run, values)
+    assert (checkpoints.under_way is None) is waits
+    assert progress.best is not None and progress.best["step"] == 4
 
 
 @pytest.mark.parametrize("do_all_know", [True, False])

@@ -57,17 +57,17 @@ def claim_exactly(directory: Path, generation: int) -> None:
     is claimed already, VolumeError if the directory cannot be written, RunDirectoryError if it can be none.
     """
     path = directory / GENERATIONS / generation_name(generation)
-    mine, has_begun = _claim(), False
+    mine, is_made = _claim(), False
 
     def claim() -> None:
-        nonlocal has_begun
+        nonlocal is_made
         (directory / GENERATIONS).mkdir(parents=True, exist_ok=True)
-        if has_begun and path.exists() and mine.startswith(path.read_bytes()):
+        if is_made and path.exists() and mine.startswith(path.read_bytes()):
             # From a try of this very process that failed behind it; only a part of it may be there.
             path.unlink()
         check_fence(directory, generation - 1)
-        has_begun = True
         path.touch(exist_ok=False)
+        is_made = True
         try:
             with path.open("wb", buffering=0) as file:
                 file.write(mine)

@@ -199,6 +199,11 @@ class CheckpointManager:
         if outcome is not None and outcome.fenced is not None:
             raise outcome.fenced
 
+    def land(self) -> None:
+        """Wait for a save under way and report it. Raises SaveError; a newer claim is shown by ``is_fenced``
+        alone, because ranks may have noticed the end of the save one after the other."""
+        self._land_flight()
+
     def restore(
         self, state: Mapping[str, torch.Tensor], *, ahead: HeldFiles | None = None
     ) -> Restored | None:

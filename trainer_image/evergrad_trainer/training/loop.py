@@ -3,6 +3,7 @@ request to stop. Its state is :mod:`evergrad_trainer.training.progress`."""
 
 import functools
 import time
+from typing import Any
 
 from evergrad_manifest.errors import Problem
 from evergrad_trainer.checkpoint.manifest import PERMANENT
@@ -304,7 +305,7 @@ def _settle_best(run: Run) -> None:
 
     Before a comparison, and before the save of a later step: a value that no checkpoint has would keep worse
     ones, which are there, from being the best. A best of the newest step is left: its save is made again.
-    Raises SaveError or FencedError (all ranks together).
+    Raises SaveError (all ranks together).
     """
     progress, checkpoints = run.progress, run.checkpoints
     best = progress.best
@@ -312,7 +313,8 @@ def _settle_best(run: Run) -> None:
         return
     # No later save has begun since: what is published behind that step is the best one itself.
     if published_step(progress, checkpoints) < best["step"]:
-        checkpoints.wait()
+        # What it met is raised where all ranks have agreed on it, by the next save or the loop's flags.
+        checkpoints.land()
     # Collective: no rank may compare with another value than the others, whatever it has seen of the save.
     if not run.membership.world.all_agree(
         published_step(progress, checkpoints) >= best["step"]
@@ -325,21 +327,27 @@ def _keep_best(run: Run, values: dict[str, float]) -> None:
     step = progress.finished_steps
     if run.best is None or step == 0:
         return
+    metric, mode, is_better = run.best.metric, run.best.mode, run.best.is_better
+    value = values.get(metric)
+
+    def is_better_than(other: dict[str, Any] | None) -> bool:
+        # After an edit of the file: values of two metrics say nothing of one another. Older versions wrote
+        # no mode.
+        is_alike = other is not None and (other["metric"], other.get("mode", mode)) == (
+            metric,
+            mode,
+        )
+        than = other["value"] if other is not None and is_alike else None
+        return value is not None and is_better(value, than)
+
+    # Training waits for the save of the best only where its end decides something.
+    if not (is_better_than(progress.best) or is_better_than(progress.best_before)):
+        return
     _settle_best(run)
-    metric, mode = run.best.metric, run.best.mode
-    value, before = values.get(metric), progress.best
-    than: float | None = None
-    # After an edit of the file: values of two metrics say nothing of one another. Older versions wrote no
-    # mode.
-    if before is not None and (before["metric"], before.get("mode", mode)) == (
-        metric,
-        mode,
-    ):
-        than = before["value"]
-    if value is None or not run.best.is_better(value, than):
+    if not is_better_than(progress.best):
         return
 
-    progress.best_before = before
+    progress.best_before = progress.best
     progress.best = {"metric": metric, "mode": mode, "value": value, "step": step}
     if progress.saved_step == step:
         # Saved before its evaluation, or before a stop or a lost peer had cut that short: the checkpoint is

@@ -143,12 +143,16 @@ class Lifecycle:
             self.life.enter(Phase.CLOSING)
             # Collective: a rank that failed alone here would leave the others in their last save.
             is_saved = save_all(self._run)
+            takes_file = reason == "stop_file" and world.is_main
+            if takes_file and not self._worlds.are_replaced:
+                # There is nobody else to stop, and the next start is to train.
+                session.directory.consume_stop_file()
             code = close_run(session, self._writer, reason, is_saved=is_saved)
             self._run.observers = session.observers
             self._has_ended_run = True
             step = session.progress.finished_steps
             self._worlds.agreed_end(world, step=step, exit_code=int(code), reason=reason)
-            if reason == "stop_file" and world.is_main:
+            if takes_file:
                 # Last: where this process dies before others know of the end, they go on, see the file and
                 # stop a step later.
                 session.directory.consume_stop_file()

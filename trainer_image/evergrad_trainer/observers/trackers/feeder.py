@@ -95,6 +95,8 @@ class Feeder:
         self._library: Library | None = None
         self._info: RunInfo | None = None
         self._shown = Shown()
+        # Checkpoints whose hash was noted: one that is removed behind that is not noted as gone.
+        self._identified: set[str] = set()
         self._noted = Shown()
         self._flushed_at = 0.0
         self._thread = threading.Thread(
@@ -157,7 +159,8 @@ class Feeder:
         elif isinstance(item, Saved):
             # Retention may have removed it already.
             identity = self._identify(item.checkpoint)
-            self._library.note(f"checkpoint/{item.checkpoint}", identity or "gone")
+            if identity or item.checkpoint not in self._identified:
+                self._library.note(f"checkpoint/{item.checkpoint}", identity or "gone")
         elif isinstance(item, Finish):
             self._flush()
             if not self._abandoned.is_set():
@@ -178,6 +181,12 @@ class Feeder:
             # At once: the library's own id must outlive a kill in the very first step.
             self._write_note(library)
 
+        for record in read_missed(self._directory, library.shown, newest=info.start_step):
+            if self._abandoned.is_set():
+                return
+            self._busy_since = self._clock()
+            self._write(record)
+
         # A kill may have kept the newest checkpoint from the tracker, and one that was added has none. All
         # that are there are noted: a note that is given again says the same. What is shown for the first time
         # of a long run takes its time, and does not hang.
@@ -188,12 +197,8 @@ class Feeder:
                 return
             self._busy_since = self._clock()
             if identity := self._identify(manifest.parent.name):
+                self._identified.add(manifest.parent.name)
                 library.note(f"checkpoint/{manifest.parent.name}", identity)
-        for record in read_missed(self._directory, library.shown, newest=info.start_step):
-            if self._abandoned.is_set():
-                return
-            self._busy_since = self._clock()
-            self._write(record)
 
     def _identify(self, checkpoint: str) -> str | None:
         """Hash of a checkpoint's manifest, which has the checksum of each of its files; None without one."""
