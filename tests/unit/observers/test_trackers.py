@@ -2,13 +2,14 @@
 
 import importlib.util
 import io
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -343,6 +344,39 @@ def test_hashes_of_checkpoints_that_a_kill_has_kept_from_a_tracker_are_noted_at_
     names = [name for name, text in store["notes"] if text.startswith("sha256:")]
     assert sorted(names) == ["checkpoint/step-10.g1", "checkpoint/step-2"]
     assert len(store["notes"]) == 2
+
+
+class Removing(Kept):
+    """While it takes the first note, retention removes that checkpoint."""
+
+    removes: ClassVar[list[Path]] = []
+
+    def note(self, name: str, text: str) -> None:
+        super().note(name, text)
+        self.store.setdefault("flushed at a note", []).append(self.store.get("flushed", 0))
+        while self.removes:
+            shutil.rmtree(self.removes.pop())
+
+
+def test_missed_rows_are_with_the_library_before_notes_and_no_hash_is_followed_by_gone(
+    make_scene: Callable[..., Scene], store: dict[str, Any], synthetic: ModuleType
+) -> None:
+    before = make_scene(Broken)
+    before.start()
+    for step in (1, 2, 3):
+        before.all.step_end(synthetic.step_record(step))
+    before.stop("killed")
+    scene = make_scene(lambda run: Removing(run, store))
+    checkpoint = scene.directory.checkpoints / "step-3"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    Removing.removes.append(checkpoint)
+    scene.start(3)
+    scene.event(EventType.SAVE, checkpoint="step-3")
+    scene.stop()
+    ((name, text),) = store["notes"]
+    assert name == "checkpoint/step-3" and text.startswith("sha256:")
+    assert store["flushed at a note"] == [3]
 
 
 class Broken:

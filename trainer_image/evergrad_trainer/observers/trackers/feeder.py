@@ -187,6 +187,8 @@ class Feeder:
             self._busy_since = self._clock()
             self._write(record)
 
+        # Before notes, which may take long: a process that ends meanwhile has shown its rows.
+        self._flush()
         # A kill may have kept the newest checkpoint from the tracker, and one that was added has none. All
         # that are there are noted: a note that is given again says the same. What is shown for the first time
         # of a long run takes its time, and does not hang.
