@@ -227,6 +227,11 @@ class Memory:
     conditions: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
 
     @property
+    def is_complete(self) -> bool:
+        """Whether the run has ended well."""
+        return self.finish is not None and self.finish.phase == Phase.COMPLETE
+
+    @property
     def is_stopped(self) -> bool:
         """Whether the run itself has stopped, and waits for a person to resume it."""
         return bool(self.stop_reason)

@@ -13,13 +13,7 @@ from evergrad_operator.kinds import POD_GROUP, Kind
 from evergrad_operator.memory import Memory, parse_memory
 from evergrad_operator.pods import PodState, judge_image, parse_pod
 from evergrad_operator.preparation import Report
-from evergrad_operator.raw import (
-    get_float,
-    get_map,
-    get_maps,
-    get_natural,
-    get_text,
-)
+from evergrad_operator.raw import get_float, get_map, get_maps, get_natural, get_text
 from evergrad_operator.spec import TrainingRun
 from evergrad_operator.times import LATEST, parse_time
 
@@ -198,8 +192,8 @@ class Observation:
     @property
     def is_coordinator_stranded(self) -> bool:
         """Whether Kueue holds the coordinator in another queue than the run names by now, or in none."""
-        live, queue = self.live_coordinator, self.run.labels.get(names.LABEL_QUEUE, "")
-        return live is not None and live.place.is_stranded(queue)
+        live = self.live_coordinator
+        return live is not None and live.place.is_stranded(self.run.queue)
 
     @property
     def live_coordinator(self) -> PodState | None:

@@ -33,7 +33,7 @@ from evergrad_operator.installation import (
     Installation,
     find_refusals,
 )
-from evergrad_operator.names import Key, Reason
+from evergrad_operator.names import LABEL_QUEUE, Key, Reason
 from evergrad_operator.profiles import NO_PROFILE, RunProfile
 from evergrad_operator.raw import get_int, get_map, get_text
 from evergrad_operator.recipe import hash_spelling
@@ -123,6 +123,11 @@ class TrainingRun:
         # A file that one version of the operator refuses may be readable to the next.
         is_refused = get_text(status, "reason") == Reason.INVALID_SPEC
         return is_refused or get_int(status, "observedGeneration") != self.generation
+
+    @property
+    def queue(self) -> str:
+        """The LocalQueue of Kueue that it names, empty for none."""
+        return self.labels.get(LABEL_QUEUE, "")
 
     @property
     def claim_name(self) -> str:

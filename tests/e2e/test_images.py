@@ -79,6 +79,18 @@ def volume(tmp_path: Path) -> Iterator[Path]:
     return tmp_path
 
 
+def podman(*words: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["podman", *words],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", **images.environment()},
+        stdin=subprocess.DEVNULL,
+    )
+
+
 def run_in(
     image: str,
     *words: str,
@@ -89,7 +101,6 @@ def run_in(
     """One container as a restricted pod is run."""
     name = f"evergrad-test-{uuid.uuid4().hex[:8]}"
     command = [
-        "podman",
         "run",
         "--rm",
         "--name",
@@ -112,15 +123,7 @@ def run_in(
     ]
     command += ["--entrypoint", entrypoint] if entrypoint else []
     command += ["--volume", f"{volume}:/volume"] if volume else []
-    return subprocess.run(
-        [*command, image, *words],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", **images.environment()},
-        stdin=subprocess.DEVNULL,
-    )
+    return podman(*command, image, *words)
 
 
 def told_by(image: str, *words: str, **settings: Any) -> str:
@@ -248,16 +251,11 @@ def test_the_base_image_offers_the_compiler_of_the_image_for_cuda(
     built: tuple[str, ...],
 ) -> None:
     # Where there is a CPU build of torch, nothing else builds that image.
-    packages = "g++ libc6-dev python3-dev"
-    command = ["podman", "run", "--rm", "--network", "host", images.BASE, "sh", "-ec"]
-    done = subprocess.run(
-        [*command, f"apt-get update -q && apt-get install -q -y --simulate {packages}"],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", **images.environment()},
-        stdin=subprocess.DEVNULL,
+    script = (
+        "apt-get update -q && apt-get install -q -y --simulate g++ libc6-dev python3-dev"
+    )
+    done = podman(
+        "run", "--rm", "--network", "host", images.BASE, "sh", "-ec", script, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Inst g++ " in done.stdout

@@ -123,7 +123,7 @@ def read_optional(
 
 
 def read_announced(directory: RunDirectory, record: Mapping[str, Any]) -> Announced:
-    """What the newest start that has announced its changes had, by the ``run.json`` of ``directory``.
+    """Read from the ``run.json`` of ``directory`` what the newest start that has announced its changes had.
 
     It is the start that has written the record, unless that one was killed before it had announced them.
     Raises RunDirectoryError.

@@ -249,7 +249,7 @@ def _build_pods(
         # The start of a queued run waits for nodes that are on their way, and not for those above the minimum
         # that the queue admits later: they join, which costs steps only where workers begin anew.
         expect = run.spec.nodes.largest
-        is_queued = bool(run.labels.get(names.LABEL_QUEUE))
+        is_queued = bool(run.queue)
         coming = {
             pod.index for pod in observation.nodes if pod.is_live and not pod.place.is_gated
         }

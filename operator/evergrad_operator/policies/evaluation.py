@@ -163,9 +163,8 @@ def _describe(
             name = names.evaluation_pod_name(context.run.name, made.step, made.attempt)
         for failure in context.observation.failures:
             if (failure.verb, failure.name) == ("create", name):
-                return EvaluationState.WAITING, explain_refusal(
-                    failure, context.run.name
-                ).message
+                refusal = explain_refusal(failure, context.run.name)
+                return EvaluationState.WAITING, refusal.message
         return EvaluationState.WAITING, f"pod {name} is on its way"
     if not known.pending:
         text = (

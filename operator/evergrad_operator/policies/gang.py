@@ -50,7 +50,7 @@ def decide_queueing(
     pod."""
     if context.now < context.memory.come_again_at:
         return Queueing((), withdrawn=context.live)
-    queue = context.run.labels.get(names.LABEL_QUEUE, "")
+    queue = context.run.queue
     if not queue:
         return Queueing(tuple(due))
     newest = find_newest_gang(context)
@@ -121,7 +121,7 @@ def find_newest_gang(context: ReconcileContext) -> int:
 
 def is_stranded(pod: PodState, context: ReconcileContext) -> bool:
     """Whether Kueue holds the pod, for ever, in another queue than the run names by now, or in none."""
-    return pod.place.is_stranded(context.run.labels.get(names.LABEL_QUEUE, ""))
+    return pod.place.is_stranded(context.run.queue)
 
 
 def describe_wait(pod: PodState, context: ReconcileContext, where: str) -> str:
@@ -130,7 +130,7 @@ def describe_wait(pod: PodState, context: ReconcileContext, where: str) -> str:
     everything = (*seen.preparations, *seen.coordinators, *context.live)
     held = [pod for pod in everything if pod.is_live and pod.place.is_gated]
     who = f"{where} and {len(held) - 1} more wait" if len(held) > 1 else f"{where} waits"
-    queue = run.labels.get(names.LABEL_QUEUE, "") or pod.place.queue
+    queue = run.queue or pod.place.queue
     if not queue:
         return (
             f"{who} for a queue: Kueue here manages pods without one, too. Set the label "

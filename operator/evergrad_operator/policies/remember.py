@@ -57,11 +57,10 @@ def remember(observation: Observation, config: Config, now: float) -> Memory:
     # Progress comes before the ends of pods: it takes back the failures that it followed, and says whether a
     # group has formed, which decides what an exit code 64 means. The last answer about a complete run may be
     # older than its last step, which is noted.
-    is_complete = memory.finish is not None and memory.finish.phase == names.Phase.COMPLETE
     if (
         observation.progress is not None
         and is_current(observation, memory)
-        and not is_complete
+        and not memory.is_complete
     ):
         memory = _note_progress(
             memory,
@@ -92,7 +91,6 @@ def _begin(observation: Observation, config: Config) -> Memory:
     operator's upgrade never mixes images."""
     run, memory = observation.run, observation.status
     nonce = run.spec.restart_nonce
-    is_complete = memory.finish is not None and memory.finish.phase == names.Phase.COMPLETE
     # There may be hosts for fewer nodes. Each pass looks: the next one does not know the higher minimum.
     if memory.min_nodes is not None and run.spec.nodes.min < memory.min_nodes:
         memory = _end_pause(memory, observation)
@@ -106,7 +104,7 @@ def _begin(observation: Observation, config: Config) -> Memory:
         )
         visible = max((pod.restart for pod in everything), default=0)
         memory = replace(memory, restart_nonce=nonce, restart=max(memory.restart, visible))
-    elif nonce != memory.restart_nonce and not is_complete:
+    elif nonce != memory.restart_nonce and not memory.is_complete:
         memory = _begin_anew(memory, nonce)
     elif _has_other_settings(observation):
         # Nodes of old and new settings would wait for one another, at a save that only some of them make: all

@@ -5,6 +5,7 @@ import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,6 +97,26 @@ def test_on_a_full_volume_the_name_alone_is_the_claim_of_a_number_that_was_given
     check_fence(tmp_path, 5)
     with pytest.raises(FencedError):
         claim_exactly(tmp_path, 5)
+
+
+def test_an_empty_claim_of_another_process_is_not_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes while the first try fails before its own file was made."""
+    monkeypatch.setattr("evergrad_trainer.volume.time.sleep", lambda seconds: None)
+    real, failures = Path.open, [errno.EIO]
+
+    def fail(path: Path, *mode: str, **options: Any) -> Any:
+        if failures:
+            path.touch()
+            number = failures.pop()
+            raise OSError(number, os.strerror(number))
+        return real(path, *mode, **options)
+
+    monkeypatch.setattr(Path, "open", fail)
+    with pytest.raises(FencedError):
+        claim_exactly(tmp_path, 5)
+    assert newest_generation(tmp_path) == 5
 
 
 def test_a_claim_on_a_volume_that_stays_full_is_trouble_of_the_host(

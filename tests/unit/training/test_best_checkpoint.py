@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 from loop_run import STEPS, evaluator_of, make_run
 
-from evergrad_trainer.errors import PeerLostError
+from evergrad_trainer.errors import FencedError, PeerLostError
 from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.training import loop
 from evergrad_trainer.training.loop import train
@@ -20,7 +20,8 @@ LOSSES = {3: 2.0, STEPS: 1.0}
 
 
 class Checkpoints:
-    """Saves under way until they are waited for; ``ends`` says how: published, failed, or with the world."""
+    """Saves under way until they are waited for; ``ends`` says how: published, failed, fenced, or with the
+    world."""
 
     is_saving = False
 
@@ -34,12 +35,12 @@ class Checkpoints:
     def save(
         self, step: int, tensors: Any, *, best: bool, wait: bool, **options: Any
     ) -> None:
-        self.wait()
+        self.land()
         self.under_way = (step, best)
         if wait:
-            self.wait()
+            self.land()
 
-    def wait(self) -> None:
+    def land(self) -> None:
         if self.under_way is None:
             return
         (step, best), self.under_way = self.under_way, None
@@ -51,11 +52,16 @@ class Checkpoints:
             if best:
                 self.marked.append(step)
 
-    def land(self) -> None:
-        self.wait()
+    def wait(self) -> None:
+        is_fenced = (
+            self.under_way is not None and self.ends.get(self.under_way[0]) == "fenced"
+        )
+        self.land()
+        if is_fenced:
+            raise FencedError("another process has claimed the directory")
 
     def mark_best(self, step: int) -> None:
-        self.wait()
+        self.land()
         if self.published is not None and self.published.step == step:
             self.marked.append(step)
 
@@ -198,6 +204,19 @@ def test_training_waits_for_the_save_of_the_best_only_where_its_end_decides_some
     loop._keep_best(run, values)
     assert (checkpoints.under_way is None) is waits
     assert progress.best is not None and progress.best["step"] == 4
+
+
+def test_no_rank_alone_raises_what_the_save_of_the_best_met() -> None:
+    """Others may have noticed its end before, and wait in the next collective."""
+    checkpoints = Checkpoints(step_4="fenced")
+    run = make(checkpoints, saves_before=False)
+    progress = run.progress
+    before = {"metric": "heldOut/loss", "mode": "min", "value": 3.0, "step": 2}
+    progress.best_before, progress.best = before, {**before, "value": 1.0, "step": 4}
+    progress.resumed_step, progress.saved_step, progress.finished_steps = 2, 4, 5
+    checkpoints.under_way = (4, True)
+    loop._settle_best(run)
+    assert progress.best == before
 
 
 @pytest.mark.parametrize("do_all_know", [True, False])

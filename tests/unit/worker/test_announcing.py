@@ -1,4 +1,4 @@
-"""What a start says of the one before it: its file, files of a task that have changed, and versions."""
+"""A start says what has changed since the one before it: its file, files of a task, and versions."""
 
 from pathlib import Path
 from types import SimpleNamespace

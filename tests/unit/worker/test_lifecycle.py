@@ -1,4 +1,4 @@
-"""What rank 0 of a world writes down of its start and of its end, whatever becomes of worlds in between."""
+"""Rank 0 of a world writes down its start and its end, whatever becomes of worlds in between."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -152,10 +152,11 @@ def test_other_ranks_keep_nothing_of_a_world_that_broke(
     assert rows == ["start", "restored", "closed"]
 
 
+@pytest.mark.parametrize("others_go_on", [True, False])
 def test_a_stop_file_is_there_until_others_know_that_the_run_has_stopped(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, others_go_on: bool
 ) -> None:
-    """A rank 0 that dies before that leaves it to those that go on."""
+    """A rank 0 that dies before that leaves it to those that go on; where nobody does, its next start trains."""
     session = open_session(tmp_path)
     session.directory.stop.touch()
     seen: list[bool] = []
@@ -173,7 +174,7 @@ def test_a_stop_file_is_there_until_others_know_that_the_run_has_stopped(
     monkeypatch.setattr(lifecycle, "train", lambda run: "stop_file")
     monkeypatch.setattr(lifecycle, "save_all", lambda run: True)
     worlds = SimpleNamespace(
-        are_replaced=True, trains=lambda world, step: None, agreed_end=look
+        are_replaced=others_go_on, trains=lambda world, step: None, agreed_end=look
     )
     writer = SimpleNamespace(take=lambda: False, is_on_duty=True)
     life = Life(Held.WHOLE)
@@ -187,7 +188,7 @@ def test_a_stop_file_is_there_until_others_know_that_the_run_has_stopped(
         life=life,
     )
     one._train_in(World(1, 0, 1, CPU), cast(Go, None))
-    assert seen == [True, True]
+    assert seen == [others_go_on, others_go_on]
     assert not session.directory.stop_requested()
 
 

@@ -66,16 +66,15 @@ def claim_exactly(directory: Path, generation: int) -> None:
             # From a try of this very process that failed behind it; only a part of it may be there.
             path.unlink()
         check_fence(directory, generation - 1)
-        path.touch(exist_ok=False)
-        is_made = True
-        try:
-            with path.open("wb", buffering=0) as file:
+        with path.open("xb", buffering=0) as file:
+            is_made = True
+            try:
                 file.write(mine)
                 os.fsync(file.fileno())
-        except OSError as error:
-            # The fence reads names alone. Those who hold the state train on where nothing can be saved.
-            if error.errno not in _NO_SPACE:
-                raise
+            except OSError as error:
+                # The fence reads names alone. Those who hold the state train on where nothing can be saved.
+                if error.errno not in _NO_SPACE:
+                    raise
         fsync_directory(directory / GENERATIONS)
 
     try:

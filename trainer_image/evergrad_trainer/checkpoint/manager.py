@@ -133,7 +133,7 @@ class CheckpointManager:
         copied: dict[str, Any] = json.loads(json.dumps(extra, allow_nan=False))
 
         # There is one host buffer and one group for saves: the save before this one must have ended.
-        self._land_flight()
+        self.land()
         self._fence.agree()
 
         world = self._membership.world
@@ -169,7 +169,7 @@ class CheckpointManager:
         Every rank calls this; rank 0 writes, where it is not marked yet. Trouble of the volume is reported by
         an event: the checkpoint is no worse for it.
         """
-        self._land_flight()
+        self.land()
         if not self._membership.world.is_main:
             return
         catalog = self._store.catalog
@@ -188,21 +188,16 @@ class CheckpointManager:
         but shown by ``is_fenced``, because ranks notice it at different steps.
         """
         if self._flight is not None and self._flight.background.is_done:
-            self._land_flight()
+            self.land()
         # One rank asks the volume: a thousand would be a load on it, and the loop's flags carry the answer.
         if self._membership.world.is_main:
             self._fence.look()
 
     def wait(self) -> None:
         """Wait for a save under way and report it. Raises SaveError; FencedError if it met a newer claim."""
-        outcome = self._land_flight()
+        outcome = self.land()
         if outcome is not None and outcome.fenced is not None:
             raise outcome.fenced
-
-    def land(self) -> None:
-        """Wait for a save under way and report it. Raises SaveError; a newer claim is shown by ``is_fenced``
-        alone, because ranks may have noticed the end of the save one after the other."""
-        self._land_flight()
 
     def restore(
         self, state: Mapping[str, torch.Tensor], *, ahead: HeldFiles | None = None
@@ -271,8 +266,11 @@ class CheckpointManager:
                     HostStager()
                 )  # the thread may still read what the old one holds
 
-    def _land_flight(self) -> Outcome | None:
-        """Wait for the save under way, if any, and report it; how it ended."""
+    def land(self) -> Outcome | None:
+        """Wait for the save under way, if any, and report it; how it ended. Raises SaveError.
+
+        A newer claim is not raised: ranks may have noticed the end of the save one after the other.
+        """
         flight = self._flight
         if flight is None:
             return None

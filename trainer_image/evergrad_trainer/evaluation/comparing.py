@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from evergrad_trainer.observers.history import read_evaluations_in_time
+from evergrad_trainer.observers.history import read_beginnings, read_evaluations_in_time
 from evergrad_trainer.run_directory import RunDirectory
 
 
@@ -29,9 +29,10 @@ def compare_with_run(
     agreement: nothing was compared.
     """
     # The last row of a step counts, as everywhere.
-    live = {
-        (one.step, one.name): one for one in read_evaluations_in_time(directory, notes=[])
-    }
+    rows_of_run = read_evaluations_in_time(
+        directory.evaluation, [], read_beginnings(directory)
+    )
+    live = {(one.step, one.name): one for one in rows_of_run}
     found = []
     for row in rows:
         name, step, loss = row["name"], row["step"], row["loss"]

@@ -6,6 +6,7 @@ import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
@@ -66,7 +67,7 @@ class StepTable:
     def __len__(self) -> int:
         return len(self.step)
 
-    @property
+    @cached_property
     def rows_in_time(self) -> Integers:
         """Rows without those that a frozen process wrote late, as indices."""
         # Nearly every file has generations that never fall: it needs no look at each row.
@@ -278,11 +279,11 @@ def read_evaluations(path: Path, notes: list[str]) -> Iterator[EvaluationRecord]
 
 
 def read_evaluations_in_time(
-    directory: RunDirectory, notes: list[str]
+    path: Path, notes: list[str], beginnings: Beginnings
 ) -> Iterator[EvaluationRecord]:
-    """Read the run's evaluations as ``read_evaluations`` does, without those that were written late."""
-    judge = InTime(read_beginnings(directory))
-    for one in read_evaluations(directory.evaluation, notes):
+    """Read evaluations as ``read_evaluations`` does, without those that were written late."""
+    judge = InTime(beginnings)
+    for one in read_evaluations(path, notes):
         if judge.accepts(one.generation, one.time):
             yield one
 

@@ -3,7 +3,6 @@ request to stop. Its state is :mod:`evergrad_trainer.training.progress`."""
 
 import functools
 import time
-from typing import Any
 
 from evergrad_manifest.errors import Problem
 from evergrad_trainer.checkpoint.manifest import PERMANENT
@@ -313,7 +312,7 @@ def _settle_best(run: Run) -> None:
         return
     # No later save has begun since: what is published behind that step is the best one itself.
     if published_step(progress, checkpoints) < best["step"]:
-        # What it met is raised where all ranks have agreed on it, by the next save or the loop's flags.
+        # The next save or the loop's flags raise a newer claim, where all ranks have agreed on it.
         checkpoints.land()
     # Collective: no rank may compare with another value than the others, whatever it has seen of the save.
     if not run.membership.world.all_agree(
@@ -327,24 +326,15 @@ def _keep_best(run: Run, values: dict[str, float]) -> None:
     step = progress.finished_steps
     if run.best is None or step == 0:
         return
-    metric, mode, is_better = run.best.metric, run.best.mode, run.best.is_better
+    metric, mode = run.best.metric, run.best.mode
     value = values.get(metric)
-
-    def is_better_than(other: dict[str, Any] | None) -> bool:
-        # After an edit of the file: values of two metrics say nothing of one another. Older versions wrote
-        # no mode.
-        is_alike = other is not None and (other["metric"], other.get("mode", mode)) == (
-            metric,
-            mode,
-        )
-        than = other["value"] if other is not None and is_alike else None
-        return value is not None and is_better(value, than)
-
     # Training waits for the save of the best only where its end decides something.
-    if not (is_better_than(progress.best) or is_better_than(progress.best_before)):
+    if not any(
+        run.best.is_better(value, one) for one in (progress.best, progress.best_before)
+    ):
         return
     _settle_best(run)
-    if not is_better_than(progress.best):
+    if not run.best.is_better(value, progress.best):
         return
 
     progress.best_before = progress.best

@@ -72,10 +72,17 @@ class Best:
     metric: str
     mode: str
 
-    def is_better(self, value: float, than: float | None) -> bool:
-        if not math.isfinite(value):
+    def is_better(self, value: float | None, than: Mapping[str, Any] | None) -> bool:
+        """Whether a value of the metric is better than a recorded one; any number is, where that is not there
+        or of another metric."""
+        if value is None or not math.isfinite(value):
             return False
-        return than is None or (value < than if self.mode == "min" else value > than)
+        # After an edit of the file: values of two metrics say nothing of one another. Older versions wrote
+        # no mode.
+        alike = (self.metric, self.mode)
+        if than is None or (than["metric"], than.get("mode", self.mode)) != alike:
+            return True
+        return bool(value < than["value"] if self.mode == "min" else value > than["value"])
 
 
 @dataclass

@@ -184,14 +184,14 @@ class Feeder:
         for record in read_missed(self._directory, library.shown, newest=info.start_step):
             if self._abandoned.is_set():
                 return
+            # A long run that is shown for the first time takes its time, and does not hang.
             self._busy_since = self._clock()
             self._write(record)
 
         # Before notes, which may take long: a process that ends meanwhile has shown its rows.
         self._flush()
         # A kill may have kept the newest checkpoint from the tracker, and one that was added has none. All
-        # that are there are noted: a note that is given again says the same. What is shown for the first time
-        # of a long run takes its time, and does not hang.
+        # that are there are noted: a note that is given again says the same.
         for manifest in sorted(
             self._directory.checkpoints.glob(f"step-*/{CheckpointFile.MANIFEST}")
         ):

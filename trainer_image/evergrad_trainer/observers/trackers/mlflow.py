@@ -165,7 +165,7 @@ def read_names(metrics: Iterable[str], tags: Mapping[str, str]) -> dict[str, str
 
 
 def parameters_of(facts: Mapping[str, Any]) -> dict[str, str]:
-    """What MLflow keeps of the run's facts: texts, under names that it takes."""
+    """Return the run's facts as MLflow keeps them: texts, under names that it takes."""
     texts = {
         name: value if isinstance(value, str) else json.dumps(value)
         for name, value in flatten(facts).items()

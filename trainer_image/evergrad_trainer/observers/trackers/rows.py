@@ -47,7 +47,7 @@ def read_missed(directory: RunDirectory, shown: Shown, *, newest: int) -> Iterat
     table = read_steps(directory, notes)
     rows = [row for row in table.last_rows() if shown.step < table.step[row] <= newest]
     evaluations: dict[tuple[int, str], EvaluationRecord] = {}
-    for one in read_evaluations_in_time(directory, notes):
+    for one in read_evaluations_in_time(directory.evaluation, notes, table.beginnings):
         if one.step <= newest and not shown.has_evaluation(one.name, one.step):
             evaluations[one.step, one.name] = one
     # By step, and a step before its evaluations: trackers take no step after a later one.
