@@ -139,6 +139,13 @@ class Catalog:
         text = json.dumps({"checkpoint": name, **asdict(version)}) + "\n"
         replace_durably(self._directory / pointer, text.encode())
 
+    def mark_best(self, step: int) -> None:
+        """Let ``best.json`` name the newest checkpoint of ``step``, unless it names one of that step already;
+        nothing where there is none."""
+        found = [one for one in self.scan() if one.version.step == step]
+        if found and self.read_pointer(layout.BEST) not in {one.name for one in found}:
+            self.write_pointer(layout.BEST, found[0].name, found[0].version)
+
     def _rename_into(self, folder: str, name: str) -> str:
         # Ends: names set aside before are few, and each turn tries the next number.
         number = 1

@@ -16,7 +16,7 @@ from evergrad_manifest.training import Checkpoint
 from evergrad_trainer.checkpoint.dcp_storage import plan_snapshot
 from evergrad_trainer.checkpoint.fence import Fence
 from evergrad_trainer.checkpoint.held import HeldFiles
-from evergrad_trainer.checkpoint.layout import BEST, Version
+from evergrad_trainer.checkpoint.layout import Version
 from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.checkpoint.restoring import Restored, load_newest
 from evergrad_trainer.checkpoint.saving import (
@@ -172,11 +172,8 @@ class CheckpointManager:
         self.land()
         if not self._membership.world.is_main:
             return
-        catalog = self._store.catalog
         try:
-            found = [one for one in catalog.scan() if one.version.step == step]
-            if found and catalog.read_pointer(BEST) not in {one.name for one in found}:
-                catalog.write_pointer(BEST, found[0].name, found[0].version)
+            self._store.catalog.mark_best(step)
         except OSError as error:
             message = f"step {step} could not be marked as the best checkpoint: {error}"
             self._on_event(EventType.WARNING, {"message": message})
@@ -262,9 +259,8 @@ class CheckpointManager:
             if flight.background.is_done:
                 self._report(flight)
             else:
-                self._stager = (
-                    HostStager()
-                )  # the thread may still read what the old one holds
+                # The thread may still read what the old one holds.
+                self._stager = HostStager()
 
     def land(self) -> Outcome | None:
         """Wait for the save under way, if any, and report it; how it ended. Raises SaveError.
