@@ -377,6 +377,18 @@ def test_a_fault_of_the_page_is_no_lost_connection(browser: Browser, site: Site)
     ]
 
 
+def test_a_fault_in_drawing_is_told_on_the_page(browser: Browser, site: Site) -> None:
+    site.train(20)
+    open_page(browser, site, step=20)
+    began_at = site.feed._began_at_unix
+    # Can be read, and not drawn: events are pairs.
+    faulty = encode_event({"beganAt": began_at, "events": [None]})
+    site.call(lambda: [page.write(faulty) for page in site.feed._pages])
+    wait(browser, "document.getElementById('link').textContent.startsWith('an update')")
+    (logged, *_) = browser.log("browser")
+    assert "TypeError" in logged["message"]
+
+
 def heap_bytes(browser: Browser) -> int:
     browser.tell("HeapProfiler.collectGarbage")
     return int(browser.tell("Runtime.getHeapUsage")["usedSize"])

@@ -15,7 +15,7 @@
   function ask() {
     if (isAsked || fleet === null) return;
     isAsked = true;
-    requestAnimationFrame(() => { isAsked = false; show(); });
+    requestAnimationFrame(() => { isAsked = false; attempt(show, onFault); });
   }
 
   function cellsOf(run) {
@@ -71,10 +71,11 @@
     setText(byId("link"), text);
     byId("link").className = isAway ? "away" : "";
   };
+  const onFault = () => setLink(FAULT, true);
   follow("/live", null, {
     onUpdate: (update) => { fleet = update; ask(); },
     onOpen: () => setLink("live", false),
-    onFault: () => setLink(FAULT, true),
+    onFault,
     onAway: (status) => setLink(status === 503 ? "too many pages are open" : "the operator does not answer", true),
   });
 })();

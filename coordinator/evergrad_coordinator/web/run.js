@@ -64,7 +64,7 @@
   function ask() {
     if (isAsked || isPaused || run === null) return;
     isAsked = true;
-    requestAnimationFrame(() => { isAsked = false; show(); });
+    requestAnimationFrame(() => { isAsked = false; attempt(show, onFault); });
   }
 
   const timeOfDay = (unix) => new Date(unix * 1000).toLocaleTimeString([], { hour12: false });
@@ -308,6 +308,7 @@
     setText(byId("link"), text);
     byId("link").className = isAway ? "away" : "";
   };
+  const onFault = () => setLink(FAULT, true);
   const KEY = "evergrad-token";
 
   // The token is behind a #, which no browser sends to a server; it leaves the address at once.
@@ -322,7 +323,7 @@
     const end = await follow("/live", token, {
       onUpdate: apply,
       onOpen: () => setLink("live", false),
-      onFault: () => setLink(FAULT, true),
+      onFault,
       onAway: (status) => setLink(status === 503 ? "too many pages are open" : "the coordinator does not answer", true),
     });
     if (end === "refused") {

@@ -5,6 +5,15 @@ const LONGEST_PAUSE_MS = 30000;
 const SILENCE_MS = 60000;
 const FAULT = "an update cannot be shown; the browser's console says why";
 
+function attempt(work, onFault) {
+  try {
+    work();
+  } catch (error) {
+    console.error(error);
+    onFault();
+  }
+}
+
 async function readEvents(path, token, { onUpdate, onOpen, onFault }) {
   const ended = new AbortController();
   let watch = 0;
@@ -31,12 +40,7 @@ async function readEvents(path, token, { onUpdate, onOpen, onFault }) {
         const line = part.split("\n").find((one) => one.startsWith("data: "));
         if (!line) continue;
         // A fault of the page is no lost connection, and is not mended by another one.
-        try {
-          onUpdate(JSON.parse(line.slice(6)));
-        } catch (error) {
-          console.error(error);
-          onFault();
-        }
+        attempt(() => onUpdate(JSON.parse(line.slice(6))), onFault);
       }
     }
   } catch (error) {
