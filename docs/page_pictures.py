@@ -11,14 +11,19 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 from browser import Browser, open_browser
 from page_site import FLEET, Site, fleet_page
 from PIL import Image
 
 FOLDER = Path(__file__).resolve().parent / "images"
-TRAINED_SECONDS = 1260
-"""Time that the run has trained when its picture is taken."""
+RUN_SECONDS = 1320
+"""Age of the run when its picture is taken."""
+LOST_AT = 420
+"""Second in which its nodes 1 and 2 are lost."""
+JOINED_AT = {1: 450, 2: 500}
+"""Second in which each of them is back."""
 PATIENCE_SECONDS = 100.0
 VIEWS = (
     ("live-page", 1180, "light", 4000),
@@ -29,27 +34,30 @@ VIEWS = (
 NUM_COLORS = 256
 
 
-def make_run() -> Site:
-    """Make a run that has lost two of three nodes, waited for one, and trains with three again."""
-    site = Site()
+def pass_time(site: Site) -> None:
+    """Let a run lose two of three nodes, wait for one, and train with three again."""
     cluster = site.cluster
     num_told = 0
-    for second in range(60):
-        if second == 10:
-            cluster.nodes[1].die()
-            cluster.nodes[2].die()
-        if second == 30:
-            cluster.start(1)
-        if second == 50:
-            cluster.start(2)
-        cluster.run(1)
-        site.clock.now = cluster.now
-        for log in cluster.logs[num_told:]:
-            site.feed.log(log.event, **log.fields)
-        num_told = len(cluster.logs)
-    # From here on the simulated cluster stands still, and the page's own time passes.
-    cluster.run_until_running()
-    return site
+    # Its nodes train at the page's pace of a step a second, and not at the simulation's own.
+    with mock.patch.object(cluster, "train"):
+        for second in range(RUN_SECONDS):
+            if second == LOST_AT:
+                cluster.nodes[1].die()
+                cluster.nodes[2].die()
+            for node, at in JOINED_AT.items():
+                if second == at:
+                    cluster.start(node)
+            cluster.run(1)
+            site.clock.now = cluster.now
+            for log in cluster.logs[num_told:]:
+                site.feed.log(log.event, **log.fields)
+            num_told = len(cluster.logs)
+            if cluster.condition.phase == "Running":
+                site.step += 1
+                site.report()
+                for one in cluster.nodes:
+                    one.step = site.step
+            site.feed.update()
 
 
 def wait(browser: Browser, condition: str) -> None:
@@ -79,9 +87,9 @@ def take(browser: Browser, name: str, *, width: int, scheme: str, most: int) -> 
 def main() -> int:
     """Take all pictures. Needs chromium and chromedriver, as the tests do."""
     with tempfile.TemporaryDirectory() as folder, open_browser(Path(folder)) as browser:
-        site = make_run()
+        site = Site()
         with site.serving():
-            site.train(TRAINED_SECONDS)
+            site.call(lambda: pass_time(site))
             browser.open(site.url)
             wait(browser, f"document.title.includes('step {site.step:,}')")
             for name, width, scheme, most in VIEWS:

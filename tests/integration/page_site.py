@@ -116,10 +116,10 @@ class Site:
         for _ in range(seconds):
             self.clock.now += 1
             self.step += steps_a_second
-            self._report()
+            self.report()
             self.feed.update()
 
-    def _report(self) -> None:
+    def report(self) -> None:
         training, step = self.group.training, self.step
         # The simulated cluster stands still; its nodes go on with what they did last.
         self.group.ledger.close_interval(now=self.clock.now)

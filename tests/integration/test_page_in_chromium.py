@@ -265,8 +265,8 @@ class RichSite(Site):
 
     num_sets = 1
 
-    def _report(self) -> None:
-        super()._report()
+    def report(self) -> None:
+        super().report()
         training = self.group.training
         numbers = {f"number_{one:02}": 1.0 for one in range(MOST_COLUMNS)}
         training.values = {"learning_rate": 1e-3, **numbers}
@@ -326,8 +326,8 @@ class OddSite(Site):
     """Metrics, evaluation sets and numbers of evaluations with names that every object of JavaScript has, and
     a number below another one's name."""
 
-    def _report(self) -> None:
-        super()._report()
+    def report(self) -> None:
+        super().report()
         training = self.group.training
         training.values = dict.fromkeys(NAMES_OF_OBJECTS, 1.0)
         results = {"loss": 2.0, "loss/x": 1.0, **dict.fromkeys(NAMES_OF_OBJECTS, 3.0)}
