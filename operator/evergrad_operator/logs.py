@@ -5,6 +5,8 @@ import logging
 import sys
 from datetime import UTC, datetime
 
+from aiohttp.http_exceptions import HttpProcessingError
+
 
 class JsonFormatter(logging.Formatter):
     """One JSON object a line."""
@@ -24,6 +26,18 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
+class BadRequests(logging.Filter):
+    """Drops what aiohttp logs of requests that are not HTTP, each with its traceback.
+
+    Every pod may send such requests to the operator's ports, as often as it likes. The answer says what is
+    wrong with them.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the record is about anything else."""
+        return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
 def set_up_logging(level: str, form: str) -> None:
     """Log to standard error, as text or JSON."""
     handler = logging.StreamHandler(sys.stderr)
@@ -34,3 +48,4 @@ def set_up_logging(level: str, form: str) -> None:
     wanted = logging.getLevelName(level.upper())
     logging.getLogger("kopf").setLevel(max(logging.WARNING, wanted))
     logging.getLogger("asyncio").setLevel(logging.WARNING)
+    logging.getLogger("aiohttp.server").addFilter(BadRequests())

@@ -17,6 +17,7 @@ from webhook_samples import NAMES, Store, make_object, make_webhook, post
 from evergrad_operator import intake, webhook
 from evergrad_operator.admission import MAX_VALUES, review
 from evergrad_operator.intake import MAX_REQUEST_BYTES
+from evergrad_operator.logs import set_up_logging
 from evergrad_operator.webhook import Webhook
 
 REVIEW = json.dumps({"request": {"uid": "r", "object": make_object()}}).encode()
@@ -278,6 +279,48 @@ def test_a_client_that_breaks_off_is_not_logged(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING):
         asyncio.run(run())
     assert caplog.text == ""
+
+
+@contextmanager
+def logging_as_the_operator_does() -> Iterator[None]:
+    root, server = logging.getLogger(), logging.getLogger("aiohttp.server")
+    before = (root.handlers[:], root.level, server.filters[:])
+    # Those of pytest stay out: they would show what the operator's filter drops.
+    root.handlers = []
+    try:
+        set_up_logging("info", "text")
+        yield
+    finally:
+        root.handlers, _, server.filters = before
+        root.setLevel(before[1])
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "named"),
+    [
+        (b"POST /validate HTTP/1.1\r\nx: " + b"y" * 20_000 + b"\r\n\r\n", "8190"),
+        (b"POST /validate HTTP/1.1\r\nHost: x\r\nno header\r\n\r\n", "Invalid header"),
+        (b"POST /validate HTTP/1.1\r\nContent-Length: -1\r\n\r\n", "Content-Length"),
+    ],
+    ids=["long-line", "no-header", "negative-length"],
+)
+def test_a_request_that_is_not_http_is_answered_and_not_logged(
+    request_bytes: bytes, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def run() -> str:
+        async with serve() as port:
+            client = await port.connect()
+            client[1].write(request_bytes)
+            return await read_rest(client)
+
+    with logging_as_the_operator_does():
+        answer = asyncio.run(run())
+        logging.getLogger("aiohttp.server").error("anything else")
+    assert "400 Bad Request" in answer.splitlines()[0]
+    assert named in answer
+    printed = capsys.readouterr().err
+    assert "Traceback" not in printed
+    assert "anything else" in printed
 
 
 @pytest.mark.parametrize("section", ["object", "oldObject"])
