@@ -128,7 +128,12 @@ def main_of_plugin(argv: Sequence[str] | None = None) -> int:
 
 def _execute(args: argparse.Namespace) -> int:
     command = cast(Command, args.command)
-    _open_closed_streams()
+    # Output goes nowhere where it was closed (`>&-`): Python has None in its place, which cannot be flushed,
+    # and for which `print` takes the other stream.
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the exit
+            setattr(sys, name, nowhere)
     try:
         code = command.execute(args)
     except KeyboardInterrupt:
@@ -147,33 +152,18 @@ def _execute(args: argparse.Namespace) -> int:
     except BrokenPipeError:
         # The reader (head, less) has seen enough before the command was through.
         code = int(ExitCode.DONE)
-    _flush_streams()
-    return code
 
-
-def _open_closed_streams() -> None:
-    """Let output go nowhere where it was closed (``>&-``): Python has None in its place, which cannot be
-    flushed, and for which ``print`` takes the other stream."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the exit
-            setattr(sys, name, nowhere)
-
-
-def _flush_streams() -> None:
-    """Write what is still in a buffer. Where nobody reads it any more, it goes nowhere.
-
-    The exit code is that of the command all the same. Python would flush at its exit, report a reader that
-    is gone in its own words, and end with 120.
-    """
+    # The exit code is that of the command all the same. Python would flush at its exit, report a reader that
+    # is gone in its own words, and end with 120.
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except BrokenPipeError:
-            # Python flushes once more at its exit.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
+            # Python flushes once more at its exit: that goes nowhere.
+            descriptor = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(descriptor, stream.fileno())
+            os.close(descriptor)
+    return code
 
 
 def print_error(error: EvergradError, *, as_json: bool) -> None:

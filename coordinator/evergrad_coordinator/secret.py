@@ -55,19 +55,15 @@ def obtain_token(path: Path) -> str:
             stream.write(new_token() + "\n")
             stream.flush()
             os.fsync(file)
-        _publish_once(temporary, path)
+        # Only where that name is free: two processes that start at once agree on one token.
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            pass
+        except OSError:
+            # A volume without hard links. Between the look and the rename another process may give the name.
+            if not path.exists():
+                temporary.rename(path)
     finally:
         temporary.unlink(missing_ok=True)
     return read_token(path)
-
-
-def _publish_once(temporary: Path, path: Path) -> None:
-    """Name the file ``path`` unless that is taken: two processes that start at once agree on one token."""
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        return
-    except OSError:
-        # A volume without hard links. Between the look and the rename another process may give the name.
-        if not path.exists():
-            temporary.rename(path)

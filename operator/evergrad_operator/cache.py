@@ -181,7 +181,12 @@ class InformerCache:
         changed: set[Key] = set()
         for raw in raws:
             # Taken in again, a version that is known would be owed by the watch, which has shown it already.
-            if not _is_known(self.store.find(resource, raw), raw):
+            known = self.store.find(resource, raw)
+            if (
+                known is None
+                or uid_of(known) != uid_of(raw)
+                or _version(known["metadata"]) < _version(raw["metadata"])
+            ):
                 changed.update(self.take(resource, raw))
         return changed | self.prune(resource, raws, version=version, covers=covers)
 
@@ -279,15 +284,6 @@ def find_vanished(
         if raw["metadata"].get("uid") not in listed_uids
         and _version(raw["metadata"]) <= version
     ]
-
-
-def _is_known(known: Raw | None, raw: Raw) -> bool:
-    """Return whether ``known`` is the object itself, as new or newer."""
-    return (
-        known is not None
-        and uid_of(known) == uid_of(raw)
-        and _version(known["metadata"]) >= _version(raw["metadata"])
-    )
 
 
 def _is_news(known: Raw, raw: Raw, *, is_deleted: bool) -> bool:

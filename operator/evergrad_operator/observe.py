@@ -335,6 +335,12 @@ def _parse_record(run: str, text: str) -> Record | None:
     if not isinstance(raw, dict) or not isinstance(raw.get("path"), str):
         return None
     epoch, complete = get_natural(raw, "epoch", most=names.MAX_EPOCH), raw.get("complete")
+    end: dict[str, Any] | None = None
+    if isinstance(complete, dict):
+        # It goes into the run's status, without what cannot be read of it.
+        at, step = complete.get("at"), get_natural(complete, "step")
+        end = {} if parse_time(at) is None else {"at": at}
+        end |= {} if step is None else {"step": step}
     return Record(
         run=run,
         path=raw["path"],
@@ -342,15 +348,8 @@ def _parse_record(run: str, text: str) -> Record | None:
         epoch=-1 if epoch is None else epoch,
         uid=get_text(raw, "uid"),
         created_at=get_float(raw, "created", least=0, most=LATEST) or 0.0,
-        complete=_parse_end(complete) if isinstance(complete, dict) else None,
+        complete=end,
     )
-
-
-def _parse_end(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Parse the end of a complete run, without what cannot be read of it: it goes into the run's status."""
-    at, step = raw.get("at"), get_natural(raw, "step")
-    found = {"at": None if parse_time(at) is None else at, "step": step}
-    return {key: value for key, value in found.items() if value is not None}
 
 
 def _parse_other(raw: Mapping[str, Any], run: TrainingRun) -> Other | None:

@@ -32,6 +32,8 @@ BASE: Final = "baseDirectory"
 """Key under which stands where relative paths of the manifest start, seen from the run directory."""
 
 Value = TypeVar("Value")
+# Kept: building one takes longer than to read a value with it.
+_adapter: Final = functools.cache(TypeAdapter[Any])
 
 
 @dataclass(frozen=True)
@@ -178,8 +180,3 @@ def damaged(
 
 def _problem(directory: RunDirectory, key: str, what: str, why: str = "") -> Problem:
     return Problem(str(directory.resolved), f"{key} {what}", why, _REMEDY)
-
-
-@functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)

@@ -41,19 +41,16 @@ def execute(args: argparse.Namespace) -> int:
             lambda run: run.restart_nonce == nonce,
         )
 
-    return flip(args, choose, check=lambda run: _check(run, given_place(args)))
+    def check(run: Run) -> Problem | None:
+        where = f"trainingrun {run.name}"
+        if run.is_true("Complete"):
+            remedy = "To train on, start a new run whose spec.training.initFrom names this one's checkpoints"
+            return Problem(
+                where, "is complete; a complete run never trains again", "", remedy
+            )
+        if run.wants_suspension and not run.has_failed:
+            remedy = f"To go on: evergrad resume {run.name}{given_place(args)}"
+            return Problem(where, "is suspended; it has no pods to restart", "", remedy)
+        return None
 
-
-def _check(run: Run, place: str) -> Problem | None:
-    where = f"trainingrun {run.name}"
-    if run.is_true("Complete"):
-        remedy = "To train on, start a new run whose spec.training.initFrom names this one's checkpoints"
-        return Problem(where, "is complete; a complete run never trains again", "", remedy)
-    if run.wants_suspension and not run.has_failed:
-        return Problem(
-            where,
-            "is suspended; it has no pods to restart",
-            "",
-            f"To go on: evergrad resume {run.name}{place}",
-        )
-    return None
+    return flip(args, choose, check=check)

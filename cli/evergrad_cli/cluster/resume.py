@@ -31,7 +31,23 @@ def execute(args: argparse.Namespace) -> int:
 
     Returns 0, or of a wait 64, 70 or 124.
     """
-    return flip(args, _choose, check=lambda run: _check(run, given_place(args)))
+
+    def check(run: Run) -> Problem | None:
+        # Refused and not tried: the pods would start, reach the same step and stop.
+        if run.is_beyond_its_stop:
+            what = (
+                f"has finished step {run.checkpoint_step}, and spec.training.stop.afterStep is "
+                f"{run.stop_after_step}"
+            )
+            why = "it would stop again at once, and a recipe does not change"
+            remedy = (
+                "To train on: delete the run, whose claim keeps the checkpoints, and submit its file "
+                "without spec.training.stop"
+            )
+            return Problem(f"trainingrun {run.name}", what, why, remedy)
+        return finished(run, "resume", given_place(args))
+
+    return flip(args, _choose, check=check)
 
 
 def _choose(run: Run) -> Switch:
@@ -54,23 +70,3 @@ def _choose(run: Run) -> Switch:
     return Switch(
         verb, spec, Goal.RUNNING, lambda run: False, lambda run: run.restart_nonce == nonce
     )
-
-
-def _check(run: Run, place: str) -> Problem | None:
-    # Refused and not tried: the pods would start, reach the same step and stop.
-    if run.is_beyond_its_stop:
-        what = (
-            f"has finished step {run.checkpoint_step}, and spec.training.stop.afterStep is "
-            f"{run.stop_after_step}"
-        )
-        remedy = (
-            "To train on: delete the run, whose claim keeps the checkpoints, and submit its file "
-            "without spec.training.stop"
-        )
-        return Problem(
-            f"trainingrun {run.name}",
-            what,
-            "it would stop again at once, and a recipe does not change",
-            remedy,
-        )
-    return finished(run, "resume", place)

@@ -96,12 +96,12 @@ def test_lines_comments_and_helpers_stay_within_their_goals(
         for column in zip(*map(readability.count_tokens, product.values()), strict=True)
     )
     assert tokens / code_lines <= 7.5, "tokens a line of code"
-    assert 100 * comments / code_lines >= 4.9, "comments to 100 lines of code"
+    assert 100 * comments / code_lines >= 5.0, "comments to 100 lines of code"
     functions = sum(
         len(list(readability.find_functions(where, text)))
         for where, text in product.items()
     )
     once = sum(len(readability.find_private_called_once(text)) for text in product.values())
-    assert 100 * once / functions <= 10.5, (
+    assert 100 * once / functions <= 10.0, (
         "percent of functions are private and called once"
     )

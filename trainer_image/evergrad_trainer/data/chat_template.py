@@ -139,16 +139,6 @@ def check_template(source: str) -> None:
 
 @lru_cache(maxsize=4)
 def _compile(source: str, *, as_at_first: bool = False) -> Any:
-    environment = _environment()
-    if as_at_first:
-        # Rows whose template gives more are refused or left out, as they were.
-        environment.filters["tojson"] = lambda value, ensure_ascii=False, indent=None: (
-            _to_json(value, ensure_ascii, indent)
-        )
-    return environment.from_string(source)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
     # As tokenizers' templates expect it; sandboxed, since a template comes with a model. There is no clock:
     # the same rows must always give the same text.
     environment = ImmutableSandboxedEnvironment(
@@ -156,7 +146,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
-    return environment
+    if as_at_first:
+        # Rows whose template gives more are refused or left out, as they were.
+        environment.filters["tojson"] = lambda value, ensure_ascii=False, indent=None: (
+            _to_json(value, ensure_ascii, indent)
+        )
+    return environment.from_string(source)
 
 
 def _to_json(

@@ -104,7 +104,12 @@ def _call_with_inputs_on_host(
         is_input = saved.untyped_storage().data_ptr() in inputs
         return saved.device, copy_to_host(saved) if is_input else saved
 
-    with saved_tensors_hooks(leave, _bring_back):
+    def bring_back(left: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+        device, tensor = left
+        # On the stream that the copy to the host was on, behind it.
+        return tensor.to(device, non_blocking=True)
+
+    with saved_tensors_hooks(leave, bring_back):
         return call(*arguments, **named)
 
 
@@ -118,9 +123,3 @@ def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
         if copy.stride() == tensor.stride()
         else tensor
     )
-
-
-def _bring_back(left: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
-    device, tensor = left
-    # On the stream that the copy to the host was on, behind it.
-    return tensor.to(device, non_blocking=True)

@@ -5,7 +5,6 @@ Where scripts may run, its own ones, and no other, put charts in the place of th
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -53,19 +52,26 @@ def render_html(facts: Facts, plots: Sequence[Plot], *, created: str) -> str:
         "allow_nan": False,
     }
 
+    # In the order of the page; charts over the same steps share the numbers of these.
+    shared: list[list[float]] = []
+    charts = []
+    for chart in (plot.chart for plot in plots if plot.chart is not None):
+        if chart["x"] not in shared:
+            shared.append(chart["x"])
+        charts.append({**chart, "x": shared.index(chart["x"])})
+
     # The same chart library as the live page's, from the same files. A report without plots has no script.
-    charts = _charts_of(plots)
     own = environment.get_template("report.css.jinja").render(
         shares=facts.shares, colors=COLORS
     )
     style = "".join(map(read_web, CHART_STYLES)) + own
     scripts: list[str] = []
-    if charts["charts"]:
+    if charts:
         scripts = [*map(read_web, CHART_SCRIPTS), (folder / _SCRIPT).read_text("utf-8")]
     return environment.get_template("report.html.jinja").render(
         facts=facts,
         plots=safe,
-        charts=charts,
+        charts={"x": shared, "charts": charts},
         most_rows=MOST_ROWS,
         created=created,
         version=__version__,
@@ -73,14 +79,3 @@ def render_html(facts: Facts, plots: Sequence[Plot], *, created: str) -> str:
         style=Markup(style),
         scripts=[Markup(one) for one in scripts],
     )
-
-
-def _charts_of(plots: Sequence[Plot]) -> dict[str, Any]:
-    """List the charts, in the order of the page; those over the same steps share the numbers of these."""
-    shared: list[list[float]] = []
-    charts = []
-    for chart in (plot.chart for plot in plots if plot.chart is not None):
-        if chart["x"] not in shared:
-            shared.append(chart["x"])
-        charts.append({**chart, "x": shared.index(chart["x"])})
-    return {"x": shared, "charts": charts}

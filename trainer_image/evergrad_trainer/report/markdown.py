@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 from evergrad_trainer import __version__
 from evergrad_trainer.report.facts import Facts
-from evergrad_trainer.report.figures import Share
 from evergrad_trainer.report.tables import Table
 
 _SPECIAL = re.compile(r"([\\`*_\[\]|~#])")
@@ -39,7 +38,11 @@ def render_markdown(facts: Facts, *, created: str) -> str:
             "\n".join(f"- {escape(warning)}" for warning in facts.warnings),
         ]
     if facts.shares:
-        parts += ["## Where the time went", _render_shares(facts.shares)]
+        heads = ("Spent on", "Time", "Share", "Time of all processes")
+        shares = [
+            (one.text, one.duration, one.percent, one.process_time) for one in facts.shares
+        ]
+        parts += ["## Where the time went", _table(heads, shares, right={1, 2, 3})]
     if pods := facts.pod_time:
         parts += [
             "## Where the time of pods went",
@@ -76,12 +79,6 @@ def render_markdown(facts: Facts, *, created: str) -> str:
         "last row of a step counts."
     )
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _render_shares(shares: Sequence[Share]) -> str:
-    heads = ("Spent on", "Time", "Share", "Time of all processes")
-    rows = [(one.text, one.duration, one.percent, one.process_time) for one in shares]
-    return _table(heads, rows, right={1, 2, 3})
 
 
 def _render(table: Table) -> str:

@@ -4,7 +4,6 @@ fetched."""
 import io
 import re
 from collections.abc import Callable
-from functools import cache
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +51,13 @@ def draw(
     ``key`` makes ids unique within the page and the output repeatable. ``unit`` labels the y axis. ``label``
     tells screen readers what the plot shows.
     """
-    matplotlib = _matplotlib()
-    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": key}):
+    # Not before the first plot is drawn: this takes longer than everything else that a report does.
+    import matplotlib.backends.backend_svg
+    import matplotlib.figure
+    import matplotlib.ticker
+
+    style: dict[Any, Any] = {**_STYLE, "svg.hashsalt": key}
+    with matplotlib.rc_context(style):
         figure = matplotlib.figure.Figure(
             figsize=(size[0] / _PIXELS_PER_INCH, size[1] / _PIXELS_PER_INCH),
             layout="constrained",
@@ -92,17 +96,6 @@ def draw(
             metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
         )
     return clean(buffer.getvalue(), key=key, label=label)
-
-
-@cache
-def _matplotlib() -> Any:
-    """Import matplotlib when the first plot is drawn: it takes longer than everything else a report does."""
-    import matplotlib
-    import matplotlib.backends.backend_svg
-    import matplotlib.figure
-    import matplotlib.ticker
-
-    return matplotlib
 
 
 _STYLE: dict[str, Any] = {

@@ -90,7 +90,7 @@ class Preference(Pretrain):
                 config: Any = reference.config
                 load_model_directory(named.path, tensors, config=config, field=named.field)
             else:
-                begins_behind = _load_reference(named, tensors)
+                begins_behind = named.load(tensors)
         return Modules(
             trained={MODEL: model},
             frozen={REFERENCE: reference},
@@ -136,7 +136,12 @@ class Preference(Pretrain):
             return _Named("spec.training.preference.reference", path)
         # The weights that a run begins with are not those that ``model`` describes. One that goes on behind
         # another run's step goes on beside that run's reference.
-        begun = self._read_begun()
+        begun: BegunFrom | None = None
+        if self.setup.run_directory is not None:
+            own = RunDirectory(self.setup.run_directory)
+            # Read each time: another node may have begun the run since this one opened its task.
+            if (record := own.read_resolved()) is not None:
+                begun = read_optional(own, record, BEGUN_FROM, BegunFrom)
         for number in range(_LONGEST_CHAIN):
             wanted = training.init_from
             if wanted is None:
@@ -170,17 +175,6 @@ class Preference(Pretrain):
         what = f"leads from one run to another more than {_LONGEST_CHAIN} times"
         raise ModelError(Problem(_INITIAL_FIELD, what, _WHY_READ, _NAME_IT))
 
-    def _read_begun(self) -> BegunFrom | None:
-        """The state that this run has begun with; None before, and where it is its own."""
-        if self.setup.run_directory is None:
-            return None
-        directory = RunDirectory(self.setup.run_directory)
-        # Read each time: another node may have begun the run since this one opened its task.
-        record = directory.read_resolved()
-        if record is None:
-            return None
-        return read_optional(directory, record, BEGUN_FROM, BegunFrom)
-
 
 @dataclass(frozen=True)
 class _Named:
@@ -195,20 +189,20 @@ class _Named:
     has_begun: bool = False
     is_own: bool = False
 
-
-def _load_reference(named: _Named, tensors: dict[str, Tensor]) -> int | None:
-    """Load it from a checkpoint; the step that this run has to begin behind, if it is to begin with it."""
-    try:
-        loaded = load_weights(named.path, tensors, step=named.step)
-    except CheckpointError as error:
-        if not named.has_begun:
-            raise
-        # Without its remedy, which is to name another one: that would be another reference.
-        why = " ".join(str(replace(one, remedy="")) for one in error.problems)
-        what = f"the reference is step {named.step} in {named.path}, which cannot be loaded now"
-        remedy = "Bring it back: it is read at each start until the run is complete"
-        raise CheckpointError(Problem(named.field, what, why, remedy)) from error
-    return loaded.step if named.is_own else None
+    def load(self, tensors: dict[str, Tensor]) -> int | None:
+        """Load them from a checkpoint; the step that this run has to begin behind, if it is to begin with
+        them."""
+        try:
+            loaded = load_weights(self.path, tensors, step=self.step)
+        except CheckpointError as error:
+            if not self.has_begun:
+                raise
+            # Without its remedy, which is to name another one: that would be another reference.
+            why = " ".join(str(replace(one, remedy="")) for one in error.problems)
+            what = f"the reference is step {self.step} in {self.path}, which cannot be loaded now"
+            remedy = "Bring it back: it is read at each start until the run is complete"
+            raise CheckpointError(Problem(self.field, what, why, remedy)) from error
+        return loaded.step if self.is_own else None
 
 
 def _sum_where(is_pair: Tensor, values: Tensor) -> Tensor:
