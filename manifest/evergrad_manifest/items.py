@@ -4,7 +4,7 @@ An API server drops unknown keys of such an item when it stores the object, or r
 run is accepted. Both are found here.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -24,6 +24,14 @@ _KINDS: Final[Mapping[Kind, str]] = {
     "integer": "a whole number",
     "mapping": "a mapping",
     "mappings": "a list of mappings",
+}
+_IS_OF_KIND: Final[Mapping[Kind, Callable[[Any], bool]]] = {
+    "text": lambda value: isinstance(value, str),
+    "texts": lambda value: _is_list_of(str, value),
+    "switch": lambda value: isinstance(value, bool),
+    "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
+    "mapping": lambda value: isinstance(value, Mapping),
+    "mappings": lambda value: _is_list_of(Mapping, value),
 }
 
 
@@ -94,7 +102,7 @@ def check_keys(items: Sequence[Item], keys: Keys) -> Iterator[Problem]:
                 what = f"{show(item[key])} is not one of {', '.join(words)}"
                 yield Problem(format_path((*path, key)), what, "", remedy)
         for key, kind in (keys.kinds or {}).items():
-            if item.get(key) is not None and not _is_of(kind, item[key]):
+            if item.get(key) is not None and not _IS_OF_KIND[kind](item[key]):
                 what = f"{show(item[key])} is not {_KINDS[kind]}"
                 is_number = kind == "text" and isinstance(item[key], bool | int | float)
                 remedy = (
@@ -103,17 +111,8 @@ def check_keys(items: Sequence[Item], keys: Keys) -> Iterator[Problem]:
                 yield Problem(format_path((*path, key)), what, "", remedy)
 
 
-def _is_of(kind: Kind, value: Any) -> bool:
-    if kind == "text":
-        return isinstance(value, str)
-    if kind == "switch":
-        return isinstance(value, bool)
-    if kind == "integer":
-        return isinstance(value, int) and not isinstance(value, bool)
-    if kind == "mapping":
-        return isinstance(value, Mapping)
-    inner = str if kind == "texts" else Mapping
-    return isinstance(value, list | tuple) and all(isinstance(one, inner) for one in value)
+def _is_list_of(kind: type[Any], value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(one, kind) for one in value)
 
 
 def check_unique(items: Sequence[Item], key: str) -> Iterator[Problem]:

@@ -111,19 +111,24 @@ def run(
     command += [word for one in overrides for word in ("--set", one)]
     # The last one counts: what is reported on below is this one.
     command += [*arguments, "--run-directory", str(where)]
+    code = _wait_for(command)
+    if code not in STOPPED_WELL:
+        known = code if code in tuple(ExitCode) else ExitCode.INTERNAL
+        raise RunFailedError(f"{loaded.metadata.name} ended with exit code {code}", known)
+    return report(where)
+
+
+def _wait_for(command: Sequence[str]) -> int:
+    """Run ``command`` to its end, also where this process is interrupted; its exit code."""
     process = subprocess.Popen(command)
     try:
-        code = process.wait()
+        return process.wait()
     except BaseException:
         # subprocess.run would kill it, and lose what was trained since the last checkpoint. A signal that a
         # terminal has sent to both is the same request.
         process.terminate()
         process.wait()
         raise
-    if code not in STOPPED_WELL:
-        known = code if code in tuple(ExitCode) else ExitCode.INTERNAL
-        raise RunFailedError(f"{loaded.metadata.name} ended with exit code {code}", known)
-    return report(where)
 
 
 def report(run_directory: Path | str) -> RunReport:

@@ -52,14 +52,9 @@ def usable_cores() -> int:
 
 def usable_memory_bytes() -> int | None:
     """Memory that a process may use here, in bytes; None where it cannot be known."""
-    limits = []
-    # What new processes could have without swapping. Only Linux says so.
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        facts = {key: value for key, _, value in (line.partition(":") for line in lines)}
-        if "MemAvailable" in facts:
-            limits.append(int(facts["MemAvailable"].split()[0]) * 1024)
     # In a container the machine's memory says little: the smallest of all limits is what kills a process.
+    available = _available_memory()
+    limits = [] if available is None else [available]
     for path in _CGROUP_LIMITS:
         with contextlib.suppress(OSError):
             text = path.read_text(encoding="ascii").strip()
@@ -85,6 +80,16 @@ def free_bytes(path: Path) -> int:
         parent for parent in (path, *path.absolute().parents) if parent.exists()
     )
     return shutil.disk_usage(existing).free
+
+
+def _available_memory() -> int | None:
+    """Return the bytes that new processes could have without swapping; None where Linux does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    facts = {key: value for key, _, value in (line.partition(":") for line in lines)}
+    return int(facts["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in facts else None
 
 
 def process_start_time() -> float:

@@ -139,13 +139,16 @@ def check_template(source: str) -> None:
 
 @lru_cache(maxsize=4)
 def _compile(source: str, *, as_at_first: bool = False) -> Any:
+    def raise_exception(message: str) -> None:
+        raise ChatTemplateError(f"the chat template refuses it: {message}")
+
     # As tokenizers' templates expect it; sandboxed, since a template comes with a model. There is no clock:
     # the same rows must always give the same text.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["raise_exception"] = raise_exception
     if as_at_first:
         # Rows whose template gives more are refused or left out, as they were.
         environment.filters["tojson"] = lambda value, ensure_ascii=False, indent=None: (
@@ -170,10 +173,6 @@ def _to_json(
         separators=separators,
         sort_keys=sort_keys,
     )
-
-
-def _raise_exception(message: str) -> None:
-    raise ChatTemplateError(f"the chat template refuses it: {message}")
 
 
 def _unmark(text: str) -> MarkedText:

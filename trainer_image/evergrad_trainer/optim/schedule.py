@@ -70,11 +70,6 @@ class LearningRate:
         return self.total_steps - self.warmup_steps
 
 
-def _wsd(rate: LearningRate, step: int) -> float:
-    share = rate.share_of_decay(step, rate.decay_steps)
-    return SHAPES[rate.decay_shape](1.0, rate.minimum_ratio, share)
-
-
 def _decaying(shape: str) -> Callable[[LearningRate, int], float]:
     """A decay of one shape over all steps behind the warm-up."""
 
@@ -102,7 +97,9 @@ def _pieces(rate: LearningRate, step: int) -> float:
 
 
 CURVES: Final[Mapping[str, Callable[[LearningRate, int], float]]] = {
-    "wsd": _wsd,
+    "wsd": lambda rate, step: SHAPES[rate.decay_shape](
+        1.0, rate.minimum_ratio, rate.share_of_decay(step, rate.decay_steps)
+    ),
     "linear": _decaying("linear"),
     "cosine": _decaying("cosine"),
     "constant": lambda rate, step: 1.0,

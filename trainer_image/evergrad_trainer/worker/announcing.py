@@ -134,15 +134,21 @@ def _announce_changes(session: Session, before: dict[str, Any]) -> None:
         changes += changed_settings(from_wire(before), plan.run)
     if not plan.run.training.files:
         # Those that the run carries are in the manifest, and so among the changes already.
-        was, now = session.task_before, plan.task_files
-        changes += [
-            (f"spec.training.recipe ({name})", was.get(name, ABSENT), now.get(name, ABSENT))
-            for name in sorted({**was, **now})
-            if was and was.get(name) != now.get(name)
-        ]
+        changes += _changed_files(session.task_before, plan.task_files)
     if changes:
         listed = [{"path": path, "old": old, "new": new} for path, old, new in changes]
         session.emit(EventType.CHANGED, {"changes": listed})
+
+
+def _changed_files(before: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:
+    """The task's files that differ from those that the restored state was trained with."""
+    if not before:
+        return []
+    return [
+        (f"spec.training.recipe ({name})", before.get(name, ABSENT), now.get(name, ABSENT))
+        for name in sorted({**before, **now})
+        if before.get(name) != now.get(name)
+    ]
 
 
 def _announce_versions(
