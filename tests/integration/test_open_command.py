@@ -23,6 +23,7 @@ from page_site import Site
 from evergrad_cli.cluster import open as command
 from evergrad_cli.cluster.errors import UnreachableError
 from evergrad_cli.cluster.forwarding import forwarded
+from evergrad_cli.cluster.open import wait_for_interrupt
 from evergrad_cli.main import main
 from evergrad_coordinator.contract import INSTANCE_HEADER
 from evergrad_coordinator.edge.http import Answer, StatusServer
@@ -198,6 +199,23 @@ def test_a_closed_terminal_ends_no_command_that_nohup_began() -> None:
         assert process.stdout.readline() == "goes on\n"
         process.terminate()
         assert process.stdout.read() == "interrupted True\n"
+
+
+def test_an_interrupt_at_any_moment_of_the_wait_is_an_interrupt() -> None:
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    num_interrupts = 0
+    try:
+        for number in range(300):
+            try:
+                # From before the wait has begun until it has.
+                signal.setitimer(signal.ITIMER_REAL, (1 + number % 100) * 1e-6)
+                wait_for_interrupt()
+            except KeyboardInterrupt:
+                num_interrupts += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert num_interrupts == 300
 
 
 def test_a_run_without_a_coordinator_is_refused_with_the_reason(

@@ -9,7 +9,7 @@ import json
 import signal
 import socket
 import tempfile
-import threading
+import time
 import webbrowser
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -34,6 +34,7 @@ from evergrad_coordinator.contract import INSTANCE_HEADER, ExitCode, RunFile
 from evergrad_manifest.errors import Problem
 
 NAME = "open"
+_LONGEST_SLEEP_SECONDS: Final = 0.5
 EXAMPLES = """\
   evergrad open docs-lm                     # forwards a port of this machine, until Ctrl-C
   evergrad open docs-lm -n team-a --port 8080 --no-browser
@@ -139,7 +140,10 @@ def _serve(cluster: Cluster, args: argparse.Namespace) -> int:
 
 def wait_for_interrupt() -> None:
     """Return never: Ctrl-C raises KeyboardInterrupt."""
-    threading.Event().wait()
+    # The wait of a lock, such as an Event's, takes an interrupt at certain moments for an error of its own.
+    # One that comes just before a sleep begins is seen behind it.
+    while True:
+        time.sleep(_LONGEST_SLEEP_SECONDS)
 
 
 def _show(args: argparse.Namespace, address: str, *, file: Path | None = None) -> None:
