@@ -1,17 +1,27 @@
 """The state of a process, as the kernel has it."""
 
+import contextlib
 import os
 from pathlib import Path
 
 
 def is_alive(pid: int) -> bool:
     """Whether a process can still do anything: a dead one that nobody has reaped cannot, though its number is
-    still taken."""
+    still taken.
+
+    One whose first thread has ended is alive while another thread is, as for a moment behind SIGKILL: it
+    holds its files and ports until then.
+    """
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:
         return False
-    return state not in "ZX"
+    for thread in threads:
+        with contextlib.suppress(OSError):
+            state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
+            if state not in "ZX":
+                return True
+    return False
 
 
 def children_of(pid: int) -> list[int]:

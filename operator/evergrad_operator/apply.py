@@ -338,13 +338,7 @@ class Applier:
         """Delete one object, and forget what no watch would show to be gone."""
 
         async def delete() -> None:
-            kind = kind_of(
-                {
-                    "kind": end.kind,
-                    "apiVersion": end.version,
-                    "metadata": {"name": end.name},
-                }
-            )
+            kind = kind_of(_body_of(end))
             namespace, uid = work.key[0], end.uid or None
             was_there = await self._cluster.delete(
                 kind,
@@ -466,6 +460,14 @@ def _concerns_others(failure: ApplyFailure) -> bool:
     """Whether the refusal of one pod is one of the others of its group, too, as a quota's or a webhook's:
     only a name is a pod's own."""
     return failure.reason not in (NAME_TAKEN, NAME_LEAVING)
+
+
+def _body_of(end: Deletion) -> Raw:
+    return {
+        "kind": end.kind,
+        "apiVersion": end.version,
+        "metadata": {"name": end.name},
+    }
 
 
 def _step_of(verb: str, body: Raw) -> Step:

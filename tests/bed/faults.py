@@ -144,7 +144,6 @@ class Faults:
 
     def set_gpus(self, name: str, count: int, *, resource: str = "example.com/gpu") -> None:
         """Let the node offer made-up devices; 0 takes them away. Returns when they are allocatable."""
-        key = resource.replace("~", "~0").replace("/", "~1")
         path = f"/api/v1/nodes/{node_named(name).name}"
         if count:
             self._api.patch(
@@ -152,15 +151,9 @@ class Faults:
             )
             self._devices.add((name, resource))
         else:
-            present = [
-                part
-                for part in ("capacity", "allocatable")
-                if resource in self._api.get(path)["status"][part]
-            ]
-            steps: Any = [
-                {"op": "remove", "path": f"/status/{part}/{key}"} for part in present
-            ]
-            self._api.patch(f"{path}/status", steps, kind="application/json-patch+json")
+            # No error where the kubelet has just taken them away itself.
+            gone = {part: {resource: None} for part in ("capacity", "allocatable")}
+            self._api.patch(f"{path}/status", {"status": gone})
             self._devices.discard((name, resource))
         expected = str(count) if count else None
         wait_until(
@@ -220,10 +213,13 @@ class Faults:
         control_plane.wait_for_apiserver(self._api)
         for entry in NODES:
             self._restore_node(entry)
-        for name, resource in sorted(self._devices):
-            self.set_gpus(name, 0, resource=resource)
         for entry in NODES:
             self.wait_ready(entry.name)
+            # A kubelet that has just been started writes down with none each device that it has found with
+            # its node as it registers: they are taken away behind that.
+            for name, resource in sorted(self._devices):
+                if name == entry.name:
+                    self.set_gpus(name, 0, resource=resource)
             self.unfree_pods(entry.name)
             self._api.patch(
                 f"/api/v1/nodes/{entry.name}", {"spec": {"unschedulable": None}}

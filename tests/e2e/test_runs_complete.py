@@ -42,12 +42,17 @@ def test_01_the_quickstart_trains_to_complete_on_a_class_of_single_node_volumes_
     } <= files
     assert run.checkpoints()
     wait_for(
-        lambda: not run.live_pods() and not run.live_pods(role="coordinator"),
-        "the pods' end",
+        lambda: not run.live_pods() and not run.pods(role="coordinator"), "the pods' end"
     )
-    wait_for(
-        lambda: run.status()["nodes"].get("running", 0) == 0, "the pods' end in the status"
-    )
+
+    def is_settled() -> bool:
+        # What a pod's end has cost is written behind it.
+        version = run.get()["metadata"]["resourceVersion"]
+        time.sleep(5)
+        return bool(run.get()["metadata"]["resourceVersion"] == version)
+
+    wait_for(is_settled, "the pods' end in the status")
+    assert run.status()["nodes"].get("running", 0) == 0
     before = (
         run.get()["metadata"]["resourceVersion"],
         [pod["metadata"]["uid"] for pod in run.pods()],
