@@ -288,6 +288,23 @@ def test_a_script_may_report_anything_and_only_that_value_is_lost(
     assert "Traceback" not in run.output
 
 
+@pytest.mark.timeout(600)
+def test_a_port_that_is_taken_is_wrong_input_and_named(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("", "utf-8")
+    with contextlib.ExitStack() as stack:
+        port = two_free_ports()
+        for taken in (port, port + 1):
+            stack.enter_context(socket.create_server(("127.0.0.1", taken)))
+        run = make(["train.py"], metrics={"port": port}).start()
+        assert run.wait() == 64
+    for node, taken in enumerate((port, port + 1)):
+        assert (
+            f"error: node {node}: spec.script.metrics.port: port {taken} cannot be listened on"
+            in run.output
+        )
+    assert "Traceback" not in run.output
+
+
 WAITS_UNDER_GUARD = """\
 import os, pathlib, time
 from evergrad.elastic import should_stop

@@ -234,6 +234,13 @@ class LocalNodes:
         self.starts[index] += 1
         parent = os.getpid()
 
+        def live() -> int:
+            try:
+                return self.main(index)
+            except EvergradError as error:
+                print(f"error: node {index}: {error}", file=sys.stderr)
+                return int(error.exit_code)
+
         def be_node() -> None:
             die_with_parent(parent)
             # Out of the terminal's foreground group: Ctrl-C reaches the launcher alone.
@@ -242,7 +249,7 @@ class LocalNodes:
                 signal.signal(number, signal.SIG_DFL)
             # One that came before ends the node here: the launcher asks each node once.
             unblock_stop_signals()
-            run_and_exit(lambda: self.main(index))
+            run_and_exit(live)
 
         process = multiprocessing.get_context("fork").Process(
             target=be_node, name=f"evergrad-node-{index}"

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from evergrad.node_state import STOP_SECONDS_VARIABLE
+from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.script import Script
 from evergrad_trainer.node.fresh import FreshWorkers
 from evergrad_trainer.node.log import speaking_as
@@ -31,7 +32,14 @@ def run_script_node(
     script: Script, base_directory: Path, settings: NodeSettings, *, num_workers: int
 ) -> int:
     """Be a node of a script's run until it is over; returns the exit code."""
-    metrics = build_metrics(script.metrics, settings)
+    try:
+        metrics = build_metrics(script.metrics, settings)
+    except ConfigurationError as error:
+        # Its port is that of a training, as far as the endpoint knows.
+        (problem,) = error.problems
+        raise ConfigurationError(
+            dataclasses.replace(problem, path="spec.script.metrics.port")
+        ) from error
 
     async def serve_script() -> int:
         reason = can_fork()
