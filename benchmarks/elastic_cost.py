@@ -32,6 +32,8 @@ from elastic_nodes import (
     training_manifest,
 )
 
+from evergrad_cli.huge_pages import VARIABLE
+
 NUM_NODES = 2
 _SAMPLES = 4
 _STEPS_A_TURN = 5
@@ -122,7 +124,9 @@ def _static(folder: Path, elastic: Path) -> Iterator[tuple[subprocess.Popen[byte
         str(free_port()),
     ]
     command += ["-m", "evergrad_cli", "run", "run.yaml", "--run-directory", "run"]
-    agent = start_process(command, output=folder / "torchrun.log")
+    # As the nodes have it, which are forked from this process: `evergrad run` would ask for huge pages.
+    tunables = {VARIABLE: os.environ.get(VARIABLE, "glibc.malloc.hugetlb=0")}
+    agent = start_process(command, output=folder / "torchrun.log", variables=tunables)
 
     def check() -> None:
         if agent.poll() is not None:
