@@ -6,6 +6,8 @@ import os
 import secrets
 from pathlib import Path
 
+from evergrad_coordinator.publishing import publish_once
+
 _NUM_BYTES = 32
 
 
@@ -56,14 +58,7 @@ def obtain_token(path: Path) -> str:
             stream.flush()
             os.fsync(file)
         # Only where that name is free: two processes that start at once agree on one token.
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            pass
-        except OSError:
-            # A volume without hard links. Between the look and the rename another process may give the name.
-            if not path.exists():
-                temporary.rename(path)
+        publish_once(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     return read_token(path)

@@ -46,7 +46,7 @@ def test_01_the_quickstart_trains_to_complete_on_a_class_of_single_node_volumes_
     )
 
     def is_settled() -> bool:
-        # What a pod's end has cost is written behind it.
+        # The operator writes what a pod's end has cost after that end.
         version = run.get()["metadata"]["resourceVersion"]
         time.sleep(5)
         return bool(run.get()["metadata"]["resourceVersion"] == version)

@@ -73,21 +73,6 @@ def write_json(
     replace_durably(path, text.encode(), aside=aside)
 
 
-def publish_once(temporary: Path, path: Path) -> None:
-    """Give a whole file its name, unless that is taken: then ``path`` stays as it is. Raises OSError.
-
-    ``temporary`` may be there afterwards, for the caller to remove.
-    """
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        return
-    except OSError:
-        # A volume without hard links. Between the look and the rename another process may give the name.
-        if not path.exists():
-            os.rename(temporary, path)
-
-
 def is_temporary(name: str, of: str) -> bool:
     """Whether ``name`` is that of a temporary file of ``replace_durably`` for a file called ``of``."""
     return name.startswith(f".{of}.") and name.endswith(_TEMPORARY)

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from evergrad_coordinator.contract import RunFile
+from evergrad_coordinator.publishing import publish_once
 from evergrad_trainer.durable import (
     fsync_directory,
-    publish_once,
     replace_durably,
     unique_suffix,
     write_new,
