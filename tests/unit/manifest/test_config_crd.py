@@ -185,7 +185,7 @@ def test_the_size_of_the_definition_is_printed_with_its_limit(
 ) -> None:
     assert generate.main(["--sizes"]) == 0
     [(file, sizes)] = json.loads(capsys.readouterr().out).items()
-    assert (file, sizes["limit"]) == (DEFINITION, 128_000)
+    assert (file, sizes["limit"]) == (DEFINITION, LIMIT_BYTES)
     assert (sizes["bytes"], sizes["bound"]) == (count_bytes(), LARGEST_BYTES)
 
 

@@ -1,4 +1,4 @@
-"""The script that counts how the product reads, and the limits that it found kept."""
+"""The script that counts how the product reads. Sizes are a report (`make numbers`); only import cycles fail."""
 
 import importlib.util
 import sys
@@ -74,34 +74,3 @@ def test_no_modules_of_the_product_import_each_other(
 ) -> None:
     assert len(product) > 200
     assert readability.find_circles(product) == []
-
-
-def test_no_class_is_longer_than_250_lines(
-    readability: ModuleType, product: dict[str, str]
-) -> None:
-    classes = [
-        one
-        for where, text in product.items()
-        for one in readability.find_classes(where, text)
-    ]
-    assert [one.name for one in classes if one.lines > 250] == []
-
-
-def test_lines_comments_and_helpers_stay_within_their_goals(
-    readability: ModuleType, product: dict[str, str]
-) -> None:
-    """By the script's own counting; `make numbers` shows the figures of each package."""
-    tokens, code_lines, comments = (
-        sum(column)
-        for column in zip(*map(readability.count_tokens, product.values()), strict=True)
-    )
-    assert tokens / code_lines <= 7.5, "tokens a line of code"
-    assert 100 * comments / code_lines >= 5.0, "comments to 100 lines of code"
-    functions = sum(
-        len(list(readability.find_functions(where, text)))
-        for where, text in product.items()
-    )
-    once = sum(len(readability.find_private_called_once(text)) for text in product.values())
-    assert 100 * once / functions <= 10.0, (
-        "percent of functions are private and called once"
-    )

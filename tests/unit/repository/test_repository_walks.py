@@ -36,13 +36,6 @@ def test_each_file_of_a_walk_exists_and_defines_what_is_called_in_it(title: str)
         assert set(names.split(", ")) <= defined, file
 
 
-def test_a_file_goes_from_the_command_to_the_optimizer_through_twelve_files_at_most() -> (
-    None
-):
-    (steps,) = [steps for title, steps in _WALKS.items() if title.endswith("its optimizer")]
-    assert len(steps) <= 12
-
-
 def _names_in(file: str) -> set[str]:
     """Everything that a module imports, calls or reads by its name."""
     found = set()
