@@ -208,6 +208,8 @@ class RunFile:
     """Folder of a local coordinator's files."""
     COORDINATOR_ADDRESS = "coordinator/address.json"
     """Ports of a local coordinator, and its ``instance``, while it runs."""
+    OWNER = "owner.json"
+    """The process of ``evergrad run`` that trains in the directory, while it runs."""
     COMPILED = "compiled"
     """Kernels that were compiled for the run, one file for each kind of device."""
     PROFILES = "profiles"

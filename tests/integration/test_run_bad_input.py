@@ -675,6 +675,9 @@ def test_of_two_runs_on_one_directory_the_older_stops_and_publishes_nothing_more
     slow = fault("step", call=0, action="sleep", rank=None, seconds=0.5)
     older = experiment.start("--workers", workers, faults=[slow])
     wait_until(lambda: checkpoints(experiment.at()))
+    # As on a shared volume: one machine cannot see whether a process of another one is alive.
+    owner = experiment.at() / "owner.json"
+    owner.write_text(json.dumps({**json.loads(owner.read_text()), "boot": "another"}))
     experiment.run()
     ended = older.wait().expect(USER_ERROR)
     assert "a newer process" in ended.err

@@ -32,6 +32,7 @@ from evergrad_trainer.node.settings import NodeSettings
 from evergrad_trainer.provenance.record import record_process
 from evergrad_trainer.resume import inspect_directory
 from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.run_owner import own_run_directory
 
 if TYPE_CHECKING:
     from evergrad_trainer.worker.session import SessionPlan
@@ -130,9 +131,10 @@ def run_script(
         grace_seconds = max(
             LocalNodes.grace_seconds, float(run.script.grace_period_seconds)
         )
-        return run_local(
-            coordinator, LocalNodes(be_node, num_nodes, grace_seconds=grace_seconds)
-        )
+        with own_run_directory(directory):
+            return run_local(
+                coordinator, LocalNodes(be_node, num_nodes, grace_seconds=grace_seconds)
+            )
 
     return prepare_script(loaded, directory, serve)()
 

@@ -1,6 +1,7 @@
 """``evergrad run``: the same file as on a cluster, trained on this machine."""
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import os
@@ -26,6 +27,12 @@ from evergrad_trainer.cli.run_arguments import (
 from evergrad_trainer.machine import has_accelerator_driver, usable_memory_bytes
 from evergrad_trainer.resume import RunState, inspect_directory
 from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.run_owner import (
+    TAKE_OVER,
+    own_run_directory,
+    refuse_second_run,
+    take_over,
+)
 
 NAME = "run"
 EXAMPLES = """\
@@ -35,7 +42,11 @@ EXAMPLES = """\
   evergrad run trainingrun.yaml --nodes 3 --chaos 7  # a demonstration: kills and freezes at random
   evergrad run trainingrun.yaml --set spec.training.optimizer.learningRate=3e-4 --set metadata.name=docs-lm-2
   evergrad run trainingrun.yaml --set spec.training.horizon.tokens=40M --extend
+  evergrad run trainingrun.yaml --take-over          # ends the process that trains this run, then goes on
   touch runs/docs-lm/stop        # stops it at the next step boundary, state saved, exit 75"""
+
+_SAVE_SECONDS = 300.0
+"""For a process that is taken over: the step that it is in, and the save of a large model."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,8 @@ class RunRequest:
     ignores_preflight: bool = False
     requires_prepared: bool = False
     """Data that are not prepared are refused, and not prepared now."""
+    takes_over: bool = False
+    """A process of this machine that trains this run is ended first, and not a reason to refuse."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,12 +108,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="refuse sources that `evergrad prepare` has not made tokens of, such as where cores are dear",
     )
+    parser.add_argument(
+        TAKE_OVER,
+        action="store_true",
+        help="if a process of this machine trains this run, let it save and leave first; without this option "
+        "the command is refused",
+    )
 
 
 def execute(args: argparse.Namespace) -> int:
     """Check → prepare → train; the exit code says how it ended (0, 64, 70, 75, 76)."""
     request = _read_request(args)
     run, directory = request.loaded.run, RunDirectory(request.directory)
+    _check_alone(request, directory)
     if run.spec.script is not None:
         from evergrad_trainer.cli.nodes import run_script
 
@@ -117,6 +137,27 @@ def execute(args: argparse.Namespace) -> int:
         print("To train longer, raise the horizon and use --extend.")
         return int(ExitCode.DONE)
     return _train(request, directory, run_state)
+
+
+def _check_alone(request: RunRequest, directory: RunDirectory) -> None:
+    """Refuse, or end first, a process of this machine that trains this run. Raises RunDirectoryError.
+
+    Called before the directory is read: the state of a run that is taken over is known only once its process
+    has ended.
+    """
+    # Of the processes that torchrun starts, rank 0 answers for all.
+    if not _is_rank_0():
+        return
+    if request.takes_over:
+        script = request.loaded.run.spec.script
+        grace_seconds = float(script.grace_period_seconds) if script is not None else 0.0
+        take_over(directory, grace_seconds=grace_seconds + _SAVE_SECONDS)
+    elif not directory.is_complete():
+        refuse_second_run(directory)
+
+
+def _is_rank_0() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _train(request: RunRequest, directory: RunDirectory, run_state: RunState) -> int:
@@ -163,21 +204,23 @@ def _train(request: RunRequest, directory: RunDirectory, run_state: RunState) ->
         what = "there is nothing to save, and prepared data is kept"
         print(f"stopped before the first step: {what}", file=sys.stderr)
         return int(ExitCode.STOPPED_SAVED)
-    if is_alone:
-        if not is_launched:
-            # No coordinator serves a page of it: another process makes one of its files.
-            print(f"page: evergrad open {shlex.quote(str(directory.path))}", flush=True)
-        return run_session(dataclasses.replace(plan, ahead=ahead))
-    # Several processes are several members of one elastic run, whether they are on one node or on many.
-    from evergrad_trainer.cli.nodes import run_nodes
+    # Only now: a command that is refused before its first step writes nothing.
+    with own_run_directory(directory) if _is_rank_0() else contextlib.nullcontext():
+        if is_alone:
+            if not is_launched:
+                # No coordinator serves a page of it: another process makes one of its files.
+                print(f"page: evergrad open {shlex.quote(str(directory.path))}", flush=True)
+            return run_session(dataclasses.replace(plan, ahead=ahead))
+        # Several processes are several members of one elastic run, whether they are on one node or on many.
+        from evergrad_trainer.cli.nodes import run_nodes
 
-    return run_nodes(
-        plan,
-        num_nodes=request.num_nodes,
-        chaos_seed=request.chaos_seed,
-        num_workers=num_workers,
-        num_accelerators=machine.num_accelerators,
-    )
+        return run_nodes(
+            plan,
+            num_nodes=request.num_nodes,
+            chaos_seed=request.chaos_seed,
+            num_workers=num_workers,
+            num_accelerators=machine.num_accelerators,
+        )
 
 
 def _read_request(args: argparse.Namespace) -> RunRequest:
@@ -216,6 +259,7 @@ def _read_request(args: argparse.Namespace) -> RunRequest:
         is_extension=args.extend,
         ignores_preflight=args.no_preflight,
         requires_prepared=args.require_prepared,
+        takes_over=args.take_over,
     )
     if loaded.run.spec.script is not None:
         check_request_of_script(request)
