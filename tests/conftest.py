@@ -9,7 +9,7 @@ import tempfile
 
 import pytest
 
-LONG_SECONDS = 1800
+LONG_SECONDS = 3600
 """Longest time of a test marked ``long`` that names none itself; the one of pyproject.toml is for the others."""
 
 

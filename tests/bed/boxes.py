@@ -74,7 +74,7 @@ def start(box: str, script: str) -> int:
             )
         return (folder / "ready").exists()
 
-    wait_until(f"box {box}", is_there, seconds=60, pause=0.005)
+    wait_until(f"box {box}", is_there, seconds=600, pause=0.005)
     pid = children_of(process.pid)[0]
     (folder / "pid").write_text(str(pid))
     return pid
@@ -107,11 +107,11 @@ def kill(box: str) -> None:
     cgroups.set_frozen(
         box, False
     )  # a frozen process dies when it is thawed, before it does anything else
-    wait_until(f"the end of box {box}", lambda: not is_alive(pid), seconds=60, pause=0.01)
+    wait_until(f"the end of box {box}", lambda: not is_alive(pid), seconds=600, pause=0.01)
     wait_until(
         f"the end of what ran in box {box}",
         lambda: not _living(box),
-        seconds=60,
+        seconds=600,
         pause=0.01,
     )
 
@@ -171,7 +171,7 @@ def spawn(
         )
         return bool(found)
 
-    wait_until(f"{name} in box {box}", has_entered, seconds=60, pause=0.003)
+    wait_until(f"{name} in box {box}", has_entered, seconds=600, pause=0.003)
     shown.write_text(str(found.pop()))
 
 
@@ -193,7 +193,10 @@ def kill_daemon(box: str, name: str) -> None:
     pid = daemon_pid(box, name)
     os.kill(pid, signal.SIGKILL)
     wait_until(
-        f"the end of {name} in box {box}", lambda: not is_alive(pid), seconds=60, pause=0.01
+        f"the end of {name} in box {box}",
+        lambda: not is_alive(pid),
+        seconds=600,
+        pause=0.01,
     )
 
 
@@ -267,7 +270,7 @@ def connect_node(node: Node) -> None:
     wait_until(
         f"the end of the link v{node.name}",
         lambda: f"v{node.name}:" not in Path(here).read_text(),
-        seconds=60,
+        seconds=600,
     )
     network(
         control,

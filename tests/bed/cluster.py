@@ -166,12 +166,12 @@ def _start(profile: str) -> None:
         wait_until(
             f"{entry.name} Ready",
             functools.partial(node.is_ready, api, entry),
-            seconds=180,
+            seconds=600,
         )
     wait_until(
         "ServiceAccount default",
         lambda: control_plane.has_default_account(api),
-        seconds=120,
+        seconds=600,
     )
     _say(
         f"{'both nodes ready' if nodes else 'control plane ready'} "
@@ -232,7 +232,7 @@ def _clear() -> int:
     """Take down whatever there is; how many processes that ended. The order matters: see each step."""
     known = state.read() if state.exists() else None
     killed = cgroups.end_everything()  # boxes take their mounts, links and namespaces along
-    wait_until(f"the end of the link {BRIDGE_END}", _is_link_gone, seconds=60)
+    wait_until(f"the end of the link {BRIDGE_END}", _is_link_gone, seconds=600)
     cgroups.remove()
     state.restore_sysctls()
     for folder in (

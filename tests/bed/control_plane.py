@@ -129,7 +129,7 @@ def start_apiserver(profile: str) -> None:
     boxes.spawn(BOX, "kube-apiserver", command)
 
 
-def wait_for_apiserver(api: Api, *, seconds: float = 120) -> float:
+def wait_for_apiserver(api: Api, *, seconds: float = 600) -> float:
     """Until /readyz says ok; the seconds it took. Raises BedError when it died meanwhile."""
 
     def is_ready() -> bool:

@@ -42,7 +42,7 @@ class Coscheduling:
         ]
         self._process = boxes.spawn_outside("coscheduling", command, {})
         try:
-            wait_until("the gang scheduler", self._is_ready, seconds=60, pause=0.2)
+            wait_until("the gang scheduler", self._is_ready, seconds=600, pause=0.2)
         except BaseException:
             self.stop()
             raise

@@ -21,7 +21,7 @@ def bring(api: Api, definition: Object) -> None:
             for each in conditions
         )
 
-    wait_until(f"the type {name}", is_served, seconds=60)
+    wait_until(f"the type {name}", is_served, seconds=600)
 
 
 def take_away(api: Api, name: str) -> None:

@@ -159,7 +159,7 @@ class Faults:
         wait_until(
             f"{count} {resource} on {name}",
             lambda: self._api.get(path)["status"]["allocatable"].get(resource) == expected,
-            seconds=60,
+            seconds=600,
         )
 
     # Daemons
@@ -194,7 +194,7 @@ class Faults:
 
     # Afterwards
 
-    def wait_ready(self, name: str, *, seconds: float = 120) -> float:
+    def wait_ready(self, name: str, *, seconds: float = 600) -> float:
         """Until the node is Ready by a word it said after this call, and its taints of trouble are gone; the
         seconds it took."""
         entry, now = node_named(name), datetime.now(UTC)

@@ -99,7 +99,7 @@ def _containerd(home: Path) -> Iterator[None]:
                 == 2
             )
 
-        wait_until("containerd of the golden root", answers, seconds=60)
+        wait_until("containerd of the golden root", answers, seconds=600)
         yield
     finally:
         process.send_signal(signal.SIGTERM)

@@ -73,7 +73,7 @@ class Kueue:
         ]
         self._process = boxes.spawn_outside("kueue", command, {})
         try:
-            wait_until("Kueue's readiness", self._is_ready, seconds=120, pause=0.2)
+            wait_until("Kueue's readiness", self._is_ready, seconds=600, pause=0.2)
         except BaseException:
             self.stop()
             raise

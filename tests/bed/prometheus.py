@@ -243,7 +243,7 @@ def serve(
         return True
 
     try:
-        wait_until("Prometheus' readiness", is_ready, seconds=120, pause=0.1)
+        wait_until("Prometheus' readiness", is_ready, seconds=600, pause=0.1)
         yield client
     finally:
         process.kill()

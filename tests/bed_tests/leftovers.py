@@ -13,6 +13,7 @@ from pathlib import Path
 
 from bed import cgroups, images, state
 from bed.places import BRIDGE_END, CLUSTER, NAME, STATE, work
+from patience import PATIENCE
 from process_state import is_alive
 
 # Names the parallel test process, in the environment of all that it starts.
@@ -21,7 +22,9 @@ NAMESPACES = ("net", "mnt", "pid", "uts", "ipc")
 
 
 def _output(*command: str) -> set[str]:
-    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=PATIENCE
+    )
     # Counters of rules change with every packet.
     return {
         line

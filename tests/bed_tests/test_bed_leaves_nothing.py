@@ -16,8 +16,9 @@ import bed
 import pytest
 from bed import places
 from bed.api import Api, ApiError
+from patience import PATIENCE
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 NUMBER = "1"
 KUBECONFIG = places.REPOSITORY / f".cluster{NUMBER}" / "kubeconfig"
 STATE = places.STATES / f"bed{NUMBER}" / "state.json"
@@ -123,7 +124,7 @@ def added(before: Found) -> Found:
     return {name: now[name] - before[name] for name in now if now[name] - before[name]}
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 120) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 600) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "not so after a long while"
@@ -132,7 +133,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 120) -> None:
 
 def assert_nothing_was_added(before: Found) -> None:
     """At the latest after a while: the machine's first process may reap late, and it is not ours."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while (found := added(before)) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert found == {}

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from cluster_runs import Runs
+from patience import PATIENCE
 
 EVERGRAD = Path(sys.executable).with_name("evergrad")
 
@@ -69,7 +70,7 @@ class Page:
         asked = urllib.request.Request(
             f"{self.address}live", headers={"Authorization": f"Bearer {self.token}"}
         )
-        with urllib.request.urlopen(asked, timeout=60) as events:
+        with urllib.request.urlopen(asked, timeout=PATIENCE) as events:
             return [
                 json.loads(line.removeprefix(b"data: "))
                 for line in itertools.islice(events, 3 * number)
@@ -100,7 +101,7 @@ def open_page(cli: Cli, run: str) -> Iterator[Page]:
             page = Page(shown["address"], token, file, text)
             yield page
             opening.send_signal(signal.SIGINT)
-            _, errors = opening.communicate(timeout=60)
+            _, errors = opening.communicate(timeout=PATIENCE)
             page.printed += errors
         finally:
             opening.kill()

@@ -16,10 +16,10 @@ from typing import Any
 from urllib.parse import quote
 
 from bed.api import ApiError
+from patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "examples/quickstart"
-PATIENCE = 240.0
 """Longest wait for anything that should happen at once, in seconds; machines are shared, and some
 are slow."""
 GROUP = "evergrad.dev"
@@ -164,7 +164,7 @@ class Reference:
         self._process.send_signal(signal.SIGCONT)
         try:
             found: Rows = wait_for(
-                reached, f"the undisturbed run's step {step}", seconds=600
+                reached, f"the undisturbed run's step {step}", seconds=PATIENCE
             )
         finally:
             self.hold()
@@ -227,7 +227,7 @@ class Runs:
         *arguments: str,
         text: str | None = None,
         check: bool = True,
-        seconds: float = 240.0,
+        seconds: float = PATIENCE + 60,
     ) -> str:
         """What kubectl prints; its standard error too if it fails and that is allowed."""
         done = subprocess.run(
@@ -255,7 +255,7 @@ class Runs:
             yield events
         finally:
             process.terminate()
-            process.wait(timeout=30)
+            process.wait(timeout=PATIENCE)
             text, decoder = path.read_text("utf-8").strip(), json.JSONDecoder()
             while text:
                 # The last one may be cut.
@@ -292,7 +292,7 @@ class Runs:
         if self.get("pods", reader) is None:
             image, _ = self.cluster.product_images()
             self.kubectl("apply", "-f", "-", text=json.dumps(_reader(reader, claim, image)))
-            self.kubectl("wait", "--for=condition=Ready", f"pod/{reader}", "--timeout=200s")
+            self.kubectl("wait", "--for=condition=Ready", f"pod/{reader}", "--timeout=600s")
         folder = self.scratch / claim
         folder.mkdir(parents=True, exist_ok=True)
         command = [
@@ -309,10 +309,13 @@ class Runs:
             ".",
         ]
         done = subprocess.run(
-            [*self._kubectl, *command], capture_output=True, timeout=60, check=False
+            [*self._kubectl, *command], capture_output=True, timeout=PATIENCE, check=False
         )
         subprocess.run(
-            ["tar", "-x", "-C", str(folder)], input=done.stdout, check=False, timeout=60
+            ["tar", "-x", "-C", str(folder)],
+            input=done.stdout,
+            check=False,
+            timeout=PATIENCE,
         )
         return folder
 

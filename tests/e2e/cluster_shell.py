@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pages import ROOT, make_environment, play
+from patience import PATIENCE
 
 
 class Shell:
@@ -28,7 +29,7 @@ class Shell:
         command: str,
         *,
         codes: tuple[int, ...] = (0,),
-        seconds: float = 700,
+        seconds: float = PATIENCE + 60,
         folder: Path = ROOT,
     ) -> str:
         """Run a command, by default from the repository's root, and return what it prints.

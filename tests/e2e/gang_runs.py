@@ -67,7 +67,7 @@ def place_one_gang_after_the_other(runs: Runs, faults: Any, groups: Groups) -> R
     faults.set_gpus("n1", 2, resource=PLACE)
     faults.set_gpus("n2", 1, resource=PLACE)
     first = start(runs, "first", least=2, most=2)
-    first.wait_for_pods(0, 1, seconds=600)
+    first.wait_for_pods(0, 1)
     first.wait_for_step(5)
     assert groups.minimum_of(first) == 2
 
@@ -87,7 +87,7 @@ def place_one_gang_after_the_other(runs: Runs, faults: Any, groups: Groups) -> R
     runs.kubectl("delete", RESOURCE, "single")
 
     runs.kubectl("delete", RESOURCE, "first")
-    second.wait_for_pods(0, 1, seconds=600)
+    second.wait_for_pods(0, 1)
     second.wait_for_step(5)
     wait_for(lambda: groups.is_gone(first), "the end of the first run's group")
     return second
@@ -101,12 +101,12 @@ def grow_and_replace(runs: Runs, faults: Any, groups: Groups) -> Run:
     run.wait_for_world(2)
     run.wait_for_step(5)
     faults.set_gpus("n2", 1, resource=PLACE)
-    run.wait_for_pods(0, 1, 2, seconds=600)
+    run.wait_for_pods(0, 1, 2)
     run.wait_for_world(3)
 
     step = run.newest_step()
     runs.kubectl("delete", "pod", run.live_pods()[0]["metadata"]["name"], "--wait=false")
-    run.wait_for_attempt(0, 1, seconds=600)
+    run.wait_for_attempt(0, 1)
     run.wait_for_world(3)
     run.wait_for_step(step + 10)
     assert groups.minimum_of(run) == 2

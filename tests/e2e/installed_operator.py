@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 from cluster_runs import wait_for
 from operator_watch import count_restarts
+from patience import PATIENCE
 
 from evergrad_coordinator.addresses import join_address
 
@@ -30,7 +31,7 @@ class Operator:
     is_changed: bool = False
     """Whether it was installed anew since somebody looked."""
 
-    def helm(self, *arguments: str, seconds: float = 400) -> str:
+    def helm(self, *arguments: str, seconds: float = PATIENCE + 60) -> str:
         """Run helm; what it prints."""
         command = [
             str(self.cluster.helm),
@@ -78,7 +79,7 @@ class Operator:
             "--create-namespace",
             "--wait",
             "--timeout",
-            "300s",
+            "600s",
             *values,
             *(word for setting in settings for word in ("--set", setting)),
         )
@@ -94,7 +95,7 @@ class Operator:
             *arguments,
         ]
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=240, check=False
+            command, capture_output=True, text=True, timeout=PATIENCE + 60, check=False
         )
         assert done.returncode == 0 or not check, (
             f"kubectl {' '.join(arguments)}: {done.stderr}"
@@ -140,7 +141,7 @@ class Operator:
 
     def wait_for_rollout(self) -> None:
         """After an upgrade or a rollback by somebody who did not wait."""
-        self.kubectl("rollout", "status", "deployment", "-l", SELECTOR, "--timeout=200s")
+        self.kubectl("rollout", "status", "deployment", "-l", SELECTOR, "--timeout=600s")
         self.wait_until_ready()
 
     def kill(self, faults: Any) -> None:
@@ -182,7 +183,7 @@ class Operator:
         """Its /metrics."""
         pod = self.pod()
         with urllib.request.urlopen(
-            f"http://{join_address(pod['status']['podIP'], 8080)}/metrics", timeout=20
+            f"http://{join_address(pod['status']['podIP'], 8080)}/metrics", timeout=PATIENCE
         ) as answer:
             return str(answer.read().decode())
 

@@ -56,7 +56,7 @@ def finish(run: Run) -> dict[str, Any]:
     pod = run.live_pods()[0]["metadata"]["name"]
     command = ("python", "-c", f"open({_mark_of(run.name)!r}, 'w')")
     run.runs.kubectl("exec", pod, "-c", "trainer", "--", *command)
-    return run.wait_for_phase("Complete", seconds=300)
+    return run.wait_for_phase("Complete")
 
 
 def _mark_of(name: str) -> str:

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 from cluster_runs import GROUP, RESOURCE, Run, Runs, make_manifest, wait_for
+from patience import PATIENCE
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "refused"
 """The twenty wrong files that unit tests read, too: there they are refused alike as files and as objects."""
@@ -95,7 +96,7 @@ def apply(operator: Any, runs: Runs, file: Path) -> subprocess.CompletedProcess[
         [*command, "apply", "-f", str(file)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
         check=False,
     )
 
@@ -209,7 +210,7 @@ def test_of_a_run_of_another_controller_nothing_appears_and_nothing_is_written(
     ours = runs.start("ours", steps=20, managedBy="evergrad.dev/operator")
     wait_for(ours.pods, "the pods of the operator's own run")
     runs.kubectl("label", f"{RESOURCE}/theirs", "a=b")
-    ours.wait_for_phase("Complete", seconds=600)
+    ours.wait_for_phase("Complete")
 
     selector = f"{GROUP}/run=theirs"
     kinds = ("pods", "configmaps", "services", "secrets", "poddisruptionbudgets")

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 from cluster_runs import Run, Runs, wait_for
+from patience import PATIENCE
 from script_runs import finish, start_script, step_of
 
 from evergrad_coordinator.edge.page import build_page
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 JOIN_PORT, STATUS_PORT, METRICS_PORT = 29400, 29401, 29402
 PAGE = build_page("run", needs_token=True).text.encode().decode("latin-1")
 STRANGER = Path(__file__).with_name("stranger.py").read_text("utf-8")
@@ -83,7 +84,7 @@ def attack(
     wait_for(
         lambda: runs.kubectl("--namespace", namespace, *phase) in ("Succeeded", "Failed"),
         "the end of the attack",
-        seconds=400,
+        seconds=PATIENCE,
     )
     log = runs.kubectl("--namespace", namespace, "logs", "stranger")
     assert runs.kubectl("--namespace", namespace, *phase) == "Succeeded", log

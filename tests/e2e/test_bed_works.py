@@ -11,8 +11,9 @@ from bed import images
 from bed.api import ApiError, Object
 from bed.fixtures import Cluster
 from bed.places import API_SERVICE, NODES
+from patience import PATIENCE
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 WRITER = """
 import os, pathlib, socket, time
 name = os.environ["HOSTNAME"]
@@ -35,7 +36,7 @@ time.sleep(3600)
 """
 
 
-def wait_for(look: Callable[[], Any], seconds: float = 240) -> Any:
+def wait_for(look: Callable[[], Any], seconds: float = PATIENCE) -> Any:
     """What `look` returns once it is true."""
     deadline = time.monotonic() + seconds
     while not (found := look()):

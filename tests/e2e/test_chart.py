@@ -14,8 +14,9 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(3600)
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts/evergrad"
 # Another group's name, so that the CRD under test is not the one that everybody else uses.
@@ -32,7 +33,9 @@ def helm(cluster: Any, namespace: str, *arguments: str, check: bool = True) -> s
         namespace,
         *arguments,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
     assert done.returncode == 0 or not check, (
         f"helm {' '.join(arguments)}: {done.stdout}{done.stderr}"
     )
@@ -45,7 +48,7 @@ def kubectl(
     """Run kubectl; what it prints."""
     command = [str(cluster.kubectl), "--kubeconfig", str(cluster.kubeconfig), *arguments]
     done = subprocess.run(
-        command, input=text, capture_output=True, text=True, timeout=240, check=False
+        command, input=text, capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     assert done.returncode == 0 or not check, (
         f"kubectl {' '.join(arguments)}: {done.stdout}{done.stderr}"
@@ -98,7 +101,7 @@ def images_of(operator: Any) -> list[str]:
 
 def _wait_for_refusal(apply: Callable[[], str]) -> None:
     """A new policy takes a moment to be in force."""
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + PATIENCE
     while "denied" not in (said := apply()):
         assert time.monotonic() < deadline, said
         time.sleep(0.5)
@@ -184,7 +187,7 @@ def test_an_upgrade_brings_the_new_crd_and_an_uninstall_leaves_it_and_the_runs(
         "wait",
         "--for=condition=Established",
         f"crd/trainingruns.{GROUP}",
-        "--timeout=120s",
+        "--timeout=600s",
     )
     manifest = (
         (ROOT / "examples/quickstart/trainingrun.yaml")
@@ -303,7 +306,7 @@ def test_a_tightened_admission_policy_holds_up_no_run_of_before(
         more = patch({"spec": {"nodes": {"max": 4}}})
         assert "spec.nodes.max: " in more
         # The garbage collector takes its finalizer away by an update.
-        gone = ("delete", "trun", "earlier", "--cascade=foreground", "--timeout=60s")
+        gone = ("delete", "trun", "earlier", "--cascade=foreground", "--timeout=600s")
         assert "deleted" in kubectl(cluster, *gone, *within)
     finally:
         helm(cluster, namespace, "uninstall", "rules")

@@ -15,8 +15,9 @@ from cluster_cli import EVERGRAD, Cli, forward_port, open_page
 from cluster_runs import RESOURCE, Runs, make_manifest, wait_for
 from cluster_shell import Shell
 from pages import read_blocks
+from patience import PATIENCE
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture
@@ -107,7 +108,7 @@ def test_suspend_resume_and_restart_wait_for_their_effect(runs: Runs, cli: Cli) 
             )
             assert run.repeated_steps() == 0
             runs.kubectl("delete", RESOURCE, "long", "--wait=false")
-            output, _ = following.communicate(timeout=300)
+            output, _ = following.communicate(timeout=PATIENCE)
         finally:
             following.kill()
     assert following.returncode == 0
@@ -162,7 +163,9 @@ def test_doctor_finds_nothing_wrong_and_tells_a_user_what_lacks(
         "-n",
         runs.namespace,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
     assert done.returncode == 1, done.stderr
     assert "fail  your rights" in done.stdout and "skip  storage" in done.stdout
 
@@ -173,11 +176,11 @@ def test_the_page_of_a_run_is_opened_through_a_forwarded_port(runs: Runs, cli: C
     cli.call("wait", "shown", "--for", "running", "--timeout", "9m")
     run.wait_for_step(5)
     with open_page(cli, "shown") as page:
-        with urllib.request.urlopen(page.address, timeout=60) as answer:
+        with urllib.request.urlopen(page.address, timeout=PATIENCE) as answer:
             assert answer.read().startswith(b"<!doctype html>")
         # Without the token there is nothing to see, and with it the newest state comes by itself.
         with pytest.raises(urllib.error.HTTPError, match="401") as refused:
-            urllib.request.urlopen(f"{page.address}live", timeout=60)
+            urllib.request.urlopen(f"{page.address}live", timeout=PATIENCE)
         refused.value.close()
         updates = page.read_updates(3)
         assert updates[0]["status"]["run"] == "shown"
@@ -194,9 +197,9 @@ def test_the_page_of_all_runs_is_reached_by_port_forward_alone(
     runs.adopt("listed")
     pod = operator.pod()["metadata"]["name"]
     with forward_port(runs.cluster, operator.namespace, pod, 8081) as address:
-        with urllib.request.urlopen(address, timeout=60) as page:
+        with urllib.request.urlopen(address, timeout=PATIENCE) as page:
             assert page.read().startswith(b"<!doctype html>")
-        with urllib.request.urlopen(f"{address}live", timeout=60) as events:
+        with urllib.request.urlopen(f"{address}live", timeout=PATIENCE) as events:
             wait_for(
                 lambda: any(b'"listed"' in line for line in itertools.islice(events, 3)),
                 "the run on the page",
@@ -208,11 +211,11 @@ def test_prune_deletes_what_is_left_of_complete_runs_and_keeps_the_only_checkpoi
     runs: Runs, cli: Cli
 ) -> None:
     whole = runs.start("whole", steps=20, nodes={"min": 1, "max": 1})
-    whole.wait_for_phase("Complete", seconds=600)
+    whole.wait_for_phase("Complete")
     cut = runs.start("cut", steps=100000, nodes={"min": 1, "max": 1})
-    cut.wait_for_step(5, seconds=600)
+    cut.wait_for_step(5)
     other = runs.start("other", steps=20, nodes={"min": 1, "max": 1})
-    other.wait_for_phase("Complete", seconds=600)
+    other.wait_for_phase("Complete")
     for name in ("whole", "cut"):
         runs.kubectl("delete", RESOURCE, name, "--wait=true")
         selector = f"evergrad.dev/run={name}"

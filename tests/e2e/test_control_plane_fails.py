@@ -13,7 +13,7 @@ from cluster_shell import Shell
 from operator_watch import API_AWAY
 from pages import read_commands
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
 
 
 def uids(run: Run) -> dict[str, str]:
@@ -127,7 +127,7 @@ def test_13_a_namespace_is_deleted_while_the_operator_is_gone(
 ) -> None:
     start(runs, "forsaken")
     with operator.gone():
-        runs.kubectl("delete", "namespace", runs.namespace, "--wait=true", "--timeout=230s")
+        runs.kubectl("delete", "namespace", runs.namespace, "--wait=true", "--timeout=600s")
         assert runs.kubectl("get", "namespace", runs.namespace, "--ignore-not-found") == ""
 
 

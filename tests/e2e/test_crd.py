@@ -24,6 +24,7 @@ import yaml
 from bed import toolbox
 from bed.api import Api, ApiError
 from bed.fixtures import Cluster
+from patience import PATIENCE
 
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.reading.loader import load_manifest, read_document
@@ -74,7 +75,7 @@ class Server:
             *words,
         ]
         return subprocess.run(
-            command, check=True, capture_output=True, text=True, timeout=240
+            command, check=True, capture_output=True, text=True, timeout=PATIENCE
         ).stdout
 
     def explain(self, field: str, *words: str) -> str:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from cluster_runs import Run, Runs, wait_for
+from patience import PATIENCE
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
 SECTION = {"resources": {"requests": {"cpu": "50m", "memory": "256Mi"}}}
 
 
@@ -37,7 +38,9 @@ def shown(run: Run) -> dict[str, float]:
     return {one["name"]: float(one["values"]["loss"]) for one in results}
 
 
-def wait_until_evaluated(run: Run, count: int, *, seconds: float = 900) -> dict[str, Any]:
+def wait_until_evaluated(
+    run: Run, count: int, *, seconds: float = 2 * PATIENCE
+) -> dict[str, Any]:
     """The part of the status, once so many checkpoints are evaluated and none waits."""
 
     def is_done() -> Any:
@@ -93,14 +96,16 @@ def test_a_pod_that_is_killed_is_replaced_and_the_result_is_the_same(runs: Runs)
     def kill(name: str) -> None:
         runs.kubectl("delete", "pod", name, "--grace-period=0", "--force")
 
-    first = wait_for(lambda: find(0, "Pending"), "the pod that evaluates", seconds=600)
-    run.wait_for_phase("Complete", seconds=600)
+    first = wait_for(lambda: find(0, "Pending"), "the pod that evaluates", seconds=PATIENCE)
+    run.wait_for_phase("Complete")
     assert run.status()["evaluation"]["state"] == "Waiting"
     run.patch({"evaluation": {"nodeSelector": None}})
     kill(first)
 
     # In the middle, or at its end on a quick machine: what was measured is kept, and found again.
-    second = wait_for(lambda: find(1, "Running", "Succeeded"), "its successor", seconds=600)
+    second = wait_for(
+        lambda: find(1, "Running", "Succeeded"), "its successor", seconds=PATIENCE
+    )
     kill(second)
     found = wait_until_evaluated(run, 1)
     assert found["step"] == 10
@@ -152,7 +157,7 @@ def _measure_anew(runs: Runs, run: Run, *, step: int) -> str:
         return phase in ("Succeeded", "Failed")
 
     try:
-        wait_for(has_ended, "the end of the command", seconds=600)
+        wait_for(has_ended, "the end of the command", seconds=PATIENCE)
         return runs.kubectl("logs", name)
     finally:
         runs.kubectl("delete", "pod", name, "--wait=false", check=False)

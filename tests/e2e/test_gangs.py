@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.e2e,
     pytest.mark.operator_ends,
-    pytest.mark.timeout(1200),
+    pytest.mark.timeout(3600),
 ]
 GROUPS = Groups("scheduling.x-k8s.io/v1alpha1", ("minMember",))
 
@@ -71,5 +71,5 @@ def test_without_its_type_a_run_waits_with_words_and_begins_once_it_is_there(
     finally:
         scheduler.bring_type()
         scheduler.start()
-    run.wait_for_pods(0, 1, seconds=600)
+    run.wait_for_pods(0, 1)
     run.wait_for_step(5)

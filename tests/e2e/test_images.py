@@ -14,7 +14,7 @@ import pytest
 from bed import images, product_images
 from bed.requirements import unavailable
 
-pytestmark = pytest.mark.timeout(1800)  # the first build fetches and compiles everything
+pytestmark = pytest.mark.timeout(3600)  # the first build fetches and compiles everything
 PEOPLE = ("10001:10001", "12345:0", "2000000000:2000000000")
 MANIFEST: dict[str, Any] = {
     "apiVersion": "evergrad.dev/v1alpha1",

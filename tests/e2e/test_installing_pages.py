@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.e2e,
     pytest.mark.long,
     pytest.mark.operator_ends,
-    pytest.mark.timeout(2400),
+    pytest.mark.timeout(3600),
 ]
 TEAM = "team-a"
 """The namespace that the page on installing makes."""

@@ -25,12 +25,13 @@ from cluster_cli import Cli, forward_port, open_page
 from cluster_runs import ENDLESS, Run, Runs, make_manifest, wait_for
 from installed_operator import Operator, install
 from operator_watch import OperatorWatch
+from patience import PATIENCE
 from script_runs import finish, start_script
 
 from evergrad_coordinator.addresses import join_address, plain_host
 from evergrad_operator.names import JOIN_PORT, METRICS_PORT
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(3600)]
 NUMBER = "5" if places.NUMBER != 5 else "6"
 KUBECONFIG = REPOSITORY / f".cluster{NUMBER}" / "kubeconfig"
 WEBHOOK_PORT = 9443
@@ -176,7 +177,8 @@ def test_nodes_train_with_each_other_over_ipv6_through_a_killed_pod(
         assert addresses[1 - index] in {host for host, _ in far}
         assert {version_of(host) for host, _ in far} == {6}
         with urllib.request.urlopen(
-            f"http://{join_address(addresses[index], METRICS_PORT)}/metrics", timeout=60
+            f"http://{join_address(addresses[index], METRICS_PORT)}/metrics",
+            timeout=PATIENCE,
         ) as answer:
             assert b"\nevergrad_" in answer.read()
 
@@ -215,7 +217,7 @@ def test_a_script_meets_over_ipv6_again_after_a_killed_pod_and_completes(
 
 def test_a_recipe_completes_over_ipv6(runs: Runs) -> None:
     run = runs.start("short", steps=40, nodes={"min": 2, "max": 2})
-    run.wait_for_phase("Complete", seconds=600)
+    run.wait_for_phase("Complete")
     assert {row["world_size"] for row in run.rows()} == {2}
 
 
@@ -241,6 +243,6 @@ def test_the_operator_is_asked_over_ipv6_and_refuses_in_its_own_words(
     name = pod["metadata"]["name"]
     with (
         forward_port(cluster, operator.namespace, name, 8081) as address,
-        urllib.request.urlopen(address, timeout=60) as page,
+        urllib.request.urlopen(address, timeout=PATIENCE) as page,
     ):
         assert page.read().startswith(b"<!doctype html>")

@@ -14,7 +14,7 @@ from cluster_runs import ENDLESS, RESOURCE, ROOT, Run, Runs, make_manifest, wait
 from evergrad_monitoring.alerts import ALERTS
 from evergrad_monitoring.queries import Query, collect_queries
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(3600)]
 LABELS = {"release": "stack"}
 SETTINGS = ("metrics.enabled=true", "metrics.interval=2s", "metrics.labels.release=stack")
 SECTION = {"resources": {"requests": {"cpu": "50m", "memory": "256Mi"}}}

@@ -14,7 +14,7 @@ from cluster_runs import (
 )
 from operator_watch import API_AWAY
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
 
 PLACE = "example.com/place"
 """A made-up device, of which the hosts have just so many as a test needs."""
@@ -99,7 +99,7 @@ def test_17_both_nodes_lost_at_once_cost_the_steps_after_the_last_checkpoint(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(2400)
+@pytest.mark.timeout(3600)
 @pytest.mark.operator_ends
 def test_a_run_below_its_minimum_gives_its_pods_back_and_another_uses_the_hosts(
     runs: Runs, operator: Any, faults: Any
@@ -120,12 +120,12 @@ def test_a_run_below_its_minimum_gives_its_pods_back_and_another_uses_the_hosts(
         assert not short.is_so("Stalled")
         # The place is free for others, which is what it is given back for.
         other = runs.start("other", steps=ENDLESS, nodes={"min": 1, "max": 1}, **place)
-        other.wait_for_step(5, seconds=600)
+        other.wait_for_step(5)
         runs.kubectl("delete", RESOURCE, "other", "--wait=true")
 
         # Hosts come; the run asks again by itself, after a pause of some minutes.
         faults.set_gpus("n2", 1, resource=PLACE)
         short.wait_for_pods(0, 1, seconds=900)
-        short.wait_for_step(5, seconds=600)
+        short.wait_for_step(5)
     finally:
         operator.upgrade()

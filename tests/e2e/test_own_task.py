@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from cluster_runs import ENDLESS, Reference, Runs, wait_for
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
 
 TASK = Path(__file__).resolve().parents[2] / "examples/custom/averaged.py"
 OWN = {

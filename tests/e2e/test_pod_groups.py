@@ -11,7 +11,7 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.e2e,
     pytest.mark.operator_ends,
-    pytest.mark.timeout(1200),
+    pytest.mark.timeout(3600),
 ]
 GROUPS = Groups("scheduling.k8s.io/v1beta1", ("schedulingPolicy", "gang", "minCount"))
 LOW, HIGH = "evergrad-e2e-low", "evergrad-e2e-high"
@@ -64,7 +64,7 @@ def test_a_lost_pod_is_replaced_nodes_above_the_minimum_come_alone_and_the_minim
     run.patch({"nodes": {"min": 3, "max": 3}})
     wait_for(lambda: GROUPS.minimum_of(run) == 3, "the higher minimum")
     runs.kubectl("delete", "pod", run.live_pods()[2]["metadata"]["name"], "--wait=false")
-    run.wait_for_attempt(2, 1, seconds=600)
+    run.wait_for_attempt(2, 1)
     run.wait_for_world(3)
     run.patch({"nodes": {"min": 1, "max": 3}})
     wait_for(lambda: GROUPS.minimum_of(run) == 1, "the lower minimum")
@@ -76,7 +76,7 @@ def test_a_group_has_the_priority_of_its_pods_until_the_run_is_suspended(
 ) -> None:
     faults.set_gpus("n1", 2, resource=PLACE)
     run = start(runs, "urgent", least=2, most=2, template={"priorityClassName": HIGH})
-    run.wait_for_pods(0, 1, seconds=600)
+    run.wait_for_pods(0, 1)
     run.wait_for_step(5)
     first = GROUPS.of(run)
     assert (first["spec"]["priorityClassName"], first["spec"]["priority"]) == (HIGH, 1000)
@@ -84,13 +84,13 @@ def test_a_group_has_the_priority_of_its_pods_until_the_run_is_suspended(
     # A pod of another priority than its group's would find no host.
     run.patch({"template": {"priorityClassName": LOW}})
     runs.kubectl("delete", "pod", run.live_pods()[1]["metadata"]["name"], "--wait=false")
-    lost = run.wait_for_attempt(1, 1, seconds=600)
+    lost = run.wait_for_attempt(1, 1)
     assert lost["spec"]["priorityClassName"] == HIGH
     run.patch({"suspend": True})
     wait_for(lambda: GROUPS.is_gone(run), "the end of the suspended run's group")
     step = run.newest_step()
     run.patch({"suspend": False})
-    pods = run.wait_for_pods(0, 1, seconds=600)
+    pods = run.wait_for_pods(0, 1)
     assert {pod["spec"]["priorityClassName"] for pod in pods.values()} == {LOW}
     run.wait_for_step(step + 5)
     assert GROUPS.of(run)["spec"]["priorityClassName"] == LOW

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from cluster_runs import CONTAINER, ENDLESS, RESTRICTED, Runs, wait_for
+from patience import PATIENCE
 
-pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(3600)]
 FETCH = """
 set -eu
 test "$GREETING" = hello
@@ -75,7 +76,7 @@ def test_data_are_fetched_by_an_init_container_with_an_allowed_accounts_token(
 ) -> None:
     make_objects(runs)
     run = runs.start("fetched", steps=ENDLESS, template=TEMPLATE, training=DATA)
-    run.wait_for_step(1, seconds=600)
+    run.wait_for_step(1)
     for pod in run.pods():
         spec, name = pod["spec"], pod["metadata"]["name"]
         assert spec["serviceAccountName"] == "fetcher"
@@ -107,7 +108,7 @@ def test_an_init_container_that_fails_is_named_with_its_last_words(runs: Runs) -
         "failurePolicy": {"maxFailuresWithoutProgress": 1},
     }
     run = runs.start("unfetched", steps=ENDLESS, template=template, **changes)
-    run.wait_for_phase("Failed", seconds=600)
+    run.wait_for_phase("Failed")
     condition = run.condition("Failed")
     assert condition["reason"] == "WorkerCrash"
     assert "exit code 3: init container fetch: no such bucket" in condition["message"]
@@ -127,7 +128,9 @@ def test_a_pod_that_writes_more_than_its_limit_is_evicted_and_the_run_says_what_
         template=template,
     )
     wait_for(
-        lambda: run.status().get("phase") == "Failed", "filled: the run fails", seconds=600
+        lambda: run.status().get("phase") == "Failed",
+        "filled: the run fails",
+        seconds=PATIENCE,
     )
     condition = run.condition("Failed")
     assert condition["reason"] == "OutOfEphemeralStorage"
@@ -175,8 +178,8 @@ def test_a_script_has_values_of_other_objects_and_a_volume_for_its_pod_alone(
         path = run.directory() / "given"
         return path.read_text() if path.exists() else ""
 
-    run.wait_for_pods(0, seconds=600)
-    wait_for(given, "what the script was given", seconds=600)
+    run.wait_for_pods(0)
+    wait_for(given, "what the script was given", seconds=PATIENCE)
     assert given() == "first hello alone-0-0 as-written"
     claim = runs.get("persistentvolumeclaims", "alone") or {}
     assert claim["spec"]["accessModes"] == ["ReadWriteOncePod"]
@@ -216,8 +219,10 @@ def test_a_script_has_values_of_other_objects_and_a_volume_for_its_pod_alone(
     runs.kubectl("patch", "secret", "hub", "-p", '{"stringData":{"token":"second"}}')
     run.patch({"restartNonce": "again"})
     wait_for(
-        lambda: given().startswith("second hello alone-0-"), "the new value", seconds=600
+        lambda: given().startswith("second hello alone-0-"),
+        "the new value",
+        seconds=PATIENCE,
     )
     assert given().split()[2] != "alone-0-0"
     (run.directory() / "end").touch()
-    run.wait_for_phase("Complete", seconds=600)
+    run.wait_for_phase("Complete")

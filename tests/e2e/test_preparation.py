@@ -6,7 +6,7 @@ import json
 import pytest
 from cluster_runs import Runs
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
 SECTION = {"resources": {"requests": {"cpu": "50m", "memory": "128Mi"}}}
 
 
@@ -14,7 +14,7 @@ def test_a_pod_prepares_then_nodes_train_and_a_second_run_finds_the_same_data(
     runs: Runs,
 ) -> None:
     first = runs.start("prepared-one", steps=20, preparation=SECTION)
-    first.wait_for_phase("Complete", seconds=600)
+    first.wait_for_phase("Complete")
     (pod,) = first.pods(role="preparation")
     assert pod["status"]["phase"] == "Succeeded"
     made = pod["status"]["containerStatuses"][0]["state"]["terminated"]["finishedAt"]
@@ -24,7 +24,7 @@ def test_a_pod_prepares_then_nodes_train_and_a_second_run_finds_the_same_data(
 
     claim = {"size": None, "claimName": "prepared-one"}
     second = runs.start("prepared-two", steps=20, preparation=SECTION, storage=claim)
-    second.wait_for_phase("Complete", seconds=600)
+    second.wait_for_phase("Complete")
     (pod,) = second.pods(role="preparation")
     said = runs.kubectl("logs", pod["metadata"]["name"])
     assert "(prepared before)" in said
@@ -41,7 +41,7 @@ def test_a_mistake_in_the_data_fails_the_run_before_a_node_is_asked_for(runs: Ru
     run = runs.start(
         "unprepared", steps=20, preparation=SECTION, training={"data": {"sources": sources}}
     )
-    run.wait_for_phase("Failed", seconds=600)
+    run.wait_for_phase("Failed")
     condition = run.condition("Failed")
     assert condition["reason"] == "UserError"
     assert "exit code 64" in condition["message"]

@@ -22,7 +22,7 @@ from cluster_runs import (
 
 from evergrad_operator.times import parse_time
 
-pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(3600)]
 QUEUE = "kueue.x-k8s.io/queue-name"
 PRIORITY = "kueue.x-k8s.io/priority-class"
 FINALIZER = "kueue.x-k8s.io/managed"
@@ -344,7 +344,7 @@ def ended_at(pod: dict[str, Any]) -> float:
 def test_quota_is_given_back_on_completion(queue: Queue) -> None:
     with watched(queue) as seen:
         run = queue.start("complete", steps=60)
-        run.wait_for_phase("Complete", seconds=600)
+        run.wait_for_phase("Complete")
         queue.wait_for_use(0)
     seen.assert_given_back(run, condition="Complete")
     # Kueue gives the quota back first, and lets the pods go a moment later.
@@ -368,7 +368,7 @@ def test_quota_is_given_back_on_failure_and_the_next_run_starts(queue: Queue) ->
     )
     next_run = queue.start("next", nodes=(3, 3))
     with watched(queue) as seen:
-        run.wait_for_phase("Failed", seconds=600)
+        run.wait_for_phase("Failed")
         queue.wait_for_use(3)
         train(next_run)
     seen.assert_given_back(run, condition="Failed")
@@ -383,23 +383,23 @@ def test_quota_is_given_back_on_suspension_and_a_run_resumes_with_a_quota_for_on
     queue: Queue,
 ) -> None:
     run = queue.start("paused")
-    run.wait_for_pods(0, 1, 2, seconds=600)
+    run.wait_for_pods(0, 1, 2)
     train(run)
     step = run.newest_step()
     with watched(queue) as seen:
         run.patch({"suspend": True})
-        run.wait_for_phase("Suspended", seconds=600)
+        run.wait_for_phase("Suspended")
         queue.wait_for_use(0)
     seen.assert_given_back(run, condition="Suspended")
     run.patch({"suspend": False})
-    run.wait_for_pods(0, 1, 2, seconds=600)
+    run.wait_for_pods(0, 1, 2)
     run.wait_for_step(step + 10)
     assert queue.used() == 3 * NODE
 
 
 def test_quota_is_given_back_on_deletion(queue: Queue) -> None:
     run = queue.start("deleted")
-    run.wait_for_pods(0, 1, 2, seconds=600)
+    run.wait_for_pods(0, 1, 2)
     with watched(queue) as seen:
         run.runs.kubectl("delete", RESOURCE, run.name, "--wait=false")
         queue.wait_for_use(0)
@@ -409,7 +409,7 @@ def test_quota_is_given_back_on_deletion(queue: Queue) -> None:
 
 def test_a_run_that_is_deleted_in_the_queue_never_takes_quota(queue: Queue) -> None:
     first = queue.start("first", nodes=(3, 3))
-    first.wait_for_pods(0, 1, 2, seconds=600)
+    first.wait_for_pods(0, 1, 2)
     second = queue.start("second", nodes=(3, 3))
     wait_until_queued(second, queue)
     second.runs.kubectl("delete", RESOURCE, second.name, "--wait=false")
@@ -425,7 +425,7 @@ def test_quota_is_given_back_on_deletion_without_an_operator(
     queue: Queue, operator: Any
 ) -> None:
     run = queue.start("orphaned")
-    run.wait_for_pods(0, 1, 2, seconds=600)
+    run.wait_for_pods(0, 1, 2)
     with operator.gone(), watched(queue) as seen:
         run.runs.kubectl("delete", RESOURCE, run.name, "--wait=false")
         queue.wait_for_use(0)
@@ -437,23 +437,23 @@ def test_a_higher_priority_takes_an_elastic_node_first_and_the_gang_trains_on(
     queue: Queue,
 ) -> None:
     low = queue.start("lo", priority="normal")
-    low.wait_for_pods(0, 1, 2, seconds=600)
+    low.wait_for_pods(0, 1, 2)
     low.wait_for_world(3)
     high = queue.start("hi", nodes=(1, 1), priority="high")
     train(high)
-    low.wait_for_pods(0, 1, seconds=600)
+    low.wait_for_pods(0, 1)
     low.wait_for_world(2)
     train(low)
     wait_for(lambda: low.restarts() == {"Preempted": 1}, "the preemption in the status")
     assert attempts(low)[0] == attempts(low)[1] == 0
     high.runs.kubectl("delete", RESOURCE, high.name, "--wait=false")
-    low.wait_for_attempt(2, 1, seconds=600)
+    low.wait_for_attempt(2, 1)
     low.wait_for_world(3)
 
 
 def test_a_preempted_run_gives_all_of_its_quota_back_and_returns(queue: Queue) -> None:
     low = queue.start("lo", priority="normal")
-    low.wait_for_pods(0, 1, 2, seconds=600)
+    low.wait_for_pods(0, 1, 2)
     low.wait_for_world(3)
     train(low)
     high = queue.start("hi", nodes=(2, 2), priority="high")
@@ -466,7 +466,7 @@ def test_a_preempted_run_gives_all_of_its_quota_back_and_returns(queue: Queue) -
     step = low.newest_step()
     made = attempts(low)
     high.runs.kubectl("delete", RESOURCE, high.name, "--wait=false")
-    low.wait_for_pods(0, 1, 2, seconds=600)
+    low.wait_for_pods(0, 1, 2)
     low.wait_for_step(step + 10)
     # Each node of the gang lost one pod. A replacement that came just as Kueue had finished its group is made
     # once more, and is no loss.
@@ -476,27 +476,27 @@ def test_a_preempted_run_gives_all_of_its_quota_back_and_returns(queue: Queue) -
 
 def test_nodes_above_the_minimum_come_only_after_the_gang(queue: Queue) -> None:
     first = queue.start("first", nodes=(2, 2))
-    first.wait_for_pods(0, 1, seconds=600)
+    first.wait_for_pods(0, 1)
     # One place is free, which a node above the minimum could take.
     second = queue.start("second")
     wait_until_queued(second, queue)
     assert sorted(attempts(second)) == [0, 1]
     first.runs.kubectl("delete", RESOURCE, first.name, "--wait=false")
-    pods = second.wait_for_pods(0, 1, 2, seconds=600)
+    pods = second.wait_for_pods(0, 1, 2)
     youngest = max(scheduled_at(pods[index]) for index in (0, 1))
     assert pods[2]["metadata"]["creationTimestamp"] > youngest
 
 
 def test_each_lost_pod_makes_one_replacement(queue: Queue, faults: Any) -> None:
     run = queue.start("lossy")
-    run.wait_for_pods(0, 1, 2, seconds=600)
+    run.wait_for_pods(0, 1, 2)
     run.wait_for_world(3)
     # One is deleted, and saves until its end; another is killed.
     run.runs.kubectl("delete", "pod", f"{run.name}-0-0", "--wait=false")
-    run.wait_for_attempt(0, 1, seconds=600)
+    run.wait_for_attempt(0, 1)
     run.wait_for_world(3)
     faults.kill_container(run.runs.namespace, f"{run.name}-1-0")
-    run.wait_for_attempt(1, 1, seconds=600)
+    run.wait_for_attempt(1, 1)
     run.wait_for_world(3)
     train(run)
     assert attempts(run) == {0: 1, 1: 1, 2: 0}
@@ -505,11 +505,11 @@ def test_each_lost_pod_makes_one_replacement(queue: Queue, faults: Any) -> None:
 
 def test_all_nodes_of_a_gang_lost_at_once_come_again_as_a_new_group(queue: Queue) -> None:
     run = queue.start("emptied", nodes=(2, 2))
-    run.wait_for_pods(0, 1, seconds=600)
+    run.wait_for_pods(0, 1)
     train(run)
     names = [f"{run.name}-{index}-0" for index in (0, 1)]
     run.runs.kubectl("delete", "pod", *names, "--wait=false")
-    run.wait_for_pods(0, 1, seconds=600)
+    run.wait_for_pods(0, 1)
     train(run)
     wait_for(lambda: queue.used() == 2 * NODE, "the quota of one gang")
     assert all(count <= 2 for count in attempts(run).values()), attempts(run)
@@ -517,7 +517,7 @@ def test_all_nodes_of_a_gang_lost_at_once_come_again_as_a_new_group(queue: Queue
 
 def test_status_and_events_name_the_queue(queue: Queue) -> None:
     first = queue.start("first", nodes=(3, 3))
-    first.wait_for_pods(0, 1, 2, seconds=600)
+    first.wait_for_pods(0, 1, 2)
     second = queue.start("second", nodes=(3, 3))
     said = wait_until_queued(second, queue)
     assert "and 2 more wait" in said, said
@@ -553,7 +553,7 @@ def test_the_coordinator_starts_where_kueue_admits_nothing_without_a_queue(
     queue.create(nodes=4)
     with managing_all(queue.manager):
         run = queue.start("managed")
-        run.wait_for_pods(0, 1, 2, seconds=600)
+        run.wait_for_pods(0, 1, 2)
         train(run)
         (coordinator,) = run.live_pods(role="coordinator").values()
         assert coordinator["metadata"]["labels"][QUEUE] == queue.name
@@ -574,7 +574,7 @@ def test_a_run_without_a_queue_says_which_label_to_set_and_goes_on_with_it(
         assert run.status()["reason"] == "Queued"
         assert f"Set the label {QUEUE} on the TrainingRun" in run.status()["message"]
         run.runs.kubectl("label", RESOURCE, run.name, f"{QUEUE}={queue.name}")
-        run.wait_for_pods(0, 1, 2, seconds=600)
+        run.wait_for_pods(0, 1, 2)
         train(run)
         assert not run.is_so("Stalled") and run.restarts() == {}
         run.runs.kubectl("delete", RESOURCE, run.name, "--wait=false")
@@ -588,7 +588,7 @@ def test_a_gang_that_asks_for_a_topology_gets_one_rack_or_waits_for_one(
     racks: Queue,
 ) -> None:
     first = start_in_one_rack(racks, "first", nodes=(2, 3))
-    first.wait_for_pods(0, 1, 2, seconds=600)
+    first.wait_for_pods(0, 1, 2)
     first.wait_for_world(3)
     # Spread over the hosts, the two would have trained as well; the node above the minimum takes what is left.
     assert hosts(first) == {0: "n2", 1: "n2", 2: "n1"}
@@ -602,17 +602,17 @@ def test_a_gang_that_asks_for_a_topology_gets_one_rack_or_waits_for_one(
     second = start_in_one_rack(racks, "second", nodes=(2, 2))
     wait_until_queued(second, racks)
     first.runs.kubectl("delete", RESOURCE, "first", "--wait=false")
-    second.wait_for_pods(0, 1, seconds=600)
+    second.wait_for_pods(0, 1)
     train(second)
     assert hosts(second) == {0: "n2", 1: "n2"}
 
 
 def test_a_lost_node_of_a_gang_comes_back_to_its_rack(racks: Queue) -> None:
     run = start_in_one_rack(racks, "lost", nodes=(2, 2))
-    run.wait_for_pods(0, 1, seconds=600)
+    run.wait_for_pods(0, 1)
     run.wait_for_world(2)
     run.runs.kubectl("delete", "pod", f"{run.name}-0-0", "--wait=false")
-    run.wait_for_attempt(0, 1, seconds=600)
+    run.wait_for_attempt(0, 1)
     run.wait_for_world(2)
     train(run)
     assert hosts(run) == {0: "n2", 1: "n2"}

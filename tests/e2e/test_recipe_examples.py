@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from cluster_runs import ROOT, Runs, read_rows, wait_for
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(3600)]
 
 SECONDS = 1500.0
 """Longest time that the commands of one page may take; two nodes share the two cores of a small machine."""

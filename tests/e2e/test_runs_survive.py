@@ -22,7 +22,7 @@ from cluster_runs import (
 from evergrad_operator.names import LABEL_ROLE as ROLE
 from evergrad_operator.times import parse_time
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
 
 
 def start(runs: Runs, name: str, **changes: Any) -> Run:
@@ -107,7 +107,7 @@ def test_04_eviction_and_a_drained_node_move_the_pods_and_the_node_comes_back(
             "--force",
             "--ignore-daemonsets",
             "--delete-emptydir-data",
-            "--timeout=230s",
+            "--timeout=600s",
             chosen,
         )
         runs.kubectl("drain", node, *options)
@@ -353,7 +353,7 @@ def test_a_run_in_training_that_is_restored_without_its_status_goes_on_from_its_
     manifest = make_manifest("restored", steps=ENDLESS)
     run = runs.apply(manifest)
     run.wait_for_pods(0, 1)
-    run.wait_for_step(CHECKPOINT_INTERVAL + 10, seconds=600)
+    run.wait_for_step(CHECKPOINT_INTERVAL + 10)
     wait_for(run.checkpoints, "a checkpoint")
 
     # Nothing of the operator stands between two steps: without their TrainingRun the pods train on.
@@ -381,7 +381,7 @@ def test_a_run_in_training_that_is_restored_without_its_status_goes_on_from_its_
     )
 
     again = runs.apply(manifest)
-    again.wait_for_step(before[-1]["step"] + 20, seconds=600)
+    again.wait_for_step(before[-1]["step"] + 20)
     after = again.rows()[len(before) :]
     assert min(row["step"] for row in after) > saved
     assert min(row["generation"] for row in after) > max(

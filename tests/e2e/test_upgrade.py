@@ -16,7 +16,7 @@ import yaml
 from cluster_runs import ENDLESS, RESOURCE, Reference, Run, Runs, wait_for
 from installed_operator import RELEASE, Operator
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
 ROOT = Path(__file__).resolve().parents[2]
 FIRST_COMMIT, FIRST_TAG = "05accba", "v0.1.0"
 FIRST_CHART = ROOT / "tests/earlier/evergrad-0.1.0.tgz"

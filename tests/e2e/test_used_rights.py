@@ -11,7 +11,7 @@ import pytest
 from bed import chart
 from bed.places import CLUSTER
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(1800)
 ACCOUNT = "system:serviceaccount:evergrad-system:evergrad"
 VALUES = {"rbac": {"aggregatedRoles": False}, "runs": {"allowed": {"deletion": True}}}
 ENOUGH = 6

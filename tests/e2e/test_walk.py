@@ -9,7 +9,7 @@ from cluster_runs import Runs, wait_for
 from cluster_shell import Shell
 from pages import read_commands
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
 
 
 def test_the_commands_of_the_readme_and_of_the_quickstart_train_it_and_show_it(

@@ -16,6 +16,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+from patience import PATIENCE
+
 from fake_kubernetes.recipe import TRAINING
 from fake_kubernetes.server import FakeServer
 from fake_kubernetes.store import Store
@@ -42,7 +44,7 @@ class ServerThread:
     def __exit__(self, *_: object) -> None:
         asyncio.run_coroutine_threadsafe(self._close(), self.loop).result(100)
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(100)
+        self._thread.join(PATIENCE)
         self.loop.close()
 
     async def _close(self) -> None:
@@ -133,7 +135,7 @@ class OperatorProcess:
             return 0, ""
         try:
             with urllib.request.urlopen(
-                f"http://127.0.0.1:{found[1]}{path}", timeout=60
+                f"http://127.0.0.1:{found[1]}{path}", timeout=PATIENCE
             ) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
@@ -148,7 +150,7 @@ class OperatorProcess:
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
-    def wait(self, seconds: float = 200.0) -> int:
+    def wait(self, seconds: float = PATIENCE) -> int:
         """Until it has ended; its exit code."""
         try:
             return self.process.wait(seconds)
@@ -161,7 +163,7 @@ class OperatorProcess:
         self.process.wait(200)
 
 
-def wait_for(is_true: Callable[[], bool], what: str, *, seconds: float = 200.0) -> None:
+def wait_for(is_true: Callable[[], bool], what: str, *, seconds: float = PATIENCE) -> None:
     """Until it is true. Fails after so many seconds."""
     end = time.monotonic() + seconds
     while not is_true():

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from patience import PATIENCE
+
 from evergrad_coordinator.addresses import join_address
 from evergrad_coordinator.edge.client import CoordinatorClient
 from evergrad_coordinator.protocol import (
@@ -34,7 +36,6 @@ from evergrad_coordinator.protocol import (
 from evergrad_coordinator.wire import encode
 
 TOKEN = "the token of a test"
-PATIENCE = 200.0
 """Long enough for a busy machine; nothing here takes a second on an idle one."""
 
 

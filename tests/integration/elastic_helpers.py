@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import run_helpers
+from patience import PATIENCE
 from process_state import is_alive, workers_of
 from run_helpers import (
     DONE,
@@ -31,7 +32,6 @@ from run_helpers import (
     recipe,
 )
 
-SECONDS = 200.0
 """A hang's bound: no event takes anywhere near as long."""
 STEPS = 12
 Fault = dict[str, Any]
@@ -61,7 +61,7 @@ def fault(
     to: str = "self",
     name: str = "",
     is_repeated: bool = False,
-    seconds: float = SECONDS,
+    seconds: float = PATIENCE,
 ) -> Fault:
     """In the workers that match: do ``action`` at ``place`` (see elastic_processes) from the ``call``-th time
     on, once.
@@ -114,7 +114,7 @@ class WarmProcess:
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait(timeout=30)
+        self._process.wait(timeout=PATIENCE)
         self._process.stdout.close()
 
 
@@ -495,7 +495,7 @@ def until(
     condition: Callable[[], Any], what: str, describe: Callable[[], str] = lambda: ""
 ) -> Any:
     """The first true value of ``condition``."""
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + PATIENCE
     while not (value := condition()):
         if time.monotonic() > deadline:
             raise AssertionError(f"waited in vain for {what}\n{describe()}")

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from patience import PATIENCE
 
 WORKER = Path(__file__).with_name("rendezvous_worker.py")
-SECONDS = 400.0
 """A hang's bound: no event takes anywhere near as long."""
 RUN = "rendezvous"
 PYTHON = os.environ.get("EVERGRAD_TEST_PYTHON", sys.executable)
@@ -95,7 +95,7 @@ class Cluster:
     def kill_coordinator(self) -> None:
         assert self._coordinator is not None
         self._coordinator.kill()
-        self._coordinator.wait(SECONDS)
+        self._coordinator.wait(PATIENCE)
 
     def status(self) -> dict[str, Any]:
         headers = {
@@ -104,7 +104,7 @@ class Cluster:
         request = urllib.request.Request(
             f"http://127.0.0.1:{self._ports['statusPort']}/status", headers=headers
         )
-        with urllib.request.urlopen(request, timeout=100) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
             return dict(json.load(answer))
 
     def count(self, state: str) -> int:
@@ -177,7 +177,7 @@ class Cluster:
         for worker in workers:
             with contextlib.suppress(psutil.NoSuchProcess):
                 worker.kill()
-        self.agent(node).wait(SECONDS)
+        self.agent(node).wait(PATIENCE)
 
     def freeze(self, *processes: int) -> None:
         """Stop processes where they are."""
@@ -189,7 +189,7 @@ class Cluster:
             os.kill(process, signal.SIGCONT)
 
     def wait_exit(self, node: str) -> int:
-        return self.agent(node).wait(SECONDS)
+        return self.agent(node).wait(PATIENCE)
 
     def is_running(self, node: str) -> bool:
         return self.agent(node).poll() is None
@@ -207,7 +207,7 @@ class Cluster:
         return sorted(found, key=lambda step: step.at)
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + PATIENCE
         while not condition():
             if time.monotonic() > deadline:
                 raise AssertionError(f"waited in vain for {what}\n{self.describe()}")
@@ -274,7 +274,7 @@ class Cluster:
             if process.poll() is None:
                 workers = psutil.Process(process.pid).children()
                 process.kill()
-            process.wait(SECONDS)
+            process.wait(PATIENCE)
             for worker in workers:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     worker.kill()

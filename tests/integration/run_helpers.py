@@ -26,7 +26,8 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # this file is a program, too
 
-SECONDS = 200.0
+from patience import PATIENCE
+
 """Longest life of one command; a hang fails its test instead of the suite."""
 
 DONE, USER_ERROR, INTERNAL, STOPPED_SAVED, STOPPED_UNSAVED = 0, 64, 70, 75, 76
@@ -151,7 +152,7 @@ class Started:
         """Send it a signal."""
         os.kill(self.pid, number)
 
-    def wait(self, *, seconds: float = SECONDS) -> Ended:
+    def wait(self, *, seconds: float = PATIENCE) -> Ended:
         """How it ended; kills it if that takes too long."""
         if self.ended is None:
             status = warm_process().ask(wait=self.pid, seconds=seconds)
@@ -191,7 +192,7 @@ class WarmProcess:
         """End it."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait(timeout=30)
+        self._process.wait(timeout=PATIENCE)
         self._process.stdout.close()
 
 
@@ -410,7 +411,7 @@ def assert_same_state(one: Path, other: Path, *, prefix: str = "") -> None:
 
 
 def wait_until(
-    condition: Callable[[], Any], *, seconds: float = 200.0, what: str = ""
+    condition: Callable[[], Any], *, seconds: float = PATIENCE, what: str = ""
 ) -> Any:
     """The first true value of ``condition``, looked at every millisecond."""
     deadline = time.monotonic() + seconds

@@ -15,6 +15,7 @@ from chaos_helpers import (
     processes_in,
     start_disturbed,
 )
+from patience import PATIENCE
 from run_helpers import (
     EXACT,
     STOPPED_SAVED,
@@ -24,12 +25,11 @@ from run_helpers import (
     curve,
 )
 
-SECONDS = 240.0
 KINDS = [
     pytest.param(kind, marks=pytest.mark.long) for kind in sorted(set(VARIANTS) - {"any"})
 ]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * SECONDS)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * PATIENCE)]
 
 
 @pytest.mark.acceptance("8d-2d")
@@ -40,7 +40,7 @@ def test_a_run_disturbed_in_this_way_ends_with_the_bits_of_an_undisturbed_one(
     experiment, variant = make_experiment(), VARIANTS[kind]
     run = start_disturbed(experiment, variant, seed=5)
     try:
-        await_events(run, count=variant.most, seconds=SECONDS)
+        await_events(run, count=variant.most, seconds=PATIENCE)
         (run.directory / "stop").touch()
         run.started.wait().expect(STOPPED_SAVED)
     finally:
@@ -49,7 +49,7 @@ def test_a_run_disturbed_in_this_way_ends_with_the_bits_of_an_undisturbed_one(
     calm = experiment.start(
         *variant.calm, "--stop-after-steps", str(count), directory="calm"
     )
-    calm.wait(seconds=SECONDS).expect(STOPPED_SAVED)
+    calm.wait(seconds=PATIENCE).expect(STOPPED_SAVED)
     check(run.directory, experiment.at("calm"), count, run.describe())
     repeats = [one for one in find_repeats(run.directory) if one.is_from_checkpoint]
     num_lost = sum(

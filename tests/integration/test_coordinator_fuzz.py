@@ -32,6 +32,7 @@ from coordinator_processes import (
     poll,
     run_coordinators,
 )
+from patience import PATIENCE
 
 from evergrad_coordinator.protocol import FROM_COORDINATOR, FROM_NODES, Go, Plan
 from evergrad_coordinator.wire import LongText, to_camel
@@ -133,7 +134,7 @@ async def send(port: int, data: bytes, *, pieces: int = 1) -> None:
             writer.write(data[begin : begin + size])
             await writer.drain()
         writer.write_eof()
-        await asyncio.wait_for(asyncio.shield(draining), 200)
+        await asyncio.wait_for(asyncio.shield(draining), PATIENCE)
     writer.close()
     draining.cancel()
     with contextlib.suppress(asyncio.CancelledError, OSError):

@@ -26,7 +26,6 @@ if "coordinator_processes" not in sys.modules:
 import contextlib
 
 from coordinator_processes import (
-    PATIENCE,
     TOKEN,
     Coordinator,
     Node,
@@ -38,6 +37,7 @@ from coordinator_processes import (
     run_coordinators,
     wait_for,
 )
+from patience import PATIENCE
 
 from evergrad_coordinator.protocol import (
     End,
@@ -354,7 +354,7 @@ def test_a_peer_that_does_not_read_is_dropped(start: Start) -> None:
         peer.settimeout(PATIENCE)
         peer.connect(("127.0.0.1", coordinator.port))
         peer.sendall(hello_line())
-        until = time.monotonic() + 200
+        until = time.monotonic() + PATIENCE
         while coordinator.metric("evergrad_coordinator_rejected_total") == 0:
             assert time.monotonic() < until
             try:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from elastic_helpers import STEPS, Cluster, fault
+from patience import PATIENCE
 from run_helpers import STOPPED_SAVED, checkpoints, steps_of
 
 MakeCluster = Callable[..., Cluster]
@@ -147,7 +148,9 @@ def test_the_page_of_a_run_has_what_rank_0_reports_and_who_trains(
 
     def is_shown() -> bool:
         """All that a page that is opened now gets at once."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/live", timeout=100) as events:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{port}/live", timeout=PATIENCE
+        ) as events:
             events.readline()
             shown.update(json.loads(events.readline().removeprefix(b"data: ")))
         return (

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from elastic_helpers import Functions, Process, until
+from patience import PATIENCE
 from process_state import is_alive
 from torch.distributed import TCPStore
 
@@ -29,9 +30,9 @@ from evergrad_trainer.worker.worlds import SupervisedWorlds
 from evergrad_trainer.world import Interrupt, World
 
 CPU = torch.device("cpu")
-TIMEOUT = 250
+TIMEOUT = 6 * PATIENCE
 """Timeout of the collectives: a rank that comes out sooner was freed, and did not wait."""
-SOON = 100.0
+SOON = 2 * PATIENCE
 _kept: list[object] = []
 """Ends of channels: a watchdog whose supervisor is gone ends its process."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 from run_helpers import (
     DONE,
     STOPPED_SAVED,
@@ -236,7 +237,12 @@ def test_results_are_in_the_report(trained: Experiment, finished: Path) -> None:
         "--json",
     ]
     report = subprocess.run(
-        arguments, cwd=trained.path, capture_output=True, text=True, check=True, timeout=100
+        arguments,
+        cwd=trained.path,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE,
     )
     results = json.loads(report.stdout)["results"]
     assert [(row["step"], row["name"]) for row in results] == [(3, "heldOut"), (3, "other")]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from coordinator_processes import Coordinator, wait_for
+from patience import PATIENCE
 from run_helpers import metric_rows, recipe
 
 EVERGRAD = Path(sys.executable).with_name("evergrad")
@@ -23,7 +24,7 @@ def has_ipv6_loopback() -> bool:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(
     not has_ipv6_loopback(), reason="this machine has no IPv6 loopback address"
 )
@@ -37,7 +38,7 @@ def test_two_nodes_train_over_ipv6(experiment: Any, tmp_path: Path) -> None:
     try:
         port = coordinator.wait_until_listening().port
         with pytest.raises(OSError):
-            socket.create_connection(("127.0.0.1", port), timeout=10).close()
+            socket.create_connection(("127.0.0.1", port), timeout=PATIENCE).close()
         for index in (0, 1):
             arguments = [
                 *("--join", f"[::1]:{port}", "--address", "::1", "--node", str(index)),

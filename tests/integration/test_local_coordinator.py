@@ -7,6 +7,7 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
+from patience import PATIENCE
 
 from evergrad_coordinator.contract import INSTANCE_HEADER, ExitCode
 from evergrad_trainer.node.local import CoordinatorSettings, LocalCoordinator, run_local
@@ -41,7 +42,7 @@ def test_nobody_waits_for_an_outcome_that_no_node_can_bring(
     # `evergrad open` finds its page by this file, which is there as long as it is, and knows it by its name.
     address = json.loads((tmp_path / "address.json").read_text())
     with urlopen(
-        f"http://127.0.0.1:{address['statusPort']}/healthz", timeout=100
+        f"http://127.0.0.1:{address['statusPort']}/healthz", timeout=PATIENCE
     ) as answer:
         assert answer.headers[INSTANCE_HEADER] == address["instance"] != ""
     coordinator.close()
@@ -61,7 +62,7 @@ class NodesThatLookAtThePage:
         first, _, _ = self._capsys.readouterr().out.partition("\n")
         found = re.fullmatch(r"page (http://127\.0\.0\.1:[1-9][0-9]*/)", first)
         assert found is not None, first
-        with urlopen(found[1], timeout=100) as answer:
+        with urlopen(found[1], timeout=PATIENCE) as answer:
             self.page = answer.read().decode("utf-8")
 
     def close(self) -> None:

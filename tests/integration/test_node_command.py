@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from coordinator_processes import Coordinator
 from pages import make_environment, play, read_blocks
+from patience import PATIENCE
 from run_helpers import metric_rows, recipe
 
 EVERGRAD = Path(sys.executable).with_name("evergrad")
@@ -69,7 +70,7 @@ def node(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         one.communicate()
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_nodes_of_a_script_write_its_run_directory_and_begin_nothing_that_is_complete(
     node: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -100,7 +101,7 @@ def test_nodes_of_a_script_write_its_run_directory_and_begin_nothing_that_is_com
             for index in (0, 1)
         ]
         for one in nodes:
-            out, _ = one.communicate(timeout=300)
+            out, _ = one.communicate(timeout=PATIENCE)
             assert one.returncode == 0, out
             assert "] generation 1: ranks " in out, "what its supervisor says"
     finally:
@@ -121,12 +122,12 @@ def test_nodes_of_a_script_write_its_run_directory_and_begin_nothing_that_is_com
         "--node",
         "0",
     )
-    out, _ = late.communicate(timeout=60)
+    out, _ = late.communicate(timeout=PATIENCE)
     assert (late.returncode, "is complete" in out) == (0, True)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_a_node_is_added_by_hand_as_the_page_on_elastic_runs_says(
     experiment: Any, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from elastic_helpers import Cluster, elastic_recipe, train_undisturbed
 from elastic_helpers import fault as elastic_fault
+from patience import PATIENCE
 from run_helpers import (
     DONE,
     STOPPED_SAVED,
@@ -96,7 +97,7 @@ def show_aim(folder: Path) -> tuple[list[str], Points]:
     # Runs are read through an index, which `aim up` keeps as it begins to show them.
     command = Path(sys.executable).with_name("aim")
     reindex = [command, "storage", "--repo", folder, "reindex", "--yes"]
-    subprocess.run(reindex, check=True, capture_output=True, timeout=120)
+    subprocess.run(reindex, check=True, capture_output=True, timeout=PATIENCE)
     repo = aim.Repo.from_path(str(folder))
     points, ids = Points(), []
     for run in repo.iter_runs():

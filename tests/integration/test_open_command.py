@@ -19,6 +19,7 @@ from urllib.request import Request, urlopen
 import pytest
 import synthetic_run
 from page_site import Site
+from patience import PATIENCE
 
 from evergrad_cli.cluster import open as command
 from evergrad_cli.cluster.errors import UnreachableError
@@ -91,7 +92,7 @@ class FakeCluster:
     def connect_to_pod(self, pod: str, port: int) -> socket.socket:
         assert port == 29401
         self.connected.append(pod)
-        return socket.create_connection(("127.0.0.1", self.site.port), timeout=100)
+        return socket.create_connection(("127.0.0.1", self.site.port), timeout=PATIENCE)
 
 
 @pytest.fixture
@@ -103,7 +104,7 @@ def cluster(site: Site, monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
 
 def ask(address: str, *, token: str = "") -> str:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    with urlopen(Request(address, headers=headers), timeout=100) as answer:
+    with urlopen(Request(address, headers=headers), timeout=PATIENCE) as answer:
         return str(answer.readline().decode())
 
 
@@ -255,16 +256,16 @@ def test_a_connection_that_cannot_be_made_ends_alone(site: Site) -> None:
     def connect() -> socket.socket:
         if is_away.pop():
             raise UnreachableError("the pod is away")
-        return socket.create_connection(("127.0.0.1", site.port), timeout=100)
+        return socket.create_connection(("127.0.0.1", site.port), timeout=PATIENCE)
 
     with forwarded(connect, port=0, report=errors.append) as port:
-        with socket.create_connection(("127.0.0.1", port), timeout=100) as lost:
+        with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as lost:
             assert lost.recv(1) == b""
         is_away.append(False)
         assert ask(f"http://127.0.0.1:{port}/").startswith("<!doctype html>")
     assert [str(error) for error in errors] == ["the pod is away"]
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port), timeout=100)
+        socket.create_connection(("127.0.0.1", port), timeout=PATIENCE)
 
 
 def test_a_run_directory_names_the_page_of_its_coordinator(
@@ -334,9 +335,11 @@ def test_a_run_without_a_coordinator_is_shown_from_its_files(
     def browse(target: str) -> bool:
         assert ask(target).startswith("<!doctype html>")
         with pytest.raises(HTTPError, match="403") as refused:
-            urlopen(Request(f"{target}live", headers={"Host": "evil.example"}), timeout=100)
+            urlopen(
+                Request(f"{target}live", headers={"Host": "evil.example"}), timeout=PATIENCE
+            )
         refused.value.close()
-        with urlopen(f"{target}live", timeout=100) as events:
+        with urlopen(f"{target}live", timeout=PATIENCE) as events:
             updates.append(read_event(events))
             # It follows the files as they grow; half a line waits for its end.
             with (tmp_path / "metrics.jsonl").open("a") as file:

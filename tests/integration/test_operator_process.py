@@ -13,6 +13,7 @@ import pytest
 from fake_kubernetes.processes import SPEC, OperatorProcess, ServerThread, running, wait_for
 from fake_kubernetes.server import FakeServer
 from fake_kubernetes.store import RefusedError, Store, Write
+from patience import PATIENCE
 
 from evergrad_operator.connection import connect
 from evergrad_operator.service import Service
@@ -269,13 +270,13 @@ def in_one_process(tmp_path: Path, story: Any, **options: str) -> None:
             await story(server, service)
         finally:
             service._stop.set()
-            await asyncio.wait_for(task, 200)
+            await asyncio.wait_for(task, PATIENCE)
             await server.close()
 
     asyncio.run(main())
 
 
-async def until(is_true: Any, seconds: float = 200.0) -> None:
+async def until(is_true: Any, seconds: float = PATIENCE) -> None:
     async with asyncio.timeout(seconds):
         while not is_true():
             await asyncio.sleep(0.02)

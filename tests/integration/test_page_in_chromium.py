@@ -8,6 +8,7 @@ from urllib.request import urlopen
 import pytest
 from browser import Browser, open_browser, wait
 from page_site import FLEET, Site, fleet_page, run_of
+from patience import PATIENCE
 
 from evergrad_coordinator.causes import USES
 from evergrad_coordinator.edge.live import MOST_PAGES, encode_event
@@ -432,10 +433,10 @@ def test_more_pages_than_the_bound_are_told_so(browser: Browser, site: Site) -> 
     answers: list[Any] = []
     try:
         for _ in range(MOST_PAGES):
-            answers.append(urlopen(f"{site.url}live", timeout=100))
+            answers.append(urlopen(f"{site.url}live", timeout=PATIENCE))
             assert answers[-1].readline() == b"event: update\n"
         with pytest.raises(HTTPError, match="503") as refused:
-            urlopen(f"{site.url}live", timeout=100)
+            urlopen(f"{site.url}live", timeout=PATIENCE)
         refused.value.close()
     finally:
         for one in answers:

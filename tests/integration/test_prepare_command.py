@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 from process_state import children_of, is_alive
 
 from evergrad_trainer.cli import prepare as command
@@ -192,7 +193,7 @@ def test_on_a_terminal_a_bar_shows_bytes_and_is_gone_at_the_end(manifest: Path) 
             shown += os.read(main, 65536)
         except OSError:
             break
-    output, _ = process.communicate(timeout=200)
+    output, _ = process.communicate(timeout=PATIENCE)
     os.close(main)
     assert process.returncode == 0
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
@@ -245,14 +246,14 @@ def test_ctrl_c_keeps_what_is_finished_and_leaves_no_process(manifest: Path) -> 
         text=True,
         start_new_session=True,
     )
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + PATIENCE
     while not list((manifest.parent / "prepared").glob(".tmp-*/chunks/*.json")):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.005)
     helpers = children_of(process.pid)
     assert len(helpers) == 2
     os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=200)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 75
     assert (
         errors.splitlines()[-1]

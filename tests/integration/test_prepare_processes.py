@@ -18,6 +18,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+from patience import PATIENCE
 from process_state import children_of, is_alive
 
 PREPARE = """
@@ -127,7 +128,7 @@ class Preparers:
 
     def finish(self, process: subprocess.Popen[str]) -> dict[str, Any]:
         """Its last line, once it has ended well."""
-        output, _ = process.communicate(timeout=200)
+        output, _ = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, output
         facts: dict[str, Any] = json.loads(output.splitlines()[-1])
         return facts
@@ -167,7 +168,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, byt
 
 
 def wait_for(condition: Callable[[], Any], *, what: str) -> None:
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, f"no {what} within a long while"
         time.sleep(0.005)
@@ -349,7 +350,7 @@ def test_a_helper_that_is_killed_ends_the_preparation_with_a_reason(
     (helper,) = children_of(process.pid)
     os.kill(helper, signal.SIGKILL)
     (preparers.folder / "go-on").touch()
-    output, _ = process.communicate(timeout=200)
+    output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 70
     assert "was killed (signal 9), probably for memory. Use fewer with --workers" in output
 
@@ -358,7 +359,7 @@ def test_errors_of_helpers_are_the_users_errors(preparers: Preparers) -> None:
     with (preparers.folder / "docs.jsonl").open("a") as file:
         file.write('bad\n{"text": "torn')
     process = preparers.start()
-    output, _ = process.communicate(timeout=200)
+    output, _ = process.communicate(timeout=PATIENCE)
     error = json.loads(output.splitlines()[-1])
     assert (process.returncode, error["class"]) == (64, "DataError")
     path = preparers.folder / "docs.jsonl"
@@ -378,7 +379,7 @@ def test_malformed_lines_of_every_chunk_are_counted_by_helpers(
         b"\n".join(line if number % 50 else b"bad" for number, line in enumerate(lines))
     )
     process = preparers.start()
-    output, _ = process.communicate(timeout=200)
+    output, _ = process.communicate(timeout=PATIENCE)
     problems = json.loads(output.splitlines()[-1])["error"].splitlines()
     assert [problem.partition(": ")[0] for problem in problems[:5]] == [
         f"{path}:{line}" for line in (1, 51, 101, 151, 201)
@@ -419,7 +420,7 @@ def test_a_full_disk_is_an_error_that_says_what_to_free(
         prepared=str(small / "prepared"),
         inline_below=inline_below,
     )
-    output, _ = process.communicate(timeout=200)
+    output, _ = process.communicate(timeout=PATIENCE)
     error = json.loads(output.splitlines()[-1])
     assert (process.returncode, error["class"]) == (64, "DataError")
     assert error["error"].startswith(f"{small / 'prepared'}")
@@ -497,7 +498,7 @@ def test_reading_prepared_data_keeps_memory_flat(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=90,
+        timeout=PATIENCE,
     )
     assert float(grown.stdout) < 16
 
@@ -506,6 +507,10 @@ def test_a_helper_imports_neither_torch_nor_transformers() -> None:
     code = "import sys, evergrad_trainer.data.preparation.worker; "
     code += "print([n for n in ('torch', 'transformers') if n in sys.modules])"
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE,
     )
     assert result.stdout.strip() == "[]"

@@ -14,12 +14,13 @@ import pytest
 from bed import chart, prometheus, toolbox
 from bed.prometheus import Configuration
 from bed.shell import BedError, wait_until
+from patience import PATIENCE
 from prometheus_client import CollectorRegistry, Gauge
 
 from evergrad_monitoring.alerts import ALERTS
 from evergrad_trainer.observers.metrics_server import MetricsServer
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 KINDS = ("PodMonitor", "ServiceMonitor", "PrometheusRule")
 LABELS = {"release": "stack"}
 NAMESPACES = ("evergrad-system", "team-a", "team-b", "monitoring")
@@ -255,14 +256,14 @@ def test_prometheus_scrapes_live_nodes_coordinators_and_operators_with_the_label
             wait_until(
                 "four targets that are up",
                 lambda: len(client.query("up == 1")) == 4,
-                seconds=200,
+                seconds=PATIENCE,
                 pause=0.5,
             )
             # Rules that were evaluated before the first scrape saw none; the next evaluation sees it.
             wait_until(
                 "silence of the alert of a leader's absence",
                 lambda: not client.query('ALERTS{alertname="TrainingOperatorDown"}'),
-                seconds=200,
+                seconds=PATIENCE,
                 pause=0.5,
             )
             found = {

@@ -18,6 +18,7 @@ import yaml
 from bed import chart, toolbox
 from bed.prometheus import Client
 from coordinator_processes import Coordinator
+from patience import PATIENCE
 
 from evergrad_monitoring.alerts import ALERTS
 from evergrad_monitoring.queries import collect_queries
@@ -32,7 +33,6 @@ from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo
 from evergrad_trainer.worker.heartbeat import WorkerHeartbeat
 
 RUN = {"run_namespace": "team-a", "run": "docs-lm"}
-PATIENCE = 200
 DOCUMENTS = Path(__file__).parents[2] / "docs"
 # What nothing in this small world does: no process or pod is lost while somebody looks.
 WITHOUT_DATA = {

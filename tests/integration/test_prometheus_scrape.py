@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 
 from evergrad_monitoring.queries import collect_queries
 from evergrad_trainer.observers.prometheus import PrometheusExporter
@@ -25,7 +26,6 @@ from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo
 
 TESTS = Path(__file__).parents[1]
 DOCUMENTS = TESTS.parent / "docs"
-DEADLINE_SECONDS = 200
 
 
 @pytest.fixture(scope="module")
@@ -67,14 +67,14 @@ class Prometheus:
     def query(self, expression: str) -> list[dict[str, Any]]:
         """The result vector of an instant query."""
         url = f"http://127.0.0.1:{self.port}/api/v1/query?{urllib.parse.urlencode({'query': expression})}"
-        with urllib.request.urlopen(url, timeout=60) as answer:
+        with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
             body = json.load(answer)
         assert body["status"] == "success", body
         return list(body["data"]["result"])
 
     def wait_for(self, expression: str, value: float) -> None:
         """Until the expression has this one value."""
-        until = time.monotonic() + DEADLINE_SECONDS
+        until = time.monotonic() + PATIENCE
         seen: object = None
         while time.monotonic() < until:
             try:
@@ -89,7 +89,7 @@ class Prometheus:
                 return
             time.sleep(0.1)
         pytest.fail(
-            f"{expression} did not become {value} within {DEADLINE_SECONDS} s, but is {seen}"
+            f"{expression} did not become {value} within {PATIENCE} s, but is {seen}"
         )
 
 
@@ -175,14 +175,14 @@ def test_prometheus_scrapes_the_values_and_answers_the_documented_queries(
     prometheus.wait_for('up{job="trainer"}', 1)
     prometheus.wait_for("evergrad_steps_total", 0)
     _train(exporter, synthetic)
-    prometheus.wait_for("evergrad_step", 60)
+    prometheus.wait_for("evergrad_step", PATIENCE)
     (step,) = prometheus.query("evergrad_step")
     assert step["metric"]["run"] == "docs-lm"
     prometheus.wait_for("evergrad_tokens_total", 60 * 8192)
     prometheus.wait_for('evergrad_loss{split="eval"}', 2.5)
     prometheus.wait_for("count(evergrad_info)", 1)
     # The last thing that was told: a scrape may fall between two of them.
-    prometheus.wait_for("evergrad_checkpoint_last_step", 60)
+    prometheus.wait_for("evergrad_checkpoint_last_step", PATIENCE)
     queries = [
         query.expression
         for query in collect_queries(DOCUMENTS)
@@ -208,14 +208,14 @@ def test_promtool_finds_nothing_to_complain_about(
     )
     exporter.event(Event(EventType.END, time.time(), 60, 1, {"exit_code": 0}))
     with urllib.request.urlopen(
-        f"http://127.0.0.1:{exporter.port}/metrics", timeout=60
+        f"http://127.0.0.1:{exporter.port}/metrics", timeout=PATIENCE
     ) as answer:
         text = answer.read()
     done = subprocess.run(
         [promtool, "check", "metrics"],
         input=text,
         capture_output=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")

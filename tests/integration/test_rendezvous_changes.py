@@ -11,7 +11,7 @@ MakeCluster = Callable[..., Cluster]
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(3600)
 def test_nodes_come_and_go_and_the_run_ends_with_exit_code_0(
     make_cluster: MakeCluster,
 ) -> None:

@@ -12,7 +12,7 @@ MakeCluster = Callable[..., Cluster]
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(3600)
 def test_frozen_and_orphaned_nodes_are_left_behind_and_taken_back(
     make_cluster: MakeCluster,
 ) -> None:
@@ -48,7 +48,7 @@ def test_frozen_and_orphaned_nodes_are_left_behind_and_taken_back(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(3600)
 def test_the_coordinator_may_be_lost_together_with_a_node_or_for_longer_than_the_lease(
     make_cluster: MakeCluster,
 ) -> None:
@@ -107,7 +107,7 @@ def test_a_coordinator_whose_pod_is_lost_costs_fresh_workers_no_step(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(3600)
 def test_below_min_the_others_wait_and_a_node_has_one_process(
     make_cluster: MakeCluster,
 ) -> None:
@@ -149,7 +149,7 @@ def test_below_min_the_others_wait_and_a_node_has_one_process(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(3600)
 def test_joins_are_held_until_a_checkpoint_and_a_late_crash_is_worked_off_alone(
     make_cluster: MakeCluster,
 ) -> None:
@@ -185,7 +185,7 @@ def test_joins_are_held_until_a_checkpoint_and_a_late_crash_is_worked_off_alone(
     cluster.check()
 
 
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(3600)
 def test_a_refused_agent_ends_with_70_and_wrong_arguments_with_64(
     make_cluster: MakeCluster,
 ) -> None:

@@ -75,7 +75,7 @@ def train_through_a_kill(cluster: Cluster, name: str) -> list[Row]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(3600)
 def test_plain_ddp_takes_the_same_samples_and_comes_to_the_same_losses(
     make_cluster: MakeCluster,
 ) -> None:
@@ -92,7 +92,7 @@ def test_plain_ddp_takes_the_same_samples_and_comes_to_the_same_losses(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(3600)
 def test_accelerate_goes_on_from_its_newest_state(make_cluster: MakeCluster) -> None:
     cluster = make_cluster("--min", "1", "--max", "2")
     rows = train_through_a_kill(cluster, "accelerate_loop.py")
@@ -102,7 +102,7 @@ def test_accelerate_goes_on_from_its_newest_state(make_cluster: MakeCluster) -> 
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(3600)
 def test_transformers_trainer_goes_on_from_its_last_checkpoint(
     make_cluster: MakeCluster,
 ) -> None:
@@ -113,7 +113,7 @@ def test_transformers_trainer_goes_on_from_its_last_checkpoint(
     ).is_file()
 
 
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(3600)
 def test_the_documented_script_loses_no_step_when_a_node_is_asked_to_go(
     make_cluster: MakeCluster,
 ) -> None:

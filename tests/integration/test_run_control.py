@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 from process_state import is_alive
 from run_helpers import (
     DONE,
@@ -78,7 +79,7 @@ def snapshot(directory: Path) -> dict[str, tuple[int, str]]:
 def test_the_command_trains_a_file_to_its_report_and_then_does_nothing_more(
     experiment: Experiment,
 ) -> None:
-    out, err = evergrad(experiment, "run", "tiny.yaml").communicate(timeout=100)
+    out, err = evergrad(experiment, "run", "tiny.yaml").communicate(timeout=PATIENCE)
     directory = experiment.at()
     assert "Traceback" not in err
     assert steps_of(directory) == list(range(1, 9)), err
@@ -125,7 +126,7 @@ def test_the_command_stops_on_sigterm_with_its_state_saved(experiment: Experimen
     process = evergrad(experiment, "run", "tiny.yaml")
     wait_until(lambda: steps_of(experiment.at()))
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == STOPPED_SAVED, err
     last = steps_of(experiment.at())[-1]
     assert checkpoints(experiment.at())[-1] == last
@@ -146,7 +147,7 @@ def test_the_command_refuses_a_wrong_manifest_before_anything_is_written(
         manifest.read_text().replace('"sequenceLength"', '"sequenceLenght"')
     )
     process = evergrad(experiment, "run", "tiny.yaml")
-    _, err = process.communicate(timeout=200)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == USER_ERROR
     assert "spec.training.data.sequenceLenght: unknown" in err and "sequenceLength" in err
     assert "Traceback" not in err
@@ -715,14 +716,14 @@ def test_lower_precisions_stay_near_the_full_one(
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_a_compiled_model_has_the_same_curve(plain: Experiment) -> None:
     # A process of its own: the compiler's helpers do not belong into a forked one.
     options = ("--set", "spec.training.horizon.steps=3", "--run-directory", "runs/compiled")
     process = evergrad(
         plain, "run", "tiny.yaml", "--set", "spec.training.runtime.compile=on", *options
     )
-    _, err = process.communicate(timeout=280)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == DONE, err
     plain.run("--set", "spec.training.horizon.steps=3", directory="not-compiled")
     assert_same_curve(

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from patience import PATIENCE
 from torch.distributed import FileStore
 
 from evergrad_trainer import torch_private
@@ -166,7 +167,7 @@ def test_the_watchdog_hears_on_after_a_hard_change_that_comes_during_set_up(
     watchdog.leave()
     transport.close()
     supervisor.close()
-    watchdog._thread.join(30)
+    watchdog._thread.join(PATIENCE)
     end.close()
 
 

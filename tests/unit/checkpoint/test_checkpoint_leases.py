@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 
 from evergrad_trainer.checkpoint import leases
 from evergrad_trainer.checkpoint.leases import LEASE_SECONDS, find_leased, hold
@@ -18,7 +19,7 @@ MakeSolo = Callable[..., Any]
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, "the condition never held"
         time.sleep(0.002)

@@ -4,6 +4,7 @@ import socket
 import urllib.request
 
 import pytest
+from patience import PATIENCE
 from prometheus_client import CollectorRegistry, Gauge
 
 from evergrad_coordinator.addresses import (
@@ -74,7 +75,7 @@ def test_a_listener_on_any_address_is_reached_by_both_families_at_one_port() -> 
     with open_listener(ANY, 0) as listener:
         port = listener.getsockname()[1]
         for host in ("127.0.0.1", "::1"):
-            with socket.create_connection((host, port), timeout=60):
+            with socket.create_connection((host, port), timeout=PATIENCE):
                 accepted, place = listener.accept()
                 accepted.close()
                 assert plain_host(place[0]) == host
@@ -84,9 +85,9 @@ def test_a_listener_on_any_address_is_reached_by_both_families_at_one_port() -> 
 def test_a_listener_on_one_address_is_reached_there_alone() -> None:
     with open_listener("::1", 0) as listener:
         port = listener.getsockname()[1]
-        socket.create_connection(("::1", port), timeout=60).close()
+        socket.create_connection(("::1", port), timeout=PATIENCE).close()
         with pytest.raises(OSError):
-            socket.create_connection(("127.0.0.1", port), timeout=60)
+            socket.create_connection(("127.0.0.1", port), timeout=PATIENCE)
 
 
 def test_a_port_that_is_taken_is_an_error_and_no_change_of_family() -> None:
@@ -118,7 +119,7 @@ def test_metrics_are_scraped_by_both_families() -> None:
     try:
         for host in ("127.0.0.1", "[::1]"):
             with urllib.request.urlopen(
-                f"http://{host}:{server.port}/metrics", timeout=60
+                f"http://{host}:{server.port}/metrics", timeout=PATIENCE
             ) as answer:
                 assert b"one 7.0" in answer.read()
     finally:

@@ -225,7 +225,7 @@ def check_any_order(cluster: Cluster, events: list[tuple[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("examples", [800, pytest.param(5000, marks=pytest.mark.long)])
 def test_any_order_of_events_ends_in_one_group_or_a_named_wait(examples: int) -> None:
     def judge(events: list[tuple[str, Any]]) -> None:
@@ -238,7 +238,7 @@ def test_any_order_of_events_ends_in_one_group_or_a_named_wait(examples: int) ->
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("examples", [600, pytest.param(3000, marks=pytest.mark.long)])
 def test_any_order_of_events_in_a_running_group_ends_in_one_group_or_a_named_wait(
     examples: int,
@@ -250,7 +250,7 @@ def test_any_order_of_events_in_a_running_group_ends_in_one_group_or_a_named_wai
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("examples", [400, pytest.param(2000, marks=pytest.mark.long)])
 def test_any_order_of_events_with_fresh_workers_ends_in_one_group_or_a_named_wait(
     examples: int,
@@ -262,7 +262,7 @@ def test_any_order_of_events_with_fresh_workers_ends_in_one_group_or_a_named_wai
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("examples", [300, pytest.param(1000, marks=pytest.mark.long)])
 def test_nodes_that_come_and_leave_as_they_should_lose_no_step(examples: int) -> None:
     def judge(events: list[tuple[str, Any]]) -> None:

@@ -5,6 +5,7 @@ import json
 import logging
 
 import pytest
+from patience import PATIENCE
 
 from evergrad_coordinator.edge.client import CoordinatorClient
 from evergrad_coordinator.protocol import End, Hello, Message, Plan, Welcome
@@ -42,7 +43,7 @@ def run_client(*answers: bytes) -> tuple[list[Message], int]:
             "127.0.0.1", port, hello=lambda: HELLO, on_message=received.append
         )
         async with server:
-            await asyncio.wait_for(client.run(), 30)
+            await asyncio.wait_for(client.run(), PATIENCE)
 
     asyncio.run(run())
     return received, num_connections

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 from simulated_cluster import TOKEN, make_settings
 
 from evergrad_coordinator.edge.journal import MemoryStore
@@ -16,8 +17,6 @@ from evergrad_coordinator.protocol import Commit, Hello, Message, Ping
 from evergrad_coordinator.rules import events
 from evergrad_coordinator.rules.group import Group, new_group
 from evergrad_coordinator.wire import encode
-
-PATIENCE = 200.0
 
 
 class Connection(asyncio.Transport):

@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 from simulated_cluster import make_settings
 
 from evergrad_coordinator.edge.http import StatusServer
@@ -27,14 +28,14 @@ def ask(request: bytes) -> tuple[bytes, int]:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(request)
         try:
-            answer = await asyncio.wait_for(reader.read(), 30)
+            answer = await asyncio.wait_for(reader.read(), PATIENCE)
         except ConnectionError:
             answer = b""
         writer.close()
         status.close()
         # The task of a connection ends after its answer was read.
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            await asyncio.wait_for(task, 30)
+            await asyncio.wait_for(task, PATIENCE)
         return answer, len(errors)
 
     return asyncio.run(run())

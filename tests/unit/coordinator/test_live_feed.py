@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 from simulated_cluster import Cluster, make_settings
 
 from evergrad_coordinator.edge import live
@@ -47,7 +48,7 @@ class Place:
 
     async def status(self, path: str, *headers: str) -> int:
         reader, writer = await self.ask(path, *headers)
-        line = await asyncio.wait_for(reader.readline(), 60)
+        line = await asyncio.wait_for(reader.readline(), PATIENCE)
         writer.close()
         return int(line.split()[1])
 
@@ -70,8 +71,8 @@ def serving(story: Callable[[Place], Awaitable[None]], *, host: str = "127.0.0.1
 
 
 async def read_update(reader: asyncio.StreamReader) -> dict[str, Any]:
-    line = await asyncio.wait_for(reader.readuntil(b"data: "), 60)
-    text = await asyncio.wait_for(reader.readline(), 60)
+    line = await asyncio.wait_for(reader.readuntil(b"data: "), PATIENCE)
+    text = await asyncio.wait_for(reader.readline(), PATIENCE)
     assert b"event: update" in line
     found: dict[str, Any] = json.loads(text)
     return found
@@ -91,7 +92,7 @@ def test_on_loopback_a_browser_of_this_machine_needs_no_token() -> None:
         assert await place.status("/live", "Sec-Fetch-Site: cross-site") == 401
         reader, writer = await asyncio.open_connection("127.0.0.1", place.port)
         writer.write(b"GET /live HTTP/1.1\r\nHost: evil.example:80\r\n\r\n")
-        assert b"401" in await asyncio.wait_for(reader.readline(), 60)
+        assert b"401" in await asyncio.wait_for(reader.readline(), PATIENCE)
         writer.close()
 
     serving(story)
@@ -101,7 +102,7 @@ def test_elsewhere_the_page_is_open_and_says_nothing_of_the_run() -> None:
     async def story(place: Place) -> None:
         place.server.group.log("go", nodes=3)
         reader, writer = await place.ask("/")
-        answer = (await asyncio.wait_for(reader.read(), 60)).decode()
+        answer = (await asyncio.wait_for(reader.read(), PATIENCE)).decode()
         writer.close()
         assert answer.startswith("HTTP/1.1 200 OK")
         assert 'data-token="needed"' in answer
@@ -120,7 +121,7 @@ def test_the_page_only_reads(method: str) -> None:
         for path in ("/", "/live"):
             reader, writer = await asyncio.open_connection("127.0.0.1", place.port)
             writer.write(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-            assert b"405" in await asyncio.wait_for(reader.readline(), 60)
+            assert b"405" in await asyncio.wait_for(reader.readline(), PATIENCE)
             writer.close()
 
     serving(story)
@@ -152,7 +153,7 @@ def test_the_last_update_has_the_end_of_the_run() -> None:
         await read_update(reader)
         place.feed.log("finished", reason="Complete")
         place.feed.close()
-        rest = await asyncio.wait_for(reader.read(), 60)
+        rest = await asyncio.wait_for(reader.read(), PATIENCE)
         assert b"the run has ended: Complete" in rest
         writer.close()
 
@@ -289,7 +290,7 @@ def test_a_page_is_sent_a_sign_of_life_in_a_long_pause(
         reader, writer = await place.ask("/live")
         await read_update(reader)
         for _ in range(3):
-            line = await asyncio.wait_for(reader.readuntil(b"new yet\n\n"), 60)
+            line = await asyncio.wait_for(reader.readuntil(b"new yet\n\n"), PATIENCE)
             assert line.strip() == b": nothing new yet"
         writer.close()
 

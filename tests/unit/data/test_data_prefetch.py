@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from patience import PATIENCE
 
 from evergrad_trainer.data.batch import Batch, pin
 from evergrad_trainer.data.prefetch import Prefetcher
@@ -25,7 +26,7 @@ class Stream:
 
     def slot(self, step: int, slot: int) -> Batch:
         self.begun.set()
-        self.gate.wait(timeout=30)
+        self.gate.wait(timeout=PATIENCE)
         self.reads[(step, slot)] += 1
         self.threads.add(threading.current_thread().name)
         if (step, slot) in self.failing:
@@ -64,7 +65,7 @@ def test_what_was_foreseen_is_read_once_and_in_the_background() -> None:
     plan = [(step, slot) for step in range(1, 20) for slot in range(2)]
     for key, following in zip(plan, [*plan[1:], None], strict=True):
         prefetcher.take(*key, upcoming=[following] if following else [])
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE
         while following and not stream.reads[following] and time.monotonic() < deadline:
             time.sleep(0.001)
     prefetcher.close()
@@ -81,9 +82,9 @@ def test_reading_goes_on_while_the_caller_works() -> None:
     stream.begun.clear()
     taker = threading.Thread(target=lambda: prefetcher.take(1, 1, upcoming=[(1, 2)]))
     taker.start()
-    assert stream.begun.wait(timeout=30)
+    assert stream.begun.wait(timeout=PATIENCE)
     stream.gate.set()
-    taker.join(timeout=30)
+    taker.join(timeout=PATIENCE)
     assert int(prefetcher.take(1, 2).tensors["slot"]) == 2
     prefetcher.close()
     assert stream.reads[(1, 2)] == 1

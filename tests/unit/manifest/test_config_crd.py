@@ -190,7 +190,7 @@ def test_the_size_of_the_definition_is_printed_with_its_limit(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_the_rules_cost_less_than_two_thirds_of_what_an_api_server_allows() -> None:
     """As Kubernetes' own code estimates them, which an API server does when the definition is applied."""
     if reason := toolbox.unavailable("celcost"):

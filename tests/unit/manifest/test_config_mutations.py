@@ -395,7 +395,7 @@ def check(path: Path, overrides: list[str]) -> int:
 
 @pytest.mark.capability("A-68")
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("examples", [400, pytest.param(2000, marks=pytest.mark.long)])
 def test_mutated_manifests_are_accepted_or_refused_with_a_path_and_no_traceback(
     tmp_path: Path, examples: int

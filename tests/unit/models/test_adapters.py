@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import PATIENCE
 from peft.tuners.lora import LoraLayer
 from torch.nn import functional
 
@@ -226,7 +227,9 @@ def test_a_model_without_adapters_is_built_without_importing_peft() -> None:
         "build_model(plan, seed=0, precision='fp32'); print('peft' in sys.modules)"
     )
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
     assert done.stdout.split() == ["False"], done.stderr
 
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from patience import PATIENCE
 
 _COUNT_SOURCES = """
 import sys
@@ -25,7 +26,7 @@ def _run(code: str) -> int:
         [sys.executable, "-c", _COUNT_SOURCES + code + "\nprint(len(opened))"],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr

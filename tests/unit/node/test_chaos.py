@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from patience import PATIENCE
 
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.reading.loader import LoadedManifest
@@ -170,7 +171,7 @@ def state(pid: int) -> str:
 
 
 def poll_until(nodes: DisturbedNodes, condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline
         nodes.poll()

@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 from evergrad_manifest.reading.loader import load_manifest
 from evergrad_manifest.script import Script
@@ -52,7 +53,7 @@ def run(
         ],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         env={**os.environ, "PYTHONSAFEPATH": "1"},
         check=False,
     )
@@ -168,7 +169,7 @@ def test_the_model_class_that_a_script_takes_from_transformers_is_loaded_before_
         [sys.executable, "-c", code, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
         check=True,
     )
     assert ended.stdout.split() == ["True"]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import pytest
+from patience import PATIENCE
 
 from evergrad_coordinator.contract import ErrorKind, ExitCode, decode_termination
 from evergrad_coordinator.protocol import (
@@ -47,7 +48,6 @@ from evergrad_trainer.node.supervisor import Supervisor
 from evergrad_trainer.node.worker_group import WorkerGroup
 from evergrad_trainer.worker import channel as say
 
-SECONDS = 100.0
 M = TypeVar("M", bound=Message)
 
 
@@ -75,7 +75,7 @@ class Peer:
 
     async def hear(self, kind: type[M]) -> M:
         """The next message of a kind; pings and others are passed over."""
-        while line := await asyncio.wait_for(self._reader.readline(), SECONDS):
+        while line := await asyncio.wait_for(self._reader.readline(), PATIENCE):
             message = decode_from_node(line)
             if isinstance(message, kind):
                 return message
@@ -102,7 +102,7 @@ class Scene:
     connections: "asyncio.Queue[Peer]"
 
     async def accept(self) -> Peer:
-        return await asyncio.wait_for(self.connections.get(), SECONDS)
+        return await asyncio.wait_for(self.connections.get(), PATIENCE)
 
     async def welcome(self) -> Peer:
         peer = await self.accept()
@@ -152,7 +152,7 @@ def play(
         serving = asyncio.create_task(scene.supervisor.run(cast(WorkerGroup, scene.group)))
         try:
             await script(scene)
-            return await asyncio.wait_for(serving, SECONDS)
+            return await asyncio.wait_for(serving, PATIENCE)
         finally:
             serving.cancel()
             server.close()
@@ -165,7 +165,7 @@ def play(
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SECONDS):
+    async with asyncio.timeout(PATIENCE):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -315,7 +315,7 @@ def test_the_next_store_is_opened_with_the_plan_and_the_old_one_lasts_until_its_
 
     def is_open(port: int) -> bool:
         with contextlib.suppress(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", port), timeout=SECONDS).close()
+            socket.create_connection(("127.0.0.1", port), timeout=PATIENCE).close()
             return True
         return False
 

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 from process_state import is_alive
 
-SECONDS = 100.0
 NODE = """\
 import os, sys, time
 from evergrad_trainer.node.workers import WorkerOrder, start_worker
@@ -49,7 +49,7 @@ def test_a_worker_speaks_with_its_node_and_ends_with_it(
     finally:
         node.kill()
         node.communicate()
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + PATIENCE
     while is_alive(int(worker)):
         if time.monotonic() > deadline:
             os.kill(int(worker), signal.SIGKILL)
@@ -94,7 +94,7 @@ def test_a_signal_to_a_worker_that_was_just_forked_does_not_reach_its_node(
         [sys.executable, str(path)],
         capture_output=True,
         text=True,
-        timeout=SECONDS,
+        timeout=PATIENCE,
         check=True,
     )
     assert ended.stdout == "[] set()\n", ended.stderr
@@ -141,7 +141,7 @@ def test_the_end_of_a_worker_is_seen_although_its_children_live(tmp_path: Path) 
         [sys.executable, str(path)],
         capture_output=True,
         text=True,
-        timeout=SECONDS,
+        timeout=PATIENCE,
         check=False,
     )
     assert ended.stdout == "-9\n", ended.stderr

@@ -15,6 +15,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 from prometheus_client.parser import text_string_to_metric_families
 
 from evergrad_coordinator.causes import CHANGES, TROUBLES
@@ -58,7 +59,7 @@ def exporter() -> Iterator[PrometheusExporter]:
 
 def _scrape(exporter: PrometheusExporter) -> str:
     with urllib.request.urlopen(
-        f"http://127.0.0.1:{exporter.port}/metrics", timeout=100
+        f"http://127.0.0.1:{exporter.port}/metrics", timeout=PATIENCE
     ) as answer:
         return str(answer.read().decode())
 
@@ -630,7 +631,7 @@ def test_the_endpoint_stays_for_the_lingering_time_and_shows_the_exit_code() -> 
     assert _samples(exporter)["evergrad_exit_code", ()] == 75
     assert closing.is_alive()
     stop.set()
-    closing.join(timeout=100)
+    closing.join(timeout=PATIENCE)
     assert not closing.is_alive()
     with pytest.raises(OSError, match="refused"):
         _scrape(exporter)

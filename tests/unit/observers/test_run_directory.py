@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 from evergrad_trainer.errors import RunDirectoryError, VolumeError
 from evergrad_trainer.run_directory import (
@@ -48,7 +49,9 @@ def _run_in_own_mount_namespace(script: str, directory: Path) -> str:
         pytest.skip(
             "this machine allows no mount namespaces, so no disk can be made full or read-only"
         )
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

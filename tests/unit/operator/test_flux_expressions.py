@@ -32,7 +32,7 @@ def find_check() -> dict[str, Any]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_flux_waits_for_the_end_of_a_run_and_gives_up_where_a_person_must_act() -> None:
     if reason := toolbox.unavailable("fluxhealth"):
         pytest.skip(reason)

@@ -8,6 +8,7 @@ from typing import Any
 from urllib.error import HTTPError
 
 import pytest
+from patience import PATIENCE
 
 from evergrad_operator.fleet import MOST_RUNS, build_fleet
 from evergrad_operator.fleet_page import MOST_PAGES, FleetPage
@@ -78,7 +79,7 @@ def test_the_number_of_rows_is_bounded_and_all_are_counted() -> None:
 def ask(url: str, **headers: str) -> tuple[int, str, bytes]:
     try:
         with urllib.request.urlopen(
-            urllib.request.Request(url, headers=headers), timeout=100
+            urllib.request.Request(url, headers=headers), timeout=PATIENCE
         ) as answer:
             first = answer.readline() + answer.readline()
             return answer.status, answer.headers["Content-Type"], first

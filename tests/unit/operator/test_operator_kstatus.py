@@ -114,14 +114,14 @@ def test_an_edit_that_an_operator_could_not_read_is_one_to_the_next_that_can() -
     assert [event.reason for event in world.events].count("SettingsChanged") == 1
 
 
-@pytest.mark.timeout(900)  # the program may have to be built first
+@pytest.mark.timeout(1800)  # the program may have to be built first
 def test_kstatus_itself_agrees_on_every_state(kstatus: None) -> None:
     samples = make_samples()
     found = ask_kstatus(list(samples.values()))
     assert dict(zip(samples, found, strict=True)) == EXPECTED
 
 
-@pytest.mark.timeout(900)  # the program may have to be built first
+@pytest.mark.timeout(1800)  # the program may have to be built first
 def test_kstatus_itself_agrees_on_every_status_that_the_operator_can_write(
     kstatus: None,
 ) -> None:

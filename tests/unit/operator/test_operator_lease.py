@@ -172,7 +172,7 @@ def test_a_renewal_that_hangs_does_not_outlive_the_lease(cluster: Any) -> None:
         await gate.acquire(cluster)
         cluster.get = hang
         with pytest.raises(LeaseLostError):
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(20):  # of the virtual clock
                 await gate.keep(cluster)
 
     virtual_time.run(main())

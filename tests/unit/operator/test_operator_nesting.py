@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from fake_kubernetes.recipe import TRAINING
+from patience import PATIENCE
 
 from evergrad_operator.slim import slim_run
 from evergrad_operator.spec import parse_run
@@ -36,7 +37,7 @@ def test_a_list_with_an_object_of_as_many_levels_as_an_api_server_keeps_can_be_r
         [sys.executable, "-c", READ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         check=False,
     )
     assert (done.returncode, done.stdout.split()[0]) == (0, "other"), done.stderr[-500:]

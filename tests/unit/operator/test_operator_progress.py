@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 
 from evergrad_operator.decision import Bounds
 from evergrad_operator.errors import OperatorError, UnauthorizedError
 from evergrad_operator.progress import MAX_BYTES, Answer, Coordinators, PollSettings
 
 KEY = ("ns", "run")
-SECONDS = 100.0
 """Longest wait for anything; nothing here takes one on an idle machine."""
 
 
@@ -71,7 +71,7 @@ def ask(
     async def main() -> Coordinators:
         port = await coordinator.listen()
         known = Coordinators(
-            PollSettings(port=port, every=0.05, timeout=SECONDS, **settings),
+            PollSettings(port=port, every=0.05, timeout=PATIENCE, **settings),
             on_news=lambda key, urgent: news.append(urgent),
         )
         known.follow(KEY, "127.0.0.1", 3, token="t")
@@ -87,7 +87,7 @@ def ask(
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SECONDS):
+    async with asyncio.timeout(PATIENCE):
         while not condition():
             await asyncio.sleep(0.002)
 
@@ -195,7 +195,7 @@ def test_nothing_is_kept_or_told_of_a_coordinator_that_is_left_while_it_is_asked
         known.on_failure = lambda cause: told.append(True)
         known.follow(KEY, "127.0.0.1", 3, token="t")
         task = asyncio.create_task(known.run())
-        await asyncio.wait_for(ended.wait(), SECONDS)
+        await asyncio.wait_for(ended.wait(), PATIENCE)
         await known.close()
         await task
         return known
@@ -208,7 +208,9 @@ def test_nothing_is_kept_or_told_of_a_coordinator_that_is_left_while_it_is_asked
 def test_who_must_know_now_asks_at_once_and_keeps_what_is_known_if_nobody_answers() -> None:
     async def main() -> None:
         coordinator = Coordinator(b'{"step": 1}')
-        known = Coordinators(PollSettings(port=await coordinator.listen(), timeout=SECONDS))
+        known = Coordinators(
+            PollSettings(port=await coordinator.listen(), timeout=PATIENCE)
+        )
         await known.ask(KEY)
         assert known.answer(KEY) is None and not coordinator.requests  # nobody is followed
         known.follow(KEY, "127.0.0.1", 3, token="t")

@@ -19,7 +19,7 @@ SCRIPTS = ARGO / "resource_customizations/evergrad.dev/TrainingRun"
 ACTIONS = ("restart", "resume", "suspend")
 PROGRAMS = [
     "lua",
-    pytest.param("argolua", marks=[pytest.mark.long, pytest.mark.timeout(1800)]),
+    pytest.param("argolua", marks=[pytest.mark.long, pytest.mark.timeout(3600)]),
 ]
 
 

@@ -109,7 +109,7 @@ def test_a_family_has_one_run_for_each_combination_and_grows_without_touching_th
     assert len(six) == 6 and {name: six[name] for name in four} == four
 
 
-@pytest.mark.timeout(900)  # modules may have to be fetched first
+@pytest.mark.timeout(1800)  # modules may have to be fetched first
 def test_their_own_objects_are_what_argo_cd_and_flux_accept(tmp_path: Path) -> None:
     if shutil.which("go") is None or toolbox.missing(("kubeconform",)):
         pytest.skip("kubeconform or `go` is not here. make chart-lint builds the former.")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from bed import chart, toolbox
+from patience import PATIENCE
 
 from evergrad_coordinator.causes import CHANGES, ENDINGS, SKIPS
 from evergrad_coordinator.metrics import COORDINATOR, NODE, OPERATOR, PREFIX, TRAINER
@@ -506,7 +507,11 @@ def rules(objects: list[dict[str, Any]]) -> dict[str, Any]:
 
 def check(promtool: str, *arguments: str | Path) -> str:
     done = subprocess.run(
-        [promtool, *arguments], capture_output=True, text=True, timeout=60, check=False
+        [promtool, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 SCRIPT = Path(__file__).resolve().parents[2] / "side_by_side.py"
 
@@ -71,7 +72,7 @@ except KeyboardInterrupt:
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(number)
-        said, _ = process.communicate(timeout=100)
+        said, _ = process.communicate(timeout=PATIENCE)
         assert (process.returncode, said.split()) == (130, ["one", "two"])
     finally:
         process.kill()

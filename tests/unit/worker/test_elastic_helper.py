@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 from evergrad.node_state import LEASE_LOST
 from evergrad_trainer.worker.node_state import NodeStateServer
 
-SECONDS = 100.0
 GENERATION = 6
 STUCK_IN_C = (
     "import ctypes; lock, mutex = ctypes.PyDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64); "
@@ -40,7 +40,7 @@ class Node:
             directory, on_report=self.reports.append, may_commit=self._may_commit
         )
         asyncio.run_coroutine_threadsafe(self.node_state.start(), self._loop).result(
-            SECONDS
+            PATIENCE
         )
         self.announce()
 
@@ -69,12 +69,12 @@ class Node:
                 await asyncio.gather(*others, return_exceptions=True)
                 await asyncio.sleep(0.002)
 
-        asyncio.run_coroutine_threadsafe(close(), self._loop).result(SECONDS)
+        asyncio.run_coroutine_threadsafe(close(), self._loop).result(PATIENCE)
 
     def close(self) -> None:
         self.close_state()
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(SECONDS)
+        self._thread.join(PATIENCE)
         self._loop.close()
 
     async def _may_commit(self, generation: int) -> bool:
@@ -131,12 +131,12 @@ def wait_for_line(process: "subprocess.Popen[str]") -> str:
 
 def end_of(process: "subprocess.Popen[str]") -> tuple[int, str]:
     """Exit code and everything printed."""
-    output, errors = process.communicate(timeout=SECONDS)
+    output, errors = process.communicate(timeout=PATIENCE)
     return process.returncode, output + errors
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.005)

@@ -4,6 +4,7 @@ import multiprocessing
 
 import pytest
 import torch
+from patience import PATIENCE
 
 from evergrad_trainer.device_memory import report_device_memory
 from evergrad_trainer.worker import heartbeat as heartbeat_module
@@ -42,7 +43,7 @@ def test_the_supervisor_reads_what_another_process_has_begun() -> None:
         target=heartbeat.beat, args=(4, 2)
     )
     process.start()
-    process.join(60)
+    process.join(PATIENCE)
     assert process.exitcode == 0
     assert (heartbeat.step, heartbeat.slot) == (4, 2)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 
 from evergrad import node_state
 from evergrad.node_messages import CODEC, KINDS, MAX_LINE_BYTES, Report
@@ -58,7 +59,7 @@ def run_with_server(
         finally:
             await server.close()
 
-    asyncio.run(asyncio.wait_for(main(), 200))
+    asyncio.run(asyncio.wait_for(main(), PATIENCE))
 
 
 async def ask(directory: Path, *messages: dict[str, object] | bytes) -> dict[str, object]:
@@ -280,7 +281,7 @@ def test_a_worker_that_connects_while_the_server_is_closed_is_hung_up_on(
             with contextlib.suppress(ConnectionResetError):
                 assert (
                     await asyncio.wait_for(
-                        asyncio.get_running_loop().sock_recv(worker, 1), 10
+                        asyncio.get_running_loop().sock_recv(worker, 1), PATIENCE
                     )
                     == b""
                 )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
     RendezvousParameters,
@@ -54,8 +55,6 @@ from evergrad_trainer.torchrun.rendezvous import (
     create_handler,
     parse_settings,
 )
-
-SECONDS = 100.0
 
 
 class FakeClient:
@@ -116,7 +115,7 @@ class FakeClient:
             self._loop.call_soon(is_done.set)
 
         self._loop.call_soon_threadsafe(run)
-        assert is_done.wait(SECONDS)
+        assert is_done.wait(PATIENCE)
 
     def heard(self, kind: type[Message], count: int = 1) -> list[Any]:
         """Waits until the node has said at least ``count`` messages of this kind."""
@@ -132,7 +131,7 @@ class FakeClient:
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, f"waited in vain for {what}"
         time.sleep(0.002)
@@ -188,7 +187,7 @@ class Rendezvous(threading.Thread):
             self.exit_code = stop.code
 
     def wait(self) -> RendezvousInfo:
-        self.join(SECONDS)
+        self.join(PATIENCE)
         assert self.info is not None
         return self.info
 
@@ -309,7 +308,11 @@ def test_torch_finds_the_backend_and_loading_it_is_cheap() -> None:
         "print('evergrad' in r._registry, ours)"
     )
     output = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=True,
     ).stdout
     assert (
         output
@@ -343,7 +346,7 @@ def test_a_group_is_joined_by_plan_ready_and_go(handler: EvergradRendezvousHandl
     )
     ready = client.heard(Ready)[0]
     assert (ready.generation, ready.workers) == (7, 1)
-    with socket.create_connection(("127.0.0.1", ready.port), timeout=60):
+    with socket.create_connection(("127.0.0.1", ready.port), timeout=PATIENCE):
         pass  # the store is there before anybody is told of it
     assert client.hello().had == Placement(7, first_rank=1, workers=1, world_size=2)
     assert os.environ["EVERGRAD_GENERATION"] == "7"
@@ -374,7 +377,7 @@ def test_a_spare_says_that_it_is_out_and_waits(handler: EvergradRendezvousHandle
     assert client.heard(Ready)[0].port == 0
     assert rendezvous.is_alive()
     client.say(End(0, "complete"))
-    rendezvous.join(SECONDS)
+    rendezvous.join(PATIENCE)
     assert rendezvous.exit_code == 0
 
 
@@ -394,7 +397,7 @@ def test_the_coordinators_exit_code_is_the_agents(
 ) -> None:
     FakeClient.newest.say(message)
     rendezvous = Rendezvous(handler)
-    rendezvous.join(SECONDS)
+    rendezvous.join(PATIENCE)
     assert rendezvous.exit_code == code
     assert message.message in capfd.readouterr().err
     assert handler.is_closed()
@@ -479,7 +482,7 @@ def test_workers_are_stopped_when_the_lease_is_lost(
     until(lambda: client.hello().had is None, "the place to be given up")
     assert client.never_heard(Broken)
     client.say(End(0, "complete"))
-    rendezvous.join(SECONDS)
+    rendezvous.join(PATIENCE)
 
 
 def test_a_rendezvous_nobody_asked_for_is_a_failure(
@@ -493,7 +496,7 @@ def test_a_rendezvous_nobody_asked_for_is_a_failure(
     assert [(one.generation, one.cause) for one in broken] == [(7, "worker_crash")]
     assert client.hello().had is None
     client.say(End(70, "failed"))
-    rendezvous.join(SECONDS)
+    rendezvous.join(PATIENCE)
     assert rendezvous.exit_code == 70
 
 
@@ -546,7 +549,7 @@ def test_the_exit_barrier_is_a_vote_and_lasts_until_the_coordinator_has_counted(
     assert client.heard(Done, 2) == [Done(7), Done(7)]
     assert waiting.is_alive()
     client.say(End(0, "complete"))
-    waiting.join(SECONDS)
+    waiting.join(PATIENCE)
     assert not waiting.is_alive()
 
 
@@ -680,7 +683,7 @@ def test_only_the_own_generation_is_asked_for_commits(
         assert link.loop._loop is not None
         return asyncio.run_coroutine_threadsafe(
             link.loop._may_commit(generation), link.loop._loop
-        ).result(SECONDS)
+        ).result(PATIENCE)
 
     assert ask(7)
     assert not ask(6)
@@ -716,10 +719,10 @@ def run_watched(directory: Path, code: str, **variables: str) -> list[SeenEnd]:
                 await asyncio.sleep(0.2)
                 finding.cancel()
             else:
-                await asyncio.wait_for(finding, SECONDS)
+                await asyncio.wait_for(finding, PATIENCE)
             assert worker.stdin is not None
             worker.stdin.close()
-            deadline = time.monotonic() + SECONDS
+            deadline = time.monotonic() + PATIENCE
             while (
                 not (watch.are_gone or "MASTER_PORT" in variables)
                 and time.monotonic() < deadline
@@ -818,7 +821,7 @@ def test_a_forked_child_holds_neither_connection_nor_pipe(
         socket.create_connection(server.getsockname()) as connection,
     ):
         accepted, _ = server.accept()
-        accepted.settimeout(SECONDS)
+        accepted.settimeout(PATIENCE)
         monkeypatch.setattr(FakeClient.newest, "fileno", connection.fileno)
         read_end, write_end = os.pipe()
         child = os.fork()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from patience import PATIENCE
 
 from evergrad_trainer.worker.signals import StopCount, StopSignals
 
@@ -21,7 +22,7 @@ def signals() -> Iterator[StopSignals]:
 
 
 def wait_for(one: StopSignals) -> bool:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while not one.is_requested and time.monotonic() < deadline:
         time.sleep(0.001)
     return one.is_requested
@@ -90,11 +91,11 @@ def test_a_second_signal_ends_a_process_that_is_stuck(number: signal.Signals) ->
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(number)
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + PATIENCE
     while process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.3)
         process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 76
     assert (
         "interrupted twice: leaving at once, state since the last checkpoint is not saved"

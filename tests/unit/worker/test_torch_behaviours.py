@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 
 PYTHON = os.environ.get("EVERGRAD_TEST_PYTHON", sys.executable)
-SECONDS = 90.0
 
 AGENT = '''
 import json, os, sys, time
@@ -135,7 +135,7 @@ class Outcome:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=SECONDS,
+            timeout=PATIENCE,
             check=False,
         )
         self.exit_code, self.output = ended.returncode, ended.stdout + ended.stderr

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_trainer.worker import channel as say
@@ -51,13 +52,13 @@ def pair(exits: list[int]) -> Iterator[Pair]:
     watchdog.start()
     yield Pair(supervisor, watchdog)
     supervisor.close()
-    watchdog._thread.join(60)
+    watchdog._thread.join(PATIENCE)
     assert not watchdog._thread.is_alive()
     end.close()
 
 
 def until(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.001)
     return condition()
@@ -199,7 +200,7 @@ def test_connections_of_the_group_are_cut_until_it_is_left_and_none_after(
             socket.create_connection(listener.getsockname()) as late,
             listener.accept()[0] as other,
         ):
-            late.settimeout(60)
+            late.settimeout(PATIENCE)
             assert late.recv(1) == b""
             del other
         pair.watchdog.leave()
@@ -209,7 +210,7 @@ def test_connections_of_the_group_are_cut_until_it_is_left_and_none_after(
         ):
             pair.settle()
             other.sendall(b"x")
-            next_one.settimeout(60)
+            next_one.settimeout(PATIENCE)
             assert next_one.recv(1) == b"x"
 
 
@@ -223,7 +224,7 @@ def test_a_connection_opened_after_the_group_has_formed_is_not_cut(pair: Pair) -
         service = listener.accept()[0]
         with group, peer, own, service:
             for one in (group, own):
-                one.settimeout(60)
+                one.settimeout(PATIENCE)
             pair.supervisor.send(say.Plan(2, hard=True))
             assert group.recv(1) == b""
             pair.settle()
