@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import json
 import os
@@ -76,6 +77,23 @@ OTHERS_COMMANDS = {
     "the directory to a server that reads models of transformers, such as vLLM",
 }
 """Names that commands have in other trainers, with what to do here."""
+KNOWN_VARIABLES = (
+    "EVERGRAD_CHAOS_KIND",
+    "EVERGRAD_GENERATION",
+    "EVERGRAD_IMAGE_DIGEST",
+    "EVERGRAD_NODE",
+    "EVERGRAD_NODE_STATE",
+    "EVERGRAD_POD_IP",
+    "EVERGRAD_STOP_SECONDS",
+    "EVERGRAD_TOKEN_FILE",
+    "EVERGRAD_TRANSPORT",
+    # Of a checkout: tests and their cluster.
+    "EVERGRAD_BED",
+    "EVERGRAD_CACHE",
+    "EVERGRAD_E2E",
+    "EVERGRAD_TEST",
+)
+"""Beginnings of the environment variables that Evergrad reads, but for the operator's."""
 _OWN_PACKAGES = (
     "evergrad",
     "evergrad_cli",
@@ -110,9 +128,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=f"on a cluster: {', '.join(CLUSTER_COMMANDS)}; also as kubectl evergrad COMMAND",
     )
     _add_commands(parser, {**COMMANDS, **CLUSTER_COMMANDS}, arguments)
+    for message in find_unknown_variables(os.environ):
+        print(f"warning: {message}", file=sys.stderr)
     if arguments and arguments[0] in OTHERS_COMMANDS:
         parser.error(f"{arguments[0]} is no command here. {OTHERS_COMMANDS[arguments[0]]}.")
     return _execute(parser.parse_args(arguments))
+
+
+def find_unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """Describe variables that begin with EVERGRAD_ and that no part of Evergrad reads.
+
+    In a pod there are none to find: Kubernetes itself sets such variables, for each Service by its name.
+    """
+    if "KUBERNETES_SERVICE_HOST" in environment:
+        return []
+    found = []
+    for name in sorted(environment):
+        if name.startswith("EVERGRAD_") and not name.startswith(KNOWN_VARIABLES):
+            close = difflib.get_close_matches(name, KNOWN_VARIABLES, n=1)
+            hint = (
+                f"Did you mean {close[0]}?" if close else f"It has no effect: unset {name}."
+            )
+            found.append(f"the environment variable {name} is not known. {hint}")
+    return found
 
 
 def main_of_plugin(argv: Sequence[str] | None = None) -> int:

@@ -276,7 +276,7 @@ def test_a_run_directory_names_the_page_of_its_coordinator(
         command.webbrowser, "open", lambda target: opened.append(target) or True
     )
     assert main(["open", str(tmp_path)]) == 64
-    assert "is no run directory" in capsys.readouterr().err
+    assert "is not a run directory" in capsys.readouterr().err
     one = Site()
     with one.serving():
         (tmp_path / "coordinator").mkdir()

@@ -227,8 +227,12 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(
     experiment.run(directory="undisturbed")
     experiment.run(expect=-9, faults=[fault("step", call=3, action="SIGKILL")])
     assert checkpoints(experiment.at()) == []
-    experiment.run()
+    again = experiment.run()
     assert steps_of(experiment.at()) == [1, 2, *range(1, 9)]
+    assert (
+        "no checkpoint was saved before the last process of this run ended: training starts again at step 1, "
+        "and steps 1 to 2 are trained again" in again.out + again.err
+    )
     assert_same_curve(experiment.at("undisturbed"), experiment.at())
 
 

@@ -2,12 +2,16 @@
 ``--json``."""
 
 import argparse
+import difflib
 import json
 import re
 import shlex
 import sys
 from pathlib import Path
 from typing import Any, Final, TextIO
+
+from evergrad_cli.cluster.errors import ClusterInputError
+from evergrad_manifest.errors import Problem
 
 # The names under which kubectl prints a run, so that its output can be pasted.
 _KINDS: Final = (
@@ -92,12 +96,47 @@ def add_timeout(parser: argparse.ArgumentParser, *, default: str) -> None:
     )
 
 
+def is_run_directory(text: str) -> bool:
+    """Whether an argument means a run directory of this machine and not the name of a run on the cluster.
+
+    A path that does not exist is an error: with a slash in it, it cannot be a run's name.
+    Raises ClusterInputError.
+    """
+    directory = Path(text)
+    if directory.is_dir():
+        return True
+    kind, slash, _ = text.rstrip("/").rpartition("/")
+    if not slash or kind.lower() in _KINDS:
+        return False
+    near = directory.parent
+    there = (
+        sorted(one.name for one in near.iterdir() if one.is_dir()) if near.is_dir() else []
+    )
+    remedy = "Name the directory of a run, such as runs/docs-lm, or a run on the cluster by its name"
+    if close := difflib.get_close_matches(directory.name, there, n=1):
+        remedy = f"Did you mean {near / close[0]}? {remedy}"
+    raise ClusterInputError(
+        Problem(text, "no such directory exists on this machine", "", remedy)
+    )
+
+
+def require_run_name(text: str) -> str:
+    """Read the name of a run on the cluster, as ``run_name`` does. Raises ClusterInputError."""
+    try:
+        return run_name(text)
+    except argparse.ArgumentTypeError as error:
+        raise ClusterInputError(Problem("NAME", str(error))) from None
+
+
 def run_name(text: str) -> str:
     """``docs-lm`` or ``trun/docs-lm`` → the run's name. Raises ArgumentTypeError."""
     kind, slash, name = text.rpartition("/")
     if slash and kind.lower() not in _KINDS:
+        why = (
+            "" if Path(text).exists() else ", and no such directory exists on this machine"
+        )
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a TrainingRun: write its name alone, or trun/NAME"
+            f"{text!r} is not the name of a run on the cluster{why}: write the name alone, or trun/NAME"
         )
     if _RUN_NAME.fullmatch(name) is None:
         raise argparse.ArgumentTypeError(

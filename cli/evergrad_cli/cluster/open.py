@@ -3,9 +3,11 @@
 import argparse
 import base64
 import contextlib
+import errno
 import html
 import http.client
 import json
+import os
 import signal
 import socket
 import tempfile
@@ -18,8 +20,9 @@ from urllib.parse import quote
 
 from evergrad_cli.cluster.arguments import (
     add_cluster_arguments,
+    is_run_directory,
     note,
-    run_name,
+    require_run_name,
     say,
     say_json,
 )
@@ -29,6 +32,7 @@ from evergrad_cli.cluster.forwarding import forwarded
 from evergrad_cli.cluster.raw import part
 from evergrad_cli.cluster.runs import COORDINATOR, LABEL_ATTEMPT, LABEL_ROLE, LABEL_RUN
 from evergrad_cli.cluster.waiting import read_run
+from evergrad_cli.local_status import require_events
 from evergrad_cli.run_page import serving_files
 from evergrad_coordinator.contract import INSTANCE_HEADER, ExitCode, RunFile
 from evergrad_manifest.errors import Problem
@@ -76,13 +80,9 @@ def execute(args: argparse.Namespace) -> int:
                 "Choose another port",
             )
         )
-    directory = Path(args.name)
-    if directory.is_dir():
-        return open_local(args, directory)
-    try:
-        args.name = run_name(args.name)
-    except argparse.ArgumentTypeError as error:
-        raise ClusterInputError(Problem("NAME", str(error))) from None
+    if is_run_directory(args.name):
+        return open_local(args, Path(args.name))
+    args.name = require_run_name(args.name)
     with connect(args) as cluster:
         return _serve(cluster, args)
 
@@ -119,14 +119,7 @@ def _serve(cluster: Cluster, args: argparse.Namespace) -> int:
                 )
             )
         except OSError as error:
-            raise ClusterInputError(
-                Problem(
-                    "--port",
-                    f"{args.port} cannot be used",
-                    str(error),
-                    "Choose another port",
-                )
-            ) from error
+            raise build_port_error(args.port, error) from error
         # Behind a #, which no browser sends; and in a file of the user's own, since a command's arguments are
         # seen by everybody on the machine.
         address = f"http://127.0.0.1:{port}/"
@@ -227,15 +220,7 @@ def open_local(args: argparse.Namespace, directory: Path) -> int:
     if (port := find_local_port(directory)) is not None:
         _show(args, f"http://127.0.0.1:{port}/")
         return int(ExitCode.DONE)
-    if not (directory / RunFile.EVENTS).exists():
-        raise ClusterInputError(
-            Problem(
-                str(directory),
-                "is no run directory, or no process of the run has written anything yet",
-                f"it has no {RunFile.EVENTS}",
-                "Name the directory of a run, such as runs/docs-lm",
-            )
-        )
+    require_events(directory)
     with contextlib.ExitStack() as stack:
         try:
             port = stack.enter_context(serving_files(directory, port=args.port))
@@ -250,9 +235,13 @@ def open_local(args: argparse.Namespace, directory: Path) -> int:
 
 def build_port_error(port: int, error: OSError) -> ClusterInputError:
     """The error of a local port that cannot be had."""
-    return ClusterInputError(
-        Problem("--port", f"{port} cannot be used", str(error), "Choose another port")
-    )
+    reasons = {
+        errno.EADDRINUSE: "another process listens on it",
+        errno.EACCES: "ports below 1024 need the rights of root",
+    }
+    why = reasons.get(error.errno or 0, os.strerror(error.errno or 0).lower())
+    remedy = "Choose another port, or leave --port out for any free one"
+    return ClusterInputError(Problem("--port", f"{port} cannot be used", why, remedy))
 
 
 def find_local_port(directory: Path) -> int | None:

@@ -5,13 +5,15 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 from evergrad_cli.cluster.advice import advise
 from evergrad_cli.cluster.arguments import (
     add_cluster_arguments,
-    add_run_name,
     given_place,
+    is_run_directory,
+    require_run_name,
     say,
     say_json,
 )
@@ -39,6 +41,7 @@ from evergrad_cli.cluster.text import (
     table,
 )
 from evergrad_cli.cluster.waiting import read_run
+from evergrad_cli.local_status import show_local_status
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.text import short_count
 
@@ -46,6 +49,7 @@ NAME = "status"
 EXAMPLES = """\
   evergrad status docs-lm
   evergrad status docs-lm --json | jq .run.percent
+  evergrad status runs/docs-lm              # a run of this machine
   watch -n 5 evergrad status docs-lm"""
 _NUM_EVENTS: Final = 10
 _LONGEST_POD_LIST: Final = 32
@@ -65,7 +69,11 @@ class Facts:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
-    add_run_name(parser)
+    parser.add_argument(
+        "name",
+        metavar="NAME",
+        help="name of a run on the cluster (or trun/NAME), or the run directory of one on this machine",
+    )
     parser.add_argument(
         "--events",
         type=int,
@@ -78,6 +86,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Returns 0 whatever the run's state is; ``wait`` has an exit code for each state."""
+    if is_run_directory(args.name):
+        return show_local_status(Path(args.name), as_json=args.json)
+    args.name = require_run_name(args.name)
     with connect(args) as cluster:
         facts = replace(gather(cluster, args.name), place=given_place(args))
     now = time.time()

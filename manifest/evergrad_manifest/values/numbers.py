@@ -123,6 +123,9 @@ def _exact_text(text: str, units: dict[str, Any]) -> Ratio:
         if "," in text and _NUMBER.fullmatch(plain):
             point = text.strip().replace(",", ".")
             remedy = f"Write {plain}, or {point} if the comma is a decimal point"
+            # No one writes 0,003 for 3.
+            if plain.lstrip("+-").startswith("0"):
+                remedy = f"Write {point}"
             raise NumberError(what, "a number has no comma", remedy)
         if (power := _POWER.fullmatch(text.strip())) is not None:
             base, exponent = int(power[1]), int(power[2])

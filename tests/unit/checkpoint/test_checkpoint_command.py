@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from evergrad_trainer.checkpoint.catalog import Catalog
+from evergrad_trainer.checkpoint.weights import hold_checkpoint
 from evergrad_trainer.cli import checkpoint as command
 from evergrad_trainer.errors import CheckpointError, RunDirectoryError
 
@@ -170,8 +171,12 @@ def test_verify_of_a_step_that_is_retired_meanwhile_says_so(
 def test_a_step_or_a_directory_without_checkpoints_is_an_error_that_names_it(
     run: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(CheckpointError, match=f"{run}: there is no checkpoint of step 30"):
+    missing = rf"{run}: .* no checkpoint of step 30\. Name one of the steps 10, 20\."
+    with pytest.raises(CheckpointError, match=missing):
         execute("verify", str(run), "--step", "30")
+    # As `export --step 30` looks for it.
+    with pytest.raises(CheckpointError, match=missing), hold_checkpoint(run, step=30):
+        pass
     with pytest.raises(RunDirectoryError, match="nowhere: is not a run directory"):
         execute("list", str(tmp_path / "nowhere"))
 

@@ -222,8 +222,10 @@ def test_a_long_list_is_read_page_by_page(
 def test_what_cannot_name_a_run_is_refused_before_anything_is_asked(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    for command in ("status", "open"):
+        assert main([command, f"--kubeconfig=/nowhere/{name}", "--", name]) == 64
     with pytest.raises(SystemExit) as ended:
-        main(["status", f"--kubeconfig=/nowhere/{name}", "--", name])
+        main(["wait", f"--kubeconfig=/nowhere/{name}", "--", name])
     assert ended.value.code == 64
 
 

@@ -187,7 +187,7 @@ def test_without_pyarrow_the_message_says_what_to_install(
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     assert message_of(prepared_in, recipe_of(training, "a.parquet")) == (
         f"{path}: cannot be read here; the package pyarrow is not installed. "
-        "Install evergrad-trainer[parquet], or convert the file to JSON Lines."
+        "Run `pip install pyarrow`, or convert the file to JSON Lines."
     )
 
 

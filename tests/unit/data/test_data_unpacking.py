@@ -123,7 +123,7 @@ def test_without_a_library_for_zstandard_the_message_says_what_to_install(
         content(tmp_path / "f")
     assert str(caught.value) == (
         f"{tmp_path / 'f'}: is compressed with zstandard, which cannot be read here; the package zstandard "
-        "is not installed. Install evergrad-trainer[zstd], or compress the file with gzip."
+        "is not installed. Run `pip install zstandard`, or compress the file with gzip."
     )
 
 

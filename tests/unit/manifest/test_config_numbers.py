@@ -117,6 +117,11 @@ REFUSED: list[tuple[Parser, Any, str]] = [
             "decimal point"
         ),
     ),
+    (
+        parse_real,
+        "0,003",
+        "'0,003' is not a number; a number has no comma. Write 0.003",
+    ),
     (parse_count, "10^6", "'10^6' is not a number; a power is not worked out. Write 1e6"),
     (parse_real, "10^-3", "'10^-3' is not a number; a power is not worked out. Write 1e-3"),
     (

@@ -214,7 +214,7 @@ def test_without_peft_adapters_are_refused_with_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    assert "the package peft is not installed. Install evergrad-trainer[lora]" in refusal()
+    assert "the package peft is not installed. Run `pip install peft`" in refusal()
 
 
 @pytest.mark.long

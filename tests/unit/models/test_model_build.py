@@ -123,7 +123,10 @@ def _shapes(
 
 @pytest.mark.capability("G-X23")
 def test_a_directory_without_a_configuration_is_refused(tmp_path: Path) -> None:
-    assert "holds no config.json" in message(tmp_path, path="nothing")
+    assert (
+        "holds no config.json; names of a model hub are not taken, and nothing is downloaded. "
+        "Give a local transformers directory" in message(tmp_path, path="nothing")
+    )
 
 
 def test_a_model_type_that_needs_remote_code_is_refused(tmp_path: Path) -> None:

@@ -371,8 +371,54 @@ def test_on_a_terminal_the_bar_is_drawn_and_events_scroll_by_above_it(
         in text
     )
     assert "heldOut  loss 2.5131  perplexity 12.34  best so far" in text
-    assert "fallback checkpoint=step-1200 reason=hash differs" in text
+    assert "step-1200 was passed over: hash differs" in text
     assert "saved 1,299" in text.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("type_", "fields", "sentence"),
+    [
+        (
+            EventType.STOP,
+            {"reason": "signal", "saved": True},
+            "stopped at step 1,204: stopped by a signal; its state is saved",
+        ),
+        (
+            EventType.STOP,
+            {"reason": "stop_file", "saved": False},
+            "stopped at step 1,204: stopped by the stop file; its state is not saved",
+        ),
+        (
+            EventType.COMPLETE,
+            {"total_steps": 1204},
+            "complete: all 1,204 steps are trained",
+        ),
+        (EventType.WARNING, {"message": "the volume fills"}, "warning: the volume fills"),
+        (
+            EventType.SAVE_FAILED,
+            {"reason": "no space"},
+            "the save of step 1,204 failed: no space",
+        ),
+        (EventType.FAILED, {"message": "lost"}, "failed at step 1,204: lost"),
+    ],
+)
+def test_a_terminal_shows_events_in_sentences_and_not_as_lines_of_a_log(
+    terminal: tuple[io.TextIOWrapper, int],
+    monkeypatch: pytest.MonkeyPatch,
+    type_: str,
+    fields: dict[str, object],
+    sentence: str,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "120")
+    stream, controller = terminal
+    bar = build_progress(stream, every=10)
+    bar.run_start(INFO)
+    bar.event(Event(type_, 0.0, 1204, 3, fields))
+    bar.close()
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", _read(controller))
+    assert sentence in text
+    assert "reason=" not in text and "saved=" not in text
 
 
 def test_a_bar_that_takes_over_introduces_nothing_again(

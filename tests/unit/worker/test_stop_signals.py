@@ -6,11 +6,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from patience import PATIENCE
 
-from evergrad_trainer.worker.signals import StopCount, StopSignals
+from evergrad_trainer.worker.signals import StopCount, StopSignals, describe_abrupt_end
 
 
 @pytest.fixture
@@ -101,3 +102,21 @@ def test_a_second_signal_ends_a_process_that_is_stuck(number: signal.Signals) ->
         "interrupted twice: leaving at once, state since the last checkpoint is not saved"
         in errors
     )
+
+
+@pytest.mark.parametrize(
+    ("names", "end"),
+    [
+        (
+            ["step-40", "step-120", "latest", "quarantine"],
+            "The newest checkpoint is of step 120: the same command resumes there",
+        ),
+        (["gen"], "There is no checkpoint: the same command starts again at step 1"),
+    ],
+)
+def test_a_second_request_to_stop_names_the_checkpoint_that_is_kept(
+    names: list[str], end: str, tmp_path: Path
+) -> None:
+    for name in names:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert describe_abrupt_end(tmp_path / "checkpoints").endswith(end)

@@ -41,3 +41,16 @@ def open_store(
     )
     attempts = FilesystemAttempts(directory, catalog=catalog, reader=reader, medium=medium)
     return Store(attempts, catalog, reader, medium.faults)
+
+
+_MOST_STEPS = 12
+"""Steps that a message names, the newest ones: a run may keep hundreds of checkpoints."""
+
+
+def suggest_steps(store: Store) -> str:
+    """The remedy for a step that has no checkpoint: the steps that have one; empty if none has."""
+    steps = sorted({one.version.step for one in store.catalog.scan()})
+    if not steps:
+        return ""
+    left_out = "" if len(steps) <= _MOST_STEPS else f"{len(steps) - _MOST_STEPS} more, "
+    return f"Name one of the steps {left_out}{', '.join(map(str, steps[-_MOST_STEPS:]))}"

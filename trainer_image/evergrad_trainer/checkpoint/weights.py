@@ -21,7 +21,7 @@ from evergrad_trainer.checkpoint.restoring import (
     read_state,
 )
 from evergrad_trainer.checkpoint.search import Choice, Search, choose_together
-from evergrad_trainer.checkpoint.store import open_store
+from evergrad_trainer.checkpoint.store import open_store, suggest_steps
 from evergrad_trainer.checkpoint.tensor_table import Table
 from evergrad_trainer.errors import CheckpointError, VolumeError
 from evergrad_trainer.world import World
@@ -174,7 +174,8 @@ def hold_checkpoint(path: Path, *, step: int | None = None) -> Iterator[Path]:
                     yield directory / name
                     return
     what = "holds no checkpoint" if step is None else f"holds no checkpoint of step {step}"
-    raise CheckpointError(*(problems.values() or [Problem(str(path), what)]))
+    missing = Problem(str(path), what, remedy=suggest_steps(store))
+    raise CheckpointError(*(problems.values() or [missing]))
 
 
 def _find(path: Path) -> tuple[Path, str | None]:

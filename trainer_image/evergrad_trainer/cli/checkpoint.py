@@ -14,7 +14,7 @@ from evergrad_manifest.errors import Problem
 from evergrad_trainer.checkpoint.layout import BEST
 from evergrad_trainer.checkpoint.manifest import InvalidCheckpointError, UnknownFormatError
 from evergrad_trainer.checkpoint.retention import choose_best
-from evergrad_trainer.checkpoint.store import Store, open_store
+from evergrad_trainer.checkpoint.store import Store, open_store, suggest_steps
 from evergrad_trainer.errors import CheckpointError, RunDirectoryError
 
 NAME = "checkpoint"
@@ -199,7 +199,8 @@ def _verify(args: argparse.Namespace) -> int:
         which = "" if args.step is None else f" of step {args.step}"
         what = f"there is no checkpoint{which}"
         why = "the run has removed what it had meanwhile" if found else ""
-        raise CheckpointError(Problem(str(args.run_directory), what, why))
+        remedy = suggest_steps(store)
+        raise CheckpointError(Problem(str(args.run_directory), what, why, remedy))
     return ExitCode.USER_ERROR if any(reasons.values()) else ExitCode.DONE
 
 

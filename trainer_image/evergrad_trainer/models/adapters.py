@@ -44,7 +44,9 @@ def add_adapters(
         peft: Any = importlib.import_module("peft")
     except ImportError:
         what, why = "cannot be used here", "the package peft is not installed"
-        remedy = "Install evergrad-trainer[lora], which the trainer's image has, or train the model whole"
+        remedy = (
+            "Run `pip install peft` (the trainer's image has it), or train the model whole"
+        )
         raise ModelError(Problem(_FIELD, what, why, remedy)) from None
     targets = choose_targets(model, lora)
     is_transposed = any(not isinstance(layer, nn.Linear) for layer in targets.values())

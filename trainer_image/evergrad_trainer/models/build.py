@@ -314,7 +314,8 @@ def _read_directory(directory: Path, overrides: dict[str, Any]) -> "PreTrainedCo
             Problem(
                 f"{_FIELD}.path",
                 f"{directory} holds no config.json",
-                remedy="Give a local transformers directory (save_pretrained writes one)",
+                "names of a model hub are not taken, and nothing is downloaded",
+                "Give a local transformers directory (save_pretrained writes one)",
             )
         )
     try:

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.contract import ExitCode, RunFile
 from evergrad_coordinator.rules.status import ENDED_PHASES
 from evergrad_coordinator.secret import obtain_token
 from evergrad_manifest.errors import EvergradError
@@ -31,7 +31,7 @@ from evergrad_trainer.worker.processes import (
     stop_signals_blocked,
     unblock_stop_signals,
 )
-from evergrad_trainer.worker.signals import StopCount
+from evergrad_trainer.worker.signals import StopCount, describe_abrupt_end
 
 _START_SECONDS = 20.0
 _END_SECONDS = 10.0
@@ -93,6 +93,11 @@ class LocalCoordinator:
         self.port = 0
         self.status_port = 0
         self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        """The directory of the run's checkpoints."""
+        return self._settings.address.parent / RunFile.CHECKPOINTS
 
     def start(self) -> None:
         """Start it and wait until it listens. Raises CoordinatorFailedError with what it said."""
@@ -363,10 +368,7 @@ def run_local(
         code = coordinator.wait(_END_SECONDS)
         return combine_node_codes(nodes.ended) if code is None or code < 0 else code
     except _LeaveAtOnce:
-        print(
-            "interrupted twice: leaving at once, state since the last checkpoint is not saved",
-            file=sys.stderr,
-        )
+        print(describe_abrupt_end(coordinator.checkpoints), file=sys.stderr)
         return int(ExitCode.STOPPED_UNSAVED)
     finally:
         # From here on nothing may interrupt: processes would be left behind.

@@ -10,6 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
+from evergrad_coordinator.causes import describe_ending
 from evergrad_coordinator.text import compact, count, duration, real, short_count
 from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.observers.events import describe_event
@@ -86,6 +87,28 @@ def _parts(state: State) -> list[tuple[int, str, str]]:
     if state.activity:
         parts.append((9, state.activity, "yellow"))
     return parts
+
+
+def _describe(event: Event) -> str | None:
+    """Describe a transition for a person; events without a sentence keep the line of a log."""
+    fields = event.fields
+    if event.type == EventType.STOP:
+        reason = describe_ending(str(fields.get("reason") or "")) or "stopped"
+        saved = "its state is saved" if fields.get("saved") else "its state is not saved"
+        return f"stopped at step {count(event.step)}: {reason}; {saved}"
+    if event.type == EventType.COMPLETE:
+        return f"complete: all {count(event.step)} steps are trained"
+    if event.type == EventType.RESTORED:
+        return f"restored {fields.get('checkpoint')}, in {fields.get('seconds')} s"
+    if event.type == EventType.WARNING:
+        return f"warning: {fields.get('message')}"
+    if event.type == EventType.FAILED:
+        return f"failed at step {count(event.step)}: {fields.get('message')}"
+    if event.type == EventType.FALLBACK:
+        return f"{fields.get('checkpoint')} was passed over: {fields.get('reason')}"
+    if event.type == EventType.SAVE_FAILED:
+        return f"the save of step {count(event.step)} failed: {fields.get('reason')}"
+    return describe_event(event)
 
 
 def _needed(parts: list[tuple[int, str, str]], bar: int = _SHORTEST_BAR) -> int:
@@ -178,7 +201,7 @@ class ProgressBar(BaseObserver):
 
     def event(self, event: Event) -> None:
         self._state.see(event)
-        line = describe_event(event)
+        line = _describe(event)
         # Saves are in the bar itself; a line for each would push everything else away.
         if line is not None and event.type != EventType.SAVE:
             style = "yellow" if event.type in _ALARMING else "dim"

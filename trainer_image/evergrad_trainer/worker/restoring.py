@@ -11,6 +11,8 @@ from evergrad_trainer.checkpoint.restoring import load_of_step
 from evergrad_trainer.checkpoint.search import Search
 from evergrad_trainer.checkpoint.store import open_store
 from evergrad_trainer.errors import CheckpointError
+from evergrad_trainer.observers.history import last_step
+from evergrad_trainer.records import EventType
 from evergrad_trainer.resume import compare_models
 from evergrad_trainer.state.registry import (
     COUNTERS,
@@ -122,8 +124,24 @@ def restore(
             )
         )
     else:
+        _warn_of_lost_steps(session)
         # Collectives: all ranks begin with one state.
         begin(session, machinery)
+
+
+def _warn_of_lost_steps(session: Session) -> None:
+    """Say that an earlier process trained steps of this run and saved none of them."""
+    if not session.world.is_main:
+        return
+    trained = last_step(session.directory)
+    if trained > 0:
+        steps = "step 1 is" if trained == 1 else f"steps 1 to {trained} are"
+        message = (
+            f"no checkpoint was saved before the last process of this run ended: training starts again at "
+            f"step 1, and {steps} trained again on the same samples. To lose less, lower "
+            "spec.training.checkpoint.every"
+        )
+        session.emit(EventType.WARNING, {"message": message})
 
 
 def settle_snapshots(session: Session, machinery: Machinery) -> None:

@@ -65,9 +65,9 @@ def run_session(
     that ends this process. ``on_memory``: gets the memory of the device after each step, where it has an
     account.
     """
-    signals = StopSignals()
-    signals.install()
     directory = RunDirectory(plan.run_directory)
+    signals = StopSignals(directory.checkpoints)
+    signals.install()
     launch = read_launch()
     session: Session | None = None
     logs = None

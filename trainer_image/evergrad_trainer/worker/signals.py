@@ -6,9 +6,10 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Literal
 
-from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.contract import ExitCode, step_of_checkpoint
 
 _log = logging.getLogger(__name__)
 _SAME_SECONDS = 1.0
@@ -39,14 +40,35 @@ class StopCount:
         )
 
 
+def describe_abrupt_end(checkpoints: Path | None) -> str:
+    """Say what a second request to stop costs, and where the run resumes.
+
+    ``checkpoints``: the directory of the run's checkpoints; None for a process that saves none.
+    """
+    said = (
+        "interrupted twice: leaving at once, state since the last checkpoint is not saved"
+    )
+    if checkpoints is None:
+        return said
+    # Names alone: this process has no time to validate files, and the next start does.
+    names = [one.name for one in checkpoints.iterdir()] if checkpoints.is_dir() else []
+    steps = [step for step in map(step_of_checkpoint, names) if step is not None]
+    if not steps:
+        return f"{said}. There is no checkpoint: the same command starts again at step 1"
+    return f"{said}. The newest checkpoint is of step {max(steps)}: the same command resumes there"
+
+
 class StopSignals:
     """Catches SIGTERM and SIGINT for as long as it is installed. Only for the main thread.
+
+    ``checkpoints``: the directory of the run's checkpoints, named if a second signal ends the process.
 
     Python runs signal handlers only when the main thread is back in the interpreter, which a rank inside a
     collective is not; so a thread reads the numbers from the wake-up pipe as they arrive.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, checkpoints: Path | None = None) -> None:
+        self._checkpoints = checkpoints
         self._requested = threading.Event()
         self._count = StopCount()
         self._read_fd, self._write_fd = os.pipe()
@@ -91,8 +113,5 @@ class StopSignals:
                 self._requested.set()
                 if self._count.note(number, now=time.monotonic()) == "second":
                     # A second request means that nobody wants to wait for the save.
-                    os.write(
-                        2,
-                        b"interrupted twice: leaving at once, state since the last checkpoint is not saved\n",
-                    )
+                    os.write(2, f"{describe_abrupt_end(self._checkpoints)}\n".encode())
                     os._exit(ExitCode.STOPPED_UNSAVED)

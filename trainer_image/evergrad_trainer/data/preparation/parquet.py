@@ -215,7 +215,7 @@ def _opened(path: Path) -> Iterator[Any]:
         arrow_error: type[Exception] = importlib.import_module("pyarrow").ArrowException
     except ImportError:
         what, why = "cannot be read here", "the package pyarrow is not installed"
-        remedy = "Install evergrad-trainer[parquet], or convert the file to JSON Lines"
+        remedy = "Run `pip install pyarrow`, or convert the file to JSON Lines"
         raise DataError(Problem(str(path), what, why, remedy)) from None
     with path.open("rb") as raw:
         try:

@@ -81,7 +81,7 @@ def _load_zstandard(path: Path) -> _Codec:
         return _Codec("zstandard", begin, library.ZstdError)
     what = "is compressed with zstandard, which cannot be read here"
     why = "the package zstandard is not installed"
-    remedy = "Install evergrad-trainer[zstd], or compress the file with gzip"
+    remedy = "Run `pip install zstandard`, or compress the file with gzip"
     raise DataError(Problem(str(path), what, why, remedy))
 
 

@@ -52,5 +52,5 @@ def check_trackers(training: Training) -> Iterator[Problem]:
                 f"spec.training.logging.trackers[{index}].type",
                 f"{tracker.type} needs the {plural} {', '.join(missing)}",
                 "not installed here",
-                f"Install the extra, pip install 'evergrad-trainer[{tracker.type}]', or remove the tracker",
+                f"Run `pip install {' '.join(missing)}`, or remove the tracker",
             )

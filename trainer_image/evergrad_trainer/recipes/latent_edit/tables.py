@@ -152,7 +152,7 @@ def _read_parquet(
         arrow_error: type[Exception] = importlib.import_module("pyarrow").ArrowException
     except ImportError:
         what, why = "cannot be read here", "the package pyarrow is not installed"
-        remedy = "Install evergrad-trainer[parquet], or convert the table to JSON Lines"
+        remedy = "Run `pip install pyarrow`, or convert the table to JSON Lines"
         raise DataError(Problem(path, what, why, remedy)) from None
     number = 0
     with file.path.open("rb") as raw:
