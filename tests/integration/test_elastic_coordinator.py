@@ -1,6 +1,7 @@
 """The coordinator dies: alone, with a node, with all nodes, and for longer than the lease."""
 
 import json
+import os
 import signal
 import urllib.request
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 from elastic_helpers import STEPS, Cluster, fault
 from patience import PATIENCE
-from run_helpers import STOPPED_SAVED, checkpoints, steps_of
+from run_helpers import STOPPED_SAVED, checkpoints, events, steps_of
 
 MakeCluster = Callable[..., Cluster]
 
@@ -73,6 +74,28 @@ def test_all_lost_together_go_on_from_the_newest_checkpoint(
     cluster.finish()
     cluster.check(undisturbed.at("undisturbed"), is_state_lost=True)
     assert steps_of(cluster.directory) == [*range(1, 9), *range(6, STEPS + 1)]
+
+
+@pytest.mark.parametrize("place", ["announce", "provenance"])
+def test_a_fallback_is_written_also_if_rank_0_is_lost_before_it_has_written_it(
+    make_elastic: MakeCluster, undisturbed: Any, place: str
+) -> None:
+    holds = [fault("hold", "slot", node=0, step=12, name="held")]
+    cluster = make_elastic(expect=2, options=("--lease", "2")).start(faults=holds)
+    cluster.until_held()
+    cluster.until(lambda: checkpoints(cluster.directory) == [5, 10], "two checkpoints")
+    kill_coordinator(cluster)
+    for node in cluster.nodes.values():
+        node.kill()
+    shard = cluster.directory / "checkpoints" / "step-10" / "rank-00000.bin"
+    os.truncate(shard, shard.stat().st_size - 1)
+
+    cluster.start(faults=[fault("SIGKILL", place, node=0, to="node", name="kill")])
+    cluster.finish(nodes=[1])
+    assert cluster.has_happened("kill")
+    (fallback,) = events(cluster.directory, "fallback")
+    assert fallback["checkpoint"] == "step-10"
+    cluster.check(undisturbed.at("undisturbed"), is_state_lost=True)
 
 
 def test_away_for_longer_than_the_lease_training_pauses_and_goes_on_in_its_processes(

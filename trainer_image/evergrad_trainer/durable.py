@@ -78,6 +78,16 @@ def is_temporary(name: str, of: str) -> bool:
     return name.startswith(f".{of}.") and name.endswith(_TEMPORARY)
 
 
+def fsync_file(path: Path) -> None:
+    """Make what any process has written into ``path`` survive a power cut. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with naming(path):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def fsync_directory(path: Path) -> None:
     """Make names created, renamed or removed in ``path`` survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -1,8 +1,12 @@
 """One exit code for a run out of those of its nodes."""
 
-import pytest
+import time
+from pathlib import Path
 
-from evergrad_trainer.node.local import combine_node_codes
+import pytest
+from patience import PATIENCE
+
+from evergrad_trainer.node.local import LocalNodes, combine_node_codes
 
 
 @pytest.mark.parametrize(
@@ -23,3 +27,40 @@ def test_the_gravest_that_counts_wins_and_an_unsaved_state_is_never_called_saved
     codes: list[int], expected: int
 ) -> None:
     assert combine_node_codes(dict(enumerate(codes))) == expected
+
+
+def test_a_node_that_fails_while_others_train_is_reported_then_and_at_the_end(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def be_node(index: int) -> int:
+        while index == 0 and not (tmp_path / "end").exists():
+            time.sleep(0.01)
+        return 64 if index == 1 else 0
+
+    nodes = LocalNodes(be_node, 2)
+    nodes.start()
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while 1 not in nodes.ended and time.monotonic() < deadline:
+            nodes.poll()
+            time.sleep(0.01)
+        assert (
+            "warning: node 1 ended with exit code 64 and is not replaced: the run continues with 1 of 2 nodes"
+            in capfd.readouterr().err
+        )
+        (tmp_path / "end").touch()
+        while not nodes.are_over and time.monotonic() < deadline:
+            nodes.poll()
+            time.sleep(0.01)
+    finally:
+        nodes.close()
+    assert nodes.ended == {0: 0, 1: 64}
+    assert nodes.describe_missing().startswith(
+        "warning: the run ended without node 1 (exit code 64): 1 of 2 nodes trained to its end"
+    )
+
+
+def test_a_run_whose_nodes_all_fail_is_not_said_to_have_ended_without_some() -> None:
+    nodes = LocalNodes(lambda index: 0, 2)
+    nodes.ended.update({0: 70, 1: 70})
+    assert nodes.describe_missing() == ""

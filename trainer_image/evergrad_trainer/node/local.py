@@ -40,6 +40,8 @@ _REPLACE_SECONDS = 1.0
 """Before a lost node is started again; a cluster takes about as long."""
 _ASK_SECONDS = 0.1
 """Between two questions to a coordinator whose nodes have all ended."""
+_FAILED = (ExitCode.USER_ERROR, ExitCode.INTERNAL)
+"""Exit codes of a node that has failed and is not started again."""
 _FINAL = (
     ExitCode.DONE,
     ExitCode.USER_ERROR,
@@ -277,12 +279,37 @@ class LocalNodes:
                 node.lost_at = now
                 if code in _FINAL:
                     self.ended[node.index] = code
+                    self._report_end(node.index, code)
             elif (
                 self.is_replacing
                 and node.index not in self.ended
                 and now - node.lost_at > _REPLACE_SECONDS
             ):
                 self.start_node(node.index)
+
+    def _report_end(self, index: int, code: int) -> None:
+        """Say that a node has failed for good while others still train."""
+        left = [node for node in self.nodes.values() if node.lost_at is None]
+        if code in _FAILED and left:
+            print(
+                f"warning: node {index} ended with exit code {code} and is not replaced: the run continues "
+                f"with {len(left)} of {self.num_nodes} nodes, as spec.nodes.min allows",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def describe_missing(self) -> str:
+        """Name the nodes that failed for good in a run that others completed; empty if there are none."""
+        failed = sorted(index for index, code in self.ended.items() if code in _FAILED)
+        if not failed or len(failed) == self.num_nodes:
+            return ""
+        names = ", ".join(
+            f"node {index} (exit code {self.ended[index]})" for index in failed
+        )
+        return (
+            f"warning: the run ended without {names}: {self.num_nodes - len(failed)} of {self.num_nodes} "
+            "nodes trained to its end. The reason is in the messages above and in the run's logs folder"
+        )
 
     @property
     def are_over(self) -> bool:
@@ -366,6 +393,8 @@ def run_local(
             )
             return int(ExitCode.STOPPED_UNSAVED)
         code = coordinator.wait(_END_SECONDS)
+        if missing := nodes.describe_missing():
+            print(missing, file=sys.stderr, flush=True)
         return combine_node_codes(nodes.ended) if code is None or code < 0 else code
     except _LeaveAtOnce:
         print(describe_abrupt_end(coordinator.checkpoints), file=sys.stderr)

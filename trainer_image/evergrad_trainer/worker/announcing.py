@@ -15,6 +15,7 @@ from evergrad_manifest.differences import ABSENT, Change
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.identity import changed_settings, from_wire
 from evergrad_trainer.data.places import DATA_START
+from evergrad_trainer.durable import fsync_file
 from evergrad_trainer.models.compilation import should_compile
 from evergrad_trainer.models.compile_cache import save_compiled
 from evergrad_trainer.models.determinism import describe_determinism
@@ -23,6 +24,7 @@ from evergrad_trainer.optim.schedule import build_schedule
 from evergrad_trainer.provenance.record import read_processes, record_process
 from evergrad_trainer.records import TOKENS, Event, EventType, RunInfo
 from evergrad_trainer.resume import resolved_record
+from evergrad_trainer.run_directory import reported
 from evergrad_trainer.run_record import (
     ANNOUNCED,
     BEGUN_FROM,
@@ -95,6 +97,9 @@ def announce(session: Session, machinery: Machinery) -> None:
         _announce_extension(session, from_steps=known.steps)
     if pending:
         # Last: after a kill before this, the next start says it again, and a repeated event does no harm.
+        # The events are on the disk first: a power cut must not keep this record and lose them.
+        with reported(session.directory.events, what="cannot be brought to the disk"):
+            fsync_file(session.directory.events)
         session.directory.write_resolved(record)
 
 

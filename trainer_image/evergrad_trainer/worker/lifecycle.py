@@ -3,12 +3,13 @@ world or many."""
 
 import contextlib
 import sys
+from dataclasses import dataclass
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_manifest.errors import EvergradError
 from evergrad_trainer.checkpoint.generations import claim_exactly
 from evergrad_trainer.errors import DivergedError, PeerLostError
-from evergrad_trainer.records import EventType
+from evergrad_trainer.records import Event, EventType
 from evergrad_trainer.training.build import Machinery
 from evergrad_trainer.training.loop import train
 from evergrad_trainer.training.progress import published_step
@@ -28,6 +29,14 @@ _LANDING_SECONDS = 0.5
 _MANY_SAVES = 1_000_000
 """More than one world ever makes: ranks that save alone under the number of the same world do not share a
 name."""
+
+
+@dataclass(frozen=True)
+class Unwritten:
+    """Events of a world's start that only its rank 0 writes, and the newest step finished by then."""
+
+    finished_steps: int = -1
+    events: tuple[Event, ...] = ()
 
 
 class Lifecycle:
@@ -52,6 +61,7 @@ class Lifecycle:
         self._writer = writer
         self._rank = 0
         self._has_ended_run = False
+        self._unwritten = Unwritten()
         self._undecided_at = -1
         """Newest step at which replicas differed and no majority could tell which is right."""
         self._do_hosts_differ = False
@@ -113,8 +123,8 @@ class Lifecycle:
             session.release_events()
         # Events of this world's start wait until the one that says that it has begun, and with them those of
         # a world that broke before it had.
-        if is_new or session.waiting is None:
-            session.waiting = []
+        if session.waiting is None:
+            session.waiting = self._take_unwritten()
         self.life.enter(Phase.SETTLE)
         # Collectives: after this all ranks hold one state.
         is_fresh = settle(session, self._machinery, self._run, self.life)
@@ -124,7 +134,11 @@ class Lifecycle:
         self.life.enter(Phase.TRAIN)
         self._worlds.trains(world, session.progress.finished_steps)
         if not world.is_main:
-            # Rank 0 writes what the start of this world has to say.
+            # Rank 0 writes what the start of this world has to say. If it is lost before the first step, the
+            # next rank 0 does.
+            self._unwritten = Unwritten(
+                session.progress.finished_steps, tuple(session.waiting or ())
+            )
             session.waiting = None
             self._release()
         else:
@@ -156,6 +170,14 @@ class Lifecycle:
                 # Last: where this process dies before others know of the end, they go on, see the file and
                 # stop a step later.
                 session.directory.consume_stop_file()
+
+    def _take_unwritten(self) -> list[Event]:
+        """Events of the last world's start, if it trained no step, so that its rank 0 may not have written
+        them. An event that is written twice does no harm, and one that is lost does."""
+        unwritten, self._unwritten = self._unwritten, Unwritten()
+        if unwritten.finished_steps != self._session.progress.finished_steps:
+            return []
+        return list(unwritten.events)
 
     def _leave(self, world: World | None, broken_by: EvergradError | None) -> None:
         """Out of the group, whatever has become of it.
