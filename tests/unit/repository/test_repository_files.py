@@ -144,20 +144,6 @@ def test_modules_of_the_product_stay_below_500_lines(
     } == {}
 
 
-def test_functions_of_the_product_stay_below_60_lines(
-    texts: dict[Path, str], root: Path
-) -> None:
-    too_long = []
-    for name, text in python_files(texts, root, PRODUCT).items():
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                size = (node.end_lineno or node.lineno) - node.lineno + 1
-                too_long += (
-                    [f"{name}:{node.lineno} {node.name}: {size} lines"] if size > 60 else []
-                )
-    assert too_long == []
-
-
 def test_the_coordinator_imports_the_standard_library_and_itself_only(
     texts: dict[Path, str], root: Path
 ) -> None:
