@@ -313,6 +313,41 @@ def test_one_rank_without_space_fails_the_save_on_every_rank_and_training_goes_o
     assert [path.name for path in directory.glob("step-*")] == ["step-20"]
 
 
+class FullUntilGone:
+    """A volume that is full for one rank as long as a checkpoint exists, once it is armed."""
+
+    def __init__(self, checkpoint: Path, *, rank: int) -> None:
+        self._checkpoint, self._rank, self.is_armed = checkpoint, rank, False
+
+    def reached(self, point: str, rank: int) -> None:
+        is_here = (point, rank) == (faults.MID_SHARD, self._rank)
+        if self.is_armed and is_here and self._checkpoint.exists():
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+
+def save_on_a_full_volume(world: World, directory: Path) -> Events:
+    hook = FullUntilGone(directory / "step-10", rank=1)
+    manager, events = make_manager(world, directory, hook=hook, keep=2)
+    for step in (10, 20):
+        manager.save(step, whole_state(step), extra={}, wait=True)
+    hook.is_armed = True
+    for step in (30, 40):
+        manager.save(step, whole_state(step), extra={}, wait=True)
+    return events
+
+
+def test_all_ranks_save_again_after_the_oldest_checkpoint_made_room_for_one_of_them(
+    tmp_path: Path,
+) -> None:
+    directory = tmp_path / "checkpoints"
+    first, second = processes.values(
+        processes.run_world(save_on_a_full_volume, size=2, directory=directory)
+    )
+    assert [type_ for type_, _ in first] == ["save", "save", "save", "warning", "save"]
+    assert [type_ for type_, _ in second] == ["save"] * 4
+    assert sorted(path.name for path in directory.glob("step-*")) == ["step-30", "step-40"]
+
+
 def fail_until_error(world: World, directory: Path) -> str:
     manager, events = make_manager(
         world, directory, hook=FailAt(faults.MID_SHARD, rank=1), maxFailures=3

@@ -17,6 +17,7 @@ EvergradError                 internal, exit 70
 └── DivergedError             ranks that should hold the same state do not
 """
 
+from evergrad_coordinator.causes import Trouble
 from evergrad_coordinator.contract import ErrorKind
 from evergrad_manifest.errors import EvergradError, InputError
 
@@ -63,6 +64,7 @@ class FencedError(InputError):
 
     code = "input.fenced"
     is_agreed = True
+    trouble: Trouble = "fenced"
 
 
 class HostError(EvergradError):
@@ -80,6 +82,11 @@ class VolumeError(HostError):
 
     code = "environment.volume"
 
+    def __init__(self, message: str, trouble: Trouble | None = None) -> None:
+        """``trouble``: what was wrong with the volume; None where that is not known."""
+        self.trouble = trouble
+        super().__init__(message)
+
 
 class TaskError(EvergradError):
     """A task of the user's own failed in a step after others had gone well. Names its file and line."""
@@ -93,10 +100,16 @@ class SaveError(EvergradError):
     code = "internal.save"
     is_agreed = True
 
-    def __init__(self, message: str, kind: ErrorKind = ErrorKind.INTERNAL) -> None:
+    def __init__(
+        self,
+        message: str,
+        kind: ErrorKind = ErrorKind.INTERNAL,
+        trouble: Trouble = "other",
+    ) -> None:
         """``kind``: ENVIRONMENT where only the volume or the host was to blame; the run then goes on once
-        that is mended."""
+        that is mended. ``trouble``: what kept the last save from being made."""
         self.kind = kind
+        self.trouble = trouble
         super().__init__(message)
 
 

@@ -2,8 +2,10 @@
 author."""
 
 import errno
+from collections.abc import Mapping
 from typing import Final
 
+from evergrad_coordinator.causes import Trouble
 from evergrad_coordinator.contract import ErrorKind
 from evergrad_manifest.errors import EvergradError, InputError
 
@@ -38,12 +40,39 @@ ENOENT is not among them: a file that a manifest names should be there on every 
 """
 
 
+_TROUBLES: Final[Mapping[int, Trouble]] = {
+    errno.ENOSPC: "no_space",
+    errno.EDQUOT: "no_space",
+    errno.EROFS: "read_only",
+    errno.EACCES: "permission",
+    errno.EPERM: "permission",
+    errno.ETIMEDOUT: "timeout",
+}
 _VOLUME_ERRNOS: Final = frozenset({errno.EIO, errno.ESTALE, errno.EREMOTEIO})
 
 
 def is_host_trouble(error: BaseException) -> bool:
     """Whether another host, or this one at another time, may do better."""
     return isinstance(error, OSError) and error.errno in HOST_ERRNOS
+
+
+def trouble_of(error: BaseException) -> Trouble:
+    """The trouble that an error is about, as a value of the vocabulary of causes: the error's own
+    ``trouble``, or the number of the operating system's error that it was raised from."""
+    cause: BaseException | None = error
+    while cause is not None:
+        own: Trouble | None = getattr(cause, "trouble", None)
+        if own is not None:
+            return own
+        if isinstance(cause, OSError):
+            return _TROUBLES.get(cause.errno or 0, "io")
+        cause = cause.__cause__
+    return "other"
+
+
+def is_no_space(error: BaseException) -> bool:
+    """Whether the volume, or the share of it that this user may fill, is full."""
+    return trouble_of(error) == "no_space"
 
 
 def describe_host_trouble(error: BaseException) -> str | None:

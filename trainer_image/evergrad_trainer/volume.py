@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 
 from evergrad_manifest.errors import Problem
 from evergrad_trainer.errors import VolumeError
-from evergrad_trainer.host_trouble import HOST_ERRNOS
+from evergrad_trainer.host_trouble import HOST_ERRNOS, trouble_of
 
 PATIENCE_SECONDS: Final = 20.0
 """How long an operation is tried again while others wait for this process: longer than a server takes to fail
@@ -36,13 +36,20 @@ Result = TypeVar("Result")
 
 
 def volume_error(error: OSError, where: Path | str, what: str) -> VolumeError:
-    """Make ``error`` trouble of the host it happened on."""
-    reason = error.strerror or str(error) or type(error).__name__
-    remedy = (
-        "Nothing is wrong with the run: another host, or this one later, goes on. Check the volume, "
-        "its quota and its server"
+    """Make ``error`` trouble of the volume, or of the host it happened on."""
+    reason, trouble = (
+        error.strerror or str(error) or type(error).__name__,
+        trouble_of(error),
     )
-    return VolumeError(str(Problem(str(where), what, reason, remedy)))
+    if trouble == "no_space":
+        # Every host meets a full volume: only a person can make room.
+        remedy = "Delete what is not needed there, or enlarge the volume or its quota"
+    else:
+        remedy = (
+            "The run itself is not at fault: it is tried again, on another host if there is one. "
+            "Check the volume, its quota and its server"
+        )
+    return VolumeError(str(Problem(str(where), what, reason, remedy)), trouble)
 
 
 def retry(

@@ -17,11 +17,11 @@ import torch
 from plain_state import read_plain_state
 
 from evergrad_coordinator.contract import ErrorKind
-from evergrad_trainer.checkpoint import faults, files, saving
+from evergrad_trainer.checkpoint import catalog, faults, files, leases, saving
 from evergrad_trainer.checkpoint.generations import claim_generation
 from evergrad_trainer.checkpoint.manifest import Candidate, Identity, Manifest
-from evergrad_trainer.checkpoint.saving import trouble_of
 from evergrad_trainer.errors import CheckpointError, FencedError, SaveError, VolumeError
+from evergrad_trainer.host_trouble import trouble_of
 from evergrad_trainer.training.progress import Progress, published_step
 
 MakeSolo = Callable[..., Any]
@@ -280,6 +280,92 @@ def test_too_many_failures_in_a_row_raise_and_a_success_in_between_starts_the_co
     assert failing.types() == ["save_failed", "save_failed"]
     assert {fields["trouble"] for _, fields in failing.events} == {"no_space"}
     assert caught.value.kind is ErrorKind.ENVIRONMENT, "the run goes on once there is room"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize(
+    "point",
+    [faults.MID_SHARD, faults.BEFORE_FSYNC, faults.BEFORE_MANIFEST, faults.BEFORE_RENAME],
+)
+def test_a_full_volume_gives_up_its_oldest_checkpoint_and_the_save_succeeds(
+    make_solo: MakeSolo, point: str, number: int
+) -> None:
+    start = make_solo()
+    for step in (10, 20, 30):
+        start.save(step)
+    solo = make_solo(hook=At(point, refuse(number)), keep=3)
+    solo.save(40)
+    assert solo.types() == ["save", "warning"]
+    assert solo.events[0][1]["removed"] == "step-10" and solo.events[0][1]["kept"] == 3
+    assert "step-10 was removed" in solo.events[1][1]["message"]
+    assert solo.names() == ["step-20", "step-30", "step-40"]
+    assert os.listdir(solo.directory / ".tmp") == []
+    assert make_solo().restore() == 40
+
+
+def test_a_full_volume_never_takes_the_newest_nor_a_pinned_checkpoint(
+    make_solo: MakeSolo, make_state: MakeState
+) -> None:
+    start = make_solo(keep=9)
+    start.save(10, best=True)
+    start.manager.save(20, make_state(20), extra={"step": 20, "permanent": True}, wait=True)
+    start.save(30)
+    start.save(40)
+    solo = make_solo(
+        hook=At(faults.MID_SHARD, refuse(errno.ENOSPC), times=9), keep=9, maxFailures=9
+    )
+    solo.manager.anchors = frozenset({30})
+    solo.save(50)
+    assert solo.types() == ["save_failed"]
+    assert solo.names() == ["step-10", "step-20", "step-30", "step-40"]
+    solo.manager.anchors = frozenset()
+    with leases.hold(solo.directory, "step-30"):
+        solo.save(50)
+    assert solo.names() == ["step-10", "step-20", "step-30", "step-40"]
+
+    # Only one is left that may go; the second try fails as well, and nothing more is removed.
+    solo.save(50)
+    assert solo.names() == ["step-10", "step-20", "step-40"]
+    assert solo.types() == ["save_failed", "save_failed", "save_failed", "warning"]
+    solo.save(60)
+    assert solo.names() == ["step-10", "step-20", "step-40"]
+
+
+def test_a_pointer_without_room_does_not_keep_retention_from_making_room(
+    make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = make_solo()
+    for step in (10, 20):
+        start.save(step)
+    write, refused = catalog.replace_durably, []
+
+    def write_if_retired(path: Path, data: bytes) -> None:
+        if (path.parent / "step-10").exists():
+            refused.append(path.name)
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(path))
+        write(path, data)
+
+    monkeypatch.setattr(catalog, "replace_durably", write_if_retired)
+    solo = make_solo(keep=2)
+    solo.save(30)
+    assert refused == ["latest"]
+    assert solo.types() == ["save"] and solo.names() == ["step-20", "step-30"]
+    assert json.loads((solo.directory / "latest").read_bytes())["checkpoint"] == "step-30"
+
+
+def test_the_last_of_the_failed_saves_names_the_newest_checkpoint_and_what_to_do(
+    make_solo: MakeSolo,
+) -> None:
+    make_solo().save(10)
+    solo = make_solo(hook=At(faults.MID_SHARD, refuse(errno.EDQUOT)), maxFailures=1)
+    with pytest.raises(SaveError) as caught:
+        solo.save(20)
+    assert caught.value.trouble == "no_space"
+    words = str(caught.value)
+    assert (
+        "The newest valid checkpoint is step-10, and a restart continues from it." in words
+    )
+    assert "enlarge the volume or its quota; then start the run again" in words
 
 
 def test_poll_raises_when_the_last_allowed_failure_comes_in(

@@ -71,10 +71,10 @@ class Catalog:
         return leases.hold_if_possible(self._directory, name)
 
     def leased(self) -> set[str]:
-        """Names that readers beside the run hold. Only right after ``latest`` was written, whose time is that
-        of the volume's clock."""
-        written = os.stat(self._directory / layout.LATEST)
-        return leases.find_leased(self._directory, now=written.st_mtime)
+        """Names that readers beside the run hold. Raises OSError."""
+        # The volume's own clock, without a byte written: the volume may be full.
+        os.utime(self._directory)
+        return leases.find_leased(self._directory, now=self._directory.stat().st_mtime)
 
     def waiting(self, candidates: Sequence[Candidate]) -> set[str]:
         """Names of the newest ``candidates`` that were not evaluated yet, at most ``keep_waiting``.

@@ -16,6 +16,7 @@ from evergrad_trainer.checkpoint.layout import (
 )
 from evergrad_trainer.durable import fsync_directory, write_new
 from evergrad_trainer.errors import FencedError, RunDirectoryError, VolumeError
+from evergrad_trainer.host_trouble import is_no_space
 from evergrad_trainer.volume import retry, volume_error
 
 
@@ -73,7 +74,7 @@ def claim_exactly(directory: Path, generation: int) -> None:
                 os.fsync(file.fileno())
             except OSError as error:
                 # The fence reads names alone. Those who hold the state train on where nothing can be saved.
-                if error.errno not in _NO_SPACE:
+                if not is_no_space(error):
                     raise
         fsync_directory(directory / GENERATIONS)
 
@@ -123,7 +124,6 @@ def _claim() -> bytes:
 
 
 _NOT_RECORDED: Final = "this start cannot be recorded"
-_NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)
 _NO_DIRECTORY: Final = (
     errno.ENOTDIR,
     errno.EISDIR,

@@ -42,7 +42,8 @@ _GENERATION = re.compile(r"[0-9]{6,18}")
 class Version:
     """The save that a checkpoint is of. Versions compare as (step, generation, serial); later is greater.
 
-    ``serial`` numbers the saves of one generation from 1, so that a version is unique in a run directory.
+    ``serial`` numbers the saves of one generation from 1, and their second tries, so that a version is unique
+    in a run directory.
     """
 
     step: int

@@ -24,6 +24,7 @@ from evergrad_trainer.checkpoint.saving import (
     Outcome,
     Published,
     SaveOrder,
+    find_newest_valid,
     ignore_solo_warning,
     run_save,
 )
@@ -95,6 +96,7 @@ class CheckpointManager:
         self._fence = Fence(directory, membership)
         self._flight: _Flight | None = None
         self._serial = 0
+        self._has_warned_of_room = False
 
     def enter_world(self, *, failures: int, saves: int = 0) -> None:
         """Begin to save in ``membership.world``, which is new. ``failures``: in a row so far, as the ranks
@@ -276,13 +278,31 @@ class CheckpointManager:
         # A fenced save is no failure of the volume; ``wait`` raises its own error.
         if self.failures >= self._settings.max_failures and outcome.fenced is None:
             kind = ErrorKind.ENVIRONMENT if outcome.is_of_host else ErrorKind.INTERNAL
-            failed = f"{self._directory}: {self.failures} saves in a row have failed"
-            raise SaveError(f"{failed}; the last one: {outcome.reason}", kind)
+            raise SaveError(self._describe_failed_saves(outcome), kind, outcome.trouble)
         return outcome
+
+    def _describe_failed_saves(self, outcome: Outcome) -> str:
+        """What happened, where a restart would continue, and what to do."""
+        times = "save has" if self.failures == 1 else "saves in a row have"
+        text = f"{self._directory}: {self.failures} {times} failed; the last one: {outcome.reason}."
+        # One rank looks, and it speaks for all.
+        newest = None
+        if self._membership.world.is_main:
+            newest = find_newest_valid(self._store)
+        if newest is not None:
+            text += f" The newest valid checkpoint is {newest}, and a restart continues from it."
+        if outcome.trouble == "no_space":
+            return (
+                f"{text} Delete what is not needed on the volume, or enlarge the volume or its quota; "
+                "then start the run again"
+            )
+        return f"{text} Check the volume; then start the run again"
 
     def _report(self, flight: _Flight) -> Outcome:
         """Count a save that has ended and make it an event."""
         outcome = flight.background.outcome
+        # A second try has used the serial behind its own.
+        self._serial += outcome.serials - 1
         published = outcome.published
         if published is not None:
             self.failures = 0
@@ -295,7 +315,10 @@ class CheckpointManager:
                 "kept": outcome.kept,
                 "best": flight.best,
             }
+            if outcome.removed:
+                fields["removed"] = outcome.removed
             self._on_event(EventType.SAVE, fields)
+            self._warn_of_removal(outcome)
             return outcome
 
         # A lost peer ends this world, and the next one saves again: that counts for no failure.
@@ -309,4 +332,17 @@ class CheckpointManager:
             "blocking_seconds": flight.blocking_seconds,
         }
         self._on_event(EventType.SAVE_FAILED, fields)
+        self._warn_of_removal(outcome)
         return outcome
+
+    def _warn_of_removal(self, outcome: Outcome) -> None:
+        """Report the first checkpoint of this process that was removed early; later ones are in the events
+        of their saves."""
+        if not outcome.removed or self._has_warned_of_room:
+            return
+        self._has_warned_of_room = True
+        text = (
+            f"{self._directory}: the volume is full; {outcome.removed} was removed before a newer "
+            "checkpoint existed, to make room for that. Enlarge the volume, or lower checkpoint.keep"
+        )
+        self._on_event(EventType.WARNING, {"message": text})

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from evergrad_coordinator.causes import Trouble
 from evergrad_coordinator.contract import CheckpointFile
 from evergrad_manifest.errors import EvergradError
 from evergrad_trainer.checkpoint.files import HASH_ALGORITHM, hash_bytes
@@ -32,6 +33,7 @@ class InvalidCheckpointError(EvergradError):
     """
 
     code = "internal.checkpoint_damaged"
+    trouble: Trouble = "invalid"
 
 
 class UnknownFormatError(EvergradError):

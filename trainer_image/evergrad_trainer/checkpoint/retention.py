@@ -38,5 +38,14 @@ def choose_removals(
     ]
 
 
+def choose_next_removal(
+    valid: Sequence[Candidate], *, pinned: Collection[str]
+) -> str | None:
+    """The name that ``choose_removals`` would give next if there were more checkpoints: the oldest that is
+    not pinned. Never the newest of the ``valid`` candidates, which a restart needs."""
+    ordered = sorted(valid, key=_version)
+    return next((one.name for one in ordered[:-1] if one.name not in pinned), None)
+
+
 def _version(candidate: Candidate) -> Version:
     return candidate.version

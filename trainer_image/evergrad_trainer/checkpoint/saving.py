@@ -4,7 +4,6 @@ Runs in a thread of its own on every rank.
 """
 
 import contextlib
-import errno
 import functools
 import importlib.metadata
 import logging
@@ -14,8 +13,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from evergrad_coordinator.causes import Trouble
+from evergrad_coordinator.causes import Trouble, read_trouble
 from evergrad_trainer.checkpoint.dcp_storage import SnapshotPlanner, StoreWriter
 from evergrad_trainer.checkpoint.faults import AFTER_SHARDS
 from evergrad_trainer.checkpoint.layout import BEST, LATEST, TENSORS, Version
@@ -36,11 +35,15 @@ from evergrad_trainer.checkpoint.manifest import (
     Manifest,
     UnknownFormatError,
 )
-from evergrad_trainer.checkpoint.retention import choose_best, choose_removals
+from evergrad_trainer.checkpoint.retention import (
+    choose_best,
+    choose_next_removal,
+    choose_removals,
+)
 from evergrad_trainer.checkpoint.store import Store
 from evergrad_trainer.checkpoint.tensor_table import Table, encode_table
 from evergrad_trainer.errors import FencedError
-from evergrad_trainer.host_trouble import is_host_trouble
+from evergrad_trainer.host_trouble import is_host_trouble, is_no_space, trouble_of
 
 BACKGROUND_NICENESS = 10
 """Niceness of a save beside training: training goes first, and the save still ends within seconds on cores
@@ -93,6 +96,8 @@ class Outcome:
 
     ``is_peer_lost``: its group broke, which says nothing about the volume. ``is_of_host``: trouble of a
     volume or a host, which may pass, was all that was wrong. ``trouble``: the reason as a value.
+    ``is_agreed``: all ranks have the same outcome. ``serials``: how many this save has used, one for each
+    try. ``removed`` (rank 0): the checkpoint that was removed to make room for this save, empty for none.
     """
 
     published: Published | None = None
@@ -102,6 +107,9 @@ class Outcome:
     is_peer_lost: bool = False
     is_of_host: bool = False
     trouble: Trouble = "other"
+    is_agreed: bool = False
+    serials: int = 1
+    removed: str = ""
 
 
 class BackgroundSave:
@@ -154,10 +162,36 @@ def ignore_solo_warning() -> None:
 
 
 def run_save(store: Store, order: SaveOrder, planner: SnapshotPlanner) -> Outcome:
-    """Write, publish, mark, retire old checkpoints.
+    """Write, publish, mark, retire old checkpoints; on a full volume, remove one first and try once more.
 
     Failures of any rank come back as the same outcome on all; never raises.
     """
+    outcome = _save_once(store, order, planner)
+    if outcome.trouble != "no_space" or not outcome.is_agreed:
+        return outcome
+
+    # The volume may have room for all checkpoints that are kept, and not for one more beside them.
+    try:
+        has_room, removed = _make_room(store, order)
+    except RuntimeError as error:
+        # Only a lost peer ends the exchange, and the next world saves again.
+        return replace(
+            outcome,
+            reason=f"rank {order.rank}: {error}",
+            trouble="peer_lost",
+            is_peer_lost=True,
+            is_of_host=False,
+        )
+    if not has_room:
+        return outcome
+    # Its own directory, so that nothing of the first try can get into it.
+    version = replace(order.version, serial=order.version.serial + 1)
+    again = _save_once(store, replace(order, version=version), planner)
+    return replace(again, removed=removed, serials=2)
+
+
+def _save_once(store: Store, order: SaveOrder, planner: SnapshotPlanner) -> Outcome:
+    """One try to write and publish, and the tidying up after it."""
     started = time.monotonic()
     publish = functools.partial(_publish, store, order)
     writer = StoreWriter(
@@ -246,32 +280,11 @@ def _publish(
 
 def _settle(store: Store, order: SaveOrder, name: str) -> int:
     """Write the pointers and retire old checkpoints; how many valid ones there are now. Raises OSError."""
-    store.catalog.write_pointer(LATEST, name, order.version)
-    if order.best:
-        store.catalog.write_pointer(BEST, name, order.version)
+    # Retention goes on without the pointers: on a full volume it makes the room that they need.
+    is_pointed = _write_pointers(store, order, name)
 
-    # Damaged ones neither count nor are removed: ``keep`` is of checkpoints that a restart can use. Nor do
-    # those that cannot be read now, which must not keep the others from being retired.
-    valid: list[Candidate] = []
-    for candidate in store.catalog.scan():
-        try:
-            if candidate.name != name:
-                store.reader.validate(candidate.name, checksums=False)
-            valid.append(candidate)
-        except OSError as error:
-            _log.warning("%s cannot be read and is left alone: %s", candidate.name, error)
-        except (InvalidCheckpointError, UnknownFormatError):
-            pass
-    pinned = {name, *store.catalog.leased()}
-    pinned |= store.catalog.waiting(valid)
-    if (best := choose_best(valid, store.catalog.read_pointer(BEST))) is not None:
-        pinned.add(best)
-    pinned |= {
-        one.name
-        for one in valid
-        if one.version.step in order.anchors
-        or (one.manifest is not None and one.manifest.is_permanent)
-    }
+    valid = _list_valid(store, known=name)
+    pinned = _find_pinned(store, order, valid) | {name}
     kept = len(valid)
     for one in choose_removals(valid, keep=order.keep, pinned=pinned):
         try:
@@ -279,7 +292,94 @@ def _settle(store: Store, order: SaveOrder, name: str) -> int:
             kept -= 1
         except OSError as error:
             _log.warning("%s could not be removed: %s", one, error)
+
+    if not is_pointed and not _write_pointers(store, order, name):
+        _log.warning("%s is published; the pointer to it could not be written", name)
     return kept
+
+
+def _write_pointers(store: Store, order: SaveOrder, name: str) -> bool:
+    """Let ``latest``, and ``best.json`` for the best one, name the checkpoint; whether they do.
+
+    Raises OSError for anything but a full volume.
+    """
+    try:
+        store.catalog.write_pointer(LATEST, name, order.version)
+        if order.best:
+            store.catalog.write_pointer(BEST, name, order.version)
+    except OSError as error:
+        if not is_no_space(error):
+            raise
+        return False
+    return True
+
+
+def find_newest_valid(store: Store) -> str | None:
+    """The name of the newest checkpoint that a restart can use; None where there is none, or none is
+    readable now."""
+    try:
+        return next((one.name for one in _list_valid(store)), None)
+    except OSError as error:
+        _log.warning("the checkpoints cannot be listed: %s", error)
+        return None
+
+
+def _list_valid(store: Store, *, known: str = "") -> list[Candidate]:
+    """Checkpoints that a restart can use, newest first. ``known``: one that needs no validation.
+
+    Damaged ones neither count nor are removed: ``keep`` is of checkpoints that a restart can use. Nor do
+    those that cannot be read now, which must not keep the others from being retired.
+    """
+    valid: list[Candidate] = []
+    for candidate in store.catalog.scan():
+        try:
+            if candidate.name != known:
+                store.reader.validate(candidate.name, checksums=False)
+            valid.append(candidate)
+        except OSError as error:
+            _log.warning("%s cannot be read and is left alone: %s", candidate.name, error)
+        except (InvalidCheckpointError, UnknownFormatError):
+            pass
+    return valid
+
+
+def _find_pinned(store: Store, order: SaveOrder, valid: list[Candidate]) -> set[str]:
+    """Names of checkpoints that retention leaves, however old they are. Raises OSError."""
+    pinned = {*store.catalog.leased(), *store.catalog.waiting(valid)}
+    if (best := choose_best(valid, store.catalog.read_pointer(BEST))) is not None:
+        pinned.add(best)
+    return pinned | {
+        one.name
+        for one in valid
+        if one.version.step in order.anchors
+        or (one.manifest is not None and one.manifest.is_permanent)
+    }
+
+
+def _make_room(store: Store, order: SaveOrder) -> tuple[bool, str]:
+    """Remove the checkpoint that retention would remove next, if there is one: whether it is gone, on all
+    ranks, and its name, on rank 0.
+
+    Raises RuntimeError where a peer is lost.
+    """
+    removed = ""
+    if order.rank == 0:
+        try:
+            valid = _list_valid(store)
+            pinned = _find_pinned(store, order, valid)
+            removed = choose_next_removal(valid, pinned=pinned) or ""
+            if removed:
+                store.catalog.remove(removed)
+        except OSError as error:
+            _log.warning("no room could be made for %s: %s", order.version, error)
+            removed = ""
+    if order.group is None:
+        return bool(removed), removed
+
+    # All ranks try again together, or none does.
+    has_room = torch.tensor([int(bool(removed))])
+    dist.broadcast(has_room, group=order.group, group_src=0)
+    return bool(has_room.item()), removed
 
 
 def _describe_failures(error: CheckpointException) -> Outcome:
@@ -294,32 +394,13 @@ def _describe_failures(error: CheckpointException) -> Outcome:
         reason += f"; and {len(failures) - 3} ranks more"
     fences = [failure for _, (failure, _) in failures if isinstance(failure, FencedError)]
     is_of_host = all(is_host_trouble(failure) for _, (failure, _) in failures)
+    # The volume is one for all ranks: if it was full for one of them, that explains the save's failure.
+    troubles = [trouble_of(failure) for _, (failure, _) in failures]
+    known = [one for one in ("fenced", "no_space") if one in troubles]
     return Outcome(
         reason=reason,
         fenced=fences[0] if fences else None,
         is_of_host=is_of_host,
-        trouble="fenced" if fences else trouble_of(failures[0][1][0]),
+        trouble=read_trouble(known[0]) if known else troubles[0],
+        is_agreed=True,
     )
-
-
-_TROUBLES: Mapping[int, Trouble] = {
-    errno.ENOSPC: "no_space",
-    errno.EDQUOT: "no_space",
-    errno.EROFS: "read_only",
-    errno.EACCES: "permission",
-    errno.EPERM: "permission",
-    errno.ETIMEDOUT: "timeout",
-}
-
-
-def trouble_of(error: BaseException) -> Trouble:
-    """The reason that kept a save from being made, as a value of the vocabulary of causes."""
-    if isinstance(error, FencedError):
-        return "fenced"
-    if isinstance(error, InvalidCheckpointError):
-        return "invalid"
-    cause: BaseException | None = error
-    # An error of ours that was raised from one of the operating system.
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__
-    return "other" if cause is None else _TROUBLES.get(cause.errno or 0, "io")

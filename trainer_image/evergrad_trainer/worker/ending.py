@@ -89,7 +89,10 @@ def close_run(
             print(f"report: {write_report(session.directory.path).html}", flush=True)
         except Exception as error:  # noqa: BLE001 - the training is done and saved; a report can be made again at any time
             _log.exception("the report could not be written")
-            print(f"warning: no report was made: {error}. Try: {later}", file=sys.stderr)
+            print(
+                f"warning: no report was made: {str(error).rstrip('.')}. Try: {later}",
+                file=sys.stderr,
+            )
     if code == ExitCode.STOPPED_SAVED and reason != "non_finite":
         print(f"to go on behind step {step}: the same command", flush=True)
     if not is_saved:

@@ -8,8 +8,8 @@ from typing import Final
 
 from evergrad_manifest.errors import Problem
 from evergrad_trainer.errors import DataError
+from evergrad_trainer.host_trouble import is_no_space
 
-_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FORBIDDEN: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
@@ -29,7 +29,7 @@ def disk_problem(error: OSError, path: Path) -> Problem:
     """The user's view of an OSError met while prepared data was written or read below ``path``."""
     where = str(error.filename or path)
     reason = error.strerror or str(error)
-    if error.errno in _FULL:
+    if is_no_space(error) or error.errno == errno.EFBIG:
         remedy = (
             f"Free space on the file system of {path} (prepared data no run uses any more, unfinished "
             ".tmp-* attempts), or set data.preparedDirectory to a larger one, and start again"
