@@ -30,8 +30,9 @@ Planned = Literal["node_joined", "node_left", "capacity_changed"]
 """Why a group changes at a step boundary, with all of its members."""
 Lost = Literal["node_lost", "coordinator_lost"]
 """Loss of a node or of the coordinator that had not announced that it leaves."""
-ChangeCause = BreakCause | Planned | Lost | Literal["other"]
-"""Why a group gave way to another one. ``other``: no cause was given, or one of another version."""
+ChangeCause = BreakCause | Planned | Lost | Literal["volume_full", "other"]
+"""Why a group gave way to another one. ``volume_full``: ``environment``, where the trouble is ``no_space``.
+``other``: no cause was given, or one of another version."""
 Trouble = Literal[
     "no_space",
     "read_only",
@@ -146,6 +147,7 @@ CHANGES: Final[Mapping[ChangeCause, Cause]] = {
     "setup_failed": Cause("group could not be set up", PodCause.WORKER_CRASH),
     "peer_lost": Cause("connection to a peer lost", PodCause.WORKER_CRASH),
     "environment": Cause("trouble of a host", PodCause.HOST_FAULT),
+    "volume_full": Cause("volume full", PodCause.VOLUME_FULL),
     "numeric": Cause("value not finite, or replicas differ", PodCause.WORKER_CRASH),
     "user_error": Cause("error of the run itself", PodCause.USER_ERROR),
     "other": Cause("other"),
@@ -203,6 +205,12 @@ def read_change(value: object) -> ChangeCause:
     """Reads a cause of CHANGES; anything else is ``other``, such as the sentence of an older file."""
     # Not an error: reports read the files of every version.
     return next((cause for cause in CHANGES if cause == value), "other")
+
+
+def specify_break(cause: BreakCause, trouble: str) -> ChangeCause:
+    """The cause of a change whose group broke: a full volume is no trouble of a host, since each host meets
+    it. ``trouble``: one of TROUBLES, empty where none was given."""
+    return "volume_full" if cause == "environment" and trouble == "no_space" else cause
 
 
 def read_trouble(value: object) -> Trouble:

@@ -95,6 +95,8 @@ OPERATIONAL_SECTIONS: Final = (
 next."""
 SOFT_LIMIT_SECONDS: Final = 120
 """Default time, in seconds, that a coordinator waits for a group to stop at its next step boundary."""
+SEE_LOGS: Final = "See that rank's log in logs/."
+"""Last sentence of a coordinator about a worker that failed; the operator, which knows more, replaces it."""
 UNDISTURBED_SECONDS: Final = 600.0
 """Time between two failures, in seconds, that counts as progress of a script which reports none."""
 
@@ -143,17 +145,18 @@ MAX_TERMINATION_BYTES: Final = 4096
 """Length of a container's termination message that Kubernetes keeps, in bytes."""
 
 
-def encode_termination(kind: ErrorKind, text: str) -> bytes:
+def encode_termination(kind: ErrorKind, text: str, trouble: str = "") -> bytes:
     """A container's termination message: one JSON object whose ``message`` keeps its beginning
-    and its end."""
+    and its end. ``trouble``: one of causes.TROUBLES, empty for none."""
+    head = {"kind": str(kind)} | ({"trouble": trouble} if trouble else {})
     text = text.strip()
-    data = json.dumps({"kind": kind, "message": text}).encode("ascii")
+    data = json.dumps({**head, "message": text}).encode("ascii")
     while len(data) > MAX_TERMINATION_BYTES:
         # The end is cut least: a traceback has its cause there, and its place at the beginning.
         text = (
             text[: len(text) // 4].rstrip() + "\n...\n" + text[-(len(text) // 2) :].lstrip()
         )
-        data = json.dumps({"kind": kind, "message": text}).encode("ascii")
+        data = json.dumps({**head, "message": text}).encode("ascii")
     return data
 
 
@@ -166,6 +169,15 @@ def decode_termination(message: str) -> tuple[ErrorKind | None, str]:
         return ErrorKind(found["kind"]), str(found["message"])
     except (ValueError, TypeError, KeyError):
         return None, message
+
+
+def decode_trouble(message: str) -> str:
+    """The ``trouble`` of a termination message; empty where it has none."""
+    try:
+        found: Any = json.loads(message)
+        return str(found["trouble"])[:64]
+    except (ValueError, TypeError, KeyError):
+        return ""
 
 
 class CheckpointFile:

@@ -146,6 +146,8 @@ class Broken(Message):
     message: LongText = ""
     is_final: bool = False
     time_since: Annotated[float, Bounds(0, MAX_GENERATION)] = 0.0
+    trouble: str = ""
+    """One of causes.TROUBLES, where the worker met one; a newer node may have more of them."""
 
 
 @dataclass(frozen=True)
@@ -226,6 +228,12 @@ class Progress(Message):
     """Time that training has stood still for evaluations, since this node's process began."""
     saving_seconds: Annotated[float, Bounds(0, MAX_GENERATION)] | None = None
     """The same for saves."""
+    failed_saves: Annotated[int, Bounds(0, MAX_INTEGER)] | None = None
+    """Saves that have failed in a row; 0 after one that has succeeded."""
+    save_trouble: str = ""
+    """One of causes.TROUBLES: why the last of them failed; a newer node may have more of them."""
+    save_message: LongText = ""
+    """The same in words."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from evergrad_coordinator.causes import Use
 from evergrad_operator.errors import ProgressError
-from evergrad_operator.memory import LONGEST_CAUSE, MAX_CAUSES
+from evergrad_operator.memory import LONGEST_CAUSE, LONGEST_SAVE_MESSAGE, MAX_CAUSES
 from evergrad_operator.pods import MAX_MESSAGE
 from evergrad_operator.raw import get_float, get_int, get_map, get_natural, get_text
 from evergrad_operator.usage import parse_counts
@@ -34,7 +34,9 @@ class Failure:
 class Progress:
     """A coordinator's /status.
 
-    ``attempt``: of the pod that was asked; ``updated_seconds_ago``: the last report of a step. ``used``:
+    ``attempt``: of the pod that was asked; ``updated_seconds_ago``: the last report of a step.
+    ``failed_saves``: in a row, None where no save has ended yet; ``save_trouble`` and ``save_message``: why
+    the last of them failed, as one of causes.TROUBLES and in words. ``used``:
     node-milliseconds by use, None of an older coordinator; ``joined``: seconds since a node could train, by
     its address.
     """
@@ -61,6 +63,9 @@ class Progress:
     last_failure: Failure | None
     failures_without_progress: int
     updated_seconds_ago: float | None
+    failed_saves: int | None = None
+    save_trouble: str = ""
+    save_message: str = ""
     used: Mapping[Use, int] | None = None
     joined: Mapping[str, float] = field(default_factory=dict)
 
@@ -92,6 +97,7 @@ def parse_progress(raw: Mapping[str, Any], *, attempt: int) -> Progress:
         )
     restarts = _counters(raw, "restarts")
     ago = get_map(raw, "usage", "joinedSecondsAgo")
+    saves = get_map(raw, "saves")
     return Progress(
         attempt=attempt,
         phase=raw["phase"][:64],
@@ -115,6 +121,9 @@ def parse_progress(raw: Mapping[str, Any], *, attempt: int) -> Progress:
         last_failure=last_failure,
         failures_without_progress=get_natural(failure, "withoutProgress") or 0,
         updated_seconds_ago=get_float(raw, "updatedSecondsAgo", least=0, most=_MAX_SECONDS),
+        failed_saves=get_natural(saves, "failed", most=_MAX_COUNT),
+        save_trouble=get_text(saves, "trouble")[:64],
+        save_message=get_text(saves, "message")[:LONGEST_SAVE_MESSAGE],
         used=parse_counts(get_map(raw, "usage", "milliseconds"))
         if raw.get("usage")
         else None,

@@ -9,6 +9,7 @@ from evergrad_operator.decision import Decision
 from evergrad_operator.names import Condition, Phase, Reason
 from evergrad_operator.observe import Observation
 from evergrad_operator.pods import MAX_MESSAGE
+from evergrad_operator.policies.wording import describe_volume_remedy, quote, stop
 from evergrad_operator.raw import get_int, get_map, get_maps, get_text, keep_start
 from evergrad_operator.times import format_time, parse_time
 
@@ -59,16 +60,6 @@ def build_conditions(
     else:
         unreachable = _Said(True, silence.reason, silence.text)
 
-    # Only a failure without progress since: a later checkpoint shows that there is room again.
-    memory, failure = decision.memory, decision.memory.last_failure
-    if failure and failure.cause == PodCause.VOLUME_FULL and memory.budget.failures:
-        text = "the volume is full: enlarge the PersistentVolumeClaim"
-        checkpoint = _Said(False, Reason.VOLUME_FULL, text)
-    elif memory.training.checkpoint_step is None:
-        checkpoint = _Said(None, Reason.NO_CHECKPOINT_YET)
-    else:
-        checkpoint = _Said(True, Reason.CHECKPOINT_SAVED)
-
     not_suspended = Reason.SUSPENDING if phase == Phase.SUSPENDING else Reason.NOT_SUSPENDED
     was_ready = old.get(Condition.READY, {})
     said = {
@@ -82,7 +73,7 @@ def build_conditions(
         Condition.PROGRESSING: _say_progressing(
             decision, was_ready, now=now, timeout=progress_timeout
         ),
-        Condition.CHECKPOINT_HEALTHY: checkpoint,
+        Condition.CHECKPOINT_HEALTHY: _say_checkpoint(observation, decision),
         Condition.COORDINATOR_UNREACHABLE: unreachable,
         # Tools that take Stalled for a failure would report what heals by itself: it is for a person alone.
         Condition.STALLED: _Said(True, decision.reason, short)
@@ -162,6 +153,45 @@ def _say_end(decision: Decision, phase: Phase, otherwise: Reason) -> _Said:
         decision.reason,
         finish.message if finish else decision.message,
     )
+
+
+def _say_checkpoint(observation: Observation, decision: Decision) -> _Said:
+    """Return whether the newest save succeeded: False from the first one that failed until the next good
+    one."""
+    run, training = observation.run, decision.memory.training
+    is_over = decision.phase == Phase.FAILED
+    remedy = describe_volume_remedy(run, training.checkpoint_step, is_over=is_over)
+    if training.failed_saves:
+        times = "The last save failed"
+        if training.failed_saves > 1:
+            times = f"The last {training.failed_saves} saves failed"
+        text = f"{times}: {stop(quote(training.save_message) or training.save_trouble)}"
+        if training.save_trouble == "no_space":
+            return _Said(False, Reason.VOLUME_FULL, f"The volume is full. {text} {remedy}")
+        newest = training.checkpoint_step
+        kept = "There is no checkpoint yet."
+        if newest is not None:
+            kept = f"The newest valid checkpoint is of step {newest}."
+        return _Said(False, Reason.SAVE_FAILED, f"{text} {kept} Check the volume.")
+
+    # A pod may meet the full volume elsewhere than in a save: only a later checkpoint shows that there is
+    # room again, or progress in a run that reports no checkpoint.
+    failure, saved_at = decision.memory.last_failure, training.checkpoint_at
+    is_full = (
+        failure is not None
+        and failure.cause == PodCause.VOLUME_FULL
+        and decision.phase != Phase.COMPLETE
+        and (
+            decision.memory.budget.failures > 0
+            if saved_at is None
+            else failure.at > saved_at
+        )
+    )
+    if is_full:
+        return _Said(False, Reason.VOLUME_FULL, f"The volume is full. {remedy}")
+    if training.checkpoint_step is None:
+        return _Said(None, Reason.NO_CHECKPOINT_YET)
+    return _Said(True, Reason.CHECKPOINT_SAVED)
 
 
 def _say_pods(observation: Observation, decision: Decision) -> _Said:

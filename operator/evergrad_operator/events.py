@@ -6,9 +6,9 @@ from typing import Any, Final
 
 from evergrad_coordinator.causes import PodCause
 from evergrad_operator.memory import REMEMBERED_SECONDS, parse_hosts
-from evergrad_operator.names import EvaluationState, Phase, Reason
+from evergrad_operator.names import Condition, EvaluationState, Phase, Reason
 from evergrad_operator.observe import Observation
-from evergrad_operator.raw import get_int, get_map, get_maps, get_text
+from evergrad_operator.raw import NOTHING, get_int, get_map, get_maps, get_text
 
 _MOST_ENDS: Final = 3
 """Ends of pods that get an event each; more at once share one."""
@@ -81,6 +81,15 @@ def derive_events(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Event
         text = f"the first checkpoint is of step {step}"
         events.append(Event("Normal", Reason.CHECKPOINT_SAVED, text))
 
+    # A run whose state is not saved loses work at its next failure, however well it trains.
+    failed, before_failed = (
+        get_int(get_map(one, "checkpoint"), "failedSaves") for one in (new, old)
+    )
+    if failed and not before_failed:
+        healthy = _find_condition(new, Condition.CHECKPOINT_HEALTHY)
+        reason, text = get_text(healthy, "reason"), get_text(healthy, "message")
+        events.append(Event("Warning", reason, text))
+
     # Results of each checkpoint are in the status: only what is missing is an event.
     before, after = get_map(old, "evaluation"), get_map(new, "evaluation")
     passed_over, state = get_text(after, "passedOver"), get_text(after, "state")
@@ -101,6 +110,11 @@ def derive_events(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Event
         text = get_text(new, "message") or phase
         events.append(Event("Warning" if is_bad else "Normal", reason or phase, text))
     return tuple(events)
+
+
+def _find_condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    found = (one for one in get_maps(status, "conditions") if one.get("type") == kind)
+    return next(found, NOTHING)
 
 
 def _derive_ends(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Event]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from evergrad_coordinator.causes import PodCause
 from evergrad_operator.evaluation import Evaluation, parse_evaluation
 from evergrad_operator.names import (
     MAX_ATTEMPT,
@@ -41,6 +42,8 @@ MAX_ENDS: Final = 10
 """Ends of pods that the status lists: enough to see a pattern, and a small part of its 16 KiB."""
 MAX_CAUSES: Final = 16
 LONGEST_CAUSE: Final = 32
+LONGEST_SAVE_MESSAGE: Final = 512
+"""Longest reason of a failed save in a status, in characters: one error with its path."""
 _MOST_SHOWN: Final = 2**31 - 1
 """Largest number of most fields of a status: what is read here is written again."""
 _MOST_VALUE: Final = 1e15
@@ -154,7 +157,7 @@ class Training:
     """The training itself, as last known. Times in seconds since 1970.
 
     ``updated_at``: when the step last changed; ``checkpoint_at``: when the newest checkpoint was first
-    reported.
+    reported. ``failed_saves``: in a row; ``save_trouble`` and ``save_message``: why the last of them failed.
     """
 
     generation: int | None = None
@@ -167,6 +170,9 @@ class Training:
     checkpoint_at: float | None = None
     ready: int = 0
     updated_at: float | None = None
+    failed_saves: int | None = None
+    save_trouble: str = ""
+    save_message: str = ""
 
 
 @dataclass(frozen=True)
@@ -244,6 +250,34 @@ class Memory:
         """Whether the end of a node's attempt is counted, or belongs to the past."""
         newest = self.attempt_of(index)
         return attempt < newest or (attempt == newest and index in self.recorded)
+
+
+_TOGETHER_SECONDS: Final = 30.0
+"""Time between the ends of a node's pod and of the coordinator that count as one incident, such as the drain
+of the host that both were on: the marks of such an incident come within seconds."""
+_FROM_OUTSIDE: Final = frozenset(
+    {PodCause.NODE_LOST, PodCause.PREEMPTED, PodCause.EVICTED, PodCause.DELETED}
+)
+
+
+def count_restart(memory: Memory, end: EndRecord) -> Memory:
+    """Write down one end and count it as a restart. The coordinator's loss counts only by itself: a node's
+    pod that went in the same incident is the restart."""
+    near = [one for one in memory.ends if abs(end.at - one.at) <= _TOGETHER_SECONDS]
+    coordinators = [one for one in near if one.cause == PodCause.COORDINATOR_LOST]
+    nodes = [one for one in near if one.cause in _FROM_OUTSIDE]
+    restarts = dict(memory.restarts)
+
+    is_counted = end.cause != PodCause.COORDINATOR_LOST or not nodes
+    if is_counted:
+        restarts[end.cause] = restarts.get(end.cause, 0) + 1
+    # The coordinator's end was seen first, and counted.
+    lost = restarts.get(PodCause.COORDINATOR_LOST, 0)
+    if end.cause in _FROM_OUTSIDE and coordinators and not nodes and lost:
+        restarts[PodCause.COORDINATOR_LOST] = lost - 1
+        if lost == 1:
+            del restarts[PodCause.COORDINATOR_LOST]
+    return replace(memory, restarts=restarts, ends=(*memory.ends, end)[-MAX_ENDS:])
 
 
 def begin_anew(memory: Memory) -> Memory:
@@ -433,7 +467,7 @@ def _parse_failure(raw: Mapping[str, Any]) -> LastFailure | None:
 
 
 def _parse_training(status: Mapping[str, Any]) -> Training:
-    raw = get_map(status, "progress")
+    raw, checkpoint = get_map(status, "progress"), get_map(status, "checkpoint")
     return Training(
         generation=get_natural(raw, "generation"),
         step=get_natural(raw, "step"),
@@ -441,8 +475,11 @@ def _parse_training(status: Mapping[str, Any]) -> Training:
         loss=get_float(raw, "loss", least=-_MOST_VALUE, most=_MOST_VALUE),
         tokens_per_second=parse_rate(get_text(raw, "tokensPerSecond")),
         eta_seconds=get_float(raw, "etaSeconds", least=0, most=_MOST_VALUE),
-        checkpoint_step=get_natural(get_map(status, "checkpoint"), "step"),
-        checkpoint_at=parse_time(get_map(status, "checkpoint").get("savedAt")),
+        checkpoint_step=get_natural(checkpoint, "step"),
+        checkpoint_at=parse_time(checkpoint.get("savedAt")),
+        failed_saves=get_natural(checkpoint, "failedSaves", most=_MOST_SHOWN),
+        save_trouble=get_text(checkpoint, "trouble"),
+        save_message=get_text(checkpoint, "message"),
         ready=get_natural(get_map(status, "nodes"), "ready", most=MAX_NODES) or 0,
         updated_at=parse_time(raw.get("updatedAt")),
     )

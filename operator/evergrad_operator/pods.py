@@ -11,6 +11,7 @@ from evergrad_coordinator.contract import (
     ErrorKind,
     ExitCode,
     decode_termination,
+    decode_trouble,
 )
 from evergrad_operator import names
 from evergrad_operator.images import is_same_image
@@ -75,13 +76,15 @@ _NOT_WITNESSED: Final = frozenset({"ContainerStatusUnknown", "Unknown"})
 """Reasons, of the kubelet and of the container runtime, of an end that was not seen, as after a host's
 reboot."""
 _NO_SPACE: Final = re.compile(
-    r"no space left on device|disk quota exceeded|\bENOSPC\b|\bEDQUOT\b|\d [KMGTP]?i?B are free and",
+    r"no space (?:is )?left|disk quota exceeded|\bENOSPC\b|\bEDQUOT\b|\d [KMGTP]?i?B are free and",
     re.IGNORECASE,
 )
 _OVER_LIMIT: Final = re.compile(
     r"Usage of EmptyDir volume|ephemeral local storage usage exceeds|exceeded its local ephemeral storage"
 )
 """The kubelet's words for a pod that it evicts since it wrote more on its host's disk than it may."""
+_LIMIT_RANGER: Final = "kubernetes.io/limit-ranger"
+"""Annotation in which the API server notes what it has set by the namespace's LimitRange."""
 _INITIALIZING: Final = "PodInitializing"
 """Reason for which a container waits that comes after others."""
 _BY_SIGNAL: Final = (137, 143)
@@ -108,7 +111,8 @@ class PodEnd:
 class _LastWords:
     """A container's own account of its end. ``kind``: as the trainer reported it; None for no report.
 
-    ``is_init``: of an init container, which is no program of ours.
+    ``trouble``: of a volume, one of causes.TROUBLES. ``is_init``: of an init container, which is no program
+    of ours.
     """
 
     exit_code: int | None
@@ -116,6 +120,7 @@ class _LastWords:
     text: str
     reason: str
     is_init: bool
+    trouble: str = ""
 
 
 @dataclass(frozen=True)
@@ -209,6 +214,8 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
 
     deleting = metadata.get("deletionTimestamp")
     end = _find_end(status, container, disruption, is_deleting=deleting is not None)
+    if end is not None and end.cause == PodCause.OUT_OF_MEMORY:
+        end = replace(end, message=_add_memory_limit(end.message, raw, ours))
     # An error's text is cut, a report is read whole.
     if end and not (role == names.ROLE_EVALUATION and end.cause == PodCause.DONE):
         end = replace(end, message=keep_end(end.message, MAX_MESSAGE))
@@ -301,6 +308,30 @@ def _find_image(raw: Mapping[str, Any], kind: str, name: str) -> str:
     return next((get_text(one, "image") for one in asked if one.get("name") == name), "")
 
 
+def _add_memory_limit(text: str, raw: Mapping[str, Any], name: str) -> str:
+    """Return the last words of a container that was killed at its memory limit, with that limit and where it
+    comes from."""
+    containers = get_maps(get_map(raw, "spec"), "containers")
+    ours = next((one for one in containers if one.get("name") == name), NOTHING)
+    limit = get_text(get_map(ours, "resources", "limits"), "memory")
+    if not limit:
+        return text
+    said = f"its memory limit was {limit}"
+    notes = get_text(get_map(raw, "metadata", "annotations"), _LIMIT_RANGER)
+    if re.search(rf"memory limit for container {re.escape(name)}\b", notes):
+        said += ", from a LimitRange of the namespace, since the run sets none"
+    elif (
+        re.search(rf"limit for container {re.escape(name)}\b", notes) and "memory" in notes
+    ):
+        said += ", from a LimitRange of the namespace"
+    return f"{text.strip()} {said}".strip()
+
+
+def says_no_space(text: str) -> bool:
+    """Whether the last words of a program that reports no trouble of its own are about a full volume."""
+    return _NO_SPACE.search(text) is not None
+
+
 def _find_failed(status: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the status of the init container whose failure ended the pod; empty where there is none."""
     failed = []
@@ -350,6 +381,7 @@ def _find_end(
         text.strip(),
         str(terminated.get("reason") or ""),
         is_init=bool(failed),
+        trouble=decode_trouble(message),
     )
     if phase == "Succeeded" and exit_code is None:
         cause = PodCause.DONE
@@ -410,7 +442,8 @@ def _find_cause(
     # The end of the process was not seen: its host is taken to be lost.
     if exit_code is None or words.reason in _NOT_WITNESSED:
         return PodCause.NODE_LOST
-    if _NO_SPACE.search(words.text):
+    # The words are all that a script of the user's own leaves.
+    if words.trouble == "no_space" or says_no_space(words.text):
         return PodCause.VOLUME_FULL
     return PodCause.HOST_FAULT if is_environment else PodCause.WORKER_CRASH
 

@@ -90,6 +90,9 @@ def build_status(
         "checkpoint": {
             "step": training.checkpoint_step,
             "savedAt": None if saved_at is None else format_time(saved_at),
+            "failedSaves": training.failed_saves,
+            "trouble": training.save_trouble or None,
+            "message": training.save_message or None,
         },
     }
     cleaned: dict[str, Any] = without_empty(status)

@@ -69,6 +69,13 @@ def advise(run: Run, pods: Sequence[Pod] = (), *, now: float, place: str = "") -
             f"The message has the obstacle and the remedy. See more: {command}{place}",
             *_where_to_look(pods, place),
         ]
+    # Before anything else about a run on its way: what trains now is lost with the next failure.
+    healthy = run.condition("CheckpointHealthy")
+    if healthy is not None and healthy.status == "False":
+        return [
+            f"Its state is not saved: {healthy.message or healthy.reason}",
+            f"See the claim: kubectl describe pvc {run.claim}{place}",
+        ]
     if run.phase == "Running":
         stale = run.condition("Progressing")
         is_stale = stale is not None and stale.status == "False"

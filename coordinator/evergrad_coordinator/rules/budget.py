@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from evergrad_coordinator.contract import UNDISTURBED_SECONDS
+from evergrad_coordinator.causes import ChangeCause, specify_break
+from evergrad_coordinator.contract import SEE_LOGS, UNDISTURBED_SECONDS
 from evergrad_coordinator.protocol import Broken, Recovery
 from evergrad_coordinator.rules.state import Key, Training
 
@@ -22,6 +23,11 @@ class Failure:
     node: str
     at: float
     report: Broken
+
+    @property
+    def cause(self) -> ChangeCause:
+        """Why the group broke, for those who read it."""
+        return specify_break(self.report.cause, self.report.trouble)
 
     @property
     def is_of_host(self) -> bool:
@@ -56,6 +62,16 @@ class _Away:
     reached: int
     keys: set[Key]
     before: tuple[int, float] | None
+
+
+def describe_worker(report: Broken) -> str:
+    """The worker that a report is about: it has no rank before it was in a group."""
+    return f"rank {report.rank}" if report.rank >= 0 else "a worker without a rank"
+
+
+def describe_step(step: int) -> str:
+    """Where training was: ``after step 12``; -1 means that no step was reported."""
+    return f"after step {step}" if step >= 0 else "before a step was reported"
 
 
 def find_root_cause(failures: list[Failure]) -> Failure | None:
@@ -269,13 +285,12 @@ class FailureBudget:
             return self._told
         report = self.last.report
         if self.last.is_consequence:
-            step = max(self.step, report.step)
-            where = f"after step {step}" if step >= 0 else "before a step was reported"
+            where = describe_step(max(self.step, report.step))
             times = "1 failure" if self.used == 1 else f"{self.used} failures"
             said = f": {report.message}" if report.message else ""
             return (
                 f"the group broke {where} although no node was lost; {times} without progress, "
-                f"{self.limit} allowed. Last: rank {report.rank} (node {self.last.node}) lost its "
+                f"{self.limit} allowed. Last: {describe_worker(report)} (node {self.last.node}) lost its "
                 f"peers{said}. Check that the nodes reach each other (network policy, firewall, "
                 "--address), and that the collective timeout is longer than a step."
             )
@@ -285,7 +300,7 @@ class FailureBudget:
         times = "once" if self.used == 1 else f"{self.used} times"
         return (
             f"workers failed {times} without progress; {self.limit} such failures are allowed. "
-            f"Last: {report.cause} on rank {report.rank} (node {self.last.node}) after step "
-            f"{report.step}, {code}"
-            f"{': ' + report.message if report.message else ''}. See that rank's log in logs/."
+            f"Last: {self.last.cause} on {describe_worker(report)} (node {self.last.node}) "
+            f"{describe_step(report.step)}, {code}"
+            f"{': ' + report.message if report.message else ''}. {SEE_LOGS}"
         )

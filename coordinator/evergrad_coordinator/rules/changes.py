@@ -8,7 +8,7 @@ takes what comes.
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.protocol import End, Leave, Plan
 from evergrad_coordinator.rules import planning
-from evergrad_coordinator.rules.budget import Failure
+from evergrad_coordinator.rules.budget import Failure, describe_worker
 from evergrad_coordinator.rules.group import Group
 from evergrad_coordinator.rules.rendezvous import JoinHold, Rendezvous
 from evergrad_coordinator.rules.state import Finish, Node, Proposal, World
@@ -127,11 +127,12 @@ def break_world(group: Group, failure: Failure, *, now: float) -> None:
     world.is_broken = True
     # The first report that names more than a consequence says why; those behind it follow from it.
     if not failure.is_consequence and not world.broken_by:
-        world.break_cause = report.cause
-        world.broken_by = f"rank {report.rank} of node {failure.node} broke: {report.cause}"
+        world.break_cause = failure.cause
+        who = describe_worker(report)
+        world.broken_by = f"{who} of node {failure.node} broke: {failure.cause}"
 
     # Also for a report that comes late: the budget finds the root cause among all of them.
-    group.accounting.begin(report.cause, at=failure.at)
+    group.accounting.begin(failure.cause, at=failure.at)
     group.budget.report(failure, group.training)
     group.change(now)
 

@@ -29,8 +29,8 @@ _TEXTS: Final[Mapping[str, str]] = {
     "waiting": "{ready} nodes are ready, and {needed} are needed",
     "go": "generation {generation} begins: {nodes} nodes, {worldSize} processes",
     "adopted": "generation {adopted} was found running: {nodes} nodes, {worldSize} processes",
-    "up": "generation {generation} is up, after step {step}",
-    "broken": "generation {generation} broke on node {node}, rank {rank}: {causeText}",
+    "up": "generation {generation} is up, {stepText}",
+    "broken": "generation {generation} broke on node {node}, {rankText}: {causeText}",
     "bounds": "the bounds of the run were changed",
     "empty": "all nodes have left",
     "finished": "the run has ended: {reason}",
@@ -126,7 +126,13 @@ def note_event(
     cause = CHANGES[read_change(fields.get("cause"))].text
     texts = {name: str(value) for name, value in fields.items()}
     known = defaultdict(lambda: "?", texts)
-    said = _TEXTS[event].format_map(known | {"causeText": cause})
+    # -1 is a value of the protocol and no number for a page.
+    step, rank = (fields.get(name, -1) for name in ("step", "rank"))
+    is_started, has_rank = (type(one) is int and one >= 0 for one in (step, rank))
+    known["causeText"] = cause
+    known["stepText"] = f"after step {step}" if is_started else "before the first step"
+    known["rankText"] = f"rank {rank}" if has_rank else "a worker without a rank"
+    said = _TEXTS[event].format_map(known)
     elapsed = round(now - history.began_at, 1)
     history.events.add([elapsed, event, said[:_MOST_CHARACTERS]])
 

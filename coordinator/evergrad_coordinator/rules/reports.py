@@ -1,5 +1,6 @@
 """Takes the messages of a joined node: each changes what is known of the group. Pure functions."""
 
+from evergrad_coordinator.causes import specify_break
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.protocol import (
     Boundary,
@@ -15,7 +16,7 @@ from evergrad_coordinator.protocol import (
     Result,
     Up,
 )  # fmt: skip
-from evergrad_coordinator.rules.budget import Failure
+from evergrad_coordinator.rules.budget import Failure, describe_worker
 from evergrad_coordinator.rules.changes import break_world, drop_node, finish, settle
 from evergrad_coordinator.rules.group import Group
 from evergrad_coordinator.rules.phase import Phase, find_phase
@@ -167,6 +168,10 @@ def _note_course(
                 value = getattr(message, name)
                 if value is not None:
                     setattr(training, name, value)
+            if message.failed_saves is not None:
+                training.failed_saves = message.failed_saves
+                training.save_trouble = message.save_trouble
+                training.save_message = message.save_message
             # Only shown, never decided upon. Rank 0 may be on another node by now, which has not seen every
             # evaluation.
             training.values = message.values
@@ -192,7 +197,7 @@ def _on_broken(group: Group, node: Node, message: Broken, now: float) -> None:
         "broken",
         node=node.name,
         rank=message.rank,
-        cause=message.cause,
+        cause=specify_break(message.cause, message.trouble),
         exitCode=message.exit_code,
         step=message.step,
     )
@@ -201,9 +206,9 @@ def _on_broken(group: Group, node: Node, message: Broken, now: float) -> None:
     failure = Failure(node.name, now - message.time_since, message)
     break_world(group, failure, now=now)
     if message.is_final:
-        who = f"rank {message.rank}" if message.rank >= 0 else "a worker without a rank"
         text = message.message or (
-            f"{who} (node {node.name}) ended with exit code {message.exit_code}: no retry can cure it"
+            f"{describe_worker(message)} (node {node.name}) ended with exit code "
+            f"{message.exit_code}: no retry can cure it"
         )
         is_internal = message.exit_code == ExitCode.INTERNAL
         finish(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from evergrad_coordinator.causes import BreakCause, ChangeCause
+from evergrad_coordinator.causes import ChangeCause
 from evergrad_coordinator.contract import SOFT_LIMIT_SECONDS
 from evergrad_coordinator.protocol import Evaluation, Message, Placement, Ready, Recovery
 
@@ -151,7 +151,7 @@ class World:
     is_broken: bool = False
     broken_by: str = ""
     """The words of the first report that names more than a consequence."""
-    break_cause: BreakCause = "peer_lost"
+    break_cause: ChangeCause = "peer_lost"
     """The cause that this report names."""
     is_over: bool = False
     """Nobody's workers are in it any more."""
@@ -207,6 +207,11 @@ class Training:
     eta_seconds: float | None = None
     checkpoint_step: int = -1
     updated_at: float | None = None
+    failed_saves: int | None = None
+    """Saves that have failed in a row; None where no save has ended yet."""
+    save_trouble: str = ""
+    save_message: str = ""
+    """Why the last of them failed: one of causes.TROUBLES, and in words."""
     values: dict[str, float] = field(default_factory=dict)
     """Further numbers of the newest step that was reported."""
     evaluations: dict[str, Evaluation] = field(default_factory=dict)

@@ -144,10 +144,10 @@ def build_status(group: Group, *, now: float) -> dict[str, Any]:
     if last := group.budget.last:
         failure = {
             "generation": last.report.generation,
-            "cause": last.report.cause,
+            "cause": last.cause,
             "node": last.node,
-            "rank": last.report.rank,
-            "step": last.report.step,
+            "rank": last.report.rank if last.report.rank >= 0 else None,
+            "step": last.report.step if last.report.step >= 0 else None,
             "exitCode": last.report.exit_code,
             "message": last.report.message[:MAX_TEXT],
             "secondsAgo": round(max(0.0, now - last.at), 3),
@@ -177,6 +177,14 @@ def build_status(group: Group, *, now: float) -> dict[str, Any]:
         "checkpointStep": training.checkpoint_step
         if training.checkpoint_step >= 0
         else None,
+        # Absent as long as no save has failed or succeeded: only rank 0's node sees them.
+        "saves": None
+        if training.failed_saves is None
+        else {
+            "failed": training.failed_saves,
+            "trouble": training.save_trouble,
+            "message": training.save_message[:MAX_TEXT],
+        },
         "restarts": dict(group.accounting.restarts),
         "lostSeconds": {
             cause: round(seconds, 3)

@@ -231,7 +231,12 @@ STATUS: Final[Schema] = mapping(
             "The newest valid checkpoint.",
             {
                 "step": integer("Optimizer step it was saved at.", least=0, large=True),
-                "savedAt": moment("When the operator first heard of it."),
+                "savedAt": moment("When the operator first observed it."),
+                "failedSaves": integer(
+                    "Saves since then that have failed in a row.", least=0
+                ),
+                "trouble": text("Why the last of them failed, in one word.", longest=64),
+                "message": text("The same in words.", longest=1024),
             },
         ),
         **_COUNTERS,

@@ -3,15 +3,18 @@
 from typing import Final
 
 from evergrad_coordinator.causes import PodCause
+from evergrad_coordinator.contract import SEE_LOGS
 from evergrad_operator.answer import Progress
 from evergrad_operator.memory import LastFailure
 from evergrad_operator.names import Phase, Reason
 from evergrad_operator.packing import pack_ranges
+from evergrad_operator.pods import says_no_space
 from evergrad_operator.policies.context import ReconcileContext
 from evergrad_operator.policies.host_faults import is_input_error_confirmed
 from evergrad_operator.policies.wording import (
     describe_disk_remedy,
     describe_end,
+    describe_volume_remedy,
     quote,
     stop,
 )
@@ -24,8 +27,6 @@ _REASONS: Final = {
     PodCause.OUT_OF_EPHEMERAL_STORAGE: Reason.OUT_OF_EPHEMERAL_STORAGE,
     PodCause.START_ERROR: Reason.START_ERROR,
 }
-_NO_ROOM: Final = ("B are free", "no space is left", "No space left")
-"""Words in the message of a node that found no room on its volume."""
 _THEN: Final = "set spec.restartNonce to a new text"
 _REMEDIES: Final = {
     Reason.USER_ERROR: (
@@ -33,9 +34,6 @@ _REMEDIES: Final = {
     ),
     Reason.OUT_OF_MEMORY: (
         f"Raise spec.resources.limits.memory and {_THEN}, or lower the micro-batch in a new TrainingRun."
-    ),
-    Reason.VOLUME_FULL: (
-        f"Enlarge the PersistentVolumeClaim or delete what is not needed there; then {_THEN}."
     ),
     Reason.OUT_OF_EPHEMERAL_STORAGE: stop(
         describe_disk_remedy("spec.resources", then=_THEN)
@@ -51,12 +49,14 @@ def _read_failure(progress: Progress) -> tuple[Reason, str]:
     """Read from a coordinator's answer why the run has failed, and in which words."""
     failure = progress.last_failure
     said = progress.message or (failure.message if failure else "")
+    # The remedy names the logs, and how to read them on a cluster.
+    said = said.removesuffix(SEE_LOGS).rstrip()
     cause = failure.cause if failure else ""
     if progress.reason == "UserError" or cause == "user_error":
         reason = Reason.USER_ERROR
     elif cause == "out_of_memory":
         reason = Reason.OUT_OF_MEMORY
-    elif "no space left on device" in said.lower():
+    elif cause == "volume_full" or says_no_space(said):
         reason = Reason.VOLUME_FULL
     else:
         reason = Reason.WORKER_CRASH
@@ -86,15 +86,18 @@ def fail_if_due(context: ReconcileContext) -> ReconcileContext | None:
         text = f"node {index} (pod {name}) ended with exit code 64: {said or 'it left no message'}"
         # A volume that is too small from the start is refused before the first step; it is no fault of the
         # recipe.
-        has_no_room = any(words in said for words in _NO_ROOM)
-        reason = Reason.VOLUME_FULL if has_no_room else Reason.USER_ERROR
-        return context.finished(Phase.FAILED, reason, f"{stop(text)} {_REMEDIES[reason]}")
+        reason = Reason.VOLUME_FULL if says_no_space(said) else Reason.USER_ERROR
+        return context.finished(
+            Phase.FAILED, reason, f"{stop(text)} {_describe_remedy(context, reason)}"
+        )
 
     # Then the coordinator's outcome: it counts the workers that fail inside the pods.
     progress = context.progress
     if progress is not None and progress.phase == "Failed":
         reason, text = _read_failure(progress)
-        return context.finished(Phase.FAILED, reason, f"{text} {_REMEDIES[reason]}")
+        return context.finished(
+            Phase.FAILED, reason, f"{text} {_describe_remedy(context, reason)}"
+        )
 
     # At last the budget. A status of another version may have a cause that this one has not.
     budget, last = memory.budget, memory.last_failure
@@ -112,8 +115,15 @@ def fail_if_due(context: ReconcileContext) -> ReconcileContext | None:
         f" The memory limit is {limit}." if reason == Reason.OUT_OF_MEMORY and limit else ""
     )
     return context.finished(
-        Phase.FAILED, reason, f"{stop(text)}{bound} {_REMEDIES[reason]}"
+        Phase.FAILED, reason, f"{stop(text)}{bound} {_describe_remedy(context, reason)}"
     )
+
+
+def _describe_remedy(context: ReconcileContext, reason: Reason) -> str:
+    if reason == Reason.VOLUME_FULL:
+        newest = context.memory.training.checkpoint_step
+        return describe_volume_remedy(context.run, newest, is_over=True)
+    return _REMEDIES[reason]
 
 
 def describe_failure(failure: LastFailure | None) -> str:

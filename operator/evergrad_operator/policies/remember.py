@@ -15,13 +15,13 @@ from evergrad_operator.evaluation import Tries
 from evergrad_operator.images import pin_image
 from evergrad_operator.memory import (
     MAX_CAUSES,
-    MAX_ENDS,
     Budget,
     Coordinator,
     EndRecord,
     HostFaults,
     Memory,
     Training,
+    count_restart,
 )
 from evergrad_operator.observe import Observation
 from evergrad_operator.pods import PodState
@@ -40,6 +40,7 @@ IN_POD_CAUSES: Final = (
     "stuck",
     "setup_failed",
     "environment",
+    "volume_full",
 )
 """Changes of the group, as the coordinator counts them, that restarted a worker inside its pod."""
 _FORMED: Final = ("Running", "Draining")
@@ -305,17 +306,7 @@ def _add_lost_coordinator(
         code,
         now,
     )
-    restarts = {
-        **memory.restarts,
-        cause.value: memory.restarts.get(cause, 0) + 1,
-    }
-    return replace(
-        memory,
-        coordinator=known,
-        budget=budget,
-        restarts=restarts,
-        ends=(*memory.ends, end)[-MAX_ENDS:],
-    )
+    return replace(count_restart(memory, end), coordinator=known, budget=budget)
 
 
 def _note_progress(
@@ -332,6 +323,8 @@ def _note_progress(
         progress.checkpoint_step is not None
         and progress.checkpoint_step != known.checkpoint_step
     )
+    # Only the node of rank 0 sees saves end: a new one knows nothing of them until its first has ended.
+    saves = known if progress.failed_saves is None else progress
     training = Training(
         generation=progress.generation or known.generation,
         step=_newer(progress.step, known.step),
@@ -343,6 +336,9 @@ def _note_progress(
         checkpoint_at=now if has_saved else known.checkpoint_at,
         ready=progress.ready,
         updated_at=now - ago if is_new else known.updated_at,
+        failed_saves=saves.failed_saves,
+        save_trouble=saves.save_trouble,
+        save_message=saves.save_message,
     )
 
     # A step of this coordinator's own group shows that one was up, also where no poll fell into that time.

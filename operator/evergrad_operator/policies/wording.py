@@ -5,6 +5,7 @@ from typing import Final
 from evergrad_coordinator.causes import PodCause
 from evergrad_operator.memory import LastFailure
 from evergrad_operator.raw import keep_end
+from evergrad_operator.spec import TrainingRun
 
 MAX_CAUSE: Final = 640
 """Longest quotation of a root cause in a message, in bytes."""
@@ -38,6 +39,28 @@ def describe_disk_remedy(resources: str, *, then: str) -> str:
         f"Set or raise {resources}.limits.ephemeral-storage, or the sizeLimit of the emptyDir that is named, "
         f"or write to the run's volume; then {then}"
     )
+
+
+def describe_volume_remedy(
+    run: TrainingRun, checkpoint_step: int | None, *, is_over: bool
+) -> str:
+    """Return the newest valid checkpoint of a run whose volume is full, what to do, and how to resume.
+
+    ``is_over``: it has failed, so that a person must start it again.
+    """
+    newest = (
+        "There is no checkpoint yet."
+        if checkpoint_step is None
+        else f"The newest valid checkpoint is of step {checkpoint_step}."
+    )
+    fix = (
+        f"Enlarge the PersistentVolumeClaim {run.claim_name} (spec.resources.requests.storage), or delete "
+        "what is not needed there"
+    )
+    if not is_over:
+        return f"{newest} {fix}; the run then saves again by itself."
+    command = f"evergrad restart {run.name} -n {run.namespace}"
+    return f"{newest} {fix}; then resume with: {command} (or set spec.restartNonce to a new text)."
 
 
 def stop(text: str) -> str:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from simulated_run import START, Simulation, make_progress, make_run
 from status_schema import problems_with, status_schema
 
+from evergrad_coordinator.contract import ErrorKind, encode_termination
 from evergrad_operator.events import derive_events
 from evergrad_operator.facts import count_phases, read_runs
 from evergrad_operator.memory import (
@@ -159,10 +160,90 @@ def test_a_full_volume_is_an_unhealthy_checkpoint() -> None:
         "type": "CheckpointHealthy",
         "status": "False",
         "reason": "VolumeFull",
-        "message": "the volume is full: enlarge the PersistentVolumeClaim",
+        "message": (
+            "The volume is full. There is no checkpoint yet. Enlarge the PersistentVolumeClaim docs-lm "
+            "(spec.resources.requests.storage), or delete what is not needed there; the run then saves "
+            "again by itself."
+        ),
         "observedGeneration": 1,
         "lastTransitionTime": "",
     }
+
+
+def test_the_first_failed_save_of_a_run_that_trains_is_an_unhealthy_checkpoint() -> None:
+    world = Simulation().run(10)
+    world.train(20, checkpointStep=20, saves={"failed": 0})
+    world.settle()
+    assert world.condition("CheckpointHealthy")["status"] == "True"
+
+    world.events.clear()
+    said = "rank 0: [Errno 28] No space left on device: 'rank-00000.bin'"
+    failed = {"failed": 1, "trouble": "no_space", "message": said}
+    world.train(30, checkpointStep=20, saves=failed)
+    world.settle()
+    assert world.status["phase"] == "Running"
+    condition = world.condition("CheckpointHealthy")
+    assert (condition["status"], condition["reason"]) == ("False", "VolumeFull")
+    message = condition["message"]
+    assert said in message and "The newest valid checkpoint is of step 20." in message
+    assert "Enlarge the PersistentVolumeClaim docs-lm" in message
+    assert [(one.type, one.reason) for one in world.events] == [("Warning", "VolumeFull")]
+    assert "the last 1 saves failed" in world.status["message"]
+
+    # A coordinator, or an operator, that has started again knows nothing of it.
+    world.train(31, checkpointStep=20)
+    world.settle()
+    assert world.condition("CheckpointHealthy")["status"] == "False"
+    world.train(40, checkpointStep=40, saves={"failed": 0})
+    world.settle()
+    assert world.condition("CheckpointHealthy")["status"] == "True"
+
+
+def test_a_save_that_failed_for_another_reason_is_named_too() -> None:
+    world = Simulation().run(10)
+    saves = {
+        "failed": 2,
+        "trouble": "io",
+        "message": "rank 1: [Errno 5] Input/output error",
+    }
+    world.train(20, saves=saves)
+    world.settle()
+    condition = world.condition("CheckpointHealthy")
+    assert (condition["status"], condition["reason"]) == ("False", "SaveFailed")
+    assert condition["message"] == (
+        "The last 2 saves failed: rank 1: [Errno 5] Input/output error. There is no checkpoint yet. "
+        "Check the volume."
+    )
+
+
+def test_a_restart_after_a_full_volume_is_healthy_again_with_the_next_good_save() -> None:
+    world = Simulation(make_run(failurePolicy={"maxFailuresWithoutProgress": 0})).run(10)
+    world.train(20, checkpointStep=20)
+    world.settle()
+    world.age(100)
+    message = encode_termination(ErrorKind.ENVIRONMENT, "3 saves failed", "no_space")
+    world.end("docs-lm-1-0", 70, message=message.decode())
+    world.settle()
+    assert (world.status["phase"], world.status["reason"]) == ("Failed", "VolumeFull")
+    words = world.status["message"]
+    assert "The newest valid checkpoint is of step 20." in words
+    assert "Enlarge the PersistentVolumeClaim docs-lm" in words
+    assert "then resume with: evergrad restart docs-lm -n default" in words
+    assert world.status["lastFailure"]["cause"] == "VolumeFull"
+    assert list(world.status["restarts"]["byCause"]) == ["VolumeFull"]
+
+    world.set_spec(restartNonce="again")
+    for _ in range(4):
+        world.reconcile()
+        world.leave()
+        world.start()
+    world.train(25, checkpointStep=20)
+    world.settle()
+    assert world.condition("CheckpointHealthy")["status"] == "False"
+    world.age(100)
+    world.train(40, checkpointStep=40)
+    world.settle()
+    assert world.condition("CheckpointHealthy")["status"] == "True"
 
 
 def test_a_status_of_a_thousand_nodes_in_the_worst_disorder_is_below_16_kib() -> None:

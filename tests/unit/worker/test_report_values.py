@@ -166,3 +166,20 @@ def test_evaluations_of_any_number_fit_into_a_message() -> None:
         ),
     )
     encode(metrics.progress)
+
+
+def test_saves_that_fail_and_succeed_are_part_of_the_progress() -> None:
+    metrics = NodeMetrics("r", "0")
+    step = {"step": 3, "generation": 1, "loss": 1.0, "tokens": 8, "step_seconds": 0.1}
+    metrics.tell("step_end", step)
+    assert metrics.progress is not None and metrics.progress.failed_saves is None
+    event = {"type": "save_failed", "step": 3, "generation": 1, "time": 1.0}
+    fields = {"reason": "rank 0: full", "trouble": "no_space", "failures": 2}
+    metrics.tell("event", event | fields | {"blocking_seconds": 0.1})
+    assert (metrics.progress.failed_saves, metrics.progress.save_trouble) == (2, "no_space")
+    assert metrics.progress.save_message == "rank 0: full"
+    metrics.tell("step_end", step | {"step": 4})
+    assert metrics.progress.failed_saves == 2
+    saved = {"type": "save", "step": 4, "generation": 1, "time": 1.0}
+    metrics.tell("event", saved | {"checkpoint": "step-4", "blocking_seconds": 0.1})
+    assert (metrics.progress.failed_saves, metrics.progress.checkpoint_step) == (0, 4)

@@ -19,7 +19,7 @@ from evergrad_coordinator.contract import ErrorKind
 from evergrad_coordinator.secret import is_token
 from evergrad_manifest.errors import EvergradError
 from evergrad_trainer.errors import HostError
-from evergrad_trainer.host_trouble import describe_host_trouble
+from evergrad_trainer.host_trouble import describe_host_trouble, trouble_of
 from evergrad_trainer.node.failures import write_termination_message
 
 Value = TypeVar("Value")
@@ -71,12 +71,16 @@ def last_words(termination_log: Path | None) -> Iterator[None]:
     try:
         yield
     except EvergradError as error:
-        write_termination_message(termination_log, error.kind, str(error))
+        is_of_host = error.kind is ErrorKind.ENVIRONMENT
+        trouble = trouble_of(error) if is_of_host else ""
+        write_termination_message(termination_log, error.kind, str(error), trouble)
         raise
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         if describe_host_trouble(error) is not None:
-            write_termination_message(termination_log, ErrorKind.ENVIRONMENT, text)
+            write_termination_message(
+                termination_log, ErrorKind.ENVIRONMENT, text, trouble_of(error)
+            )
             raise HostError(f"host {socket.gethostname()}: {text}") from error
         write_termination_message(termination_log, ErrorKind.INTERNAL, text)
         raise

@@ -55,6 +55,8 @@ class WorkerEnd:
     step: int = -1
     """Newest finished step, as far as the worker has said."""
     is_final: bool = False
+    trouble: str = ""
+    """One of causes.TROUBLES, for an error of a volume."""
 
     @property
     def is_saved(self) -> bool:
@@ -149,7 +151,14 @@ def _describe_failure(failure: Failed, exit_code: int) -> WorkerEnd:
         failure.is_final or failure.is_agreed or exit_code == ExitCode.USER_ERROR
     ) and kind is not ErrorKind.ENVIRONMENT
     return WorkerEnd(
-        Why.FAILED, exit_code, cause, kind, fit_text(text), failure.step, is_final
+        Why.FAILED,
+        exit_code,
+        cause,
+        kind,
+        fit_text(text),
+        failure.step,
+        is_final,
+        failure.trouble,
     )
 
 
@@ -163,6 +172,7 @@ def build_broken(worker: Worker, end: WorkerEnd, *, generation: int) -> Broken:
         exit_code=end.exit_code,
         message=end.text,
         is_final=end.is_final,
+        trouble=end.trouble,
     )
 
 

@@ -49,8 +49,11 @@ def count_oom_kills(cgroup: Path = _CGROUP) -> int | None:
     return None
 
 
-def write_termination_message(path: Path | None, kind: ErrorKind, text: str) -> None:
-    """Leave the root cause where Kubernetes looks for it; a node that cannot goes on without."""
+def write_termination_message(
+    path: Path | None, kind: ErrorKind, text: str, trouble: str = ""
+) -> None:
+    """Leave the root cause where Kubernetes looks for it; a node that cannot goes on without. ``trouble``:
+    one of causes.TROUBLES, of a volume."""
     if path is not None and text:
         with contextlib.suppress(OSError):
-            path.write_bytes(encode_termination(kind, text))
+            path.write_bytes(encode_termination(kind, text, trouble))

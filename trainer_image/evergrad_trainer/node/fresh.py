@@ -194,7 +194,7 @@ class FreshWorkers:
                 pause = self._trouble.note(end.step)
                 if pause is None:
                     text = f"workers failed again and again; the last one: {end.text}"
-                    self._tell(NoWorkers(text, end.kind))
+                    self._tell(NoWorkers(text, end.kind, trouble=end.trouble))
                     return
                 # This host tries once more, a while later.
                 self._ready_at = time.monotonic() + pause

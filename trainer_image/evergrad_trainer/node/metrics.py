@@ -16,6 +16,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 
 from evergrad.report_values import read_values
+from evergrad_coordinator.causes import read_trouble
 from evergrad_coordinator.metrics import NODE
 from evergrad_coordinator.pace import Pace
 from evergrad_coordinator.protocol import MAX_GENERATION, Evaluation, Progress
@@ -35,6 +36,8 @@ _SHOWN = ("learning_rate", "grad_norm")
 """Columns that the coordinator's page shows beside loss and speed."""
 _MOST_SETS = 16
 _MOST_RESULTS = 8
+_LONGEST_REASON = 512
+"""Longest reason of a failed save, in characters: one rank's error with its path."""
 _MOST_CHARACTERS = 64
 """Bounds of the evaluations in a message, some 12 KB of the 64 that a line may have."""
 
@@ -58,6 +61,9 @@ class NodeMetrics:
         self._rate = Rate(window_seconds=SHORT_WINDOW_SECONDS, clock=time.monotonic)
         self._total_steps: int | None = None
         self._checkpoint_step: int | None = None
+        self._failed_saves: int | None = None
+        """In a row; None where this node has seen no save end."""
+        self._save_trouble = self._save_message = ""
         self._evaluations: dict[str, Evaluation] = {}
         """The newest results of each set, of _MOST_SETS at most."""
         self._evaluation_seconds = self._saving_seconds = 0.0
@@ -82,10 +88,7 @@ class NodeMetrics:
             EventType.SAVE_FAILED,
         ):
             self._saving_seconds += seconds_of(parse_event_row(record), "blocking_seconds")
-            if record["type"] == EventType.SAVE_FAILED:
-                return
-            version = parse_checkpoint_name(str(record.get("checkpoint", "")))
-            self._checkpoint_step = version.step if version else None
+            self._note_save(record)
         elif kind == "evaluation_end":
             self._evaluation_seconds += max(0.0, _finite(record).get("seconds", 0.0))
             self._note_evaluation(record)
@@ -111,6 +114,29 @@ class NodeMetrics:
                 evaluations=dict(self._evaluations),
                 evaluation_seconds=self._evaluation_seconds,
                 saving_seconds=self._saving_seconds,
+                failed_saves=self._failed_saves,
+                save_trouble=self._save_trouble,
+                save_message=self._save_message,
+            )
+
+    def _note_save(self, record: Mapping[str, Any]) -> None:
+        """Keep how a save has ended, and report it with the progress there is."""
+        if record["type"] == EventType.SAVE_FAILED:
+            self._failed_saves = max(1, int(record.get("failures", 1)))
+            self._save_trouble = read_trouble(record.get("trouble"))
+            self._save_message = str(record.get("reason", ""))[:_LONGEST_REASON]
+        else:
+            version = parse_checkpoint_name(str(record.get("checkpoint", "")))
+            self._checkpoint_step = version.step if version else None
+            self._failed_saves, self._save_trouble, self._save_message = 0, "", ""
+        if self.progress is not None:
+            # Now, not with the next step: the last save of a run has none behind it.
+            self.progress = dataclasses.replace(
+                self.progress,
+                checkpoint_step=self._checkpoint_step,
+                failed_saves=self._failed_saves,
+                save_trouble=self._save_trouble,
+                save_message=self._save_message,
             )
 
     def _note_evaluation(self, record: Mapping[str, Any]) -> None:

@@ -39,6 +39,7 @@ class NoWorkers:
     message: str
     kind: ErrorKind
     exit_code: ExitCode = ExitCode.INTERNAL
+    trouble: str = ""
 
 
 Report = (

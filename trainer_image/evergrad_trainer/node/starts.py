@@ -145,15 +145,15 @@ class WorkerStarts:
                 count = (
                     f"{self._failed_starts} workers in a row ended before they could train"
                 )
-                return NoWorkers(f"{count}; the last one: {end.text}", end.kind)
+                text = f"{count}; the last one: {end.text}"
+                return NoWorkers(text, end.kind, trouble=end.trouble)
             pause: float | None = min(_LONGEST_PAUSE, 0.2 * 2.0**self._failed_starts)
         else:
             is_of_host = end.kind is ErrorKind.ENVIRONMENT
             pause = self._trouble.note(end.step) if is_of_host else RESTART_SECONDS
         if pause is None:
-            return NoWorkers(
-                f"workers failed again and again; the last one: {end.text}", end.kind
-            )
+            text = f"workers failed again and again; the last one: {end.text}"
+            return NoWorkers(text, end.kind, trouble=end.trouble)
         self._due.append((time.monotonic() + pause, worker.local_rank))
         return None
 

@@ -250,7 +250,8 @@ class Supervisor:
                 self.conversation.send(Left(generation, is_saved))
                 self._stop(ExitCode.STOPPED_SAVED if is_saved else ExitCode.STOPPED_UNSAVED)
             case NoWorkers():
-                self._end.note_host(report.kind, f": {report.message}")
+                text = f": {report.message}"
+                self._end.note_host(report.kind, text, report.trouble)
                 print(f"error: {self._end.cause}", file=sys.stderr, flush=True)
                 self._stop(report.exit_code)
 

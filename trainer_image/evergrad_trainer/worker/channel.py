@@ -159,6 +159,8 @@ class Failed:
     """All ranks raised it together, so that one of them speaks for all."""
     kind: ErrorKind = ErrorKind.INTERNAL
     """Kind of the error, which decides what may cure it."""
+    trouble: str = ""
+    """One of causes.TROUBLES, for an error of a volume."""
 
 
 @dataclass(frozen=True)

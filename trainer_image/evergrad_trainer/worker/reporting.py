@@ -10,7 +10,7 @@ from evergrad_manifest.errors import EvergradError, InputError
 from evergrad_trainer.bases import hide_bases
 from evergrad_trainer.distributed import read_launch
 from evergrad_trainer.errors import is_agreed
-from evergrad_trainer.host_trouble import describe_host_trouble
+from evergrad_trainer.host_trouble import describe_host_trouble, trouble_of
 from evergrad_trainer.records import EventType
 from evergrad_trainer.worker.channel import Failed, fit_text
 from evergrad_trainer.worker.peer_failures import FAILURE_WORDS, is_peer_error
@@ -97,4 +97,5 @@ def build_last_words(
         is_final=isinstance(error, InputError),
         is_agreed=is_agreed,
         kind=kind,
+        trouble=trouble_of(error) if kind is ErrorKind.ENVIRONMENT else "",
     )
