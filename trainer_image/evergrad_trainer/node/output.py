@@ -8,7 +8,8 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+
+from evergrad_trainer.bounded_file import BoundedFile
 
 _log = logging.getLogger(__name__)
 _BLOCK = 1 << 16
@@ -32,10 +33,9 @@ class WorkerOutput:
 
         A file that cannot be opened is done without, since training can be.
         """
-        self._file: IO[bytes] | None = None
+        self._file: BoundedFile | None = None
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("ab", buffering=0)
+            self._file = BoundedFile(path)
         except OSError as error:
             _log.warning("what a worker prints goes into no file; %s", error)
         self._descriptor = descriptor
@@ -62,8 +62,7 @@ class WorkerOutput:
                 return
             # The file is a convenience: a full volume must not end training.
             if self._file is not None:
-                with contextlib.suppress(OSError):
-                    self._file.write(data)
+                self._file.write(data)
             *lines, self._rest = (self._rest + data).split(b"\n")
             for line in lines:
                 self._show(line)
@@ -82,9 +81,7 @@ class WorkerOutput:
         if self._rest:
             self._show(self._rest)
         if self._file is not None:
-            # A volume may report its trouble only now.
-            with contextlib.suppress(OSError):
-                self._file.close()
+            self._file.close()
 
     def _show(self, line: bytes) -> None:
         text = line.decode("utf-8", errors="replace")

@@ -3,9 +3,11 @@
 import logging
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TextIO
 
 from evergrad_trainer.bases import hide_bases
+from evergrad_trainer.bounded_file import BoundedFile
 from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.observers.events import event_row
 from evergrad_trainer.records import EvaluationRecord, Event, RunInfo, record_row
@@ -25,6 +27,26 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
     @stream.setter
     def stream(self, value: TextIO) -> None:
         pass
+
+
+class _FileHandler(logging.Handler):
+    """Handler that appends to a file of bounded size, and drops what the volume refuses."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file. Raises OSError."""
+        super().__init__()
+        self._file = BoundedFile(path)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = f"{self.format(record)}\n"
+            self._file.write(text.encode("utf-8", errors="backslashreplace"))
+        except Exception:  # noqa: BLE001 - as all handlers do: a record that cannot be formatted
+            self.handleError(record)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 @dataclass(frozen=True)
@@ -59,8 +81,7 @@ def setup_logging(
     """
     path = directory.logs / f"node-{node}-rank-{rank}.log"
     with reported(path, what="cannot be opened for appending"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+        file = _FileHandler(path)
     prefix = f"%(asctime)s.%(msecs)03d node {node} rank {rank} %(levelname)s %(name)s: %(message)s"
     file.setFormatter(_FileFormatter(prefix, datefmt="%Y-%m-%dT%H:%M:%S"))
     handlers: list[logging.Handler] = [file]
