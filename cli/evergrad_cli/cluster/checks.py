@@ -1,7 +1,7 @@
 """The checks of ``evergrad doctor``: one answer for each thing that was looked at, with a remedy. Pure."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
@@ -333,8 +333,78 @@ def check_namespace(
     return Check("namespace", State.OK, f"{namespace} {told}; a run's pods meet restricted")
 
 
-def check_quotas(quotas: Sequence[Mapping[str, Any]] | None) -> Check:
-    """ResourceQuotas of the namespace that are used up."""
+@dataclass(frozen=True)
+class Limits:
+    """What the LimitRanges of a namespace say of each container: the defaults that they set, and the bounds
+    that they enforce. Resources by name, such as ``limits.memory``."""
+
+    defaults: frozenset[str] = frozenset()
+    most: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """By resource: the bound, and the LimitRange that has it."""
+
+
+def read_limits(ranges: Sequence[Mapping[str, Any]]) -> Limits:
+    """Read the LimitRanges of a namespace."""
+    defaults: set[str] = set()
+    most: dict[str, tuple[str, str]] = {}
+    for raw in ranges:
+        for item in part(raw, "spec").get("limits") or ():
+            if item.get("type") not in ("Container", "Pod"):
+                continue
+            # A default limit is the default request, too, where none is named.
+            asked = set(item.get("defaultRequest") or ()) | set(item.get("default") or ())
+            defaults |= {f"limits.{name}" for name in item.get("default") or ()}
+            defaults |= {f"requests.{name}" for name in asked} | asked
+            for name, bound in (item.get("max") or {}).items():
+                known = most.get(name)
+                if known is None or quantity_of(bound) < quantity_of(known[0]):
+                    most[name] = str(bound), _name(raw)
+    return Limits(frozenset(defaults), most)
+
+
+def check_limits(
+    ranges: Sequence[Mapping[str, Any]] | None, coordinator: Mapping[str, str]
+) -> Check:
+    """LimitRanges of the namespace: whether a run's coordinator fits, whose limits are the installation's.
+
+    ``coordinator``: its limits by resource.
+    """
+    if ranges is None:
+        return Check("limit range", State.SKIP, "this user may not list LimitRanges")
+    if not ranges:
+        return Check("limit range", State.OK, "there is none")
+    limits = read_limits(ranges)
+    refused = [
+        f"{limits.most[name][1]} allows at most {limits.most[name][0]} of {name}, and the coordinator of "
+        f"each run has a limit of {amount}"
+        for name, amount in sorted(coordinator.items())
+        if name in limits.most and quantity_of(amount) > quantity_of(limits.most[name][0])
+    ]
+    if refused:
+        remedy = (
+            "Raise the LimitRange's max, or lower runs.coordinator.memoryLimit of the chart"
+        )
+        return Check("limit range", State.FAIL, "; ".join(refused), remedy)
+    shown = [
+        f"at most {bound} of {name} ({of})"
+        for name, (bound, of) in sorted(limits.most.items())
+    ]
+    if limits.defaults:
+        shown.append("containers that set no limits get the defaults of the LimitRange")
+    return Check("limit range", State.OK, "; ".join(shown) or "it bounds no container")
+
+
+def check_quotas(
+    quotas: Sequence[Mapping[str, Any]] | None,
+    *,
+    defaults: Collection[str] = (),
+    waiting: Sequence[tuple[str, str]] = (),
+) -> Check:
+    """ResourceQuotas of the namespace: whether there is room.
+
+    ``defaults``: resources that a LimitRange sets where a run does not. ``waiting``: runs that wait for room,
+    each with its message.
+    """
     if quotas is None:
         return Check("quota", State.SKIP, "this user may not list ResourceQuotas")
     if not quotas:
@@ -358,7 +428,18 @@ def check_quotas(quotas: Sequence[Mapping[str, Any]] | None) -> Check:
             "Runs wait until some is free; or have it raised",
         )
 
-    demanded = ", ".join(sorted(wanted & _DEMANDED))
+    # A quota can have room, and too little of it for what a run asks.
+    if waiting:
+        name, message = waiting[0]
+        others = f", and {len(waiting) - 1} more runs" if len(waiting) > 1 else ""
+        return Check(
+            "quota",
+            State.WARN,
+            f"run {name} waits for room{others}: {message}",
+            "Free some, have it raised, or lower spec.resources or spec.nodes.min",
+        )
+
+    demanded = ", ".join(sorted((wanted & _DEMANDED) - set(defaults)))
     what = f"; each run must set {demanded} in spec.resources" if demanded else ""
     return Check("quota", State.OK, f"there is room{what}")
 

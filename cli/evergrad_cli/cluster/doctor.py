@@ -5,7 +5,7 @@ One line a check, with a remedy.
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Final
 
@@ -21,6 +21,8 @@ from evergrad_cli.cluster.errors import (
     RefusedError,
     UnreachableError,
 )
+from evergrad_cli.cluster.raw import part
+from evergrad_cli.cluster.runs import parse_run
 from evergrad_cli.cluster.text import printable
 from evergrad_coordinator.contract import API_GROUP, ExitCode
 
@@ -119,8 +121,14 @@ def examine(cluster: Cluster, *, operator_namespace: str | None, now: float) -> 
     found.append(
         checks.check_storage(_list(cluster, "/apis/storage.k8s.io/v1/storageclasses"))
     )
+    ranges = _list(cluster, core_path("limitranges", namespace))
+    found.append(checks.check_limits(ranges, _read_coordinator_limits(deployments or ())))
     found.append(
-        checks.check_quotas(_list(cluster, core_path("resourcequotas", namespace)))
+        checks.check_quotas(
+            _list(cluster, core_path("resourcequotas", namespace)),
+            defaults=checks.read_limits(ranges or ()).defaults,
+            waiting=_list_waiting(cluster, namespace) if is_served else (),
+        )
     )
     found.append(
         checks.check_network(
@@ -150,6 +158,32 @@ def _read(read: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None, bo
         return None, True
     except RefusedError:
         return None, False
+
+
+_COORDINATOR_LIMITS: Final = {
+    "memory": ("EVERGRAD_COORDINATOR_MEMORY_LIMIT", "256Mi"),
+    "cpu": ("EVERGRAD_COORDINATOR_CPU_LIMIT", "1"),
+}
+"""Resource of a coordinator → the operator's variable with its limit, and the limit without it."""
+
+
+def _read_coordinator_limits(deployments: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The limits of each run's coordinator, as the operator's Deployment sets them."""
+    variables: dict[str, str] = {}
+    for raw in deployments:
+        for container in part(raw, "spec", "template", "spec").get("containers") or ():
+            for one in container.get("env") or ():
+                variables[str(one.get("name"))] = str(one.get("value", ""))
+    return {
+        name: variables.get(variable) or default
+        for name, (variable, default) in _COORDINATOR_LIMITS.items()
+    }
+
+
+def _list_waiting(cluster: Cluster, namespace: str) -> list[tuple[str, str]]:
+    """Runs of the namespace that wait for a quota, each with its message."""
+    runs = map(parse_run, _list(cluster, runs_path(namespace)) or ())
+    return [(run.name, run.message) for run in runs if run.reason == "QuotaExceeded"]
 
 
 def _list(

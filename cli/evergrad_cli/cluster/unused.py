@@ -112,8 +112,9 @@ def _judge_claim(raw: Raw, *, older_than: float, now: float) -> tuple[str, bool]
         complete = record.get("complete") if isinstance(record, Mapping) else None
         at = parse_time(complete.get("at")) if isinstance(complete, Mapping) else None
         if at is None:
+            # Whether it has saved any is known to the volume alone, which no command mounts.
             return (
-                f"run {name} is gone and was not complete: its checkpoints are here",
+                f"run {name} is gone and was not complete: it may have left checkpoints",
                 True,
             )
         newest = max(newest, at)

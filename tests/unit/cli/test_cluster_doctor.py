@@ -206,6 +206,43 @@ def test_a_quota_that_is_used_up_warns() -> None:
     assert "requests.memory (1024Mi of 1Gi in q)" in found[3].message
 
 
+def limit_range(**item: Any) -> dict[str, Any]:
+    return {
+        "metadata": {"name": "lr"},
+        "spec": {"limits": [{"type": "Container", **item}]},
+    }
+
+
+def test_a_limit_range_that_no_coordinator_fits_in_fails() -> None:
+    coordinator = {"memory": "256Mi", "cpu": "1"}
+    found = [
+        checks.check_limits(None, coordinator),
+        checks.check_limits([], coordinator),
+        checks.check_limits([limit_range(max={"memory": "1Gi"})], coordinator),
+        checks.check_limits([limit_range(max={"memory": "200Mi"})], coordinator),
+    ]
+    assert states(*found) == ["skip", "ok", "ok", "fail"]
+    assert "lr allows at most 200Mi of memory" in found[3].message
+    assert "runs.coordinator.memoryLimit of the chart" in found[3].remedy
+
+
+def test_what_a_limit_range_sets_by_default_need_not_be_set_by_runs() -> None:
+    ranges = [limit_range(default={"memory": "128Mi"})]
+    full = [quota({"limits.memory": "1Gi", "requests.cpu": "4"}, {})]
+    defaults = checks.read_limits(ranges).defaults
+    found = checks.check_quotas(full, defaults=defaults)
+    assert (
+        found.message == "there is room; each run must set requests.cpu in spec.resources"
+    )
+
+
+def test_a_quota_that_a_run_waits_for_has_no_room() -> None:
+    some = [quota({"limits.memory": "1Gi"}, {"limits.memory": "900Mi"})]
+    found = checks.check_quotas(some, waiting=[("docs-lm", "exceeded quota: q")])
+    assert found.state == "warn"
+    assert found.message == "run docs-lm waits for room: exceeded quota: q"
+
+
 @pytest.mark.parametrize(
     ("hard", "told"),
     [
@@ -291,6 +328,7 @@ def cluster(api: Api) -> Api:
     )
     api.on("GET", "/api/v1/namespaces/lab", {"metadata": {"name": "lab"}})
     api.on("GET", "/api/v1/namespaces/lab/resourcequotas", items)
+    api.on("GET", "/api/v1/namespaces/lab/limitranges", items)
     api.on("GET", "/apis/networking.k8s.io/v1/namespaces/lab/networkpolicies", items)
     api.on("GET", "/api/v1/nodes", {**items, "items": [node()]})
     api.refuse("GET", "/apis/storage.k8s.io/v1/storageclasses", 403, "no")
@@ -313,7 +351,7 @@ def test_doctor_ends_with_0_when_nothing_fails(
     assert main(["doctor", "--kubeconfig", cluster.kubeconfig]) == 0
     text = capsys.readouterr().out
     assert text.splitlines()[0].startswith("ok    api server       Kubernetes v1.34.4")
-    assert "skip  images" in text and text.rstrip().endswith("12 ok, 1 warn, 2 skip")
+    assert "skip  images" in text and text.rstrip().endswith("13 ok, 1 warn, 2 skip")
     assert (
         "warn  operator lease   nobody holds it\n                       → Is the operator"
         in text
