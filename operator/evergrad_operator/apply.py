@@ -28,9 +28,11 @@ from evergrad_operator.names import Key
 from evergrad_operator.observe import (
     BOUNDS_NOT_TAKEN,
     NAME_LEAVING,
+    NAME_LEFT,
     NAME_TAKEN,
     ApplyFailure,
     Observation,
+    is_left_behind,
     owns,
 )
 from evergrad_operator.passes import Applied
@@ -222,6 +224,11 @@ class Applier:
         children = [body for body in plan.apply if body["kind"] != SERVICE.kind]
         services = [body for body in plan.apply if body["kind"] == SERVICE.kind]
         results += await _gather(self._put(work, body) for body in children)
+        # Pods would read a ConfigMap, or be cut off by a NetworkPolicy, that belongs to somebody else.
+        if any(
+            one.failure and one.failure.reason in (NAME_LEFT, NAME_TAKEN) for one in results
+        ):
+            pods = ()
         # Schedulers place pods of a group that does not exist one by one, or never.
         if any(
             one.failure
@@ -408,6 +415,9 @@ class Applier:
         own = next((raw for raw in found if owns(work.seen.run.uid, raw)), None)
         if own is not None:
             return own
+        if any(is_left_behind(work.seen.run.name, raw) for raw in found):
+            text = f"a {kind.kind} of this name is left by an earlier run of this name"
+            raise ApiError(_NOT_AS_EXPECTED, NAME_LEFT, text) from error
         # An older run of this name is about to be collected with all that it owns: that is worth waiting for.
         namesake = names.KIND, work.seen.run.name
         if all(
@@ -459,7 +469,7 @@ def _group_pods(bodies: Iterable[Raw]) -> list[list[Raw]]:
 def _concerns_others(failure: ApplyFailure) -> bool:
     """Whether the refusal of one pod is one of the others of its group, too, as a quota's or a webhook's:
     only a name is a pod's own."""
-    return failure.reason not in (NAME_TAKEN, NAME_LEAVING)
+    return failure.reason not in (NAME_TAKEN, NAME_LEFT, NAME_LEAVING)
 
 
 def _body_of(end: Deletion) -> Raw:

@@ -22,6 +22,8 @@ PreviousStatus = Memory
 ChildKey = tuple[str, str]
 """Kind and name."""
 NAME_TAKEN: Final = "NameTaken"
+NAME_LEFT: Final = "NameLeft"
+"""The name is taken by an object that an earlier run of this name has left without an owner."""
 """Reason of an ApplyFailure: an object of that name exists, and is not the run's."""
 NAME_LEAVING: Final = "NameLeaving"
 """Reason of an ApplyFailure: an object of an older run of the same name is there, and about to go."""
@@ -176,6 +178,9 @@ class Observation:
     """The restart of the run at which its PodGroup was made."""
     troubled_hosts: tuple[str, ...] = ()
     """Hosts that have lately failed several runs of the installation."""
+    leftovers: tuple[str, ...] = ()
+    """Names of pods that an earlier run of this name has left: its deletion with ``--cascade=orphan`` took
+    their owner from them."""
     gone: tuple[tuple[PodState, float], ...] = ()
     """Pods that were deleted a moment ago, as they were last, and the seconds since then."""
     leaving_since: Mapping[str, float] = field(default_factory=dict)
@@ -222,11 +227,12 @@ def observe(
     claim = children.get(("PersistentVolumeClaim", run.claim_name))
 
     # A pod is the run's by its label and its owner, so that those of an older namesake are not taken over.
-    labelled = (
+    labelled = [
         raw
         for raw in pods
         if get_map(raw, "metadata", "labels").get(names.LABEL_RUN) == run.name
-    )
+    ]
+    leftovers = (parse_pod(raw) for raw in labelled if is_left_behind(run.name, raw))
     owned = (parse_pod(raw) for raw in labelled if owns(run.uid, raw))
     states = [state for state in owned if state is not None]
     # Policies rely on this order: the newest attempt of a node is its last pod.
@@ -257,11 +263,25 @@ def observe(
         hashes=hashes,
         progress=progress,
         failures=tuple(failures),
+        leftovers=tuple(sorted(pod.name for pod in leftovers if pod is not None)),
         preparations=tuple(pod for pod in states if pod.role == names.ROLE_PREPARATION),
         evaluations=tuple(pod for pod in states if pod.role == names.ROLE_EVALUATION),
         group_priority=get_text(group, names.ANNOTATION_GROUP_PRIORITY),
         # Bounded, because anybody may set an annotation.
         group_restart=int(restart) if restart.isdecimal() and len(restart) < 10 else 0,
+    )
+
+
+def is_left_behind(run: str, raw: Mapping[str, Any]) -> bool:
+    """Whether an object was an earlier run's of this name and has no owner any more: no garbage collector
+    takes it."""
+    metadata, labels = get_map(raw, "metadata"), get_map(raw, "metadata", "labels")
+    # A label alone may be anybody's: all that the operator makes has both.
+    is_ours = labels.get(names.LABEL_MANAGED_BY) == names.MANAGED_BY
+    return (
+        is_ours
+        and labels.get(names.LABEL_RUN) == run
+        and not metadata.get("ownerReferences")
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
-from evergrad_operator.observe import NAME_TAKEN, ApplyFailure
+from evergrad_operator.observe import NAME_LEFT, NAME_TAKEN, ApplyFailure
 
 Step = tuple[str, str, str]
 """Verb, kind and name of one object."""
@@ -71,7 +71,10 @@ class Refusals:
         known = self._refusals.get(step)
         count = 1 if known is None else known.count + 1
         # A conflict ends by itself within seconds; anything else may last, and is tried ever more rarely.
-        is_brief = failure.status == _CONFLICT and failure.reason != NAME_TAKEN
+        is_brief = failure.status == _CONFLICT and failure.reason not in (
+            NAME_LEFT,
+            NAME_TAKEN,
+        )
         longest = _LONGEST_CONFLICT_SECONDS if is_brief else LONGEST_RETRY
         doubled = FIRST_RETRY * 2.0 ** min(count - 1, 10)
         # The server's own wish is bounded, too: it may have recovered long before.

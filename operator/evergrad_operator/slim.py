@@ -50,6 +50,13 @@ def slim_pod(raw: Raw) -> Raw:
                 {key: item[key] for key in ("name", "image") if key in item}
                 for item in get_maps(spec, kind)
             ]
+    # Only a pod that was killed at its memory limit has to say which one that was.
+    if any(map(_is_out_of_memory, get_maps(status, "containerStatuses"))):
+        for item, whole in zip(
+            kept["containers"], get_maps(spec, "containers"), strict=True
+        ):
+            if limit := get_map(whole, "resources", "limits").get("memory"):
+                item["resources"] = {"limits": {"memory": limit}}
     # Whether it was given the run's token.
     if any(one.get("name") == names.TOKEN_VOLUME for one in get_maps(spec, "volumes")):
         kept["volumes"] = [{"name": names.TOKEN_VOLUME}]
@@ -60,6 +67,10 @@ def slim_pod(raw: Raw) -> Raw:
         "spec": share(kept),
         "status": share(seen),
     }
+
+
+def _is_out_of_memory(container: Raw) -> bool:
+    return get_map(container, "state", "terminated").get("reason") == "OOMKilled"
 
 
 def slim(raw: Raw, keys: Sequence[str]) -> Raw:

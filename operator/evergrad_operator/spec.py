@@ -116,6 +116,12 @@ class TrainingRun:
         return self.parsed.spec
 
     @property
+    def is_orphaning(self) -> bool:
+        """Whether it is being deleted without its children, as by ``kubectl delete --cascade=orphan``."""
+        finalizers = get_map(self.raw, "metadata").get("finalizers") or ()
+        return self.is_deleting and "orphan" in finalizers
+
+    @property
     def has_new_spec(self) -> bool:
         """Whether an earlier generation was acted upon last, or the last status says that this one could not
         be."""

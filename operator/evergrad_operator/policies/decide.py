@@ -39,6 +39,7 @@ from evergrad_operator.policies.waiting import (
     explain_refusal,
     find_claim_obstacle,
     find_group_obstacle,
+    find_leftover_obstacle,
     find_obstacle,
     find_profile_obstacle,
 )
@@ -64,12 +65,11 @@ def decide(observation: Observation, config: Config, now: float) -> Decision:
 
     The same arguments give the same decision.
     """
-    context = ReconcileContext(
-        observation,
-        remember(observation, config, now),
-        config,
-        now,
-    )
+    # The garbage collector takes the owner from the children of such a run: they have not ended.
+    memory = observation.status
+    if not observation.run.is_orphaning:
+        memory = remember(observation, config, now)
+    context = ReconcileContext(observation, memory, config, now)
     decision = evaluate_beside(context, _decide(context))
 
     # Pods in which only an injected sidecar runs go, too: they would hold their hosts' resources for ever.
@@ -122,6 +122,11 @@ def _decide(context: ReconcileContext) -> Decision:
         if finish is not None:
             return context.hold(finish.phase, finish.reason, finish.message)
         text = "the run is being deleted; its pods save and leave"
+        if context.run.is_orphaning:
+            text = (
+                "the run is being deleted without its children (--cascade=orphan); its pods keep running, "
+                "and no operator looks after them"
+            )
         return context.hold(Phase.RUNNING, Reason.DELETING, text)
     if finish is not None:
         return conclude(context)
@@ -211,7 +216,11 @@ def _hold_if_wrong(context: ReconcileContext) -> Decision | None:
 def _run(context: ReconcileContext) -> Decision:
     """Decide on the claim, the coordinator and the nodes of a run that wants to train."""
     # Without its volume no pod can start: none is made, and no record either.
-    obstacle = find_claim_obstacle(context) or find_group_obstacle(context)
+    obstacle = (
+        find_leftover_obstacle(context)
+        or find_claim_obstacle(context)
+        or find_group_obstacle(context)
+    )
     if obstacle is not None:
         held = context.hold(Phase.WAITING, obstacle.reason, obstacle.message)
         person_at = obstacle.needs_person_at
@@ -304,6 +313,11 @@ def _describe(
             text = "the coordinator is being replaced; training goes on"
         elif scale.faulty and not behind:
             behind = describe_host_faults(context)
+        if memory.training.failed_saves and not behind:
+            # The condition CheckpointHealthy has the reason and the remedy.
+            behind = (
+                f"the last {memory.training.failed_saves} saves failed (CheckpointHealthy)"
+            )
         return phase, reason, f"{text}; {behind}" if behind else text, None
 
     if context.now < memory.come_again_at:

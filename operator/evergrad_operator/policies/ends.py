@@ -10,7 +10,7 @@ from dataclasses import replace
 from evergrad_coordinator.causes import PodCause
 from evergrad_operator import names
 from evergrad_operator.config import Config
-from evergrad_operator.memory import MAX_ENDS, EndRecord, Memory
+from evergrad_operator.memory import MAX_ENDS, EndRecord, Memory, count_restart
 from evergrad_operator.observe import Observation
 from evergrad_operator.pods import PodState, describe_cause
 from evergrad_operator.policies.budget import count_failures
@@ -108,12 +108,9 @@ def _add_ends(
     no_restart = {PodCause.DONE}
     if is_over or not memory.has_formed:
         no_restart.add(PodCause.USER_ERROR)
-    restarts = dict(memory.restarts)
     for record in records:
-        if record.cause not in no_restart:
-            restarts[record.cause] = restarts.get(record.cause, 0) + 1
-    return replace(
-        memory,
-        restarts=restarts,
-        ends=(*memory.ends, *records)[-MAX_ENDS:],
-    )
+        if record.cause in no_restart:
+            memory = replace(memory, ends=(*memory.ends, record)[-MAX_ENDS:])
+        else:
+            memory = count_restart(memory, record)
+    return memory

@@ -241,8 +241,14 @@ def _drain(context: ReconcileContext, reason: Reason) -> Decision:
     live_coordinators = [pod for pod in coordinators if pod.is_live]
     # The last node has reported its save to the coordinator, which may not have been polled since: its next
     # answer is waited for. A new coordinator may not have been polled since its nodes came.
-    is_unheard = memory.training.step is None and any(
+    is_young = memory.training.step is None and any(
         context.now - pod.created_at < _FIRST_WORDS_SECONDS for pod in live_coordinators
+    )
+    # An operator that has just started has no answer yet, whereas the coordinator knows of the last save.
+    is_unheard = is_young or (
+        context.progress is None
+        and context.observation.unreachable is None
+        and any(pod.is_running and pod.ip for pod in live_coordinators)
     )
     is_stale = is_unheard or (
         context.progress is not None and context.progress.connected > 0

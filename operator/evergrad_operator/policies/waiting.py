@@ -10,9 +10,9 @@ from typing import Final
 
 from evergrad_manifest.profile import NAMESPACE_PROFILE
 from evergrad_operator import names
-from evergrad_operator.kinds import API_RESOURCES, POD_GROUPS
+from evergrad_operator.kinds import API_RESOURCES, POD_GROUP, POD_GROUPS
 from evergrad_operator.names import Reason
-from evergrad_operator.observe import BOUNDS_NOT_TAKEN, NAME_TAKEN, ApplyFailure
+from evergrad_operator.observe import BOUNDS_NOT_TAKEN, NAME_LEFT, NAME_TAKEN, ApplyFailure
 from evergrad_operator.pods import PodState
 from evergrad_operator.policies.context import ReconcileContext
 from evergrad_operator.policies.gang import describe_wait, joins_pod_group
@@ -60,6 +60,10 @@ themselves.
 Reasons in neither set heal sooner or later: a queue admits, an autoscaler brings nodes, a quota becomes
 free.
 """
+_LIMIT_RANGE: Final = re.compile(
+    r"(?:maximum|minimum) \S+ usage per (?:Container|Pod) is |max limit to request ratio per "
+)
+"""The API server's words for a container that a LimitRange of the namespace refuses."""
 _NEEDED_BY_NAME: Final = ("Pod", "PersistentVolumeClaim")
 """Kinds whose objects are in the way only while they are wanted; others are wanted until they exist."""
 PATIENCE_SECONDS: Final = 300.0
@@ -105,6 +109,8 @@ def find_obstacle(context: ReconcileContext, wanted: Iterable[str]) -> Obstacle 
             is_relevant = (failure.kind, failure.name) not in context.observation.hashes
         if not is_relevant:
             continue
+        if failure.reason == NAME_LEFT:
+            return explain_leftovers(context)
         # A claim that exists is written for the run's record alone.
         is_record = (failure.verb, failure.kind) == ("apply", "PersistentVolumeClaim")
         if is_record and context.observation.claim is not None and not _is_passing(failure):
@@ -143,6 +149,47 @@ _ORDER: Final = (
     Reason.QUEUED,
     Reason.STARTING,
 )
+
+
+_LEFTOVER_KINDS: Final = "pods,services,configmaps,secrets,networkpolicies"
+"""Kinds of a run's children, except the claim, which has the checkpoints."""
+_MOST_LEFTOVERS: Final = 8
+"""Leftovers that a message names; the command removes all of them."""
+
+
+def find_leftover_obstacle(context: ReconcileContext) -> Obstacle | None:
+    """Find pods that an earlier run of this name has left: they may train, and write in the same folder."""
+    # Pods of this run that are at work show that nothing was in their way.
+    if not context.observation.leftovers or context.live:
+        return None
+    return explain_leftovers(context)
+
+
+def explain_leftovers(context: ReconcileContext) -> Obstacle:
+    """Return everything that is known to be left by an earlier run of this name, and one command against
+    it."""
+    run = context.run
+    left = [f"Pod {name}" for name in context.observation.leftovers]
+    left += [
+        f"{one.kind} {one.name}"
+        for one in context.observation.failures
+        if one.reason == NAME_LEFT and one.kind != "Pod"
+    ]
+    shown = ", ".join(left[:_MOST_LEFTOVERS])
+    if len(left) > _MOST_LEFTOVERS:
+        shown += f" and {len(left) - _MOST_LEFTOVERS} more"
+    # The group of a gang is there only where the cluster has such a kind.
+    kinds = _LEFTOVER_KINDS
+    if any(name.startswith(f"{POD_GROUP} ") for name in left):
+        kinds += ",podgroups"
+    selector = f"{names.LABEL_MANAGED_BY}={names.MANAGED_BY},{names.LABEL_RUN}={run.name}"
+    command = f"kubectl delete {kinds} -n {run.namespace} -l {selector}"
+    text = (
+        f"an earlier run {run.name}, which was deleted with --cascade=orphan, has left {shown}. No pod is "
+        f"made before they are gone, since both would write in {run.volume_path}. Remove all of them with: "
+        f"{command} (the claim with the checkpoints stays)"
+    )
+    return Obstacle(Reason.NAME_TAKEN, text)
 
 
 def explain_refusal(failure: ApplyFailure, run: str) -> Obstacle:
@@ -195,6 +242,14 @@ def explain_refusal(failure: ApplyFailure, run: str) -> Obstacle:
     if "violates PodSecurity" in said:
         remedy = "Remove from spec.template what the namespace's Pod Security level forbids"
         return Obstacle(Reason.ADMISSION_REFUSED, f"{text}. {remedy}; it is tried again")
+    if _LIMIT_RANGE.search(said):
+        # The coordinator's resources are the installation's: no field of the run changes them.
+        coordinator = names.coordinator_pod_name(run, 0).removesuffix("0")
+        field = f"{of_pod}.limits"
+        if failure.name.startswith(coordinator):
+            field = "the chart's values runs.coordinator"
+        remedy = f"Change the LimitRange of the namespace, or {field}; it is tried again"
+        return Obstacle(Reason.ADMISSION_REFUSED, f"{text}. {remedy}")
     if failure.status == 422:
         remedy = f"Correct spec.template or {of_pod}; it is tried again"
         return Obstacle(Reason.INVALID_OBJECT, f"{text}. {remedy}")

@@ -133,6 +133,50 @@ def test_a_run_that_is_over_stays_what_it_was_while_it_is_deleted() -> None:
     )
 
 
+def test_a_run_that_is_deleted_without_its_children_says_so_and_reports_no_end() -> None:
+    world = Simulation().run()
+    world.events.clear()
+    world.raw["metadata"] |= {
+        "deletionTimestamp": "2030-03-17T17:46:40Z",
+        "finalizers": ["orphan"],
+    }
+    # The garbage collector takes the owner from one child after the other.
+    for pod in world.pods.values():
+        del pod["metadata"]["ownerReferences"]
+        world.reconcile()
+    assert "is being deleted without its children" in world.status["message"]
+    assert "its pods keep running" in world.status["message"]
+    assert [one.reason for one in world.events] == ["Deleting"]
+    assert world.status["restarts"]["total"] == 0 and "attempts" not in world.status
+
+
+def test_pods_that_an_earlier_run_has_left_are_reported_together_before_any_is_made() -> (
+    None
+):
+    old = Simulation().run()
+    for pod in old.pods.values():
+        del pod["metadata"]["ownerReferences"]
+    raw = make_run()
+    raw["metadata"]["uid"] = "another"
+    world = Simulation(raw)
+    world.pods = old.pods
+    decision = world.settle()
+    assert world.created == [] and world.children == {}
+    assert decision.reason == Reason.NAME_TAKEN
+    for name in ("docs-lm-0-0", "docs-lm-1-0", "docs-lm-2-0", "docs-lm-coordinator-0"):
+        assert f"Pod {name}" in decision.message
+    assert (
+        "Remove all of them with: kubectl delete pods,services,configmaps,secrets,networkpolicies "
+        "-n default -l app.kubernetes.io/managed-by=evergrad,evergrad.dev/run=docs-lm"
+    ) in decision.message
+    assert world.condition("Stalled")["status"] == "True"
+    assert not world.condition("Ready")["message"].startswith("pod")
+
+    world.pods.clear()
+    world.settle()
+    assert len(world.created) == 4
+
+
 def test_pods_of_an_older_namesake_are_not_taken_over() -> None:
     world = Simulation()
     world.reconcile()
@@ -333,6 +377,25 @@ def test_a_run_suspended_before_its_coordinator_told_of_a_step_waits_for_its_wor
     world.leave()
     world.settle()
     assert (world.status["phase"], world.status["checkpoint"]["step"]) == ("Suspended", 7)
+
+
+def test_a_restarted_operator_waits_for_the_last_words_of_a_suspended_run() -> None:
+    world = Simulation().run()
+    world.train(340, checkpointStep=320)
+    world.settle()
+    world.set_spec(suspend=True)
+    world.reconcile()
+    world.leave()
+    # The operator has started again and has polled no coordinator yet.
+    world.progress = None
+    world.reconcile()
+    assert world.live(role=names.ROLE_COORDINATOR), "its only witness was let go"
+    world.train(354, checkpointStep=354, nodes={"ready": 0, "connected": 0})
+    world.reconcile()
+    world.leave()
+    decision = world.settle()
+    assert decision.phase == Phase.SUSPENDED
+    assert "the newest checkpoint is of step 354" in decision.message
 
 
 def test_a_stop_that_the_recipe_asked_for_parks_the_run() -> None:

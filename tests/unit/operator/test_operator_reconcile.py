@@ -122,6 +122,24 @@ def test_an_object_of_somebody_else_is_neither_taken_over_nor_deleted(
     ]
 
 
+def test_leftovers_that_are_no_pods_are_reported_together_and_no_pod_is_made(
+    simulation: Simulation,
+) -> None:
+    labels = {"app.kubernetes.io/managed-by": "evergrad", "evergrad.dev/run": "run"}
+    with simulation.by_others():
+        for kind, name in (("configmaps", "run-config"), ("networkpolicies", "run")):
+            metadata = {"name": name, "namespace": "ns", "labels": labels}
+            simulation.store.create(kind, {"metadata": metadata})
+    simulation.start_operator()
+    simulation.create_run()
+    simulation.reconcile()
+    assert simulation.status["reason"] == "NameTaken"
+    message = simulation.status["message"]
+    assert "ConfigMap run-config" in message and "NetworkPolicy run" in message
+    assert "evergrad.dev/run=run" in message
+    assert simulation.pods() == []
+
+
 def test_what_an_older_run_of_the_name_leaves_is_waited_for(simulation: Simulation) -> None:
     simulation.reconcile()
     del simulation.store.objects[
