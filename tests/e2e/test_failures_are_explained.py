@@ -1,8 +1,10 @@
 """Each way to fail has its condition, its reason and a message that says what to do; and nothing is tried in
 a storm."""
 
+import errno
 import json
 import re
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -174,6 +176,96 @@ def test_12_a_full_volume_fails_with_the_size_in_the_message(runs: Runs) -> None
         failurePolicy={"maxFailuresWithoutProgress": 1},
     )
     expect_failed(run, "VolumeFull", "/volume/full", "free", "one checkpoint takes")
+
+
+def fill(folder: Path) -> None:
+    """Write until nothing more fits."""
+    with (folder / "filler").open("ab", buffering=0) as filler:
+        block = bytes(2**16)
+        while block:
+            try:
+                filler.write(block)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                block = block[: len(block) // 2]
+
+
+def test_12_a_volume_that_fills_up_is_an_unhealthy_checkpoint_until_there_is_room(
+    runs: Runs,
+) -> None:
+    if not runs.cluster.is_bed:
+        pytest.skip("only on the bed is a claim a file system of its size, seen from here")
+    checkpoint = {"every": {"steps": 5}, "keep": 4, "maxFailures": 100_000}
+    run = runs.start(
+        "fills-up",
+        steps=1_000_000,
+        nodes={"min": 1, "max": 1},
+        storage={"size": "48Mi"},
+        training={"checkpoint": checkpoint},
+    )
+    wait_for(lambda: len(run.checkpoints()) >= 4, "checkpoints of the run")
+    healthy = "CheckpointHealthy"
+    wait_for(lambda: run.is_so(healthy), "a healthy checkpoint")
+
+    # There is room for the checkpoints that are kept, and not for one more: a newer one is saved all the same.
+    volume = runs.volume(run.claim())
+    fill(volume)
+    before = run.newest_checkpoint()
+    wait_for(lambda: run.newest_checkpoint() > before, "a checkpoint on the full volume")
+
+    # What each save frees is taken as well: at last only the newest checkpoint is left.
+    def has_failed() -> bool:
+        fill(volume)
+        return run.condition(healthy).get("status") == "False"
+
+    wait_for(has_failed, "an unhealthy checkpoint")
+    condition, status = run.condition(healthy), run.status()
+    assert condition["reason"] == "VolumeFull" and status["phase"] == "Running", status
+    assert "The newest valid checkpoint is of step " in condition["message"]
+    assert f"Enlarge the PersistentVolumeClaim {run.claim()}" in condition["message"]
+    assert run.checkpoints(), "the newest checkpoint was deleted"
+    assert "HostFault" not in json.dumps(status)
+
+    (volume / "filler").unlink()
+    wait_for(lambda: run.is_so(healthy), "a healthy checkpoint after there is room")
+    assert run.restarts() == {}
+
+
+def test_12_what_a_run_deleted_without_its_children_leaves_is_removed_by_one_command(
+    runs: Runs,
+) -> None:
+    run = runs.start("left", steps=1_000_000)
+    run.wait_for_step(5)
+    left = [
+        pod["metadata"]["name"]
+        for role in ("node", "coordinator")
+        for pod in run.pods(role=role)
+    ]
+    runs.kubectl("delete", RESOURCE, run.name, "--cascade=orphan")
+    said = [event["message"] for event in runs.list("events")]
+    assert not [text for text in said if " ended" in text], "the pods still run"
+
+    run = runs.start("left", steps=1_000_000)
+    expect_waiting(run, "NameTaken", *(f"Pod {name}" for name in left))
+    found = re.search(r"Remove all of them with: (kubectl .+?) \(", run.status()["message"])
+    assert found is not None, run.status()["message"]
+    runs.kubectl(*shlex.split(found[1])[1:])
+    run.wait_for_phase("Running", seconds=600)
+
+
+def test_12_a_limit_range_that_refuses_the_coordinator_names_what_can_be_changed(
+    runs: Runs,
+) -> None:
+    limit_range = {
+        "apiVersion": "v1",
+        "kind": "LimitRange",
+        "metadata": {"name": "tight"},
+        "spec": {"limits": [{"type": "Container", "max": {"memory": "200Mi"}}]},
+    }
+    runs.kubectl("apply", "-f", "-", text=json.dumps(limit_range))
+    run = runs.start("tight", steps=20)
+    expect_waiting(run, "AdmissionRefused", "Change the LimitRange", "runs.coordinator")
 
 
 def test_12_a_script_that_raises_in_one_rank_names_the_rank_and_its_last_words(
