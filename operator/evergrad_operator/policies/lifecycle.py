@@ -244,9 +244,11 @@ def _drain(context: ReconcileContext, reason: Reason) -> Decision:
     is_young = memory.training.step is None and any(
         context.now - pod.created_at < _FIRST_WORDS_SECONDS for pod in live_coordinators
     )
-    # An operator that has just started has no answer yet, whereas the coordinator knows of the last save.
+    # An operator that has just started has no answer yet, whereas the coordinator knows of the last save. The
+    # stop of a run is such an answer itself.
     is_unheard = is_young or (
-        context.progress is None
+        context.run.spec.suspend
+        and context.progress is None
         and context.observation.unreachable is None
         and any(pod.is_running and pod.ip for pod in live_coordinators)
     )

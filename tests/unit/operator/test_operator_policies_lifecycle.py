@@ -167,7 +167,7 @@ def test_pods_that_an_earlier_run_has_left_are_reported_together_before_any_is_m
         assert f"Pod {name}" in decision.message
     assert (
         "Remove all of them with: kubectl delete pods,services,configmaps,secrets,networkpolicies "
-        "-n default -l app.kubernetes.io/managed-by=evergrad,evergrad.dev/run=docs-lm"
+        "-n team -l app.kubernetes.io/managed-by=evergrad,evergrad.dev/run=docs-lm"
     ) in decision.message
     assert world.condition("Stalled")["status"] == "True"
     assert not world.condition("Ready")["message"].startswith("pod")

@@ -217,18 +217,20 @@ def test_a_save_that_failed_for_another_reason_is_named_too() -> None:
 
 
 def test_a_restart_after_a_full_volume_is_healthy_again_with_the_next_good_save() -> None:
-    world = Simulation(make_run(failurePolicy={"maxFailuresWithoutProgress": 0})).run(10)
+    world = Simulation(make_run(failurePolicy={"maxFailuresWithoutProgress": 1})).run(10)
     world.train(20, checkpointStep=20)
     world.settle()
-    world.age(100)
     message = encode_termination(ErrorKind.ENVIRONMENT, "3 saves failed", "no_space")
-    world.end("docs-lm-1-0", 70, message=message.decode())
-    world.settle()
+    for attempt in range(2):
+        world.age(100)
+        world.end(f"docs-lm-1-{attempt}", 70, message=message.decode())
+        world.settle()
+        world.start()
     assert (world.status["phase"], world.status["reason"]) == ("Failed", "VolumeFull")
     words = world.status["message"]
     assert "The newest valid checkpoint is of step 20." in words
     assert "Enlarge the PersistentVolumeClaim docs-lm" in words
-    assert "then resume with: evergrad restart docs-lm -n default" in words
+    assert "then resume with: evergrad restart docs-lm -n team" in words
     assert world.status["lastFailure"]["cause"] == "VolumeFull"
     assert list(world.status["restarts"]["byCause"]) == ["VolumeFull"]
 

@@ -1,0 +1,34 @@
+"""What a failure is called: a full volume is one cause, and no sentinel of the protocol reaches a message."""
+
+from evergrad_coordinator.protocol import Broken
+from evergrad_coordinator.rules.budget import Failure, FailureBudget
+from evergrad_coordinator.rules.state import Training
+
+
+def describe(report: Broken) -> str:
+    budget = FailureBudget(limit=0, recovery="fresh")
+    budget.report(Failure("0", 1.0, report), Training())
+    return budget.describe()
+
+
+def test_a_worker_that_failed_before_any_step_is_described_without_a_sentinel() -> None:
+    words = describe(Broken(1, "worker_crash", rank=-1, step=-1, exit_code=1))
+    assert (
+        "Last: worker_crash on a worker without a rank (node 0) before a step was reported, exit code 1."
+        in words
+    )
+    assert "-1" not in words
+    words = describe(Broken(1, "worker_crash", rank=2, step=7, exit_code=1))
+    assert "worker_crash on rank 2 (node 0) after step 7, exit code 1." in words
+
+
+def test_a_full_volume_is_a_cause_of_its_own_and_costs_what_trouble_of_a_host_costs() -> (
+    None
+):
+    report = Broken(1, "environment", rank=0, step=7, exit_code=70, trouble="no_space")
+    failure = Failure("0", 1.0, report)
+    assert failure.cause == "volume_full" and failure.is_of_host
+    other = Failure("0", 1.0, Broken(1, "environment", trouble="io"))
+    assert other.cause == "environment"
+    # A newer node may send a trouble that this version does not know.
+    assert Failure("0", 1.0, Broken(1, "environment", trouble="new")).cause == "environment"
