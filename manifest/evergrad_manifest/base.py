@@ -1,12 +1,12 @@
 """The base of every section of the manifest: frozen, strict about keys, camelCase on the wire."""
 
 import re
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Strict
 from pydantic.alias_generators import to_camel
 
-from evergrad_manifest.values.numbers import NumberError, show
+from evergrad_manifest.values.numbers import NumberError, show, with_whole_numbers
 
 
 class Section(BaseModel):
@@ -64,3 +64,6 @@ Switch = Annotated[bool, Strict()]
 """true or false and nothing that looks like it."""
 LocalPath = Annotated[str, AfterValidator(check_local_path)]
 """A path of this machine (or pod): no URL, no ``~``, no control characters."""
+FreeMapping = Annotated[dict[str, Any], AfterValidator(with_whole_numbers)]
+"""A mapping of values that are not ours, such as a transformers configuration. Its numbers have no type of
+ours that would give them one form."""

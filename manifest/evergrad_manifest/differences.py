@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.values.numbers import show
+from evergrad_manifest.values.numbers import show, with_whole_numbers
 
 ABSENT: Final = "(absent)"
 """Value of a field on the side that does not have it at all."""
@@ -44,14 +44,15 @@ def _changes(old: Any, new: Any, path: str) -> list[Change]:
             for change in _changes(before, after, f"{path}[{index}]")
         ]
 
-    # By JSON and not by ==, for which 1, 1.0 and true are equal.
+    # By JSON and not by ==, for which 1 and true are equal.
     if _canonical(old) == _canonical(new):
         return []
     return [(path, old, new)]
 
 
 def _canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)
+    # One form for each number: records of older versions have them as their file was written.
+    return json.dumps(with_whole_numbers(value), sort_keys=True)
 
 
 def problems_of_changes(changes: list[Change], *, directory: str) -> list[Problem]:

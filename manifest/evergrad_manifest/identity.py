@@ -19,6 +19,7 @@ from evergrad_manifest.training.common import RECOMPUTATION_BY_SWITCH, without_m
 from evergrad_manifest.training.optimization import OF_OPTIMIZER, OF_SCHEDULE
 from evergrad_manifest.training.pretrain import OF_SOURCES
 from evergrad_manifest.training.two_stage_kl import without_default_beta
+from evergrad_manifest.values.numbers import with_whole_numbers
 from evergrad_manifest.view import without_nulls
 
 RECIPE_SECTIONS: Final = (
@@ -51,6 +52,13 @@ DECIDED_BY_CONTENT: Final = re.compile(
 """Fields that may differ in a run that has begun: what lies there is compared, as soon as it is read."""
 RECIPE_OF_SCRIPT: Final = ("command", "env", "workingDirectory")
 """Fields of ``spec.script`` that decide the result, as far as can be known."""
+FREE_MAPPINGS: Final[Mapping[str, tuple[str, ...]]] = {
+    "model": ("config", "configOverrides"),
+    "options": (),
+}
+"""Sections of a typed recipe → their fields of any values, or none where the whole section is such a field.
+
+Typed fields have one form of a number by their type, and are hashed as they are."""
 OPERATIONAL_OF_SCRIPT: Final = ("valueFrom", "gracePeriodSeconds", "metrics")
 """Fields of ``spec.script`` that may change from one start to the next."""
 
@@ -309,9 +317,32 @@ def config_hash(run: TrainingRun) -> str:
     after the first version and has the default it came with, so that a new version gives the hash that the
     old one gave.
     """
+    return hash_recipe(hashed_recipe(run))
+
+
+def hash_recipe(recipe: Mapping[str, Any]) -> str:
+    """Return the hash of ``recipe``, the value of ``hashed_recipe``, or one that a checkpoint holds.
+
+    A checkpoint of a version that kept numbers as the file had them (10000.0) has another hash written in it;
+    this is the one that its run has today.
+    """
+    one_form = dict(recipe)
+    for section, keys in FREE_MAPPINGS.items():
+        if section not in one_form:
+            continue
+        part = one_form[section]
+        one_form[section] = (
+            {
+                key: with_whole_numbers(value) if key in keys else value
+                for key, value in part.items()
+            }
+            if keys
+            else with_whole_numbers(part)
+        )
+
     # Sorted, without spaces and in UTF-8: checkpoints carry this hash, so that not a byte of it may change.
     text = json.dumps(
-        hashed_recipe(run),
+        one_form,
         sort_keys=True,
         separators=(",", ":"),
         ensure_ascii=False,

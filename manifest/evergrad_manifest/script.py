@@ -5,11 +5,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from pydantic import Field
 
-from evergrad_manifest.base import LocalPath, Section, check_local_path
+from evergrad_manifest.base import FreeMapping, LocalPath, Section, check_local_path
 from evergrad_manifest.environment import check_source, is_reserved
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import format_path
@@ -52,7 +52,7 @@ class Script(Section):
     working_directory: LocalPath = Field(default=".", min_length=1)
     """Where the workers start; relative to the manifest for ``evergrad run``, absolute inside the pod on a
     cluster."""
-    value_from: dict[str, Any] = Field(default_factory=dict)
+    value_from: FreeMapping = Field(default_factory=dict)
     """Further variables, each taken from one of ``secretKeyRef``, ``configMapKeyRef``, ``fieldRef`` and
     ``resourceFieldRef``; for ``evergrad run`` they are set in the shell."""
     grace_period_seconds: Whole = Field(default=30, ge=0, le=86400)

@@ -506,3 +506,32 @@ def test_a_run_that_an_older_version_began_says_nothing_of_its_model(
     run_state = inspect_directory(directory, make_run(), extend=False)
     assert run_state.model is None
     check_model_unchanged(directory, run_state, models(hidden_size=9))
+
+
+@pytest.mark.parametrize("began", [10000.0, 10000])
+@pytest.mark.parametrize("now", [10000.0, 10000])
+def test_a_run_goes_on_on_a_laptop_and_on_a_cluster_whatever_the_form_of_its_numbers(
+    tmp_path: Path, began: float, now: float
+) -> None:
+    # As a version wrote it that kept numbers as they were in the file: on a cluster 10000.0 is 10000.
+    one = RunDirectory(tmp_path / "run")
+    one.create()
+    record = resolved_record(
+        make_run(model={"config": {"model_type": "llama", "rope_theta": began}}),
+        PREPARED,
+        identity=Identity("one", "hash of that day", "f"),
+        base_directory=".",
+        derived={"totalSteps": 100},
+        model={"transformers": "5.0.0", "config": {"rope": {"theta": began}}},
+    )
+    record["manifest"]["spec"]["training"]["model"]["config"]["rope_theta"] = began
+    one.write_resolved(record)
+    run = make_run(model={"config": {"model_type": "llama", "rope_theta": now}})
+    run_state = inspect_directory(one, run, extend=False)
+    # Its checkpoints have that hash, and so the run keeps it.
+    assert (run_state.state, run_state.config_hash) == ("begun", "hash of that day")
+    check_model_unchanged(
+        one, run_state, {"transformers": "5.0.0", "config": {"rope": {"theta": now}}}
+    )
+    other = make_run(model={"config": {"model_type": "llama", "rope_theta": 10001}})
+    assert "rope_theta: 10001 here" in refusal(one, other)

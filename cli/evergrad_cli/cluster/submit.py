@@ -4,7 +4,6 @@ server-side apply."""
 import argparse
 import dataclasses
 import time
-from collections.abc import Mapping
 from typing import Any, Final
 
 from evergrad_cli.cluster.arguments import (
@@ -36,6 +35,7 @@ from evergrad_manifest.reading.loader import (
     load_from,
 )
 from evergrad_manifest.task_files import collect_task
+from evergrad_manifest.values.numbers import with_whole_numbers
 from evergrad_manifest.view import without_nulls
 
 NAME = "submit"
@@ -195,23 +195,6 @@ def submit(
         return "created", parse_run(after)
     is_same = _without_bookkeeping(before) == _without_bookkeeping(after)
     return "unchanged" if is_same else "configured", parse_run(after)
-
-
-def with_whole_numbers(value: Any) -> Any:
-    """``value`` with floats such as ``1e6``, which YAML reads so, as the integers they are.
-
-    The API server's schema takes integers and texts for a count, and no float.
-    """
-    # Beyond 2^53 a float is not the integer that was written.
-    if isinstance(value, Mapping):
-        return {key: with_whole_numbers(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [with_whole_numbers(item) for item in value]
-    return (
-        int(value)
-        if isinstance(value, float) and value.is_integer() and abs(value) < 2**53
-        else value
-    )
 
 
 def _apply(

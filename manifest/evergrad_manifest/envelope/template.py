@@ -2,12 +2,12 @@
 pod that never starts."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
 from pydantic import Field
 
 from evergrad_coordinator.contract import LABEL_PREFIX
-from evergrad_manifest.base import Section
+from evergrad_manifest.base import FreeMapping, Section
 from evergrad_manifest.envelope.init_containers import (
     MOST_INIT_CONTAINERS,
     check_init_containers,
@@ -32,23 +32,23 @@ class Template(Section):
     """Annotations of the pods."""
     node_selector: dict[str, str] = Field(default_factory=dict)
     """Labels that a node must have."""
-    tolerations: tuple[dict[str, Any], ...] = ()
+    tolerations: tuple[FreeMapping, ...] = ()
     """Taints of nodes that are tolerated."""
-    affinity: dict[str, Any] = Field(default_factory=dict)
+    affinity: FreeMapping = Field(default_factory=dict)
     """Affinity to nodes and other pods."""
-    topology_spread_constraints: tuple[dict[str, Any], ...] = ()
+    topology_spread_constraints: tuple[FreeMapping, ...] = ()
     """How the pods spread over zones or hosts; a constraint without labelSelector counts the nodes' pods of
     this run."""
-    volumes: tuple[dict[str, Any], ...] = ()
+    volumes: tuple[FreeMapping, ...] = ()
     """Volumes besides the run directory's."""
-    volume_mounts: tuple[dict[str, Any], ...] = ()
+    volume_mounts: tuple[FreeMapping, ...] = ()
     """Where those volumes are mounted."""
-    env: tuple[dict[str, Any], ...] = ()
+    env: tuple[FreeMapping, ...] = ()
     """Environment variables of the training processes: ``name`` with ``value`` or ``valueFrom``."""
-    env_from: tuple[dict[str, Any], ...] = ()
+    env_from: tuple[FreeMapping, ...] = ()
     """All keys of ConfigMaps and Secrets as variables: ``configMapRef`` or ``secretRef``, with ``prefix``;
     those of ``env`` and of Evergrad win over them."""
-    init_containers: tuple[dict[str, Any], ...] = Field(
+    init_containers: tuple[FreeMapping, ...] = Field(
         default=(), max_length=MOST_INIT_CONTAINERS
     )
     """Containers that end, in this order, before the training starts: ``name``, ``image`` (default: the
@@ -61,7 +61,7 @@ class Template(Section):
     """Container runtime of the pods."""
     scheduler_name: str | None = Field(default=None, min_length=1)
     """Scheduler of the pods."""
-    image_pull_secrets: tuple[dict[str, Any], ...] = ()
+    image_pull_secrets: tuple[FreeMapping, ...] = ()
     """Secrets that the image is pulled with: ``name`` each."""
     termination_grace_period_seconds: Whole | None = Field(default=None, ge=10, le=86400)
     """Seconds a pod has to save and leave before it is killed; default: 30, never less than a script's

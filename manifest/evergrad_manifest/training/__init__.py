@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, Field, model_validator
 
-from evergrad_manifest.base import Section
+from evergrad_manifest.base import FreeMapping, Section
 from evergrad_manifest.training.common import (
     PREFERENCE,
     RECIPES,
@@ -132,7 +132,7 @@ class Training(Section):
     recipe: Annotated[str, AfterValidator(check_recipe), Field(max_length=253)] = "pretrain"
     """Recipe to train by: ``pretrain``, ``sft``, ``two_stage_kl``, ``preference``, ``latent_edit``, or a task
     of your own as ``module:attr``, a name in a Python file that lies beside this one or can be imported."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: FreeMapping = Field(default_factory=dict)
     """Options of a task of your own (``recipe: module:attr``), in its own words; it checks them before the
     first step."""
     files: dict[str, str] = Field(default_factory=dict, max_length=64)

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from evergrad_manifest.base import LocalPath, Section, Switch
+from evergrad_manifest.base import FreeMapping, LocalPath, Section, Switch
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import FieldPath, format_path
 from evergrad_manifest.spelling import nearest
@@ -62,7 +62,7 @@ class ResizeEmbeddings(Section):
 class Model(Section):
     """A transformers causal model. Exactly one of ``config``, ``path`` and ``preset``."""
 
-    config: dict[str, Any] | None = None
+    config: FreeMapping | None = None
     """A transformers configuration, verbatim, with its ``model_type``; weights are initialised
     from the seed."""
     path: LocalPath | None = None
@@ -70,7 +70,7 @@ class Model(Section):
     preset: Annotated[str, AfterValidator(check_preset), Field(max_length=32)] | None = None
     """A configuration by name, such as ``llama-50M``."""
 
-    config_overrides: dict[str, Any] = Field(default_factory=dict)
+    config_overrides: FreeMapping = Field(default_factory=dict)
     """Keys of the directory's configuration that are other here, such as ``attention_dropout``."""
     resize_embeddings: ResizeEmbeddings | None = None
     """For a directory whose tables are smaller than the tokenizer's vocabulary."""

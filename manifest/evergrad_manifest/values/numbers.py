@@ -6,7 +6,7 @@ refused, never rounded.
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction as Ratio
@@ -43,6 +43,8 @@ _POWER = re.compile(r"([0-9]{1,5})\s*(?:\^|\*\*)\s*(-?[0-9]{1,2})")
 _LONGEST_TEXT = 64
 _LARGEST_EXPONENT = 400
 _LONGEST_QUOTE = 60
+_FIRST_WITH_EXPONENT = 1e21
+"""Go's JSON writes smaller whole numbers without an exponent, and so they come back as integers."""
 
 
 class NumberError(ValueError):
@@ -69,6 +71,37 @@ def show(value: Any) -> str:
     if isinstance(value, str) and len(value) > _LONGEST_QUOTE:
         return f"{value[: _LONGEST_QUOTE - 10]!r}… ({len(value)} characters)"
     return repr(value)
+
+
+def with_whole_numbers(value: Any) -> Any:
+    """``value``, JSON values nested in any way, with each number as an API server stores it.
+
+    It has one form for each number: 10000.0 and 1e4 become the integer 10000. A file is read this way on a
+    laptop too, so that its values, and the identity of its run, are the same in both places.
+    """
+    if isinstance(value, Mapping):
+        return {key: with_whole_numbers(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_whole_numbers(item) for item in value]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+
+    # Kubernetes keeps integers of 64 bits exactly, and every other number as a 64-bit float.
+    if isinstance(value, int):
+        if abs(value) <= LARGEST_COUNT or value == -(2**63):
+            return value
+        try:
+            value = float(value)
+        except OverflowError:
+            return value
+    if (
+        not math.isfinite(value)
+        or not value.is_integer()
+        or abs(value) >= _FIRST_WITH_EXPONENT
+    ):
+        return value
+    # Through the shortest decimal, as Go writes it: 2.0 ** 60 is 1152921504606847000 there.
+    return int(Decimal(repr(value)))
 
 
 def _exact(value: Any, units: dict[str, Any]) -> Ratio:

@@ -17,6 +17,7 @@ import torch
 from plain_state import read_plain_state
 
 from evergrad_coordinator.contract import ErrorKind
+from evergrad_manifest.identity import hash_recipe
 from evergrad_trainer.checkpoint import catalog, faults, files, leases, saving
 from evergrad_trainer.checkpoint.generations import claim_generation
 from evergrad_trainer.checkpoint.manifest import Candidate, Identity, Manifest
@@ -853,6 +854,20 @@ def test_a_refused_checkpoint_names_the_fields_of_the_recipe_that_differ(
     # Where both recipes read alike, the hashes are all that can be said.
     with pytest.raises(CheckpointError, match="the recipe's hash is 'recipe'"):
         make_solo(identity=Identity("run", "changed", "data", recipe=recipe)).restore()
+
+
+def test_a_checkpoint_whose_recipe_differs_by_the_form_of_a_free_number_is_this_runs(
+    make_solo: MakeSolo, make_state: Callable[[int], dict[str, torch.Tensor]]
+) -> None:
+    def recipe(theta: float) -> dict[str, object]:
+        return {"model": {"config": {"model_type": "llama", "rope_theta": theta}}}
+
+    extra = {"state": {"recipe": recipe(10000.0)}}
+    make_solo().manager.save(10, make_state(10), extra=extra, wait=True)
+    # The older version that wrote it hashed 10000.0, and this one 10000.
+    today = Identity("run", hash_recipe(recipe(10000)), "data", recipe=recipe(10000))
+    found = make_solo(identity=today).manager.restore(make_state(0))
+    assert found is not None and found.step == 10
 
 
 def test_a_newer_programs_checkpoint_is_refused_and_not_set_aside(

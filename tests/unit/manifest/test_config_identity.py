@@ -13,6 +13,7 @@ from evergrad_manifest import identity
 from evergrad_manifest.differences import ABSENT, changed_fields, problems_of_changes
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError
+from evergrad_manifest.fields import walk_fields
 from evergrad_manifest.identity import (
     RECIPE_SECTIONS,
     changed_settings,
@@ -24,6 +25,8 @@ from evergrad_manifest.identity import (
 )
 from evergrad_manifest.reading.loader import load_manifest
 from evergrad_manifest.training import Training
+from evergrad_manifest.validation import parse_object
+from evergrad_manifest.values.numbers import with_whole_numbers
 
 BASE = Path(__file__).parent / "base_manifest.yaml"
 
@@ -421,3 +424,90 @@ def test_pods_that_evaluate_are_no_part_of_the_identity_and_nodes_agree_that_the
         bare = run(*given, "spec.training.evaluation.sets=[{name: heldOut, samples: 3}]")
         assert settings_hash(run(*given, f"{named}{default}}}]")) == settings_hash(bare)
         assert settings_hash(run(*given, f"{named}{other}}}]")) != settings_hash(bare)
+
+
+# As an API server returns them: Go writes a whole float without a fraction up to 1e21, by its shortest decimal.
+STORED = [
+    (10000.0, 10000),
+    (-0.0, 0),
+    (1e6, 1000000),
+    (1e-5, 1e-5),
+    (0.5, 0.5),
+    (2.0**60, 1152921504606847000),
+    (1e20, 100000000000000000000),
+    (1e21, 1e21),
+    (2**63 - 1, 2**63 - 1),
+    (-(2**63), -(2**63)),
+    (2**63, 9223372036854776000),
+    (2**64 + 1, 18446744073709552000),
+    (123456789012345678901234, 1.2345678901234568e23),
+    (True, True),
+]
+
+
+@pytest.mark.parametrize(("written", "stored"), STORED)
+def test_a_number_of_a_free_mapping_has_the_form_that_an_api_server_gives_it(
+    written: float, stored: float
+) -> None:
+    found = with_whole_numbers({"a": [written]})["a"][0]
+    assert (found, type(found)) == (stored, type(stored))
+    again = with_whole_numbers(found)
+    assert (again, type(again)) == (stored, type(stored))
+
+
+def object_of(config: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    raw: dict[str, Any] = yaml.safe_load(BASE.read_text())
+    training = raw["spec"]["training"]
+    training["model"] = {"config": {"model_type": "llama", **config}}
+    training |= {"recipe": "mine:Task", "options": options}
+    return raw
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"rope_theta": 10000.0},
+        {"attention_dropout": 0.0},
+        {"rope_parameters": {"factor": 8.0, "short_factor": [1.0, 1.5]}},
+        {"hidden_size": 64.0},
+        {"large": 2.0**70},
+    ],
+    ids=str,
+)
+def test_a_file_has_one_identity_on_a_laptop_and_on_a_cluster(
+    config: dict[str, Any],
+) -> None:
+    local = object_of(config, {"rate": 1.0, "nested": [{"deep": 3.0}]})
+    stored = json.loads(json.dumps(with_whole_numbers(local)))
+    one, other = parse_object(local), parse_object(stored)
+    assert config_hash(one) == config_hash(other)
+    assert settings_hash(one) == settings_hash(other)
+    assert changed_fields(recipe_of(one), recipe_of(other)) == []
+    assert to_wire(one) == to_wire(other)
+
+
+def test_the_hash_of_a_recipe_that_a_checkpoint_holds_ignores_the_form_of_free_numbers() -> (
+    None
+):
+    run_ = parse_object(object_of({"rope_theta": 10000.0}, {"rate": 1.0}))
+    old = identity.hashed_recipe(run_)
+    old["model"]["config"]["rope_theta"], old["options"]["rate"] = 10000.0, 1.0
+    assert identity.hash_recipe(old) == config_hash(run_)
+    # Typed numbers are hashed as they always were.
+    old["optimizer"]["clipNorm"] = 1
+    assert identity.hash_recipe(old) != config_hash(run_)
+
+
+def test_each_field_of_any_values_of_the_recipe_is_hashed_in_one_form() -> None:
+    found = {
+        field.path.removeprefix("spec.training.")
+        for field in walk_fields(TrainingRun)
+        if field.path.startswith("spec.training.")
+        and "typing.Any" in str(field.info.annotation)
+    }
+    named = {
+        f"{section}.{key}"
+        for section, keys in identity.FREE_MAPPINGS.items()
+        for key in keys
+    } | {section for section, keys in identity.FREE_MAPPINGS.items() if not keys}
+    assert found == named

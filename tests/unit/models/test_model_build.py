@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from evergrad_manifest.training import Model
@@ -23,6 +24,7 @@ from evergrad_trainer.models.build import (
     load_directory,
     plan_model,
 )
+from evergrad_trainer.models.configuration import translate_numbers
 from evergrad_trainer.models.experts import check_experts
 from evergrad_trainer.objectives.causal_lm import causal_lm_loss
 
@@ -353,3 +355,85 @@ def test_adapters_beside_stored_weights_are_refused_and_not_loaded(tmp_path: Pat
         ModelError, match=r"has adapters beside its weights.*Merge them into"
     ):
         build_model(plan(tmp_path, path="saved"), seed=0, precision="fp32")
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "value"),
+    [
+        ({"initializer_range": 1}, "initializer_range", 1.0),
+        ({"initializer_range": 1.0}, "initializer_range", 1.0),
+        ({"num_hidden_layers": 2.0}, "num_hidden_layers", 2),
+        ({"attention_dropout": 0.0}, "attention_dropout", 0),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 10000}},
+            "rope_parameters",
+            {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
+        ),
+    ],
+    ids=str,
+)
+def test_a_number_has_the_type_that_transformers_asks_for_whatever_its_form_in_the_file(
+    tmp_path: Path, config: dict[str, Any], key: str, value: Any
+) -> None:
+    # The model of a manifest has one form of each number, in which 1.0 is 1, and transformers refuses 1 there.
+    found = getattr(plan(tmp_path, config=TINY | config).config, key)
+    assert found == value and repr(found) == repr(value)
+
+
+def test_a_number_of_a_part_and_of_an_override_has_the_type_that_transformers_asks_for(
+    tmp_path: Path,
+) -> None:
+    parts = {"text_config": {"initializer_range": 1, "num_hidden_layers": 1}}
+    found = translate_numbers(CONFIG_MAPPING["gemma3"], parts)["text_config"]
+    assert repr(found) == repr({"initializer_range": 1.0, "num_hidden_layers": 1})
+    AutoConfig.for_model(**TINY, vocab_size=257).save_pretrained(tmp_path)
+    changed = plan(tmp_path, path=str(tmp_path), configOverrides={"rms_norm_eps": 1})
+    assert repr(changed.config.rms_norm_eps) == "1.0"
+
+
+@pytest.mark.parametrize(
+    ("older", "rope"),
+    [
+        ({"rope_theta": 500000.0}, {"rope_type": "default", "rope_theta": 500000.0}),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            {"rope_type": "linear", "factor": 2.0, "rope_theta": 500000.0},
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            {"type": "linear", "rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
+        ),
+    ],
+    ids=str,
+)
+def test_keys_of_an_older_configuration_mean_what_they_meant(
+    tmp_path: Path, older: dict[str, Any], rope: dict[str, Any]
+) -> None:
+    values = TINY | older
+    found = plan(tmp_path, config=values)
+    assert found.config.rope_parameters == rope
+    # The same as the file that transformers itself reads.
+    (tmp_path / "config.json").write_text(json.dumps({**values, "vocab_size": 257}))
+    assert AutoConfig.from_pretrained(tmp_path).rope_parameters == rope
+    assert not older.keys() & found.describe()["config"].keys()
+    # A manifest is not changed by reading it.
+    assert values == TINY | older
+
+
+def test_an_older_key_that_contradicts_or_has_no_effect_is_refused_by_name(
+    tmp_path: Path,
+) -> None:
+    both = {"rope_theta": 5, "rope_parameters": {"rope_type": "default", "rope_theta": 6}}
+    text = message(tmp_path, config=TINY | both)
+    assert "config.rope_theta: 5 contradicts rope_parameters.rope_theta 6" in text
+    assert "has no effect in a llama configuration" in message(
+        tmp_path, config=TINY | {"rope_local_base_freq": 5}
+    )
+    linear = {"rope_type": "linear", "factor": 2.0}
+    text = message(
+        tmp_path, config=TINY | {"rope_scaling": linear, "rope_parameters": linear}
+    )
+    assert "config.rope_scaling: rope_parameters is set too" in text
+    # An architecture without rotary positions has never had it.
+    text = message(tmp_path, config={"model_type": "gpt2", "rope_theta": 5})
+    assert "unknown name 'rope_theta'; a gpt2 configuration has no such key" in text

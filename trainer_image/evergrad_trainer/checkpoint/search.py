@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from evergrad_manifest.differences import changed_fields, problems_of_changes
 from evergrad_manifest.errors import Problem
+from evergrad_manifest.identity import hash_recipe
 from evergrad_trainer.checkpoint.files import Meter
 from evergrad_trainer.checkpoint.held import HeldFiles
 from evergrad_trainer.checkpoint.layout import QUARANTINE
@@ -309,8 +310,9 @@ def _compare_identity(search: Search, name: str, manifest: Manifest) -> list[Pro
     stored, own = recipe_in(manifest.extra), search.identity.recipe
     if "config_hash" not in problems or not stored or not own:
         return list(problems.values())
-    # Two versions may read one file differently: then no field differs, and the hashes are all there is.
+    # Two versions may read one file differently: then no field differs, and the hashes are all there is. One
+    # that differs by the form of its numbers alone is the same recipe.
     changes = changed_fields(stored, own)
-    if changes:
+    if changes or hash_recipe(stored) == search.identity.config_hash:
         del problems["config_hash"]
     return [*problems.values(), *problems_of_changes(changes, directory=where)]

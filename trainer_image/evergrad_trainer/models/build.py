@@ -18,6 +18,11 @@ from evergrad_manifest.training import Model
 from evergrad_trainer.bytes_moved import MOVED
 from evergrad_trainer.errors import ModelError
 from evergrad_trainer.models.adapters import add_adapters
+from evergrad_trainer.models.configuration import (
+    check_older_keys,
+    find_older_keys,
+    translate_numbers,
+)
 from evergrad_trainer.models.embeddings import add_noise, padded_size, resize_embeddings
 from evergrad_trainer.models.heads import make_full_precision
 from evergrad_trainer.models.imports import import_transformers
@@ -277,7 +282,10 @@ def _read_config(values: dict[str, Any], vocab_size: int) -> "PreTrainedConfig":
         )
     # A key that the architecture does not have would be kept, and change nothing.
     values.setdefault("vocab_size", vocab_size)
-    known = set(CONFIG_MAPPING[model_type]().to_dict())
+    kind = CONFIG_MAPPING[model_type]
+    known = set(kind().to_dict())
+    # transformers itself moves older keys where they are today.
+    older = find_older_keys(values, known)
     problems = [
         _unknown(
             f"{_FIELD}.config.{key}",
@@ -286,12 +294,14 @@ def _read_config(values: dict[str, Any], vocab_size: int) -> "PreTrainedConfig":
             f"a {model_type} configuration has no such key",
         )
         for key in values
-        if key not in known
+        if key not in known and key not in older
     ]
     if problems:
         raise ModelError(*problems)
     try:
-        config: PreTrainedConfig = AutoConfig.for_model(model_type, **values)
+        # Copied, since transformers changes the mappings that it is given.
+        given = copy.deepcopy(translate_numbers(kind, values))
+        config: PreTrainedConfig = AutoConfig.for_model(model_type, **given)
     except Exception as error:
         # transformers raises whatever its model's own checks raise: all of it is about the user's values.
         raise ModelError(
@@ -301,6 +311,7 @@ def _read_config(values: dict[str, Any], vocab_size: int) -> "PreTrainedConfig":
                 f"transformers refuses this {model_type} configuration",
             )
         ) from error
+    raise_if(check_older_keys(f"{_FIELD}.config", values, older, config), ModelError)
     return config
 
 
@@ -345,7 +356,8 @@ def _read_directory(directory: Path, overrides: dict[str, Any]) -> "PreTrainedCo
         ModelError,
     )
     try:
-        changed: PreTrainedConfig = type(config).from_dict({**known, **overrides})
+        given = copy.deepcopy(translate_numbers(type(config), overrides))
+        changed: PreTrainedConfig = type(config).from_dict({**known, **given})
     except Exception as error:
         # transformers raises whatever its model's own checks raise.
         what = f"transformers refuses this {config.model_type} configuration"

@@ -1,0 +1,136 @@
+"""Values of ``model.config`` as transformers' own configuration classes take them.
+
+A manifest has one form for each number (10000.0 is 10000), and may have keys of older configurations. Both
+are translated here and nowhere else.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from types import GenericAlias
+from typing import TYPE_CHECKING, Any, Final, get_args, get_origin, get_type_hints
+
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.values.numbers import show
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+ROPE: Final = "rope_parameters"
+OLDER_ROPE_KEYS: Final = (
+    "rope_theta",
+    "rope_scaling",
+    "partial_rotary_factor",
+    "rope_local_base_freq",
+)
+"""Keys that configurations had before ``rope_parameters`` contained them; transformers moves them there."""
+DTYPE_KEYS: Final = ("dtype", "torch_dtype")
+"""The type of the weights under its present and its older name; a run has ``runtime.precision`` instead."""
+
+
+def translate_numbers(
+    kind: type["PreTrainedConfig"], values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """``values`` for the class ``kind``, with whole numbers as floats where a field takes only floats.
+
+    transformers refuses ``initializer_range: 1`` and takes 1.0; a manifest cannot contain the second.
+    """
+    # The annotations as they are: one that is a text belongs to a field of every class, none of them a float.
+    types = {name: one.type for name, one in kind.__dataclass_fields__.items()}
+    translated: dict[str, Any] = {}
+    for key, value in values.items():
+        part = kind.sub_configs.get(key)
+        if (
+            isinstance(value, Mapping)
+            and part is not None
+            and hasattr(part, "__dataclass_fields__")
+        ):
+            translated[key] = translate_numbers(part, value)
+        elif isinstance(value, Mapping) and key in (ROPE, "rope_scaling"):
+            translated[key] = _translate_rope(value)
+        else:
+            # An older key has no type of its own; rope_parameters, where it is moved, has floats.
+            older = float if key in OLDER_ROPE_KEYS else None
+            translated[key] = _translate(value, types.get(key, older))
+    return translated
+
+
+def _translate_rope(values: Mapping[str, Any]) -> dict[str, Any]:
+    """As above, for ``rope_parameters``: one mapping, or one for each type of layer."""
+    from transformers.modeling_rope_utils import RopeParameters
+
+    types = get_type_hints(RopeParameters)
+    return {
+        key: _translate_rope(value)
+        if isinstance(value, Mapping)
+        else _translate(value, types.get(key))
+        for key, value in values.items()
+    }
+
+
+def _translate(value: Any, kind: Any) -> Any:
+    members = (kind,) if isinstance(kind, GenericAlias) else (kind, *get_args(kind))
+    if isinstance(value, int) and not isinstance(value, bool):
+        return float(value) if float in members and int not in members else value
+    if isinstance(value, list):
+        lists = (one for one in members if get_origin(one) in (list, tuple))
+        items = [get_args(one) for one in lists]
+        is_float = bool(items) and all(float in one and int not in one for one in items)
+        return [_translate(item, float if is_float else None) for item in value]
+    return value
+
+
+def find_older_keys(values: Mapping[str, Any], known: Collection[str]) -> set[str]:
+    """The keys of ``values`` that are not ``known`` to the architecture and that transformers translates."""
+    older = {"torch_dtype"} | (set(OLDER_ROPE_KEYS) if ROPE in known else set())
+    return {key for key in values if key in older and key not in known}
+
+
+def check_older_keys(
+    where: str,
+    values: Mapping[str, Any],
+    older: Collection[str],
+    config: "PreTrainedConfig",
+) -> list[Problem]:
+    """The ``older`` keys of ``values`` that transformers has not moved into ``config``, or that contradict
+    another key."""
+    problems = []
+    if values.get("rope_scaling") and values.get(ROPE):
+        remedy = f"Keep {ROPE}, and remove rope_scaling"
+        why = f"rope_scaling is the older name of {ROPE}"
+        problems.append(Problem(f"{where}.rope_scaling", f"{ROPE} is set too", why, remedy))
+    rope = values.get(ROPE) or values.get("rope_scaling") or {}
+    for key in ("rope_theta", "partial_rotary_factor"):
+        new = rope.get(key) if isinstance(rope, Mapping) else None
+        if key in older and new is not None and new != values[key]:
+            what = f"{show(values[key])} contradicts {ROPE}.{key} {show(new)}"
+            why = f"{ROPE} contains it, and its value would win"
+            problems.append(
+                Problem(f"{where}.{key}", what, why, f"Remove {key}, and keep {ROPE}.{key}")
+            )
+
+    # A key that the class does not move stays an attribute that no layer reads.
+    left = config.to_dict()
+    moved = list(_leaves(left.get(ROPE)))
+    for key in sorted(set(older) - {"torch_dtype", "rope_scaling"}):
+        if left.get(key) is not None and values[key] not in moved:
+            what = f"has no effect in a {config.model_type} configuration"
+            remedy = f"Remove it, or write the value for each type of layer into {ROPE}"
+            problems.append(Problem(f"{where}.{key}", what, "", remedy))
+    return problems
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        for item in value.values():
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def find_ignored_dtype(values: Mapping[str, Any], weights: str) -> tuple[str, Any] | None:
+    """The key and value of a type of weights in ``values`` that is not ``weights``, such as ``float32``; None
+    where there is none."""
+    for key in DTYPE_KEYS:
+        value = values.get(key)
+        if value is not None and value != weights:
+            return key, value
+    return None
