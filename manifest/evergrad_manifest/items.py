@@ -102,13 +102,26 @@ def check_keys(items: Sequence[Item], keys: Keys) -> Iterator[Problem]:
                 what = f"{show(item[key])} is not one of {', '.join(words)}"
                 yield Problem(format_path((*path, key)), what, "", remedy)
         for key, kind in (keys.kinds or {}).items():
+            # One item of a list of texts is named by its own place.
+            if kind == "texts" and isinstance(item.get(key), list | tuple):
+                yield from _check_texts((*path, key), item[key])
+                continue
             if item.get(key) is not None and not _IS_OF_KIND[kind](item[key]):
                 what = f"{show(item[key])} is not {_KINDS[kind]}"
-                is_number = kind == "text" and isinstance(item[key], bool | int | float)
-                remedy = (
-                    f'Put it in quotes: "{show(item[key])}"' if is_number else "Correct it"
-                )
+                remedy = _remedy_of_text(item[key]) if kind == "text" else "Correct it"
                 yield Problem(format_path((*path, key)), what, "", remedy)
+
+
+def _check_texts(path: FieldPath, values: Sequence[Any]) -> Iterator[Problem]:
+    for index, value in enumerate(values):
+        if not isinstance(value, str):
+            what = f"{show(value)} is not a text"
+            yield Problem(format_path((*path, index)), what, "", _remedy_of_text(value))
+
+
+def _remedy_of_text(value: Any) -> str:
+    is_scalar = isinstance(value, bool | int | float)
+    return f'Put it in quotes: "{show(value)}"' if is_scalar else "Correct it"
 
 
 def _is_list_of(kind: type[Any], value: Any) -> bool:

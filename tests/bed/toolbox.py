@@ -76,6 +76,7 @@ TOOLS = {
     "kwok": Tool({"kwok": "sigs.k8s.io/kwok/cmd/kwok"}, minutes="1 to 3 minutes"),
     "kstatus": Tool({"kstatus": "."}),
     "celcost": Tool({"celcost": "."}, minutes="1 to 5 minutes"),
+    "kubeyaml": Tool({"kubeyaml": "."}),
     "lua": Tool({"lua": "."}),
     "argolua": Tool({"argolua": "."}, ("argosync",), minutes="2 to 6 minutes"),
     "fluxhealth": Tool({"fluxhealth": "."}, minutes="1 to 4 minutes"),

@@ -6,11 +6,11 @@ from typing import Any, Final
 
 import yaml
 
-from evergrad_manifest.crd.nodes import VALIDATIONS, Schema, text
 from evergrad_manifest.crd.rules import RULES
 from evergrad_manifest.crd.schema import section_schema
 from evergrad_manifest.crd.status import STATUS
 from evergrad_manifest.envelope import Spec
+from evergrad_manifest.structure.nodes import VALIDATIONS, Schema, text
 
 GROUP: Final = "evergrad.dev"
 VERSION: Final = "v1alpha1"

@@ -7,7 +7,6 @@ these rules, and the operator again before a run's first pod.
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from evergrad_manifest.crd.nodes import Schema, rule
 from evergrad_manifest.envelope import KINDS
 from evergrad_manifest.envelope.storage import PLACE_OF_STORAGE
 from evergrad_manifest.fields import fields_of
@@ -17,6 +16,7 @@ from evergrad_manifest.identity import (
     RECIPE_OF_SCRIPT,
     RECIPE_SECTIONS,
 )
+from evergrad_manifest.structure.nodes import Schema, rule
 from evergrad_manifest.training import Data, Runtime
 from evergrad_manifest.training.own_task import LONGEST_FILE_NAME
 from evergrad_manifest.validation import FIXED, INVALID_SPEC

@@ -5,7 +5,7 @@ The operator writes it as a whole; nobody else does.
 
 from typing import Final
 
-from evergrad_manifest.crd.nodes import (
+from evergrad_manifest.structure.nodes import (
     Schema,
     integer,
     items,

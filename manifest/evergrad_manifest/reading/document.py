@@ -5,8 +5,8 @@ Stricter than YAML: what it would silently change is refused.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import yaml
@@ -14,19 +14,12 @@ import yaml
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import FieldPath, format_path
 from evergrad_manifest.nesting import MAX_DEPTH
+from evergrad_manifest.reading.scalars import is_zero, read_plain
 from evergrad_manifest.values.numbers import show
 
 MAX_VALUES: Final = 20_000
 _TAG: Final = "tag:yaml.org,2002:"
 _MERGE: Final = f"{_TAG}merge"
-# Python's int() takes time that grows with the square of the digits.
-_LONGEST_NUMBER = 100
-_DIGITS = "[0-9]+(?:_[0-9]+)*"
-_INTEGER = re.compile(rf"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|{_DIGITS})")
-_FLOAT = re.compile(
-    rf"[-+]?(?:{_DIGITS}(?:\.(?:{_DIGITS})?)?|\.{_DIGITS})(?:[eE][-+]?[0-9]+)?"
-    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
-)
 _OCTAL_ALLOWED: Final = ("spec", "template")
 
 
@@ -37,6 +30,8 @@ class Place:
     source: str
     """Name of the file in a message; empty for the manifest itself."""
     line: int | None = None
+    written: str | None = None
+    """The value as it is in the file, if it is a scalar without quotes; YAML may read another one from it."""
 
     def __str__(self) -> str:
         line = "" if self.line is None else f"line {self.line}"
@@ -66,18 +61,22 @@ class _UnusableDocumentError(Exception):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 as Kubernetes' tools read it: ``1e-3`` is a number; dates and ``1:30`` stay text.
+    """YAML as Kubernetes' tools read it (``read_plain``): ``1e-3`` is a number; dates and ``1:30`` are texts.
 
     Bounded in depth and size.
     """
-
-    # PyYAML's own attribute, empty here: its list of YAML 1.1 would bring dates and sexagesimal numbers.
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._depth = 0
         self._count = 0
+
+    def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
+        # The place of PyYAML's own patterns, which are those of YAML 1.1.
+        if kind is yaml.ScalarNode and implicit[0]:
+            return _TAG + read_plain(value)[0]
+        tag: str = super().resolve(kind, value, (False, True))  # type: ignore[no-untyped-call]
+        return tag
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         # Bounded while it is read: PyYAML recurses for each level, and would build everything before we look.
@@ -94,25 +93,6 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
-
-
-def _read_plain(tag: str, pattern: str, first: list[str]) -> None:
-    """Plain text that matches ``pattern`` and begins with one of ``first`` gets ``tag``.
-
-    The first match counts.
-    """
-    _Loader.add_implicit_resolver(_TAG + tag, re.compile(rf"(?:{pattern})\Z"), first)
-
-
-_read_plain(
-    "bool",
-    "[yY]es|YES|[nN]o|NO|[tT]rue|TRUE|[fF]alse|FALSE|[oO]n|ON|[oO]ff|OFF",
-    list("yYnNtTfFoO"),
-)
-_read_plain("int", _INTEGER.pattern, list("-+0123456789"))
-_read_plain("float", _FLOAT.pattern, list("-+0123456789."))
-_read_plain("merge", "<<", ["<"])
-_read_plain("null", "~|null|Null|NULL|", ["~", "n", "N", ""])
 
 
 def parse_document(text: str, *, label: str, source: str = "") -> Document:
@@ -221,6 +201,7 @@ class _Construction:
         self._source = source
         self._count = 0
         self._open: list[int] = []
+        self._read: set[FieldPath] = set()
 
     def value(self, node: yaml.Node, path: FieldPath) -> Any:
         """The value of ``node``; its place, and the problems in it, go to the document."""
@@ -245,7 +226,11 @@ class _Construction:
 
         # The first place stays: a key's line is noted before its value, and `<<` must not move what it
         # merges.
-        self._document.places.setdefault(path, Place(self._source, _line(node)))
+        place = self._document.places.setdefault(path, Place(self._source, _line(node)))
+        if isinstance(node, yaml.ScalarNode) and path not in self._read:
+            written = str(node.value) if node.style is None else None
+            self._document.places[path] = replace(place, written=written)
+        self._read.add(path)
         self._open.append(id(node))
         try:
             if isinstance(node, yaml.MappingNode):
@@ -377,17 +362,13 @@ class _Construction:
         # against it.
         text = str(node.value)
         kind = node.tag.removeprefix(_TAG)
-        if kind == "str":
+        # `<<` merges as a key alone.
+        if kind in ("str", "merge"):
             return self._text(node, path)
-        if kind == "null" and text in ("", "~", "null", "Null", "NULL"):
-            return None
-        if kind == "bool" and text.lower() in _BOOLEANS:
-            return _BOOLEANS[text.lower()]
-        if kind == "int" and _INTEGER.fullmatch(text):
-            return self._integer(node, path, text)
         if kind not in ("null", "bool", "int", "float"):
             return self._foreign_tag(node, path)
-        if kind not in ("int", "float") or not _FLOAT.fullmatch(text):
+        found, value = read_plain(text)
+        if kind != found and (kind, found) != ("float", "int"):
             self._refuse_value(
                 path,
                 node,
@@ -395,7 +376,25 @@ class _Construction:
                 remedy="Remove the tag",
             )
             return None
+        if found in ("null", "bool"):
+            return value
+        if value is None:
+            self._refuse_value(
+                path,
+                node,
+                f"a number of {len(text)} digits is too large",
+                remedy="Put it in quotes if it is a text",
+            )
+            return None
+        if _begins_with_zero(text):
+            return self._octal(node, path, text)
+        if isinstance(value, int):
+            return value
+        return self._float(node, path, text, float(value))
 
+    def _float(
+        self, node: yaml.Node, path: FieldPath, text: str, number: float
+    ) -> float | None:
         # Never rounded to infinity or to zero: 1e400 and 1e-400 are slips.
         if text.lower().endswith(("inf", "nan")):
             self._refuse_value(
@@ -405,9 +404,7 @@ class _Construction:
                 remedy="Write a finite number",
             )
             return None
-        number = float(text.replace("_", ""))
-        is_zero = re.fullmatch(r"[-+0._]*(?:[eE].*)?", text) is not None
-        if math.isfinite(number) and (number != 0 or is_zero):
+        if math.isfinite(number) and (number != 0 or is_zero(text)):
             return number
         size = "small" if number == 0 else "large"
         why = "it cannot be represented as a 64-bit float"
@@ -431,36 +428,22 @@ class _Construction:
             )
             return None
 
-    def _integer(self, node: yaml.Node, path: FieldPath, text: str) -> int | None:
-        if len(text) > _LONGEST_NUMBER:
-            self._refuse_value(
-                path,
-                node,
-                f"a number of {len(text)} digits is too large",
-                remedy="Put it in quotes if it is a text",
-            )
-            return None
+    def _octal(self, node: yaml.Node, path: FieldPath, text: str) -> int | None:
         # A leading 0 is octal in YAML, and nearly always a slip, or a text such as a postal code. Only a pod
         # template has octal numbers: modes of files.
-        digits = text.lstrip("+-")
+        digits = text.lstrip("+-").replace("_", "")
         sign = -1 if text.startswith("-") else 1
-        if digits[:2] in ("0x", "0b"):
-            digits = digits.replace("_", "")
-            return sign * int(digits[2:] or "0", 16 if digits[1] == "x" else 2)
-        if len(digits) > 1 and digits.startswith("0"):
-            if path[:2] == _OCTAL_ALLOWED and re.fullmatch("[0-7]+", digits):
-                return sign * int(digits, 8)
-            plain = digits.lstrip("0_") or "0"
-            remedy = f'Write {plain} for the number, or "{text}" in quotes for the text'
-            self._refuse_value(
-                path,
-                node,
-                f"{text} begins with 0",
-                why="YAML would read it as an octal number",
-                remedy=remedy,
-            )
-            return None
-        return sign * int(digits.replace("_", ""))
+        if path[:2] == _OCTAL_ALLOWED and re.fullmatch("[0-7]+", digits):
+            return sign * int(digits, 8)
+        plain = digits.lstrip("0") or "0"
+        remedy = f'Write {plain} for the number, or "{text}" in quotes for the text'
+        why = "YAML would read it as an octal number"
+        self._refuse_value(path, node, f"{text} begins with 0", why=why, remedy=remedy)
+        return None
+
+
+def _begins_with_zero(text: str) -> bool:
+    return re.fullmatch("[-+]?0[0-9]+", text.replace("_", "")) is not None
 
 
 _KINDS: Final = {
@@ -468,10 +451,6 @@ _KINDS: Final = {
     "int": "a number",
     "float": "a number",
     "null": "nothing",
-}
-_BOOLEANS: Final[Mapping[str, bool]] = {
-    **dict.fromkeys(("yes", "true", "on"), True),
-    **dict.fromkeys(("no", "false", "off"), False),
 }
 
 

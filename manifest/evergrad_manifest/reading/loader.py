@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError, Problem
-from evergrad_manifest.fields import format_path
+from evergrad_manifest.fields import format_path, value_at
 from evergrad_manifest.reading.document import Document, parse_document
 from evergrad_manifest.reading.overrides import (
     Override,
@@ -20,7 +20,7 @@ from evergrad_manifest.reading.overrides import (
 )
 from evergrad_manifest.reading.problems import at_most
 from evergrad_manifest.reading.validation import check_run
-from evergrad_manifest.values.numbers import show
+from evergrad_manifest.values.numbers import show, with_whole_numbers
 
 MAX_BYTES: Final = 2**20
 """Most bytes of one file: a ConfigMap, from which the nodes of a run read it, holds no more."""
@@ -97,7 +97,7 @@ def load_manifest(
         Path(path), overlays=[Path(overlay) for overlay in overlays], overrides=overrides
     )
     run, found = check_run(layered.value)
-    places = {format_path(keys): place for keys, place in layered.places.items()}
+    places = {format_path(keys): (keys, place) for keys, place in layered.places.items()}
     news = []
     for problem in found:
         # A value that could not be read is null now: a problem of it, or of a value in it, would be a second
@@ -106,10 +106,11 @@ def load_manifest(
         ends = [index for index, character in enumerate(where) if character in ".["]
         if where in layered.lost or any(where[:end] in layered.lost for end in ends):
             continue
-        place = places.get(where)
-        news.append(
-            problem if place is None else replace(problem, what=f"{problem.what} ({place})")
-        )
+        keys, place = places.get(where, ((), None))
+        if place is not None:
+            problem = _as_written(problem, value_at(layered.value, keys), place.written)
+            problem = replace(problem, what=f"{problem.what} ({place})")
+        news.append(problem)
 
     # The manifest alone decides what relative paths mean, and an overlay in another folder does not.
     if run is None or layered.problems or news:
@@ -118,6 +119,19 @@ def load_manifest(
     return LoadedManifest(
         run=run, path=Path(path), base_directory=base_directory, raw=layered.value
     )
+
+
+def _as_written(problem: Problem, value: Any, written: str | None) -> Problem:
+    """``problem`` of ``value`` with the words of the file: ``1e3`` and ``no`` instead of 1000.0 and false."""
+    if written is None or isinstance(value, str):
+        return problem
+    what, remedy = problem.what, problem.remedy
+    # A number in a structure of Kubernetes' own has the form in which an API server stores it.
+    for shown in (show(value), show(with_whole_numbers(value))):
+        if what.startswith(f"{shown} "):
+            what = written + what.removeprefix(shown)
+        remedy = remedy.replace(f'"{shown}"', f'"{written}"')
+    return replace(problem, what=what, remedy=remedy)
 
 
 def _merge_all(

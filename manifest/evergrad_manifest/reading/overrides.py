@@ -155,7 +155,12 @@ def parse_override(text: str) -> Override | Problem:
             label, problem.what.replace(" (--set line 1)", ""), problem.why, problem.remedy
         )
     return Override(
-        path, document.value, {(*path, *place): Place("--set") for place in document.places}
+        path,
+        document.value,
+        {
+            (*path, *keys): Place("--set", written=place.written)
+            for keys, place in document.places.items()
+        },
     )
 
 

@@ -7,9 +7,13 @@ from pydantic import ValidationError
 
 from evergrad_manifest.envelope import RULES, TrainingRun
 from evergrad_manifest.errors import ConfigurationError, Problem
+from evergrad_manifest.fields import value_at
 from evergrad_manifest.nesting import check_depth
 from evergrad_manifest.reading.problems import at_most, problems_of
+from evergrad_manifest.structure.check import check_structure, less_known
+from evergrad_manifest.structure.pod_template import build_fragments
 from evergrad_manifest.training import RULES as RULES_OF_TRAINING
+from evergrad_manifest.values.numbers import with_whole_numbers
 from evergrad_manifest.view import View, without_nulls
 
 
@@ -43,4 +47,15 @@ def check_run(raw: Mapping[str, Any]) -> tuple[TrainingRun | None, list[Problem]
     has_recipe = view.get("spec.training") is not None
     for rule in (*RULES, *RULES_OF_TRAINING) if has_recipe else RULES:
         problems += rule(view)
-    return run, problems
+    return run, [*problems, *less_known(_check_structures(pruned), problems)]
+
+
+def _check_structures(raw: Any) -> list[Problem]:
+    """What the API server refuses in Kubernetes' own structures, such as volumes: our models know nothing of
+    what is in them."""
+    return [
+        problem
+        for path, schema in build_fragments().items()
+        if (value := value_at(raw, keys := tuple(path.split(".")))) is not None
+        for problem in check_structure(schema, with_whole_numbers(value), keys)
+    ]

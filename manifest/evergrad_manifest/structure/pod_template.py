@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
-from evergrad_manifest.crd.nodes import (
+from evergrad_manifest.envelope.init_containers import MOST_INIT_CONTAINERS
+from evergrad_manifest.structure.nodes import (
     PRESERVE,
     QUANTITY,
     Schema,
@@ -17,8 +18,7 @@ from evergrad_manifest.crd.nodes import (
     text,
     texts_by_name,
 )
-from evergrad_manifest.crd.variables import FIELD_REF, RESOURCE_FIELD_REF, VARIABLE
-from evergrad_manifest.envelope.init_containers import MOST_INIT_CONTAINERS
+from evergrad_manifest.structure.variables import FIELD_REF, RESOURCE_FIELD_REF, VARIABLE
 
 # Every list inside of these structures has a bound, or the API server reckons with one of its own, which
 # makes the whole CRD too expensive to accept.

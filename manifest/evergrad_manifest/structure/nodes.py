@@ -9,6 +9,7 @@ Schema = dict[str, Any]
 # that a schema allows, and refuses a CRD whose rules could cost too much.
 LONGEST_TEXT: Final = 4096
 LONGEST_KEY_NAME: Final = 253
+LARGEST_INT32: Final = 2**31 - 1
 # The pattern of Kubernetes' own OpenAPI document for a quantity.
 QUANTITY: Final = r"^(\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?[0-9]+))?$"
 PRESERVE: Final = "x-kubernetes-preserve-unknown-fields"
@@ -55,6 +56,9 @@ def integer(
     large: bool = False,
 ) -> Schema:
     """A whole number. ``large``: of 64 bits."""
+    # The format alone guards nothing: an API server stores 3000000000 in a field of format int32.
+    if most is None and not large:
+        most = LARGEST_INT32
     bounds = {
         key: bound
         for key, bound in (("minimum", least), ("maximum", most))

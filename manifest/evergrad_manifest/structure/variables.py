@@ -2,7 +2,14 @@
 
 from typing import Final
 
-from evergrad_manifest.crd.nodes import QUANTITY, Schema, int_or_text, mapping, switch, text
+from evergrad_manifest.structure.nodes import (
+    QUANTITY,
+    Schema,
+    int_or_text,
+    mapping,
+    switch,
+    text,
+)
 
 
 # The name is optional in Kubernetes' own schema for the sake of old objects; a reference without one names
