@@ -389,7 +389,7 @@ class _Construction:
         if _begins_with_zero(text):
             return self._octal(node, path, text)
         if isinstance(value, int):
-            return value
+            return float(value) if kind == "float" else value
         return self._float(node, path, text, float(value))
 
     def _float(

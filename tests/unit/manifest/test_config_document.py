@@ -48,7 +48,10 @@ def said(text: str) -> list[str]:
         ("a:", None),
         ("a: 2024-01-01", "2024-01-01"),
         ("a: 1:30", "1:30"),
-        ("a: 1__0", "1__0"),
+        ("a: 1__0", 10),
+        ("a: y", True),
+        ("a: 0o17", 15),
+        ("a: 0X1F", 31),
         ("a: =", "="),
         ("a: !!str 5", "5"),
         ("a: !!int '5'", 5),
@@ -125,13 +128,13 @@ def test_a_number_of_a_million_digits_is_refused_at_once() -> None:
 
 
 def test_anchors_and_merge_keys_work_and_a_key_beside_the_merge_wins() -> None:
-    anchors = "base: &base {x: 1, y: 2}\nother: &other {y: 5, z: 6}\n"
+    anchors = "base: &base {x: 1, w: 2}\nother: &other {w: 5, z: 6}\n"
     found = value(
-        anchors + "a: {<<: *base, y: 3}\nb: {<<: [*other, *base]}\nc: [*base, *base]\n"
+        anchors + "a: {<<: *base, w: 3}\nb: {<<: [*other, *base]}\nc: [*base, *base]\n"
     )
-    assert found["a"] == {"x": 1, "y": 3}
-    assert found["b"] == {"x": 1, "y": 5, "z": 6}
-    assert found["c"] == [{"x": 1, "y": 2}] * 2
+    assert found["a"] == {"x": 1, "w": 3}
+    assert found["b"] == {"x": 1, "w": 5, "z": 6}
+    assert found["c"] == [{"x": 1, "w": 2}] * 2
 
 
 def test_a_merge_of_something_else_or_given_twice_is_refused() -> None:
