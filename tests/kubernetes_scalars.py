@@ -13,9 +13,25 @@ from bed import toolbox
 TABLE: Final = Path(__file__).parent / "unit/manifest/kubernetes_scalars.json"
 """A list of `text`, the document, with `value` (the JSON that an API server stores) or `error`."""
 
-_WORDS: Final = (
-    "y n yes no true false on off null nan inf .nan .inf +.inf -.inf +.nan infinity".split()
-)
+_WORDS: Final = [
+    "y",
+    "n",
+    "yes",
+    "no",
+    "true",
+    "false",
+    "on",
+    "off",
+    "null",
+    "nan",
+    "inf",
+    ".nan",
+    ".inf",
+    "+.inf",
+    "-.inf",
+    "+.nan",
+    "infinity",
+]
 _OTHERS: Final = (
     *(
         "~",
