@@ -56,6 +56,23 @@ def fields_of(section: type[Section]) -> Mapping[str, FieldInfo]:
     return {info.alias or name: info for name, info in section.model_fields.items()}
 
 
+@cache
+def shapes_of(section: type[Section]) -> Mapping[str, Shape]:
+    """Key on the wire → shape of the field."""
+    # Kept: to find a shape takes longer than to read the value, and a manifest has hundreds of fields.
+    return {key: shape_of(info) for key, info in fields_of(section).items()}
+
+
+@cache
+def defaults_of(section: type[Section]) -> Mapping[str, Any]:
+    """Key on the wire → default of each field that may be left out. No default is ever changed."""
+    return {
+        key: info.get_default(call_default_factory=True, validated_data={})
+        for key, info in fields_of(section).items()
+        if not info.is_required()
+    }
+
+
 def walk_fields(section: type[Section], prefix: str = "") -> Iterator[Field]:
     """Every field below ``section``, depth first, in the order of definition."""
     for key, info in fields_of(section).items():
@@ -123,7 +140,9 @@ def format_path(path: FieldPath) -> str:
 def value_at(raw: Any, path: FieldPath) -> Any:
     """The value at ``path``, or None where there is none."""
     for part in path:
-        if isinstance(part, str) and isinstance(raw, Mapping):
+        # Nearly all mappings are dicts, and asking an abstract class takes longer than all else here.
+        is_mapping = type(raw) is dict or isinstance(raw, Mapping)
+        if isinstance(part, str) and is_mapping:
             raw = raw.get(part)
         elif isinstance(part, int) and isinstance(raw, list | tuple) and part < len(raw):
             raw = raw[part]

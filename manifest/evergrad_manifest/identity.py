@@ -11,7 +11,7 @@ from typing import Any, Final
 from evergrad_manifest.base import Section
 from evergrad_manifest.differences import Change, changed_fields
 from evergrad_manifest.envelope import KINDS, TrainingRun
-from evergrad_manifest.fields import find_field
+from evergrad_manifest.fields import defaults_of, find_field
 from evergrad_manifest.reading.validation import parse_run
 from evergrad_manifest.script import Script
 from evergrad_manifest.training import Training
@@ -492,7 +492,7 @@ def _without_later_defaults(
                 for item, one in pairs
             ]
         elif is_later and value == FIRST_DEFAULTS.get(
-            path, info.get_default(call_default_factory=True)
+            path, defaults_of(type(section)).get(key)
         ):
             continue
         kept[key] = written

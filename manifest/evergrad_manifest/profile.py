@@ -23,7 +23,7 @@ from evergrad_manifest.envelope.storage import check_storage
 from evergrad_manifest.envelope.template import RULES as RULES_OF_TEMPLATE
 from evergrad_manifest.envelope.template import Template
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import format_path
+from evergrad_manifest.fields import format_path, value_at
 from evergrad_manifest.nesting import check_depth
 from evergrad_manifest.reading.problems import at_most, problems_of
 from evergrad_manifest.values.numbers import Whole
@@ -265,11 +265,10 @@ def check_allowed(document: Mapping[str, Any], rdma: Sequence[str]) -> tuple[Pro
     ``document``: the run with its defaults. ``rdma``: the allowed resources.
     """
     problems = []
-    view = View(document, TrainingRun)
     for above in ((), *((key,) for key in _BESIDE)):
         for kind in ("requests", "limits"):
             where = ("spec", *above, "resources", kind)
-            values = view.raw(*where)
+            values = value_at(document, where)
             for name in values if isinstance(values, Mapping) else ():
                 if str(name).startswith(RDMA_PREFIX) and name not in rdma:
                     allowed = f"it allows {', '.join(rdma)}" if rdma else "it allows none"

@@ -8,7 +8,13 @@ from typing import Annotated, Any, Final
 from pydantic import TypeAdapter, ValidationError
 
 from evergrad_manifest.base import Section
-from evergrad_manifest.fields import FieldPath, fields_of, shape_of, value_at
+from evergrad_manifest.fields import (
+    FieldPath,
+    defaults_of,
+    fields_of,
+    shapes_of,
+    value_at,
+)
 
 
 class _Unknown:
@@ -26,18 +32,19 @@ def without_nulls(raw: Any, section: type[Section]) -> Any:
 
     ``section``: the model of ``raw``. Mappings that are not ours stay.
     """
-    if not isinstance(raw, Mapping):
+    if not (type(raw) is dict or isinstance(raw, Mapping)):
         return raw
     result: dict[str, Any] = {}
+    fields, shapes = fields_of(section), shapes_of(section)
     for key, value in raw.items():
-        info = fields_of(section).get(key)
+        info = fields.get(key)
         if info is None or (value is None and info.is_required()):
             result[key] = value
             continue
         if value is None:
             continue
         # Only sections are ours: a null in a map of the user's own is a value.
-        shape = shape_of(info)
+        shape = shapes[key]
         if shape.section is not None and not shape.is_list:
             value = without_nulls(value, shape.section)
         elif shape.section is not None and isinstance(value, list | tuple):
@@ -97,19 +104,13 @@ class View:
 def _parse_section(section: type[Section], raw: Any) -> Any:
     if not isinstance(raw, Mapping):
         return UNKNOWN
-    values: dict[str, Any] = {}
-    for key, info in fields_of(section).items():
-        # Defaults are parsed too, so that rules see one form of a section, whether the file has it or not.
-        shape, value = shape_of(info), raw.get(key)
-        if key not in raw:
-            value = UNKNOWN
-            if not info.is_required():
-                value = info.get_default(call_default_factory=True, validated_data={})
-            if isinstance(value, Section):
-                set_fields = value.model_dump(by_alias=True, exclude_unset=True)
-                value = _parse_section(type(value), set_fields)
-            values[key] = value
-        elif shape.section is not None and not shape.is_list:
+    # Defaults are in it too, so that rules see one form of a section, whether the file has it or not.
+    values = dict(_defaults(section))
+    for key, shape in shapes_of(section).items():
+        value = raw.get(key, UNKNOWN)
+        if value is UNKNOWN:
+            continue
+        if shape.section is not None and not shape.is_list:
             values[key] = _parse_section(shape.section, value)
         elif shape.section is not None:
             values[key] = (
@@ -123,6 +124,18 @@ def _parse_section(section: type[Section], raw: Any) -> Any:
                 values[key] = _adapter(section, key).validate_python(value)
             except ValidationError:
                 values[key] = UNKNOWN
+    return values
+
+
+@cache
+def _defaults(section: type[Section]) -> Mapping[str, Any]:
+    """The values of a section that a file leaves empty. Rules only read them: all views share them."""
+    values: dict[str, Any] = dict.fromkeys(fields_of(section), UNKNOWN)
+    for key, value in defaults_of(section).items():
+        if isinstance(value, Section):
+            set_fields = value.model_dump(by_alias=True, exclude_unset=True)
+            value = _parse_section(type(value), set_fields)
+        values[key] = value
     return values
 
 
