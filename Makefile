@@ -27,7 +27,7 @@ export TORCH_WHEELS
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-e2e test-long test-torch-matrix test-trackers verify chaos lint format generate generated bench gpu-check bench-peers bench-recovery bench-cluster bench-cluster-pods numbers images release chart-lint docs cluster cluster-down lock clean distclean
+.PHONY: help install run test test-e2e test-long test-torch-matrix test-trackers verify chaos lint format generate generated bench gpu-check bench-peers bench-recovery bench-cluster bench-cluster-pods bench-operator numbers images release chart-lint docs cluster cluster-down lock clean distclean
 
 stage = @printf '\n== %s  %s\n' "$$(date +%T)" "$(1)"
 
@@ -35,7 +35,7 @@ help: ## list the targets
 	@printf 'make TARGET, where TARGET is one of\n\n'
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)$$/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 	@printf '\nVariables: PYTHON (the interpreter .venv is made from), TORCH_WHEELS (a folder with a CPU build of torch),\n'
-	@printf '           PYTEST (arguments for make test), JOBS (test files at a time), E2E (more for make test-e2e), RUN (for make run), TORCH (for make test-torch-matrix), GPU (for make gpu-check), BENCH (for make bench, bench-recovery, bench-cluster and bench-cluster-pods), UPGRADE=1 (make lock: newer releases too), RELEASE (for make release)\n'
+	@printf '           PYTEST (arguments for make test), JOBS (test files at a time), E2E (more for make test-e2e), RUN (for make run), TORCH (for make test-torch-matrix), GPU (for make gpu-check), BENCH (for make bench, bench-recovery, bench-cluster, bench-cluster-pods and bench-operator), UPGRADE=1 (make lock: newer releases too), RELEASE (for make release)\n'
 
 install: $(INSTALLED) ## make .venv: the locked packages and the five of this repository, editable
 
@@ -200,6 +200,9 @@ bench-cluster: $(INSTALLED) ## measure the operator beside Kubeflow Trainer on a
 
 bench-cluster-pods: $(INSTALLED) ## measure a killed pod on real nodes beside an Indexed Job with stock torchrun, and the quickstart's start (as root)
 	EVERGRAD_BED=$(or $(EVERGRAD_BED),9) PYTHONPATH=$(CURDIR)/benchmarks:$(CURDIR)/tests:$(CURDIR)/tests/e2e $(BIN)/python benchmarks/cluster_pods.py $(BENCH)
+
+bench-operator: $(INSTALLED) ## measure a start of the operator over 10,000 runs and its polls and scrapes, compared with commit 10950962
+	PYTHONPATH=$(CURDIR)/benchmarks $(BIN)/python benchmarks/operator_start.py $(BENCH)
 
 numbers: $(INSTALLED) ## count sizes, density, comments and fragments of the product (COMMITS='a b': of those), and the bytes of the CRD
 	@$(BIN)/python benchmarks/readability.py $(COMMITS)
