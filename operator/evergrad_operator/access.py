@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import aclosing
 from typing import Final
 
 from evergrad_operator.errors import ApiError, SettingsError
@@ -43,7 +44,7 @@ async def check_access(
 
     ``gang``: the installation's kind of gang, whose PodGroups the operator makes. ``deletes_runs``: whether
     it deletes runs.
-    Raises SettingsError, and ApiError for what a new start may mend.
+    Raises SettingsError, and ApiError for what a later try may mend.
     """
     needed = _NEEDED + tuple(
         (verb, kind, "")
@@ -64,6 +65,7 @@ async def check_access(
             if not may
         ]
         if lacking:
+            await _check_is_ready(kube)
             where = f"namespace {scope}" if scope else "the whole cluster"
             raise SettingsError(
                 f"the operator may not {', '.join(lacking)} in {where}. Install the chart's "
@@ -71,10 +73,19 @@ async def check_access(
             )
         # Rights may be granted for a kind that does not exist: only a list shows that it does.
         try:
-            await kube.list_all(RUN, scope, metadata_only=True)
+            async with aclosing(kube.list_pages(RUN, scope, metadata_only=True)) as pages:
+                # One page is enough.
+                await anext(pages)
         except ApiError as error:
             if error.status != 404:
                 raise
+            await _check_is_ready(kube)
             raise SettingsError(
                 "the API server does not know TrainingRuns. Install the chart's CRD first."
             ) from error
+
+
+async def _check_is_ready(kube: Kube) -> None:
+    """Raise ApiError if the API server is still starting: what it lacks or refuses then is no verdict."""
+    if not await kube.is_ready():
+        raise ApiError(503, "NotReady", "the API server is still starting")

@@ -283,7 +283,7 @@ class Applier:
         try:
             async with asyncio.timeout_at(work.deadline):
                 await act()
-        # Another operator may be at work: nothing is remembered, everything ends.
+        # Another operator may be at work: nothing is remembered, and the pass ends.
         except LeaseLostError:
             raise
         except (OperatorError, TimeoutError) as error:

@@ -7,7 +7,7 @@ watch that was restarted after 410 never shows what vanished meanwhile.
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from evergrad_operator import names
@@ -25,6 +25,10 @@ NEW_POD_STATUS: Final = {"phase": "Pending"}
 _NOT_TAKEN: Final = (
     "%s %s/%s: cannot be taken in, and counts as it was known before. This is a defect of the operator; "
     "please report it, with the object"
+)
+_NOT_SHOWN: Final = (
+    "%s/%s: its metrics cannot be read, and are left out. This is a defect of the operator; please report "
+    "it, with the run's status"
 )
 _VERSION_DIGITS: Final = 20
 _TOMBSTONE_SECONDS = 600.0
@@ -45,6 +49,12 @@ class InformerCache:
         self.expectations = Expectations((RUNS, PODS), clock=clock)
         self.on_defect: Callable[[str], None] = lambda resource: None
         """Called with the resource of an object that could not be taken in."""
+
+        def note_unreadable(key: Key, error: Exception) -> None:
+            self.on_defect(RUNS)
+            log.error(_NOT_SHOWN, *key, exc_info=error)
+
+        self.store.facts.on_defect = note_unreadable
 
     # ---- reading -------------------------------------------------------------------------------------------
 
@@ -165,6 +175,20 @@ class InformerCache:
             log.exception(_NOT_TAKEN, resource, *place_of(raw))
             return ()
 
+    def take_page(self, resource: str, raws: Iterable[Raw]) -> set[Key]:
+        """Take in a page of a list, and return the runs that it concerns."""
+        changed: set[Key] = set()
+        for raw in raws:
+            # Taken in again, a version that is known would be owed by the watch, which has shown it already.
+            known = self.store.find(resource, raw)
+            if (
+                known is None
+                or uid_of(known) != uid_of(raw)
+                or _version(known["metadata"]) < _version(raw["metadata"])
+            ):
+                changed.update(self.take(resource, raw))
+        return changed
+
     def replace(
         self,
         resource: str,
@@ -178,32 +202,24 @@ class InformerCache:
         ``covers``: whether the list spans a namespace. Objects that are newer than the list stay.
         """
         raws = list(raws)
-        changed: set[Key] = set()
-        for raw in raws:
-            # Taken in again, a version that is known would be owed by the watch, which has shown it already.
-            known = self.store.find(resource, raw)
-            if (
-                known is None
-                or uid_of(known) != uid_of(raw)
-                or _version(known["metadata"]) < _version(raw["metadata"])
-            ):
-                changed.update(self.take(resource, raw))
-        return changed | self.prune(resource, raws, version=version, covers=covers)
+        changed = self.take_page(resource, raws)
+        listed = {uid_of(raw) for raw in raws}
+        return changed | self.prune(resource, listed, version=version, covers=covers)
 
     def prune(
         self,
         resource: str,
-        raws: Iterable[Raw],
+        listed: Collection[str],
         *,
         version: int,
         covers: Callable[[str], bool],
     ) -> set[Key]:
         """Drop what a list as of ``version`` lacks, and return the runs that this concerns.
 
-        The list may hold metadata alone.
+        ``listed``: the uids of its objects.
         """
         changed: set[Key] = set()
-        for known in find_vanished(self.store.all(resource), raws, version=version):
+        for known in find_vanished(self.store.all(resource), listed, version=version):
             if not covers(str(known["metadata"].get("namespace", ""))):
                 continue
             changed.update(self._concerned(resource, known))
@@ -269,20 +285,18 @@ class InformerCache:
 
 def find_vanished(
     known: Iterable[Raw],
-    listed: Iterable[Raw],
+    listed: Collection[str],
     *,
     version: int,
 ) -> list[Raw]:
-    """Return those of ``known`` that a list as of ``version`` lacks.
+    """Return those of ``known`` that a list as of ``version`` lacks. ``listed``: the uids in it.
 
     Objects that are newer than the list may have come since, and are no proof of anything.
     """
-    listed_uids = {raw["metadata"].get("uid") for raw in listed}
     return [
         raw
         for raw in known
-        if raw["metadata"].get("uid") not in listed_uids
-        and _version(raw["metadata"]) <= version
+        if uid_of(raw) not in listed and _version(raw["metadata"]) <= version
     ]
 
 

@@ -46,7 +46,7 @@ from evergrad_operator.profiles import (
 from evergrad_operator.raw import get_map, get_text
 from evergrad_operator.refusals import Step
 from evergrad_operator.spec import TrainingRun
-from evergrad_operator.store import CHILDREN, CLAIMS, PODS
+from evergrad_operator.store import CHILDREN, CLAIMS, PODS, uid_of
 
 READ_SECONDS: Final = 15.0
 """Longest time of each of these reads: a pass has time left to write why it could not go on."""
@@ -82,7 +82,8 @@ class Confirmer:
             # Listed pods are added before missing ones are dropped: a pod may have been made anew.
             for pod in pods:
                 self._cache.see(PODS, pod)
-            for pod in find_vanished(self._cache.pods(key), pods, version=version):
+            listed = {uid_of(pod) for pod in pods}
+            for pod in find_vanished(self._cache.pods(key), listed, version=version):
                 self._cache.forget(PODS, pod)
             # New pods need the ConfigMap, the Service and their group; no watch shows that one is gone.
             for kind in (CONFIG_MAP, SERVICE) if plan.create else ():
@@ -128,7 +129,8 @@ class Confirmer:
             selector=f"{names.LABEL_RUN}={key[1]}",
             metadata_only=True,
         )
-        for child in find_vanished(known, found, version=version):
+        listed = {uid_of(child) for child in found}
+        for child in find_vanished(known, listed, version=version):
             self._cache.forget(CHILDREN, child)
 
     async def fetch_applied(self, key: Key, run: TrainingRun) -> AppliedSettings | None:

@@ -63,11 +63,12 @@ class UnauthorizedError(OperatorError):
 
 
 class LeaseLostError(OperatorError):
-    """The lease is lost or run out. Nothing may be written any more."""
+    """The lease is lost or has run out. Nothing may be written until it is held again."""
 
     def __init__(self) -> None:
         super().__init__(
-            "the lease is lost or has run out: another operator may be writing. This process has to end"
+            "the lease is lost or has run out: another operator may be writing. Nothing is written until "
+            "this process holds the lease again"
         )
 
 

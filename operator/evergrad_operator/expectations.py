@@ -2,7 +2,7 @@
 of the watch."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Object = tuple[str, str]
 """Resource and uid."""
@@ -58,6 +58,14 @@ class Expectations:
         """Expect nothing more of an object that is gone."""
         self._shown.pop((resource, uid), None)
         self._expected.pop((resource, uid), None)
+
+    def restart(self) -> None:
+        """Count the age of all that is owed from now: nothing could be shown before, as in an outage."""
+        now = self._clock()
+        self._expected = {
+            known: replace(expected, since=now)
+            for known, expected in self._expected.items()
+        }
 
     def lag(self) -> Mapping[str, float]:
         """Return the seconds that the watch of each resource is behind; 0 when it owes nothing."""

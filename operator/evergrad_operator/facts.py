@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from evergrad_operator.evaluation import parse_evaluation
@@ -22,6 +23,7 @@ from evergrad_operator.usage import Usage, parse_usage
 FINISHED_SECONDS: Final = 86400.0
 """Time, in seconds, for which a run that is over is still exported."""
 _REASONS: Final = frozenset(reason.value for reason in Reason)
+NO_NODES: Final[Mapping[str, int]] = MappingProxyType({})
 _OTHER_REASON: Final = "Other"
 """Any reason that is none of the operator's: label values must be bounded."""
 
@@ -75,32 +77,34 @@ def count_phases(runs: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """Count the runs in each phase, however long they have been over."""
     counts = {phase.value: 0 for phase in Phase}
     for raw in runs:
-        phase = _phase(raw)
+        phase = find_phase(raw)
         counts[phase] = counts.get(phase, 0) + 1
     return counts
 
 
 def count_nodes(pods: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """Count the live pods of nodes in each state that has any."""
-    # A scrape reads all pods of all runs: parsing each as a pass does would take half a second of 10,000.
     counts: dict[str, int] = {}
     for raw in pods:
-        metadata, spec = get_map(raw, "metadata"), get_map(raw, "spec")
-        phase = get_text(get_map(raw, "status"), "phase")
-        is_node = get_map(metadata, "labels").get(LABEL_ROLE) == ROLE_NODE
-        if (
-            not is_node
-            or "deletionTimestamp" in metadata
-            or phase in ("Succeeded", "Failed")
-        ):
-            continue
-        state = "running" if phase == "Running" else "starting"
-        if not get_text(spec, "nodeName"):
-            gates = get_maps(spec, "schedulingGates")
-            is_queued = any(gate.get("name") == QUEUE_GATE for gate in gates)
-            state = "queued" if is_queued else "unscheduled"
-        counts[state] = counts.get(state, 0) + 1
+        state = find_node_state(raw)
+        if state:
+            counts[state] = counts.get(state, 0) + 1
     return counts
+
+
+def find_node_state(raw: Mapping[str, Any]) -> str:
+    """Return the state of a live pod of a node; empty for any other pod."""
+    # Read for each event of a pod: parsing it as a pass does would take ten times as long.
+    metadata, spec = get_map(raw, "metadata"), get_map(raw, "spec")
+    phase = get_text(get_map(raw, "status"), "phase")
+    is_node = get_map(metadata, "labels").get(LABEL_ROLE) == ROLE_NODE
+    if not is_node or "deletionTimestamp" in metadata or phase in ("Succeeded", "Failed"):
+        return ""
+    if get_text(spec, "nodeName"):
+        return "running" if phase == "Running" else "starting"
+    gates = get_maps(spec, "schedulingGates")
+    is_queued = any(gate.get("name") == QUEUE_GATE for gate in gates)
+    return "queued" if is_queued else "unscheduled"
 
 
 def read_runs(
@@ -110,55 +114,62 @@ def read_runs(
     pods_of: Callable[[Key], Sequence[Mapping[str, Any]]] = lambda key: (),
 ) -> tuple[RunFacts, ...]:
     """Return the facts of all runs that are not long over. ``now``: epoch seconds."""
-    facts = []
-    for (namespace, name), raw in runs.items():
-        status = get_map(raw, "status")
-        phase = _phase(raw)
-        # A thousand finished runs would be ten thousand series for ever.
-        is_over = phase in (Phase.COMPLETE.value, Phase.FAILED.value)
-        completed_at = parse_time(status.get("completionTime")) if is_over else None
-        if completed_at is not None and now - completed_at >= FINISHED_SECONDS:
-            continue
+    facts = (read_run(key, raw, count_nodes(pods_of(key))) for key, raw in runs.items())
+    return tuple(one for one in facts if not is_long_over(one, now))
 
-        # A status may be written by anybody who may patch it, so that nothing in it is taken for granted.
-        progress = get_map(status, "progress")
-        step, total = (get_natural(progress, key) for key in ("step", "totalSteps"))
-        share = step / total if step is not None and total else None
-        shown = get_map(status, "evaluation")
-        evaluation = parse_evaluation(shown, "")
-        preparation = parse_preparation(get_map(status, "preparation"), "")
-        facts.append(
-            RunFacts(
-                namespace=namespace,
-                name=name,
-                phase=phase,
-                restarts=_count_restarts(status),
-                created_at=parse_time(get_map(raw, "metadata").get("creationTimestamp")),
-                started_at=parse_time(status.get("startTime")),
-                completed_at=completed_at,
-                progress=share,
-                progressed_at=parse_time(progress.get("updatedAt")),
-                evaluated_step=evaluation.step,
-                evaluated=evaluation.numbers,
-                waiting=get_natural(shown, "waiting"),
-                replaced=get_natural(get_map(status, "restarts"), "total") or 0,
-                nodes=count_nodes(pods_of((namespace, name))),
-                nodes_max=get_natural(get_map(status, "nodes"), "max"),
-                work=preparation.work,
-                prepared=preparation.share,
-                prepared_tokens=preparation.tokens,
-                usage=parse_usage(get_text(get_map(status, "memory"), "usage")),
-                labels={
-                    str(key): str(value)
-                    for key, value in get_map(raw, "metadata", "labels").items()
-                },
-                kind="script" if "script" in get_map(raw, "spec") else "training",
-                waiting_reason=_bound_reason(status) if phase == Phase.WAITING else "",
-                stalled_reason="" if is_over else _find_stalled_reason(status),
-                uid=get_text(get_map(raw, "metadata"), "uid"),
-            )
-        )
-    return tuple(facts)
+
+def is_long_over(facts: RunFacts, now: float) -> bool:
+    """Whether a run is not exported any more. ``now``: epoch seconds."""
+    # A thousand finished runs would be ten thousand series for ever.
+    at = facts.completed_at
+    return at is not None and now - at >= FINISHED_SECONDS
+
+
+def read_run(
+    key: Key, raw: Mapping[str, Any], nodes: Mapping[str, int] = NO_NODES
+) -> RunFacts:
+    """Return the facts of one run. ``nodes``: live pods of its nodes by state."""
+    namespace, name = key
+    status = get_map(raw, "status")
+    phase = find_phase(raw)
+    is_over = phase in (Phase.COMPLETE.value, Phase.FAILED.value)
+
+    # A status may be written by anybody who may patch it, so that nothing in it is taken for granted.
+    progress = get_map(status, "progress")
+    step, total = (get_natural(progress, key) for key in ("step", "totalSteps"))
+    share = step / total if step is not None and total else None
+    shown = get_map(status, "evaluation")
+    evaluation = parse_evaluation(shown, "")
+    preparation = parse_preparation(get_map(status, "preparation"), "")
+    return RunFacts(
+        namespace=namespace,
+        name=name,
+        phase=phase,
+        restarts=_count_restarts(status),
+        created_at=parse_time(get_map(raw, "metadata").get("creationTimestamp")),
+        started_at=parse_time(status.get("startTime")),
+        completed_at=parse_time(status.get("completionTime")) if is_over else None,
+        progress=share,
+        progressed_at=parse_time(progress.get("updatedAt")),
+        evaluated_step=evaluation.step,
+        evaluated=evaluation.numbers,
+        waiting=get_natural(shown, "waiting"),
+        replaced=get_natural(get_map(status, "restarts"), "total") or 0,
+        nodes=nodes,
+        nodes_max=get_natural(get_map(status, "nodes"), "max"),
+        work=preparation.work,
+        prepared=preparation.share,
+        prepared_tokens=preparation.tokens,
+        usage=parse_usage(get_text(get_map(status, "memory"), "usage")),
+        labels={
+            str(label): str(value)
+            for label, value in get_map(raw, "metadata", "labels").items()
+        },
+        kind="script" if "script" in get_map(raw, "spec") else "training",
+        waiting_reason=_bound_reason(status) if phase == Phase.WAITING else "",
+        stalled_reason="" if is_over else _find_stalled_reason(status),
+        uid=get_text(get_map(raw, "metadata"), "uid"),
+    )
 
 
 def _count_restarts(status: Mapping[str, Any]) -> dict[str, int]:
@@ -182,5 +193,6 @@ def _bound_reason(holder: Mapping[str, Any]) -> str:
     return reason if reason in _REASONS else _OTHER_REASON
 
 
-def _phase(raw: Mapping[str, Any]) -> str:
+def find_phase(raw: Mapping[str, Any]) -> str:
+    """Return the phase that a run's status has."""
     return get_text(get_map(raw, "status"), "phase") or Phase.PENDING.value

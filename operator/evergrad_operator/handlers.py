@@ -1,7 +1,8 @@
 """kopf's part: it watches and delivers events; every handler only passes them on. kopf decides nothing and
 writes nothing."""
 
-from collections.abc import Callable, Collection, Iterable
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import kopf
@@ -25,6 +26,23 @@ NEWEST: Final = (2,)
 Sink = Callable[[str, Raw, str | None], None]
 """Takes in one object: resource, the object, and the event's type. The type is None for an object of a list,
 which never shows what is gone."""
+
+
+class Pauses:
+    """Seconds between the tries of one request: ``first``, then ``longest`` for ever."""
+
+    def __init__(self, first: Sequence[float], longest: float) -> None:
+        self._first = tuple(first)
+        self._longest = longest
+
+    def __iter__(self) -> Iterator[float]:
+        """Yield the pauses of one request."""
+        return itertools.chain(self._first, itertools.repeat(self._longest))
+
+
+OUTAGE_PAUSES: Final = Pauses((1.0, 1.0, 2.0, 3.0), 5.0)
+"""A watch is back 5 s after the API server: a longer pause would add to each outage, and a shorter one to the
+log, where kopf reports each try."""
 
 
 class NoDiffBase(AnnotationsDiffBaseStorage):
@@ -72,6 +90,8 @@ def build_settings(namespaces: Collection[str]) -> OperatorSettings:
     settings.process.ultimate_exiting_timeout = 15.0
     settings.networking.enforce_retry_after = True
     settings.networking.request_timeout = 60.0
+    # kopf gives up after 54 seconds of an outage otherwise, and an answer of 500 then ends its watch.
+    settings.networking.error_backoffs = OUTAGE_PAUSES
     # Nothing below is ever written to an object: no handler needs a finalizer or keeps progress. The names
     # are set so that a defect would show as ours.
     settings.persistence.finalizer = f"{API_GROUP}/finalizer"

@@ -10,6 +10,8 @@ from evergrad_operator.raw import get_map, get_text
 
 ENOUGH_RUNS: Final = 2
 """Runs that a host has to fail before all others keep away from it: the trouble of one may be its own."""
+_GOOD_SECONDS: Final = 1.0
+"""Time for which an answer is kept: each pass over any run asks, and a start asks for all runs."""
 
 
 class HostIndex:
@@ -18,6 +20,8 @@ class HostIndex:
     def __init__(self) -> None:
         self._texts: dict[Key, str] = {}
         self._failed: dict[str, dict[Key, float]] = {}
+        self._found: tuple[float, tuple[str, ...]] | None = None
+        """The last answer, and when it was found; None once a status has changed."""
 
     def update(self, key: Key, raw: Mapping[str, Any] | None) -> None:
         """Note the status of the run ``key``; None for a run that does not exist any more."""
@@ -27,6 +31,7 @@ class HostIndex:
             self._texts[key] = text
         if text == before:
             return
+        self._found = None
         for host in parse_hosts(before):
             runs = self._failed.get(host, {})
             runs.pop(key, None)
@@ -38,9 +43,13 @@ class HostIndex:
 
     def find_troubled(self, now: float) -> tuple[str, ...]:
         """Return the hosts that have lately failed several runs, the newest trouble last."""
+        if self._found is not None and 0 <= now - self._found[0] < _GOOD_SECONDS:
+            return self._found[1]
         found = []
         for host, runs in self._failed.items():
             recent = [at for at in runs.values() if now - at < REMEMBERED_SECONDS]
             if len(recent) >= ENOUGH_RUNS:
                 found.append((max(recent), host))
-        return tuple(host for _, host in sorted(found)[-MAX_HOSTS:])
+        hosts = tuple(host for _, host in sorted(found)[-MAX_HOSTS:])
+        self._found = now, hosts
+        return hosts

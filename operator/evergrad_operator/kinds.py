@@ -51,6 +51,8 @@ EARLY_WEBHOOK: Final = Kind(
     "admissionregistration.k8s.io/v1",
     "mutatingwebhookconfigurations",
 )
+READINESS: Final = Kind("Readiness", "", "readyz")
+"""The API server's own readiness, which is no object."""
 API_RESOURCES: Final = "APIResourceList"
 """The kind of an answer of discovery, which lists the kinds of an API group."""
 POD_GROUP: Final = "PodGroup"

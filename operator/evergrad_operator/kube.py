@@ -1,14 +1,15 @@
 """The only module that talks to the API server: few verbs, dictionaries in and out."""
 
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, Final
 
 from kubernetes.aio.client.api_client import ApiClient
 
 from evergrad_operator.errors import ApiError
-from evergrad_operator.kinds import ACCESS_REVIEW, Kind, Raw, kind_of
+from evergrad_operator.kinds import ACCESS_REVIEW, READINESS, Kind, Raw, kind_of
 from evergrad_operator.names import FIELD_MANAGER
 from evergrad_operator.transport import (
+    BAD_ANSWER,
     JSON,
     Gate,
     Limits,
@@ -74,7 +75,31 @@ class Kube:
     ) -> tuple[list[Raw], int]:
         """Return all objects, or those of one name, and the version the list is as of.
 
-        ``metadata_only``: as the API server's PartialObjectMetadata.
+        ``metadata_only``: as the API server's PartialObjectMetadata. For the objects of one run: those of all
+        runs together are read by ``list_pages``.
+        """
+        items: list[Raw] = []
+        version = 0
+        async for page, as_of in self.list_pages(
+            kind, namespace, selector=selector, name=name, metadata_only=metadata_only
+        ):
+            items += page
+            version = as_of
+        return items, version
+
+    async def list_pages(
+        self,
+        kind: Kind,
+        namespace: str | None,
+        *,
+        selector: str = "",
+        name: str = "",
+        metadata_only: bool = False,
+    ) -> AsyncGenerator[tuple[list[Raw], int], None]:
+        """Yield the objects of ``list_all`` page by page, each with the version that the whole list is as of.
+
+        An object takes ten times the memory before its parts that are read are picked out: nothing may keep
+        a page longer than it needs.
         """
         accept = _METADATA_LIST if metadata_only else JSON
         query = {"limit": _PAGE_SIZE}
@@ -84,7 +109,6 @@ class Kube:
             query["fieldSelector"] = f"metadata.name={name}"
 
         # Pages bound the API server's memory and ours. The continue token keeps them all at one version.
-        items: list[Raw] = []
         while True:
             request = Request(
                 "GET",
@@ -95,11 +119,17 @@ class Kube:
                 accept=accept,
             )
             page = await self._transport.send(request)
-            # The items of a list carry no kind, by which the cache tells a run's children apart.
-            items += [{**item, "kind": kind.kind} for item in page.get("items") or ()]
             metadata = page.get("metadata") or {}
+            # The items of a list carry no kind, by which the cache tells a run's children apart.
+            items: list[Raw] = [
+                {**item, "kind": kind.kind} for item in page.get("items") or ()
+            ]
+            del page
+            yield items, int(metadata.get("resourceVersion") or 0)
+            # At most one page is held: also the one before goes before the next is read.
+            del items
             if not metadata.get("continue"):
-                return items, int(metadata.get("resourceVersion") or 0)
+                return
             query["continue"] = metadata["continue"]
 
     async def create(
@@ -271,6 +301,18 @@ class Kube:
                 return False
             raise
         return any(one.get("name") == kind.plural for one in answer.get("resources") or ())
+
+    async def is_ready(self) -> bool:
+        """Return whether the API server has finished its start; True if it does not say.
+
+        Before, it may refuse what is allowed and not know kinds that it has.
+        """
+        try:
+            await self._transport.send(Request("GET", READINESS, "/readyz", "get"))
+        except ApiError as error:
+            # The answer of a ready one is "ok", which is not JSON.
+            return not error.is_transient or error.reason == BAD_ANSWER
+        return True
 
     async def close(self) -> None:
         """Close the connections."""

@@ -4,6 +4,12 @@ have taken it.
 The holder counts from before its last renewal was sent; a candidate takes over only after it has itself seen
 the lease unchanged for the whole duration. No clock is compared with another machine's. A process that was
 stopped meanwhile finds its time run out.
+
+State of a process   event                                         next state
+waiting              the lease was written with our identity       holding
+holding              a renewal was written in time                 holding
+holding              no renewal was written while the time lasted  waiting
+holding              the lease has another holder                  waiting
 """
 
 import asyncio
@@ -14,7 +20,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from evergrad_operator.errors import ApiError, LeaseLostError
+from evergrad_operator.errors import ApiError
 from evergrad_operator.kinds import LEASE, Raw
 from evergrad_operator.kube import Kube
 
@@ -54,6 +60,10 @@ class LeaseGate:
         self._clock = clock
         self._held_until = float("-inf")
         self._seen: tuple[str, float] = ("", 0.0)
+        self._is_failing = False
+        """Whether the last request about the lease failed: an outage is logged once, and so is its end."""
+        self.has_other_holder = False
+        """Whether the lease had another holder when it was last read."""
         self.on_change: Callable[[bool], None] = lambda is_held: None
 
     def remaining(self) -> float:
@@ -82,13 +92,13 @@ class LeaseGate:
         self.on_change(True)
 
     async def keep(self, kube: Kube) -> None:
-        """Renew the lease until that fails for too long. Raises LeaseLostError then."""
+        """Renew the lease, and return once this process does not hold it any more."""
         while True:
             # A renewal that fails is tried again while the lease still holds: two thirds of its time are
             # left for that.
             pause = min(self._settings.seconds / 3, self.remaining())
             await asyncio.sleep(max(0.0, pause))
-            if self.remaining() > 0 and await self._try(kube):
+            if self.remaining() > 0 and await self._try(kube, is_renewal=True):
                 continue
             if self.remaining() > 0:
                 await asyncio.sleep(self._settings.seconds / 15)
@@ -96,7 +106,12 @@ class LeaseGate:
 
             self._held_until = float("-inf")
             self.on_change(False)
-            raise LeaseLostError
+            log.warning(
+                "the lease %s/%s is lost: nothing is written until this process holds it again",
+                self._settings.namespace,
+                self._settings.name,
+            )
+            return
 
     async def release(self, kube: Kube) -> None:
         """Give the lease back, so that the next holder need not wait. Nothing may be written afterwards."""
@@ -121,14 +136,21 @@ class LeaseGate:
         except ApiError as error:
             log.info("the lease was not given back: %s", error)
 
-    async def _try(self, kube: Kube) -> bool:
-        """Take or renew the lease, and return whether that worked. A request without an answer did not."""
+    async def _try(self, kube: Kube, *, is_renewal: bool = False) -> bool:
+        """Take or renew the lease, and return whether that worked. A request without an answer did not.
+
+        ``is_renewal``: only if this process has held the lease all the time.
+        """
         try:
             async with asyncio.timeout(self._settings.seconds / 2):
                 raw = await kube.get(LEASE, self._settings.namespace, self._settings.name)
 
                 # Time counts from before the write is sent: others count from when they see it.
                 asked = self._clock()
+                # A process that was stopped may find the lease free although another has held it meanwhile:
+                # to take it then is no renewal, and needs a fresh look at the cluster.
+                if is_renewal and self.remaining() <= 0:
+                    return False
                 if raw is None:
                     await kube.create(self._build(None), is_fenced=False)
                 else:
@@ -144,18 +166,28 @@ class LeaseGate:
                     is_stale = asked - self._seen[1] > duration
                     holder = spec.get("holderIdentity") or ""
                     is_free = not holder or holder == self._settings.identity
+                    self.has_other_holder = not is_free
                     if not is_free and not is_stale:
                         self._held_until = float("-inf")
+                        self._is_failing = False
                         return False
 
                     # Replaced only if nobody was quicker: the version is the one that was looked at.
                     await kube.replace(self._build(raw), is_fenced=False)
         except (ApiError, TimeoutError) as error:
             # A conflict is the ordinary answer to the slower of two candidates.
-            if not isinstance(error, ApiError) or error.status != 409:
-                log.warning("the lease could not be taken or renewed: %s", error)
+            if isinstance(error, ApiError) and error.status == 409:
+                return False
+            if not self._is_failing:
+                text = str(error) or "no answer in time"
+                log.warning(
+                    "the lease could not be taken or renewed, and is tried again: %s", text
+                )
+            self._is_failing = True
             return False
         self._held_until = asked + self._settings.seconds - MARGIN_SECONDS
+        self.has_other_holder = False
+        self._is_failing = False
         return True
 
     def _build(self, raw: Raw | None) -> Raw:

@@ -22,6 +22,7 @@ from evergrad_operator.errors import OperatorError, UnauthorizedError
 from evergrad_operator.names import STATUS_PORT, Key, Reason
 from evergrad_operator.observe import UNREACHABLE_SECONDS, Silence
 from evergrad_operator.queue import Backoff, WorkQueue
+from evergrad_operator.transport import Gate, OpenGate, check_gate
 
 log = logging.getLogger(__name__)
 MAX_BYTES: Final = 256 * 1024
@@ -43,14 +44,29 @@ _NO_WAY: Final = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 
 @dataclass(frozen=True)
 class PollSettings:
-    """Bounds of polling: seconds between two polls of one coordinator and for one answer; polls at a time,
-    and in a second."""
+    """Bounds of polling. Times in seconds.
+
+    Up to 200 runs are polled ``every`` 5 s. With more runs the interval grows, so that there are
+    ``per_second`` polls, but only up to ``longest``: beyond 800 runs the rate grows with the number of runs.
+    """
 
     every: float = 5.0
-    timeout: float = 3.0
-    at_once: int = 32
+    """Between two polls of one coordinator."""
+    longest: float = 20.0
+    """Between two polls of one coordinator, however many there are: what is known of a run's progress is at
+    most 30 s old, also if a poll fails once."""
     per_second: float = 40.0
+    """Polls that an operator of few runs makes at most."""
+    timeout: float = 3.0
+    """For one answer."""
+    at_once: int = 256
+    """Polls under way: at 10,000 runs there are 500 a second, and if every tenth coordinator does not answer,
+    150 wait for their timeout."""
     port: int = STATUS_PORT
+
+    def find_interval(self, followed: int) -> float:
+        """Return the seconds between two polls of each of so many coordinators."""
+        return max(self.every, min(self.longest, followed / self.per_second))
 
 
 @dataclass(frozen=True)
@@ -99,7 +115,12 @@ class Coordinators:
         self.on_failure: Callable[[str], None] = lambda cause: None
         """Called for each failed poll with its cause: timeout, refused, unreachable, unauthorized or
         bad_answer."""
+        self.gate: Gate = OpenGate()
+        """Asked before anything is posted: without the lease, another operator decides about the run."""
         self._followed: dict[Key, _Followed] = {}
+        self._silent: set[Key] = set()
+        """Those of them that are silent: counted by each pass over a silent run, of which there may be
+        thousands."""
         self._queue: WorkQueue[Key] = WorkQueue(backoff=Backoff(1.0, 30.0), clock=clock)
 
     def follow(
@@ -117,13 +138,24 @@ class Coordinators:
         known = self._followed.get(key)
         if known is None or (known.address, known.attempt) != (address, attempt):
             self._followed[key] = _Followed(address, attempt, token)
+            self._silent.discard(key)
             self._queue.drop(key)
             self._queue.add(key)
 
     def leave(self, key: Key) -> None:
         """Stop polling the run's coordinator."""
         if self._followed.pop(key, None) is not None:
+            self._silent.discard(key)
             self._queue.drop(key)
+
+    def leave_all(self) -> None:
+        """Stop polling all coordinators: the runs are another operator's for now."""
+        for key in list(self._followed):
+            self.leave(key)
+
+    def count(self) -> int:
+        """Return the number of coordinators that are followed."""
+        return len(self._followed)
 
     def answer(self, key: Key) -> Answer | None:
         """Return the newest answer of the coordinator that is followed."""
@@ -143,7 +175,7 @@ class Coordinators:
         # it may be the operator that is cut off.
         failed = followed.error.__cause__
         has_no_way = isinstance(failed, OSError) and failed.errno in _NO_WAY
-        silent = sum(one.silent_since is not None for one in self._followed.values())
+        silent = len(self._silent)
         return Silence(
             attempt=followed.attempt,
             seconds=self._clock() - followed.silent_since,
@@ -167,13 +199,14 @@ class Coordinators:
         followed = self._followed.get(key)
         if followed is not None:
             with contextlib.suppress(OperatorError):
-                self._take_answer(followed, await self._read_status(key, followed))
+                self._take_answer(key, followed, await self._read_status(key, followed))
 
     async def post_bounds(self, key: Key, bounds: Bounds) -> None:
         """Post to the run's coordinator how many nodes may train, and how many failures are borne.
 
-        Raises OperatorError.
+        Raises OperatorError, and LeaseLostError without the lease.
         """
+        seconds = min(self._settings.timeout, check_gate(self.gate))
         followed = self._followed.get(key)
         if followed is None:
             raise OperatorError(
@@ -186,7 +219,9 @@ class Coordinators:
                 "maxFailures": bounds.max_failures,
             }
         ).encode()
-        status, answer = await self._request(followed, "POST", "/bounds", body)
+        status, answer = await self._request(
+            followed, "POST", "/bounds", body, seconds=seconds
+        )
         if status != 200:
             said = answer[:200].decode("utf-8", "replace").strip()
             raise OperatorError(
@@ -212,19 +247,22 @@ class Coordinators:
         if self._followed.get(key) is not followed:
             return None
         old, was_silent = followed.answer, followed.reported > 0
-        self._take_answer(followed, answer)
+        self._take_answer(key, followed, answer)
         # A pass costs more than a poll: only news cause one, and mere progress a late one.
         if old is None or was_silent:
             self.on_news(key, True)
         elif old.raw != answer.raw:
             is_urgent = _without_progress(old.raw) != _without_progress(answer.raw)
             self.on_news(key, is_urgent)
-        return max(self._settings.every, self._slowest)
+        return self._settings.find_interval(len(self._followed))
 
-    def _take_answer(self, followed: _Followed, answer: Answer) -> None:
+    def _take_answer(self, key: Key, followed: _Followed, answer: Answer) -> None:
         followed.answer, followed.has_answered = answer, True
         followed.failures, followed.error = 0, None
         followed.silent_since, followed.reported = None, 0.0
+        # It may have been left while it was asked.
+        if self._followed.get(key) is followed:
+            self._silent.discard(key)
 
     def _note_failure(self, key: Key, followed: _Followed, error: OperatorError) -> float:
         """Note the silence, which is news when it reaches another of ``SILENCES``; return the seconds until
@@ -236,6 +274,7 @@ class Coordinators:
         followed.silent_since = (
             now if followed.silent_since is None else followed.silent_since
         )
+        self._silent.add(key)
         silence = now - followed.silent_since
 
         # After a minute of silence the last answer is dropped: it may be long out of date.
@@ -251,7 +290,7 @@ class Coordinators:
             return 1.0
         # Those that fell silent together are not polled together again and again.
         backoff = min(30.0, 2.0 ** min(followed.failures - 1, 5))
-        pause = max(backoff, self._slowest)
+        pause = max(backoff, self._settings.find_interval(len(self._followed)))
         pause *= random.uniform(0.7, 1.3)
         # A later poll would report a silence late.
         marks = [one - silence + _JUST_AFTER for one in SILENCES if one > silence]
@@ -259,7 +298,9 @@ class Coordinators:
 
     async def _read_status(self, key: Key, followed: _Followed) -> Answer:
         """Ask for the status once. Raises OperatorError for any answer that is none."""
-        status, data = await self._request(followed, "GET", "/status", b"")
+        status, data = await self._request(
+            followed, "GET", "/status", b"", seconds=self._settings.timeout
+        )
         try:
             raw = json.loads(data) if status == 200 else None
         except (ValueError, RecursionError):
@@ -270,13 +311,14 @@ class Coordinators:
             )
         return Answer(raw, followed.attempt, self._clock())
 
-    @property
-    def _slowest(self) -> float:
-        """Seconds in which all that are followed can be polled once."""
-        return len(self._followed) / self._settings.per_second
-
     async def _request(
-        self, followed: _Followed, method: str, path: str, body: bytes
+        self,
+        followed: _Followed,
+        method: str,
+        path: str,
+        body: bytes,
+        *,
+        seconds: float,
     ) -> tuple[int, bytes]:
         """Send one request on a connection of its own, as the coordinator serves them.
 
@@ -294,7 +336,7 @@ class Coordinators:
         )
         writer = None
         try:
-            async with asyncio.timeout(self._settings.timeout):
+            async with asyncio.timeout(seconds):
                 reader, writer = await asyncio.open_connection(
                     address, self._settings.port, limit=MAX_BYTES
                 )

@@ -36,13 +36,17 @@ class Backoff:
 @dataclass(frozen=True)
 class QueueState:
     """The queue at one moment: keys that are due, seconds that the oldest of them has waited, and seconds
-    that the slowest worker has worked."""
+    that the slowest worker has worked.
+
+    ``stalled``: seconds for which work was due or under way and none has finished.
+    """
 
     depth: int
     oldest_age: float
     longest_work: float
     added: int
     failing: int
+    stalled: float
 
 
 class WorkQueue(Generic[K]):
@@ -74,6 +78,9 @@ class WorkQueue(Generic[K]):
         """Keys that were dropped while they are worked on: nothing is kept of their end."""
         self._wake = asyncio.Event()
         self._is_closed = False
+        self._is_paused = False
+        self._progressed_at = float("-inf")
+        """When work on a key ended last, or was resumed."""
 
     def add(self, key: K, *, after: float = 0.0) -> None:
         """Make ``key`` due in ``after`` seconds, unless it is due earlier."""
@@ -133,19 +140,25 @@ class WorkQueue(Generic[K]):
             if due <= now and key not in self._active
         ]
         works = [now - started for started, _ in self._active.values()]
+        oldest_age, longest_work = max(ready, default=0.0), max(works, default=0.0)
+
+        # A long queue is not a stall: at a start, all runs are due together. While the queue is paused, its
+        # owner lets nothing start.
+        waiting = 0.0 if self._is_paused else max(oldest_age, longest_work)
         return QueueState(
             depth=len(ready),
-            oldest_age=max(ready, default=0.0),
-            longest_work=max(works, default=0.0),
+            oldest_age=oldest_age,
+            longest_work=longest_work,
             added=self._num_added,
             failing=len(self._failures),
+            stalled=min(waiting, now - self._progressed_at),
         )
 
     async def run(self, process: Process[K], *, workers: int) -> None:
         """Work on keys, at most ``workers`` at a time, until cancelled or closed."""
         while not self._is_closed:
             self._wake.clear()
-            while self._heap and len(self._active) < workers:
+            while self._heap and len(self._active) < workers and not self._is_paused:
                 due, _, key = self._heap[0]
                 # An entry that an earlier time has superseded, or whose key is worked on, is passed over.
                 is_passed_over = key in self._active or self._due.get(key) != due
@@ -161,11 +174,28 @@ class WorkQueue(Generic[K]):
             # Wait until the next key is due, or something is added or done. While every worker is busy, only
             # the end of one matters.
             seconds: float | None = None
-            if self._heap and len(self._active) < workers:
+            if self._heap and len(self._active) < workers and not self._is_paused:
                 seconds = max(0.0, self._heap[0][0] - self._clock())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await self._wake.wait()
+
+    async def pause(self) -> None:
+        """Start nothing new until ``resume``, and cancel the work under way.
+
+        A key whose work is cancelled is due only if it was added meanwhile.
+        """
+        self._is_paused = True
+        tasks = [task for _, task in self._active.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def resume(self) -> None:
+        """Work on keys again. Those that were due meanwhile come first."""
+        self._is_paused = False
+        self._progressed_at = self._clock()
+        self._wake.set()
 
     async def close(self, *, seconds: float) -> None:
         """Start nothing new, wait at most ``seconds`` for the work under way, then cancel the rest."""
@@ -190,8 +220,9 @@ class WorkQueue(Generic[K]):
             delay = self._backoff.delay(self._failures[key])
         finally:
             del self._active[key]
+            self._progressed_at = self._clock()
             if key not in self._dropped:
-                self._last_end[key] = self._clock()
+                self._last_end[key] = self._progressed_at
             self._dropped.discard(key)
 
             # A time that was added while the work went on counts from its end, or from its own time if that

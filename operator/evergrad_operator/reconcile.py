@@ -110,6 +110,11 @@ class Reconciler:
             ),
         )
 
+    def forget_hints(self) -> None:
+        """Forget all hints, as a new process would: another operator may have written since."""
+        self._hints.clear()
+        self.gang_api.forget()
+
     async def reconcile(self, key: Key) -> float | None:
         """Work on one run, and return the seconds until its next pass, or None if only news causes one.
 

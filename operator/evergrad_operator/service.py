@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import random
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
@@ -47,6 +48,11 @@ _SPACING = 0.1
 """Least time, in seconds, between two passes over one run: events of its pods come in bursts."""
 _PROGRESS_PAUSE = 2.0
 """Delay, in seconds, of the pass after news that nobody waits for."""
+_PROGRESS_PASSES = 100.0
+"""Most such passes in a second: with more runs they are delayed by more. Each costs some milliseconds of the
+event loop and most of them a write to the API server, and a lost pod must not wait behind them."""
+_RETRY_SECONDS = 2.0
+"""Time between two tries of a start, or of a fresh look, that the API server does not answer."""
 
 
 class Service:
@@ -82,7 +88,7 @@ class Service:
             name
         ).set_to_current_time()
 
-        self.coordinators = _build_coordinators(settings, self.queue, metrics)
+        self.coordinators = _build_coordinators(settings, self.queue, self.gate, metrics)
 
         # The work on single runs.
         recorder = Recorder(
@@ -114,7 +120,11 @@ class Service:
         self._fleet_page = FleetPage(self.cache.store.runs.values)
 
     async def run(self) -> int:
-        """Run until asked to stop; the exit code is 0, or 1 for a fault that a new start may mend."""
+        """Run until asked to stop; the exit code is 0, or 1 for a fault that a new start may mend.
+
+        An API server that does not answer is waited for, at the start and later. So is the lease, without
+        which nothing is written.
+        """
         # A signal only asks for the end: writes under way are finished, and the lease is given back.
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -127,12 +137,15 @@ class Service:
             if self._settings.page_port:
                 await self._fleet_page.listen(self._settings.page_port)
             config = self._settings.config
-            await check_access(
+            check = partial(
+                check_access,
                 self.kube,
                 self._settings.scopes,
                 gang=config.gang,
                 deletes_runs=config.allow_run_deletion,
             )
+            if not await self._unless_stopped(self._until_answered(check)):
+                return 0
             self._spawn("event loop lag", self.vitals.measure_lag(self.metrics))
             # The webhook starts before the lease is held: a standby answers, too.
             if self._webhook is not None:
@@ -180,23 +193,54 @@ class Service:
         if not await self._unless_stopped(gate.acquire(self._lease_kube)):
             return False
         self.vitals.is_standing_by = False
-        self._spawn("lease", gate.keep(self._lease_kube))
+        self._spawn("lease", self._hold_lease(gate))
         return True
+
+    async def _hold_lease(self, gate: LeaseGate) -> None:
+        """Renew the lease for ever. Without it no pass works; with it again, the passes begin with a fresh
+        look."""
+        resuming: asyncio.Task[Any] | None = None
+        while True:
+            await gate.keep(self._lease_kube)
+
+            # A pass that has begun before would act later on what it has seen before. Nothing that it may
+            # have done is lost: it is repeated, as after a restart.
+            if resuming is not None:
+                resuming.cancel()
+            await self.queue.pause()
+            self.coordinators.leave_all()
+
+            # The renewals go on beside the lists, which may take longer than the lease is good.
+            await gate.acquire(self._lease_kube)
+            resuming = self._spawn("fresh look", self._look_again())
+
+    async def _look_again(self) -> None:
+        """List everything, forget what may be out of date, and let passes work again.
+
+        Another operator may have had the lease, and have written what no watch has shown yet.
+        """
+        await self._until_answered(self.sync.resync)
+        self.reconciler.forget_hints()
+        self.cache.expectations.restart()
+        for run in self.cache.store.known():
+            self.queue.add(run)
+        self.queue.resume()
+        log.info("working again over %d runs", self.cache.store.count()[RUNS])
 
     async def _serve(self) -> None:
         """Fill the cache, then work until the stop."""
+
         # The tokens of all runs are derived from one key. Its Secret is made only by the process that leads.
-        key = await load_key(
-            self.kube,
-            self._settings.key_namespace,
-            self._settings.key_name,
-        )
-        self.reconciler.token_of = partial(derive_token, key)
+        async def read_key() -> None:
+            settings = self._settings
+            key = await load_key(self.kube, settings.key_namespace, settings.key_name)
+            self.reconciler.token_of = partial(derive_token, key)
 
         # No pass begins before everything is listed: a run whose pods are not known yet would be given new
         # ones.
-        if not await self._unless_stopped(self.sync.resync()):
-            return
+        for act in (read_key, self.sync.resync):
+            if not await self._unless_stopped(self._until_answered(act)):
+                return
         counts = self.cache.store.count()
         log.info("%d runs, %d pods found", counts[RUNS], counts[PODS])
         for run in self.cache.store.known():
@@ -245,6 +289,29 @@ class Service:
 
     # ---- helpers -------------------------------------------------------------------------------------------
 
+    async def _until_answered(self, act: Callable[[], Awaitable[None]]) -> None:
+        """Do ``act``, again and again while the API server does not answer or the lease is not held.
+
+        Raises ApiError for anything else that the API server refuses.
+        """
+        reported = ""
+        while True:
+            try:
+                await act()
+            except (ApiError, LeaseLostError) as error:
+                if isinstance(error, ApiError) and not error.is_transient:
+                    raise
+                # An outage of an hour is reported once, unless its cause changes.
+                said = str(error)
+                if said != reported:
+                    log.warning("waiting for the API server: %s", said)
+                reported = said
+            else:
+                if reported:
+                    log.info("the API server answers again")
+                return
+            await asyncio.sleep(_RETRY_SECONDS * random.uniform(0.7, 1.3))
+
     def _prepare_metrics(self) -> Callable[[], bytes]:
         # The facts are read in the event loop, which alone changes them; rendering takes a thread.
         self._collector.facts = self.vitals.read_facts()
@@ -259,7 +326,7 @@ class Service:
             on_unauthorized=self._connection.expire_token,
         )
 
-    def _spawn(self, name: str, work: Coroutine[Any, Any, Any]) -> None:
+    def _spawn(self, name: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Start work beside the rest; its failure ends the process."""
 
         def end(task: asyncio.Task[Any]) -> None:
@@ -269,7 +336,9 @@ class Service:
 
         task = asyncio.create_task(work, name=name)
         task.add_done_callback(end)
-        self._tasks.append(task)
+        # Those that have ended are dropped: each time that the lease is lost, one more is started.
+        self._tasks = [*(one for one in self._tasks if not one.done()), task]
+        return task
 
     async def _unless_stopped(self, work: Awaitable[None]) -> bool:
         """Wait for ``work`` or the stop, and return whether the work came first. Raises what it raises."""
@@ -302,13 +371,17 @@ def _build_gate(settings: Settings) -> LeaseGate | OpenGate:
 
 
 def _build_coordinators(
-    settings: Settings, queue: WorkQueue[Key], metrics: Metrics
+    settings: Settings, queue: WorkQueue[Key], gate: Gate, metrics: Metrics
 ) -> Coordinators:
-    def queue_news(key: Key, is_urgent: bool) -> None:
-        queue.add(key, after=0.0 if is_urgent else _PROGRESS_PAUSE)
-
     poll = PollSettings(every=settings.poll_seconds, port=settings.coordinator_port)
-    coordinators = Coordinators(poll, on_news=queue_news)
+    coordinators = Coordinators(poll)
+    coordinators.gate = gate
+
+    def queue_news(key: Key, is_urgent: bool) -> None:
+        pause = max(_PROGRESS_PAUSE, coordinators.count() / _PROGRESS_PASSES)
+        queue.add(key, after=0.0 if is_urgent else pause)
+
+    coordinators.on_news = queue_news
     coordinators.on_failure = lambda cause: metrics.poll_failures.labels(cause).inc()
     return coordinators
 

@@ -53,7 +53,11 @@ _OPTIONS: Final[tuple[tuple[str, Any, str], ...]] = (
     ("workers", 16, "runs that are worked on at a time"),
     ("in-flight", 32, "requests to the API server at a time"),
     ("resync-seconds", 600.0, "between two lists of everything"),
-    ("poll-seconds", 5.0, "between two questions to a run's coordinator"),
+    (
+        "poll-seconds",
+        5.0,
+        "between two polls of a run's coordinator; longer with more than 200 runs, up to 20",
+    ),
     ("coordinator-port", 29401, "port of the coordinators' status"),
     (
         "webhook",

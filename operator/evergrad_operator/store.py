@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from evergrad_operator import names
+from evergrad_operator.facts_index import FactsIndex
 from evergrad_operator.names import Key
 from evergrad_operator.raw import get_map, get_text
 from evergrad_operator.slim import Raw, slim, slim_pod, slim_run
@@ -30,6 +31,8 @@ class Store:
             CHILDREN: {},
         }
         """Pods by name and other children by kind and name, under the run that their label names."""
+        self.facts = FactsIndex()
+        """What metrics show of runs and pods. It is brought up to date here, where all changes pass."""
 
     def pods(self, key: Key) -> Sequence[Raw]:
         """Return the run's pods, slimmed."""
@@ -72,25 +75,35 @@ class Store:
     def put(self, resource: str, raw: Raw) -> None:
         """Keep an object in the place of the one that has its name."""
         if resource == RUNS:
-            self.runs[place_of(raw)] = slim_run(raw)
+            run = slim_run(raw)
+            self.runs[place_of(raw)] = run
+            self.facts.update_run(place_of(raw), run)
         elif resource == CLAIMS:
             self.claims[place_of(raw)] = slim(raw, ("spec", "status"))
         else:
-            group = self._groups[resource].setdefault(_owner_of(raw), {})
-            name = _name_in(resource, raw)
-            # Other children are only compared by hash and version: their specs would take memory for nothing.
-            group[name] = slim_pod(raw) if resource == PODS else slim(raw, ("kind",))
+            owner, name = _owner_of(raw), _name_in(resource, raw)
+            group = self._groups[resource].setdefault(owner, {})
+            if resource == PODS:
+                pod = slim_pod(raw)
+                self.facts.move_pod(owner, group.get(name), pod)
+                group[name] = pod
+            else:
+                # They are only compared by hash and version: their specs would take memory for nothing.
+                group[name] = slim(raw, ("kind",))
 
     def remove(self, resource: str, raw: Raw) -> None:
         """Drop the object that has this one's name."""
         if resource == RUNS:
             self.runs.pop(place_of(raw), None)
+            self.facts.update_run(place_of(raw), None)
         elif resource == CLAIMS:
             self.claims.pop(place_of(raw), None)
         else:
             owner = _owner_of(raw)
             group = self._groups[resource].get(owner, {})
-            group.pop(_name_in(resource, raw), None)
+            gone = group.pop(_name_in(resource, raw), None)
+            if resource == PODS and gone is not None:
+                self.facts.move_pod(owner, gone, None)
             # A run counts as known for as long as it has a group, so that an empty one is dropped.
             if not group:
                 self._groups[resource].pop(owner, None)

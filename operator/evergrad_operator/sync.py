@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import Final
 
@@ -24,7 +24,7 @@ from evergrad_operator.kinds import (
 from evergrad_operator.kube import Kube
 from evergrad_operator.names import LABEL_RUN, Key
 from evergrad_operator.queue import WorkQueue
-from evergrad_operator.store import CHILDREN, CLAIMS, PODS, RUNS
+from evergrad_operator.store import CHILDREN, CLAIMS, PODS, RUNS, uid_of
 
 log = logging.getLogger(__name__)
 PRUNE_SECONDS: Final = 10.0
@@ -88,30 +88,46 @@ class CacheSync:
             covers = partial(_is_within, scope)
             changed: set[Key] = set()
             for resource, kind, selector in _WATCHED:
-                raws, version = await self._kube.list_all(
-                    kind,
-                    scope,
-                    selector=selector,
-                )
-                changed |= self._cache.replace(
-                    resource, raws, version=version, covers=covers
+                listed: set[str] = set()
+                pages = self._kube.list_pages(kind, scope, selector=selector)
+                version = await self._take_pages(resource, pages, listed, changed)
+                changed |= self._cache.prune(
+                    resource, listed, version=version, covers=covers
                 )
 
             # All kinds of children are one resource of the cache, so that one list of them all is compared.
             # It is as old as its oldest part.
-            lists = [
-                await self._kube.list_all(
-                    kind,
-                    scope,
-                    selector=LABEL_RUN,
-                    metadata_only=True,
+            listed = set()
+            versions = []
+            for kind in children:
+                pages = self._kube.list_pages(
+                    kind, scope, selector=LABEL_RUN, metadata_only=True
                 )
-                for kind in children
-            ]
-            found = [raw for raws, _ in lists for raw in raws]
-            oldest = min(version for _, version in lists)
-            changed |= self._cache.replace(CHILDREN, found, version=oldest, covers=covers)
+                versions.append(await self._take_pages(CHILDREN, pages, listed, changed))
+            changed |= self._cache.prune(
+                CHILDREN, listed, version=min(versions), covers=covers
+            )
             self._add(changed)
+
+    async def _take_pages(
+        self,
+        resource: str,
+        pages: AsyncIterator[tuple[list[Raw], int]],
+        listed: set[str],
+        changed: set[Key],
+    ) -> int:
+        """Take in a list page by page, so that only one page is held unslimmed.
+
+        The uids of its objects are added to ``listed``, and the runs that they concern to ``changed``.
+        Returns the version that the list is as of.
+        """
+        version = 0
+        async for page, as_of in pages:
+            listed.update(map(uid_of, page))
+            changed |= self._cache.take_page(resource, page)
+            version = as_of
+            del page
+        return version
 
     async def keep_synced(self) -> None:
         """Resync at a steady pace, for ever."""
@@ -152,12 +168,17 @@ class CacheSync:
                 for scope in self._scopes:
                     covers = partial(_is_within, scope)
                     for resource, kind, selector in _WATCHED:
-                        found, version = await self._kube.list_all(
+                        listed: set[str] = set()
+                        version = 0
+                        async for page, as_of in self._kube.list_pages(
                             kind, scope, selector=selector, metadata_only=True
-                        )
+                        ):
+                            listed.update(map(uid_of, page))
+                            version = as_of
+                            del page
                         gone = self._cache.prune(
                             resource,
-                            found,
+                            listed,
                             version=version,
                             covers=covers,
                         )

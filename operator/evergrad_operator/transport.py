@@ -21,6 +21,8 @@ from evergrad_operator.kinds import Kind, Raw
 from evergrad_operator.names import FIELD_MANAGER
 
 JSON: Final = "application/json"
+BAD_ANSWER: Final = "BadAnswer"
+"""Reason of an answer that cannot be read."""
 _SPREAD = 0.3
 """Share by which a pause before a retry varies, so that clients that failed together part."""
 
@@ -202,7 +204,7 @@ class Transport:
             parsed: Raw = json.loads(data)
         except ValueError as error:
             raise ApiError(
-                0, "BadAnswer", f"{method} {url}: the answer is not JSON"
+                0, BAD_ANSWER, f"{method} {url}: the answer is not JSON"
             ) from error
         return parsed
 

@@ -5,16 +5,14 @@ import time
 from typing import Final
 
 from evergrad_operator.cache import InformerCache
-from evergrad_operator.facts import count_phases, read_runs
 from evergrad_operator.lease import LeaseGate
 from evergrad_operator.metrics import Facts, Metrics
 from evergrad_operator.names import Key
 from evergrad_operator.queue import WorkQueue
-from evergrad_operator.spec import is_managed_here
 from evergrad_operator.transport import Gate
 
 STALLED_SECONDS: Final = 100.0
-"""Time without any progress after which /healthz fails: longer than a pass may take."""
+"""Seconds without any progress after which /healthz fails: longer than a pass may take, which is 60 s."""
 _LAG_SECONDS: Final = 0.25
 
 
@@ -38,13 +36,20 @@ class Vitals:
 
     def find_stall(self) -> str | None:
         """Describe, for /healthz, the work that stands still until a restart; None if all is well."""
-        # Work and watches are judged by the longest wait: one run that hangs is enough.
+        # Without its lease the process waits, and a restart would not bring the lease back.
+        if isinstance(self._gate, LeaseGate) and self._gate.remaining() <= 0:
+            return None
+
+        # The number of keys that wait says nothing: after a start all runs are due together.
         state = self._queue.observe()
-        if max(state.longest_work, state.oldest_age) > STALLED_SECONDS:
+        if state.stalled > STALLED_SECONDS:
             return (
-                f"work stands still: {state.longest_work:.0f} s on one run, {state.oldest_age:.0f} s "
-                "waiting for a turn"
+                f"work stands still: for {state.stalled:.0f} s no pass has finished, and {state.depth} runs "
+                "wait for one"
             )
+        # A pass ends itself earlier. If it did not, its run would never be looked at again.
+        if state.longest_work > STALLED_SECONDS:
+            return f"work stands still: {state.longest_work:.0f} s on one run, longer than a pass may take"
 
         # Before the watches have begun, nothing owes the versions of the first list.
         lags = self._cache.expectations.lag().items() if self.is_synced else ()
@@ -52,11 +57,6 @@ class Vitals:
         if late:
             behind = ", ".join(f"{resource} by {lag:.0f} s" for resource, lag in late)
             return f"a watch is behind: {behind}"
-
-        # Without its lease the process can write nothing, and should have ended by itself.
-        has_lease = isinstance(self._gate, LeaseGate)
-        if self.is_synced and has_lease and self._gate.remaining() <= 0:
-            return "the lease is lost"
         return None
 
     def find_unready(self) -> str | None:
@@ -76,15 +76,16 @@ class Vitals:
     def read_facts(self) -> Facts:
         """Return the facts about the operator's insides at this moment."""
         state = self._queue.observe()
-        # Runs of another controller have no phase, and would seem to wait for this one.
-        everything = self._cache.runs()
-        runs = {key: raw for key, raw in everything.items() if is_managed_here(raw)}
+        # While another replica holds the lease, the series of runs are its own: both together would count
+        # each run twice.
+        is_led_elsewhere = isinstance(self._gate, LeaseGate) and self._gate.has_other_holder
+        index = self._cache.store.facts
         return Facts(
             queue_depth=state.depth,
             queue_oldest_age=state.oldest_age,
             queue_adds=state.added,
             watch_lag=self._cache.expectations.lag(),
             objects=self._cache.store.count(),
-            phases=count_phases(runs.values()),
-            runs=read_runs(runs, now=time.time(), pods_of=self._cache.pods),
+            phases={} if is_led_elsewhere else index.count_phases(),
+            runs=() if is_led_elsewhere else index.read(time.time()),
         )

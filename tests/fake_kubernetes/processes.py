@@ -47,6 +47,15 @@ class ServerThread:
         self._thread.join(PATIENCE)
         self.loop.close()
 
+    def go_away(self) -> None:
+        """Answer nothing until ``come_back``: connections are refused."""
+        asyncio.run_coroutine_threadsafe(self.server.close(), self.loop).result(100)
+
+    def come_back(self) -> None:
+        """Serve again, at the same address."""
+        port = int(self.server.url.rpartition(":")[2])
+        asyncio.run_coroutine_threadsafe(self.server.listen(port), self.loop).result(100)
+
     async def _close(self) -> None:
         await self.server.close()
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]

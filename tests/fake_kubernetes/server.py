@@ -31,6 +31,10 @@ class FakeServer:
         """Resources that are answered with 403."""
         self.answers: list[Callable[[], web.Response]] = []
         """Given instead of what would be, once each."""
+        self.is_starting = False
+        """Whether /readyz answers 500, and questions about rights are answered with no."""
+        self.page_size = 0
+        """Most objects in one page of a list; 0 for one page."""
         self._oldest = 0
         self._watchers: list[asyncio.Queue[tuple[str, str, Any] | None]] = []
         self._runner: web.AppRunner | None = None
@@ -84,11 +88,14 @@ class FakeServer:
             self.writers.append((token, request.path))
         parts = request.path.strip("/").split("/")
         try:
+            if parts == ["readyz"] and self.is_starting:
+                return web.Response(status=500, text="[-]informer-sync failed\n")
+            if parts == ["readyz"]:
+                return web.Response(text="ok")
             if parts[-1] == "selfsubjectaccessreviews":
                 asked = await request.json()
-                allowed = (
-                    asked["spec"]["resourceAttributes"]["resource"] not in self.refused
-                )
+                resource = asked["spec"]["resourceAttributes"]["resource"]
+                allowed = not self.is_starting and resource not in self.refused
                 return web.json_response(
                     {**asked, "status": {"allowed": allowed}}, status=201
                 )
@@ -115,10 +122,13 @@ class FakeServer:
                 # Every kind has this one, and nothing here asks for another.
                 assert key == "metadata.name", key
                 items = [item for item in items if item["metadata"]["name"] == value]
-            version = str(store.version)
-            return web.json_response(
-                {"kind": "List", "items": items, "metadata": {"resourceVersion": version}}
-            )
+            metadata = {"resourceVersion": str(store.version)}
+            if self.page_size:
+                start = int(query.get("continue") or 0)
+                if start + self.page_size < len(items):
+                    metadata["continue"] = str(start + self.page_size)
+                items = items[start : start + self.page_size]
+            return web.json_response({"kind": "List", "items": items, "metadata": metadata})
         body = await request.json() if request.can_read_body else {}
         if method == "POST":
             body["metadata"].setdefault("namespace", namespace)

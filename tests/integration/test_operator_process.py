@@ -175,13 +175,108 @@ def test_of_two_operators_one_writes_and_a_leader_that_was_stopped_never_writes_
             )
             taken = len(api.server.writers)
             first.signal(signal.SIGCONT)
-            assert first.wait() == 1, first.text()
+            wait_for(lambda: "is lost" in first.text(), "the end of the first's lead")
             wait_for(
                 lambda: all(has_status(api, f"more{number}") for number in range(5)),
                 "all statuses",
             )
             assert {token for token, _ in api.server.writers[taken:]} == {"second"}
-            assert second.get("/healthz")[0] == 200
+            # It waits as any other standby does, and shows no run, of which the leader's series are.
+            assert first.process.poll() is None
+            assert first.get("/healthz")[0] == first.get("/readyz")[0] == 200
+            wait_for(lambda: 'run="r"' not in first.get("/metrics")[1], "no series of runs")
+            assert 'run="r"' in second.get("/metrics")[1]
+
+            # When the second leaves, the first leads again, and knows what the second has made.
+            second.signal(signal.SIGTERM)
+            assert second.wait() == 0, second.text()
+            left = len(api.server.writers)
+            wait_for(
+                lambda: "working again over" in first.text(), "the first's second lead"
+            )
+            api.create_run("last")
+            wait_for(lambda: has_status(api, "last"), "a status")
+            assert {token for token, _ in api.server.writers[left:]} == {"first"}
+            assert sorted(api.pods()) == sorted(
+                f"{name}-{pod}"
+                for name in ("r", "last", *(f"more{number}" for number in range(5)))
+                for pod in ("0-0", "1-0", "coordinator-0")
+            )
+
+
+LEASE = ("--lease", "--lease-namespace", "ns", "--lease-seconds", "6")
+
+
+def leads(operator: OperatorProcess) -> bool:
+    return "evergrad_operator_leader 1.0" in operator.get("/metrics")[1]
+
+
+def waits(operator: OperatorProcess) -> bool:
+    return "evergrad_operator_leader 0.0" in operator.get("/metrics")[1]
+
+
+def test_two_outages_longer_than_the_lease_are_waited_for(
+    api: ServerThread, tmp_path: Path
+) -> None:
+    operator = OperatorProcess(tmp_path, api.server.url, *LEASE)
+    with running(operator):
+        for number in range(2):
+            wait_for(lambda: leads(operator), "the lease")
+            api.go_away()
+            wait_for(lambda: waits(operator), "the loss of the lease")
+            assert operator.get("/healthz") == (200, "ok\n")
+            api.create_run(f"r{number}")
+            api.come_back()
+            wait_for(lambda number=number: has_status(api, f"r{number}"), "a status")
+        assert operator.process.poll() is None
+        assert len(api.pods()) == 6
+        operator.signal(signal.SIGTERM)
+        assert operator.wait() == 0, operator.text()
+
+
+def test_without_the_lease_nothing_is_written_although_the_api_server_answers(
+    api: ServerThread, tmp_path: Path
+) -> None:
+    operator = OperatorProcess(tmp_path, api.server.url, *LEASE)
+    with running(operator):
+        operator.wait_ready()
+        api.create_run("r")
+        wait_for(lambda: has_status(api, "r"), "a status")
+        api.do(lambda store: api.server.refused.add("leases"))
+        wait_for(
+            lambda: "evergrad_operator_leader 0.0" in operator.get("/metrics")[1], "loss"
+        )
+        before = len(api.server.writers)
+        api.create_run("late")
+        api.do(lambda store: store.remove("pods", "ns", "r-1-0"))
+        # It has seen both, and both wait for their turn.
+        seen = 'mirror_objects{resource="trainingruns"} 2.0'
+        wait_for(lambda: seen in operator.get("/metrics")[1], "the new run")
+        wait_for(lambda: "queue_depth 2.0" in operator.get("/metrics")[1], "a queue")
+        assert len(api.server.writers) == before
+        api.do(lambda store: api.server.refused.clear())
+        wait_for(lambda: has_status(api, "late"), "a status")
+        wait_for(lambda: "r-1-1" in api.pods(), "the replacement")
+
+
+def test_an_operator_that_starts_first_waits_for_the_api_server(
+    api: ServerThread, tmp_path: Path
+) -> None:
+    api.go_away()
+    operator = OperatorProcess(tmp_path, api.server.url, *LEASE)
+    with running(operator):
+        wait_for(lambda: "waiting for the API server" in operator.text(), "its report")
+        assert operator.get("/healthz") == (200, "ok\n")
+        assert operator.get("/readyz")[0] == 503
+        # One that is starting refuses what it will allow.
+        api.server.is_starting = True
+        api.come_back()
+        wait_for(lambda: "still starting" in operator.text(), "its second report")
+        api.server.is_starting = False
+        operator.wait_ready()
+        api.create_run("r")
+        wait_for(lambda: has_status(api, "r"), "a status")
+        assert operator.process.poll() is None
 
 
 @pytest.mark.long

@@ -3,10 +3,12 @@
 from typing import Any
 
 import pytest
+from fake_kubernetes.simulation import make_trained
 from prometheus_client import CollectorRegistry, generate_latest
 
-from evergrad_operator.facts import count_nodes, read_runs
+from evergrad_operator.facts import count_nodes, count_phases, read_run, read_runs
 from evergrad_operator.metrics import Facts, FactsCollector
+from evergrad_operator.spec import is_managed_here
 
 KEY = ("ns", "run")
 WHO = 'run="run",run_namespace="ns"'
@@ -130,3 +132,62 @@ def test_reasons_that_are_none_of_the_operators_are_one() -> None:
     text = scrape(status, [])
     assert f'evergrad_operator_run_stalled{{reason="Other",{WHO}}} 1.0' in text
     assert f'evergrad_operator_run_waiting{{reason="Other",{WHO}}} 1.0' in text
+
+
+def test_a_scrape_reads_no_status_and_shows_what_reading_them_all_would(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulation = make_trained()
+    for number in range(5):
+        simulation.create_run(f"more{number}")
+        simulation.settle(("ns", f"more{number}"))
+    simulation.start_pods()
+    simulation.end_pod("run-1-0", 137)
+    simulation.store.remove("pods", "ns", "more0-0-0")
+    simulation.store.remove("trainingruns", "ns", "more1")
+    simulation.store.change(
+        "trainingruns", "ns", "more2", {"status": {"phase": "Complete"}}
+    )
+    simulation.store.change(
+        "trainingruns",
+        "ns",
+        "more3",
+        {"status": {"phase": "Failed", "completionTime": "2020-01-01T00:00:00Z"}},
+    )
+    simulation.store.change(
+        "trainingruns", "ns", "more4", {"spec": {"managedBy": "example.org/another"}}
+    )
+
+    cache = simulation.cache
+    managed = {key: raw for key, raw in cache.runs().items() if is_managed_here(raw)}
+    expected = read_runs(managed, now=simulation.now, pods_of=cache.pods)
+    phases = count_phases(managed.values())
+    monkeypatch.setattr("evergrad_operator.facts_index.read_run", lambda *_: pytest.fail())
+    index = cache.store.facts
+    found = index.read(simulation.now)
+    assert sorted(found, key=lambda one: one.name) == sorted(
+        expected, key=lambda one: one.name
+    )
+    assert {one.name: dict(one.nodes) for one in found}["more0"] == {"running": 1}
+    assert index.count_phases() == phases
+
+
+def test_a_status_that_cannot_be_read_hides_its_own_series_and_not_the_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    simulation = make_trained()
+    known = read_run
+
+    def fail(key: Any, raw: Any, nodes: Any) -> Any:
+        if raw["status"].get("phase") == "odd":
+            raise ValueError("odd")
+        return known(key, raw, nodes)
+
+    monkeypatch.setattr("evergrad_operator.facts_index.read_run", fail)
+    simulation.store.change("trainingruns", *KEY, {"status": {"phase": "odd"}})
+    kept = simulation.cache.run(KEY)
+    assert kept is not None and kept["status"]["phase"] == "odd"
+    assert simulation.cache.store.facts.read(simulation.now) == ()
+    assert "ns/run: its metrics cannot be read" in caplog.text
+    simulation.store.change("trainingruns", *KEY, {"status": {"phase": "Running"}})
+    assert len(simulation.cache.store.facts.read(simulation.now)) == 1

@@ -3,14 +3,17 @@
 import asyncio
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
+import virtual_time
 from patience import PATIENCE
 
 from evergrad_operator.decision import Bounds
-from evergrad_operator.errors import OperatorError, UnauthorizedError
+from evergrad_operator.errors import LeaseLostError, OperatorError, UnauthorizedError
 from evergrad_operator.progress import MAX_BYTES, Answer, Coordinators, PollSettings
+from evergrad_operator.transport import OpenGate
 
 KEY = ("ns", "run")
 """Longest wait for anything; nothing here takes one on an idle machine."""
@@ -343,3 +346,76 @@ def test_silence_is_measured_from_the_first_poll_that_failed_and_told_at_its_mar
         assert known.silence(KEY) is None and told == [now[0]]
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("followed", "seconds"),
+    [(1, 5.0), (200, 5.0), (400, 10.0), (800, 20.0), (10_000, 20.0)],
+)
+def test_the_rate_of_polls_scales_with_the_number_of_runs(
+    followed: int, seconds: float
+) -> None:
+    assert PollSettings().find_interval(followed) == seconds
+
+
+def test_of_thousands_of_coordinators_none_is_asked_less_than_every_30_s() -> None:
+    number = 3000
+    asked: dict[tuple[str, str], list[float]] = {}
+
+    class Answering(Coordinators):
+        async def _read_status(self, key: Any, followed: Any) -> Answer:
+            now = asyncio.get_running_loop().time()
+            asked.setdefault(key, []).append(now)
+            await asyncio.sleep(0.01)
+            return Answer({}, followed.attempt, now)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        known = Answering(clock=loop.time)
+        for one in range(number):
+            known.follow(("ns", f"r{one}"), "127.0.0.1", 1, token="t")
+        task = asyncio.create_task(known.run())
+        await asyncio.sleep(65)
+        end = loop.time()
+        await known.close()
+        await task
+        assert len(asked) == number
+        gaps = [
+            later - earlier
+            for times in asked.values()
+            for earlier, later in pairwise([*times, end])
+        ]
+        assert max(gaps) <= 30
+
+    virtual_time.run(main())
+
+
+def test_without_the_lease_no_bounds_are_posted() -> None:
+    coordinator = Coordinator()
+
+    class Lost:
+        def remaining(self) -> float:
+            return 0.0
+
+    async def main() -> None:
+        port = await coordinator.listen()
+        known = Coordinators(PollSettings(port=port, timeout=PATIENCE))
+        known.follow(KEY, "127.0.0.1", 1, token="t")
+        known.gate = Lost()
+        with pytest.raises(LeaseLostError):
+            await known.post_bounds(KEY, Bounds(1, 2, 3))
+        known.gate = OpenGate()
+        await known.post_bounds(KEY, Bounds(1, 2, 3))
+        coordinator.close()
+
+    asyncio.run(main())
+    assert [line.split()[0] for line in coordinator.requests] == ["POST"]
+
+
+def test_coordinators_that_are_left_together_are_polled_no_more() -> None:
+    known = Coordinators()
+    for one in range(3):
+        known.follow(("ns", f"r{one}"), "127.0.0.1", 1, token="t")
+    assert known.count() == 3
+    known.leave_all()
+    assert known.count() == 0 and known.answer(("ns", "r0")) is None

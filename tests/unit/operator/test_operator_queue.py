@@ -265,3 +265,70 @@ def test_a_week_of_passes_of_runs_with_a_deadline_leaves_no_more_entries_than_th
         return most
 
     assert asyncio.run(main()) <= 2 * len(keys) + 64
+
+
+def test_a_long_queue_whose_keys_finish_is_not_stalled() -> None:
+    async def process(key: str) -> None:
+        await asyncio.sleep(0.1)
+
+    async def main() -> None:
+        queue: WorkQueue[Any] = make_queue()
+        for number in range(3000):
+            queue.add(number)
+        task = asyncio.create_task(queue.run(process, workers=1))
+        await asyncio.sleep(200)
+        state = queue.observe()
+        assert state.oldest_age > 199 and state.stalled < 1
+        await queue.close(seconds=1.0)
+        await task
+
+    virtual_time.run(main())
+
+
+def test_a_queue_in_which_nothing_finishes_is_stalled() -> None:
+    async def hang(key: str) -> None:
+        await asyncio.sleep(10_000)
+
+    async def main() -> None:
+        queue: WorkQueue[str] = make_queue()
+        assert queue.observe().stalled == 0.0
+        await asyncio.sleep(500)
+        assert queue.observe().stalled == 0.0, "nothing was due"
+        queue.add("a")
+        queue.add("b")
+        task = asyncio.create_task(queue.run(hang, workers=1))
+        await asyncio.sleep(150)
+        assert 149 < queue.observe().stalled < 151
+        await queue.close(seconds=1.0)
+        await task
+
+    virtual_time.run(main())
+
+
+def test_a_paused_queue_cancels_its_work_and_starts_none_until_it_is_resumed() -> None:
+    started: list[str] = []
+    ended: list[str] = []
+
+    async def process(key: str) -> None:
+        started.append(key)
+        await asyncio.sleep(5)
+        ended.append(key)
+
+    async def main() -> None:
+        queue: WorkQueue[str] = make_queue()
+        queue.add("a")
+        task = asyncio.create_task(queue.run(process, workers=2))
+        await asyncio.sleep(1)
+        await queue.pause()
+        queue.add("b")
+        await asyncio.sleep(1000)
+        assert (started, ended) == (["a"], [])
+        assert queue.observe().stalled == 0.0, "it waits for its owner"
+        queue.resume()
+        assert queue.observe().stalled == 0.0, "what was paused counts from here"
+        await asyncio.sleep(6)
+        assert (started, ended) == (["a", "b"], ["b"])
+        await queue.close(seconds=1.0)
+        await task
+
+    virtual_time.run(main())
