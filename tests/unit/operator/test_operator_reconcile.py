@@ -122,12 +122,11 @@ def test_an_object_of_somebody_else_is_neither_taken_over_nor_deleted(
     ]
 
 
-def test_leftovers_that_are_no_pods_are_reported_together_and_no_pod_is_made(
-    simulation: Simulation,
-) -> None:
+def test_leftovers_that_are_no_pods_are_reported_together_and_no_pod_is_made() -> None:
+    simulation = Simulation()
     labels = {"app.kubernetes.io/managed-by": "evergrad", "evergrad.dev/run": "run"}
     with simulation.by_others():
-        for kind, name in (("configmaps", "run-config"), ("networkpolicies", "run")):
+        for kind, name in (("configmaps", "run-config"), ("services", "run-coordinator")):
             metadata = {"name": name, "namespace": "ns", "labels": labels}
             simulation.store.create(kind, {"metadata": metadata})
     simulation.start_operator()
@@ -135,7 +134,7 @@ def test_leftovers_that_are_no_pods_are_reported_together_and_no_pod_is_made(
     simulation.reconcile()
     assert simulation.status["reason"] == "NameTaken"
     message = simulation.status["message"]
-    assert "ConfigMap run-config" in message and "NetworkPolicy run" in message
+    assert "ConfigMap run-config" in message and "Service run-coordinator" in message
     assert "evergrad.dev/run=run" in message
     assert simulation.pods() == []
 
