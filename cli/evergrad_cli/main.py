@@ -54,6 +54,7 @@ CLUSTER_COMMANDS = {
     "list": "list the runs on the cluster",
     "status": "show one run on the cluster: progress, pods, the last failure, and what to do next",
     "logs": "show the output of a run on the cluster; -f follows it through replaced pods, to its end",
+    "stacks": "print the stacks of all processes of a run, on this machine or on the cluster, as it goes on",
     "open": "open the live page of a run in a browser: curves, members, events, time left",
     "wait": "wait until a run on the cluster is complete, or failed, running or suspended",
     "suspend": "suspend a run on the cluster: it saves its state and its pods leave",

@@ -201,6 +201,10 @@ def step_of_checkpoint(name: str) -> int | None:
     return int(number) if number.isdecimal() else None
 
 
+SOME_FINISHED: Final = "SomeWorkersFinished"
+"""Reason in a coordinator's /status: some workers of a script have ended with 0, and others still run."""
+
+
 class RunFile:
     """Names inside a run directory (the volume on a cluster, ``runs/<name>`` locally)."""
 

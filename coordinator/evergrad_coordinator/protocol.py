@@ -188,6 +188,15 @@ class Done(Message):
 
 
 @dataclass(frozen=True)
+class Finished(Message):
+    """The worker of ``rank`` has ended with 0 (fresh workers only). An older coordinator ignores it."""
+
+    TYPE = "finished"
+    generation: Generation
+    rank: Annotated[int, Bounds(0, MAX_GENERATION)]
+
+
+@dataclass(frozen=True)
 class Result(Message):
     """The run's end is committed: training is complete (``exit_code`` 0), or stopped for all as agreed (75,
     76)."""
@@ -362,10 +371,21 @@ class Permit(Message):
     granted: bool
 
 
+@dataclass(frozen=True)
+class Finishing(Message):
+    """A worker of ``generation`` has ended with 0: the others are expected to end, too.
+
+    A node whose worker then stands still ends it. An older node ignores the message.
+    """
+
+    TYPE = "finishing"
+    generation: int
+
+
 # A message's place in these decides who may send it: each side refuses its own messages.
 FROM_NODES: tuple[type[Message], ...] = (
     Hello, Beat, Ping, Capacity, Ready, Up, Broken, Leaving, Left, Boundary, Done, Result, Progress,
-    Restoring, Commit,
+    Restoring, Commit, Finished,
 )  # fmt: skip
 FROM_COORDINATOR: tuple[type[Message], ...] = (
     Welcome,
@@ -376,6 +396,7 @@ FROM_COORDINATOR: tuple[type[Message], ...] = (
     End,
     Pong,
     Permit,
+    Finishing,
 )
 
 _from_nodes, _from_coordinator = Codec(FROM_NODES), Codec(FROM_COORDINATOR)

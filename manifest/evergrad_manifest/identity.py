@@ -59,7 +59,12 @@ FREE_MAPPINGS: Final[Mapping[str, tuple[str, ...]]] = {
 """Sections of a typed recipe → their fields of any values, or none where the whole section is such a field.
 
 Typed fields have one form of a number by their type, and are hashed as they are."""
-OPERATIONAL_OF_SCRIPT: Final = ("valueFrom", "gracePeriodSeconds", "metrics")
+OPERATIONAL_OF_SCRIPT: Final = (
+    "valueFrom",
+    "gracePeriodSeconds",
+    "finishGracePeriodSeconds",
+    "metrics",
+)
 """Fields of ``spec.script`` that may change from one start to the next."""
 
 _HASHED_AT_DEFAULT: Final = frozenset(

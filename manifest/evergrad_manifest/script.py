@@ -57,6 +57,9 @@ class Script(Section):
     ``resourceFieldRef``; for ``evergrad run`` they are set in the shell."""
     grace_period_seconds: Whole = Field(default=30, ge=0, le=86400)
     """Seconds a worker has to save and leave after it was asked to stop; then it is killed."""
+    finish_grace_period_seconds: Whole = Field(default=300, ge=0, le=86400)
+    """Seconds a worker may stand still once another one has ended with 0; then its stacks are logged and it
+    is ended. A worker that uses a processor, reads, writes or prints does not stand still. 0: no limit."""
     metrics: Metrics = Metrics()
     """The Prometheus endpoint."""
 

@@ -488,3 +488,99 @@ def test_a_script_that_is_not_there_is_wrong_input(make: Make) -> None:
     run = make(["nowhere.py"]).start()
     assert run.wait() == 64
     assert "nowhere.py" in run.output
+
+
+WRAPPED = """
+import sys, threading, time
+from pathlib import Path
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+def main():
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    if dist.get_rank() == 1:
+        while not Path("then").exists():
+            time.sleep(0.01)
+        dist.all_reduce(torch.ones(1))
+        dist.destroy_process_group()
+        return
+    inside, is_left = threading.Event(), threading.Event()
+
+    def hold(future):
+        inside.set()
+        is_left.wait()
+
+    # gloo's thread stays in this callback, and needs the GIL to leave it and to free the collective.
+    dist.all_reduce(torch.ones(1), async_op=True).get_future().then(hold)
+    Path("then").touch()
+    inside.wait()
+    dist.destroy_process_group()
+    print("trained", flush=True)
+    # No other thread gets the GIL before the model is freed: its destructor, if it destroys the group, joins
+    # gloo's thread with the GIL held.
+    sys.setswitchinterval(1000)
+    is_left.set()
+    del model
+
+main()
+print("returned", flush=True)
+"""
+
+
+def test_a_script_ends_whose_model_outlives_the_process_group_that_it_destroyed(
+    make: Make,
+) -> None:
+    run = make(["wrapped.py"], nodes=2)
+    (run.path / "wrapped.py").write_text(WRAPPED)
+    run.start()
+    run.until(lambda: "trained" in run.output, "end of the training")
+    assert run.wait() == 0
+    assert "returned" in run.output
+
+
+STRAGGLER = """
+import os, time
+from pathlib import Path
+
+def wait_for_nothing():
+    time.sleep(1e6)
+
+if os.environ["RANK"] == "1" and not Path("hung").exists():
+    Path("hung").touch()
+    wait_for_nothing()
+"""
+
+
+def test_a_worker_that_hangs_after_another_one_has_ended_is_shown_by_name_and_ended(
+    make: Make,
+) -> None:
+    run = make(["straggler.py"], nodes=2, finishGracePeriodSeconds=3600)
+    (run.path / "straggler.py").write_text(STRAGGLER)
+    run.start()
+    log = run.path / "runs/script/logs/coordinator.log"
+    run.until(lambda: log.exists() and '"finishing"' in log.read_text(), "end of rank 0")
+    command = [sys.executable, "-m", "evergrad_cli", "stacks", "runs/script"]
+    shown = subprocess.run(
+        command, cwd=run.path, capture_output=True, text=True, check=False
+    )
+    assert shown.returncode == 0, shown.stderr
+    worker = shown.stdout.split("==> rank 1, ")[1].split("==> ")[0]
+    assert "in wait_for_nothing" in worker and "where the kernel has it wait" in worker
+    assert "==> node 0, evergrad-node0" in shown.stdout
+    run.launcher.terminate()
+    assert run.wait() == 75
+
+
+def test_a_worker_that_hangs_for_longer_than_its_grace_is_ended_with_its_stacks_in_the_log(
+    make: Make,
+) -> None:
+    run = make(["straggler.py"], nodes=2, finishGracePeriodSeconds=1)
+    (run.path / "straggler.py").write_text(STRAGGLER)
+    run.start()
+    # The second attempt of rank 1, alone, ends well.
+    assert run.wait() == 0
+    assert "stood still for 1 s" in run.output
+    assert "in wait_for_nothing" in run.output
+    (broken,) = [one for one in run.events() if one["event"] == "broken"]
+    assert (broken["rank"], broken["cause"]) == (1, "stuck")

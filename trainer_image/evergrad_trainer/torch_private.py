@@ -45,6 +45,30 @@ def abort_groups() -> None:
     distributed_c10d._abort_process_group()
 
 
+_kept_groups: list[dist.ProcessGroup] = []
+"""Process groups that are never destroyed in this process."""
+
+
+class _KeptGroups(dict[dist.ProcessGroup, Any]):
+    """torch's map of the process groups that it knows; each that enters is kept."""
+
+    def __setitem__(self, group: dist.ProcessGroup, value: Any) -> None:
+        _kept_groups.append(group)
+        super().__setitem__(group, value)
+
+
+def keep_groups() -> None:
+    """Keep a reference to every process group that this process makes from here on, until it exits.
+
+    The last reference to a group may belong to DDP's reducer, whose destructor holds the GIL while it joins
+    the threads of gloo; such a thread may wait for the GIL to free the objects of a collective that has
+    finished. No public hook sees groups before ``destroy_process_group`` drops them. The price is the threads
+    and sockets of groups that the process has destroyed, which it has until it exits.
+    """
+    if not isinstance(distributed_c10d._pg_map, _KeptGroups):
+        distributed_c10d._pg_map = _KeptGroups(distributed_c10d._pg_map)
+
+
 def scale(tensors: list[torch.Tensor], factor: float) -> None:
     """Multiply all ``tensors`` by ``factor``, in place: a few kernels in all, where a loop would launch one
     for each.

@@ -6,11 +6,11 @@ import contextlib
 import importlib
 import json
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Protocol, Self, cast
 from urllib.parse import quote, urlencode
 
 import yaml
@@ -36,6 +36,10 @@ _READ_SECONDS: Final = 30.0
 """A person waits for the answer; an API server ends a request of its own after 60 seconds."""
 _FORWARD_PROTOCOL: Final = "v4.channel.k8s.io"
 """Channels of a forwarded port over a websocket: data and errors."""
+_EXEC_PROTOCOL: Final = "v4.channel.k8s.io"
+"""Channels of a command in a pod: its input, its output, its errors and its end."""
+_EXEC_SECONDS: Final = 180.0
+"""For a debugger to read the processes of one pod, one after the other."""
 _IN_CLUSTER_NAMESPACE: Final = Path(
     "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 )
@@ -85,6 +89,9 @@ class Cluster(Protocol):
     ) -> Iterator[bytes]:
         """The lines of a text as they come, without their ends; a silence of ``read_seconds`` ends them with
         an error."""
+
+    def execute(self, pod: str, container: str, command: Sequence[str]) -> str:
+        """What ``command`` prints on stdout in a pod of the namespace."""
 
     def connect_to_pod(self, pod: str, port: int) -> socket.socket:
         """A connection to a port of a pod of the namespace, through the API server and the kubelet."""
@@ -201,6 +208,29 @@ class KubernetesCluster:
             if rest:
                 yield rest
 
+    def execute(self, pod: str, container: str, command: Sequence[str]) -> str:
+        path, what = f"{core_path('pods', self.namespace, pod)}/exec", f"pod {pod}"
+        headers = {"sec-websocket-protocol": _EXEC_PROTOCOL}
+        query = [("command", word) for word in command]
+        query += [("container", container), ("stdout", "true"), ("stderr", "false")]
+        websockets = importlib.import_module("kubernetes.stream.ws_client")
+        with self._translated(what):
+            self._api.update_params_for_auth(
+                headers, [], ["BearerToken"], path, "GET", None
+            )
+            try:
+                response = websockets.websocket_call(
+                    self._api.configuration,
+                    "GET",
+                    self.host + path,
+                    query_params=query,
+                    headers=headers,
+                    _request_timeout=_EXEC_SECONDS,
+                )
+            except websockets.ApiException as error:
+                raise _refusal_of(error, what) from error
+        return str(response.data)
+
     def connect_to_pod(self, pod: str, port: int) -> socket.socket:
         path, what = f"{core_path('pods', self.namespace, pod)}/portforward", f"pod {pod}"
         headers = {"sec-websocket-protocol": _FORWARD_PROTOCOL}
@@ -218,12 +248,7 @@ class KubernetesCluster:
                     headers=headers,
                 )
             except websockets.ApiException as error:
-                # The client wraps every failure alike: the API server's answer is in the cause.
-                status = getattr(error.__context__, "status_code", 0)
-                if status < 400:
-                    raise
-                body = getattr(error.__context__, "resp_body", None) or b""
-                raise error_of(status, body, what=what) from error
+                raise _refusal_of(error, what) from error
         connection: socket.socket = forward.socket(port)
         return connection
 
@@ -286,6 +311,16 @@ class KubernetesCluster:
                 f"{what}: {self.host} cannot be reached; {text}. Check the context and the "
                 "network, or try again."
             ) from error
+
+
+def _refusal_of(error: Any, what: str) -> Exception:
+    """What an API server has answered to a websocket; ``error`` itself where it has not answered."""
+    # The client wraps every failure alike: the API server's answer is in the cause.
+    status = getattr(error.__context__, "status_code", 0)
+    if status < 400:
+        return cast(Exception, error)
+    body = getattr(error.__context__, "resp_body", None) or b""
+    return error_of(status, body, what=what)
 
 
 def connect(args: argparse.Namespace) -> KubernetesCluster:

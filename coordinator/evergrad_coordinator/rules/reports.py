@@ -1,5 +1,7 @@
 """Takes the messages of a joined node: each changes what is known of the group. Pure functions."""
 
+from collections.abc import Iterable
+
 from evergrad_coordinator.causes import specify_break
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.protocol import (
@@ -7,6 +9,8 @@ from evergrad_coordinator.protocol import (
     Broken,
     Capacity,
     Done,
+    Finished,
+    Finishing,
     Leaving,
     Left,
     Message,
@@ -71,7 +75,7 @@ def handle_report(group: Group, node: Node, message: Message, now: float) -> Non
             _on_broken(group, node, message, now)
         case Result():
             _on_result(group, node, message, now)
-        case Up() | Restoring() | Boundary() | Done() | Progress():
+        case Up() | Restoring() | Boundary() | Done() | Finished() | Progress():
             # An older group, or one that the node is not a member of, says nothing about the newest one.
             if world := _find_world(group, node, message.generation):
                 _note_course(group, world, node, message, now)
@@ -150,11 +154,19 @@ def _note_course(
             group.budget.observe(training)
             group.joins.has_boundary = True
             group.change(now)
+        case Finished() if group.settings.recovery == "fresh":
+            # A rank of another node is that node's to report.
+            place = world.places[node.key]
+            if place.first_rank <= message.rank < place.first_rank + place.workers:
+                _note_finished(group, world, [message.rank])
         case Done() if group.settings.recovery == "fresh":
             # It has nothing left to do, and nobody waits for it: the others go on without it.
             world.done.add(node.key)
             world.out.add(node.key)
             node.is_done, node.group = True, 0
+            place = world.places[node.key]
+            ranks = range(place.first_rank, place.first_rank + place.workers)
+            _note_finished(group, world, ranks)
             if len(world.done) == len(world.places):
                 finish(group, ExitCode.DONE, "Complete", "all workers ended well")
             else:
@@ -181,6 +193,18 @@ def _note_course(
             group.budget.observe(training)
             group.ledger.close_interval(now=now)
             group.ledger.note_progress(message)
+
+
+def _note_finished(group: Group, world: World, ranks: Iterable[int]) -> None:
+    """Note ranks whose workers have ended with 0, and tell the nodes of the others when it is the first."""
+    is_first = not world.finished
+    world.finished.update(ranks)
+    if not is_first or len(world.finished) == world.size:
+        return
+    group.log("finishing", ranks=sorted(ranks))
+    for node in group.nodes.values():
+        if node.key in world.places and not node.is_done:
+            group.send(node.peer, Finishing(world.generation))
 
 
 def _on_broken(group: Group, node: Node, message: Broken, now: float) -> None:

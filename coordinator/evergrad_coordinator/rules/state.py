@@ -159,6 +159,8 @@ class World:
     out: set[Key] = field(default_factory=set)
     """Members whose workers are known to be gone from it."""
     done: set[Key] = field(default_factory=set)
+    finished: set[int] = field(default_factory=set)
+    """Ranks whose workers have ended with 0."""
     lost: set[Key] = field(default_factory=set)
     """Members that went away unasked, before or after their workers were out, except those that had ended
     well."""

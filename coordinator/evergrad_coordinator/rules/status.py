@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.contract import SOME_FINISHED, ExitCode
 from evergrad_coordinator.metrics import COORDINATOR
 from evergrad_coordinator.rules.group import Group
 from evergrad_coordinator.rules.planning import find_lost
@@ -16,6 +16,8 @@ from evergrad_coordinator.wire import MAX_TEXT
 
 MAX_LISTED = 64
 """Members and other nodes in /status; the rest is only counted."""
+MAX_RANGES = 8
+"""Ranges of ranks in a message: more than a person reads."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +114,32 @@ def _describe_world(group: Group, world: World) -> Condition:
             "MembersStarting",
             f"{len(world.up)} of {len(world.places)} nodes are up",
         )
+    if 0 < len(world.finished) < world.size:
+        return Condition("Running", SOME_FINISHED, _describe_finished(world))
     return Condition(
         "Running", "AllMembersUp", f"{len(world.places)} nodes, {world.size} workers"
     )
+
+
+def _describe_finished(world: World) -> str:
+    """``rank 0 has finished, ranks 1-3 have not``."""
+    others = sorted(set(range(world.size)) - world.finished)
+    done, rest = describe_ranks(sorted(world.finished)), describe_ranks(others)
+    has = "has" if len(world.finished) == 1 else "have"
+    return f"{done} {has} finished, {rest} {'has' if len(others) == 1 else 'have'} not"
+
+
+def describe_ranks(ranks: list[int]) -> str:
+    """``rank 3``, or ``ranks 0-2, 5``: ascending ranks, of which the first MAX_RANGES ranges are listed."""
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    texts = [str(a) if a == b else f"{a}-{b}" for a, b in ranges[:MAX_RANGES]]
+    more = ", …" if len(ranges) > MAX_RANGES else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(texts)}{more}"
 
 
 def _describe_shortage(group: Group) -> Condition:

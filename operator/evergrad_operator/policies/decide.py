@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from evergrad_coordinator.contract import SOME_FINISHED
 from evergrad_operator import names
 from evergrad_operator.config import Config
 from evergrad_operator.decision import Action, Decision
@@ -311,6 +312,8 @@ def _describe(
         if scale.coordinator_attempt is not None:
             reason = Reason.COORDINATOR_LOST
             text = "the coordinator is being replaced; training goes on"
+        elif progress is not None and progress.reason == SOME_FINISHED:
+            text = progress.message
         elif scale.faulty and not behind:
             behind = describe_host_faults(context)
         if memory.training.failed_saves and not behind:

@@ -14,6 +14,8 @@ from evergrad_coordinator.protocol import (
     Commit,
     Done,
     End,
+    Finished,
+    Finishing,
     Go,
     Hello,
     Leave,
@@ -1023,6 +1025,25 @@ def test_fresh_workers_are_done_when_all_are() -> None:
         node.group = None
         node.say(Done(1))
     assert cluster.exit_code == 0
+
+
+def test_the_status_says_which_workers_have_finished_and_the_other_nodes_are_told() -> None:
+    cluster, nodes = start_running(recovery="fresh")
+    nodes[0].group = None
+    nodes[0].say(Finished(1, 1))
+    nodes[0].say(Finished(1, 0))
+    status = build_status(cluster.group, now=cluster.now)
+    assert (status["phase"], status["reason"]) == ("Running", "SomeWorkersFinished")
+    # A node speaks of its own ranks alone.
+    assert status["message"] == "rank 0 has finished, ranks 1-2 have not"
+    nodes[0].say(Done(1))
+    cluster.run(0.1)
+    assert [of_kind(node, Finishing) for node in nodes[1:]] == [[Finishing(1)]] * 2
+    nodes[2].group = None
+    nodes[2].say(Done(1))
+    status = build_status(cluster.group, now=cluster.now)
+    assert status["message"] == "ranks 0, 2 have finished, rank 1 has not"
+    assert [len(of_kind(node, Finishing)) for node in nodes[1:]] == [1, 1]
 
 
 def test_a_node_lost_after_its_work_is_not_missed() -> None:

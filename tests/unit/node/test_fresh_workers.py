@@ -2,6 +2,8 @@
 of them."""
 
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,11 +12,12 @@ import pytest
 
 from evergrad.node_state import LEASE_LOST
 from evergrad_coordinator.contract import ErrorKind
-from evergrad_coordinator.protocol import Broken, Done, Go, Message, Result, Up
+from evergrad_coordinator.protocol import Broken, Done, Finished, Go, Message, Result, Up
 from evergrad_trainer.node import fresh
 from evergrad_trainer.node.ends import decide_why
-from evergrad_trainer.node.fresh import FreshWorkers
+from evergrad_trainer.node.fresh import FreshWorkers, Stops
 from evergrad_trainer.node.reports import NoWorkers, Report, WorkersLeft, WorkersReady
+from evergrad_trainer.node.stragglers import Activity, Stragglers, observe_activity
 from evergrad_trainer.worker import channel as say
 
 DONE, USER_ERROR, SAVED, UNSAVED = 0, 64, 75, 76
@@ -32,6 +35,16 @@ class FakeWorker:
     signals: list[int] = field(default_factory=list)
     kills: int = 0
     was_killed: bool = False
+    why_killed: str = ""
+    printed_at: float = float("-inf")
+
+    @property
+    def pid(self) -> int:
+        return 1000 + self.serial
+
+    @property
+    def serial(self) -> int:
+        return self.local_rank
 
     def send_signal(self, number: int) -> None:
         self.signals.append(number)
@@ -73,16 +86,24 @@ class Scene:
     def __init__(self, *, can_stop: bool = False) -> None:
         self.heard = Heard()
         self.workers: list[FakeWorker] = []
+        self.hung: list[Any] = []
+        self.looked_at: list[int] = []
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self.group = FreshWorkers(
             self._start,  # type: ignore[arg-type]
             num_workers=2,
             report=self.heard,
-            can_stop=lambda generation: can_stop,
-            grace_seconds=30.0,
+            stops=Stops(lambda generation: can_stop, 30.0),
             call_later=lambda seconds, act: self.timers.append((seconds, act)),
+            stragglers=Stragglers(
+                limit_seconds=300.0, end=self.hung.append, observe=self._observe
+            ),
         )
         self.group.start()
+
+    def _observe(self, pid: int) -> Activity:
+        self.looked_at.append(pid)
+        return Activity(1.0, 0, waits_for_disk=False)
 
     def _start(
         self, local_rank: int, serial: int, variables: Mapping[str, str]
@@ -123,8 +144,92 @@ def test_workers_are_started_with_torchruns_variables() -> None:
 def test_a_node_is_done_when_all_its_workers_ended_well() -> None:
     scene = Scene()
     first, second = scene.begin(7)
-    assert scene.end(first, DONE) == []
-    assert scene.end(second, DONE) == [Done(7)]
+    assert scene.end(first, DONE) == [Finished(7, 2)]
+    assert scene.end(second, DONE) == [Finished(7, 3), Done(7)]
+
+
+def test_a_worker_that_hangs_once_another_one_has_ended_well_is_ended_and_breaks_the_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene, now = Scene(), 100.0
+    monkeypatch.setattr(fresh.time, "monotonic", lambda: now)
+    first, second = scene.begin(7)
+    now = 1000.0
+    scene.group.tick()
+    assert scene.hung == [], "nobody has ended yet"
+    scene.end(first, DONE)
+    scene.group.tick()
+    now += 299.0
+    scene.group.tick()
+    assert scene.hung == []
+    now += 2.0
+    scene.group.tick()
+    scene.group.tick()
+    assert scene.hung == [second], "once"
+    second.was_killed = True
+    (report,) = scene.end(second, -9)
+    assert isinstance(report, Broken) and (report.cause, report.rank) == ("stuck", 3)
+    assert "stood still for 300 s" in report.message
+
+
+def test_workers_are_watched_as_well_once_another_node_has_reported_an_end() -> None:
+    scene = Scene()
+    scene.begin(7)
+    scene.group.expect_ends(6)
+    scene.group.tick()
+    assert scene.looked_at == []
+    scene.group.expect_ends(7)
+    scene.group.tick()
+    assert scene.looked_at == [1000, 1001]
+
+
+def test_a_worker_that_computes_moves_bytes_prints_or_waits_for_a_disk_does_not_hang() -> (
+    None
+):
+    worker, hung = FakeWorker(0, {}), []
+    activity = Activity(10.0, 0, waits_for_disk=False)
+    stragglers = Stragglers(
+        limit_seconds=300.0, end=hung.append, observe=lambda pid: activity
+    )  # type: ignore[arg-type]
+
+    def look(now: float) -> None:
+        stragglers.end_hung([worker], now=now)  # type: ignore[list-item]
+
+    look(0.0)
+    activity = Activity(15.0, 0, waits_for_disk=False)
+    look(299.0)
+    activity = Activity(15.0, 1 << 20, waits_for_disk=False)
+    look(598.0)
+    worker.printed_at = 700.0
+    look(897.0)
+    activity = Activity(15.0, 1 << 20, waits_for_disk=True)
+    look(1196.0)
+    assert hung == []
+    # Threads that wake up now and then do not count.
+    activity = Activity(17.0, (1 << 20) + 1000, waits_for_disk=False)
+    look(1495.0)
+    activity = Activity(17.5, (1 << 20) + 2000, waits_for_disk=False)
+    look(1497.0)
+    assert hung == [worker]
+
+
+def test_the_activity_of_a_process_includes_what_it_has_started() -> None:
+    program = (
+        "import subprocess, sys\n"
+        "child = 'sum(range(3 * 10**7)); print(1, flush=True); input()'\n"
+        "subprocess.run([sys.executable, '-c', child], check=True)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        activity = observe_activity(process.pid)
+        assert activity.cpu_seconds > 0.1 and activity.moved_bytes > 100_000
+    finally:
+        process.communicate(b"\n")
+    assert observe_activity(process.pid) == Activity(0.0, 0, waits_for_disk=False)
 
 
 def test_a_worker_that_fails_takes_its_siblings_with_it_and_is_the_cause() -> None:

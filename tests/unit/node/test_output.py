@@ -20,7 +20,12 @@ def read_all(
         read_end, write_end = os.pipe()
         ranks = [-1]
         output = WorkerOutput(
-            read_end, path=path, node="3", rank=lambda: ranks[0], is_forwarded=is_forwarded
+            read_end,
+            path=path,
+            node="3",
+            rank=lambda: ranks[0],
+            is_forwarded=is_forwarded,
+            on_output=lambda: None,
         )
         try:
             write(write_end, ranks)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from evergrad_coordinator.addresses import split_address
 from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.edge.stacks import register_stacks
 from evergrad_coordinator.secret import read_token
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 from evergrad_manifest.reading.loader import LoadedManifest, load_from
@@ -105,6 +106,7 @@ class NodeRequest:
 
 def execute(args: argparse.Namespace) -> int:
     """Check → prepare → serve; the exit code says how this node's part ended (0, 64, 70, 75, 76)."""
+    register_stacks("" if args.node is None else f"node {args.node}")
 
     def prepare() -> Callable[[], int]:
         # The manifest may lie on the mount that is away: it is read again at each attempt.

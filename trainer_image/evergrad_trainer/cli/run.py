@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.edge.stacks import register_stacks
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 from evergrad_manifest.reading.loader import LoadedManifest, load_from
 from evergrad_trainer.checkpoint.ahead import read_ahead
@@ -118,6 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Check → prepare → train; the exit code says how it ended (0, 64, 70, 75, 76)."""
+    register_stacks()
     request = _read_request(args)
     run, directory = request.loaded.run, RunDirectory(request.directory)
     _check_alone(request, directory)

@@ -122,7 +122,7 @@ def _describe_silent(
 ) -> WorkerEnd:
     """The end of a worker that failed without a word."""
     oom = worker.was_oom_killed()
-    text = describe_end(exit_code, was_oom=oom) + place
+    text = worker.why_killed or describe_end(exit_code, was_oom=oom) + place
     if worker.last_lines is not None and exit_code > 0:
         text = f"{text}; it said: {worker.last_lines()}"
     cause: BreakCause = (

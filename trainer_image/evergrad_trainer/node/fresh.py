@@ -4,9 +4,10 @@ whole (level 2)."""
 import signal
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from evergrad_coordinator.contract import ErrorKind, ExitCode
-from evergrad_coordinator.protocol import Done, Go, Result, Up
+from evergrad_coordinator.protocol import Done, Finished, Go, Result, Up
 from evergrad_trainer.node.ends import (
     HostTrouble,
     Why,
@@ -15,11 +16,23 @@ from evergrad_trainer.node.ends import (
     describe_worker_end,
 )
 from evergrad_trainer.node.reports import NoWorkers, Report, WorkersLeft, WorkersReady
+from evergrad_trainer.node.stragglers import FINISH_SECONDS, Stragglers
 from evergrad_trainer.node.workers import Worker
 from evergrad_trainer.worker import channel as say
 
 _HARD_SECONDS = 0.3
 """A worker of a group that is gone has nothing to save: so long it may take to end by itself."""
+
+
+@dataclass(frozen=True)
+class Stops:
+    """``can_stop(generation)``: whether its workers save and leave when they are asked to.
+
+    They get ``grace_seconds``.
+    """
+
+    can_stop: Callable[[int], bool]
+    grace_seconds: float
 
 
 class FreshWorkers:
@@ -34,22 +47,17 @@ class FreshWorkers:
         *,
         num_workers: int,
         report: Callable[[Report], None],
-        can_stop: Callable[[int], bool],
-        grace_seconds: float,
+        stops: Stops,
         call_later: Callable[[float, Callable[[], None]], object] = lambda seconds, act: (
             None
         ),
+        stragglers: Stragglers | None = None,
     ) -> None:
-        """``can_stop(generation)``: whether its workers save and leave when they are asked to; they get
-        ``grace_seconds``.
-
-        ``call_later(seconds, act)``: without it deadlines are kept at the next ``tick``.
-        """
+        """``call_later(seconds, act)``: without it deadlines are kept at the next ``tick``."""
         self._start_process = start
         self._num_workers = num_workers
         self._tell = report
-        self._can_stop = can_stop
-        self._grace_seconds = grace_seconds
+        self._can_stop, self._grace_seconds = stops.can_stop, stops.grace_seconds
         self._call_later = call_later
         self._workers: dict[int, Worker] = {}
         self._serial = 0
@@ -59,6 +67,9 @@ class FreshWorkers:
         self._ends: dict[int, WorkerEnd] = {}
         """Ends of the running group's workers, by local rank."""
         self._trouble = HostTrouble()
+        self._stragglers = stragglers or Stragglers(limit_seconds=FINISH_SECONDS)
+        self._expects_ends = False
+        """Whether a worker of the running group has ended with 0, here or on another node."""
         self._ready_at = float("-inf")
         """Before that time no group begins here: what failed is tried again after a pause."""
         self._is_stopping = False
@@ -114,6 +125,7 @@ class FreshWorkers:
     def begin(self, go: Go) -> None:
         """Start this generation's workers with torchrun's variables."""
         self._go, self._ends, self._is_stopping, self._kill_at = go, {}, False, None
+        self._expects_ends = False
         # Each generation has its own processes: what an older one left behind cannot reach the new group.
         for local_rank in range(go.workers):
             self._serial += 1
@@ -144,6 +156,11 @@ class FreshWorkers:
             )
             self._workers[local_rank] = worker
         self._tell(Up(go.generation, -1))
+
+    def expect_ends(self, generation: int) -> None:
+        """A worker of ``generation`` has ended with 0 elsewhere: the others are expected to end, too."""
+        if self._go is not None and self._go.generation == generation:
+            self._expects_ends = True
 
     def depart(self, generation: int | None, *, save: bool) -> None:
         """Leave the run. Workers saved when they were asked to stop, or could not."""
@@ -184,6 +201,11 @@ class FreshWorkers:
             worker, exit_code, was_asked=self._is_stopping, world_size=world_size
         )
         self._ends[worker.local_rank] = end
+
+        if end.why is Why.DONE and self._go is not None:
+            self._expects_ends = True
+            if self._go.world_size > 1:
+                self._tell(Finished(self._go.generation, worker.rank))
 
         # An end that was asked for says whether the state is saved; any other breaks the group.
         if end.why is Why.ASKED:
@@ -227,6 +249,9 @@ class FreshWorkers:
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
             for worker in self._workers.values():
                 worker.kill()
+        if self._expects_ends and not self._is_stopping:
+            # Their ends then break the group, as those of other workers that fail.
+            self._stragglers.end_hung(self._workers.values(), now=time.monotonic())
         self._check_ready()
 
     def _stop(self, seconds: float, *, is_asking: bool) -> None:

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 from evergrad_coordinator.contract import ExitCode, RunFile
+from evergrad_coordinator.edge.stacks import register_stacks
 from evergrad_coordinator.rules.status import ENDED_PHASES
 from evergrad_coordinator.secret import obtain_token
 from evergrad_manifest.errors import EvergradError
@@ -250,6 +251,7 @@ class LocalNodes:
 
         def be_node() -> None:
             die_with_parent(parent)
+            register_stacks(f"node {index}")
             # Out of the terminal's foreground group: Ctrl-C reaches the launcher alone.
             os.setpgid(0, 0)
             for number in (signal.SIGTERM, signal.SIGINT):

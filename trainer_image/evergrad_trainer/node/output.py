@@ -28,6 +28,7 @@ class WorkerOutput:
         node: str,
         rank: Callable[[], int],
         is_forwarded: bool,
+        on_output: Callable[[], None],
     ) -> None:
         """Must be made inside a running event loop.
 
@@ -42,6 +43,7 @@ class WorkerOutput:
         self._node = node
         self._rank = rank
         self._is_forwarded = is_forwarded
+        self._on_output = on_output
         self._rest = b""
         self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         """The worker's last lines: the frames of an error that was reported in no other way."""
@@ -60,6 +62,7 @@ class WorkerOutput:
             if not data:
                 self.close()
                 return
+            self._on_output()
             # The file is a convenience: a full volume must not end training.
             if self._file is not None:
                 self._file.write(data)

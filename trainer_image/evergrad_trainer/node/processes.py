@@ -54,6 +54,7 @@ class WorkerProcesses:
                 node=self._settings.node,
                 rank=lambda: worker.rank,
                 is_forwarded=self._settings.forwards_output,
+                on_output=worker.note_output,
             )
             worker.last_lines = lambda: "\n".join(output.last_lines)
         self._pids.add(worker.pid)

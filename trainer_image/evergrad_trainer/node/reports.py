@@ -8,7 +8,15 @@ to know the other's methods, and a test reads a list.
 from dataclasses import dataclass
 
 from evergrad_coordinator.contract import ErrorKind, ExitCode
-from evergrad_coordinator.protocol import Broken, Capacity, Done, Restoring, Result, Up
+from evergrad_coordinator.protocol import (
+    Broken,
+    Capacity,
+    Done,
+    Finished,
+    Restoring,
+    Result,
+    Up,
+)
 from evergrad_trainer.worker import channel as say
 
 
@@ -51,6 +59,7 @@ Report = (
     | say.Result
     | say.Observed
     | Done
+    | Finished
     | Result
     | WorkersLeft
     | NoWorkers

@@ -19,10 +19,11 @@ from evergrad_coordinator.edge.heartbeat import Heartbeat
 from evergrad_coordinator.protocol import Beat
 from evergrad_manifest.training import Metrics
 from evergrad_trainer import torch_private
-from evergrad_trainer.node.fresh import FreshWorkers
+from evergrad_trainer.node.fresh import FreshWorkers, Stops
 from evergrad_trainer.node.log import speaking_as, warn_of_silence
 from evergrad_trainer.node.metrics import NodeMetrics
 from evergrad_trainer.node.settings import NodeSettings
+from evergrad_trainer.node.stragglers import FINISH_SECONDS, Stragglers
 from evergrad_trainer.node.supervisor import Supervisor
 from evergrad_trainer.node.worker_group import Bounds, InProcessWorkers, WorkerGroup
 from evergrad_trainer.node.workers import (
@@ -206,9 +207,9 @@ async def _serve_fresh(
         start,
         num_workers=num_workers,
         report=supervisor.take,
-        can_stop=lambda generation: True,
-        grace_seconds=settings.grace_seconds,
+        stops=Stops(lambda generation: True, settings.grace_seconds),
         call_later=asyncio.get_running_loop().call_later,
+        stragglers=Stragglers(limit_seconds=FINISH_SECONDS, end=supervisor.end_hung),
     )
     return await serve(supervisor, worker_group, settings)
 

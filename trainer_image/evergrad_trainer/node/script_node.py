@@ -12,12 +12,13 @@ from pathlib import Path
 from evergrad.node_state import STOP_SECONDS_VARIABLE
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.script import Script
-from evergrad_trainer.node.fresh import FreshWorkers
+from evergrad_trainer.node.fresh import FreshWorkers, Stops
 from evergrad_trainer.node.log import speaking_as
 from evergrad_trainer.node.metrics import NodeMetrics
 from evergrad_trainer.node.run import build_metrics, serve
 from evergrad_trainer.node.scripts import can_fork, run_script
 from evergrad_trainer.node.settings import NodeSettings
+from evergrad_trainer.node.stragglers import Stragglers
 from evergrad_trainer.node.supervisor import Supervisor
 from evergrad_trainer.node.workers import Worker, WorkerOrder, start_worker
 from evergrad_trainer.worker.node_state import NodeStateServer
@@ -113,9 +114,14 @@ class _ScriptNode:
             self._start,
             num_workers=num_workers,
             report=self.supervisor.take,
-            can_stop=self.node_state.has_guard,
-            grace_seconds=float(self._script.grace_period_seconds),
+            stops=Stops(
+                self.node_state.has_guard, float(self._script.grace_period_seconds)
+            ),
             call_later=asyncio.get_running_loop().call_later,
+            stragglers=Stragglers(
+                limit_seconds=float(self._script.finish_grace_period_seconds),
+                end=self.supervisor.end_hung,
+            ),
         )
         return self._worker_group
 

@@ -21,6 +21,7 @@ from evergrad_manifest.script import (
     worker_command,
     working_directory_of,
 )
+from evergrad_trainer import torch_private
 from evergrad_trainer.distributed import read_launch
 from evergrad_trainer.host_trouble import kind_of_script_error
 from evergrad_trainer.worker.channel import Channel, Failed, fit_text
@@ -103,6 +104,8 @@ def run_script(
             script, base_directory=base_directory, python=sys.executable
         )
         os.execvp(command[0], command)
+    # This process ends without the interpreter's own end, which would free them: see there.
+    torch_private.keep_groups()
     try:
         if program.kind == "module":
             sys.path.insert(0, os.getcwd())

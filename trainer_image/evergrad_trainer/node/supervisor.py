@@ -22,11 +22,14 @@ from collections.abc import Callable
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from evergrad_coordinator.contract import ErrorKind, ExitCode
+from evergrad_coordinator.edge.stacks import read_stacks_of
 from evergrad_coordinator.protocol import (
     Broken,
     Capacity,
     Done,
     End,
+    Finished,
+    Finishing,
     Go,
     Leave,
     Left,
@@ -215,7 +218,7 @@ class Supervisor:
             case Up():
                 self._metrics.set_generation(report.generation)
                 self.conversation.send(report)
-            case Restoring():
+            case Restoring() | Finished():
                 self.conversation.send(report)
             case Broken():
                 self._metrics.broken(report.cause)
@@ -259,6 +262,22 @@ class Supervisor:
         """A script says where it is, in whatever values; only the world's rank 0 speaks for the run."""
         self._tasks.call(self._records.take_report, report)
 
+    def end_hung(self, worker: Worker) -> None:
+        """Log the stacks of a worker that will not end by itself, then kill it."""
+        self._tasks.begin(self._log_stacks_and_kill(worker), "stacks of a worker")
+
+    async def _log_stacks_and_kill(self, worker: Worker) -> None:
+        text = "rank %d (pid %d) %s; its stacks follow"
+        _log.warning(text, worker.rank, worker.pid, worker.why_killed)
+        try:
+            # In a thread: a debugger may take a minute.
+            stacks = await asyncio.to_thread(read_stacks_of, worker.pid, native=True)
+            for line in stacks.splitlines():
+                _log.warning("%s", line)
+        finally:
+            if worker.state != "ended":
+                worker.kill()
+
     def _on_connected(self) -> None:
         self._is_cut_off = False
         self._progress.flush()
@@ -286,6 +305,8 @@ class Supervisor:
                 self._workers.begin(message)
                 self._on_tick()
                 self._say(describe_ranks(message))
+            case Finishing():
+                self._workers.expect_ends(message.generation)
             case Leave():
                 self._workers.depart(message.generation, save=message.save)
             case End():

@@ -14,6 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Literal, Protocol
 
+from evergrad_coordinator.edge.stacks import register_stacks
 from evergrad_trainer.node.failures import count_oom_kills
 from evergrad_trainer.node.log import fall_silent
 from evergrad_trainer.worker.channel import Channel, Failed, channel_pair
@@ -69,6 +70,10 @@ class Worker:
     """The end of what it printed."""
     was_killed: bool = False
     """The supervisor ended it on purpose."""
+    why_killed: str = ""
+    """What was wrong with it, if the supervisor has ended it for that."""
+    printed_at: float = float("-inf")
+    """When it last printed something."""
     has_hung: bool = False
     """The supervisor ended it because its start took too long."""
     moved_bytes: int = 0
@@ -96,6 +101,10 @@ class Worker:
             and now > self.oom_kills_before
         )
         return is_more and not self.was_killed and self.process.exitcode == -signal.SIGKILL
+
+    def note_output(self) -> None:
+        """It has printed something."""
+        self.printed_at = time.monotonic()
 
     def send_signal(self, number: int) -> None:
         """Send a signal, if it still runs."""
@@ -218,6 +227,8 @@ def _worker_main(start: _Start) -> None:
             if kind.startswith("socket:") or kind in _FOREIGN:
                 os.close(descriptor)
     os.environ.update(start.variables)
+    rank = start.variables.get("RANK")
+    register_stacks("" if rank is None else f"rank {rank}")
 
     def run() -> int:
         # Inside ``run_and_exit``, which prints an error where the worker's output goes.
