@@ -108,13 +108,13 @@ def test_blank_lines_and_empty_texts_are_counted_and_no_error() -> None:
             b"[" * 100_000,
             Reason.NOT_JSON,
             "the line is not JSON",
-            "it is nested too deeply",
+            "Expecting value at column 100001",
         ),
         (
             b'{"text": ' + b"1" * 5000 + b"}",
-            Reason.NOT_JSON,
-            "the line is not JSON",
-            "Exceeds the limit",
+            Reason.NO_TEXT,
+            "the field 'text' holds a number",
+            "a text is a JSON string",
         ),
         (
             b'{"text": "\xff"}',

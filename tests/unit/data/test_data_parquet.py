@@ -198,3 +198,82 @@ def test_row_groups_are_those_of_the_file_with_the_size_of_their_texts(
     groups = read_row_groups(path, "text", field=FIELD)
     assert [group.rows for group in groups] == [8, 8, 4]
     assert all(group.size > 800 for group in groups)
+
+
+def test_a_column_whose_name_is_a_path_comes_before_a_field_of_a_structure(
+    tmp_path: Path, training: Recipe, prepared_in: Prepare
+) -> None:
+    flat = [f"flat {number}" for number in range(20)]
+    nested = [{"text": f"nested {number}", "x": number} for number in range(20)]
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"meta": nested, "meta.text": flat}), path, row_group_size=7)
+    (source,) = prepared_in(recipe_of(training, "a.parquet", textField="meta.text")).sources
+    assert texts_of(source.train) == flat
+
+    # Without it the field of the structure is read; a structure that is null has none.
+    column = [*nested[:-1], None]
+    pq.write_table(pa.table({"meta": column, "id": flat}), path, row_group_size=7)
+    recipe = recipe_of(training, "a.parquet", textField="meta.text")
+    recipe = recipe.model_copy(
+        update={"data": recipe.data.model_copy(update={"malformed": "skip"})}
+    )
+    (source,) = prepared_in(recipe).sources
+    assert texts_of(source.train) == [one["text"] for one in nested[:-1]]
+    assert source.skipped == {"noText": 1}
+
+
+@pytest.mark.parametrize("field", ["meta.none", "meta.text.more", "meta", "ids.text"])
+def test_a_path_that_leads_to_no_text_is_refused(
+    tmp_path: Path, training: Recipe, prepared_in: Prepare, field: str
+) -> None:
+    table = pa.table({"meta": [{"text": "a"}], "ids": [[{"text": "b"}]]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    said = message_of(prepared_in, recipe_of(training, "a.parquet", textField=field))
+    if field == "meta":
+        assert "its column 'meta' holds values of the type struct<text: string>" in said
+    else:
+        assert f"has no column {field!r}; it has 'meta', 'ids'" in said
+
+
+@pytest.mark.parametrize("rows", [None, {}])
+def test_two_columns_of_one_name_are_refused(
+    tmp_path: Path, training: Recipe, prepared_in: Prepare, rows: dict[str, Any] | None
+) -> None:
+    name = "text" if rows is None else "prompt"
+    columns = [pa.array(["a", "b"]), pa.array(["c", "d"]), pa.array(["e", "f"])]
+    table = pa.Table.from_arrays(columns, names=[name, name, "completion"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    recipe = recipe_of(training, "a.parquet")
+    if rows is not None:
+        source = {"name": "docs", "type": "parquet", "path": "a.parquet"}
+        recipe = training(data={"sources": [source]}, recipe="sft", rows=rows)
+    said = message_of(prepared_in, recipe)
+    assert f"a.parquet: has 2 columns with the name {name!r}" in said
+    # Other columns may share one.
+    table = pa.Table.from_arrays(columns[::-1], names=["x", "x", name])
+    pq.write_table(table, tmp_path / "a.parquet")
+    if rows is None:
+        (source,) = prepared_in(recipe).sources
+        assert texts_of(source.train) == ["a", "b"]
+
+
+@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary()])
+def test_texts_that_are_not_marked_as_texts_are_read(
+    tmp_path: Path, training: Recipe, prepared_in: Prepare, kind: Any
+) -> None:
+    """As older writers leave them."""
+    column = pa.array([b"one", "zwölf".encode(), b"\xff", None], type=kind)
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    source = {"name": "docs", "type": "parquet", "path": "a.parquet"}
+    recipe = training(data={"sources": [source], "malformed": "skip"})
+    (prepared,) = prepared_in(recipe).sources
+    assert texts_of(prepared.train) == ["one", "zwölf"]
+    assert prepared.skipped == {"notUtf8": 1, "noText": 1}
+
+    rows = {"prompt": column, "completion": pa.array([b"a", b"b", b"c", b"d"], type=kind)}
+    pq.write_table(pa.table(rows), tmp_path / "a.parquet")
+    recipe = training(
+        data={"sources": [source], "malformed": "skip"}, recipe="sft", rows={}
+    )
+    (prepared,) = prepared_in(recipe).sources
+    assert (prepared.documents, prepared.skipped) == (2, {"notUtf8": 1, "noRow": 1})

@@ -135,3 +135,42 @@ def test_the_compressed_bytes_that_were_read_are_counted(tmp_path: Path) -> None
         while file.read(2**20):
             pass
         assert file.packed_bytes == path.stat().st_size
+
+
+@pytest.mark.parametrize("window_log", [28, 31])
+def test_a_zstandard_file_with_a_large_window_is_read(
+    tmp_path: Path, window_log: int
+) -> None:
+    """As `zstd --long=28` and `zstd --long=31` write them; the library's default limit is 2**27."""
+    parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=window_log)
+    # Without the size of its content, which would let the writer choose a smaller window.
+    packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    path = tmp_path / "f"
+    path.write_bytes(packer.compress(DATA) + packer.flush())
+    assert zstandard.get_frame_parameters(path.read_bytes()).window_size == 2**window_log
+    assert content(path) == DATA
+
+
+def test_a_file_that_needs_a_dictionary_is_not_called_damaged(tmp_path: Path) -> None:
+    samples = [f"sample {number} of the dictionary".encode() * 4 for number in range(2000)]
+    dictionary = zstandard.train_dictionary(4096, samples)
+    path = tmp_path / "f"
+    path.write_bytes(zstandard.ZstdCompressor(dict_data=dictionary).compress(samples[0]))
+    with pytest.raises(DataError) as refused:
+        content(path)
+    assert "was compressed with a zstandard dictionary" in str(refused.value)
+    assert "zstd -d -D" in str(refused.value)
+
+
+def test_a_window_for_which_there_is_no_memory_is_not_called_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=28)
+    packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    path = tmp_path / "f"
+    path.write_bytes(packer.compress(DATA) + packer.flush())
+    monkeypatch.setattr("evergrad_trainer.data.preparation.unpacking._WINDOW_LOG", 27)
+    with pytest.raises(DataError) as refused:
+        content(path)
+    assert "damaged" not in str(refused.value)
+    assert "its zstandard window is too large" in str(refused.value)

@@ -10,6 +10,11 @@ from io import RawIOBase
 from json import scanner
 from typing import Any, BinaryIO, Final, cast
 
+from evergrad_trainer.data.preparation.json_values import (
+    LongNumber,
+    find_nested,
+    parse_json,
+)
 from evergrad_trainer.data.tokenizers import replace_lone_surrogates
 
 MOST_PROBLEMS: Final = 5
@@ -220,8 +225,7 @@ class DocumentReader:
                 continue
             if has_surrogates and self._render is not None:
                 # Replaced field by field, before its text was made: whether there was one shows in the line.
-                plain = json.dumps(json.loads(line or "null"), ensure_ascii=False)
-                self.tally.repaired += replace_lone_surrogates(plain) != plain
+                self.tally.repaired += _has_lone_surrogate(parse_json(line or "null"))
             elif has_surrogates:
                 repaired = replace_lone_surrogates(text)
                 self.tally.repaired += repaired != text
@@ -251,13 +255,9 @@ class DocumentReader:
             if not line:
                 return self._count(Reason.BLANK_LINE)
             try:
-                value = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                why = str(error)
-                if isinstance(error, RecursionError):
-                    why = "it is nested too deeply"
-                if isinstance(error, json.JSONDecodeError):
-                    why = f"{error.msg.removesuffix(' at')} at column {error.colno}"
+                value = parse_json(line)
+            except json.JSONDecodeError as error:
+                why = f"{error.msg.removesuffix(' at')} at column {error.colno}"
                 problem = LineProblem(number, "the line is not JSON", why, is_torn)
                 return self._pass_over(problem, Reason.NOT_JSON)
         return self._text_of(number, value)
@@ -273,10 +273,10 @@ class DocumentReader:
             except RowError as error:
                 problem = LineProblem(number, error.what, error.why)
                 return self._pass_over(problem, Reason.NO_ROW)
-        text = value.get(self._text_field)
+        is_there, text = find_nested(value, str(self._text_field))
         if type(text) is str:
             return text or self._count(Reason.EMPTY_TEXT)
-        if self._text_field not in value:
+        if not is_there:
             # A few names, cut short: the message is for a person, and a line may hold thousands.
             names = [
                 name if len(name) <= 40 else name[:39] + "…" for name in list(value)[:5]
@@ -300,6 +300,20 @@ class DocumentReader:
         return ""
 
 
+def _has_lone_surrogate(value: Any) -> bool:
+    """Whether a text in a JSON value, however deep, or a name of a key has half a surrogate pair."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, str) and replace_lone_surrogates(one) != one:
+            return True
+        if isinstance(one, dict):
+            waiting += [*one, *one.values()]
+        elif isinstance(one, list):
+            waiting += one
+    return False
+
+
 def _json_type(value: Any) -> str:
     names = {
         dict: "an object",
@@ -308,5 +322,6 @@ def _json_type(value: Any) -> str:
         bool: "a boolean",
         int: "a number",
         float: "a number",
+        LongNumber: "a number",
     }
     return names.get(type(value), "null")

@@ -13,6 +13,12 @@ import numpy as np
 from evergrad_coordinator.contract import RunFile
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Source, Training
+from evergrad_trainer.data.preparation.token_layout import (
+    HEAD_BYTES,
+    conversion,
+    describe_header,
+    find_layout,
+)
 from evergrad_trainer.host_trouble import is_host_trouble
 
 MOST_FILES: Final = 65_536
@@ -286,7 +292,35 @@ def _file_problems(
     if size < 2 * width:
         why = "one token predicts the next"
         return [Problem(where, "holds a single token id", why, "Give at least two tokens")]
-    return []
+    return _layout_problems(source, path)
+
+
+def _layout_problems(source: SourceEntry, path: Path) -> list[Problem]:
+    """The problem of a tokens file whose ids have another width or byte order than the manifest says."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(HEAD_BYTES)
+    except OSError as error:
+        return [_unreadable(source, path, error)]
+    named = f"{source.field}.dtype is {source.dtype}"
+
+    # Flat files have no header, so that one of another format shows only in what it begins with.
+    if (kind := describe_header(head)) is not None:
+        what, why = f"is {kind}", f"its header would be read as token ids; {named}"
+        remedy = f"Write its ids alone: numpy.load(…).astype({source.dtype!r}).tofile(…)"
+        return [Problem(str(path), what, why, remedy)]
+
+    layout = find_layout(head, source.dtype)
+    if layout is None:
+        return []
+    what = f"holds {layout.in_words} ids"
+    why = f"bytes of its first ids are zero as in no other type; {named}, little-endian"
+    remedy = (
+        f"Convert it: {conversion(path, layout)}, and set {source.field}.dtype to uint32"
+    )
+    if layout.order == "<" and layout.width == 4:
+        remedy = f"Set {source.field}.dtype to uint32"
+    return [Problem(str(path), what, why, remedy)]
 
 
 def too_large_document(path: Path, size: str, source: SourceEntry) -> Problem:

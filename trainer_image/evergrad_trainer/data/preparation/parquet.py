@@ -19,6 +19,11 @@ from evergrad_trainer.errors import DataError
 
 _BATCH_BYTES: Final = 2**20
 _MOST_ROWS: Final = 4096
+_TEXTS: Final = (
+    *("string", "large_string", "string_view"),
+    *("binary", "large_binary", "binary_view"),
+)
+"""Types of texts. Older writers do not mark a column of bytes as text; it has to be UTF-8."""
 _READ_AHEAD: Final = 2**18
 """Bytes of a column's part that are in memory before they are decoded."""
 
@@ -38,22 +43,45 @@ def read_row_groups(path: Path, column: str, *, field: str) -> list[RowGroup]:
     column of texts, and where pyarrow is not installed.
     """
     with _opened(path) as file:
-        schema = file.schema_arrow
-        names = list(schema.names)
-        if column not in names:
-            shown = ", ".join(map(repr, names[:5])) + (", …" if len(names) > 5 else "")
-            what = f"has no column {column!r}"
-            remedy = f"Name the column of texts in {field}.textField"
-            raise DataError(Problem(str(path), what, f"it has {shown or 'none'}", remedy))
-        kind = schema.field(column).type
+        kind = _find_column(path, file.schema_arrow, column, field=field)[1]
         # A list, too, has a type of its values.
         if hasattr(kind, "index_type"):
             kind = kind.value_type
-        if str(kind) not in ("string", "large_string", "string_view"):
+        if str(kind) not in _TEXTS:
             what = f"its column {column!r} holds values of the type {kind}"
             remedy = f"Name a column of strings in {field}.textField"
             raise DataError(Problem(str(path), what, "a text is a string", remedy))
         return _groups(file.metadata, [column])
+
+
+def _find_column(
+    path: Path, schema: Any, column: str, *, field: str = ""
+) -> tuple[list[str], Any]:
+    """The names that lead to a column, and its type: a column of that name, or else a field of a structure,
+    whose path is joined with dots. Raises DataError for none, and for several of one name."""
+    names, kind = [column], schema
+    if column not in schema.names:
+        names = column.split(".")
+    for name in names:
+        # Only a schema and a structure have fields; a list of structures has one value of many.
+        fields = (
+            list(kind) if kind is schema or hasattr(kind, "get_all_field_indices") else []
+        )
+        found = [one.type for one in fields if one.name == name]
+        if len(found) > 1:
+            what = f"has {len(found)} columns with the name {name!r}"
+            why = "which of them holds the texts cannot be known"
+            raise DataError(
+                Problem(str(path), what, why, "Write the file with different names")
+            )
+        if not found:
+            known = list(schema.names)
+            shown = ", ".join(map(repr, known[:5])) + (", …" if len(known) > 5 else "")
+            what = f"has no column {column!r}"
+            remedy = f"Name the column of texts in {field}.textField"
+            raise DataError(Problem(str(path), what, f"it has {shown or 'none'}", remedy))
+        (kind,) = found
+    return names, kind
 
 
 def find_row_groups(path: Path, columns: Sequence[str]) -> list[RowGroup]:
@@ -69,6 +97,9 @@ def find_row_groups(path: Path, columns: Sequence[str]) -> list[RowGroup]:
             what = f"has none of the columns {', '.join(map(repr, columns))}"
             remedy = "Name its columns under spec.training.rows"
             raise DataError(Problem(str(path), what, f"it has {shown or 'none'}", remedy))
+        for column in columns:
+            if column in names:
+                _find_column(path, file.schema_arrow, column)
         return _groups(file.metadata, columns)
 
 
@@ -94,8 +125,9 @@ def read_rows(
     """The texts of some row groups, and the row of each. ``first_row``: number of their first one."""
     row = first_row
     with _opened(path) as file:
+        names, _ = _find_column(path, file.schema_arrow, column)
         for batch in _batches(file, groups, [column]):
-            values = batch.column(0)
+            values = _values_of(batch, names)
             try:
                 found: list[str | bytes | None] = values.to_pylist()
             except UnicodeDecodeError:
@@ -111,6 +143,17 @@ def read_rows(
                     lines.append(number)
             row += batch.num_rows
             yield texts, lines
+
+
+def _values_of(batch: Any, names: Sequence[str]) -> Any:
+    """The values of a column of a batch. The library also gives a structure whose field has the path that is
+    the name of a column."""
+    values = batch.column(batch.schema.get_field_index(names[0]))
+    if len(names) == 1:
+        return values
+    # A structure that is null has no values in its fields, whatever the file holds there.
+    compute: Any = importlib.import_module("pyarrow.compute")
+    return compute.struct_field(values, list(names[1:]))
 
 
 def read_objects(
@@ -177,12 +220,19 @@ def _objects(batch: Any) -> Iterator[dict[str, Any] | None]:
                 found.append(None)
     # Each row has all columns, and each structure all its fields: one without a value is as if it were not
     # there, so that a file may hold conversations and prompts.
-    yield from (None if one is None else _without_nulls(one) for one in found)
+    for one in found:
+        try:
+            yield None if one is None else _without_nulls(one)
+        except UnicodeDecodeError:
+            yield None
 
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    if isinstance(value, bytes):
+        # Texts of a writer that does not mark them as such.
+        return value.decode()
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 

@@ -15,6 +15,7 @@ from evergrad_trainer.data.chat_template import (
 )
 from evergrad_trainer.data.marked_text import MarkedText, Span, join_marks, marks_of
 from evergrad_trainer.data.preparation.documents import LineProblem, Reason, RowError, Tally
+from evergrad_trainer.data.preparation.json_values import LongNumber
 from evergrad_trainer.data.tokenizers import (
     TextTokenizer,
     replace_lone_surrogates,
@@ -207,7 +208,13 @@ def _without_lone_surrogates(value: Any) -> Any:
 
 
 def _replace_lone_surrogates(value: Any) -> Any:
-    """A JSON value with U+FFFD for each half of a surrogate pair, in texts and in names of keys."""
+    """A JSON value with U+FFFD for each half of a surrogate pair, in texts and in names of keys. Raises
+    RowError for a number that has no exact text."""
+    if isinstance(value, LongNumber):
+        what = (
+            f"the row has a number of {value.digits} digits in what its template is given"
+        )
+        raise RowError(what, "Python reads up to 4300; write it as a text")
     if isinstance(value, str):
         return replace_lone_surrogates(value)
     if isinstance(value, list):

@@ -1,5 +1,6 @@
 """Reads a file as it is or unpacked: gzip and zstandard, known by their first bytes and not by the name."""
 
+import functools
 import importlib
 import io
 import zlib
@@ -16,6 +17,9 @@ _GZIP: Final = b"\x1f\x8b"
 _ZSTANDARD: Final = b"\x28\xb5\x2f\xfd"
 _SKIPPABLE: Final = b"\x2a\x4d\x18"
 """A zstandard frame without content, which some writers begin with, from its second byte on."""
+_WINDOW_LOG: Final = 31
+"""Largest window of a zstandard frame that is read, as a power of two: the format's own limit on 64-bit
+machines, which `zstd --long=31` writes. The library's default, 2**27, is below what public dumps have."""
 _INPUT: Final = 2**15
 """Compressed bytes that are unpacked at a time. A block of zeros grows some 40,000 times: a gibibyte at most
 is in memory, whoever made the file."""
@@ -74,11 +78,13 @@ def _load_zstandard(path: Path) -> _Codec:
     library: Any
     with suppress(ImportError):
         library = importlib.import_module("compression.zstd")
-        return _Codec("zstandard", library.ZstdDecompressor, library.ZstdError)
+        options = {library.DecompressionParameter.window_log_max: _WINDOW_LOG}
+        begin = functools.partial(library.ZstdDecompressor, options=options)
+        return _Codec("zstandard", begin, library.ZstdError)
     with suppress(ImportError):
         library = importlib.import_module("zstandard")
-        begin = library.ZstdDecompressor().decompressobj
-        return _Codec("zstandard", begin, library.ZstdError)
+        decompressor = library.ZstdDecompressor(max_window_size=2**_WINDOW_LOG)
+        return _Codec("zstandard", decompressor.decompressobj, library.ZstdError)
     what = "is compressed with zstandard, which cannot be read here"
     why = "the package zstandard is not installed"
     remedy = "Run `pip install zstandard`, or compress the file with gzip"
@@ -144,6 +150,29 @@ class Unpacked(io.RawIOBase):
             self._waiting = memoryview(self._unpack(data))
         return True
 
+    def _describe(self, error: Exception, why: str) -> Problem:
+        """The problem of an archive that the library does not unpack: a limit, or damage."""
+        path, name = str(self._path), self._codec.name
+        said = str(error).casefold()
+        # The library has one type of error for all, and a stable text for each (ZSTD_getErrorString).
+        if isinstance(error, MemoryError) or "memory" in said or "allocat" in said:
+            what = f"needs more memory to be unpacked than there is: its {name} window is too large"
+            remedy = (
+                "Give the process more memory, or compress the file again with a smaller window: "
+                "zstd -d --long=31 FILE, then zstd --long=27"
+            )
+            return Problem(path, what, why, remedy)
+        if "dictionary" in said:
+            what = f"was compressed with a {name} dictionary, which is a file of its own"
+            return Problem(
+                path, what, why, "Unpack it with that file: zstd -d -D DICTIONARY"
+            )
+        if "unsupported" in said or "version" in said:
+            what = f"is in a form of {name} that cannot be read here"
+            return Problem(path, what, why, "Unpack it with the program that wrote it")
+        what = f"is damaged: its {name} archive cannot be unpacked before byte {self.packed_bytes}"
+        return Problem(path, what, why, "Copy it again, or make it again")
+
     def _unpack(self, data: bytes) -> bytes:
         """The content of the next compressed bytes; none of them is the end of the file."""
         path, name = str(self._path), self._codec.name
@@ -159,12 +188,8 @@ class Unpacked(io.RawIOBase):
                 self._unpacker = self._codec.begin()
             try:
                 parts.append(self._unpacker.decompress(data))
-            except self._codec.error as error:
-                what = f"is damaged: its {name} archive cannot be unpacked before byte {self.packed_bytes}"
-                remedy = "Copy it again, or make it anew"
-                raise DataError(
-                    Problem(path, what, f"{before}; {error}", remedy)
-                ) from error
+            except (self._codec.error, MemoryError) as error:
+                raise DataError(self._describe(error, f"{before}; {error}")) from error
             data = self._unpacker.unused_data if self._unpacker.eof else b""
         if is_end:
             self._is_at_end = True
