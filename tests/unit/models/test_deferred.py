@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from evergrad_manifest.training import Model
+from evergrad_trainer.errors import ModelError
 from evergrad_trainer.models.build import ModelPlan, build_model, plan_model
 from evergrad_trainer.models.deferred import defer_model
 
@@ -99,3 +100,47 @@ def test_an_initialisation_that_cannot_be_replayed_builds_the_model_whole(
 
     monkeypatch.setattr(LlamaRMSNorm, "__init__", draws_for_itself)
     assert defer_model(plan(config=LLAMA), seed=7, precision="fp32") is None
+
+
+def two_saves(directory: Path) -> None:
+    """A model in one file, and then another one in several, as two save_pretrained leave them."""
+    for seed, size in ((1, "1GB"), (2, "20KB")):
+        whole = build_model(plan(config=LLAMA), seed=seed, precision="fp32")
+        whole.save_pretrained(directory, max_shard_size=size)
+
+
+def test_a_directory_with_a_single_file_and_an_index_is_refused(tmp_path: Path) -> None:
+    """One process would train the weights of the one, and several those of the other."""
+    two_saves(tmp_path)
+    with pytest.raises(ModelError) as refused:
+        plan(path=str(tmp_path))
+    said = str(refused.value)
+    assert "holds both model.safetensors and model.safetensors.index.json" in said
+    assert said.startswith("spec.training.model.path: ")
+    # Either save by itself is a model.
+    (tmp_path / "model.safetensors").unlink()
+    deferred = defer_model(plan(path=str(tmp_path)), seed=7, precision="fp32")
+    assert deferred is not None
+    deferred.materialise(CPU)
+    assert_same_state(
+        deferred.model, build_model(plan(path=str(tmp_path)), seed=7, precision="fp32")
+    )
+
+
+def test_a_tensor_with_two_values_in_the_files_of_an_index_is_refused(
+    tmp_path: Path,
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    whole = build_model(plan(config=LLAMA), seed=1, precision="fp32")
+    whole.save_pretrained(tmp_path, max_shard_size="20KB")
+    first, *_, last = sorted(tmp_path.glob("model-*.safetensors"))
+    name, value = next(iter(load_file(first).items()))
+    save_file({**load_file(last), name: value.clone()}, last, metadata={"format": "pt"})
+    assert plan(path=str(tmp_path)).weights == tmp_path
+    save_file({**load_file(last), name: value + 1}, last, metadata={"format": "pt"})
+    with pytest.raises(ModelError) as refused:
+        plan(path=str(tmp_path))
+    assert f"{name!r} has different values in {first.name} and {last.name}" in str(
+        refused.value
+    )

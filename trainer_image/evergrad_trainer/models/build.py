@@ -27,6 +27,7 @@ from evergrad_trainer.models.embeddings import add_noise, padded_size, resize_em
 from evergrad_trainer.models.heads import make_full_precision
 from evergrad_trainer.models.imports import import_transformers
 from evergrad_trainer.models.randomness import Purpose, seed_generators
+from evergrad_trainer.models.stored_files import find_ambiguity
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -366,12 +367,15 @@ def _read_directory(directory: Path, overrides: dict[str, Any]) -> "PreTrainedCo
     return changed
 
 
-def find_weights(directory: Path) -> Path | None:
+def find_weights(directory: Path, *, field: str = f"{_FIELD}.path") -> Path | None:
     """Return the directory if it has safetensors; None if it has no weights at all.
 
-    Pickled weights alone are refused.
+    Pickled weights alone are refused, and so are two sets of weights. ``field``: what named the directory.
     """
     if any(directory.glob("*.safetensors")):
+        # Whoever reads them, one process or each of many: all have to take the same ones.
+        if (problem := find_ambiguity(directory, field=field)) is not None:
+            raise ModelError(problem)
         return directory
     pickled = sorted(
         path.name for path in directory.iterdir() if path.suffix in PICKLE_SUFFIXES

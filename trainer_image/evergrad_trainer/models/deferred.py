@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from evergrad_trainer.models.build import DTYPES, ModelPlan, change_model
 from evergrad_trainer.models.randomness import Purpose, keyed_seed
+from evergrad_trainer.models.stored_files import INDEX, SINGLE
 from evergrad_trainer.torch_private import TorchDispatchMode
 
 if TYPE_CHECKING:
@@ -177,14 +178,14 @@ class DeferredModel:
         shapes = {
             name: parameter.shape for name, parameter in self.model.named_parameters()
         }
-        index = directory / "model.safetensors.index.json"
+        index = directory / INDEX
         if index.exists():
             files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))[
                 "weight_map"
             ]
-        elif (directory / "model.safetensors").exists():
-            with safe_open(directory / "model.safetensors", framework="pt") as file:
-                files = dict.fromkeys(file.keys(), "model.safetensors")
+        elif (directory / SINGLE).exists():
+            with safe_open(directory / SINGLE, framework="pt") as file:
+                files = dict.fromkeys(file.keys(), SINGLE)
         else:
             return None
         if not shapes.keys() <= files.keys():

@@ -17,9 +17,8 @@ import torch
 from evergrad_manifest.errors import Problem, raise_if
 from evergrad_trainer.durable import naming, write_all
 from evergrad_trainer.errors import ModelError
+from evergrad_trainer.models.stored_files import INDEX, SINGLE
 
-_FILE: Final = "model.safetensors"
-_INDEX: Final = "model.safetensors.index.json"
 _DTYPES: Final = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -83,7 +82,7 @@ def write_weights(
         room -= form.bytes
 
     if len(files) <= 1:
-        _write_file(directory / _FILE, forms, read)
+        _write_file(directory / SINGLE, forms, read)
         return
     weight_map: dict[str, str] = {}
     for number, content in enumerate(files, start=1):
@@ -94,7 +93,7 @@ def write_weights(
     metadata = {"total_parameters": num_parameters, "total_size": total}
     index = {"metadata": metadata, "weight_map": weight_map}
     text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-    (directory / _INDEX).write_text(text, encoding="utf-8")
+    (directory / INDEX).write_text(text, encoding="utf-8")
 
 
 def _write_file(

@@ -30,7 +30,7 @@ def load_model_directory(
     """
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    if find_weights(directory) is None:
+    if find_weights(directory, field=field) is None:
         name = field.removeprefix("spec.training.").removesuffix(".path")
         raise ModelError(
             Problem(
