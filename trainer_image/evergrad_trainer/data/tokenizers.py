@@ -1,6 +1,7 @@
 """Tokenizers: the built-in one of bytes, and any transformers tokenizer from a local directory, never with
 remote code."""
 
+import importlib.util
 import json
 import re
 import shutil
@@ -50,6 +51,11 @@ _OTHER_FILES = (
         "chat_template.jinja",
         "chat_template.json",
     ),
+)
+_SENTENCE_PIECE_FILES: Final = (
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
 )
 _COPIED_FILES = (_FILE, *_CONFIG_FILES, *_OTHER_FILES)
 
@@ -261,6 +267,14 @@ class BackendTokenizer:
         for name, file in self._files.items():
             (directory / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(file, directory / name)
+        # A directory with dropout of merges would give other ids than those that were trained.
+        stored = directory / _FILE
+        if stored.is_file():
+            value = json.loads(stored.read_text(encoding="utf-8"))
+            model = value.get("model")
+            if isinstance(model, dict) and model.get("dropout"):
+                model["dropout"] = None
+                stored.write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
 
     def to_json(self) -> str:
         """The whole tokenizer in the format of ``tokenizer.json``."""
@@ -370,6 +384,11 @@ def _build(
     # Saved settings of some other use: a document is never cut or filled up.
     backend.no_truncation()
     backend.no_padding()
+    # Dropout of merges, which some training recipes save, gives other ids for one text at every call. Data
+    # that was prepared with it is other data: the identity differs from the one that versions with it gave.
+    has_dropout = bool(getattr(backend.model, "dropout", None))
+    if has_dropout:
+        backend.model.dropout = None
     # By content: a directory that is copied or touched prepares nothing anew.
     digest = xxhash.xxh3_128()
     for path in decisive:
@@ -380,7 +399,7 @@ def _build(
     return BackendTokenizer(
         backend,
         end_of_document=end,
-        identity=f"files-{digest.hexdigest()}-{end}",
+        identity=f"files-{digest.hexdigest()}-{end}{'-no-dropout' if has_dropout else ''}",
         files=files,
     )
 
@@ -427,6 +446,21 @@ def _load_with_transformers(directory: Path) -> BackendTokenizer:
             str(directory), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:
+        # A file of tiktoken, which may have the same name, is a text.
+        pieces = [
+            path.name
+            for path in found
+            if path.name in _SENTENCE_PIECE_FILES and path.read_bytes()[:1] == b"\n"
+        ]
+        if pieces and importlib.util.find_spec("sentencepiece") is None:
+            # transformers tries its readers one after the other, and names the package of the last one.
+            raise _problem(
+                directory,
+                f"holds a SentencePiece model ({pieces[0]}) and no {_FILE}",
+                "the package sentencepiece, which reads it, is not installed here",
+                "Where sentencepiece and transformers are installed, load the directory with AutoTokenizer "
+                f"and save it with save_pretrained, which writes a {_FILE}; or install sentencepiece here",
+            ) from error
         raise _problem(
             directory,
             "transformers cannot load this tokenizer",
