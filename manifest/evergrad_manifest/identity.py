@@ -192,6 +192,7 @@ _LATER_SETTINGS: Final = frozenset(
         "training.schedule.power",
         "training.schedule.startRatio",
         "training.rows",
+        "training.rows.date",
         "training.twoStageKl",
         "training.twoStageKl.estimator",
         "training.twoStageKl.stages[].beta",

@@ -1,5 +1,6 @@
 """The recipe ``sft``: supervised fine-tuning on rows of chat messages, or of a prompt and its completion."""
 
+import datetime
 from collections.abc import Iterator
 from typing import Annotated, Final, Literal
 
@@ -26,6 +27,9 @@ _PACKING: Final = f"{TRAINING}.data.packing"
 _EVALUATION_SOURCES: Final = f"{TRAINING}.evaluation.sources"
 _SOURCES: Final = f"{TRAINING}.data.sources"
 
+MESSAGES: Final = "messages"
+CONVERSATIONS: Final = "conversations"
+"""Key of a conversation in rows of ShareGPT and of tools that follow it."""
 FieldName = Annotated[str, Field(min_length=1, max_length=200)]
 
 
@@ -36,8 +40,12 @@ class RowSettings(Section):
     chat_template: str | None = Field(default=None, min_length=1, max_length=2**17)
     """Jinja template that makes a text of a conversation, as in a tokenizer's ``chat_template``; default: the
     tokenizer's own."""
-    messages_field: FieldName = "messages"
-    """Key of a conversation: a list of objects with ``role`` and ``content``."""
+    date: str | None = Field(default=None, pattern=r"^\d{4}-\d{2}-\d{2}$")
+    """Day (YYYY-MM-DD) that a chat template writes if it asks for the current date; default: none, and a
+    template that cannot do without one is refused."""
+    messages_field: FieldName = MESSAGES
+    """Key of a conversation: a list of objects with ``role`` and ``content``, or ``from`` and ``value``. At
+    its default a row may have ``conversations`` instead."""
     prompt_field: FieldName = "prompt"
     """Key of a prompt, a text that is not learned."""
     completion_field: FieldName = "completion"
@@ -48,9 +56,12 @@ class RowSettings(Section):
     """Action for a row of more than ``sequenceLength`` + 1 tokens: stop, leave it out, or cut its end off."""
 
     @property
-    def fields(self) -> tuple[str, str, str]:
+    def fields(self) -> tuple[str, ...]:
         """The keys that say what a row is."""
-        return self.messages_field, self.prompt_field, self.completion_field
+        named = (self.messages_field, self.prompt_field, self.completion_field)
+        if self.messages_field != MESSAGES or CONVERSATIONS in named:
+            return named
+        return (*named, CONVERSATIONS)
 
 
 class Generation(Section):
@@ -98,6 +109,19 @@ def check_fields(view: View) -> Iterator[Problem]:
             why = "each names another part of a row"
             yield Problem(f"{_ROWS}.{name}", what, why, "Name two different keys")
         first[value] = name
+
+
+def check_date(view: View) -> Iterator[Problem]:
+    """The date that templates write is a day of the calendar."""
+    value = view.get(f"{_ROWS}.date")
+    if not isinstance(value, str):
+        return
+    try:
+        datetime.date.fromisoformat(value)
+    except ValueError:
+        why = "a template could not write it"
+        remedy = "Give year, month and day, such as 2025-06-01"
+        yield Problem(f"{_ROWS}.date", f"{value!r} is not a day", why, remedy)
 
 
 def check_rows(view: View) -> Iterator[Problem]:
@@ -194,4 +218,11 @@ def check_generation(view: View) -> Iterator[Problem]:
             yield Problem(where, f"{item['name']!r} is reserved", why, "Rename the source")
 
 
-RULES: Final = (check_sft, check_fields, check_rows, check_packing, check_generation)
+RULES: Final = (
+    check_sft,
+    check_fields,
+    check_date,
+    check_rows,
+    check_packing,
+    check_generation,
+)

@@ -73,7 +73,7 @@ def begun(
 
 
 def of_first_versions(recipe: Recipe) -> Recipe:
-    return replace(recipe, rows=recipe.rows and recipe.rows.of_first_versions())
+    return replace(recipe, rows=recipe.rows and recipe.rows.of_rendering(1))
 
 
 def text_of(source: PreparedSource) -> str:
@@ -163,3 +163,35 @@ def test_a_template_that_was_changed_since_a_first_version_is_refused(
     template.write_text("Talk: " + HARMLESS)
     with pytest.raises(DataError, match="its rows would become other samples"):
         check_unchanged(recorded, recipe, **where(tmp_path))
+
+
+def test_a_run_that_the_second_rule_began_continues_with_its_text(
+    training: Make, prepared_in: Prepare, tmp_path: Path
+) -> None:
+    """Its fingerprint, as Evergrad at 10950962 computed it, of rows that the third rule reads otherwise."""
+    rows = [
+        {"messages": TALKS},
+        {"messages": [TALKS[0], {**TALKS[1], "reasoning": "r", "name": None}]},
+        {"messages": [TALKS[0], {"role": "assistant", "tool_calls": [1]}]},
+    ]
+    (tmp_path / "docs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    template = "{% for m in messages %}{{ m.reasoning_content }}{{ m.content }}{{ m.name }};{% endfor %}"
+    recipe = training(
+        recipe="sft",
+        data={"sequenceLength": 64, "malformed": "skip"},
+        rows={"chatTemplate": template},
+    )
+    begun = prepared_in(recipe, begun_with=("271ac6cb3000213c69ee8b6475c8bc7f",)).sources[0]
+    assert begun.fingerprint == "271ac6cb3000213c69ee8b6475c8bc7f"
+    assert text_of(begun) == "2+2?;4;2+2?;4None;"
+    assert begun.skipped == {"noRow": 1}
+    fresh = prepared_in(recipe).sources[0]
+    assert text_of(fresh) == "2+2?;4;2+2?;r4;2+2?;;"
+
+
+def test_rows_without_a_template_have_the_fingerprint_that_they_had(
+    training: Make, prepared_in: Prepare, tmp_path: Path
+) -> None:
+    (tmp_path / "docs.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    recipe = training(recipe="sft", data={"sequenceLength": 64}, rows={})
+    assert prepared_in(recipe).sources[0].fingerprint == "f7ca4d395e05c0a0b148a7c555010e72"

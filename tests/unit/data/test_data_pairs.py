@@ -169,7 +169,7 @@ def test_turns_of_the_prompt_are_no_completion(
                 "chosen": turns("b", first=1),
                 "rejected": [{"role": "x"}],
             },
-            "rejected[0].content is missing; it is a JSON string",
+            "rejected[0] has a role and nothing else; a message has content",
         ),
         (
             {

@@ -130,8 +130,8 @@ def test_a_parquet_file_without_a_column_of_rows_is_refused_with_those_that_it_h
     pq.write_table(pa.table({"text": ["a"], "id": [1]}), tmp_path / "rows.parquet")
     message = message_of(prepared_in, sft(training, "rows.parquet", "parquet"))
     assert (
-        "rows.parquet: has none of the columns 'messages', 'prompt', 'completion'; it has 'text', 'id'. "
-        "Name its columns under spec.training.rows." in message
+        "rows.parquet: has none of the columns 'messages', 'prompt', 'completion', 'conversations'; it has "
+        "'text', 'id'. Name its columns under spec.training.rows." in message
     )
 
 

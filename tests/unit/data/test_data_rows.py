@@ -108,7 +108,7 @@ def test_names_of_fields_are_those_of_the_file(
         ),
         (
             {"messages": [{"role": "user", "content": None}]},
-            "messages[0].content is no text",
+            "messages[0] has a role and nothing else; a message has content, tool calls or reasoning",
         ),
         (chat("only"), "no message has the role 'assistant'; there are user"),
         (

@@ -28,7 +28,7 @@ from evergrad_trainer.cli.pod import (
     sigterm_interrupts,
     try_patiently,
 )
-from evergrad_trainer.data.preparation.documents import HARMLESS, IN_WORDS, Reason
+from evergrad_trainer.data.preparation.documents import HARMLESS, IN_WORDS, KEPT, Reason
 from evergrad_trainer.data.preparation.progress import OnProgress
 from evergrad_trainer.data.prepare import (
     PrepareProgress,
@@ -298,13 +298,13 @@ def prepare_with_progress(
             }
             what = f"{count(source.malformed)} malformed {skipped} ({_reasons(harmful)})"
             print(f"warning: {source.path}: {what}", file=shown)
-        too_long: dict[str, int] = {
+        lost: dict[str, int] = {
             reason: source.skipped[reason]
-            for reason in (Reason.LEFT_OUT, Reason.TRUNCATED)
+            for reason in (Reason.LEFT_OUT, *sorted(KEPT))
             if source.skipped.get(reason)
         }
-        if too_long:
-            print(f"warning: {source.path}: rows {_reasons(too_long)}", file=shown)
+        if lost:
+            print(f"warning: {source.path}: rows {_reasons(lost)}", file=shown)
     return prepared
 
 
@@ -328,13 +328,12 @@ def describe_prepared(prepared: Prepared) -> list[str]:
             parts.append(held_out)
 
         # The parts of the data that are missing or were changed.
-        passed = {
-            reason: n for reason, n in source.skipped.items() if reason != Reason.TRUNCATED
-        }
+        passed = {reason: n for reason, n in source.skipped.items() if reason not in KEPT}
         if passed:
             parts.append(f"{source.unit}s passed over: {_reasons(passed)}")
-        if cut := source.skipped.get(Reason.TRUNCATED):
-            parts.append(f"{source.unit}s cut: {_reasons({Reason.TRUNCATED: cut})}")
+        cut = {reason: n for reason, n in source.skipped.items() if reason in KEPT}
+        if cut:
+            parts.append(f"{source.unit}s cut: {_reasons(cut)}")
         if source.repaired:
             documents = _plural(source.repaired, "document")
             parts.append(f"half surrogate pairs replaced in {documents}")

@@ -22,12 +22,14 @@ class Span:
 class MarkedText(str):
     """A text with the spans of it that are learned, in their order.
 
-    ``is_open``: the end of the document follows, and is learned.
+    ``is_open``: the end of the document follows, and is learned. ``dropped``: the kinds of parts of its
+    messages that a chat template left out.
     """
 
-    __slots__ = ("is_open", "spans")
+    __slots__ = ("dropped", "is_open", "spans")
     spans: tuple[Span, ...]
     is_open: bool
+    dropped: frozenset[str]
 
     def __new__(
         cls, text: str, spans: Sequence[Span] = (), *, is_open: bool = False
@@ -36,6 +38,7 @@ class MarkedText(str):
         made = super().__new__(cls, text)
         made.spans = tuple(spans)
         made.is_open = is_open
+        made.dropped = frozenset()
         return made
 
 

@@ -379,7 +379,7 @@ def _find_unprepared(preparations: Sequence[Preparation]) -> list[Problem]:
             str(one.source.path),
             "is not prepared",
             why.format(one.final.parent),
-            of_run if one.is_as_at_first else remedy,
+            of_run if one.is_of_earlier_version else remedy,
         )
         for one in preparations
         if one.source.type in TEXT_TYPES and open_published(one.final) is None

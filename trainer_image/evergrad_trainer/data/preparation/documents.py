@@ -10,6 +10,7 @@ from io import RawIOBase
 from json import scanner
 from typing import Any, BinaryIO, Final, cast
 
+from evergrad_trainer.data.chat_forms import CONTENT, REASONING, TOOL_CALLS
 from evergrad_trainer.data.preparation.json_values import (
     LongNumber,
     find_nested,
@@ -40,6 +41,9 @@ class Reason(StrEnum):
     TRUNCATED = "truncated"
     BLANK_LINE = "blankLine"
     EMPTY_TEXT = "emptyText"
+    DROPPED_CONTENT = "droppedContent"
+    DROPPED_REASONING = "droppedReasoning"
+    DROPPED_TOOL_CALLS = "droppedToolCalls"
 
 
 IN_WORDS: Final = {
@@ -54,11 +58,20 @@ IN_WORDS: Final = {
     Reason.TRUNCATED: "too long, and cut",
     Reason.BLANK_LINE: "blank",
     Reason.EMPTY_TEXT: "with an empty text",
+    Reason.DROPPED_CONTENT: "of which the chat template leaves out a content",
+    Reason.DROPPED_REASONING: "of which the chat template leaves out a reasoning",
+    Reason.DROPPED_TOOL_CALLS: "of which the chat template leaves out tool calls",
 }
+OF_DROPPED: Final = {
+    CONTENT: Reason.DROPPED_CONTENT,
+    REASONING: Reason.DROPPED_REASONING,
+    TOOL_CALLS: Reason.DROPPED_TOOL_CALLS,
+}
+"""Reason under which a row is counted whose template leaves out a part of this kind."""
+KEPT: Final = frozenset({Reason.TRUNCATED, *OF_DROPPED.values()})
+"""Reasons of rows that are trained on all the same, but for a part of them."""
 
-HARMLESS: Final = frozenset(
-    {Reason.BLANK_LINE, Reason.EMPTY_TEXT, Reason.LEFT_OUT, Reason.TRUNCATED}
-)
+HARMLESS: Final = frozenset({Reason.BLANK_LINE, Reason.EMPTY_TEXT, Reason.LEFT_OUT, *KEPT})
 """Counted and passed over (or cut, as the file asks for) under every policy for malformed lines."""
 
 

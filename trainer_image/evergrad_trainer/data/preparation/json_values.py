@@ -97,8 +97,8 @@ def _begin_value(text: str, at: int) -> tuple[Any, int, bool]:
     if first == "[":
         return [], at + 1, True
     if first == '"':
-        value, end = _scan_string(text, at + 1)
-        return value, end, False
+        said, end = _scan_string(text, at + 1)
+        return said, end, False
     for word, value in _WORDS.items():
         if text.startswith(word, at):
             return value, at + len(word), False

@@ -13,10 +13,10 @@ from evergrad_trainer.data.preparation.documents import LineProblem, Reason, Row
 from evergrad_trainer.data.preparation.rows import (
     Encoded,
     RowFormat,
+    count_dropped,
     encode_text,
     join_rows,
     keep_too_long,
-    read_messages,
 )
 from evergrad_trainer.data.tokenizers import TextTokenizer, smallest_dtype
 
@@ -47,9 +47,9 @@ class PairFormat:
     chosen_field: str
     rejected_field: str
 
-    def of_first_versions(self) -> "PairFormat":
-        """How the first versions read these pairs."""
-        return replace(self, rows=self.rows.of_first_versions())
+    def of_rendering(self, rendering: int) -> "PairFormat":
+        """How an earlier version read these pairs."""
+        return replace(self, rows=self.rows.of_rendering(rendering))
 
     def to_json(self) -> dict[str, Any]:
         """JSON values only."""
@@ -98,7 +98,7 @@ class PairFormat:
 
     def _render_messages(self, row: Mapping[str, Any]) -> PairText:
         fields, prompt = (self.chosen_field, self.rejected_field), self.rows.prompt_field
-        completions = [read_messages(field, row[field]) for field in fields]
+        completions = [self.rows.read_messages(field, row[field]) for field in fields]
         if isinstance(row.get(prompt), str):
             # Many public pairs have the text of the first message beside two whole conversations.
             what = f"the field {prompt!r} is a text, and {fields[0]!r} a list of messages"
@@ -107,7 +107,7 @@ class PairFormat:
                 "a prompt is messages, too; if the lists begin with it, let rows.promptField "
                 "name a key that no row has",
             )
-        before = read_messages(prompt, row[prompt]) if prompt in row else []
+        before = self.rows.read_messages(prompt, row[prompt]) if prompt in row else []
         # Without a prompt of its own it is what both conversations begin with.
         shared = 0
         for chosen, rejected in zip(*completions, strict=False):
@@ -120,7 +120,9 @@ class PairFormat:
                 what = f"the field {field!r} is the beginning of the other one"
                 raise RowError(what, "nothing in it can be compared")
             # An answer may be a call of a tool, or whatever else its template writes out.
-            if not any(one["content"] or one.keys() - _SAID for one in messages[shared:]):
+            if not any(
+                one.get("content") or one.keys() - _SAID for one in messages[shared:]
+            ):
                 raise RowError(f"the field {field!r} is empty", "there is nothing to learn")
             num_before = len(before) + shared
             texts.append(
@@ -152,6 +154,7 @@ class PairFormat:
             # Rendered in this process, by the reader of the same job.
             assert isinstance(text, PairText)  # noqa: S101
             rows = [encode_text(tokenizer, one) for one in text.rows]
+            count_dropped(tally, *text.rows)
             # The first token is never a label.
             if not all(marks[1:].any() for _, marks in rows):
                 why = "one of its completions is empty"

@@ -17,7 +17,7 @@ import xxhash
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import HELD_OUT, TEXT_TYPES, HeldOut
-from evergrad_trainer.data.chat_template import RENDERING
+from evergrad_trainer.data.chat_template import FIRST_RENDERING, RENDERING
 from evergrad_trainer.data.marked_text import MARKS
 from evergrad_trainer.data.preparation.chunk import (
     WHOLE,
@@ -30,6 +30,7 @@ from evergrad_trainer.data.preparation.chunk import (
 from evergrad_trainer.data.preparation.content import Content
 from evergrad_trainer.data.preparation.documents import (
     HARMLESS,
+    KEPT,
     MOST_PROBLEMS,
     LineProblem,
     Reason,
@@ -41,7 +42,7 @@ from evergrad_trainer.data.preparation.pairs import PairFormat
 from evergrad_trainer.data.preparation.pool import Pool
 from evergrad_trainer.data.preparation.progress import Reporter
 from evergrad_trainer.data.preparation.rows import RowFormat
-from evergrad_trainer.data.preparation.texts import TextFormat
+from evergrad_trainer.data.preparation.texts import TextFormat, TextReader
 from evergrad_trainer.data.prepared import (
     FORMAT,
     INDEX,
@@ -57,6 +58,8 @@ from evergrad_trainer.durable import fsync_directory, write_json
 from evergrad_trainer.errors import DataError
 from evergrad_trainer.lock import exclusive
 
+_SAMPLE: Final = 32
+"""Documents at most that are prepared twice: enough for any chance to show, and a few milliseconds."""
 _POLICY: Final = "spec.training.data.malformed"
 _IF_TOO_LONG: Final = (
     "Raise sequenceLength, or set spec.training.rows.tooLong to skip or truncate; what is left out or cut is "
@@ -108,11 +111,10 @@ def compute_fingerprint(source: SourceEntry, content: Content, recipe: Recipe) -
         facts["rows"] = recipe.rows.to_json()
         facts["marks"] = MARKS
         rows = recipe.rows.rows if isinstance(recipe.rows, PairFormat) else recipe.rows
-        if rows.as_at_first:
-            # The first versions had no such key.
-            del facts["rows"]["as_at_first"]
-        elif rows.template is not None:
-            facts["rendering"] = RENDERING
+        # The first versions had no such key, and rows without a template are what they were.
+        rendering = facts["rows"].pop("rendering", RENDERING)
+        if rendering > FIRST_RENDERING and rows.template is not None:
+            facts["rendering"] = rendering
     text = json.dumps(facts, sort_keys=True)
     return xxhash.xxh3_128_hexdigest(text.encode())
 
@@ -138,23 +140,24 @@ class Preparation:
     ) -> "Preparation":
         """The preparation of ``source``.
 
-        ``begun_with``: fingerprints of the data that the run began with. Where a first version made these,
+        ``begun_with``: fingerprints of the data that the run began with. Where an earlier version made these,
         they are found, or become the same tokens again: the run has trained on them.
         """
         fingerprint = compute_fingerprint(source, content, recipe)
         if recipe.rows is not None and fingerprint not in begun_with:
-            first = replace(recipe, rows=recipe.rows.of_first_versions())
-            known = compute_fingerprint(source, content, first)
-            if known in begun_with:
-                return Preparation(source, content, first, root, known)
+            for rendering in range(RENDERING - 1, FIRST_RENDERING - 1, -1):
+                earlier = replace(recipe, rows=recipe.rows.of_rendering(rendering))
+                known = compute_fingerprint(source, content, earlier)
+                if known in begun_with:
+                    return Preparation(source, content, earlier, root, known)
         return Preparation(source, content, recipe, root, fingerprint)
 
     @property
-    def is_as_at_first(self) -> bool:
-        """Whether it makes the text that the first versions made."""
+    def is_of_earlier_version(self) -> bool:
+        """Whether it makes the text that an earlier version made."""
         rows = self.recipe.rows
         rows = rows.rows if isinstance(rows, PairFormat) else rows
-        return rows is not None and rows.as_at_first
+        return rows is not None and rows.rendering < RENDERING
 
     @property
     def final(self) -> Path:
@@ -261,6 +264,7 @@ def _fill(preparation: Preparation, *, pool: Callable[[], Pool], report: Reporte
     if documents == 0:
         raise DataError(_no_documents(preparation, tally))
 
+    check_sample(preparation, outcomes)
     # How many are held out follows from how many there are: the split comes after the last chunk.
     outcomes = _split(preparation, outcomes, documents, pool=pool, report=report)
     index = _build_index(preparation, outcomes, tally, documents)
@@ -314,6 +318,51 @@ def _tokenize(
             tokens=sum(outcome.tokens.values()),
         )
     return [outcomes[chunk.number] for chunk in chunks], tally
+
+
+def check_sample(preparation: Preparation, outcomes: list[Outcome]) -> None:
+    """Prepare the first documents again, in this process, and compare their hash with that of the files.
+
+    Most often another process made these. A tokenizer or a template that gives other tokens each time would
+    make other data of the same content whenever prepared data is lost. Raises DataError.
+    """
+    recipe, attempt = preparation.recipe, preparation.attempt
+    stream, directory = WHOLE, attempt.chunks
+    if recipe.held_out is None:
+        stream, directory = TRAIN, attempt.data
+    number = next((one.number for one in outcomes if one.documents.get(stream)), None)
+    if number is None:
+        return
+    path = tokens_path(directory, stream, number)
+    if not path.exists():
+        # Split by an earlier attempt.
+        return
+
+    form = TextFormat.of(preparation.source, recipe.rows)
+    chunk = preparation.content.chunks[number]
+    with TextReader(form) as reader:
+        blocks = reader.read(chunk, Tally())
+        texts, lines = next((block for block in blocks if block[0]), ([], []))
+        del blocks
+    texts, lines = texts[:_SAMPLE], lines[:_SAMPLE]
+    if recipe.rows is not None:
+        tokens, *_ = recipe.rows.encode(recipe.tokenizer, texts, lines, Tally())
+    else:
+        tokens, lengths = recipe.tokenizer.encode_documents(texts)
+        # A text of which the tokenizer drops all is no document.
+        tokens = tokens[np.repeat(lengths > 1, lengths)]
+    ours = np.ascontiguousarray(tokens, dtype=recipe.dtype.newbyteorder("<")).tobytes()
+    with path.open("rb") as file:
+        theirs = file.read(len(ours))
+    hashes = [xxhash.xxh3_64_hexdigest(data) for data in (theirs, ours)]
+    if hashes[0] != hashes[1]:
+        what = "becomes other tokens each time that it is prepared"
+        why = (
+            f"the first {len(texts)} documents have the hash {hashes[0]} in one process and {hashes[1]} in "
+            "another; the tokenizer or the chat template is not a function of the text alone"
+        )
+        remedy = "Remove what is random from the tokenizer's files or from the template"
+        raise DataError(Problem(str(preparation.source.path), what, why, remedy))
 
 
 def _run_lazily(pool: Callable[[], Pool], jobs: Iterator[Job]) -> Iterator[Outcome]:
@@ -447,7 +496,7 @@ def _no_documents(preparation: Preparation, tally: Tally) -> Problem:
     # The first malformed line shows most often which it is: a wrong field name, or a file of another kind.
     source, unit = preparation.source, preparation.source.unit
     too_long = tally.skipped[Reason.LEFT_OUT]
-    harmless = sum(tally.skipped[reason] for reason in HARMLESS) - too_long
+    harmless = sum(tally.skipped[reason] for reason in HARMLESS - KEPT) - too_long
     what = f"holds no document in {preparation.content.lines} {unit}s"
     why = f"{harmless} are blank or have an empty text, {tally.malformed} are malformed"
     if tally.problems:

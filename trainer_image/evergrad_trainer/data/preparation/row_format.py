@@ -73,6 +73,7 @@ def row_format(training: Training, base_directory: Path) -> RowFormat | PairForm
         template=templates.get(_DEFAULT),
         variables=tuple(sorted(variables.items())),
         tool_template=templates.get(_WITH_TOOLS),
+        date=rows.date,
     )
     pairs = training.pair_settings
     if pairs is None:

@@ -2,28 +2,41 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.training.sft import CONVERSATIONS, MESSAGES
 from evergrad_trainer.data.chat_template import (
     ASSISTANT,
+    FIRST_RENDERING,
     FOR_TEMPLATES,
+    FORMS_OF_CONTENT,
+    RENDERING,
     ChatTemplate,
     ChatTemplateError,
+    DateNeededError,
 )
 from evergrad_trainer.data.marked_text import MarkedText, Span, join_marks, marks_of
-from evergrad_trainer.data.preparation.documents import LineProblem, Reason, RowError, Tally
+from evergrad_trainer.data.preparation.documents import (
+    OF_DROPPED,
+    LineProblem,
+    Reason,
+    RowError,
+    Tally,
+)
 from evergrad_trainer.data.preparation.json_values import LongNumber
+from evergrad_trainer.data.preparation.messages import Message, read_message
 from evergrad_trainer.data.tokenizers import (
     TextTokenizer,
     replace_lone_surrogates,
     smallest_dtype,
 )
+from evergrad_trainer.errors import DataError
 
-Message = dict[str, Any]
-"""One with a role and content, both texts, and whatever else its row gives the template."""
+DATE_FIELD: Final = "spec.training.rows.date"
 Encoded = tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]
 """Values of all rows in one array, the number of each row's, and its line."""
 
@@ -33,8 +46,8 @@ class RowFormat:
     """How rows are read.
 
     ``longest``: tokens of a row that fit into a sample. ``template``: of conversations; ``tool_template``: of
-    those with tools, where these have one of their own. ``as_at_first``: templates make the text that they
-    made in the first versions.
+    those with tools, where these have one of their own. ``rendering``: number of the rule by which templates
+    make texts. ``date``: the one that templates are given.
     """
 
     messages_field: str
@@ -45,11 +58,15 @@ class RowFormat:
     template: str | None
     variables: tuple[tuple[str, str], ...]
     tool_template: str | None = None
-    as_at_first: bool = False
+    rendering: int = RENDERING
+    date: str | None = None
 
-    def of_first_versions(self) -> "RowFormat":
-        """How the first versions read these rows: with one template for all conversations."""
-        return replace(self, tool_template=None, as_at_first=True)
+    def of_rendering(self, rendering: int) -> "RowFormat":
+        """How an earlier version read these rows, by the number of its rule. The first versions had one
+        template for all conversations, and a date came with the third rule."""
+        tool_template = self.tool_template if rendering > FIRST_RENDERING else None
+        date = self.date if rendering >= FORMS_OF_CONTENT else None
+        return replace(self, rendering=rendering, tool_template=tool_template, date=date)
 
     def to_json(self) -> dict[str, Any]:
         """JSON values only."""
@@ -57,8 +74,10 @@ class RowFormat:
         if self.tool_template is None:
             # Rows keep the fingerprint that they had before there was one.
             del value["tool_template"]
-        if not self.as_at_first:
-            del value["as_at_first"]
+        if self.date is None:
+            del value["date"]
+        if self.rendering == RENDERING:
+            del value["rendering"]
         return value
 
     @staticmethod
@@ -71,7 +90,8 @@ class RowFormat:
     def keys(self) -> tuple[str, ...]:
         """All keys of a row that mean something."""
         named = (self.messages_field, self.prompt_field, self.completion_field)
-        return (*named, *(key for key in FOR_TEMPLATES if key not in named))
+        further = (CONVERSATIONS, *FOR_TEMPLATES)
+        return (*named, *(key for key in further if key not in named))
 
     def render(self, row: Mapping[str, Any]) -> MarkedText:
         """The text of a row, with what is learned of it. Raises RowError."""
@@ -82,7 +102,10 @@ class RowFormat:
             what = f"the row has {self.messages_field!r} and {given[0]!r}"
             raise RowError(what, "it is a conversation, or a prompt with a completion")
         if has_messages:
-            messages = read_messages(self.messages_field, row[self.messages_field])
+            messages = self.read_messages(self.messages_field, row[self.messages_field])
+            return self.render_conversation(messages, row)
+        if not given and self._has_conversations(row):
+            messages = self.read_messages(CONVERSATIONS, row[CONVERSATIONS])
             return self.render_conversation(messages, row)
         if len(given) == 2:
             prompt, completion = (_text_in(row, key, f"the field {key!r}") for key in keys)
@@ -100,6 +123,31 @@ class RowFormat:
             f"the row has neither {self.messages_field!r} nor {keys[0]!r} and {keys[1]!r}"
         )
         raise RowError(what, f"its fields are {names}")
+
+    def _has_conversations(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row names its messages as ShareGPT does, where the manifest does not name them."""
+        is_default = self.messages_field == MESSAGES and self.rendering >= FORMS_OF_CONTENT
+        return is_default and isinstance(row.get(CONVERSATIONS), list)
+
+    def read_messages(self, field: str, value: Any) -> list[Message]:
+        """The messages of a conversation, or of a part of one. Raises RowError."""
+        value = _without_lone_surrogates(value)
+        if not isinstance(value, list) or not value:
+            raise RowError(
+                f"the field {field!r} is no list of messages", "a conversation has some"
+            )
+        messages: list[Message] = []
+        for at, message in enumerate(value):
+            place = f"{field}[{at}]"
+            if not isinstance(message, dict):
+                raise RowError(f"{place} is no object", "a message has a role and content")
+            if self.rendering >= FORMS_OF_CONTENT:
+                messages.append(read_message(place, message))
+                continue
+            role = _text_in(message, "role", f"{place}.role")
+            content = _text_in(message, "content", f"{place}.content")
+            messages.append({**message, "role": role, "content": content})
+        return messages
 
     def render_conversation(
         self, messages: Sequence[Message], row: Mapping[str, Any], *, num_before: int = 0
@@ -123,8 +171,17 @@ class RowFormat:
             why = "the tokenizer has no chat template, and the file gives none"
             raise RowError("a conversation cannot be made a text", why)
         try:
-            chat = ChatTemplate(source, self.variables, self.as_at_first)
+            chat = ChatTemplate(source, self.variables, self.rendering, self.date)
             text = chat.render(messages, extra, num_before=num_before)
+        except DateNeededError as error:
+            # Of the manifest and not of the row: to pass over the row would pass over all of them.
+            why = (
+                "the same rows always become the same text, so that templates have no clock"
+            )
+            remedy = "Set the date that the samples show, such as `date: 2025-06-01`"
+            raise DataError(
+                Problem(DATE_FIELD, f"missing; {error}", why, remedy)
+            ) from error
         except ChatTemplateError as error:
             raise RowError("the conversation cannot be made a text", str(error)) from error
         if not text:
@@ -155,6 +212,7 @@ class RowFormat:
             # Rendered in this process, by the reader of the same job.
             assert isinstance(text, MarkedText)  # noqa: S101
             ids, marks = encode_text(tokenizer, text)
+            count_dropped(tally, text)
             # The first token is never a label.
             if not marks[1:].any():
                 problem = LineProblem(
@@ -171,24 +229,6 @@ class RowFormat:
             found.append(join_marks(ids.astype(dtype), marks))
             kept.append(line)
         return join_rows(found, kept, dtype)
-
-
-def read_messages(field: str, value: Any) -> list[Message]:
-    """The messages of a conversation, or of a part of one. Raises RowError."""
-    value = _without_lone_surrogates(value)
-    if not isinstance(value, list) or not value:
-        raise RowError(
-            f"the field {field!r} is no list of messages", "a conversation has some"
-        )
-    checked: list[Message] = []
-    for at, message in enumerate(value):
-        place = f"{field}[{at}]"
-        if not isinstance(message, dict):
-            raise RowError(f"{place} is no object", "a message has a role and content")
-        role = _text_in(message, "role", f"{place}.role")
-        content = _text_in(message, "content", f"{place}.content")
-        checked.append({**message, "role": role, "content": content})
-    return checked
 
 
 def _text_in(owner: Mapping[str, Any], key: str, place: str) -> str:
@@ -245,6 +285,12 @@ def encode_text(
     if text.is_open:
         ids, marks = [*ids, tokenizer.end_of_document], np.append(marks, True)
     return np.array(ids, dtype=np.int64), marks
+
+
+def count_dropped(tally: Tally, *texts: MarkedText) -> None:
+    """Count a row whose template left parts of its messages out."""
+    for kind in frozenset[str]().union(*(text.dropped for text in texts)):
+        tally.skipped[OF_DROPPED[kind]] += 1
 
 
 def keep_too_long(

@@ -48,7 +48,8 @@ def find_layout(head: bytes, dtype: str) -> TokenLayout | None:
             continue
         # One row for each id of the wider type: its high half is zero, and its low half is not.
         data = np.frombuffer(head, dtype=np.uint8, count=len(head) // wider * wider)
-        first, second = data.reshape(-1, 2, wider // 2).any(axis=(0, 2))
+        halves = data.reshape(-1, 2, wider // 2)
+        first, second = bool(halves[:, 0].any()), bool(halves[:, 1].any())
         if first and not second:
             return TokenLayout(wider, "<")
         if second and not first:
