@@ -106,7 +106,12 @@ def _import_everything() -> None:
     command_line.build_whole_parser()
     prepare_process()
     # Drawing takes ten times as long as these runs and has tests of its own.
-    report.write_report = lambda directory: SimpleNamespace(html=directory / "report.html")
+    draw = report.write_report
+    report.write_report = lambda directory, **given: (
+        draw(directory, **given)
+        if given
+        else SimpleNamespace(html=directory / "report.html")
+    )
 
 
 def _poll(pid: int, alive: set[int]) -> int | None:

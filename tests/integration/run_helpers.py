@@ -438,7 +438,11 @@ def _serve() -> None:
     # Drawing takes ten times as long as these runs and has tests of its own: a run draws nothing, and the
     # command for reports does.
     draw = report.write_report
-    report.write_report = lambda directory: SimpleNamespace(html=directory / "report.html")
+    report.write_report = lambda directory, **given: (
+        draw(directory, **given)
+        if given
+        else SimpleNamespace(html=directory / "report.html")
+    )
     alive: set[int] = set()
     for line in sys.stdin:
         request = json.loads(line)

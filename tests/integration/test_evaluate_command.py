@@ -15,6 +15,7 @@ from patience import PATIENCE
 from run_helpers import (
     DONE,
     STOPPED_SAVED,
+    USER_ERROR,
     Ended,
     Experiment,
     Started,
@@ -280,3 +281,20 @@ def test_a_pod_leaves_the_results_of_its_checkpoint_and_the_steps_that_wait(
     # One that is gone is passed over, and says so.
     gone = pod(999)
     assert not gone.results and "holds no checkpoint of step 999" in gone.passed_over
+
+
+def test_a_comparison_reads_the_weights_also_if_the_checkpoint_was_evaluated_before(
+    trained: Experiment, finished: Path
+) -> None:
+    run = f"runs/{finished.name}"
+    stored = results_of(trained.command("evaluate", run, "--json", "--checkpoint", "8"))
+    compare = ("evaluate", run, "--checkpoint", "8", "--compare", "--json")
+    again = trained.command(*compare)
+    assert [row["is_new"] for row in results_of(again)] == [True, True]
+    assert found_rows(json.loads(again.out)["results"]) == found_rows(stored)
+
+    shard = finished / "checkpoints" / "step-8" / "rank-00000.bin"
+    data = bytearray(shard.read_bytes())
+    data[::3] = bytes(byte ^ 0x55 for byte in data[::3])
+    shard.write_bytes(data)
+    assert "checksum differs" in trained.command(*compare).expect(USER_ERROR).err

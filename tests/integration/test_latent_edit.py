@@ -350,3 +350,32 @@ def test_a_predictor_that_is_cut_learns_what_a_whole_one_does(
     experiment.run(*SHARDED, directory="killed")
     assert_same_curve(other, experiment.at("killed"))
     assert_same_state(other, experiment.at("killed"))
+
+
+@pytest.mark.capability("G-3", "G-X15", "G-X16")
+def test_preflight_says_what_is_wrong_with_a_corpus(experiment: Experiment) -> None:
+    write(experiment)
+    corpus = experiment.path / "corpus"
+
+    def preflight(expect: int) -> str:
+        ended = experiment.command("preflight", "tiny.yaml").expect(expect)
+        return ended.out + ended.err
+
+    preflight(DONE)
+    manifest = corpus / "dataset_manifest.json"
+    kept = manifest.read_text("utf-8")
+    named = json.loads(kept)
+    manifest.write_text(json.dumps(named | {"snapshot_id": ""}), "utf-8")
+    assert "snapshot_id" in preflight(USER_ERROR)
+    manifest.write_text(kept, "utf-8")
+
+    train = corpus / "gnomad/train.jsonl"
+    content = train.read_bytes()
+    train.write_bytes(content + b"{}\n")
+    assert "gnomad/train.jsonl" in preflight(USER_ERROR)
+    train.unlink()
+    assert "does not exist" in preflight(USER_ERROR)
+    train.write_bytes(content)
+
+    corpus.rename(experiment.path / "elsewhere")
+    assert "corpus" in preflight(USER_ERROR)

@@ -333,6 +333,9 @@ def test_sigterm_to_the_launcher_stops_both_workers_at_one_step(
     )
     assert newest["world_size"] == 2
     assert not any(map(is_alive, workers))
+    # The final figures are those of this end, and not of an earlier one.
+    summary = json.loads((experiment.at() / "summary.json").read_text("utf-8"))
+    assert summary["step"] == last
 
 
 @pytest.mark.capability("O-14", "C-12", "T-34", "T-46", "A-28")

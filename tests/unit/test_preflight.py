@@ -222,12 +222,17 @@ def test_things_that_never_happen_are_warned_of() -> None:
     sources = [{"name": "other", "path": "other.jsonl"}]
     sets = [{"name": "other", "every": {"steps": 101}}]
     evaluation = {"every": {"steps": 500}, "sources": sources, "sets": sets}
-    late = training(checkpoint={"every": {"steps": 101}}, evaluation=evaluation)
+    late = training(
+        checkpoint={"every": {"steps": 101}},
+        evaluation=evaluation,
+        logging={"profile": {"firstStep": 101}},
+    )
     levels = {f.problem.path: f.level for f in check_cadences(late, total=100)}
     assert levels == {
         "spec.training.checkpoint.every.steps": "warning",
         "spec.training.evaluation.every.steps": "warning",
         "spec.training.evaluation.sets[0].every.steps": "warning",
+        "spec.training.logging.profile.firstStep": "warning",
     }
     in_tokens = training(checkpoint={"every": {"tokens": 51_201}})
     assert only(check_cadences(in_tokens, total=100)).level == "warning"

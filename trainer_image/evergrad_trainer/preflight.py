@@ -55,6 +55,7 @@ from evergrad_trainer.preflight_memory import (
     model_facts,
 )
 from evergrad_trainer.preflight_script import check_script, check_script_workers
+from evergrad_trainer.recipes import load_task
 
 _SLOWEST_BF16_DECAY = 1 - 2**-8
 """Half a step of bf16, relative: a slower decay is lost in rounding."""
@@ -101,6 +102,11 @@ def examine(
     plan, facts, problems = _read_model(training, base_directory)
     findings += [Finding("error", problem) for problem in problems]
     size: int | None = None
+    if training.recipe in RECIPES:
+        # Code of the user's own runs in training alone.
+        task, _ = load_task(training, base_directory)
+        check = getattr(task, "check_files", tuple)
+        findings += [Finding("error", problem) for problem in check()]
     findings += check_frozen(training, plan)
     if facts is not None and is_model_trained(training):
         # Fewer workers hold larger shards each. Nodes that share this machine give memory back as they leave.
@@ -445,6 +451,11 @@ def check_cadences(training: Training, *, total: int) -> Iterator[Finding]:
         if rhythm is not None and rhythm.tokens is not None:
             first = -(-rhythm.tokens // tokens_per_step)
             firsts.append((f"checkpoint.{where}.tokens", rhythm.tokens, first, end))
+    if training.logging.profile is not None:
+        profiled = training.logging.profile.first_step
+        firsts.append(
+            ("logging.profile.firstStep", profiled, profiled, "No trace is written")
+        )
     for where, written, first, consequence in firsts:
         if first > total:
             what = f"{written} is beyond the last step {total}"

@@ -75,11 +75,20 @@ FOREIGN: Final = (
     # How long, how much, how often.
     Foreign(("max_steps", "train_iters", "iterations"), (f"{_T}.horizon.steps",)),
     Foreign(("num_train_epochs", "num_epochs", "max_epochs"), (f"{_T}.horizon.epochs",)),
+    Foreign(
+        ("min_iterations", "min_steps", "min_iters"),
+        (f"{_T}.horizon.steps", f"{_T}.horizon.epochs"),
+        "a run has one horizon; `evergrad prepare` prints the steps of an epoch, so that you can give the "
+        "larger number of steps",
+    ),
     Foreign(("total_tokens", "token_budget"), (f"{_T}.horizon.tokens",)),
     Foreign(("scheduler_max_steps", "lr_decay_iters"), (f"{_T}.horizon.steps",)),
     Foreign(("exit_iteration", "exit_interval"), (f"{_T}.stop.afterStep",)),
     Foreign(
-        ("per_device_train_batch_size", "train_batch_size", "per_device_batch_size"),
+        (
+            *("per_device_train_batch_size", "train_batch_size", "per_device_batch_size"),
+            "mbs",
+        ),
         (f"{_T}.batching.microBatchSize",),
     ),
     Foreign(
@@ -149,7 +158,14 @@ FOREIGN: Final = (
         why="each rank writes a file of its own with all lines from INFO on, and the terminal has warnings",
     ),
     Foreign(
-        ("logging_steps", "log_freq", "report_interval"), (f"{_T}.logging.every.steps",)
+        (
+            "logging_steps",
+            "log_freq",
+            "report_interval",
+            "loss_log_interval",
+            "log_interval",
+        ),
+        (f"{_T}.logging.every.steps",),
     ),
     Foreign(
         ("report_to", "wandb", "wandb_project", "aim", "mlflow"),
@@ -176,7 +192,16 @@ FOREIGN: Final = (
     Foreign(("early_stopping", "early_stopping_patience"), (f"{_T}.stop.early",)),
     Foreign(("collapse_log_every_steps",), (f"{_T}.monitors",)),
     # Optimizer and schedule.
-    Foreign(("max_lr", "lr_max"), (f"{_T}.optimizer.learningRate",)),
+    Foreign(("overfit_batches", "overfit_one_batch"), (f"{_T}.data.overfitFirstBatch",)),
+    Foreign(
+        ("training_data_dirs", "train_data_dir", "data_dir", "train_file"),
+        (f"{_T}.data.sources[].path",),
+    ),
+    Foreign(
+        ("valid_data_dir", "validation_data_dir", "eval_datasets", "validation_file"),
+        (f"{_T}.evaluation.sources[].path", f"{_T}.data.heldOut"),
+    ),
+    Foreign(("max_lr", "lr_max", "lr"), (f"{_T}.optimizer.learningRate",)),
     Foreign(("adam_beta1", "adam_beta2", "beta1", "beta2"), (f"{_T}.optimizer.betas",)),
     Foreign(("adam_epsilon", "adam_eps"), (f"{_T}.optimizer.epsilon",)),
     Foreign(
@@ -308,7 +333,9 @@ FOREIGN: Final = (
         (f"{_T}.runtime.precision", f"{_T}.model.lora.baseDtype"),
         "the type of weights that are trained decides what is computed with",
     ),
-    Foreign(("from_pretrained", "model_name_or_path"), (f"{_T}.model.path",)),
+    Foreign(
+        ("from_pretrained", "model_name_or_path", "name_or_path"), (f"{_T}.model.path",)
+    ),
     Foreign(("block_size", "max_seq_length", "seq_length"), (f"{_T}.data.sequenceLength",)),
     Foreign(("train_type", "trainer_type", "stage_type"), (f"{_T}.recipe",)),
     Foreign(

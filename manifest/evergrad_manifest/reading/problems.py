@@ -250,20 +250,24 @@ def _say_unknown_key(finding: _Finding) -> Sentence:
     if near is not None:
         return "unknown key", f"did you mean `{near}`? {here}", ""
     # A known key in a wrong place is a slip of the indentation, unless many sections have one of that name.
-    places = _all_places().get(finding.key, ()) if is_file else ()
+    places = _all_places().get(fold(finding.key), ()) if is_file else ()
     if 0 < len(places) <= 2:
         remedy = f"Check the indentation, or the path that follows --set. {here}"
-        return "unknown key", f"`{finding.key}` belongs in {' or '.join(places)}", remedy
+        sections = " or ".join(section for section, _ in places)
+        why = f"`{finding.key}` belongs in {sections}"
+        if finding.key != (name := places[0][1]):
+            why = f"it is written `{name}` here, and belongs in {sections}"
+        return "unknown key", why, remedy
     return "unknown key", "", f"Remove it. {here}"
 
 
 @cache
-def _all_places() -> Mapping[str, tuple[str, ...]]:
-    places: dict[str, list[str]] = {}
+def _all_places() -> Mapping[str, tuple[tuple[str, str], ...]]:
+    """The sections that have a key, each with its spelling there, by the key without case and underscores."""
+    places: dict[str, list[tuple[str, str]]] = {}
     for field in walk_fields(TrainingRun):
-        places.setdefault(field.key, []).append(
-            field.path.rpartition(".")[0] or "the top level"
-        )
+        section = field.path.rpartition(".")[0] or "the top level"
+        places.setdefault(fold(field.key), []).append((section, field.key))
     return {key: tuple(found) for key, found in places.items()}
 
 

@@ -128,6 +128,28 @@ def assert_refused_with(refuse: Refuse, key: str, said: str) -> None:
         ),
         ("spec.training.data.sample_ratio", "Write spec.training.data.sources[].samples."),
         ("spec.training.data.sample_seed", "Write spec.training.reproducibility.dataSeed."),
+        # Names of the migration pages that are fields here, in another section or spelling.
+        (
+            "spec.training.min_iterations",
+            "Write spec.training.horizon.steps and spec.training.horizon.epochs.",
+        ),
+        (
+            "spec.training.micro_batch_size",
+            "it is written `microBatchSize` here, and belongs in spec.training.batching.",
+        ),
+        ("spec.training.loss_log_interval", "Write spec.training.logging.every.steps."),
+        (
+            "spec.training.overfit_first_batch",
+            "it is written `overfitFirstBatch` here, and belongs in spec.training.data.",
+        ),
+        (
+            "spec.training.learning_rate",
+            "it is written `learningRate` here, and belongs in",
+        ),
+        ("spec.training.training_data_dirs", "Write spec.training.data.sources[].path."),
+        ("spec.training.valid_data_dir", "spec.training.evaluation.sources[].path"),
+        ("spec.training.eval_datasets", "spec.training.evaluation.sources[].path"),
+        ("spec.training.model.name_or_path", "Write spec.training.model.path."),
     ],
 )
 def test_an_option_of_other_trainers_is_refused_with_what_to_write(

@@ -193,3 +193,15 @@ def test_files_of_a_step_go_together(tmp_path: Path) -> None:
         "notes.txt",
         "step-10.a.1.trace.json.gz",
     ]
+
+
+def test_a_trace_that_a_stop_cuts_is_not_called_whole(
+    synthetic: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    one = Profiler(settings(steps=3, firstStep=3), tmp_path, begin=lambda _: FakeTrace([]))
+    one.step_end(synthetic.step_record(2))
+    for step in (3, 4):
+        one.step_end(synthetic.step_record(step))
+    one.close()
+    assert "traced 2 of 3 steps, because the process stopped" in caplog.text

@@ -119,3 +119,37 @@ def test_what_was_measured_of_a_lost_future_is_no_result(
     run._evaluate_every = 7
     run.write(synthetic.Process(last=22, resumed_from=15, ended="killed"))
     assert report()[:2] == ([10, 21], {})
+
+
+def test_the_step_that_stopped_a_run_counts_among_those_that_were_not_finite(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
+    run = synthetic.RunWriter(tmp_path / "run")
+    run.write(synthetic.Process(last=20))
+    found = {"why": "loss", "message": "not finite", "in_a_row": 1, "generation": 1}
+    with run.directory.events.open("a") as file:
+        # A skipped step has its own number; a stop has that of the newest finished step.
+        for kind, step in (("skipped", 20), ("non_finite", 20)):
+            file.write(
+                json.dumps(found | {"type": kind, "time": run.now, "step": step}) + "\n"
+            )
+    path = write_report(run.directory.path, now=0.0).summary
+    assert json.loads(path.read_text("utf-8"))["skippedSteps"] == {"loss": 2}
+
+
+def test_without_a_page_an_older_page_goes_and_the_figures_are_current(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
+    run = synthetic.RunWriter(tmp_path / "run")
+    run.write(synthetic.Process(last=20, ended="killed"))
+    old = write_report(run.directory.path, now=0.0)
+    assert old.html.exists()
+    run.write(synthetic.Process(last=50, resumed_from=20))
+    new = write_report(run.directory.path, now=0.0, has_page=False)
+    assert not new.html.exists()
+    summary = json.loads(new.summary.read_text("utf-8"))
+    assert summary["step"] == 50
+    rows = {row["file"]: row["sha256"] for row in summary["files"]}
+    assert "report.html" not in rows
+    content = run.directory.metrics.read_bytes()
+    assert rows["metrics.jsonl"] == hashlib.sha256(content).hexdigest()

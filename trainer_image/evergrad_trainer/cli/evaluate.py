@@ -126,7 +126,9 @@ def execute(args: argparse.Namespace) -> int:
             measured = list(evaluator.evaluate(candidate))
         except CutError:
             print(
-                "stopped; what was measured is kept, and goes on from there",
+                "stopped; a comparison starts again"
+                if args.compare
+                else "stopped; what was measured is kept, and goes on from there",
                 file=sys.stderr,
             )
             return int(ExitCode.STOPPED_SAVED)
@@ -257,7 +259,9 @@ def _open(
         is_stopping=lambda: signals.is_requested,
         on_progress=show_progress,
         marks=recorded.run.spec.evaluation is not None
-        and not (args.sets or args.weights or args.micro_batch_size),
+        and not (args.sets or args.weights or args.micro_batch_size or args.compare),
+        # A stored result says nothing about the bytes that are on the volume now.
+        measures_again=args.compare,
     )
 
 

@@ -93,9 +93,12 @@ class Evaluator:
     on_progress: OnProgress
     marks: bool = False
     """Whether a checkpoint counts as evaluated afterwards: all sets are measured, as the run would."""
+    measures_again: bool = False
+    """Whether stored results are left alone, neither read nor written: each set is measured from the
+    checkpoint's own bytes."""
 
     def find(self, candidate: Candidate) -> list[Measured] | None:
-        """The results of a checkpoint, or None where one is missing."""
+        """The results of a checkpoint, or None where one is missing or is to be measured again."""
         found = [self._find(candidate, one) for one in self.opened.sets]
         return None if None in found else [one for one in found if one is not None]
 
@@ -119,6 +122,8 @@ class Evaluator:
             mark_evaluated(self.store, self.opened.session.directory, [candidate])
 
     def _find(self, candidate: Candidate, one: EvaluationSet) -> Measured | None:
+        if self.measures_again:
+            return None
         place = self._place(candidate, one)
         values = read_result(place)
         return None if values is None else Measured(values, str(place.path), is_new=False)
@@ -185,14 +190,16 @@ class Evaluator:
         session, place = self.opened.session, self._place(candidate, one)
         stage = session.data.train.stage(max(1, session.progress.finished_steps))
         # From where an earlier evaluation was cut: its batches are not computed again.
-        tally = self.opened.evaluator.open_tally(one, read_cut(place), stage=stage)
+        cut = {} if self.measures_again else read_cut(place)
+        tally = self.opened.evaluator.open_tally(one, cut, stage=stage)
         kept = time.monotonic()
 
         def note(done: int, total: int) -> None:
             nonlocal kept
             self.on_progress(one.name, done, total)
             # Now and then: a kill costs at most this much work, and a short set no write.
-            if tally.done and time.monotonic() - kept > KEPT_SECONDS:
+            is_due = time.monotonic() - kept > KEPT_SECONDS
+            if tally.done and is_due and not self.measures_again:
                 write_cut(place, tally.to_json())
                 kept = time.monotonic()
 
@@ -205,9 +212,13 @@ class Evaluator:
             on_progress=note,
         )
         if result is None:
-            write_cut(place, tally.to_json())
+            if not self.measures_again:
+                write_cut(place, tally.to_json())
             raise CutError
-        values = write_result(place, self._describe(candidate, one, result, tally.seconds))
+        values = self._describe(candidate, one, result, tally.seconds)
+        if self.measures_again:
+            return Measured(values, "", is_new=True)
+        values = write_result(place, values)
         return Measured(values, str(place.path), is_new=True)
 
     def _describe(

@@ -109,6 +109,7 @@ class Profiler(BaseObserver):
         self._folder.mkdir(parents=True, exist_ok=True)
         name = self._file_name()
         self._dump_memory()
+        wanted, traced = self._settings.steps, self._settings.steps - self._left
 
         def write() -> None:
             try:
@@ -116,7 +117,15 @@ class Profiler(BaseObserver):
                 partial = path.with_name(f".{name}{_PARTIAL}")
                 trace.export_chrome_trace(str(partial))
                 partial.replace(path)
-                _log.info("traced %d steps: %s", self._settings.steps, path)
+                if traced == wanted:
+                    _log.info("traced %d steps: %s", traced, path)
+                else:
+                    _log.warning(
+                        "traced %d of %d steps, because the process stopped: %s",
+                        traced,
+                        wanted,
+                        path,
+                    )
                 prune(self._folder, keep=self._settings.keep)
             except Exception as error:  # noqa: BLE001 - a trace that cannot be written costs nothing but itself
                 kind = type(error).__name__

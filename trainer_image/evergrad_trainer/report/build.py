@@ -38,11 +38,13 @@ def write_report(
     output: Path | None = None,
     cluster_run: Path | None = None,
     now: float | None = None,
+    has_page: bool = True,
 ) -> ReportPaths:
     """Write page, text and summary into ``output`` (default: the run directory).
 
     The same files give the same report but for its time. ``cluster_run``: file with the run's object of a
-    cluster, for the time of its pods.
+    cluster, for the time of its pods. ``has_page``: without it no plots are drawn, which takes seconds, and a
+    page of an earlier state is removed, because it would contradict the text.
 
     Raises RunDirectoryError for what is no run directory, for unreadable files, and where the report cannot
     be written.
@@ -55,11 +57,16 @@ def write_report(
         target.mkdir(parents=True, exist_ok=True)
     html, markdown = target / RunFile.REPORT_HTML, target / RunFile.REPORT_MARKDOWN
     # Each whole or not at all: somebody may be looking at the one before.
-    write_atomically(html, render_html(facts, build_plots(facts), created=created))
+    if has_page:
+        write_atomically(html, render_html(facts, build_plots(facts), created=created))
+    else:
+        with reported(html, what="cannot be removed"):
+            html.unlink(missing_ok=True)
     write_atomically(markdown, render_markdown(facts, created=created))
 
     # Last: it holds hashes of all that was written.
-    files = hash_files(RunDirectory(run_directory), html, markdown)
+    made = (html, markdown) if has_page else (markdown,)
+    files = hash_files(RunDirectory(run_directory), *made)
     figures = {**summarise(facts), "created": created, "files": files}
     summary = target / RunFile.SUMMARY
     write_atomically(summary, dumps_strict(figures, indent=2) + "\n")

@@ -18,7 +18,12 @@ def summarise(facts: Facts) -> dict[str, Any]:
     """Return the figures of the report's page, unrounded: programs compare them, people read the page."""
     goodput, steps, history = facts.goodput, facts.steps, facts.history
     starts = [event for event in history.events if event.type == EventType.START]
-    skipped = [event for event in history.events if event.type == EventType.SKIPPED]
+    # The step that stopped the run was not updated either. Its number is that of the step behind the event's.
+    skipped = {
+        event.step + (event.type == EventType.NON_FINITE): str(event.fields.get("why"))
+        for event in history.events
+        if event.type in (EventType.SKIPPED, EventType.NON_FINITE)
+    }
     samples_per_step = int(starts[-1].fields.get("samples_per_step") or 0) if starts else 0
     resumed_from = int(starts[-1].fields.get("resumed_from") or 0) if starts else 0
     is_trained = len(steps) > 0
@@ -39,11 +44,7 @@ def summarise(facts: Facts) -> dict[str, Any]:
             for name, column in steps.metrics.items()
         },
         # A step that was trained again counts once: the last time.
-        "skippedSteps": dict(
-            Counter(
-                {event.step: str(event.fields.get("why")) for event in skipped}.values()
-            )
-        ),
+        "skippedSteps": dict(Counter(skipped.values())),
         "evaluations": [record_row(one) for one in history.evaluations],
         "newestEvaluations": {
             one.name: record_row(one) for one in last_evaluations(history.evaluations)

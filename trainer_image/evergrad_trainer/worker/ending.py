@@ -63,8 +63,9 @@ def close_run(
     if is_alone:
         # It may never have trained in a world in which it was the one to write the start event.
         session.release_events()
-    session.emit(EventType.STOP, {"reason": reason, "saved": is_saved})
     step = session.progress.finished_steps
+    # Before its first step a run has nothing to save: no checkpoint is there, and none is missing.
+    session.emit(EventType.STOP, {"reason": reason, "saved": is_saved and step > 0})
     if code == ExitCode.DONE:
         if session.plan.run.training.checkpoint.export_at_end:
             # Before the run is marked: one that is killed, or finds no space, in here ends again.
@@ -80,7 +81,10 @@ def close_run(
         print(f"error: {session.progress.refusal}", file=sys.stderr)
     later = f"evergrad report {session.directory.path}"
     if reason == "signal":
-        # The state is saved, and a report can be made at any time.
+        # The state is saved. Figures and text take milliseconds; a page with plots can be drawn at any time,
+        # and the sender of the signal may not wait for it.
+        if not is_alone:
+            _write_summary(session)
         print(f"stopped after step {step}; for a report: {later}", flush=True)
     else:
         from evergrad_trainer.report.build import write_report
@@ -99,6 +103,17 @@ def close_run(
         message = "error: the state of the last steps could not be saved; the newest checkpoint is older"
         print(message, file=sys.stderr)
     return code
+
+
+def _write_summary(session: Session) -> None:
+    """Write the run's figures and text, without its page. A failure is reported and ends nothing."""
+    from evergrad_trainer.report.build import write_report
+
+    try:
+        write_report(session.directory.path, has_page=False)
+    except Exception as error:  # noqa: BLE001 - the training is saved; a report can be made again at any time
+        _log.exception("the summary could not be written")
+        print(f"warning: summary.json is not current: {error}", file=sys.stderr)
 
 
 def _export(session: Session, step: int) -> Path:

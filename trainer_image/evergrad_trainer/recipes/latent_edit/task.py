@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from evergrad_manifest.errors import Problem
+from evergrad_manifest.errors import InputError, Problem
 from evergrad_manifest.training import LatentEdit as EditSection
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.errors import ModelError
-from evergrad_trainer.recipes.latent_edit.corpus import TRAIN
+from evergrad_trainer.recipes.latent_edit.corpus import TRAIN, read_corpus
 from evergrad_trainer.recipes.latent_edit.encoder import Encoder, encode
 from evergrad_trainer.recipes.latent_edit.loss import measure_spread, prediction_losses
 from evergrad_trainer.recipes.latent_edit.modules import (
@@ -103,6 +103,15 @@ class LatentEdit:
     def encoder(self) -> Encoder:
         """The encoder, whose model is made only where it computes."""
         return Encoder(self.setup)
+
+    def check_files(self) -> Sequence[Problem]:
+        """What is wrong with the corpus: its manifest, and each file by size and checksum. Trains nothing."""
+        section = self._section
+        try:
+            read_corpus(self.setup.base_directory / section.corpus, windows=section.windows)
+        except InputError as error:
+            return error.problems
+        return ()
 
     def prepare(self, prepared: Prepared, folder: Path) -> Mapping[str, Any]:
         """Read the corpus, make all items, and encode them unless that is done in each step."""
