@@ -83,14 +83,15 @@ def test_a_finished_run_is_evaluated_with_the_bits_of_its_own_evaluation(
 ) -> None:
     run = f"runs/{finished.name}"
     ended = trained.command("evaluate", run, "--json", "--compare", "--tolerance", "0")
-    results = results_of(ended)
     # The reloaded weights give the loss that the live ones gave when they were saved.
     assert {
-        (one["name"], one["is_equal"]) for one in json.loads(ended.out)["comparison"]
+        (one["name"], one["is_equal"])
+        for one in json.loads(ended.expect(DONE).out)["comparison"]
     } == {
         ("heldOut", True),
         ("other", True),
     }
+    results = results_of(trained.command("evaluate", run, "--json"))
     own = [row for row in own_rows(finished) if row[0] == 8]
     assert found_rows(results) == own and len(own) == 2
     assert [row["is_new"] for row in results] == [True, True]

@@ -50,7 +50,7 @@ def close_run(
 ) -> ExitCode:
     """Write down how the run ended, as rank 0, and close the observers; every rank gets the exit code.
 
-    ``is_alone``: this worker leaves a run that others may go on with, so no complete mark and no report is
+    ``is_alone``: this worker leaves a run that others may go on with, so no complete mark and no page is
     made.
     """
     is_complete = reason == "complete"
@@ -83,8 +83,7 @@ def close_run(
     if reason == "signal":
         # The state is saved. Figures and text take milliseconds; a page with plots can be drawn at any time,
         # and the sender of the signal may not wait for it.
-        if not is_alone:
-            _write_summary(session)
+        _write_summary(session)
         print(f"stopped after step {step}; for a report: {later}", flush=True)
     else:
         from evergrad_trainer.report.build import write_report
