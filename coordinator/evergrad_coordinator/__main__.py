@@ -256,7 +256,9 @@ async def serve(
     await over.wait()
     if server.finished.done():
         code = server.finished.result()
-        await linger(server, options.linger, stopped)
+        # A superseded coordinator has nothing to announce: another one does.
+        if not server.effects.is_superseded:
+            await linger(server, options.linger, stopped)
     else:
         # Nothing is sent to the nodes: they train on for a lease, and wait for the next coordinator.
         code = ExitCode.STOPPED_SAVED

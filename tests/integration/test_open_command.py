@@ -290,6 +290,7 @@ def test_a_run_directory_names_the_page_of_its_coordinator(
     assert main(["open", str(tmp_path)]) == 64
 
 
+@pytest.mark.parametrize("status", [200, 503])
 @pytest.mark.parametrize(
     ("instance", "answered", "is_ours"),
     [
@@ -307,10 +308,12 @@ def test_another_run_at_the_port_of_a_killed_coordinator_is_not_taken_for_its_ow
     instance: str | None,
     answered: str | None,
     is_ours: bool,
+    status: int,
 ) -> None:
     def answer(server: StatusServer, path: str, *, is_read: bool) -> Answer:
         headers = {} if answered is None else {INSTANCE_HEADER: answered}
-        return Answer(200, "text/plain", "ok\n", headers)
+        # One that is not well shows what it still knows.
+        return Answer(status, "text/plain", "ok\n", headers)
 
     monkeypatch.setattr(StatusServer, "_page", answer)
     file = tmp_path / "coordinator" / "address.json"

@@ -259,6 +259,11 @@ def find_local_port(directory: Path) -> int | None:
             # One that was killed has left its file, and another run's may have its port by now. Those of an
             # older version have no instance.
             is_ours = answer.headers.get(INSTANCE_HEADER) == instance
-            if answer.status == http.client.OK and is_ours:
+            # One that is not well answers 503, and its page shows what it still knows.
+            is_answered = answer.status in (
+                http.client.OK,
+                http.client.SERVICE_UNAVAILABLE,
+            )
+            if is_answered and is_ours:
                 return port
     return None

@@ -1,6 +1,7 @@
 """The effects of the rules, carried out in their order; those behind a new number wait for the journal."""
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -40,6 +41,7 @@ class EffectQueue:
         self._most, self._retry_seconds = most, retry_seconds
         self._effects: deque[Effect] = deque()
         self._persisting: asyncio.Task[None] | None = None
+        self._persisting_since = 0.0
         self._is_carrying_out = False
         self._is_closed = False
 
@@ -47,6 +49,24 @@ class EffectQueue:
     def num_waiting(self) -> int:
         """Number of effects that are not carried out yet."""
         return len(self._effects)
+
+    @property
+    def is_superseded(self) -> bool:
+        """Whether another coordinator has taken the number, and nothing is carried out any more."""
+        return self._is_closed
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether the task that writes the journal has ended although effects wait for it."""
+        return (
+            self._persisting is not None and self._persisting.done() and not self._is_closed
+        )
+
+    @property
+    def seconds_waiting(self) -> float:
+        """Seconds for which the newest number has been on its way to the disk; 0 if none is."""
+        is_waiting = self._persisting is not None and not self._is_closed
+        return time.monotonic() - self._persisting_since if is_waiting else 0.0
 
     @property
     def is_full(self) -> bool:
@@ -74,7 +94,9 @@ class EffectQueue:
             while self._effects and self._persisting is None:
                 effect = self._effects.popleft()
                 if isinstance(effect, Persist):
+                    self._persisting_since = time.monotonic()
                     self._persisting = asyncio.create_task(self._persist(effect))
+                    self._persisting.add_done_callback(_report_error)
                 else:
                     self._carry_out(effect)
         finally:
@@ -82,18 +104,23 @@ class EffectQueue:
 
     async def _persist(self, effect: Persist) -> None:
         """Make a number durable, and go on."""
-        # Tried without end: nobody else may decide, and training goes on meanwhile; /readyz shows the wait.
+        # Retried without end: no other process may decide, and training continues; /readyz shows the wait.
+        # Any error is retried. Without this task the group would never change again, and an error such as
+        # "can't start new thread" passes like a full disk.
         while True:
             try:
                 is_ours = await asyncio.to_thread(
                     self._store.advance, effect.expected, effect.generation
                 )
                 break
-            except (OSError, JournalError) as error:
+            except Exception as error:  # noqa: BLE001
                 self.is_writable = False
                 self.num_failures += 1
+                is_known = isinstance(error, OSError | JournalError)
                 self._log.say(
-                    "journal_failed", error=str(error), newGeneration=effect.generation
+                    "journal_failed",
+                    error=str(error) if is_known else repr(error),
+                    newGeneration=effect.generation,
                 )
                 await asyncio.sleep(self._retry_seconds)
         self.is_writable = True
@@ -110,5 +137,15 @@ class EffectQueue:
             return
 
         self._persisting = None
-        self._carry_out(effect)
-        self._go_on()
+        try:
+            self._carry_out(effect)
+        finally:
+            self._go_on()
+
+
+def _report_error(task: asyncio.Task[None]) -> None:
+    """Report an error with which the task has ended: the event loop would keep it to itself."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        task.get_loop().call_exception_handler(
+            {"message": "the journal's task has ended", "exception": error}
+        )

@@ -205,11 +205,11 @@ class StatusServer:
         """One of the pages, made anew for each request; what it costs is bounded by MAX_CONNECTIONS."""
         server, counters = self._server, self._server.counters
         if path == "/healthz":
-            return Answer(200, _TEXT, "ok\n", {INSTANCE_HEADER: self.instance})
+            stall, headers = server.find_stall(), {INSTANCE_HEADER: self.instance}
+            return Answer(503 if stall else 200, _TEXT, f"{stall or 'ok'}\n", headers)
         if path == "/readyz":
-            is_ready = server.effects.is_writable
-            text = "ok\n" if is_ready else "the newest generation cannot be stored\n"
-            return Answer(200 if is_ready else 503, _TEXT, text)
+            obstacle = server.find_obstacle()
+            return Answer(503 if obstacle else 200, _TEXT, f"{obstacle or 'ok'}\n")
         if path == "/status":
             status = build_status(server.group, now=time.monotonic())
             return Answer(200, _JSON, json.dumps(status, allow_nan=False) + "\n")

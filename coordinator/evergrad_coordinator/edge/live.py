@@ -137,15 +137,18 @@ class LiveFeed:
 
     def _tick(self, left: float = 0.0) -> None:
         """Send an update; or, where ``left`` seconds of a long pause remain, a sign of life."""
-        if left:
-            self._send(_STILL_HERE)
-        else:
-            begin = time.thread_time()
-            self.update()
-            left = pause_after(time.thread_time() - begin)
-        wait = min(left, SILENT_SECONDS)
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(wait, self._tick, left - wait)
+        begin = time.thread_time()
+        # Whatever one update has met, there is another one: without it every page would stand still.
+        try:
+            if left:
+                self._send(_STILL_HERE)
+            else:
+                self.update()
+        finally:
+            left = left or pause_after(time.thread_time() - begin)
+            wait = min(left, SILENT_SECONDS)
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(wait, self._tick, left - wait)
 
     def _send_update(self) -> None:
         if self._clock() >= self._whole_until:

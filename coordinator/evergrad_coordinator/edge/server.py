@@ -26,6 +26,11 @@ from evergrad_coordinator.wire import ProtocolError, UnknownTypeError, encode
 
 _BACKLOG = 4096
 """Connections that wait to be accepted: all nodes of a large run come at once."""
+STALL_SECONDS = 30.0
+"""Time without a completed tick after which this process is restarted: a hundred times the pause between two,
+and far above the few seconds for which a busy machine may delay one. Until then no silent node is noticed."""
+_JOURNAL_SECONDS = 10.0
+"""Time for one write of the journal, of one sector, after which changes of the group are said to wait."""
 _PING = Ping()
 _PING_LINE = encode(_PING).rstrip()
 """Nearly all messages of a run are this line, which needs no decoder."""
@@ -71,8 +76,33 @@ class Server:
         self._unheard: dict[int, Peer] = {}
         """Nodes that have said something while too much waited for the journal."""
         self._pong = encode(Pong(group.generation))
+        self._ticked_at = time.monotonic()
+        """When a tick was last completed."""
         self._timer: asyncio.TimerHandle | None = None
         self._listener: asyncio.Server | None = None
+
+    def find_stall(self) -> str:
+        """Why this process does not do its work and only a new one can, in words; empty if it does."""
+        if self.effects.is_superseded:
+            return "superseded: another coordinator has taken the next generation"
+        if self.effects.has_stopped:
+            return "the journal's task has ended: no change of the group is carried out"
+        seconds = time.monotonic() - self._ticked_at
+        if seconds > STALL_SECONDS:
+            return f"no tick was completed for {seconds:.0f} s: lost nodes are not noticed"
+        return ""
+
+    def find_obstacle(self) -> str:
+        """Why the group cannot be changed now, in words; empty if it can."""
+        if stall := self.find_stall():
+            return stall
+        if not self.effects.is_writable:
+            return "the newest generation cannot be stored"
+        if (seconds := self.effects.seconds_waiting) > _JOURNAL_SECONDS:
+            return (
+                f"the newest generation has been on its way to the disk for {seconds:.0f} s"
+            )
+        return ""
 
     @property
     def num_connections(self) -> int:
@@ -204,7 +234,7 @@ class Server:
             # A ping is answered at once: its answer renews a lease, and must not wait for the journal.
             effects = events.on_message(self.group, peer.number, message, now=now)
             if isinstance(message, Ping):
-                self._write(peer, self._pong)
+                self._answer_ping(peer)
             else:
                 self._apply(effects)
 
@@ -226,6 +256,12 @@ class Server:
             return
         if peer.beats_for is not None:
             events.on_beat(self.group, peer.beats_for, now=now)
+            self._answer_ping(peer)
+
+    def _answer_ping(self, peer: Peer) -> None:
+        # Another coordinator decides now. Leases that this one renewed would keep the nodes of its group
+        # training next to the group of the other.
+        if not self.effects.is_superseded:
             self._write(peer, self._pong)
 
     def reject(self, peer: Peer, reason: str, detail: str = "") -> None:
@@ -271,8 +307,18 @@ class Server:
             self.reject(peer, "does_not_read")
 
     def _tick(self) -> None:
-        now = time.monotonic()
         self._timer = None
+        # Whatever one tick has met, there is another one: without it no lost node would be noticed.
+        try:
+            self._take_time(time.monotonic())
+            self._ticked_at = time.monotonic()
+        finally:
+            if self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(
+                    events.TICK_SECONDS, self._tick
+                )
+
+    def _take_time(self, now: float) -> None:
         # Silent strangers hold places that nodes need.
         for peer in list(self._unknown.values()):
             if now - peer.connected_at > self.limits.hello_seconds:
@@ -280,9 +326,6 @@ class Server:
 
         # Nothing is decided while too much waits for the journal, as if this process had stood still.
         if self.effects.is_full:
-            self._timer = asyncio.get_running_loop().call_later(
-                events.TICK_SECONDS, self._tick
-            )
             return
         # On a new connection a node says all of it again.
         for peer in list(self._unheard.values()):

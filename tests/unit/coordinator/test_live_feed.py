@@ -147,6 +147,30 @@ def test_a_page_gets_all_there_is_and_then_what_is_new() -> None:
     serving(story)
 
 
+def test_an_error_in_one_update_ends_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_update, left = live.take_update, [1]
+
+    def take(*arguments: Any, **options: Any) -> Any:
+        if left:
+            left.pop()
+            raise RuntimeError("a defect that one update meets")
+        return take_update(*arguments, **options)
+
+    async def story(place: Place) -> None:
+        reader, writer = await place.ask("/live")
+        await read_update(reader)
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        monkeypatch.setattr(live, "take_update", take)
+        while left:
+            await asyncio.sleep(0.01)
+        place.feed.log("empty")
+        while "events" not in await read_update(reader):
+            pass
+        writer.close()
+
+    serving(story)
+
+
 def test_the_last_update_has_the_end_of_the_run() -> None:
     async def story(place: Place) -> None:
         reader, writer = await place.ask("/live")
