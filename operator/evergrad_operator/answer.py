@@ -37,7 +37,8 @@ class Progress:
     ``attempt``: of the pod that was asked; ``updated_seconds_ago``: the last report of a step.
     ``failed_saves``: in a row, None where no save has ended yet; ``save_trouble`` and ``save_message``: why
     the last of them failed, as one of causes.TROUBLES and in words. ``used``:
-    node-milliseconds by use, None of an older coordinator; ``joined``: seconds since a node could train, by
+    node-milliseconds by use, None of an older coordinator; ``new_steps``: steps of progress since the
+    coordinator began, None of an older one; ``joined``: seconds since a node could train, by
     its address.
     """
 
@@ -68,6 +69,7 @@ class Progress:
     save_message: str = ""
     used: Mapping[Use, int] | None = None
     joined: Mapping[str, float] = field(default_factory=dict)
+    new_steps: int | None = None
 
 
 def parse_progress(raw: Mapping[str, Any], *, attempt: int) -> Progress:
@@ -127,6 +129,7 @@ def parse_progress(raw: Mapping[str, Any], *, attempt: int) -> Progress:
         used=parse_counts(get_map(raw, "usage", "milliseconds"))
         if raw.get("usage")
         else None,
+        new_steps=get_natural(raw, "newSteps"),
         joined={
             str(address)[:64]: seconds
             for address in ago

@@ -1,16 +1,11 @@
-"""Which coordinator is a run's, and when it is asked anew."""
+"""Which coordinator is a run's, and when it is asked again."""
 
 from collections.abc import Callable
-from typing import Final
 
-from evergrad_coordinator.contract import ExitCode
 from evergrad_operator.names import Key
 from evergrad_operator.observe import Observation
 from evergrad_operator.passes import Pass
 from evergrad_operator.progress import Coordinators
-
-_BY_ITSELF: Final = frozenset(ExitCode)
-"""Exit codes that a node's own process chooses; one that was killed returns others."""
 
 
 class Follower:
@@ -37,18 +32,15 @@ class Follower:
         self._coordinators.follow(key, newest.ip, newest.attempt, token=token)
 
     async def ask_about_ends(self, work: Pass, seen: Observation) -> bool:
-        """Ask the coordinator anew when nodes have ended by themselves, and return whether it was asked.
+        """Ask the coordinator again when pods of nodes have ended, and return whether it was asked.
 
-        Its last answer is from before the end, and lacks the cause and the last step. The same holds for an
-        answer with connected nodes where no pod of a node is left: a suspended run waits for a newer one.
+        Its last answer is from before the end, and lacks the cause and the last step, from which on steps
+        are progress again. A pod that was killed is no exception. The same holds for an answer with connected
+        nodes if no pod of a node is left: a suspended run waits for a newer one.
         """
-        ends = frozenset(
-            pod.uid
-            for pod in seen.nodes
-            if pod.end is not None and pod.end.exit_code in _BY_ITSELF
-        )
-        is_new = not ends <= work.hints.ends
-        work.hints.ends = ends
+        hints = work.hints
+        is_new = not hints.ends <= hints.asked_about
+        hints.asked_about = hints.ends
         is_at_work = any(pod.is_live or pod.is_leaving for pod in seen.nodes)
         is_late = (
             seen.progress is not None and seen.progress.connected > 0 and not is_at_work

@@ -91,7 +91,9 @@ class Finish:
 class Budget:
     """Failures in a row without progress. Times in seconds since 1970.
 
-    ``step`` and ``checkpoint_step``: the newest when the last failure was counted; newer ones are progress.
+    ``step`` and ``checkpoint_step``: the newest that were finished before the last failure. ``since``: the
+    first answer of a coordinator from after it, as its pod's attempt and its steps of progress; None while
+    there is no such answer, and nothing counts as progress.
     ``short_lives``: free ends in a row of pods that had hardly begun. No replacement is made before
     ``retry_at``.
     """
@@ -102,6 +104,7 @@ class Budget:
     at: float = 0.0
     short_lives: int = 0
     retry_at: float = 0.0
+    since: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -419,7 +422,14 @@ def _parse_budget(shown: Mapping[str, Any], raw: Mapping[str, Any]) -> Budget:
         at=parse_time(raw.get("at")) or 0.0,
         short_lives=get_natural(raw, "shortLives", most=MAX_ATTEMPT) or 0,
         retry_at=parse_time(raw.get("retryAt")) or 0.0,
+        since=_parse_since(raw),
     )
+
+
+def _parse_since(raw: Mapping[str, Any]) -> tuple[int, int] | None:
+    attempt = get_natural(raw, "sinceAttempt", most=MAX_ATTEMPT)
+    new_steps = get_natural(raw, "sinceSteps")
+    return None if attempt is None or new_steps is None else (attempt, new_steps)
 
 
 def parse_hosts(text: str) -> dict[str, float]:

@@ -79,6 +79,8 @@ def _build_notes(memory: Memory) -> dict[str, str | None]:
         "at": _time(budget.at),
         "shortLives": budget.short_lives or None,
         "retryAt": _time(budget.retry_at),
+        "sinceAttempt": budget.since[0] if budget.since else None,
+        "sinceSteps": budget.since[1] if budget.since else None,
     }
     faults = {
         "hosts": [list(one) for one in memory.faults.hosts],

@@ -185,6 +185,9 @@ class Observation:
     """Pods that were deleted a moment ago, as they were last, and the seconds since then."""
     leaving_since: Mapping[str, float] = field(default_factory=dict)
     """When this process first saw each pod being deleted, in seconds since 1970, by uid."""
+    is_answer_new: bool = True
+    """Whether the coordinator's answer was asked for after the newest end of a node's pod was seen. An older
+    answer may lack steps that were finished before the end."""
 
     @property
     def unreachable(self) -> Silence | None:

@@ -58,13 +58,28 @@ class Hints:
     silence_listed: float = 0.0
     """Seconds that the coordinator had been silent when the run's pods were listed for it."""
     ends: frozenset[str] = frozenset()
-    """Pods, by uid, that ended by themselves before the coordinator was last asked."""
+    """Nodes' pods, by uid, that are known to have ended."""
+    ended_at: float = float("-inf")
+    """When the newest of these ends was first seen, by the clock of the polls."""
+    asked_about: frozenset[str] = frozenset()
+    """Nodes' pods, by uid, that had ended before the coordinator was last asked about ends."""
     leaving_since: dict[str, float] = field(default_factory=dict)
     """When each pod was first seen being deleted, by uid. One that is lost lengthens the wait for a pod on a
     host that does not answer."""
 
     def note_leaving(self, seen: Observation, now: float) -> Mapping[str, float]:
         """Note the pods that are being deleted, and return when each was first seen so."""
+    def note_ends(self, seen: Observation, now: float) -> float:
+        """Note the nodes' pods that have ended, and return when the newest end was first seen.
+
+        ``now``: by the clock of the polls, which only moves forward. It is compared with no time of a host.
+        """
+        ends = frozenset(pod.uid for pod in seen.nodes if pod.end is not None)
+        if not ends <= self.ends:
+            self.ended_at = now
+        self.ends = ends
+        return self.ended_at
+
         known = self.leaving_since
         pods = (*seen.nodes, *seen.preparations, *seen.evaluations)
         self.leaving_since = {

@@ -34,6 +34,7 @@ _FAST_CHANGES = (
     "updatedSecondsAgo",
     "lostSeconds",
     "usage",
+    "newSteps",
     "preparation",
 )
 SILENCES: Final = (10.0, 15.0, 30.0, UNREACHABLE_SECONDS, 120.0, 240.0, 480.0)
@@ -71,8 +72,8 @@ class PollSettings:
 
 @dataclass(frozen=True)
 class Answer:
-    """The last answer of a coordinator: its JSON, of which attempt it was, and when (the clock of
-    ``Coordinators``)."""
+    """The last answer of a coordinator: its JSON, of which attempt it was, and when it was asked for (the
+    clock of ``Coordinators``)."""
 
     raw: Mapping[str, Any]
     attempt: int
@@ -110,7 +111,7 @@ class Coordinators:
         on_news: Callable[[Key, bool], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._settings, self._clock = settings or PollSettings(), clock
+        self._settings, self.clock = settings or PollSettings(), clock
         self.on_news: Callable[[Key, bool], None] = on_news or (lambda key, is_urgent: None)
         self.on_failure: Callable[[str], None] = lambda cause: None
         """Called for each failed poll with its cause: timeout, refused, unreachable, unauthorized or
@@ -178,7 +179,7 @@ class Coordinators:
         silent = len(self._silent)
         return Silence(
             attempt=followed.attempt,
-            seconds=self._clock() - followed.silent_since,
+            seconds=self.clock() - followed.silent_since,
             reason=reason,
             message=str(followed.error),
             has_answered=followed.has_answered,
@@ -257,7 +258,10 @@ class Coordinators:
         return self._settings.find_interval(len(self._followed))
 
     def _take_answer(self, key: Key, followed: _Followed, answer: Answer) -> None:
-        followed.answer, followed.has_answered = answer, True
+        # A poll that began before a pass asked may be answered after it, with an older answer.
+        if followed.answer is None or answer.at >= followed.answer.at:
+            followed.answer = answer
+        followed.has_answered = True
         followed.failures, followed.error = 0, None
         followed.silent_since, followed.reported = None, 0.0
         # It may have been left while it was asked.
@@ -269,7 +273,7 @@ class Coordinators:
         the next poll."""
         log.debug("%s", error)
         self.on_failure(_name_cause(error))
-        now = self._clock()
+        now = self.clock()
         followed.failures, followed.error = followed.failures + 1, error
         followed.silent_since = (
             now if followed.silent_since is None else followed.silent_since
@@ -298,6 +302,7 @@ class Coordinators:
 
     async def _read_status(self, key: Key, followed: _Followed) -> Answer:
         """Ask for the status once. Raises OperatorError for any answer that is none."""
+        asked_at = self.clock()
         status, data = await self._request(
             followed, "GET", "/status", b"", seconds=self._settings.timeout
         )
@@ -309,7 +314,7 @@ class Coordinators:
             raise OperatorError(
                 f"{key[0]}/{key[1]}: the coordinator answers {status}, and not with a JSON object"
             )
-        return Answer(raw, followed.attempt, self._clock())
+        return Answer(raw, followed.attempt, asked_at)
 
     async def _request(
         self,

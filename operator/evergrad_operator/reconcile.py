@@ -282,6 +282,7 @@ class Reconciler:
     def _is_look_due(self, work: Pass, found: Assessment) -> bool:
         """Whether this pass asks the API server which pods exist.
 
+        ended_at = work.hints.note_ends(observed, self._coordinators.clock())
         A pass that tries nothing, such as one of a run that waits for its quota, asks for nothing.
         """
         # The coordinator may be silent because it is gone, and its watch had a gap. A list is due each time
@@ -293,6 +294,7 @@ class Reconciler:
         if is_silent:
             hints.silence_listed = seconds
         elif seconds < SILENCE_SECONDS:
+            is_answer_new=answer is not None and answer.at >= ended_at,
             hints.silence_listed = 0.0
 
         # A list that was refused is tried again also where nothing needs it any more, or its refusal would

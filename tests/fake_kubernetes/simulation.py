@@ -53,6 +53,7 @@ class FakeCoordinators(Coordinators):
         self.now: Callable[[], float] = lambda: 0.0
         self.answers: dict[Key, Mapping[str, Any]] = {}
         self.unheard: dict[Key, Mapping[str, Any]] = {}
+        self.asked_at: dict[Key, float] = {}
         self.bounds: list[Bounds] = []
         self.silent_since: dict[Key, float] = {}
         self.has_timed_out = False
@@ -61,7 +62,7 @@ class FakeCoordinators(Coordinators):
         followed = self._followed.get(key)
         raw = self.answers.get(key)
         return (
-            Answer(raw, followed.attempt, 0.0)
+            Answer(raw, followed.attempt, self.asked_at.get(key, 0.0))
             if followed is not None and raw is not None
             else None
         )
@@ -85,6 +86,7 @@ class FakeCoordinators(Coordinators):
 
     async def ask(self, key: Key) -> None:
         self.answers.update(self.unheard)
+        self.asked_at[key] = self.clock()
 
     async def post_bounds(self, key: Key, bounds: Bounds) -> None:
         if key not in self._followed:

@@ -1,10 +1,11 @@
 """Why a generation broke, and how often that may happen without progress. Pure."""
 
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 from evergrad_coordinator.causes import ChangeCause, specify_break
 from evergrad_coordinator.contract import SEE_LOGS, UNDISTURBED_SECONDS
 from evergrad_coordinator.protocol import Broken, Recovery
+from evergrad_coordinator.rules.progress import ProgressCounter
 from evergrad_coordinator.rules.state import Key, Training
 
 MAX_FAILURES = 2**31
@@ -59,7 +60,6 @@ class _Away:
     """A break that counted as a loss of nodes. ``before``: the unexplained break before it."""
 
     ending: Break
-    reached: int
     keys: set[Key]
     before: tuple[int, float] | None
 
@@ -96,28 +96,41 @@ class FailureBudget:
     """
 
     limit: int
-    recovery: Recovery
-    used: int = 0
+    recovery: InitVar[Recovery]
+    progress: ProgressCounter = field(init=False)
+    """What counts as progress is decided there; this budget only compares its number of steps."""
     last: Failure | None = None
     step: int = -1
-    """Progress is a step above this one …"""
-    checkpoint_step: int = -1
-    """… or, with fresh workers, a checkpoint above this one."""
+    """Newest step when the last failure was counted, for its words."""
+    _used: int = 0
+    """Failures in a row up to the last one that counted, at which there had been …"""
+    _mark: int = 0
+    """… so many steps of progress."""
     _reports: list[Failure] = field(default_factory=list)
     _counted: int = -1
     _counted_at: float = float("-inf")
     _unexplained: tuple[int, float] | None = None
-    """Where training was, and when, as the last whole group broke that nobody gave a cause for."""
+    """Steps of progress, and the time, when the last whole group broke for which no member gave a cause."""
     _told: str = ""
     """Words for the last failure that counted, where no report has them."""
     _away: _Away | None = None
     _losses: int = 0
     """Breaks in a row, without progress, that lost a node."""
     _loss_mark: tuple[int, float] = (-1, float("-inf"))
-    """Where training was at the first of them, and when the last was."""
+    """Steps of progress at the first of them, and when the last was."""
+
+    def __post_init__(self, recovery: Recovery) -> None:
+        self.progress = ProgressCounter(recovery)
+
+    @property
+    def used(self) -> int:
+        """Failures in a row without progress."""
+        return 0 if self.progress.num_steps > self._mark else self._used
 
     def report(self, failure: Failure, training: Training) -> None:
         """Note one report; the first of a generation that is no consequence is counted."""
+        # What the group had reached by then is progress since the failure before this one, not since this.
+        self.observe(training)
         # Reports of one generation belong together; those of the one before are of no further use.
         generation = failure.report.generation
         if any(one.report.generation != generation for one in self._reports):
@@ -144,16 +157,6 @@ class FailureBudget:
         # A report has counted it already, or nobody is at fault.
         if ending.has_left or self._counted == ending.generation:
             return
-        steps = [
-            one.report.step
-            for one in self._reports
-            if one.report.generation == ending.generation
-        ]
-        reached = (
-            training.checkpoint_step
-            if self.recovery == "fresh"
-            else max(training.step, *steps, -1)
-        )
         hosts = {
             one.node
             for one in self._reports
@@ -161,17 +164,18 @@ class FailureBudget:
         }
         # Nodes that come back, as they were, were not lost: the break is then judged anew.
         if ending.lost and not hosts:
-            self._away = _Away(ending, reached, set(ending.lost), before)
+            self._away = _Away(ending, set(ending.lost), before)
         if not ending.lost and not hosts:
-            self._judge_unexplained(ending, reached, before, training)
+            self._judge_unexplained(ending, before, training)
             return
 
         # A loss, or a host's trouble: some of them in a row are one failure. Progress begins a new row.
         # Scripts that report none have made it if they ran long enough.
         mark, last_at = self._loss_mark
         is_told = max(training.step, training.checkpoint_step) >= 0
-        if reached > mark or (not is_told and ending.at - last_at >= UNDISTURBED_SECONDS):
-            self._losses, mark = 0, reached
+        num_steps = self.progress.num_steps
+        if num_steps > mark or (not is_told and ending.at - last_at >= UNDISTURBED_SECONDS):
+            self._losses, mark = 0, num_steps
         self._losses, self._loss_mark = self._losses + 1, (mark, ending.at)
         if self._losses % LOSSES_PER_FAILURE == 0:
             last = min(hosts | {name for name, _ in ending.lost})
@@ -194,14 +198,11 @@ class FailureBudget:
         if not away.keys:
             self._away = None
             self._losses = max(0, self._losses - 1)
-            self._judge_unexplained(
-                away.ending, away.reached, away.before, training, silent=key[0]
-            )
+            self._judge_unexplained(away.ending, away.before, training, silent=key[0])
 
     def _judge_unexplained(
         self,
         ending: Break,
-        reached: int,
         before: tuple[int, float] | None,
         training: Training,
         silent: str = "",
@@ -211,8 +212,9 @@ class FailureBudget:
             one for one in self._reports if one.report.generation == ending.generation
         ]
         at = min((one.at for one in reports), default=ending.at)
-        self._unexplained = (reached, at)
-        if before is None or reached > before[0]:
+        num_steps = self.progress.num_steps
+        self._unexplained = (num_steps, at)
+        if before is None or num_steps > before[0]:
             return
 
         # Scripts that report nothing have made progress if they ran long enough between two breaks.
@@ -249,28 +251,18 @@ class FailureBudget:
         self._told = text
 
     def _count(self, failure: Failure, training: Training) -> None:
-        # Scripts may report no progress at all: enough time since the last failure stands for it.
+        # Scripts may report no progress at all: enough time since the last failure replaces it.
         is_told = max(training.step, training.checkpoint_step, failure.report.step) >= 0
-        if not is_told and failure.at - self._counted_at >= UNDISTURBED_SECONDS:
-            self.used = 0
+        has_lasted = not is_told and failure.at - self._counted_at >= UNDISTURBED_SECONDS
         self._told = ""
         self._counted, self._counted_at = failure.report.generation, failure.at
-        self.used += 1
+        self._used = 1 if has_lasted else self.used + 1
+        self._mark = self.progress.num_steps
         self.step = max(self.step, training.step, failure.report.step)
-        self.checkpoint_step = max(self.checkpoint_step, training.checkpoint_step)
 
-    def observe(self, training: Training) -> None:
-        """Start to count anew after progress."""
-        # The marks are set by a failure: before the first there is nothing to compare with.
-        if self.used == 0:
-            return
-        # Fresh workers go back to their checkpoint: steps above it may be made again and again.
-        if self.recovery == "fresh":
-            has_progress = training.checkpoint_step > self.checkpoint_step
-        else:
-            has_progress = training.step > self.step
-        if has_progress:
-            self.used = 0
+    def observe(self, training: Training, *, is_whole: bool = True) -> None:
+        """Take what members have reported: after progress, failures count from 0 again."""
+        self.progress.note_training(training, is_whole=is_whole)
 
     @property
     def is_exhausted(self) -> bool:

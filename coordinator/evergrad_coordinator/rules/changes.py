@@ -124,6 +124,8 @@ def break_world(group: Group, failure: Failure, *, now: float) -> None:
     if world is None:
         return
     report = failure.report
+    # The steps before this failure are progress since the last one. They are taken before the failure counts.
+    group.budget.progress.note_step(report.step, is_whole=group.is_whole)
     world.is_broken = True
     # The first report that names more than a consequence says why; those behind it follow from it.
     if not failure.is_consequence and not world.broken_by:

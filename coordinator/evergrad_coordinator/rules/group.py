@@ -96,6 +96,18 @@ class Group:
         now and then."""
         return self.settings.lease_seconds + 1
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the newest group is up, has not broken, and has lost no member."""
+        # With the first ``up`` it is known at which step the group begins.
+        world = self.world
+        return (
+            world is not None
+            and bool(world.up)
+            and not world.is_broken
+            and not planning.find_lost(world, self.nodes.values())
+        )
+
     def send(self, peer: int, message: Message) -> None:
         """Leave the effect of one message."""
         self.effects.append(Send(peer, message))

@@ -70,6 +70,7 @@ def handle_report(group: Group, node: Node, message: Message, now: float) -> Non
                 training, step = group.training, group.departures.saved_step
                 training.checkpoint_step = max(training.checkpoint_step, step)
                 training.step = max(training.step, step)
+                group.budget.progress.note_step(step, is_whole=False)
             drop_node(group, node, "left", now)
         case Broken():
             _on_broken(group, node, message, now)
@@ -136,7 +137,8 @@ def _note_course(
             training.step = max(training.step, message.step) if is_again else message.step
             world.up.add(node.key)
             node.step = max(message.step, node.step if node.step is not None else -1)
-            group.budget.observe(training)
+            # The group has this step from before it began.
+            group.budget.progress.note_step(message.step, is_whole=False)
             # An outage lasts until the last member is up: nobody can finish a step before.
             if not world.is_up and len(world.up) == len(world.places):
                 world.up_at, world.up_step = now, message.step
@@ -151,7 +153,7 @@ def _note_course(
         case Boundary():
             # Joins that wait for a checkpoint may happen now: fresh workers lose no step right after one.
             training.checkpoint_step = max(training.checkpoint_step, message.step)
-            group.budget.observe(training)
+            group.budget.observe(training, is_whole=group.is_whole)
             group.joins.has_boundary = True
             group.change(now)
         case Finished() if group.settings.recovery == "fresh":
@@ -190,7 +192,7 @@ def _note_course(
             for name, one in message.evaluations.items():
                 if name in training.evaluations or len(training.evaluations) < MOST_SETS:
                     training.evaluations[name] = one
-            group.budget.observe(training)
+            group.budget.observe(training, is_whole=group.is_whole)
             group.ledger.close_interval(now=now)
             group.ledger.note_progress(message)
 

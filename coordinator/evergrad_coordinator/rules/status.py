@@ -210,6 +210,7 @@ def build_status(group: Group, *, now: float) -> dict[str, Any]:
             "trouble": training.save_trouble,
             "message": training.save_message[:MAX_TEXT],
         },
+        "newSteps": group.budget.progress.num_steps,
         "restarts": dict(group.accounting.restarts),
         "lostSeconds": {
             cause: round(seconds, 3)

@@ -6,13 +6,16 @@
 | any other, no host fault, of a pod hardly begun | free; from the fourth in a row on, replacements wait |
 | any other | free |
 
-Progress takes all of it back: a newer step, or where workers start afresh a newer checkpoint.
+Progress takes all of it back. The coordinator decides what progress is (its ``rules/progress.py``) and counts
+it. Only progress after the failure takes the failure back: the comparison begins with an answer that was
+asked for after the end of the pod was seen.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 from evergrad_coordinator.causes import COUNTED, PodCause
+from evergrad_operator.answer import Progress
 from evergrad_operator.config import Config
 from evergrad_operator.memory import Budget, Memory
 from evergrad_operator.observe import Observation
@@ -105,7 +108,7 @@ def find_delay(count: int, *, first: float, longest: float) -> float:
 
 
 def _mark(budget: Budget, memory: Memory) -> Budget:
-    """Note how far training has come, beyond which later steps and checkpoints are progress."""
+    """Note how far training has come. Nothing is progress before ``begin_count`` has seen a newer answer."""
     training = memory.training
     step = -1 if training.step is None else training.step
     checkpoint = -1 if training.checkpoint_step is None else training.checkpoint_step
@@ -113,20 +116,47 @@ def _mark(budget: Budget, memory: Memory) -> Budget:
         budget,
         step=max(budget.step, step),
         checkpoint_step=max(budget.checkpoint_step, checkpoint),
+        since=None,
     )
 
 
-def forgive(memory: Memory, observation: Observation) -> Memory:
+def begin_count(memory: Memory, observation: Observation) -> Memory:
+    """Note the first answer from after the last failure: only what follows it is progress since then.
+
+    ``observation``: with an answer of the run's newest coordinator.
+    """
+    budget, progress = memory.budget, observation.progress
+    has_failed = budget.failures or budget.short_lives
+    if not has_failed or budget.since is not None:
+        return memory
+    if progress is None or not observation.is_answer_new:
+        return memory
+    marked = _mark(budget, memory)
+    since = (progress.attempt, progress.new_steps or 0)
+    return replace(memory, budget=replace(marked, since=since))
+
+
+def forgive(memory: Memory, observation: Observation, progress: Progress) -> Memory:
     """Take back all failures if there was progress since the last one."""
-    budget, training = memory.budget, memory.training
-    has_step = training.step is not None and training.step > budget.step
-    has_checkpoint = (
-        training.checkpoint_step is not None
-        and training.checkpoint_step > budget.checkpoint_step
-    )
-    # Fresh workers train again what was not saved: the same steps, reached once more, are no progress.
     is_fresh = observation.run.parsed.recovery == "fresh"
-    has_progress = has_checkpoint or (has_step and not is_fresh)
-    if has_progress and (budget.failures or budget.short_lives):
-        return replace(memory, budget=Budget(at=budget.at))
+    if _has_progress(memory, progress, is_fresh=is_fresh):
+        return replace(memory, budget=Budget(at=memory.budget.at))
     return memory
+
+
+def _has_progress(memory: Memory, progress: Progress, *, is_fresh: bool) -> bool:
+    budget, training = memory.budget, memory.training
+    if budget.since is None:
+        return False
+    attempt, known = budget.since
+    if progress.attempt == attempt and progress.new_steps is not None:
+        return progress.new_steps > known
+
+    # Another coordinator counts from its own start, and does not know the steps that were reached before it.
+    # An older one does not count at all.
+    if progress.new_steps == 0:
+        return False
+    newest, mark = training.step, budget.step
+    if is_fresh:
+        newest, mark = training.checkpoint_step, budget.checkpoint_step
+    return newest is not None and newest > mark

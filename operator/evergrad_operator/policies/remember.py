@@ -25,7 +25,7 @@ from evergrad_operator.memory import (
 )
 from evergrad_operator.observe import Observation
 from evergrad_operator.pods import PodState
-from evergrad_operator.policies.budget import add_short_life, forgive
+from evergrad_operator.policies.budget import add_short_life, begin_count, forgive
 from evergrad_operator.policies.ends import is_letting_go, note_nodes
 from evergrad_operator.policies.evaluation_ends import note_evaluation
 from evergrad_operator.policies.preparation_ends import note_preparation
@@ -73,7 +73,11 @@ def remember(observation: Observation, config: Config, now: float) -> Memory:
     memory = note_preparation(memory, observation, config, now)
     memory = note_evaluation(memory, observation, config, now)
     memory = _note_coordinators(memory, observation, config, now)
-    return note_usage(memory, observation, now, is_current=is_current(observation, memory))
+    # The ends come first: the answer that follows them is the one from which on steps are progress again.
+    is_answered = is_current(observation, memory)
+    if is_answered:
+        memory = begin_count(memory, observation)
+    return note_usage(memory, observation, now, is_current=is_answered)
 
 
 def is_current(observation: Observation, memory: Memory) -> bool:
@@ -359,7 +363,7 @@ def _note_progress(
     # The order matters: counters before the outcome, which names the failure that the counters count.
     memory = _add_counters(memory, progress)
     memory = note_outcome(memory, progress.last_failure, now)
-    return forgive(memory, observation)
+    return forgive(memory, observation, progress)
 
 
 def _newer(new: Value | None, known: Value | None) -> Value | None:

@@ -958,6 +958,55 @@ def test_progress_starts_the_count_anew() -> None:
     assert cluster.group.budget.used == 0
 
 
+@pytest.mark.parametrize("is_reported", [False, True])
+def test_a_step_that_was_finished_before_a_failure_is_no_progress_when_it_is_known_later(
+    is_reported: bool,
+) -> None:
+    cluster, nodes = start_running(max_failures_without_progress=2)
+    cluster.train = lambda: None  # type: ignore[method-assign]
+    nodes[0].say(Progress(1, 19))
+    for number in (1, 2, 3):
+        # All finish step 20, and one worker crashes before rank 0 has reported the step.
+        group = nodes[0].group
+        assert group is not None
+        for node in nodes:
+            node.step = 20
+        break_group(nodes[1], "worker_crash", step=19)
+        if is_reported:
+            nodes[0].say(Progress(group.generation, 20))
+        assert cluster.group.budget.used == number
+        cluster.run(0.2)
+        if number == 3:
+            break
+        # The new group comes up at step 20, which its members have from before.
+        cluster.run_until_running()
+        assert cluster.group.training.step == 20
+        assert cluster.group.budget.used == number
+    assert cluster.exit_code == 70
+
+
+def test_new_steps_are_those_that_whole_groups_finish_for_the_first_time() -> None:
+    cluster, nodes = start_running()
+    cluster.train = lambda: None  # type: ignore[method-assign]
+
+    def report(step: int) -> Any:
+        assert nodes[0].group
+        nodes[0].say(Progress(nodes[0].group.generation, step))
+        return build_status(cluster.group, now=cluster.now)["newSteps"]
+
+    assert report(19) == 20
+    assert report(19) == 20
+    # A member is gone: the step may have been finished before.
+    nodes[2].die()
+    assert report(20) == 20
+    cluster.start("2")
+    cluster.run_until_running()
+    assert report(20) == 20
+    # A group that began at an older checkpoint trains known steps again.
+    assert report(12) == 20
+    assert report(21) == 21
+
+
 def test_with_fresh_workers_only_a_newer_checkpoint_is_progress() -> None:
     cluster, nodes = start_running(recovery="fresh")
     break_group(nodes[0])

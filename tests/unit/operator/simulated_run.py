@@ -9,6 +9,9 @@ from typing import Any
 
 from fake_kubernetes.recipe import TRAINING
 
+from evergrad_coordinator.protocol import Recovery
+from evergrad_coordinator.rules.progress import ProgressCounter
+from evergrad_coordinator.rules.state import Training
 from evergrad_operator import names
 from evergrad_operator.answer import Progress, parse_progress
 from evergrad_operator.changes import compare_settings, is_edited
@@ -83,6 +86,10 @@ class Simulation:
         self.children: dict[tuple[str, str], dict[str, Any]] = {}
         self.others: list[dict[str, Any]] = []
         self.progress: Progress | None = None
+        self._stale: Progress | None = None
+        """The answer that was there when a pod ended: it was asked for before that."""
+        self._counter: tuple[int, ProgressCounter] | None = None
+        """The coordinator's attempt, and its count of steps."""
         self.group_kind: Kind | None = None
         """The PodGroup that the API server has."""
         self.failures: list[ApplyFailure] = []
@@ -109,6 +116,7 @@ class Simulation:
 
     def look(self) -> Observation:
         """What the operator sees now. The coordinator notices who is gone."""
+        is_answer_new = self.progress is not self._stale
         if self.progress is not None:
             staying = [
                 pod["metadata"]
@@ -121,6 +129,8 @@ class Simulation:
             self.progress = replace(
                 self.progress, connected=min(self.progress.connected, there)
             )
+        if not is_answer_new:
+            self._stale = self.progress
         seen = observe(
             self.specs.parse(self.raw, self.profile),
             pods=copy.deepcopy(list(self.pods.values())),
@@ -129,7 +139,7 @@ class Simulation:
             progress=self.progress,
             failures=self.failures,
         )
-        seen = replace(seen, group_kind=self.group_kind)
+        seen = replace(seen, group_kind=self.group_kind, is_answer_new=is_answer_new)
         seen = replace(seen, claim_users=self.users, troubled_hosts=self.troubled)
         gone = [(raw, self.now - at) for raw, at in self.gone]
         seen = replace(seen, gone=observe_gone(seen.run, gone))
@@ -289,7 +299,8 @@ class Simulation:
     def end(
         self, name: str, code: int, *, reason: str = "Error", message: str = ""
     ) -> None:
-        """The container of a pod ends."""
+        """The container of a pod ends; the coordinator was last asked before that."""
+        self._stale = self.progress
         pod = self.pods[name]
         terminated = {
             "exitCode": code,
@@ -383,7 +394,24 @@ class Simulation:
             "nodes": {**nodes, "ready": len(self.live())},
             **fields,
         }
-        self.progress = make_progress(newest, **values)
+        self.progress = make_progress(
+            newest, **{"newSteps": self._count_steps(newest, values), **values}
+        )
+
+    def _count_steps(self, attempt: int, values: Mapping[str, Any]) -> int:
+        """Count as the coordinator does, which begins at 0."""
+        if self._counter is None or self._counter[0] != attempt:
+            recovery: Recovery = "fresh" if "script" in self.raw["spec"] else "in-process"
+            self._counter = attempt, ProgressCounter(recovery)
+        counter = self._counter[1]
+        step, checkpoint = (values.get(name) for name in ("step", "checkpointStep"))
+        training = Training(
+            step=-1 if step is None else step,
+            checkpoint_step=-1 if checkpoint is None else checkpoint,
+        )
+        is_whole = values.get("phase", "Running") in ("Running", "Draining")
+        counter.note_training(training, is_whole=is_whole)
+        return counter.num_steps
 
     def run(self, step: int | None = 10) -> "Simulation":
         """Bring the run up."""

@@ -587,13 +587,87 @@ def test_the_reason_of_the_end_is_the_cause_of_the_last_failure(
 
 def test_a_newer_step_begins_the_count_anew() -> None:
     world = Simulation().run(step=10)
-    for step in (11, 12, 13, 14, 15, 16):
+    for step in (10, 20, 30, 40, 50, 60):
         fail(world)
         assert world.status["failures"]["withoutProgress"] == 1
-        world.train(step)
-        world.reconcile()
-        assert world.status["failures"]["withoutProgress"] == 0
+        # The first answer after a failure may have a step from before it.
+        for newer, failures in ((step + 1, 1), (step + 2, 0)):
+            world.train(newer)
+            world.reconcile()
+            assert world.status["failures"]["withoutProgress"] == failures
     assert world.status["restarts"]["byCause"] == {"WorkerCrash": 6}
+
+
+@pytest.mark.parametrize("phase", ["Running", "Waiting"])
+@pytest.mark.parametrize("last_polled", [20, 19, 12])
+def test_a_step_from_before_a_failure_does_not_take_the_failure_back(
+    last_polled: int, phase: str
+) -> None:
+    """A node is out of memory after step 20 each time, whichever step the last poll before that has shown."""
+    world = Simulation(make_run(nodes={"min": 1, "max": 1})).run(step=5)
+    for number in range(1, 5):
+        for step in (8, last_polled):
+            world.train(step)
+            world.age(5)
+            world.settle()
+        world.end(world.live()[0], 137, reason="OOMKilled")
+        world.age(1)
+        world.reconcile()
+        assert world.status["failures"]["withoutProgress"] == number
+        # The coordinator is still there. It was given this step just before the end.
+        world.train(20, phase=phase, nodes={"ready": 0, "connected": 0})
+        world.age(5)
+        world.settle()
+        assert world.status["failures"]["withoutProgress"] == number
+        world.now = max(world.now, world.decision.memory.budget.retry_at) + 1
+        world.settle()
+        world.start()
+        world.settle()
+    assert (world.status["phase"], world.status["reason"]) == ("Failed", "OutOfMemory")
+
+
+def test_without_an_answer_from_after_a_failure_no_step_is_progress() -> None:
+    world = Simulation().run(step=10)
+    fail(world)
+    # The coordinator does not answer. What it said last stays, and it is the same after a restart.
+    for _ in range(3):
+        world.age(60)
+        world.settle()
+        assert parse_memory(world.status).budget.since is None
+    world.train(12)
+    world.settle()
+    assert parse_memory(world.status).budget.since == (0, 13)  # steps 0 to 12
+    assert world.status["failures"]["withoutProgress"] == 1
+    world.train(13)
+    world.settle()
+    assert world.status["failures"]["withoutProgress"] == 0
+
+
+def test_another_coordinator_has_to_pass_the_step_that_the_one_before_it_had_reached() -> (
+    None
+):
+    world = Simulation().run(step=10)
+    fail(world)
+    world.train(12)
+    world.settle()
+    (lost,) = world.live(role="coordinator")
+    world.vanish(lost)
+    world.settle()
+    world.start()
+    # It counts from its own start, and its nodes start from a checkpoint.
+    for step, failures in ((5, 1), (12, 1), (13, 0)):
+        world.train(step)
+        world.settle()
+        assert world.status["failures"]["withoutProgress"] == failures
+
+
+def test_the_steps_of_a_coordinator_of_an_older_release_are_compared() -> None:
+    world = Simulation().run(step=10)
+    fail(world)
+    for step, failures in ((12, 1), (12, 1), (13, 0)):
+        world.progress = make_progress(step=step)
+        world.settle()
+        assert world.status["failures"]["withoutProgress"] == failures
 
 
 def test_with_fresh_workers_only_a_newer_checkpoint_does() -> None:
@@ -601,10 +675,11 @@ def test_with_fresh_workers_only_a_newer_checkpoint_does() -> None:
     del run["spec"]["training"]
     world = Simulation(run).run(step=10)
     fail(world)
-    world.train(12)
-    world.reconcile()
-    assert world.status["failures"]["withoutProgress"] == 1
-    world.train(12, checkpointStep=11)
+    for step in (12, 13):
+        world.train(step)
+        world.reconcile()
+        assert world.status["failures"]["withoutProgress"] == 1
+    world.train(13, checkpointStep=11)
     world.reconcile()
     assert world.status["failures"]["withoutProgress"] == 0
 

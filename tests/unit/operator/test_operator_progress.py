@@ -228,6 +228,29 @@ def test_who_must_know_now_asks_at_once_and_keeps_what_is_known_if_nobody_answer
     asyncio.run(main())
 
 
+def test_an_answer_does_not_replace_one_that_was_asked_for_later() -> None:
+    """A poll may be answered after a pass that began to ask later."""
+
+    async def main() -> None:
+        known = Coordinators()
+        known.follow(KEY, "10.0.0.1", 3, token="t")
+        answers = [Answer({"step": step}, 3, float(step)) for step in (1, 3, 2, 4)]
+
+        async def read(key: Any, followed: Any) -> Answer:
+            return answers.pop(0)
+
+        known._read_status = read  # type: ignore[method-assign]
+        seen = []
+        while answers:
+            await known.ask(KEY)
+            answer = known.answer(KEY)
+            assert answer is not None
+            seen.append(answer.raw["step"])
+        assert seen == [1, 3, 3, 4]
+
+    asyncio.run(main())
+
+
 def test_bounds_are_posted_and_a_refusal_keeps_the_coordinators_words() -> None:
     async def main() -> Coordinator:
         coordinator = Coordinator(b"ok")

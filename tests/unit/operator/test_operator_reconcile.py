@@ -162,8 +162,9 @@ def test_what_an_older_run_of_the_name_leaves_is_waited_for(simulation: Simulati
     )
 
 
-def test_nodes_that_end_by_themselves_are_replaced_only_after_the_coordinator_was_heard(
-    simulation: Simulation,
+@pytest.mark.parametrize("exit_code", [70, 137, 143])
+def test_nodes_that_end_are_replaced_only_after_the_coordinator_was_asked(
+    simulation: Simulation, exit_code: int
 ) -> None:
     begin(simulation)
     failure = {
@@ -182,10 +183,7 @@ def test_nodes_that_end_by_themselves_are_replaced_only_after_the_coordinator_wa
         "lastFailure": failure,
     }
     simulation.coordinators.unheard[KEY] = outcome
-    simulation.end_pod("run-0-0", 137)
-    simulation.settle()
-    assert "run-0-1" in simulation.pods()  # killed by somebody: nothing to ask for
-    simulation.end_pod("run-1-0", 70)
+    simulation.end_pod("run-1-0", exit_code)
     simulation.settle()
     assert (simulation.status["phase"], simulation.status["reason"]) == (
         "Failed",
