@@ -6,6 +6,7 @@ lost lease is raised: nothing may be written any more then.
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -47,6 +48,15 @@ APPLY_SECONDS: Final = 30.0
 
 A single webhook may take as long.
 """
+PODS_AT_ONCE: Final = 32
+"""Pods that are created or deleted at the same time, of one run and of all together: as many as the client
+sends requests. More would only wait for their turn, and must not look like requests that the API server has
+not answered. A small run does not wait behind a thousand pods of another one."""
+_SHARE_TO_BEGIN: Final = 2 / 3
+"""Share of the time of all steps after which no further pod is begun: the rest is for the answers to those
+that were. Further pods are the work of the next pass."""
+UNFINISHED_SECONDS: Final = 1.0
+"""Seconds until the pass that continues one whose time was too short: others get their turn."""
 TOKEN_SECONDS: Final = 30.0
 """Seconds between two POSTs of the Secret of a run whose pods have a host and do not start.
 
@@ -166,12 +176,20 @@ def is_pod_work_due(
 
 @dataclass(frozen=True)
 class _Work:
-    """One plan under way. ``deadline``: of the event loop's clock."""
+    """One plan under way. Times are of the event loop's clock.
+
+    ``deadline``: of all steps. ``last_begin``: when no further pod is begun.
+    """
 
     key: Key
     seen: Observation
     applied: Applied
     deadline: float
+    last_begin: float
+
+
+_PodStep = Callable[[], Awaitable[ApplyResult]]
+"""Creates or deletes one pod."""
 
 
 class Applier:
@@ -187,15 +205,27 @@ class Applier:
     ) -> None:
         self._cluster, self._cache = cluster, cache
         self._coordinators, self._clock = coordinators, clock
+        self._pod_slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     async def apply(
-        self, key: Key, seen: Observation, plan: Plan, applied: Applied
+        self,
+        key: Key,
+        seen: Observation,
+        plan: Plan,
+        applied: Applied,
+        *,
+        until: float = float("inf"),
     ) -> list[ApplyResult]:
         """Apply claim, token and other children, delete, then create pods and Services, then post bounds.
 
-        Returns a result for each step that was due.
+        ``until``: when the pass has to write its status at the latest, by the event loop's clock. Returns a
+        result for each step that was begun; ``applied.is_unfinished`` says whether others had no time.
         """
-        work = _Work(key, seen, applied, asyncio.get_running_loop().time() + APPLY_SECONDS)
+        now = asyncio.get_running_loop().time()
+        deadline = min(now + APPLY_SECONDS, until)
+        last_begin = now + (deadline - now) * _SHARE_TO_BEGIN
+        work = _Work(key, seen, applied, deadline, last_begin)
+        applied.is_unfinished = False
 
         # The claim carries the record of who uses the volume: without it, no pod may write there.
         results = []
@@ -237,7 +267,9 @@ class Applier:
             for one in results
         ):
             pods = ()
-        results += await _gather(self._end(work, end) for end in plan.delete)
+        results += await self._begin_all(
+            work, [partial(self._end, work, end) for end in plan.delete]
+        )
 
         # Giving a Service its address takes the API server longer than all else: no pod has to wait for it.
         puts = (self._put(work, body) for body in services)
@@ -375,11 +407,48 @@ class Applier:
         """Create pods of which one needs the other: the first two alone, the others together."""
         # A quota that refuses one is not asked about each.
         results: list[ApplyResult] = []
-        for body in bodies[:2]:
-            results.append(await self._create(work, body))
+        creations = [partial(self._create, work, body) for body in bodies]
+        for number, create in enumerate(creations[:2], start=1):
+            results += await self._begin_all(work, [create])
+            if len(results) < number:
+                return results
             if results[-1].failure is not None and _concerns_others(results[-1].failure):
                 return results
-        return results + await _gather(self._create(work, body) for body in bodies[2:])
+        return results + await self._begin_all(work, creations[2:])
+
+    async def _begin_all(self, work: _Work, steps: Sequence[_PodStep]) -> list[ApplyResult]:
+        """Do these steps, ``PODS_AT_ONCE`` at a time, as many as can be begun in the work's time.
+
+        A step that was not begun has no result. It has not failed: no request was sent.
+        """
+        loop, slots = asyncio.get_running_loop(), self._find_pod_slots()
+        left, results = deque(steps), list[ApplyResult]()
+
+        async def work_off() -> None:
+            # A free slot is taken without a pause, in which alone a timeout ends: the time is compared, too.
+            while left and loop.time() < work.last_begin:
+                try:
+                    async with asyncio.timeout_at(work.last_begin):
+                        await slots.acquire()
+                except TimeoutError:
+                    return
+                # Another worker may have taken the last step meanwhile.
+                try:
+                    if left:
+                        results.append(await left.popleft()())
+                finally:
+                    slots.release()
+
+        await _gather(work_off() for _ in range(min(PODS_AT_ONCE, len(steps))))
+        work.applied.is_unfinished |= bool(left)
+        return results
+
+    def _find_pod_slots(self) -> asyncio.Semaphore:
+        # A semaphore belongs to the event loop in which it was first waited for.
+        loop = asyncio.get_running_loop()
+        if self._pod_slots is None or self._pod_slots[0] is not loop:
+            self._pod_slots = loop, asyncio.Semaphore(PODS_AT_ONCE)
+        return self._pod_slots[1]
 
     async def _create(self, work: _Work, body: Raw) -> ApplyResult:
         async def create() -> None:

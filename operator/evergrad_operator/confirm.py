@@ -2,7 +2,8 @@
 hint."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Final
 
@@ -49,7 +50,18 @@ from evergrad_operator.spec import TrainingRun
 from evergrad_operator.store import CHILDREN, CLAIMS, PODS, uid_of
 
 READ_SECONDS: Final = 15.0
-"""Longest time of each of these reads: a pass has time left to write why it could not go on."""
+"""Longest time of each of these reads. All of a pass share ``Pass.reads_until``: it has time left to write
+why it could do no more."""
+
+
+@contextlib.asynccontextmanager
+async def _time_for(work: Pass) -> AsyncIterator[None]:
+    """Bound one read. Raises TimeoutError, at once if earlier reads have taken the time of the pass."""
+    now = asyncio.get_running_loop().time()
+    if now >= work.reads_until:
+        raise TimeoutError
+    async with asyncio.timeout_at(min(now + READ_SECONDS, work.reads_until)):
+        yield
 
 
 class Confirmer:
@@ -133,16 +145,17 @@ class Confirmer:
         for child in find_vanished(known, listed, version=version):
             self._cache.forget(CHILDREN, child)
 
-    async def fetch_applied(self, key: Key, run: TrainingRun) -> AppliedSettings | None:
+    async def fetch_applied(self, work: Pass, run: TrainingRun) -> AppliedSettings | None:
         """Return the settings that the run's pods read, from its ConfigMap; None if there is none.
 
         Raises ApiError and TimeoutError: without it nothing may be decided about an edit of the run.
         """
-        async with asyncio.timeout(READ_SECONDS):
+        namespace, name = work.key
+        async with _time_for(work):
             found, _ = await self._cluster.list_all(
                 CONFIG_MAP,
-                key[0],
-                name=names.config_name(key[1]),
+                namespace,
+                name=names.config_name(name),
             )
         data = (get_map(raw, "data") for raw in found if owns(run.uid, raw))
         manifest = next((get_text(one, names.CONFIG_FILE) for one in data), None)
@@ -239,7 +252,7 @@ class Confirmer:
         if held is not None:
             return False
         try:
-            async with asyncio.timeout(READ_SECONDS):
+            async with _time_for(work):
                 await look()
         except (ApiError, TimeoutError) as error:
             failure = build_failure(step, error, at=self._clock())

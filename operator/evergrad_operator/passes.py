@@ -37,6 +37,8 @@ class Applied:
     object."""
     is_in_doubt: bool = False
     """Whether a pod may exist that the cache does not have: the answer to its creation never came."""
+    is_unfinished: bool = False
+    """Whether the last pass had too little time to begin all steps."""
     token_posted_at: float = float("-inf")
     is_run_deleted: bool = False
     """Whether the run was deleted, its time to live being over, and the watch is yet to show it."""
@@ -67,8 +69,6 @@ class Hints:
     """When each pod was first seen being deleted, by uid. One that is lost lengthens the wait for a pod on a
     host that does not answer."""
 
-    def note_leaving(self, seen: Observation, now: float) -> Mapping[str, float]:
-        """Note the pods that are being deleted, and return when each was first seen so."""
     def note_ends(self, seen: Observation, now: float) -> float:
         """Note the nodes' pods that have ended, and return when the newest end was first seen.
 
@@ -80,6 +80,8 @@ class Hints:
         self.ends = ends
         return self.ended_at
 
+    def note_leaving(self, seen: Observation, now: float) -> Mapping[str, float]:
+        """Note the pods that are being deleted, and return when each was first seen so."""
         known = self.leaving_since
         pods = (*seen.nodes, *seen.preparations, *seen.evaluations)
         self.leaving_since = {
@@ -100,6 +102,8 @@ class Pass:
     group_kind: Kind | None = None
     """The PodGroup that the API server has for this installation's gangs."""
     profile: RunProfile = NO_PROFILE
+    reads_until: float = float("inf")
+    """When no read of this pass waits any longer, by the event loop's clock."""
 
     @property
     def refusals(self) -> Refusals:

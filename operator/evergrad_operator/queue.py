@@ -25,6 +25,9 @@ class Backoff:
 
     first: float = 0.5
     longest: float = 60.0
+    longest_after_news: float = 5.0
+    """Longest delay if news came during the work that failed, such as the correction of what it failed for.
+    Not less: the work itself may cause news each time, and would be repeated at full speed."""
 
     def delay(self, failures: int) -> float:
         """Return the seconds to wait after this many failures in a row, at least one."""
@@ -228,11 +231,12 @@ class WorkQueue(Generic[K]):
             # A time that was added while the work went on counts from its end, or from its own time if that
             # is later.
             waiting = self._due.pop(key, None)
-            # After a failure only the backoff counts: news must not turn it into a busy loop.
             has_failed = self.failures(key) > 0 and delay is not None
             delays: list[float] = [] if delay is None else [delay]
-            if waiting is not None and not has_failed:
-                delays.append(waiting - self._clock())
+            if waiting is not None:
+                # After a failure news only shorten the backoff: they must not turn it into a busy loop.
+                least = self._backoff.longest_after_news if has_failed else 0.0
+                delays.append(max(least, waiting - self._clock()))
             if delays:
                 self.add(key, after=min(delays))
 

@@ -14,6 +14,7 @@ from evergrad_operator import names
 from evergrad_operator.answer import Progress, parse_progress
 from evergrad_operator.apply import (
     TOKEN_SECONDS,
+    UNFINISHED_SECONDS,
     Applier,
     Cluster,
     is_pod_work_due,
@@ -47,6 +48,11 @@ from evergrad_operator.usage import Price
 log = logging.getLogger(__name__)
 RECONCILE_SECONDS: Final = 60.0
 """Longest time of one pass: a run whose requests hang must not keep a worker of the queue for ever."""
+STATUS_SECONDS: Final = 12.0
+"""The end of that time, for the write of the status alone: it says why the pass could do no more."""
+READS_SECONDS: Final = 15.0
+"""Longest time of all reads of one pass together. With the question to the coordinator, events and the
+steps, all at their longest, the time of the status is still left."""
 CLAIM_SECONDS: Final = 30.0
 """Age up to which a claim that no watch covers, such as a user's own, is trusted without another request."""
 SILENCE_SECONDS: Final = 15.0
@@ -158,7 +164,9 @@ class Reconciler:
 
     async def _reconcile(self, key: Key, raw: Raw) -> float | None:
         # Observe, decide and plan from what is known. The claim comes first: no watch shows a user's own.
-        work = Pass(key, raw, self._hints.setdefault(key, Hints(uid_of(raw))))
+        started = asyncio.get_running_loop().time()
+        hints = self._hints.setdefault(key, Hints(uid_of(raw)))
+        work = Pass(key, raw, hints, reads_until=started + READS_SECONDS)
         await self._confirmer.look_at_claim(work, oldest=CLAIM_SECONDS)
         work = await self._confirmer.fill_in(work, self._config)
         try:
@@ -173,7 +181,7 @@ class Reconciler:
         is_news = await self._follower.ask_about_ends(work, found.seen)
         if is_edited(found.seen):
             # Before the ConfigMap is applied anew it still has the settings of the pods.
-            applied = await self._confirmer.fetch_applied(key, found.seen.run)
+            applied = await self._confirmer.fetch_applied(work, found.seen.run)
             work = replace(work, applied=applied)
             is_news = True
         if is_news:
@@ -192,7 +200,13 @@ class Reconciler:
         # A refused step holds up no other. This pass reports it; it is tried again after a pause of its own.
         seen, decision, plan = found.seen, found.decision, found.plan
         doable = plan if is_confirmed else replace(plan, create=(), delete=())
-        results = await self._applier.apply(key, seen, doable, work.hints.applied)
+        results = await self._applier.apply(
+            key,
+            seen,
+            doable,
+            work.hints.applied,
+            until=started + RECONCILE_SECONDS - STATUS_SECONDS,
+        )
         if work.hints.applied.is_run_deleted:
             return None
         self.gang_api.note(results)
@@ -210,11 +224,18 @@ class Reconciler:
         # write would otherwise count as one that waits behind another step, and cause no pass.
         retry_after = work.refusals.seconds_to_next(self.clock())
         token_after = None if plan.token is None else TOKEN_SECONDS
+        more_after = UNFINISHED_SECONDS if work.hints.applied.is_unfinished else None
 
         # One write of the status at the end, so that no half of a pass is ever seen.
         outcome = Outcome(created=list_created(results))
         write_after = await self.statuses.write(work, seen, decision, outcome)
-        delays = (decision.requeue_after, retry_after, token_after, write_after)
+        delays = (
+            decision.requeue_after,
+            retry_after,
+            token_after,
+            more_after,
+            write_after,
+        )
         return min((delay for delay in delays if delay is not None), default=None)
 
     # ---- observe, decide, plan: values in, values out ------------------------------------------------------
@@ -261,6 +282,7 @@ class Reconciler:
             progress=progress,
             failures=work.refusals.failures(),
         )
+        ended_at = work.hints.note_ends(observed, self._coordinators.clock())
         users = self._cache.claim_index.users_of(key[0], claim_name)
         seen = replace(
             observed,
@@ -272,6 +294,7 @@ class Reconciler:
             group_kind=work.group_kind,
             gone=observe_gone(parsed, self._cache.gone(key)),
             leaving_since=work.hints.note_leaving(observed, self.clock()),
+            is_answer_new=answer is not None and answer.at >= ended_at,
         )
 
         decision = decide(seen, self._config, self.clock())
@@ -282,7 +305,6 @@ class Reconciler:
     def _is_look_due(self, work: Pass, found: Assessment) -> bool:
         """Whether this pass asks the API server which pods exist.
 
-        ended_at = work.hints.note_ends(observed, self._coordinators.clock())
         A pass that tries nothing, such as one of a run that waits for its quota, asks for nothing.
         """
         # The coordinator may be silent because it is gone, and its watch had a gap. A list is due each time
@@ -294,7 +316,6 @@ class Reconciler:
         if is_silent:
             hints.silence_listed = seconds
         elif seconds < SILENCE_SECONDS:
-            is_answer_new=answer is not None and answer.at >= ended_at,
             hints.silence_listed = 0.0
 
         # A list that was refused is tried again also where nothing needs it any more, or its refusal would

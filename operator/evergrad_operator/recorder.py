@@ -1,6 +1,7 @@
 """Kubernetes events about runs: repeated ones are counted on one object, and a crash loop makes fewer than
 fifteen."""
 
+import asyncio
 import hashlib
 import logging
 import time
@@ -18,6 +19,8 @@ log = logging.getLogger(__name__)
 COMPONENT: Final = "evergrad-operator"
 MAX_MESSAGE: Final = 1024
 MAX_REMEMBERED: Final = 4096
+EVENT_SECONDS: Final = 3.0
+"""Longest time for one event: the pass that posts it has a status to write, which says the same."""
 _DISTINCT = 2
 """Different messages of one reason that get events of their own. All further ones share one event, which
 shows the newest."""
@@ -97,20 +100,10 @@ class Recorder:
         if posted is not None and once and posted.once == once:
             return
         try:
-            if posted is None:
-                await self._create(slot, run, kind, message, once)
-            else:
-                posted.count += 1
-                posted.message = message
-                patch = {
-                    "count": posted.count,
-                    "message": message,
-                    "lastTimestamp": format_time(self._clock()),
-                }
-                namespace = run["metadata"].get("namespace", "")
-                await self._poster.merge(EVENT, namespace, posted.name, patch)
-                posted.once = once
-                self._on_post("counted")
+            async with asyncio.timeout(EVENT_SECONDS):
+                await self._post(slot, run, kind, message, once)
+        except TimeoutError:
+            log.warning("the event %s could not be posted: no answer in time", reason)
         except ApiError as error:
             # An event that has expired is created anew. After any other answer it may exist, and its name is
             # taken: it keeps its count.
@@ -118,6 +111,31 @@ class Recorder:
                 self._posted.pop(slot, None)
             if error.status not in (403, 404):
                 log.warning("the event %s could not be posted: %s", reason, error)
+
+    async def _post(
+        self,
+        slot: tuple[str, str, str],
+        run: Raw,
+        kind: str,
+        message: str,
+        once: str,
+    ) -> None:
+        """Post the event, or count it on the object that its message already has."""
+        posted = self._posted.get(slot)
+        if posted is None:
+            await self._create(slot, run, kind, message, once)
+            return
+        posted.count += 1
+        posted.message = message
+        patch = {
+            "count": posted.count,
+            "message": message,
+            "lastTimestamp": format_time(self._clock()),
+        }
+        namespace = run["metadata"].get("namespace", "")
+        await self._poster.merge(EVENT, namespace, posted.name, patch)
+        posted.once = once
+        self._on_post("counted")
 
     async def _create(
         self,

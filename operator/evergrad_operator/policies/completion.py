@@ -73,8 +73,12 @@ def complete_if_done(context: ReconcileContext) -> ReconcileContext | None:
     It is over once no pod is at work any more, or the time for that has passed.
     """
     progress, memory = context.progress, context.memory
+    # A pod of before a restart says nothing about the steps of the run that was started again.
     has_ended_well = any(
-        pod.end is not None and pod.end.cause == PodCause.DONE for pod in context.nodes
+        pod.end is not None
+        and pod.end.cause == PodCause.DONE
+        and pod.restart == memory.restart
+        for pod in context.nodes
     )
     is_complete = progress is not None and progress.phase == "Complete"
     if not has_ended_well and not is_complete and memory.finishing_since is None:

@@ -30,6 +30,28 @@ def record_of(
 # ---- start -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("is_other_done", [False, True])
+def test_a_pod_of_before_a_restart_that_ended_well_completes_nothing(
+    is_other_done: bool,
+) -> None:
+    world = Simulation(make_run(nodes={"min": 2, "max": 2})).run(step=10)
+    first, second = world.live()
+    world.train(10, phase="Failed", reason="UserError", message="ValueError")
+    world.reconcile()
+    # In the time for last words a script ends with 0, since its peers are gone.
+    world.end(first, 0, reason="Completed")
+    world.end(second, 0 if is_other_done else 70)
+    for seconds in (2, 60):
+        world.age(seconds)
+        world.settle()
+    assert (world.status["phase"], first in world.pods) == ("Failed", True)
+    world.progress = None
+    world.set_spec(restartNonce="again")
+    world.settle()
+    assert world.status["phase"] == "Starting"
+    assert {name.rsplit("-", 1)[0] for name in world.live()} == {"docs-lm-0", "docs-lm-1"}
+
+
 def test_a_new_run_gets_all_its_children_in_one_pass_and_nothing_in_the_next() -> None:
     world = Simulation()
     decision = world.reconcile()

@@ -46,6 +46,27 @@ def test_a_key_that_is_added_many_times_before_its_turn_comes_once() -> None:
     assert done == ["a"]
 
 
+def test_news_that_come_during_work_that_fails_shorten_a_long_backoff_and_no_more() -> None:
+    starts: list[float] = []
+
+    async def main() -> None:
+        queue: WorkQueue[str] = make_queue(backoff=Backoff(first=60.0, longest=60.0))
+
+        async def process(key: str) -> None:
+            starts.append(asyncio.get_running_loop().time())
+            # The file is corrected while the first pass is about to fail. Later passes cause news themselves.
+            queue.add(key)
+            await asyncio.sleep(1.0)
+            raise OSError("the API server does not answer")
+
+        queue.add("a")
+        await work_for(queue, process, 600.0)
+
+    virtual_time.run(main())
+    pauses = {round(later - earlier, 3) for earlier, later in pairwise(starts)}
+    assert pauses == {6.0}, "a second of work and five of backoff"
+
+
 def test_a_key_that_is_added_while_it_is_worked_on_comes_again_afterwards_and_never_twice_at_a_time() -> (
     None
 ):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import virtual_time
 from fake_kubernetes.recipe import TRAINING
 from fake_kubernetes.simulation import KEY, Crash, Simulation, crash_at
 from fake_kubernetes.store import RefusedError, Write
@@ -190,6 +191,139 @@ def test_nodes_that_end_are_replaced_only_after_the_coordinator_was_asked(
         "UserError",
     )
     assert "run-1-1" not in simulation.pods()
+
+
+def test_a_step_that_the_coordinator_knew_before_a_pod_was_killed_is_no_progress(
+    simulation: Simulation,
+) -> None:
+    begin(simulation)
+    running = simulation.coordinators.answers[KEY]
+    simulation.coordinators.answers[KEY] = {**running, "step": 19, "newSteps": 20}
+    simulation.settle()
+    # The next poll would show a step that was finished before the kill.
+    simulation.coordinators.unheard[KEY] = {**running, "step": 20, "newSteps": 21}
+    simulation.end_pod("run-1-0", 137, reason="OOMKilled")
+    simulation.settle()
+    assert simulation.status["failures"]["withoutProgress"] == 1
+    simulation.now += 60
+    simulation.settle()
+    assert simulation.status["failures"]["withoutProgress"] == 1
+    simulation.coordinators.answers[KEY] = {**running, "step": 21, "newSteps": 22}
+    simulation.now += 60
+    simulation.settle()
+    assert simulation.status["failures"]["withoutProgress"] == 0
+
+
+def test_without_an_answer_after_a_kill_the_next_step_that_is_seen_is_no_progress(
+    simulation: Simulation,
+) -> None:
+    begin(simulation)
+    running = simulation.coordinators.answers[KEY]
+    asked = simulation.coordinators.ask
+    simulation.coordinators.ask = no_answer  # type: ignore[method-assign]
+    simulation.end_pod("run-1-0", 137, reason="OOMKilled")
+    simulation.settle()
+    # Later answers come by polls. Only those after the first one can show progress.
+    simulation.coordinators.ask = asked  # type: ignore[method-assign]
+    for step, failures in ((20, 1), (20, 1), (21, 0)):
+        simulation.coordinators.answers[KEY] = {
+            **running,
+            "step": step,
+            "newSteps": step + 1,
+        }
+        simulation.coordinators.asked_at[KEY] = simulation.coordinators.clock()
+        simulation.now += 60
+        simulation.settle()
+        assert simulation.status["failures"]["withoutProgress"] == failures
+
+
+async def no_answer(key: Any) -> None:
+    """As where the coordinator does not answer in time."""
+
+
+def slow_down(
+    simulation: Simulation, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """Let the API server take ``seconds`` for the creation of a pod."""
+    create = simulation.cluster.create
+
+    async def create_slowly(body: Any, **options: Any) -> Any:
+        if body["kind"] == "Pod":
+            await asyncio.sleep(seconds)
+        return await create(body, **options)
+
+    monkeypatch.setattr(simulation.cluster, "create", create_slowly)
+
+
+def test_pods_that_wait_for_their_turn_are_not_refused_by_the_api_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulation = Simulation()
+    simulation.create_run(nodes={"min": 200, "max": 200})
+    slow_down(simulation, monkeypatch, 4.0)
+    num_passes = 0
+    while len(simulation.pods()) < 200:
+        before = len(simulation.pods())
+        delay = virtual_time.run(simulation.reconciler.reconcile(KEY))
+        simulation.deliver()
+        num_passes += 1
+        assert len(simulation.pods()) > before
+        assert simulation.refused() == []
+        assert simulation.status["reason"] == "Starting"
+        assert len(simulation.pods()) == 200 or (delay is not None and delay <= 1.0)
+        simulation.now += delay or 0.0
+    assert num_passes > 1, "the first pass had no time for all"
+
+
+def test_a_large_run_does_not_take_the_turn_of_a_small_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulation = Simulation()
+    simulation.create_run(nodes={"min": 200, "max": 200})
+    simulation.create_run("small", nodes={"min": 1, "max": 1})
+    slow_down(simulation, monkeypatch, 4.0)
+
+    async def main() -> None:
+        large = asyncio.create_task(simulation.reconciler.reconcile(KEY))
+        await asyncio.sleep(10.0)
+        await simulation.reconciler.reconcile((KEY[0], "small"))
+        await large
+
+    virtual_time.run(main())
+    assert simulation.refused() == simulation.refused((KEY[0], "small")) == []
+    assert "small-0-0" in simulation.pods()
+
+
+def test_an_api_server_that_is_slow_in_everything_leaves_time_to_say_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulation = Simulation()
+    with simulation.by_others():
+        claim = {
+            "apiVersion": "v1",
+            "kind": "PersistentVolumeClaim",
+            "metadata": {"name": "shared", "namespace": "ns"},
+            "spec": {"accessModes": ["ReadWriteMany"]},
+        }
+        simulation.store.create("persistentvolumeclaims", claim)
+    simulation.create_run(storage={"claimName": "shared"})
+    cluster = simulation.cluster
+
+    def slowed(act: Any, seconds: float) -> Any:
+        async def act_slowly(*arguments: Any, **options: Any) -> Any:
+            is_of_status = options.get("subresource") == "status"
+            await asyncio.sleep(10.0 if is_of_status else seconds)
+            return await act(*arguments, **options)
+
+        return act_slowly
+
+    for name in ("get", "list_all"):
+        monkeypatch.setattr(cluster, name, slowed(getattr(cluster, name), 14.0))
+    for name in ("create", "apply", "merge"):
+        monkeypatch.setattr(cluster, name, slowed(getattr(cluster, name), 1000.0))
+    virtual_time.run(simulation.reconciler.reconcile(KEY))
+    status = simulation.status
+    assert (status["phase"], status["reason"]) == ("Waiting", "ApiUnavailable")
 
 
 def test_a_suspension_asks_the_coordinator_once_no_node_is_left_and_waits_for_no_poll(
