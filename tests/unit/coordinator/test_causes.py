@@ -35,6 +35,8 @@ def test_every_break_and_every_loss_has_a_word_in_the_status_of_a_run_and_nothin
     assert {cause for cause, one in CHANGES.items() if one.pod} == {
         *BREAKS,
         *get_args(Lost),
+        # No break of its own: the trouble of an `environment` is named in its place.
+        "volume_full",
     }
 
 

@@ -137,7 +137,7 @@ def test_the_root_cause_is_found_behind_the_consequences_of_a_thousand_nodes() -
     budget.report(build_failure("out_of_memory", 0.5), Training())
     assert budget.last is not None
     assert budget.last.report.cause == "out_of_memory"
-    assert "out_of_memory on rank" in budget.describe()
+    assert "out_of_memory on a worker without a rank" in budget.describe()
 
 
 def test_the_trouble_of_a_host_is_no_failure_of_the_run_in_a_large_group_either() -> None:

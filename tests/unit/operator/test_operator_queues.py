@@ -59,7 +59,8 @@ class Queued:
 
     def suspend(self, suspend: bool) -> None:
         """A user suspends or resumes the run; its nodes have reported their last save."""
-        self.simulation.coordinators.answers.clear()
+        none = {"min": 2, "max": 3, "ready": 0, "connected": 0}
+        self.simulation.train(phase="Waiting", nodes=none)
         self.simulation.store.change("trainingruns", *KEY, {"spec": {"suspend": suspend}})
 
     def preempt(self, *, left: int) -> None:
