@@ -9,9 +9,9 @@ from evergrad_operator.decision import Decision
 from evergrad_operator.names import Condition, Phase, Reason
 from evergrad_operator.observe import Observation
 from evergrad_operator.pods import MAX_MESSAGE
-from evergrad_operator.policies.wording import describe_volume_remedy, quote, stop
 from evergrad_operator.raw import get_int, get_map, get_maps, get_text, keep_start
 from evergrad_operator.times import format_time, parse_time
+from evergrad_operator.wording import describe_volume_remedy, quote, stop
 
 _SHORT: Final = 256
 """Longest message of a condition that only repeats another's, in bytes."""

@@ -29,10 +29,10 @@ from evergrad_cli.cluster.arguments import (
 from evergrad_cli.cluster.client import Cluster, connect, core_path
 from evergrad_cli.cluster.errors import ClusterInputError
 from evergrad_cli.cluster.forwarding import forwarded
+from evergrad_cli.cluster.local_status import require_events
 from evergrad_cli.cluster.raw import part
 from evergrad_cli.cluster.runs import COORDINATOR, LABEL_ATTEMPT, LABEL_ROLE, LABEL_RUN
 from evergrad_cli.cluster.waiting import read_run
-from evergrad_cli.local_status import require_events
 from evergrad_cli.run_page import serving_files
 from evergrad_coordinator.contract import INSTANCE_HEADER, ExitCode, RunFile
 from evergrad_manifest.errors import Problem

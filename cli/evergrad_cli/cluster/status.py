@@ -19,6 +19,7 @@ from evergrad_cli.cluster.arguments import (
 )
 from evergrad_cli.cluster.client import Cluster, connect, core_path
 from evergrad_cli.cluster.errors import RefusedError
+from evergrad_cli.cluster.local_status import show_local_status
 from evergrad_cli.cluster.raw import part
 from evergrad_cli.cluster.runs import (
     LABEL_RUN,
@@ -41,7 +42,6 @@ from evergrad_cli.cluster.text import (
     table,
 )
 from evergrad_cli.cluster.waiting import read_run
-from evergrad_cli.local_status import show_local_status
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.text import short_count
 

@@ -24,7 +24,7 @@ from evergrad_operator.observe import Observation
 from evergrad_operator.pods import PodState, describe_cause
 from evergrad_operator.policies.budget import count_failures
 from evergrad_operator.policies.host_faults import forget_hosts, note_host_faults
-from evergrad_operator.policies.wording import (
+from evergrad_operator.wording import (
     describe_disk_remedy,
     describe_end,
     quote,

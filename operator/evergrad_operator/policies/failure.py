@@ -11,14 +11,14 @@ from evergrad_operator.packing import pack_ranges
 from evergrad_operator.pods import says_no_space
 from evergrad_operator.policies.context import ReconcileContext
 from evergrad_operator.policies.host_faults import is_input_error_confirmed
-from evergrad_operator.policies.wording import (
+from evergrad_operator.times import format_time
+from evergrad_operator.wording import (
     describe_disk_remedy,
     describe_end,
     describe_volume_remedy,
     quote,
     stop,
 )
-from evergrad_operator.times import format_time
 
 _REASONS: Final = {
     PodCause.USER_ERROR: Reason.USER_ERROR,

@@ -24,13 +24,13 @@ from evergrad_operator.policies.lifecycle import earliest, remove
 from evergrad_operator.policies.record import is_recorded, plan_record
 from evergrad_operator.policies.scale import find_epoch, is_digest_missing
 from evergrad_operator.policies.waiting import Obstacle, find_obstacle
-from evergrad_operator.policies.wording import (
+from evergrad_operator.times import format_time
+from evergrad_operator.wording import (
     describe_disk_remedy,
     describe_end,
     quote,
     stop,
 )
-from evergrad_operator.times import format_time
 
 _THEN: Final = "set spec.restartNonce to a new text"
 _REMEDIES: Final = {

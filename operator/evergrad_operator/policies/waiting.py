@@ -16,7 +16,7 @@ from evergrad_operator.observe import BOUNDS_NOT_TAKEN, NAME_LEFT, NAME_TAKEN, A
 from evergrad_operator.pods import PodState
 from evergrad_operator.policies.context import ReconcileContext
 from evergrad_operator.policies.gang import describe_wait, joins_pod_group
-from evergrad_operator.policies.wording import quote
+from evergrad_operator.wording import quote
 
 _START: Final = frozenset(
     {
