@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol
 
+from evergrad_manifest.claims import DROPPED_UNFINISHED
 from evergrad_operator import names
 from evergrad_operator.cache import NEW_POD_STATUS, InformerCache
 from evergrad_operator.errors import ApiError, LeaseLostError, OperatorError
@@ -335,10 +336,16 @@ class Applier:
     async def _put_claim(self, body: Raw, plan: Plan) -> None:
         """Apply the claim with the run's record, after records of runs that are gone are off it."""
         metadata = body["metadata"]
-        if plan.stale_records:
+        stale = plan.stale_records
+        if stale.annotations:
             # A merge patch takes a field from whoever owns it, and with its last field its manager goes from
             # the object.
-            patch = {"metadata": {"annotations": dict.fromkeys(plan.stale_records)}}
+            annotations: dict[str, str | None] = dict.fromkeys(stale.annotations)
+            patch: dict[str, Any] = {"metadata": {"annotations": annotations}}
+            if stale.dropped_unfinished is not None:
+                # Counted on the claim as it was seen: another run's pass may have counted meanwhile.
+                annotations[DROPPED_UNFINISHED] = str(stale.dropped_unfinished)
+                patch["metadata"]["resourceVersion"] = stale.resource_version
             await self._cluster.merge(
                 CLAIM,
                 metadata["namespace"],

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from evergrad_manifest.claims import claims_of
 from evergrad_operator import names
 from evergrad_operator.claim_index import ClaimIndex
 from evergrad_operator.expectations import Expectations
@@ -154,7 +155,14 @@ class InformerCache:
         before = known if is_same and not is_deleted else None
         if before is not None and _what_neighbours_see(before) == _what_neighbours_see(raw):
             return keys
-        return (*keys, *self.claim_index.neighbours_of(raw))
+        # A claim that this run mounts, or mounted until now, may go with the run that it belongs to.
+        owners = dict.fromkeys(
+            key
+            for one in (before, raw)
+            if one is not None
+            for key in self.claim_index.owners_of_mounts(one)
+        )
+        return (*keys, *self.claim_index.neighbours_of(raw), *owners)
 
     def take(
         self,
@@ -226,6 +234,7 @@ class InformerCache:
             # The runs in the same folder are found before the run leaves the index.
             if resource == RUNS:
                 changed.update(self.claim_index.neighbours_of(known))
+                changed.update(self.claim_index.owners_of_mounts(known))
             self._remove(resource, known)
             # An older list may still be on its way, and would bring the object back.
             identity = uid_of(known)
@@ -268,7 +277,7 @@ class InformerCache:
     def _is_followed(self, claim: Raw) -> bool:
         """Whether a claim is kept: no watch and no list shows the end of one without our label and a run."""
         is_labelled = names.LABEL_RUN in get_map(claim, "metadata", "labels")
-        return is_labelled or bool(self.claim_index.users_of(*place_of(claim)))
+        return is_labelled or bool(self.claim_index.keepers_of(*place_of(claim)))
 
     def _concerned(self, resource: str, raw: Raw) -> tuple[Key, ...]:
         """Return the runs that have to look again when this object changes."""
@@ -279,7 +288,7 @@ class InformerCache:
         keys = {(namespace, owner)} if owner else set()
         if resource == CLAIMS:
             # All runs that keep their files on a claim wait for it, whoever made it.
-            return tuple(sorted(keys | self.claim_index.users_of(namespace, name)))
+            return tuple(sorted(keys | self.claim_index.keepers_of(namespace, name)))
         return tuple(keys)
 
 
@@ -320,6 +329,7 @@ def _what_neighbours_see(raw: Raw) -> Any:
     status = get_map(raw, "status")
     return (
         get_map(raw, "spec").get("storage"),
+        claims_of(raw),
         status.get("phase") == names.Phase.FAILED,
         "deletionTimestamp" in raw["metadata"],
     )

@@ -15,6 +15,7 @@ from evergrad_coordinator.contract import (
     LABEL_QUEUE,
     TOKEN_PATH,
 )
+from evergrad_manifest.claims import RECORD_PREFIX
 
 __all__ = ["API_VERSION", "KIND", "LABEL_QUEUE", "TOKEN_PATH"]
 Key = tuple[str, str]
@@ -52,8 +53,7 @@ ANNOTATION_GROUP_PRIORITY: Final = f"{LABEL_PREFIX}priority-class"
 """On PodGroups of Kubernetes: the priority class that the group was made with, and keeps."""
 ANNOTATION_DELETED_WITH: Final = f"{LABEL_PREFIX}deleted-with"
 """On a PVC: uid of the run that it is deleted with, by ``spec.storage.whenDeleted``."""
-CLAIM_ANNOTATION_PREFIX: Final = f"run.{LABEL_PREFIX}"
-"""Prefix of an annotation of a PVC, followed by a run's name: the record of that run."""
+CLAIM_ANNOTATION_PREFIX: Final = RECORD_PREFIX
 
 LABEL_QUEUE_PRIORITY: Final = "kueue.x-k8s.io/priority-class"
 LABEL_QUEUE_GROUP: Final = "kueue.x-k8s.io/pod-group-name"

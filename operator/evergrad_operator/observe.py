@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
 
+from evergrad_manifest.claims import DROPPED_UNFINISHED, claims_of
 from evergrad_operator import names
 from evergrad_operator.answer import Progress
 from evergrad_operator.kinds import POD_GROUP, Kind
@@ -103,7 +104,8 @@ class ClaimState:
     """The run's PVC.
 
     ``records``: by name of the run. ``spec``: what we would apply again, as it stands there.
-    ``created_at``: seconds since 1970, None where unknown.
+    ``created_at``: seconds since 1970, None where unknown. ``dropped_unfinished``: records of runs that were
+    not complete and for which there was no room. ``resource_version``: empty where unknown.
     """
 
     name: str
@@ -113,6 +115,8 @@ class ClaimState:
     annotations: Mapping[str, str]
     spec: Mapping[str, Any]
     created_at: float | None = None
+    dropped_unfinished: int = 0
+    resource_version: str = ""
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,7 @@ class Observation:
     progress: Progress | None
     failures: tuple[ApplyFailure, ...]
     claim_users: frozenset[str] | None = None
-    """Names of all runs that keep their files on the claim; None where they are not known."""
+    """Names of all runs that keep their files on the claim or mount it; None where they are not known."""
     silence: Silence | None = None
     applied: AppliedSettings | None = None
     """None but for a run that has been edited since its last status and whose ConfigMap can be read."""
@@ -342,7 +346,15 @@ def _parse_claim(raw: Mapping[str, Any]) -> ClaimState:
         annotations=annotations,
         spec={key: spec[key] for key in kept if key in spec},
         created_at=parse_time(metadata.get("creationTimestamp")),
+        dropped_unfinished=_parse_count(annotations.get(DROPPED_UNFINISHED, "")),
+        resource_version=get_text(metadata, "resourceVersion"),
     )
+
+
+def _parse_count(text: str) -> int:
+    """Return the number in an annotation; 0 for a text that is not one."""
+    # Bounded, because anybody may set an annotation.
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
 
 
 @lru_cache(maxsize=8192)
@@ -401,12 +413,11 @@ def _parse_other(raw: Mapping[str, Any], run: TrainingRun) -> Other | None:
 
 def find_place(raw: Mapping[str, Any]) -> tuple[str, str]:
     """Return the claim that a raw run keeps its files on, and the folder there."""
-    name = get_text(get_map(raw, "metadata"), "name")
-    storage = get_map(raw, "spec", "storage")
-    path = get_text(storage, "path") or name
+    path = get_text(get_map(raw, "spec", "storage"), "path")
+    path = path or get_text(get_map(raw, "metadata"), "name")
     # Two spellings of one folder must not pass for two folders.
     parts = [part for part in path.split("/") if part not in ("", ".")]
-    return get_text(storage, "claimName") or name, "/".join(parts)
+    return claims_of(raw).storage, "/".join(parts)
 
 
 def overlap(one: str, other: str) -> bool:

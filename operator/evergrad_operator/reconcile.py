@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
+from evergrad_manifest.claims import claims_of
 from evergrad_operator import names
 from evergrad_operator.answer import Progress, parse_progress
 from evergrad_operator.apply import (
@@ -22,7 +23,6 @@ from evergrad_operator.apply import (
 )
 from evergrad_operator.cache import InformerCache
 from evergrad_operator.changes import is_edited
-from evergrad_operator.claim_index import claim_of
 from evergrad_operator.config import Config
 from evergrad_operator.confirm import Confirmer
 from evergrad_operator.errors import OperatorError, SpecError
@@ -259,7 +259,7 @@ class Reconciler:
 
         # The run's claim and other children, by kind and name.
         children: dict[tuple[str, str], Raw] = {}
-        claim_name = claim_of(work.raw)
+        claim_name = claims_of(work.raw).storage
         claim = self._cache.claim(key[0], claim_name)
         if claim is not None:
             children[CLAIM.kind, claim_name] = claim

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from evergrad_manifest.claims import mounted_claims
 from evergrad_operator import names
 from evergrad_operator.conditions import build_conditions, build_refused_conditions
 from evergrad_operator.decision import Action, Decision
@@ -13,6 +14,7 @@ from evergrad_operator.memory import Coordinator, Memory, Training
 from evergrad_operator.memory_status import build_memory
 from evergrad_operator.observe import Observation
 from evergrad_operator.packing import format_rate, without_empty
+from evergrad_operator.plan.claim import is_deleted_with
 from evergrad_operator.pods import MAX_MESSAGE
 from evergrad_operator.preparation import show_preparation
 from evergrad_operator.problems import LONGEST_LIST
@@ -84,6 +86,7 @@ def build_status(
         **build_memory(memory),
         "nodes": {**nodes, "ready": ready, "running": running},
         "progress": _build_progress(training, is_running=not is_at_rest),
+        "volume": _build_volume(observation),
         "preparation": show_preparation(memory.preparation),
         "evaluation": show_evaluation(memory.evaluation),
         "usage": show_usage(memory.usage, price),
@@ -175,6 +178,23 @@ def _note_created(decision: Decision, outcome: Outcome, run: str) -> Memory:
         preparation=preparation,
         evaluation=evaluation,
     )
+
+
+def _build_volume(observation: Observation) -> dict[str, Any]:
+    """Build what only the operator knows of a run's volumes: claims that its profile adds, and whether its
+    own claim is deleted with it."""
+    run, claim = observation.run, observation.claim
+    shown: dict[str, Any] = {
+        "profileClaims": list(mounted_claims(run.profile.defaults.get("template")))
+    }
+    # The decision counts, and what the claim says: until the claim has changed, it still goes with the run.
+    goes = is_deleted_with(run, claim, observation.claim_users)
+    mark = (
+        claim.annotations.get(names.ANNOTATION_DELETED_WITH) if claim is not None else None
+    )
+    if goes or mark == run.uid or run.spec.storage.when_deleted == "Delete":
+        shown["goesWithRun"] = goes or mark == run.uid
+    return shown
 
 
 def _build_progress(training: Training, *, is_running: bool) -> dict[str, Any]:

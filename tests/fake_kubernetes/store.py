@@ -153,6 +153,9 @@ class Store:
         """A JSON merge patch."""
         known = self.get(plural, namespace, name)
         write = self._begin("patch", (plural, namespace, name))
+        wanted = (patch.get("metadata") or {}).get("resourceVersion")
+        if wanted not in (None, known["metadata"]["resourceVersion"]):
+            raise RefusedError(409, "Conflict")
         new = merged(known, patch)
         if new.get("spec") != known.get("spec"):
             new["metadata"]["generation"] = known["metadata"].get("generation", 1) + 1

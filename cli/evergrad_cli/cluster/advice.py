@@ -31,7 +31,14 @@ def advise(run: Run, pods: Sequence[Pod] = (), *, now: float, place: str = "") -
     # States that no other field can change come first: a run that is deleted or over still has its last
     # phase.
     if run.is_deleting:
-        return ["It is being deleted. Its claim keeps the checkpoints."]
+        if run.takes_claim:
+            return [
+                (
+                    f"It is being deleted, and claim {run.claim} with its checkpoints is deleted with it "
+                    "(storage.whenDeleted)."
+                )
+            ]
+        return [f"It is being deleted. Claim {run.claim} keeps its checkpoints."]
     if run.managed_by:
         return [
             f"{run.managed_by} has this run (spec.managedBy): Evergrad's operator makes no pod for it here.",
@@ -51,11 +58,11 @@ def advise(run: Run, pods: Sequence[Pod] = (), *, now: float, place: str = "") -
     # Before what follows: such a run is suspended, too, yet resuming it would stop it at once.
     if run.is_beyond_its_stop:
         return [
+            f"It has finished step {run.stop_after_step}, where spec.training.stop.afterStep has it stop.",
             (
-                f"It has finished step {run.stop_after_step}, where spec.training.stop has it stop. "
-                "Its claim keeps the checkpoints."
+                "To continue, raise or remove spec.training.stop.afterStep in its file, submit the file, "
+                f"and then: evergrad resume {run.name}{place}"
             ),
-            "To train on, delete the run and submit its file without spec.training.stop.",
         ]
     if run.reason == NON_FINITE:
         return _non_finite(run, place)

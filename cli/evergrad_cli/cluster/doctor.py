@@ -124,6 +124,12 @@ def examine(cluster: Cluster, *, operator_namespace: str | None, now: float) -> 
     ranges = _list(cluster, core_path("limitranges", namespace))
     found.append(checks.check_limits(ranges, _read_coordinator_limits(deployments or ())))
     found.append(
+        checks.check_claims(
+            _list(cluster, runs_path(namespace)),
+            _list(cluster, core_path("persistentvolumeclaims", namespace)),
+        )
+    )
+    found.append(
         checks.check_quotas(
             _list(cluster, core_path("resourcequotas", namespace)),
             defaults=checks.read_limits(ranges or ()).defaults,

@@ -14,7 +14,6 @@ from evergrad_cli.cluster.arguments import (
     note,
     say,
     say_json,
-    seconds_of,
 )
 from evergrad_cli.cluster.client import Cluster, connect, core_path, runs_path
 from evergrad_cli.cluster.errors import ClusterInputError, NotFoundError
@@ -31,7 +30,12 @@ EXAMPLES = """\
   evergrad prune --older-than 30d                  # also runs that ended more than 30 days ago
   evergrad prune --older-than 30d --yes            # deletes what the line above lists
   evergrad prune runs/ --keep 1 --yes              # superseded checkpoints of this machine"""
-_DAYS: Final = re.compile(r"(\d+(?:\.\d+)?)d")
+_NUMBER = r"(\d+(?:\.\d+)?)"
+_AGE: Final = re.compile(
+    rf"(?=\d)(?:{_NUMBER}d)?(?:{_NUMBER}h)?(?:{_NUMBER}m)?(?:{_NUMBER}s)?"
+)
+_BARE_NUMBER: Final = re.compile(_NUMBER)
+_ANY_AGE: Final = re.compile(r"0+(\.0+)?")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--older-than",
         type=_age_of,
         metavar="TIME",
-        help="also runs that ended so long ago, e.g. 30d or 12h; claims of such runs alone",
+        help="also runs that ended so long ago, with a unit, e.g. 30d or 12h; claims of such runs alone",
     )
     parser.add_argument(
         "--keep",
@@ -216,8 +220,18 @@ def _look_at_cluster(
 
 
 def _age_of(text: str) -> float:
-    """``30d``, ``12h`` → seconds. Raises ArgumentTypeError."""
-    match = _DAYS.fullmatch(text.strip())
-    seconds = float(match[1]) * 86400 if match is not None else seconds_of(text)
-    # A wait of 0 lasts for ever; an age of 0 is any.
-    return 0.0 if seconds == float("inf") else seconds
+    """``30d``, ``12h``, ``1d12h``, ``0`` → seconds. Raises ArgumentTypeError."""
+    # What is older is deleted: a number whose unit is left to a guess is refused.
+    given = text.strip()
+    if _ANY_AGE.fullmatch(given):
+        return 0.0
+    match = _AGE.fullmatch(given)
+    if match is None:
+        is_number = _BARE_NUMBER.fullmatch(given) is not None
+        what = f"{text!r} has no unit" if is_number else f"{text!r} is not an age"
+        days = f"{given}d" if is_number else "30d"
+        raise argparse.ArgumentTypeError(
+            f"{what}; what is older is deleted. Write {days} for days, or use the units h and m; 0 is any age"
+        )
+    days, hours, minutes, seconds = (float(part or 0) for part in match.groups())
+    return days * 86400 + hours * 3600 + minutes * 60 + seconds

@@ -39,10 +39,10 @@ def execute(args: argparse.Namespace) -> int:
                 f"has finished step {run.checkpoint_step}, and spec.training.stop.afterStep is "
                 f"{run.stop_after_step}"
             )
-            why = "it would stop again at once, and a recipe does not change"
+            why = "it would stop again at once"
             remedy = (
-                "To train on: delete the run, whose claim keeps the checkpoints, and submit its file "
-                "without spec.training.stop"
+                "Raise or remove spec.training.stop.afterStep in its file, submit the file, and resume the "
+                "run again"
             )
             return Problem(f"trainingrun {run.name}", what, why, remedy)
         return finished(run, "resume", given_place(args))

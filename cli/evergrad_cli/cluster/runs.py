@@ -9,6 +9,7 @@ from typing import Any, Final, Self
 
 from evergrad_cli.cluster.text import parse_short_count, parse_time
 from evergrad_coordinator.contract import LABEL_PREFIX, MANAGER
+from evergrad_manifest.claims import claims_of
 
 LABEL_RUN: Final = f"{LABEL_PREFIX}run"
 LABEL_INDEX: Final = f"{LABEL_PREFIX}index"
@@ -136,6 +137,8 @@ class Run:
     attempts: tuple[Ended, ...]
     conditions: tuple[Condition, ...]
     claim: str
+    takes_claim: bool
+    """Whether its claim is deleted with it."""
     folder: str
     """Folder of the claim that is the run directory."""
     managed_by: str
@@ -248,13 +251,29 @@ def parse_run(raw: Mapping[str, Any]) -> Run:
         last_failure=Failure.from_raw(failure) if failure else None,
         attempts=tuple(map(Ended.from_raw, _mappings(status, "attempts"))),
         conditions=tuple(map(Condition.from_raw, _mappings(status, "conditions"))),
-        claim=_text(storage, "claimName") or name,
+        claim=claims_of(raw).storage,
+        takes_claim=_takes_claim(raw),
         folder=_text(storage, "path") or name,
         preparation=_mapping(status, "preparation"),
         evaluation=_mapping(status, "evaluation"),
         managed_by="" if manager == MANAGER else manager,
         usage=_mapping(status, "usage"),
     )
+
+
+def _takes_claim(raw: Mapping[str, Any]) -> bool:
+    """Whether the claim of ``raw`` is deleted with it, by what the operator says."""
+    spec, status = _mapping(raw, "spec"), _mapping(raw, "status")
+    goes = _mapping(status, "volume").get("goesWithRun")
+    # Only the operator knows whether others use the claim. An older one says nothing, and one that has not
+    # seen the newest spec yet says nothing about that: both times the file counts, for the worse.
+    asks = _mapping(spec, "storage").get("whenDeleted") == "Delete"
+    is_current = (_integer(status.get("observedGeneration")) or 0) >= (
+        _integer(_mapping(raw, "metadata").get("generation")) or 0
+    )
+    if not isinstance(goes, bool):
+        return asks
+    return goes if is_current else goes or asks
 
 
 def _counts(raw: Mapping[str, Any], key: str) -> dict[str, int]:

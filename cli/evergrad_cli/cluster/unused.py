@@ -9,13 +9,18 @@ from evergrad_cli.cluster.runs import parse_run
 from evergrad_cli.cluster.text import age, parse_time
 from evergrad_cli.leftovers import Leftover
 from evergrad_coordinator.contract import LABEL_PREFIX
+from evergrad_manifest.claims import (
+    DROPPED_UNFINISHED,
+    RECORD_PREFIX,
+    claims_of,
+    mounted_claims,
+)
 
 Raw = Mapping[str, Any]
 CLAIM: Final = "PersistentVolumeClaim"
 RUN: Final = "TrainingRun"
 OWN_CLAIMS: Final = f"app.kubernetes.io/managed-by=evergrad,{LABEL_PREFIX}run"
 """Selects the claims that an operator has made."""
-_RECORD: Final = f"run.{LABEL_PREFIX}"
 
 
 def find_unused_claims(
@@ -30,20 +35,21 @@ def find_unused_claims(
 
     ``older_than``: seconds since the last run on a claim was complete. ``now``: Unix seconds.
     """
-    wanted = {run.claim for run in map(parse_run, runs)} | {
-        str(raw["metadata"]["name"]) for raw in runs
-    }
+    # A run needs the claims that it names, also while it has no pod: it may be suspended, wait in a queue, or
+    # be between two pods.
+    kept_for: dict[str, str] = {}
+    wanted = set()
+    for run in runs:
+        name = str(run["metadata"]["name"])
+        named = claims_of(run)
+        wanted |= {name, named.storage}
+        for claim in named.mounted:
+            kept_for.setdefault(claim, f"run {name} mounts it")
     # A pod that has ended writes to its claims no more.
-    mounted = {}
     for pod in pods:
-        phase = part(pod, "status").get("phase")
-        volumes = part(pod, "spec").get("volumes") or ()
-        if phase in ("Succeeded", "Failed"):
-            continue
-        for volume in volumes:
-            claim = part(volume, "persistentVolumeClaim").get("claimName")
-            if claim:
-                mounted[str(claim)] = pod
+        if part(pod, "status").get("phase") not in ("Succeeded", "Failed"):
+            for claim in mounted_claims(part(pod, "spec")):
+                kept_for[claim] = f"pod {pod['metadata']['name']} mounts it"
 
     found = []
     for raw in sorted(claims, key=lambda one: str(one["metadata"]["name"])):
@@ -54,8 +60,8 @@ def find_unused_claims(
             continue
         size = part(raw, "status", "capacity").get("storage", "")
         why, is_kept = _judge_claim(raw, older_than=older_than, now=now)
-        if name in mounted:
-            why, is_kept = f"pod {mounted[name]['metadata']['name']} mounts it", True
+        if name in kept_for:
+            why, is_kept = kept_for[name], True
         found.append(_leftover(CLAIM, raw, why, is_kept=is_kept, size=str(size)))
     return tuple(found)
 
@@ -65,6 +71,11 @@ def find_old_runs(
 ) -> tuple[Leftover, ...]:
     """Find runs that have ended for good, at least ``older_than`` seconds ago."""
     found = []
+    runs = list(runs)
+    users: dict[str, str] = {}
+    for raw in runs:
+        for claim in claims_of(raw).all - {str(raw["metadata"]["name"])}:
+            users.setdefault(claim, str(raw["metadata"]["name"]))
     for raw in runs:
         run = parse_run(raw)
         ended: float | None = None
@@ -77,15 +88,16 @@ def find_old_runs(
         if not run.is_over or run.is_deleting or ended is None or now - ended < older_than:
             continue
         how = "complete" if run.is_true("Complete") else "failed"
-        storage = part(raw, "spec").get("storage")
-        takes_data = isinstance(storage, Mapping) and storage.get("whenDeleted") == "Delete"
-        # A restart of a failed run goes on from its checkpoints.
-        is_kept = takes_data and how == "failed"
+        # A restart of a failed run continues from its checkpoints.
+        is_kept = run.takes_claim and how == "failed"
         volume = f"claim {run.claim} stays"
-        if takes_data:
+        if run.takes_claim:
             volume = f"its claim {run.claim} goes with it (storage.whenDeleted)"
         if is_kept:
             volume = f"{volume}, with checkpoints of a run that did not end well"
+        elif run.takes_claim and run.claim in users:
+            # The operator is yet to see the other run, or is an older one.
+            volume, is_kept = f"{volume}, and run {users[run.claim]} uses it", True
         why = f"{how} {age(now - ended)} ago; {volume}"
         found.append(_leftover(RUN, raw, why, is_kept=is_kept))
     return tuple(sorted(found, key=lambda one: one.name))
@@ -96,13 +108,20 @@ def _judge_claim(raw: Raw, *, older_than: float, now: float) -> tuple[str, bool]
     if raw["metadata"].get("ownerReferences"):
         return "it has an owner, and goes with it", True
     # Several runs may have folders on one claim: it goes only when it is of use to none of them.
+    annotations = raw["metadata"].get("annotations") or {}
     records: dict[str, Any] = {}
-    for key, text in (raw["metadata"].get("annotations") or {}).items():
-        if key.startswith(_RECORD):
+    for key, text in annotations.items():
+        if key.startswith(RECORD_PREFIX):
+            name = key.removeprefix(RECORD_PREFIX)
             try:
-                records[key.removeprefix(_RECORD)] = json.loads(text)
+                records[name] = json.loads(text)
             except ValueError:
-                return f"the record of run {key.removeprefix(_RECORD)} cannot be read", True
+                return f"the record of run {name} cannot be read", True
+    # The operator had no room for their records; a value that is not a number counts, too.
+    dropped = str(annotations.get(DROPPED_UNFINISHED, "0"))
+    if dropped != "0":
+        why = f"{dropped} runs without a record are gone and were not complete"
+        return f"{why}: their checkpoints may be here", True
     if not records:
         return "no run has left a record on it", True
 

@@ -11,6 +11,7 @@ from evergrad_manifest.structure.nodes import (
     items,
     mapping,
     moment,
+    switch,
     text,
     texts_by_name,
 )
@@ -185,6 +186,17 @@ STATUS: Final[Schema] = mapping(
         ),
         "nodes": _NODES,
         "progress": _PROGRESS,
+        "volume": mapping(
+            "Its volumes, as far as its file does not show them.",
+            {
+                "goesWithRun": switch(
+                    "Whether its own claim is deleted with it (storage.whenDeleted)."
+                ),
+                "profileClaims": items(
+                    "Claims that its profile mounts.", text("Name of one."), most=64
+                ),
+            },
+        ),
         "preparation": mapping(
             "How far the preparation of the data is.",
             {

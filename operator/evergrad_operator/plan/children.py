@@ -11,6 +11,8 @@ from evergrad_operator.kinds import POD_GROUP
 from evergrad_operator.memory import add_hosts
 from evergrad_operator.observe import Observation
 from evergrad_operator.plan.claim import (
+    NOTHING_STALE,
+    StaleRecords,
     build_claim,
     find_stale_records,
     is_deleted_with,
@@ -65,7 +67,7 @@ class Deletion:
 class Plan:
     """The steps of a pass, in the order of the fields.
 
-    ``claim``: to apply, by ``claim_manager``, once the annotations ``stale_records`` are off it. ``token``:
+    ``claim``: to apply, by ``claim_manager``, once the ``stale_records`` are off it. ``token``:
     the run's Secret, to POST before any pod; that it exists already is as well. ``apply``: whole objects to
     apply, by the operator's own manager. ``bounds``: for the coordinator. ``create``: pods to POST; that one
     exists already means to observe again.
@@ -73,7 +75,7 @@ class Plan:
 
     claim: Object | None = None
     claim_manager: str = ""
-    stale_records: tuple[str, ...] = ()
+    stale_records: StaleRecords = NOTHING_STALE
     token: Object | None = None
     apply: tuple[Object, ...] = ()
     bounds: Bounds | None = None
@@ -96,7 +98,7 @@ def plan_children(
     """
     run, live = observation.run, observation.claim
     claim: JsonObject | None = None
-    stale_records: tuple[str, ...] = ()
+    stale_records = NOTHING_STALE
     # A run that waits or is being deleted changes nothing on its volume. But one that only waits gives up a
     # claim that is to stay: it may be deleted as it is, and nothing is lost if it takes the claim back later.
     is_owned = is_deleted_with(run, live, observation.claim_users)

@@ -1,5 +1,6 @@
 """The PVC of a run: a new one, or the run's record on an existing one."""
 
+from dataclasses import dataclass
 from typing import Final
 
 from evergrad_operator import names
@@ -22,23 +23,51 @@ of that.
 """
 
 
+@dataclass(frozen=True)
+class StaleRecords:
+    """Records to remove from a PVC.
+
+    ``annotations``: their names. ``dropped_unfinished``: the number of records of unfinished runs that were
+    ever removed, these included; None if it does not change. ``resource_version``: of the PVC that was
+    counted.
+    """
+
+    annotations: tuple[str, ...] = ()
+    dropped_unfinished: int | None = None
+    resource_version: str = ""
+
+
+NOTHING_STALE: Final = StaleRecords()
+
+
 def find_stale_records(
     run: TrainingRun, claim: ClaimState | None, users: frozenset[str] | None
-) -> tuple[str, ...]:
-    """Find the annotations of the PVC to remove: the oldest records of runs that are gone.
+) -> StaleRecords:
+    """Find the records to remove: those of runs that are gone, beyond the number that has room.
 
-    None are removed where the runs are not known.
+    Nothing is removed if the users of the claim are not known.
     """
     if claim is None or users is None:
-        return ()
-    # Records of runs that are gone go from the oldest on, so that the annotations never reach their limit.
+        return NOTHING_STALE
     gone = [
         record
         for record in claim.records.values()
         if record.run not in users and record.run != run.name
     ]
-    gone.sort(key=lambda record: (record.created_at, record.run), reverse=True)
-    return tuple(names.claim_annotation(record.run) for record in gone[KEPT_RECORDS:])
+
+    # Records of complete runs go first, each kind from the oldest on. The record of an unfinished run says
+    # that its only checkpoints are on the claim: `evergrad prune` would otherwise delete them.
+    gone.sort(
+        key=lambda record: (record.complete is None, record.created_at, record.run),
+        reverse=True,
+    )
+    stale = gone[KEPT_RECORDS:]
+    unfinished = sum(record.complete is None for record in stale)
+    return StaleRecords(
+        tuple(names.claim_annotation(record.run) for record in stale),
+        claim.dropped_unfinished + unfinished if unfinished else None,
+        claim.resource_version,
+    )
 
 
 def is_deleted_with(
@@ -46,7 +75,7 @@ def is_deleted_with(
 ) -> bool:
     """Return whether the run shall own its PVC, so that the garbage collector deletes it with the run.
 
-    ``users``: names of the runs that keep their files there, None where they are not known.
+    ``users``: names of the runs that keep their files there or mount it, None if they are not known.
     """
     storage = run.spec.storage
     if storage.when_deleted != "Delete" or storage.claim_name is not None or live is None:

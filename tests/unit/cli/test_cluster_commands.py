@@ -976,10 +976,12 @@ def test_a_run_whose_recipe_would_stop_it_again_at_once_is_not_resumed(
     api.on("PATCH", RUN, make_run())
     assert call(api, "resume", "docs-lm") == code
     assert len(api.sent("PATCH")) == (code == 0)
-    assert (
-        "has finished step 1100, and spec.training.stop.afterStep is 1100"
-        in capsys.readouterr().err
-    ) == (code == 64)
+    told = capsys.readouterr().err
+    assert ("has finished step 1100, and spec.training.stop.afterStep is 1100" in told) == (
+        code == 64
+    )
+    # With storage.whenDeleted: Delete, the checkpoints would go with the run.
+    assert "delete" not in told
 
 
 @pytest.mark.parametrize(

@@ -193,6 +193,30 @@ def quota(hard: dict[str, str], used: dict[str, str]) -> dict[str, Any]:
     return {"metadata": {"name": "q"}, "status": {"hard": hard, "used": used}}
 
 
+def test_claims_that_runs_name_and_cannot_mount_warn() -> None:
+    def run(name: str, **spec: Any) -> dict[str, Any]:
+        return {"metadata": {"name": name}, "spec": spec}
+
+    mounts = {"volumes": [{"name": "d", "persistentVolumeClaim": {"claimName": "data"}}]}
+    runs = [run("a"), run("b", template=mounts), run("c", storage={"claimName": "disk"})]
+    assert checks.check_claims(runs[:1], []).state is State.OK, "its own is yet to be made"
+    missing = checks.check_claims(runs, [])
+    assert (missing.state, missing.message) == (
+        State.WARN,
+        "claim data of run b does not exist; claim disk of run c does not exist",
+    )
+    claims: list[dict[str, Any]] = [
+        {"metadata": {"name": "data", "deletionTimestamp": "2021-01-01T00:00:00Z"}},
+        {"metadata": {"name": "disk"}, "status": {"phase": "Lost"}},
+    ]
+    assert checks.check_claims(runs, claims).message == (
+        "claim data of run b is being deleted; claim disk of run c has lost its volume"
+    )
+    over = {"conditions": [{"type": "Complete", "status": "True"}]}
+    assert checks.check_claims([{**runs[1], "status": over}], []).state is State.OK
+    assert checks.check_claims(runs, None).state is State.SKIP
+
+
 def test_a_quota_that_is_used_up_warns() -> None:
     found = [
         checks.check_quotas(None),
@@ -331,6 +355,8 @@ def cluster(api: Api) -> Api:
     api.on("GET", "/api/v1/namespaces/lab/limitranges", items)
     api.on("GET", "/apis/networking.k8s.io/v1/namespaces/lab/networkpolicies", items)
     api.on("GET", "/api/v1/nodes", {**items, "items": [node()]})
+    for path in (RUNS, "/api/v1/namespaces/lab/persistentvolumeclaims"):
+        api.on("GET", path, items)
     api.refuse("GET", "/apis/storage.k8s.io/v1/storageclasses", 403, "no")
     api.on(
         "POST",

@@ -361,7 +361,7 @@ def test_advice_knows_the_other_states(make_run: Make) -> None:
     assert "No operator has looked at it for 60m" in advice_of(unseen)
     deleted = make_run()
     deleted["metadata"]["deletionTimestamp"] = "2026-03-01T12:59:00Z"
-    assert "keeps the checkpoints" in advice_of(deleted)
+    assert "keeps its checkpoints" in advice_of(deleted)
     assert "evergrad resume" in advice_of(
         make_run(spec={"suspend": True}, phase="Suspended")
     )
@@ -374,7 +374,11 @@ def test_advice_knows_the_other_states(make_run: Make) -> None:
     at_its_stop = advice_of(
         make_run(spec={"training": {"stop": {"afterStep": 1100}}}, **stopped)
     )
-    assert "has finished step 1100" in at_its_stop and "evergrad resume" not in at_its_stop
+    # The step may be raised in place: the advice never deletes the run, whose claim may go with it.
+    assert "has finished step 1100" in at_its_stop
+    assert "raise or remove spec.training.stop.afterStep in its file" in at_its_stop
+    assert "then: evergrad resume docs-lm" in at_its_stop
+    assert "delete" not in at_its_stop
     stalled = make_run(
         conditions=[raw_condition("Progressing", "False", message="no step for 20m")]
     )
@@ -382,6 +386,28 @@ def test_advice_knows_the_other_states(make_run: Make) -> None:
     assert "complete.json" in advice_of(
         make_run(phase="Complete", conditions=[raw_condition("Complete")])
     )
+
+
+@pytest.mark.parametrize(
+    ("storage", "volume", "goes"),
+    [
+        ({}, None, False),
+        ({"whenDeleted": "Delete"}, None, True),
+        ({"whenDeleted": "Delete"}, {"goesWithRun": True}, True),
+        # Others use the claim.
+        ({"whenDeleted": "Delete"}, {"goesWithRun": False}, False),
+        # The claim still has its owner.
+        ({"whenDeleted": "Retain"}, {"goesWithRun": True}, True),
+    ],
+)
+def test_of_a_run_that_is_being_deleted_it_is_said_whether_its_checkpoints_go(
+    make_run: Make, storage: dict[str, Any], volume: Any, goes: bool
+) -> None:
+    raw = make_run(spec={"storage": storage}, **({"volume": volume} if volume else {}))
+    raw["metadata"]["deletionTimestamp"] = "2021-01-01T00:00:00Z"
+    told = advice_of(raw)
+    assert ("checkpoints is deleted with it" in told) is goes
+    assert ("Claim docs-lm keeps its checkpoints" in told) is not goes
 
 
 def test_a_run_of_another_controller_is_shown_with_that_controller(make_run: Make) -> None:

@@ -118,6 +118,77 @@ def test_a_claim_whose_run_exists_is_not_left_over() -> None:
     assert judge(make_claim(), runs=[other]) == []
 
 
+MOUNT = {
+    "volumes": [{"name": "base", "persistentVolumeClaim": {"claimName": "old"}}],
+    "volumeMounts": [{"name": "base", "mountPath": "/base"}],
+}
+
+
+def test_a_claim_stays_that_a_run_without_pods_mounts() -> None:
+    suspended = make_ended("tune", "Progressing", suspend=True, template=MOUNT)
+    assert judge(make_claim(), runs=[suspended]) == [(True, "run tune mounts it")]
+
+
+def test_a_claim_stays_that_a_profile_mounts_for_a_run_without_pods() -> None:
+    queued = make_ended("tune", "Progressing")
+    queued["status"]["volume"] = {"profileClaims": ["old"]}
+    assert judge(make_claim(), runs=[queued]) == [(True, "run tune mounts it")]
+
+
+def test_a_run_stays_whose_claim_would_go_with_it_and_is_mounted_by_another() -> None:
+    best = make_ended("old", storage={"whenDeleted": "Delete"})
+    tune = make_ended("tune", "Progressing", template=MOUNT)
+    (kept,) = find_old_runs([best, tune], older_than=DAY, now=NOW)
+    assert (kept.name, kept.is_kept) == ("old", True)
+    assert kept.why.endswith("goes with it (storage.whenDeleted), and run tune uses it")
+    # The operator has seen it, and the claim is not the run's any more.
+    best["status"]["volume"] = {"goesWithRun": False}
+    (goes,) = find_old_runs([best, tune], older_than=DAY, now=NOW)
+    assert (goes.is_kept, goes.why) == (False, "complete 30d ago; claim old stays")
+
+
+@pytest.mark.parametrize("count", ["3", "several"])
+def test_a_claim_stays_on_which_records_of_unfinished_runs_had_no_room(count: str) -> None:
+    claim = make_claim()
+    claim["metadata"]["annotations"]["evergrad.dev/dropped-unfinished-runs"] = count
+    ((is_kept, why),) = judge(claim)
+    assert is_kept
+    assert why == (
+        f"{count} runs without a record are gone and were not complete: their checkpoints "
+        "may be here"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [("30", "Write 30d for days"), ("7.5", "Write 7.5d"), ("d", "not an age"), ("", "")],
+)
+def test_an_age_without_a_unit_is_refused_and_nothing_is_asked_of_the_cluster(
+    api: Any, given: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve(api)
+    arguments = ["prune", "--kubeconfig", api.kubeconfig, "--yes", "--older-than", given]
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 64
+    assert hint in capsys.readouterr().err
+    assert api.sent("GET") == api.sent("DELETE") == []
+
+
+@pytest.mark.parametrize(
+    ("given", "goes"),
+    [("0", True), ("29d", True), ("31d", False), ("30d1h", False), ("12h", True)],
+)
+def test_an_age_is_days_hours_or_minutes_or_any(
+    api: Any, given: str, goes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(api)
+    monkeypatch.setattr(time, "time", lambda: NOW)
+    arguments = ["prune", "--kubeconfig", api.kubeconfig, "--yes", "--older-than", given]
+    assert main(arguments) == 0
+    assert (f"{RUNS}/done" in [one.path for one in api.sent("DELETE")]) is goes
+
+
 def test_a_claim_that_was_complete_lately_stays_with_an_age() -> None:
     assert judge(make_claim(), older_than=30 * DAY) == [
         (True, "run old was complete only 28d ago")

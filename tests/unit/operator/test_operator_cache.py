@@ -203,6 +203,37 @@ def test_runs_on_one_claim_know_each_other_and_all_hear_of_the_claim(
     assert [one["metadata"]["name"] for one in cache.others(("ns", "a"))] == ["shared"]
 
 
+def test_a_run_that_mounts_the_claim_of_another_is_a_user_of_it_until_it_is_gone(
+    cache: InformerCache,
+) -> None:
+    def mounting(version: int, claim: str) -> dict[str, Any]:
+        raw = run("tune", uid="tune", version=version)
+        source = {"persistentVolumeClaim": {"claimName": claim}}
+        raw["spec"]["template"] = {"volumes": [{"name": "base", **source}]}
+        return raw
+
+    cache.see(RUNS, run("base", uid="base", version=10))
+    index = cache.claim_index
+    assert index.users_of("ns", "base") == {("ns", "base")}
+    # The run of the claim looks again: the claim is not to go with it any more.
+    assert ("ns", "base") in cache.see(RUNS, mounting(11, "base"))
+    assert index.users_of("ns", "base") == {("ns", "base"), ("ns", "tune")}
+    assert index.keepers_of("ns", "base") == {("ns", "base")}
+    assert cache.others(("ns", "base")) == (), "it keeps no files there"
+    assert ("ns", "base") in cache.see(RUNS, mounting(12, "elsewhere"))
+    assert index.users_of("ns", "base") == {("ns", "base")}
+    # A volume of its profile is a volume, too.
+    of_profile = run("tune", uid="tune", version=13)
+    of_profile["status"] = {"volume": {"profileClaims": ["base"]}}
+    assert ("ns", "base") in cache.see(RUNS, of_profile)
+    assert index.users_of("ns", "base") == {("ns", "base"), ("ns", "tune")}
+    assert ("ns", "base") in cache.replace(
+        RUNS, [run("base", uid="base", version=10)], version=99, covers=lambda _: True
+    )
+    assert index.users_of("ns", "base") == {("ns", "base")}
+    assert not index._mounters
+
+
 def test_a_claim_that_no_watch_shows_is_kept_for_as_long_as_a_run_names_it(
     cache: InformerCache,
 ) -> None:
@@ -230,7 +261,7 @@ def test_a_claim_that_no_watch_shows_is_kept_for_as_long_as_a_run_names_it(
     assert index.fetched_at("ns", "shared") == float("-inf")
     cache.replace(RUNS, [], version=99, covers=lambda _: True)
     assert not cache.store.claims
-    assert not index._users and not index._fetched_at
+    assert not index._keepers and not index._fetched_at
 
 
 def test_a_claim_of_the_runs_own_stays_when_the_run_goes(cache: InformerCache) -> None:

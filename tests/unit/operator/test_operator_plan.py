@@ -19,6 +19,8 @@ from evergrad_operator import names
 from evergrad_operator.config import Config
 from evergrad_operator.decision import Action
 from evergrad_operator.names import Reason
+from evergrad_operator.observe import Record
+from evergrad_operator.plan.claim import KEPT_RECORDS, StaleRecords, find_stale_records
 from evergrad_operator.plan.common import escape
 from evergrad_operator.times import format_time
 from evergrad_trainer.cli import node as node_command
@@ -521,6 +523,54 @@ def test_a_claim_is_owned_by_its_run_only_where_it_was_asked_for_and_holds_nothi
     given: dict[str, Any],
 ) -> None:
     assert with_volume(**given).plan.claim is None
+
+
+def record_of(run: str, created: float, *, is_complete: bool) -> Record:
+    return Record(
+        run, run, "r", 0, created_at=created, complete={} if is_complete else None
+    )
+
+
+def test_records_of_unfinished_runs_are_dropped_last_and_counted() -> None:
+    world = with_volume()
+    gone = [record_of("precious", 1, is_complete=False)]
+    gone += [record_of(f"trial-{i}", 2 + i, is_complete=True) for i in range(KEPT_RECORDS)]
+    seen = world.look()
+    run, users, claim = seen.run, frozenset({"docs-lm"}), seen.claim
+    assert claim is not None
+    claim = dataclasses.replace(
+        claim,
+        records={one.run: one for one in gone},
+        resource_version="7",
+    )
+    stale = find_stale_records(run, claim, users)
+    # The oldest complete one goes, though the unfinished one is older.
+    assert stale.annotations == ("run.evergrad.dev/trial-0",)
+    assert stale.dropped_unfinished is None
+
+    # Where all are unfinished, the oldest go, and are added to those that went before.
+    gone = [record_of(f"try-{i}", i, is_complete=False) for i in range(KEPT_RECORDS + 2)]
+    claim = dataclasses.replace(
+        claim, records={one.run: one for one in gone}, dropped_unfinished=3
+    )
+    assert find_stale_records(run, claim, users) == StaleRecords(
+        ("run.evergrad.dev/try-1", "run.evergrad.dev/try-0"), 5, "7"
+    )
+    assert find_stale_records(run, claim, None).annotations == ()
+
+
+def test_the_status_says_whether_the_claim_goes_with_the_run() -> None:
+    world = with_volume(whenDeleted="Delete")
+    assert world.status["volume"] == {"goesWithRun": True}
+    world.users = frozenset({"docs-lm", "reader"})
+    world.reconcile()
+    # Until the claim has lost its owner, it goes with the run.
+    assert world.status["volume"] == {"goesWithRun": True}
+    claim = world.children["PersistentVolumeClaim", "docs-lm"]
+    claim["metadata"]["annotations"].pop("evergrad.dev/deleted-with")
+    world.reconcile()
+    assert world.status["volume"] == {"goesWithRun": False}
+    assert "volume" not in with_volume().status
 
 
 def test_an_owner_that_somebody_has_put_on_a_claim_is_left_there() -> None:
