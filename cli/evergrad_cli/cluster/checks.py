@@ -307,36 +307,6 @@ def check_storage(classes: Sequence[Mapping[str, Any]] | None) -> Check:
     return Check("storage", State.OK, text)
 
 
-def check_claims(
-    runs: Sequence[Mapping[str, Any]] | None, claims: Sequence[Mapping[str, Any]] | None
-) -> Check:
-    """The claims that runs of the namespace name and that no pod can mount."""
-    from evergrad_cli.cluster.runs import parse_run
-    from evergrad_manifest.claims import claims_of
-
-    if runs is None or claims is None:
-        return Check("claims", State.SKIP, "this user may not list claims and runs")
-    there = {_name(raw): raw for raw in claims}
-    faults = []
-    for raw in sorted(runs, key=_name):
-        run, named = parse_run(raw), claims_of(raw)
-        if run.is_over or run.is_deleting:
-            continue
-        for name in sorted(named.all):
-            claim = there.get(name)
-            # The operator makes a claim with the name of the run.
-            if claim is None and name != run.name:
-                faults.append(f"claim {name} of run {run.name} does not exist")
-            elif part(claim, "status").get("phase") == "Lost":
-                faults.append(f"claim {name} of run {run.name} has lost its volume")
-            elif part(claim, "metadata").get("deletionTimestamp"):
-                faults.append(f"claim {name} of run {run.name} is being deleted")
-    if faults:
-        remedy = "Create or restore these claims, or name others in new runs"
-        return Check("claims", State.WARN, "; ".join(faults), remedy)
-    return Check("claims", State.OK, "every claim that a run names can be mounted")
-
-
 def check_namespace(
     raw: Mapping[str, Any] | None, namespace: str, *, may_read: bool
 ) -> Check:

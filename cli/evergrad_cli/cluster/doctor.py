@@ -14,6 +14,7 @@ from evergrad_cli.cluster import admission, checks
 from evergrad_cli.cluster.admission import Answer, Asked
 from evergrad_cli.cluster.arguments import add_cluster_arguments, say, say_json
 from evergrad_cli.cluster.checks import Check, State
+from evergrad_cli.cluster.claim_checks import check_claims
 from evergrad_cli.cluster.client import Cluster, connect, core_path, runs_path
 from evergrad_cli.cluster.errors import (
     CHECK_FAILED,
@@ -124,7 +125,7 @@ def examine(cluster: Cluster, *, operator_namespace: str | None, now: float) -> 
     ranges = _list(cluster, core_path("limitranges", namespace))
     found.append(checks.check_limits(ranges, _read_coordinator_limits(deployments or ())))
     found.append(
-        checks.check_claims(
+        check_claims(
             _list(cluster, runs_path(namespace)),
             _list(cluster, core_path("persistentvolumeclaims", namespace)),
         )

@@ -74,6 +74,11 @@ class RefusedError(ClusterInputError):
         self.managers = managers
         super().__init__(*problems)
 
+    @property
+    def may_pass(self) -> bool:
+        """Whether an API server that starts, or loses its authenticator, answers so for a while."""
+        return self.status in (Status.UNAUTHORIZED, Status.FORBIDDEN)
+
 
 class UnreachableError(EvergradError):
     """The cluster does not answer, or is in trouble. Trying again may help."""

@@ -19,7 +19,7 @@ from evergrad_cli.cluster.runs import (
     newest_of_each,
     parse_pods,
 )
-from evergrad_cli.cluster.waiting import Patience, read_run
+from evergrad_cli.cluster.waiting import Outcome, Patience, StallWatch, read_run
 
 _POLL_SECONDS: Final = 1.0
 _AFTER_THE_END_SECONDS: Final = 10.0
@@ -224,27 +224,29 @@ class Follower:
         self._leader_missed = 0.0
         self._remarked = ""
 
-    def follow(self) -> None:
-        """Returns when the run has ended and all its output is shown, or when it is deleted.
+    def follow(self) -> Outcome | None:
+        """Returns when the run has ended and all its output is shown, or when it is deleted; with the
+        outcome, when it has no pods and waits for a person.
 
         Raises BrokenPipeError once nobody reads what is printed.
         """
-        patience, is_seen = Patience(), False
+        patience, stalls, is_seen = Patience(), StallWatch(), False
+        stall: Outcome | None = None
         while True:
             # A run or a cluster that is not there at first is a mistake of the user; later it is an event.
             try:
                 run = read_run(self._cluster, self._name)
                 pods = list_pods(self._cluster, self._name)
-            except NotFoundError:
+            except (NotFoundError, RefusedError, UnreachableError) as error:
                 if not is_seen:
+                    raise
+                if patience.outlasts(error):
+                    patience.after(error)
+                    continue
+                if not isinstance(error, NotFoundError) or error.is_kind_unknown:
                     raise
                 self._remark("The run was deleted.")
                 break
-            except UnreachableError as error:
-                if not is_seen:
-                    raise
-                patience.after(error)
-                continue
             patience.is_well()
             is_seen = True
 
@@ -265,6 +267,10 @@ class Follower:
                     thread.start()
             if run.is_over:
                 break
+            # With a pod there may be output to come, whatever the run waits for.
+            stall = stalls.judge(run) if not pods else None
+            if stall is not None:
+                break
             message = f" ({run.message})" if run.message else ""
             waiting = "" if pods else f"No pods: the run is {run.phase}{message}. Waiting."
             if waiting and waiting != self._remarked:
@@ -280,6 +286,7 @@ class Follower:
             thread.join(max(0.0, self._until - time.monotonic()))
         if self._is_pipe_broken.is_set():
             raise BrokenPipeError
+        return stall
 
     def _of_leader(self, pods: Sequence[Pod]) -> list[Pod]:
         """The pods of one node: the lowest there is, also before it has started, and another while that is
@@ -339,7 +346,7 @@ class Follower:
                 is_said = True
                 self._remark(
                     f"The output of pod {pod.name} cannot be read; {why.rstrip('.')}. "
-                    "Trying on."
+                    "Trying again."
                 )
             pause = min(_LONGEST_PAUSE_SECONDS, max(1, failures) * _RETRY_SECONDS)
             if self._is_over.wait(pause):

@@ -34,8 +34,8 @@ EXAMPLES = """\
   evergrad logs docs-lm --all --json | jq -r 'select(.node == 1) | .line'
 
 exit codes: 0, with -f when the run is complete or deleted · 64 no such run or no output, and with -f the run
-failed by wrong configuration or data · 70 the cluster does not answer, and with -f the run failed in another
-way"""
+failed by wrong configuration or data, or waits for you · 70 the cluster does not answer, and with -f the run
+failed in another way"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,9 +105,9 @@ def execute(args: argparse.Namespace) -> int:
             return _show_once(cluster, args, selection, reader)
 
         # Follow to the end of the run, whose outcome then is the command's. A run deleted by then needs none.
-        Follower(cluster, args.name, selection, reader, remark=note).follow()
+        stall = Follower(cluster, args.name, selection, reader, remark=note).follow()
         try:
-            outcome = judge(read_run(cluster, args.name), Goal.COMPLETE)
+            outcome = stall or judge(read_run(cluster, args.name), Goal.COMPLETE)
         except NotFoundError:
             return int(ExitCode.DONE)
     note(f"trainingrun/{args.name} {outcome.text}")

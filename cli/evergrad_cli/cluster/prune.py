@@ -233,5 +233,6 @@ def _age_of(text: str) -> float:
         raise argparse.ArgumentTypeError(
             f"{what}; what is older is deleted. Write {days} for days, or use the units h and m; 0 is any age"
         )
-    days, hours, minutes, seconds = (float(part or 0) for part in match.groups())
-    return days * 86400 + hours * 3600 + minutes * 60 + seconds
+    scales = (86400.0, 3600.0, 60.0, 1.0)
+    parts = zip(match.groups(), scales, strict=True)
+    return sum(float(part or 0) * scale for part, scale in parts)

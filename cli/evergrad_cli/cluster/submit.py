@@ -47,8 +47,8 @@ EXAMPLES = """\
   evergrad submit trainingrun.yaml --wait --timeout 2h && evergrad status docs-lm
 
 exit codes: 0 submitted, and with --wait or --watch complete · 64 wrong file, refused by the cluster, or the
-run failed by wrong configuration or data · 70 the run failed in another way, or the cluster does not answer ·
-124 the time is over"""
+run failed by wrong configuration or data, or waits for you (condition Stalled, for 30 s) · 70 the run failed
+in another way, or the cluster does not answer · 124 the time is over"""
 _WATCH_SECONDS: Final = 10.0
 
 

@@ -20,8 +20,9 @@ EXAMPLES = """\
   evergrad wait docs-lm --for suspended && kubectl drain my-node
   evergrad wait docs-lm || evergrad status docs-lm
 
-exit codes: 0 reached · 64 no such run, or the run failed by wrong configuration or data · 70 the run ended in
-another way than waited for, was deleted, or the cluster does not answer · 124 the time is over"""
+exit codes: 0 reached · 64 no such run, the run failed by wrong configuration or data, or it waits for you
+(condition Stalled, for 30 s) · 70 the run ended in another way than waited for, was deleted, or the cluster
+does not answer · 124 the time is over"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

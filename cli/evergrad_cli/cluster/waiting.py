@@ -11,14 +11,28 @@ from typing import Final
 
 from evergrad_cli.cluster.arguments import note
 from evergrad_cli.cluster.client import Cluster, runs_path
-from evergrad_cli.cluster.errors import TIMED_OUT, NotFoundError, UnreachableError
+from evergrad_cli.cluster.errors import (
+    TIMED_OUT,
+    NotFoundError,
+    RefusedError,
+    UnreachableError,
+)
 from evergrad_cli.cluster.runs import Run, parse_run
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.text import duration
+from evergrad_manifest.errors import EvergradError
 
 _POLL_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 15.0
 """An outage may last for hours, and its end should still be noticed soon."""
+_ODD_ANSWERS_SECONDS: Final = 300.0
+"""Time for which answers that look final are waited out, once the run was seen.
+
+An API server that starts answers 401, 403 or 404 for a minute or two, and a definition that is installed
+again is away for as long. A right that was taken away stays away.
+"""
+STALLED_SECONDS: Final = 30.0
+"""Time for which a run has to be Stalled before a wait for it ends: a correction may be on its way."""
 _USER_CAUSES: Final = ("user_error", "UserError", "UserFailure")
 
 
@@ -95,16 +109,61 @@ def read_run(cluster: Cluster, name: str) -> Run:
 
 
 @dataclass
+class StallWatch:
+    """Ends a wait for a run that does not continue unless a person acts, which its condition Stalled says.
+
+    Only this machine's clock counts: the time of the condition is of another one.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    _stall: tuple[str, int] | None = None
+    _since: float = 0.0
+
+    def judge(self, run: Run) -> Outcome | None:
+        """The outcome of the wait, None while there is reason to wait on. Called with each look."""
+        # One of an earlier spec is about what may have been corrected.
+        if run.is_over or not run.is_current or not run.is_true("Stalled"):
+            self._stall = None
+            return None
+        stall = run.uid, run.generation
+        if stall != self._stall:
+            self._stall, self._since = stall, self.clock()
+        if self.clock() - self._since < STALLED_SECONDS:
+            return None
+        return Outcome(ExitCode.USER_ERROR, f"waits for you{_why(run)}")
+
+
+@dataclass
 class Patience:
-    """Outages of the cluster during a wait: one remark for each, and growing pauses between tries."""
+    """Outages of the cluster during a wait: one remark for each, and growing pauses between tries.
+
+    An API server that starts gives answers that look final: not allowed, or unknown. They count as an outage
+    for ``_ODD_ANSWERS_SECONDS``.
+    """
 
     sleep: Callable[[float], None] = time.sleep
+    clock: Callable[[], float] = time.monotonic
     _pause: float = 0.0
+    _odd_since: float | None = None
 
-    def after(self, error: UnreachableError) -> None:
+    def outlasts(self, error: EvergradError) -> bool:
+        """Whether the wait continues after this answer."""
+        if isinstance(error, UnreachableError):
+            self._odd_since = None
+            return True
+        is_odd = (isinstance(error, NotFoundError) and error.is_kind_unknown) or (
+            isinstance(error, RefusedError) and error.may_pass
+        )
+        if not is_odd:
+            return False
+        now = self.clock()
+        self._odd_since = now if self._odd_since is None else self._odd_since
+        return now - self._odd_since < _ODD_ANSWERS_SECONDS
+
+    def after(self, error: EvergradError) -> None:
         """Pause before the next try."""
         if not self._pause:
-            note(f"{error} Trying on.")
+            note(f"{error} Trying again.")
         self._pause = min(_LONGEST_PAUSE_SECONDS, self._pause * 2 or _POLL_SECONDS)
         self.sleep(self._pause)
 
@@ -112,7 +171,7 @@ class Patience:
         """The cluster has answered."""
         if self._pause:
             note("The cluster answers again.")
-        self._pause = 0.0
+        self._pause, self._odd_since = 0.0, None
 
 
 def wait_for(
@@ -127,20 +186,21 @@ def wait_for(
     """Ask until the goal is reached, can never be, or ``timeout`` is over; the run as last seen.
 
     ``is_due``: whether what was asked for has been seen by the operator at all; before, nothing is judged.
-    ``on_change`` gets every look. A run that is deleted ends the wait; a cluster that does not answer does
-    not, once it has answered.
+    ``on_change`` gets every look. A run that is deleted ends the wait, and so does one that waits for a
+    person; a cluster that does not answer does not, once it has answered.
     """
     # The run must be there at the first look; from then on an outage is waited out.
-    deadline, seen, patience = time.monotonic() + timeout, None, Patience()
+    deadline, seen = time.monotonic() + timeout, None
+    patience, stalls = Patience(), StallWatch()
     while True:
         try:
             run = read_run(cluster, name)
-        except NotFoundError:
+        except (NotFoundError, RefusedError, UnreachableError) as error:
             if seen is None:
                 raise
-            return Outcome(ExitCode.INTERNAL, "was deleted"), seen
-        except UnreachableError as error:
-            if seen is None:
+            if not patience.outlasts(error):
+                if isinstance(error, NotFoundError) and not error.is_kind_unknown:
+                    return Outcome(ExitCode.INTERNAL, "was deleted"), seen
                 raise
             run = None
             if time.monotonic() < deadline:
@@ -158,6 +218,10 @@ def wait_for(
             outcome = judge(run, goal)
             if outcome.exit_code is not None and is_due(run):
                 return outcome, run
+            # Nothing that was waited for comes by itself.
+            stall = stalls.judge(run) if is_due(run) else None
+            if stall is not None:
+                return stall, run
 
         # The deadline comes last, so that the run is looked at once even with no time at all.
         remaining = deadline - time.monotonic()

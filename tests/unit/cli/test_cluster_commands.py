@@ -13,6 +13,7 @@ import pytest
 
 from evergrad_cli.cluster import client, waiting
 from evergrad_cli.cluster.errors import RefusedError, UnreachableError
+from evergrad_cli.cluster.runs import parse_run
 from evergrad_cli.main import main, main_of_plugin
 
 RUNS = "/apis/evergrad.dev/v1alpha1/namespaces/lab/trainingruns"
@@ -802,6 +803,109 @@ def test_a_wait_outlives_an_outage_and_ends_with_a_deletion(
     assert (
         "The cluster answers again." in error and "trainingrun/docs-lm was deleted" in error
     )
+
+
+ODD = [
+    pytest.param(403, {"kind": "Status", "message": "RBAC: not synced"}, id="forbidden"),
+    pytest.param(401, {"kind": "Status", "message": "Unauthorized"}, id="unauthorized"),
+    pytest.param(404, "404 page not found", id="kind not served yet"),
+]
+
+
+@pytest.mark.parametrize(("status", "body"), ODD)
+def test_a_wait_outlives_what_an_api_server_answers_while_it_starts(
+    api: Api,
+    make_run: Make,
+    status: int,
+    body: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(waiting, "_POLL_SECONDS", 0.01)
+    answers = [
+        (200, make_run()),
+        *[(status, body)] * 3,
+        (200, make_run(phase="Complete", conditions=[COMPLETE])),
+    ]
+    api.on("GET", RUN, lambda request: answers.pop(0))
+    assert call(api, "wait", "docs-lm") == 0
+    assert "The cluster answers again." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("status", "body"), ODD)
+def test_an_answer_that_stays_final_ends_a_wait_with_a_refusal(
+    api: Api,
+    make_run: Make,
+    status: int,
+    body: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(waiting, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(waiting, "_ODD_ANSWERS_SECONDS", 0.05)
+    first = [(200, make_run())]
+    api.on("GET", RUN, lambda request: first.pop() if first else (status, body))
+    assert call(api, "wait", "docs-lm") == 64
+    assert "was deleted" not in capsys.readouterr().err
+
+
+STALLED = {
+    "phase": "Waiting",
+    "reason": "InvalidSpec",
+    "message": "spec.profile: there is no profile 'a10'. Use one of: a100.",
+    "conditions": [{"type": "Stalled", "status": "True", "reason": "InvalidSpec"}],
+}
+
+
+@pytest.mark.parametrize("goal", ["complete", "running", "failed", "suspended"])
+def test_a_wait_ends_for_a_run_that_waits_for_a_person(
+    api: Api,
+    make_run: Make,
+    goal: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(waiting, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(waiting, "STALLED_SECONDS", 0.1)
+    api.on("GET", RUN, make_run(**STALLED))
+    assert call(api, "wait", "docs-lm", "--for", goal) == 64
+    assert capsys.readouterr().err.strip() == (
+        f"trainingrun/docs-lm waits for you; InvalidSpec: {STALLED['message']}"
+    )
+
+
+def test_submit_that_waits_ends_for_a_run_that_waits_for_a_person(
+    api: Api,
+    make_run: Make,
+    manifest: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(waiting, "STALLED_SECONDS", 0.0)
+    api.on("GET", RUN, make_run(**STALLED))
+    api.on("PATCH", RUN, make_run(**STALLED))
+    assert call(api, "submit", str(manifest), "--wait") == 64
+    assert "waits for you; InvalidSpec: spec.profile" in capsys.readouterr().err
+
+
+def test_a_stall_counts_only_once_it_lasts_and_is_of_this_spec(make_run: Make) -> None:
+    now = [0.0]
+    watch = waiting.StallWatch(clock=lambda: now[0])
+    stalled = parse_run(make_run(**STALLED))
+    assert watch.judge(stalled) is None
+    now[0] = 29.0
+    assert watch.judge(stalled) is None
+    # Corrected, and wrong again: the time begins again.
+    assert watch.judge(parse_run(make_run())) is None
+    assert watch.judge(stalled) is None
+    now[0] = 58.0
+    assert watch.judge(stalled) is None
+    # The operator has yet to see the newest spec.
+    assert watch.judge(parse_run(make_run(**{**STALLED, "observedGeneration": 0}))) is None
+    assert watch.judge(stalled) is None
+    now[0] = 88.0
+    found = watch.judge(stalled)
+    assert found is not None and found.exit_code == 64
 
 
 def test_another_run_of_the_same_name_is_not_the_one_waited_for(

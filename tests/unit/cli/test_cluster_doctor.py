@@ -8,6 +8,7 @@ import pytest
 
 from evergrad_cli.cluster import admission, checks
 from evergrad_cli.cluster.checks import Check, State
+from evergrad_cli.cluster.claim_checks import check_claims
 from evergrad_cli.main import main
 from evergrad_manifest.envelope import Spec
 from evergrad_manifest.fields import fields_of
@@ -199,8 +200,8 @@ def test_claims_that_runs_name_and_cannot_mount_warn() -> None:
 
     mounts = {"volumes": [{"name": "d", "persistentVolumeClaim": {"claimName": "data"}}]}
     runs = [run("a"), run("b", template=mounts), run("c", storage={"claimName": "disk"})]
-    assert checks.check_claims(runs[:1], []).state is State.OK, "its own is yet to be made"
-    missing = checks.check_claims(runs, [])
+    assert check_claims(runs[:1], []).state is State.OK, "its own is yet to be made"
+    missing = check_claims(runs, [])
     assert (missing.state, missing.message) == (
         State.WARN,
         "claim data of run b does not exist; claim disk of run c does not exist",
@@ -209,12 +210,12 @@ def test_claims_that_runs_name_and_cannot_mount_warn() -> None:
         {"metadata": {"name": "data", "deletionTimestamp": "2021-01-01T00:00:00Z"}},
         {"metadata": {"name": "disk"}, "status": {"phase": "Lost"}},
     ]
-    assert checks.check_claims(runs, claims).message == (
+    assert check_claims(runs, claims).message == (
         "claim data of run b is being deleted; claim disk of run c has lost its volume"
     )
     over = {"conditions": [{"type": "Complete", "status": "True"}]}
-    assert checks.check_claims([{**runs[1], "status": over}], []).state is State.OK
-    assert checks.check_claims(runs, None).state is State.SKIP
+    assert check_claims([{**runs[1], "status": over}], []).state is State.OK
+    assert check_claims(runs, None).state is State.SKIP
 
 
 def test_a_quota_that_is_used_up_warns() -> None:

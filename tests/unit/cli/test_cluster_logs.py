@@ -261,6 +261,24 @@ def test_following_waits_for_pods_and_ends_when_the_run_is_deleted(
     ]
 
 
+def test_following_ends_for_a_run_without_pods_that_waits_for_a_person(
+    api: Api,
+    make_run: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(waiting, "STALLED_SECONDS", 0.0)
+    stalled = {"type": "Stalled", "status": "True", "reason": "InvalidSpec"}
+    facts = {"phase": "Waiting", "reason": "InvalidSpec", "message": "spec.profile: no"}
+    api.on("GET", RUN, make_run(conditions=[stalled], **facts))
+    api.on("GET", PODS, {"metadata": {}, "items": []})
+    arguments = ["logs", "docs-lm", "-f", "--kubeconfig", api.kubeconfig]
+    assert main(arguments) == 64
+    assert "trainingrun/docs-lm waits for you; InvalidSpec: spec.profile: no" in (
+        capsys.readouterr().err
+    )
+
+
 def test_when_the_first_node_stays_away_another_is_followed(
     api: Api,
     make_run: Make,
@@ -391,7 +409,7 @@ def test_output_that_cannot_be_read_for_long_is_remarked_once_and_tried_on(
     monkeypatch.setattr(cluster, "lines", away_for_long)
     told = (
         "The output of pod docs-lm-0-0 cannot be read; output of the pod: no route to host. "
-        "Trying on."
+        "Trying again."
     )
     assert follow(cluster, lambda line: shown.append(line.text)) == [told]
     assert shown == ["0", "1", "2"]
