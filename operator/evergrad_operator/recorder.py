@@ -64,7 +64,7 @@ class Recorder:
         self._clock = clock
         self._on_post = on_post
         self._posted: OrderedDict[tuple[str, str, str], _Posted] = OrderedDict()
-        self._messages: OrderedDict[tuple[str, str], set[str]] = OrderedDict()
+        self._messages: OrderedDict[tuple[str, str], dict[str, str]] = OrderedDict()
         self._born = f"{clock():.3f}"
 
     async def record(
@@ -86,17 +86,22 @@ class Recorder:
         # Events with one message are counted on one object, and so are all further messages of a reason that
         # has had several: a flood of objects would push others' events out of etcd.
         digest = hashlib.sha256((once or message).encode()).hexdigest()[:16]
-        known = self._messages.setdefault((uid, reason), set())
-        if digest in known or len(known) < _DISTINCT:
-            known.add(digest)
-        else:
-            digest = "others"
+        known = self._messages.setdefault((uid, reason), {})
+        # The least recently used goes first: a run in a crash loop keeps its place among thousands of others.
+        self._messages.move_to_end((uid, reason))
+        if digest not in known and len(known) < _DISTINCT:
+            # Named by their number: a message of a reason that is forgotten meets the events of before again,
+            # so that there are never more than three of them.
+            known[digest] = digest if once else str(len(known))
+        place = known.get(digest, "others")
         while len(self._messages) > MAX_REMEMBERED:
             self._messages.popitem(last=False)
-        slot = uid, reason, digest
+        slot = uid, reason, place
 
         # An event is never worth a failed pass: one that cannot be posted is logged.
         posted = self._posted.get(slot)
+        if posted is not None:
+            self._posted.move_to_end(slot)
         if posted is not None and once and posted.once == once:
             return
         try:
@@ -183,6 +188,11 @@ class Recorder:
             # an earlier operator has.
             if error.reason != "AlreadyExists":
                 raise
+            # Or this one has, and has forgotten it among thousands of others: the event shows the newest
+            # message, and the count begins again.
+            if not once:
+                patch = {"message": message, "lastTimestamp": format_time(self._clock())}
+                await self._poster.merge(EVENT, namespace, name, patch)
         self._posted[slot] = _Posted(name, 1, message, once)
         while len(self._posted) > MAX_REMEMBERED:
             self._posted.popitem(last=False)

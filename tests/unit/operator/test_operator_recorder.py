@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import pytest
 from fake_kubernetes.cluster import FakeCluster
 from fake_kubernetes.store import RefusedError, Store
 
@@ -48,6 +49,27 @@ def test_a_crash_loop_of_fifty_with_ever_new_messages_stays_below_fifteen_object
     assert len(events) < 15
     assert sum(event["count"] for event in events) == 200
     assert any(event["message"].endswith("run-0-49") for event in events)
+
+
+def test_a_reason_keeps_its_bound_of_objects_among_thousands_of_other_events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("evergrad_operator.recorder.MAX_REMEMBERED", 8)
+
+    async def main(store: Store, others: int) -> None:
+        recorder = Recorder(FakeCluster(store))
+        for turn in range(20):
+            await recorder.record(RUN, "Warning", "Crash", f"pod {turn} ended")
+            for number in range(others):
+                other = {"metadata": {"name": "o", "namespace": "ns", "uid": str(number)}}
+                await recorder.record(other, "Normal", f"R{turn}", "m")
+
+    for others in (2, 20):
+        store = Store()
+        asyncio.run(main(store, others))
+        mine = [one for one in store.list("events") if one["reason"] == "Crash"]
+        assert len(mine) <= 3, others
+        assert any(one["message"] == "pod 19 ended" for one in mine), others
 
 
 def test_an_event_that_cannot_be_posted_is_passed_over() -> None:
