@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError
 
 from evergrad_coordinator.contract import LABEL_QUEUE
 from evergrad_manifest.base import Section
+from evergrad_manifest.containers import containers_of
 from evergrad_manifest.envelope import (
     LONGEST_SECONDS,
     TrainingRun,
@@ -23,7 +24,7 @@ from evergrad_manifest.envelope.storage import check_storage
 from evergrad_manifest.envelope.template import RULES as RULES_OF_TEMPLATE
 from evergrad_manifest.envelope.template import Template
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import format_path, value_at
+from evergrad_manifest.fields import format_path
 from evergrad_manifest.nesting import check_depth
 from evergrad_manifest.reading.problems import at_most, problems_of
 from evergrad_manifest.values.numbers import Whole
@@ -264,20 +265,15 @@ def check_allowed(document: Mapping[str, Any], rdma: Sequence[str]) -> tuple[Pro
 
     ``document``: the run with its defaults. ``rdma``: the allowed resources.
     """
-    problems = []
-    for above in ((), *((key,) for key in _BESIDE)):
-        for kind in ("requests", "limits"):
-            where = ("spec", *above, "resources", kind)
-            values = value_at(document, where)
-            for name in values if isinstance(values, Mapping) else ():
-                if str(name).startswith(RDMA_PREFIX) and name not in rdma:
-                    allowed = f"it allows {', '.join(rdma)}" if rdma else "it allows none"
-                    problems.append(
-                        Problem(
-                            format_path((*where, name)),
-                            "is not allowed by the profile of the run",
-                            allowed,
-                            "Name a profile that allows it (spec.profile), or remove it",
-                        )
-                    )
-    return tuple(problems)
+    allowed = f"it allows {', '.join(rdma)}" if rdma else "it allows none"
+    return tuple(
+        Problem(
+            path,
+            "is not allowed by the profile of the run",
+            allowed,
+            "Name a profile that allows it (spec.profile), or remove it",
+        )
+        for container in containers_of(document)
+        for name, path in container.asked()
+        if name.startswith(RDMA_PREFIX) and name not in rdma
+    )

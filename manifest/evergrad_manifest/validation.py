@@ -57,6 +57,17 @@ def problems_of(
     return at_most(found)
 
 
+def changes_of(document: Mapping[str, Any], old: Mapping[str, Any]) -> tuple[Problem, ...]:
+    """Return what ``document`` changes of ``old`` and a run that has begun must not change."""
+    if is_open(old) or any(check_depth(one) is not None for one in (old, document)):
+        return ()
+    try:
+        run = read_object(document)
+    except ValidationError:
+        return ()
+    return tuple(_forbidden_changes(old, run))
+
+
 def parse_object(document: Mapping[str, Any]) -> TrainingRun:
     """Return the run that an object of the API server describes.
 

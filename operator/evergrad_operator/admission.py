@@ -6,13 +6,21 @@ schema's own errors.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from evergrad_coordinator.contract import API_GROUP, KIND
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.validation import is_open, problems_of
-from evergrad_operator.installation import NOTHING_ALLOWED, Installation, find_refusals
+from evergrad_manifest.validation import changes_of, is_open
+from evergrad_operator.check import Verdict, check
+from evergrad_operator.installation import NOTHING_ALLOWED, Installation
 from evergrad_operator.problems import list_problems
+from evergrad_operator.profiles import (
+    NamespaceProfile,
+    RunProfile,
+    find_kept,
+    resolve,
+)
 from evergrad_operator.raw import get_map, get_text
 
 REVIEW_VERSION: Final = "admission.k8s.io/v1"
@@ -20,32 +28,89 @@ _LONGEST_MESSAGE: Final = 32_000
 """Longest message of a denial, in bytes; the causes beside it hold every problem that is listed at all."""
 _UNPROCESSABLE: Final = 422
 MAX_VALUES: Final = 40_000
-"""Most values of a request, mappings and lists included. A check takes up to 3 KiB for each, and is asked
-before the API server holds lists to their bounds. Files have some hundreds."""
+"""Most values of an object, mappings and lists included. A check takes up to 3 KiB for each, and is asked
+before the API server holds lists to their bounds; large requests are checked one at a time. Files have some
+hundreds."""
+_LONGEST_WARNING: Final = 250
+_MOST_WARNINGS: Final = 5
+"""An API server passes on 4 KiB of warnings."""
 _CHANGES_AT_ANY_TIME: Final = ("suspend",)
 """Fields of ``spec`` that may change even where the rest would be refused today: a wrong run can always be
 stopped."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The answer to one request. ``warnings``: what is wrong with its profile, for kubectl to print."""
+
+    problems: tuple[Problem, ...] = ()
+    warnings: tuple[Problem, ...] = ()
+
+
+ALLOWED: Final = Judgement()
 
 
 def find_problems(
     new: Mapping[str, Any],
     old: Mapping[str, Any] | None,
     installation: Installation = NOTHING_ALLOWED,
+    own: NamespaceProfile | None = None,
 ) -> tuple[Problem, ...]:
-    """Find the reasons why ``new`` may not be stored in place of ``old``; empty if it may.
+    """Find the reasons why ``new`` may not be stored in place of ``old``; empty if it may."""
+    return judge(new, old, installation, own).problems
 
-    A problem that an older version accepted is no reason to refuse a change of something else.
+
+def judge(
+    new: Mapping[str, Any],
+    old: Mapping[str, Any] | None,
+    installation: Installation = NOTHING_ALLOWED,
+    own: NamespaceProfile | None = None,
+) -> Judgement:
+    """Judge whether ``new`` may be stored in place of ``old``, as the operator will judge whether it may
+    begin.
+
+    ``own``: the profile of the namespace. A problem that an older version accepted is no reason to refuse a
+    change of something else. A profile that is wrong is no reason to refuse a run, which waits for its
+    correction.
     """
-    if get_map(new, "metadata").get("deletionTimestamp") is not None:
-        # Only finalizers change on the way out, and nothing may hold that up.
-        return ()
+    if is_of_no_concern(new, old):
+        return ALLOWED
     if old is None:
         # The API server may make a name of ``generateName`` after it has asked.
         metadata = get_map(new, "metadata")
         start = get_text(metadata, "generateName")
         if start and not metadata.get("name"):
             new = {**new, "metadata": {**metadata, "name": f"{start}xxxxx"}}
-        return (*problems_of(new), *find_refusals(new, installation))
+        verdict = check(new, installation, _profile_of(new, installation, own))
+        return _answer_of(verdict, verdict.problems)
+
+    # The API server takes the status of an update from the stored object, and so does this.
+    new = {**new, "status": get_map(old, "status")}
+    verdict = check(new, installation, _profile_of(new, installation, own))
+    before = check(old, installation, _profile_of(old, installation, own))
+    problems = verdict.problems
+    # What is fixed is compared in a file without new problems: those that an older version has accepted are
+    # no leave to change it.
+    if set(problems) - set(verdict.refusals) <= set(before.problems):
+        problems = (*problems, *changes_of(new, old))
+    if not problems:
+        return _answer_of(verdict, ())
+    # Only problems that the change brings are held against it. A file that was refused before its run began
+    # is to be corrected as a whole, but for what an installation may have taken off its lists.
+    known = set(before.refusals)
+    if not is_open(old):
+        known.update(before.problems)
+    return _answer_of(verdict, tuple(one for one in problems if one not in known))
+
+
+def is_of_no_concern(new: Mapping[str, Any], old: Mapping[str, Any] | None) -> bool:
+    """Whether nothing of a request is checked: the object is on its way out, or changes only what may change
+    at any time."""
+    # Only finalizers change on the way out, and nothing may hold that up.
+    if get_map(new, "metadata").get("deletionTimestamp") is not None:
+        return True
+    if old is None:
+        return False
     # Labels, annotations and owners are the API server's concern, and so are unchanged fields of the spec.
     before, after = (
         {
@@ -55,35 +120,46 @@ def find_problems(
         }
         for one in (old, new)
     )
-    if before == after:
-        return ()
-    problems = (*problems_of(new, old=old), *find_refusals(new, installation))
-    if not problems:
-        return ()
-    # Only problems that the change brings are held against it. A file that was refused before its run began
-    # is to be corrected as a whole, but for what an installation may have taken off its lists.
-    known = set(find_refusals(old, installation))
-    if not is_open(old):
-        known.update(problems_of(old))
-    return tuple(problem for problem in problems if problem not in known)
+    return before == after
+
+
+def _profile_of(
+    run: Mapping[str, Any], installation: Installation, own: NamespaceProfile | None
+) -> RunProfile:
+    """Return the profile that the operator would check this run with."""
+    kept = find_kept(run, installation.profiles)
+    return kept or resolve(run, installation.profiles, own, installation)
+
+
+def _answer_of(verdict: Verdict, problems: tuple[Problem, ...]) -> Judgement:
+    if problems:
+        # With all that is wrong: a volume may be missing because the profile that has it is wrong.
+        return Judgement((*problems, *verdict.of_profile))
+    return Judgement((), verdict.of_profile)
 
 
 def review(
-    raw: Mapping[str, Any], installation: Installation = NOTHING_ALLOWED
+    raw: Mapping[str, Any],
+    installation: Installation = NOTHING_ALLOWED,
+    own: NamespaceProfile | None = None,
 ) -> dict[str, Any]:
-    """Return the AdmissionReview that answers ``raw``."""
+    """Return the AdmissionReview that answers ``raw``. ``own``: the profile of its namespace."""
     request = get_map(raw, "request")
+    found = judge(get_map(request, "object"), _old_of(request), installation, own)
+    answer = _answer(
+        get_text(request, "uid"), found.problems, name=get_text(request, "name")
+    )
+    if found.warnings:
+        # The API server passes on at most 120 characters of a warning whole.
+        answer["response"]["warnings"] = [
+            str(one)[:_LONGEST_WARNING] for one in found.warnings[:_MOST_WARNINGS]
+        ]
+    return answer
+
+
+def _old_of(request: Mapping[str, Any]) -> Mapping[str, Any] | None:
     old = request.get("oldObject")
-    problems = find_problems(
-        get_map(request, "object"),
-        old if isinstance(old, Mapping) else None,
-        installation,
-    )
-    return _answer(
-        get_text(request, "uid"),
-        problems,
-        name=get_text(request, "name"),
-    )
+    return old if isinstance(old, Mapping) else None
 
 
 def deny_depth(uid: str) -> dict[str, Any]:
@@ -104,8 +180,15 @@ def deny_depth(uid: str) -> dict[str, Any]:
 
 
 def has_too_many_values(request: Mapping[str, Any]) -> bool:
-    """Return whether a request has more than MAX_VALUES values, with those of the object before."""
-    pending: list[Any] = [request]
+    """Return whether the object of a request, or the object before it, has more than MAX_VALUES values.
+
+    They are counted apart: a run that was created may be changed.
+    """
+    return any(_is_too_large(request.get(key)) for key in ("object", "oldObject"))
+
+
+def _is_too_large(value: Any) -> bool:
+    pending: list[Any] = [value]
     count = 0
     # Without recursion, which is what a deep object would break.
     while pending and count <= MAX_VALUES:
@@ -123,15 +206,17 @@ def deny_size(raw: Mapping[str, Any]) -> dict[str, Any]:
     problem = Problem(
         "spec",
         f"has more than {MAX_VALUES} values",
-        "those of the object that is there already count, too",
+        "a check of so many takes too long",
         "Put long lists into files that the run reads",
     )
-    # Only finalizers change on the way out, and nothing may hold that up.
-    metadata = get_map(get_map(request, "object"), "metadata")
-    is_going = metadata.get("deletionTimestamp") is not None
+    # A run that was stored without a webhook can still be suspended, marked and deleted.
+    try:
+        is_let_in = is_of_no_concern(get_map(request, "object"), _old_of(request))
+    except RecursionError:
+        is_let_in = False
     return _answer(
         get_text(request, "uid"),
-        () if is_going else (problem,),
+        () if is_let_in else (problem,),
         name=get_text(request, "name"),
     )
 

@@ -34,11 +34,13 @@ from evergrad_operator.observe import (
     NAME_TAKEN,
     ApplyFailure,
     Observation,
+    is_claim_ours,
     is_left_behind,
     owns,
 )
 from evergrad_operator.passes import Applied
 from evergrad_operator.plan import Deletion, Plan
+from evergrad_operator.plan.claim import build_record_alone
 from evergrad_operator.progress import Coordinators
 from evergrad_operator.refusals import Refusals, Step
 from evergrad_operator.store import CHILDREN, CLAIMS, PODS
@@ -352,6 +354,13 @@ class Applier:
                 metadata["name"],
                 patch,
             )
+        if names.ANNOTATION_MADE_FOR in metadata.get("annotations", {}):
+            # No watch shows a claim that somebody else has made under the run's name. It is used as it is: it
+            # gets neither our labels nor an owner, so that nothing of ours ever deletes it.
+            place = metadata["namespace"], metadata["name"]
+            known = self._cache.claim(*place) or await self._cluster.get(CLAIM, *place)
+            if known is not None and not is_claim_ours(known):
+                body = build_record_alone(body)
         stored = await self._cluster.apply(
             body, manager=plan.claim_manager or names.FIELD_MANAGER
         )

@@ -131,4 +131,5 @@ class Config:
             deletes_runs=self.allow_run_deletion,
             images=self.allowed_images,
             priority_classes=self.allowed_priority_classes,
+            profiles=self.profiles,
         )

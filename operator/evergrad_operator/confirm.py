@@ -7,9 +7,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Final
 
-from evergrad_manifest.errors import Problem
-from evergrad_manifest.profile import NAMESPACE_PROFILE, NAMESPACE_PROFILE_KEY
-from evergrad_manifest.reading.document import parse_document
 from evergrad_operator import names
 from evergrad_operator.apply import Cluster, build_failure
 from evergrad_operator.cache import InformerCache, find_vanished
@@ -28,7 +25,8 @@ from evergrad_operator.kinds import (
 )
 from evergrad_operator.metrics import Metrics
 from evergrad_operator.names import Key
-from evergrad_operator.observe import AppliedSettings, owns
+from evergrad_operator.namespace_profiles import NamespaceProfiles
+from evergrad_operator.observe import AppliedSettings, is_claim_ours, owns
 from evergrad_operator.pass_metrics import note_failure
 from evergrad_operator.passes import (
     STEP_OF_PROFILE,
@@ -76,6 +74,7 @@ class Confirmer:
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
+        self._profiles = NamespaceProfiles(cluster)
         self._gang_api = gang_api
         self._cluster, self._cache, self._metrics, self._clock = (
             cluster,
@@ -184,32 +183,13 @@ class Confirmer:
 
         async def fetch_own() -> None:
             nonlocal own
-            own = await self._fetch_profile(work.key[0])
+            own = await self._profiles.fetch(work.key[0])
 
         is_read = await self._read(work, STEP_OF_PROFILE, fetch_own)
         if not is_read:
             return replace(work, profile=UNREAD_PROFILE)
         profile = resolve(work.raw, config.profiles, own, config.installation)
         return replace(work, profile=profile)
-
-    async def _fetch_profile(self, namespace: str) -> NamespaceProfile | None:
-        """Return the profile of a namespace; None if it has none. Raises ApiError."""
-        found, _ = await self._cluster.list_all(
-            CONFIG_MAP, namespace, name=NAMESPACE_PROFILE
-        )
-        if not found:
-            return None
-        text = get_map(found[0], "data").get(NAMESPACE_PROFILE_KEY)
-        if not isinstance(text, str):
-            remedy = f"Add the key {NAMESPACE_PROFILE_KEY}, or delete the ConfigMap"
-            what = f"has no text {NAMESPACE_PROFILE_KEY}"
-            return NamespaceProfile(
-                problems=(Problem("", what, "it is the profile", remedy),)
-            )
-        if not text.strip():
-            return NamespaceProfile({})
-        document = parse_document(text, label=NAMESPACE_PROFILE_KEY)
-        return NamespaceProfile(document.value, tuple(document.problems))
 
     async def look_at_claim(self, work: Pass, *, oldest: float) -> bool:
         """Fetch the existing claim that the run names, unless it was seen less than ``oldest`` seconds ago.
@@ -218,7 +198,11 @@ class Confirmer:
         """
         namespace, name = work.key[0], existing_claim(work.raw)
         if name is None:
-            return True
+            # No watch shows one that somebody else has made under the run's name either.
+            own = self._cache.claim(*work.key)
+            if own is None or is_claim_ours(own):
+                return True
+            name = work.key[1]
         step = step_of_claim(name)
         age = self._clock() - self._cache.claim_index.fetched_at(namespace, name)
         if age < oldest and not work.refusals.has(step):

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from evergrad_manifest.containers import containers_of
 from evergrad_manifest.envelope.storage import FOR_ONE_POD, check_shared
 from evergrad_manifest.envelope.volumes import ACCOUNT
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import format_path
 from evergrad_manifest.values.numbers import show
-from evergrad_operator.raw import get_int, get_map, get_maps, get_text
+from evergrad_operator.raw import get_int, get_map, get_text
 
 _SETTING: Final = "runs.allowed.serviceAccountNames of the chart"
 IMAGE_SETTING: Final = "admissionPolicy.allowedImages of the chart"
@@ -55,6 +55,8 @@ class Installation:
     """Beginnings of the images that runs may have; none: any."""
     priority_classes: tuple[str, ...] = ()
     """Names of the priority classes that runs may have; none: any."""
+    profiles: str = ""
+    """The profiles of the installation, as JSON by name."""
     granted: Granted = Granted()
     """Names that the profile of one run allows it beside these."""
 
@@ -137,12 +139,11 @@ def find_granted(defaults: Mapping[str, Any]) -> Granted:
 
 def _list_images(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return all images that ``spec`` names for pods, each with its path."""
-    named = [("spec.image", get_text(spec, "image"))]
-    containers = get_maps(get_map(spec, "template"), "initContainers")
-    for index, container in enumerate(containers):
-        path = format_path(("spec", "template", "initContainers", index, "image"))
-        named.append((path, get_text(container, "image")))
-    return [(path, image) for path, image in named if image]
+    return [
+        (container.path_of("image"), container.image)
+        for container in containers_of({"spec": spec})
+        if container.image
+    ]
 
 
 def _find_priority_class(spec: Mapping[str, Any]) -> str:

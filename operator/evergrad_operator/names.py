@@ -53,6 +53,12 @@ ANNOTATION_GROUP_PRIORITY: Final = f"{LABEL_PREFIX}priority-class"
 """On PodGroups of Kubernetes: the priority class that the group was made with, and keeps."""
 ANNOTATION_DELETED_WITH: Final = f"{LABEL_PREFIX}deleted-with"
 """On a PVC: uid of the run that it is deleted with, by ``spec.storage.whenDeleted``."""
+ANNOTATION_MADE_FOR: Final = f"{LABEL_PREFIX}made-for"
+"""On a PVC: uid of the run that the operator made it for.
+
+It is written when the PVC is created. The chart's policy keeps the operator's account from writing it later,
+and from making any other run the owner of the PVC.
+"""
 CLAIM_ANNOTATION_PREFIX: Final = RECORD_PREFIX
 
 LABEL_QUEUE_PRIORITY: Final = "kueue.x-k8s.io/priority-class"

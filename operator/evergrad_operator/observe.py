@@ -105,7 +105,8 @@ class ClaimState:
 
     ``records``: by name of the run. ``spec``: what we would apply again, as it stands there.
     ``created_at``: seconds since 1970, None where unknown. ``dropped_unfinished``: records of runs that were
-    not complete and for which there was no room. ``resource_version``: empty where unknown.
+    not complete and for which there was no room. ``resource_version``: empty where unknown. ``is_ours``: an
+    operator made it, by its labels.
     """
 
     name: str
@@ -117,6 +118,7 @@ class ClaimState:
     created_at: float | None = None
     dropped_unfinished: int = 0
     resource_version: str = ""
+    is_ours: bool = True
 
 
 @dataclass(frozen=True)
@@ -348,7 +350,36 @@ def _parse_claim(raw: Mapping[str, Any]) -> ClaimState:
         created_at=parse_time(metadata.get("creationTimestamp")),
         dropped_unfinished=_parse_count(annotations.get(DROPPED_UNFINISHED, "")),
         resource_version=get_text(metadata, "resourceVersion"),
+        is_ours=is_claim_ours(raw),
     )
+
+
+def is_claim_ours(raw: Mapping[str, Any]) -> bool:
+    """Whether an operator made this raw claim, by its labels."""
+    labels = get_map(raw, "metadata", "labels")
+    is_managed = labels.get(names.LABEL_MANAGED_BY) == names.MANAGED_BY
+    return is_managed and names.LABEL_RUN in labels
+
+
+def is_deleted_with(
+    run: TrainingRun, live: ClaimState | None, users: frozenset[str] | None
+) -> bool:
+    """Return whether the run shall own its PVC, so that the garbage collector deletes it with the run.
+
+    ``users``: names of the runs that keep their files there or mount it, None if they are not known.
+    """
+    storage = run.spec.storage
+    if storage.when_deleted != "Delete" or storage.claim_name is not None or live is None:
+        return False
+    # Any other claim was made by somebody else, or for an earlier run of this name. One of an earlier release
+    # does not say whom it was made for: it stays owned, and is never owned later.
+    made_for = live.annotations.get(names.ANNOTATION_MADE_FOR)
+    is_made_for_it = made_for == run.uid
+    if made_for is None and live.annotations.get(names.ANNOTATION_DELETED_WITH) == run.uid:
+        is_made_for_it = live.created_at is not None and live.created_at >= run.created_at
+    # Data of other runs do not go with this one.
+    others = {*live.records, *(users or ())} - {run.name}
+    return is_made_for_it and users is not None and not others
 
 
 def _parse_count(text: str) -> int:

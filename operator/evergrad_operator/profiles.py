@@ -86,10 +86,11 @@ UNREAD_PROFILE: Final = RunProfile(is_known=False, is_read=False)
 @dataclass(frozen=True)
 class NamespaceProfile:
     """The profile that a namespace's ConfigMap holds. ``raw``: its content. ``problems``: why there is
-    none."""
+    none. ``is_checked``: ``problems`` has all that is wrong with it by itself."""
 
     raw: Any = None
     problems: tuple[Problem, ...] = ()
+    is_checked: bool = False
 
 
 def find_kept(run: Mapping[str, Any], installation: str) -> RunProfile | None:
@@ -219,7 +220,9 @@ def parse_profiles(text: str) -> Mapping[str, Any]:
 
 def _check_own(own: NamespaceProfile, rules: Installation) -> tuple[Problem, ...]:
     """Return every problem of a namespace's profile, with paths inside of it."""
-    found = own.problems or check_profile(own.raw, of_namespace=True)
+    found = own.problems
+    if not found and not own.is_checked:
+        found = check_profile(own.raw, of_namespace=True)
     if found:
         return found
     # Refused with the run alone, it would be settled, and no correction of it be seen.

@@ -31,6 +31,7 @@ from evergrad_operator.kube import Kube
 from evergrad_operator.lease import LeaseGate, LeaseSettings
 from evergrad_operator.metrics import FactsCollector, Metrics
 from evergrad_operator.names import Key
+from evergrad_operator.namespace_profiles import NamespaceProfiles
 from evergrad_operator.progress import Coordinators, PollSettings
 from evergrad_operator.queue import WorkQueue
 from evergrad_operator.reconcile import Reconciler
@@ -414,6 +415,7 @@ def _build_webhook(
         kube,
         leads=lambda: gate.remaining() > 0,
         installation=settings.config.installation,
+        fetch_profile=NamespaceProfiles(kube).fetch,
     )
     webhook.on_review = count_review
     return webhook

@@ -21,17 +21,15 @@ from evergrad_manifest.identity import (
     preparation_hash,
     settings_hash,
 )
-from evergrad_manifest.profile import apply_defaults, check_allowed
-from evergrad_manifest.reading.problems import at_most
-from evergrad_manifest.reading.validation import check_run
+from evergrad_manifest.profile import apply_defaults
 from evergrad_manifest.validation import FIXED, manifest_of, with_plain_numbers
 from evergrad_manifest.view import without_nulls
+from evergrad_operator.check import check
 from evergrad_operator.errors import SpecError
 from evergrad_operator.installation import (
     IMAGE_SETTING,
     NOTHING_ALLOWED,
     Installation,
-    find_refusals,
 )
 from evergrad_operator.names import LABEL_QUEUE, Key, Reason
 from evergrad_operator.profiles import NO_PROFILE, RunProfile
@@ -87,6 +85,8 @@ class ParsedSpec:
     script, and for a recipe that is unreadable."""
     refusals: tuple[Problem, ...] = ()
     """Those of ``problems`` that only this installation has."""
+    of_profile: tuple[Problem, ...] = ()
+    """What is wrong with the profile itself."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class TrainingRun:
         a profile may have brought it with a restart.
         """
         if not has_begun or not self.parsed.is_whole:
-            return self.parsed.problems + self.profile.problems
+            return self.parsed.problems + self.parsed.of_profile
         open_ones = (
             problem
             for problem in self.parsed.problems
@@ -167,7 +167,7 @@ class TrainingRun:
             replace(problem, remedy=_ALLOW_IMAGE) if problem.path == _IMAGE else problem
             for problem in self.parsed.refusals
         )
-        return (*open_ones, *refusals, *self.profile.problems)
+        return (*open_ones, *refusals, *self.parsed.of_profile)
 
 
 def is_managed_here(raw: Mapping[str, Any]) -> bool:
@@ -207,27 +207,18 @@ def parse_run(
 
 
 def parse_spec(
-    raw: Mapping[str, Any], installation: Installation = NOTHING_ALLOWED
+    raw: Mapping[str, Any],
+    installation: Installation = NOTHING_ALLOWED,
+    profile: RunProfile = NO_PROFILE,
 ) -> ParsedSpec:
-    """Read and validate the whole of a run, also by the rules of this installation.
+    """Read and check the whole of a run, also by the rules of this installation.
 
-    Raises SpecError, with all problems, where its envelope is unreadable.
+    ``raw`` may already have the defaults of its profile. Raises SpecError, with all problems, where its
+    envelope is unreadable.
     """
-    manifest: Mapping[str, Any] = manifest_of(raw)
-    run, found = check_run(manifest)
-    outdated: tuple[Problem, ...] = ()
-    if run is None:
-        # It may be written for an earlier version, and such a run goes on. Where the newer spelling does not
-        # make it readable, its problems are reported in the file's own words, as evergrad validate does.
-        manifest, named = with_plain_numbers(manifest)
-        again, left = check_run(manifest) if named else (None, found)
-        if again is not None:
-            run = again
-            found = left
-            outdated = named
-    refusals = find_refusals(raw, installation)
-    problems = at_most([*found, *refusals])
-    raw_spec = get_map(manifest, "spec")
+    verdict = check(raw, installation, profile, is_stored=True)
+    run, problems = verdict.run, verdict.problems
+    raw_spec = get_map(verdict.manifest, "spec")
 
     training = None if run is None else run.spec.training
     # As the user has spelt it: records of older versions have the hash of that.
@@ -250,10 +241,11 @@ def parse_spec(
         is_typed=raw_training is not None,
         is_whole=run is not None,
         problems=problems,
-        outdated=outdated,
+        outdated=verdict.outdated,
         recovery="fresh" if run is None else run.recovery,
         metrics_port=None if metrics is None else metrics.port,
-        refusals=refusals,
+        refusals=verdict.refusals,
+        of_profile=verdict.of_profile,
         settings_hash="" if run is None or training is None else settings_hash(run),
         preparation_hash=""
         if run is None or training is None or spec.preparation is None
@@ -275,7 +267,7 @@ class SpecCache:
 
     def __init__(self, installation: Installation = NOTHING_ALLOWED) -> None:
         self._installation = installation
-        self._parsed: dict[Key, tuple[str, int, str, ParsedSpec]] = {}
+        self._parsed: dict[Key, tuple[str, int, object, ParsedSpec]] = {}
 
     def parse(
         self, raw: Mapping[str, Any], profile: RunProfile = NO_PROFILE
@@ -289,16 +281,15 @@ class SpecCache:
         key = get_text(metadata, "namespace"), get_text(metadata, "name")
         uid = get_text(metadata, "uid")
         generation = get_int(metadata, "generation") or 0
+        # Profiles that are wrong have one note, and are not alike.
+        of_profile: object = profile.note
+        if profile.problems:
+            of_profile = profile.problems, repr(profile.defaults)
         known = self._parsed.get(key)
         # A run that was deleted and made again has another uid and may have the same generation.
-        if known is None or known[:3] != (uid, generation, profile.note) or not uid:
-            rules = replace(self._installation, granted=profile.granted)
-            parsed = parse_spec(raw, rules)
-            # A run from before there were profiles goes on with whatever it has asked for.
-            if profile.is_known:
-                refused = check_allowed(manifest_of(raw), profile.rdma)
-                parsed = replace(parsed, problems=at_most((*parsed.problems, *refused)))
-            known = uid, generation, profile.note, parsed
+        if known is None or known[:3] != (uid, generation, of_profile) or not uid:
+            parsed = parse_spec(raw, self._installation, profile)
+            known = uid, generation, of_profile, parsed
             self._parsed[key] = known
         return parse_run(raw, known[3], profile=profile)
 

@@ -12,9 +12,8 @@ from evergrad_operator.decision import Action, Decision
 from evergrad_operator.evaluation import show_evaluation
 from evergrad_operator.memory import Coordinator, Memory, Training
 from evergrad_operator.memory_status import build_memory
-from evergrad_operator.observe import Observation
+from evergrad_operator.observe import Observation, is_deleted_with
 from evergrad_operator.packing import format_rate, without_empty
-from evergrad_operator.plan.claim import is_deleted_with
 from evergrad_operator.pods import MAX_MESSAGE
 from evergrad_operator.preparation import show_preparation
 from evergrad_operator.problems import LONGEST_LIST

@@ -17,7 +17,7 @@ import logging
 import re
 import ssl
 import tempfile
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
@@ -37,6 +37,7 @@ from evergrad_operator.intake import (
 )
 from evergrad_operator.kinds import EARLY_WEBHOOK, SECRET, WEBHOOK, Kind, Raw
 from evergrad_operator.names import LABEL_MANAGED_BY, MANAGED_BY
+from evergrad_operator.profiles import NamespaceProfile
 
 if TYPE_CHECKING:
     from evergrad_operator.certificates import Bundle
@@ -55,6 +56,8 @@ _LARGE_BYTES: Final = 2**15
 """Requests above this size are checked one at a time: read as JSON, one takes 40 times its size and more."""
 _LOOK_SECONDS: Final = 60.0
 """Time between two looks at the certificate: another replica, or cert-manager, may have renewed it."""
+_PROFILE_SECONDS: Final = 3.0
+"""Longest time for reading the profile of a namespace: the API server waits 10 s for an answer."""
 _FIRST_LOOKS_SECONDS: Final = 2.0
 """Time between two looks while there is none: the holder of the lease makes one soon."""
 
@@ -114,9 +117,13 @@ class Store(Protocol):
         """Apply the complete intent of ``manager`` server-side."""
 
 
+FetchProfile = Callable[[str], Awaitable[NamespaceProfile | None]]
+"""Returns the profile of a namespace; None if it has none. Raises ApiError."""
+
+
 class Webhook:
     """Serves until closed. ``leads``: returns whether this process may write now. ``installation``: its rules
-    for runs."""
+    for runs. ``fetch_profile``: reads the profile of a namespace, None if nobody does."""
 
     def __init__(
         self,
@@ -125,8 +132,10 @@ class Webhook:
         *,
         leads: Callable[[], bool],
         installation: Installation = NOTHING_ALLOWED,
+        fetch_profile: FetchProfile | None = None,
     ) -> None:
         self._settings = settings
+        self._fetch_profile = fetch_profile
         self._installation = installation
         self._store = store
         self._leads = leads
@@ -332,9 +341,27 @@ class Webhook:
                 raw["request"][key] = cut_deep(raw["request"].get(key))
             # Validation takes milliseconds of processor. It runs in threads, a few at a time, or the event
             # loop would wait for it.
-            answer = await asyncio.to_thread(review, raw, self._installation)
+            own = await self._find_profile(raw["request"])
+            answer = await asyncio.to_thread(review, raw, self._installation, own)
         self.on_review(answer["response"]["allowed"])
         return web.json_response(answer)
+
+    async def _find_profile(self, request: Mapping[str, Any]) -> NamespaceProfile | None:
+        """Return the profile of the namespace of a request; None if it has none or cannot be read now.
+
+        The operator checks the run again, with the profile, before it makes a pod.
+        """
+        namespace = str(request.get("namespace") or "")
+        if self._fetch_profile is None or not namespace:
+            return None
+        try:
+            async with asyncio.timeout(_PROFILE_SECONDS):
+                return await self._fetch_profile(namespace)
+        except (ApiError, OSError, TimeoutError) as error:
+            log.warning(
+                "the profile of namespace %s could not be read: %s", namespace, error
+            )
+            return None
 
     def _log_fault(self, text: str) -> None:
         """Log a fault, or its end, once: every look, each minute, reports it."""

@@ -14,6 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from admission_samples import SAMPLES, VALUES
+from cluster_runs import wait_for
 from patience import PATIENCE
 
 pytestmark = pytest.mark.timeout(3600)
@@ -365,6 +367,68 @@ def test_the_admission_policy_refuses_what_it_names_and_nothing_else(
         helm(cluster, namespace, "uninstall", "rules")
 
 
+@pytest.mark.operator_ends
+def test_the_table_of_runs_is_judged_alike_by_cel_and_by_the_webhook(
+    cluster: Any, operator: Any, namespace: str
+) -> None:
+    recipe = _read_example(cluster)
+
+    def create(spec: Mapping[str, Any]) -> str:
+        base = {"training": recipe["spec"]["training"], "nodes": {"min": 1, "max": 2}}
+        body = {**recipe, "metadata": {"name": "sample"}, "spec": {**base, **spec}}
+        words = ("create", "--dry-run=server", "--namespace", namespace, "--filename", "-")
+        return kubectl(cluster, *words, text=json.dumps(body), check=False)
+
+    def install(verb: str, *words: str, **more: Any) -> None:
+        values = {
+            **VALUES,
+            "crds": {"install": False},
+            "rbac": {"scope": "namespaced", "aggregatedRoles": False},
+            **more,
+        }
+        pairs = ",".join(f"{key}={json.dumps(value)}" for key, value in values.items())
+        given = ("--set-json", pairs, *words, "--wait", "--timeout", "300s")
+        helm(cluster, namespace, verb, "table", str(CHART), *given)
+
+    # Without any webhook only the API server's own rules are left: the CRD's and the chart's.
+    with operator.gone():
+        install("install", replicas=0)
+        try:
+            _wait_for_refusal(lambda: create({"image": "evil.example.com/x:1"}))
+            for sample in SAMPLES:
+                said = create(sample.spec)
+                assert ("created" not in said) is sample.cel, (sample.name, said)
+
+            # With a webhook of this installation, the verdict is the operator's.
+            install("upgrade", *images_of(operator), webhook={"enabled": True})
+            nowhere = {"profile": "nowhere"}
+            wait_for(lambda: "no profile" in create(nowhere), "the webhook's first answer")
+            for sample in SAMPLES:
+                _put_profile(cluster, namespace, sample.own)
+                said = create(sample.spec)
+                is_refused = bool(sample.refused) or sample.cel
+                assert ("created" not in said) is is_refused, (sample.name, said)
+                if sample.held:
+                    assert "unknown key" in said, said
+        finally:
+            helm(cluster, namespace, "uninstall", "table")
+
+
+def _put_profile(cluster: Any, namespace: str, text: str | None) -> None:
+    within = ("--namespace", namespace)
+    if text is None:
+        gone = ("delete", "configmap", "evergrad-profile", "--ignore-not-found")
+        kubectl(cluster, *gone, *within)
+        return
+    body = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": "evergrad-profile"},
+        "data": {"profile.yaml": text},
+    }
+    kubectl(cluster, "apply", *within, "--filename", "-", text=json.dumps(body))
+
+
 @pytest.mark.long
 def test_the_operators_account_can_make_nothing_that_belongs_to_no_run(
     cluster: Any, operator: Any, namespace: str
@@ -442,8 +506,66 @@ def test_the_operators_account_can_make_nothing_that_belongs_to_no_run(
         assert "created" in create(
             _object("PersistentVolumeClaim", owner=None, spec=claim), account
         )
+        _check_walls_of_claims(cluster, namespace, account, claim)
     finally:
         helm(cluster, namespace, "uninstall", "walls")
+
+
+def _check_walls_of_claims(
+    cluster: Any, namespace: str, account: str, spec: Mapping[str, Any]
+) -> None:
+    """Whose claims the operator's account can have deleted: the garbage collector does it by metadata alone."""
+    ours = {"evergrad.dev/run": "made", "app.kubernetes.io/managed-by": "evergrad"}
+    made_for = str(uuid.uuid4())
+    for name, labels, annotations in (
+        ("made", ours, {"evergrad.dev/made-for": made_for}),
+        ("older", {**ours, "evergrad.dev/run": "older"}, {}),
+        ("users", {}, {}),
+    ):
+        body = {
+            "apiVersion": "v1",
+            "kind": "PersistentVolumeClaim",
+            "metadata": {"name": name, "labels": labels, "annotations": annotations},
+            "spec": spec,
+        }
+        # Created by the operator where it would, and by the user otherwise.
+        who = [account] if labels else []
+        create = [*who, "create", "--namespace", namespace, "--filename", "-"]
+        assert "created" in kubectl(cluster, *create, text=json.dumps(body))
+
+    def patch(name: str, metadata: Mapping[str, Any], *, is_dry: bool = True) -> str:
+        arguments = ["patch", "pvc", name, "--namespace", namespace, "--type=merge"]
+        arguments += ["--dry-run=server"] if is_dry else []
+        change = json.dumps({"metadata": metadata})
+        return kubectl(cluster, account, *arguments, "--patch", change, check=False)
+
+    def owner(name: str, uid: str) -> dict[str, Any]:
+        run = {"apiVersion": "evergrad.dev/v1alpha1", "kind": "TrainingRun"}
+        return {"ownerReferences": [{**run, "name": name, "uid": uid}]}
+
+    said = "keeps the finalizers of a claim"
+    other = str(uuid.uuid4())
+    for name in ("made", "older", "users"):
+        # A run that does not exist, as the owner, would have the claim deleted.
+        assert said in patch(name, owner(name, other)), name
+        assert said in patch(name, {"finalizers": []}), name
+        assert said in patch(name, {"finalizers": ["x.example/stays"]}), name
+        assert said in patch(name, {"annotations": {"evergrad.dev/made-for": other}}), name
+        assert "patched" in patch(name, {"annotations": {"run.evergrad.dev/x": "{}"}}), name
+    assert said in patch("older", owner("older", made_for)), "it does not say whose it is"
+    assert said in patch("users", {"labels": ours})
+    assert said in patch("made", {"labels": {"evergrad.dev/run": "users"}})
+    assert said in patch("made", owner("another", made_for))
+    config = {"apiVersion": "v1", "kind": "ConfigMap", "name": "made", "uid": made_for}
+    assert said in patch("made", {"ownerReferences": [config]})
+
+    # What the operator does by storage.whenDeleted, there and back; a user may do what a user may.
+    assert "patched" in patch("made", owner("made", made_for), is_dry=False)
+    assert "patched" in patch("made", {"labels": {"cost-center": "4711"}})
+    assert "patched" in patch("made", {"ownerReferences": None}, is_dry=False)
+    as_user = ["patch", "pvc", "users", "--namespace", namespace, "--type=merge"]
+    as_user += ["--dry-run=server", "--patch", json.dumps({"metadata": owner("x", other)})]
+    assert "patched" in kubectl(cluster, *as_user)
 
 
 def _object(

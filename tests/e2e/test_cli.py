@@ -143,6 +143,28 @@ def test_what_cannot_work_is_told_with_its_place_and_what_to_do(
     assert run.is_so("Failed")
 
 
+def test_a_wait_ends_for_a_run_that_is_held_until_a_person_acts(
+    runs: Runs, cli: Cli
+) -> None:
+    body = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": "evergrad-profile"},
+        "data": {"profile.yaml": "defalts: {}"},
+    }
+    runs.kubectl("apply", "-f", "-", text=json.dumps(body))
+    try:
+        file = cli.write(make_manifest("held", steps=20))
+        ended = cli.call("submit", file, "--wait", "--timeout", "9m", code=64)
+        assert "waits for you; InvalidSpec: ConfigMap " in ended.stderr
+        assert "evergrad-profile: defalts: unknown key" in ended.stderr
+        assert "waits for you" in cli.call("logs", "held", "-f", code=64).stderr
+        said = cli.call("submit", file, "--set", "spec.profile=nowhere", code=64).stderr
+        assert "spec.profile: there is no profile 'nowhere'" in said
+    finally:
+        runs.kubectl("delete", "configmap", "evergrad-profile")
+
+
 def test_doctor_finds_nothing_wrong_and_tells_a_user_what_lacks(
     runs: Runs, cli: Cli, tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from cluster_runs import ENDLESS, Runs, wait_for
+from cluster_runs import ENDLESS, Runs, make_manifest, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(3600)]
 DEVICE = "rdma/hca"
@@ -95,11 +95,13 @@ def test_an_rdma_device_comes_with_the_right_to_lock_memory_where_a_profile_allo
         "nodes": {"min": 1, "max": 1},
         "resources": {"requests": {DEVICE: "1"}, "limits": {DEVICE: "1"}},
     }
-    refused = runs.start("without", steps=ENDLESS, **changes)
-    refused.wait_for_phase("Waiting")
-    assert refused.status()["reason"] == "InvalidSpec"
-    assert DEVICE in refused.status()["message"]
-    assert refused.pods() == []
+    # The webhook and the operator call one check: the device is refused when the file is applied.
+    probe = {"name": "probe", "command": ["true"], "resources": changes["resources"]}
+    beside = {"nodes": changes["nodes"], "template": {"initContainers": [probe]}}
+    for asked in (changes, beside):
+        manifest = make_manifest("without", steps=20, changes=asked)
+        said = runs.kubectl("apply", "-f", "-", text=json.dumps(manifest), check=False)
+        assert "is not allowed by the profile of the run" in said, said
 
     operator.upgrade(settings=[f"runs.profiles.fabric.allows.rdma={{{DEVICE}}}"])
     try:

@@ -9,13 +9,12 @@ from evergrad_operator.config import Config
 from evergrad_operator.decision import Action, Bounds, Decision
 from evergrad_operator.kinds import POD_GROUP
 from evergrad_operator.memory import add_hosts
-from evergrad_operator.observe import Observation
+from evergrad_operator.observe import Observation, is_deleted_with
 from evergrad_operator.plan.claim import (
     NOTHING_STALE,
     StaleRecords,
     build_claim,
     find_stale_records,
-    is_deleted_with,
     is_for_one_host,
 )
 from evergrad_operator.plan.common import JsonObject, pass_labels, with_hash

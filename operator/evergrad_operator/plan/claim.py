@@ -1,7 +1,8 @@
 """The PVC of a run: a new one, or the run's record on an existing one."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from evergrad_operator import names
 from evergrad_operator.config import Config
@@ -70,24 +71,6 @@ def find_stale_records(
     )
 
 
-def is_deleted_with(
-    run: TrainingRun, live: ClaimState | None, users: frozenset[str] | None
-) -> bool:
-    """Return whether the run shall own its PVC, so that the garbage collector deletes it with the run.
-
-    ``users``: names of the runs that keep their files there or mount it, None if they are not known.
-    """
-    storage = run.spec.storage
-    if storage.when_deleted != "Delete" or storage.claim_name is not None or live is None:
-        return False
-    # A claim that is older than the run was made by somebody else, or for an earlier run of this name. It is
-    # seen before it is owned: an apply may have found one that no watch shows.
-    is_made_for_it = live.created_at is not None and live.created_at >= run.created_at
-    # Data of other runs do not go with this one.
-    others = {*live.records, *(users or ())} - {run.name}
-    return is_made_for_it and users is not None and not others
-
-
 def build_claim(
     run: TrainingRun,
     record: Record | None,
@@ -113,14 +96,21 @@ def build_claim(
         return None
     claim: JsonObject = {"apiVersion": "v1", "kind": "PersistentVolumeClaim"}
 
-    # Only our annotation is applied to a claim that the user made; it must exist already.
-    if run.spec.storage.claim_name is not None:
+    # Only our annotation is applied to a claim that the user made, also to one with the run's own name.
+    if run.spec.storage.claim_name is not None or (live is not None and not live.is_ours):
         metadata = {
             "name": run.claim_name,
             "namespace": run.namespace,
             "annotations": annotations,
         }
         return None if live is None else {**claim, "metadata": metadata}
+
+    # Whom it was made for is written once. An apply without it would take it off.
+    made_for = run.uid
+    if live is not None:
+        made_for = live.annotations.get(names.ANNOTATION_MADE_FOR, "")
+    if made_for:
+        annotations[names.ANNOTATION_MADE_FOR] = made_for
 
     # By default a claim of the run's own has no owner: data outlives the run.
     metadata = {
@@ -142,6 +132,22 @@ def build_claim(
         }
     )
     return pass_labels({**claim, "metadata": metadata, "spec": spec}, run, config)
+
+
+def build_record_alone(claim: Mapping[str, Any]) -> JsonObject:
+    """Return what is applied to a claim that somebody else has made: the run's record, and nothing else."""
+    metadata = claim["metadata"]
+    records = {
+        key: value
+        for key, value in metadata["annotations"].items()
+        if key.startswith(names.CLAIM_ANNOTATION_PREFIX)
+    }
+    kept = {key: metadata[key] for key in ("name", "namespace")}
+    return {
+        "apiVersion": claim["apiVersion"],
+        "kind": claim["kind"],
+        "metadata": {**kept, "annotations": records},
+    }
 
 
 def choose_access_modes(

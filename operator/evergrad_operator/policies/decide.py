@@ -46,10 +46,16 @@ from evergrad_operator.policies.waiting import (
 )
 from evergrad_operator.preparation import Preparation
 from evergrad_operator.problems import list_problems
-from evergrad_operator.times import format_time
+from evergrad_operator.times import format_time, parse_time
 
 _CLAIM_RETRY_SECONDS = 10.0
 _PROFILE_RETRY_SECONDS = 30.0
+_LONGEST_PROFILE_RETRY_SECONDS = 300.0
+"""Most seconds between two looks at a profile that is wrong.
+
+The pause is a quarter of the time for which the run has been held: a profile that is corrected within two
+minutes is seen after 30 s, and one that stays wrong costs little.
+"""
 _WARM_UP_SECONDS = 180.0
 """For a node's pod to start, import its libraries and join."""
 _GROUP_PHASES = {
@@ -210,8 +216,23 @@ def _hold_if_wrong(context: ReconcileContext) -> Decision | None:
     return replace(
         held,
         is_blocked=is_blocked,
-        requeue_after=_PROFILE_RETRY_SECONDS if is_of_profile else None,
+        requeue_after=_seconds_to_profile(context) if is_of_profile else None,
     )
+
+
+def _seconds_to_profile(context: ReconcileContext) -> float:
+    """Return the seconds until a profile that is wrong, or could not be read, is looked at again."""
+    conditions = context.observation.status.conditions
+    since = next(
+        (
+            parse_time(one.get("lastTransitionTime"))
+            for one in conditions
+            if (one.get("type"), one.get("status")) == (names.Condition.STALLED, "True")
+        ),
+        None,
+    )
+    held = 0.0 if since is None else context.now - since
+    return min(_LONGEST_PROFILE_RETRY_SECONDS, max(_PROFILE_RETRY_SECONDS, held / 4))
 
 
 def _run(context: ReconcileContext) -> Decision:

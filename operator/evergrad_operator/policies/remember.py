@@ -99,6 +99,15 @@ def _begin(observation: Observation, config: Config) -> Memory:
     # There may be hosts for fewer nodes. Each pass looks: the next one does not know the higher minimum.
     if memory.min_nodes is not None and run.spec.nodes.min < memory.min_nodes:
         memory = _end_pause(memory, observation)
+    # A restart takes the profile as it is then. While that is wrong, the run stays what it was: its pods
+    # train, and it continues as before if the new nonce is taken back.
+    is_restart_unsettled = (
+        bool(memory.recipe_hash)
+        and memory.profile_note not in ("", UNSETTLED)
+        and run.profile.note == UNSETTLED
+    )
+    if is_restart_unsettled:
+        return memory
     if not memory.is_known:
         # The status is lost, or was never written: pods that are there show how often the run was restarted.
         everything = (

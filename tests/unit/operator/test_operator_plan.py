@@ -488,7 +488,10 @@ def test_a_claim_that_is_to_stay_loses_its_owner_also_while_the_run_is_held() ->
         assert given_up.plan.claim is not None
         metadata = given_up.plan.claim["metadata"]
         assert "ownerReferences" not in metadata
-        assert list(metadata["annotations"]) == ["run.evergrad.dev/docs-lm"]
+        assert sorted(metadata["annotations"]) == [
+            "evergrad.dev/made-for",
+            "run.evergrad.dev/docs-lm",
+        ]
 
     # What is being deleted already is the garbage collector's.
     changed.raw["metadata"]["deletionTimestamp"] = format_time(START)
@@ -500,7 +503,8 @@ def test_a_claim_that_is_to_stay_loses_its_owner_also_while_the_run_is_held() ->
     [
         {},
         {"whenDeleted": "Retain"},
-        {"whenDeleted": "Delete", "age": -1},
+        {"whenDeleted": "Delete", "annotations": {"evergrad.dev/made-for": "uid-old"}},
+        {"whenDeleted": "Delete", "annotations": {"evergrad.dev/made-for": ""}},
         {"whenDeleted": "Delete", "users": None},
         {"whenDeleted": "Delete", "users": frozenset({"docs-lm", "reader"})},
         {
@@ -513,7 +517,8 @@ def test_a_claim_that_is_to_stay_loses_its_owner_also_while_the_run_is_held() ->
     ids=[
         "by default",
         "retained",
-        "older than the run",
+        "made for an earlier run of the name",
+        "nobody says for whom it was made",
         "other runs are not known",
         "another run uses it",
         "another run's data are on it",
@@ -573,6 +578,27 @@ def test_the_status_says_whether_the_claim_goes_with_the_run() -> None:
     assert "volume" not in with_volume().status
 
 
+def test_a_claim_that_an_earlier_release_has_made_and_owned_stays_owned() -> None:
+    world = with_volume(whenDeleted="Delete")
+    metadata = world.children["PersistentVolumeClaim", "docs-lm"]["metadata"]
+    del metadata["annotations"]["evergrad.dev/made-for"]
+    assert world.reconcile() and world.plan.claim is None
+    assert world.status["volume"] == {"goesWithRun": True}
+
+
+def test_a_claim_that_somebody_has_made_under_the_runs_name_gets_the_record_alone() -> None:
+    world = with_volume(whenDeleted="Delete")
+    metadata = world.children["PersistentVolumeClaim", "docs-lm"]["metadata"]
+    metadata["labels"] = {"team": "x"}
+    metadata["annotations"] = {}
+    world.reconcile()
+    assert world.plan.claim is not None
+    assert "spec" not in world.plan.claim
+    assert sorted(world.plan.claim["metadata"]) == ["annotations", "name", "namespace"]
+    assert list(world.plan.claim["metadata"]["annotations"]) == ["run.evergrad.dev/docs-lm"]
+    assert world.status["volume"] == {"goesWithRun": False}
+
+
 def test_an_owner_that_somebody_has_put_on_a_claim_is_left_there() -> None:
     world = with_volume()
     claim = world.children["PersistentVolumeClaim", "docs-lm"]
@@ -601,7 +627,13 @@ def test_a_claim_that_an_earlier_run_left_is_taken_as_it_is() -> None:
         "volumeName": "v",
     }
     world.children["PersistentVolumeClaim", "docs-lm"] = {
-        "metadata": {"name": "docs-lm"},
+        "metadata": {
+            "name": "docs-lm",
+            "labels": {
+                "evergrad.dev/run": "docs-lm",
+                "app.kubernetes.io/managed-by": "evergrad",
+            },
+        },
         "spec": spec,
     }
     world.reconcile()

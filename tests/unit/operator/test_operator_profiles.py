@@ -1,8 +1,10 @@
 """The profile of a run: which one it has, that it keeps it, and what a wrong one does."""
 
+import asyncio
 import json
 import os
 import re
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,10 @@ from fake_kubernetes.simulation import CONFIG, KEY, Simulation
 from pod_security import violations
 from simulated_run import make_run
 
+from evergrad_operator import namespace_profiles
 from evergrad_operator.errors import ApiError
 from evergrad_operator.installation import Granted
+from evergrad_operator.namespace_profiles import parse_profile
 from evergrad_operator.profiles import (
     LONGEST_NOTE,
     NO_PROFILE,
@@ -320,6 +324,39 @@ def test_the_profile_of_a_namespace_is_read_once_by_its_name() -> None:
     assert simulation.status["memory"]["profile"] == "{}"
 
 
+def test_a_restart_with_a_wrong_profile_can_be_taken_back() -> None:
+    simulation = begun()
+    put_profile(
+        simulation, "defaults: {template: {tolerations: [{key: gpu, operator: Exists}]}}"
+    )
+    train(simulation)
+    before = simulation.status
+    put_profile(simulation, "defalts: {}")
+    simulation.store.change("trainingruns", *KEY, {"spec": {"restartNonce": "2"}})
+    for _ in range(3):
+        simulation.reconcile()
+        simulation.now += 30
+    held = simulation.status
+    assert (held["reason"], simulation.pods()) == ("InvalidSpec", ["run-0-0", "run-1-0"])
+    # Nothing is forgotten, and the restart has not happened.
+    for key in ("memory", "image", "profile", "attempt", "restartNonce"):
+        assert held.get(key) == before.get(key), key
+    simulation.store.change("trainingruns", *KEY, {"spec": {"restartNonce": None}})
+    simulation.settle()
+    assert simulation.status["reason"] != "InvalidSpec"
+    simulation.end_pod("run-1-0", 1)
+    simulation.now += 120
+    simulation.settle()
+    assert tolerations(simulation, "run-1-1") == [GPU]
+
+    # With the profile corrected, the restart takes it.
+    put_profile(simulation, "defaults: {image: x/y:1}")
+    simulation.store.change("trainingruns", *KEY, {"spec": {"restartNonce": "3"}})
+    simulation.settle()
+    assert simulation.status["restartNonce"] == "3"
+    assert simulation.status["image"] == "x/y:1"
+
+
 def test_a_wrong_profile_holds_the_run_until_it_is_corrected() -> None:
     simulation = begun()
     for text, said in (
@@ -401,6 +438,95 @@ def test_devices_that_no_profile_allows_are_refused_before_a_pod_exists() -> Non
     assert (
         "spec.resources.limits['rdma/hca']: is not allowed" in simulation.status["message"]
     )
+
+
+@pytest.mark.parametrize("section", ["resources", "preparation", "evaluation", "init"])
+def test_no_container_of_a_run_asks_for_a_device_that_no_profile_allows(
+    section: str,
+) -> None:
+    device = {"limits": {"rdma/hca": "1"}}
+    asked: dict[str, Any] = {
+        "resources": {"resources": device},
+        "preparation": {"preparation": {"resources": device}},
+        "evaluation": {"evaluation": {"resources": device}},
+        "init": {"template": {"initContainers": [{"name": "probe", "resources": device}]}},
+    }[section]
+    raw = make_run(**asked)
+    run = SpecCache().parse(raw, resolve(raw, "", None))
+    # The recipe of this run evaluates while it trains, which is not what this is about.
+    found = [one for one in map(str, run.find_obstacles(has_begun=False)) if "rdma" in one]
+    assert len(found) == 1
+    assert "limits['rdma/hca']: is not allowed by the profile of the run" in found[0]
+    allowed = profiles(default=of({}, allows={"rdma": ["rdma/hca"]}))
+    run = SpecCache().parse(raw, resolve(raw, allowed, None))
+    assert not any("rdma" in str(one) for one in run.find_obstacles(has_begun=False))
+
+
+# ---- the cost of a namespace's profile ---------------------------------------------------------------------
+
+
+def config_map(text: str, version: int) -> dict[str, Any]:
+    metadata = {"name": "evergrad-profile", "uid": "c", "resourceVersion": str(version)}
+    return {"metadata": metadata, "data": {"profile.yaml": text}}
+
+
+def test_a_version_of_a_namespaces_profile_is_parsed_once_however_many_runs_have_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parsed: list[str] = []
+    real = namespace_profiles.parse_profile
+
+    def count(text: Any) -> NamespaceProfile:
+        parsed.append(threading.current_thread().name)
+        return real(text)
+
+    monkeypatch.setattr(namespace_profiles, "parse_profile", count)
+
+    async def read() -> None:
+        kept = namespace_profiles.NamespaceProfiles(begun().cluster)
+        text = "defaults: {image: a/a:1}"
+        first = await kept.read("team", config_map(text, 1))
+        assert first.raw == {"defaults": {"image": "a/a:1"}} and first.problems == ()
+        found = await asyncio.gather(
+            *(kept.read("team", config_map(text, 1)) for _ in range(50))
+        )
+        assert all(one is first for one in found) and len(parsed) == 1
+        wrong = await kept.read("team", config_map("defalts: {}", 2))
+        assert wrong.problems and len(parsed) == 2
+        assert (await kept.read("other", config_map("", 1))).raw == {} and len(parsed) == 3
+
+    asyncio.run(read())
+    # The event loop does the work of all namespaces.
+    assert threading.main_thread().name not in parsed
+
+
+def test_a_long_text_is_refused_before_any_of_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("it was read")
+
+    text = "defaults:\n  template:\n    labels:\n"
+    text += "".join(f"      l{i}: v\n" for i in range(1000))
+    fits = text[: namespace_profiles.LONGEST_TEXT]
+    assert "problems" not in fits
+    assert all("bytes" not in str(one) for one in parse_profile(fits).problems)
+    monkeypatch.setattr(namespace_profiles, "parse_document", refuse)
+    long = text.ljust(namespace_profiles.LONGEST_TEXT + 1)
+    (problem,) = parse_profile(long).problems
+    assert str(problem).startswith(
+        "profile.yaml has 16385 bytes; a profile has at most 16384 bytes"
+    ), problem
+
+
+def test_a_profile_that_stays_wrong_is_looked_at_less_often() -> None:
+    world = simulated_run.Simulation(make_run())
+    world.profile = resolve(make_run(), "", NamespaceProfile({"defalts": {}}))
+    pauses = []
+    for seconds in (0.0, 60.0, 540.0, 3600.0):
+        world.age(seconds)
+        pauses.append(world.reconcile().requeue_after)
+    assert pauses == [30.0, 30.0, 150.0, 300.0]
 
 
 def test_a_queue_of_a_profile_is_the_queue_of_its_pods() -> None:

@@ -1016,7 +1016,31 @@ def test_the_oldest_records_of_runs_that_are_gone_make_room_on_a_shared_volume()
         "annotations"
     ]
     newest = {f"run.evergrad.dev/gone-{number}" for number in range(50, 150)}
-    assert set(kept) == {"theirs", "run.evergrad.dev/old", "run.evergrad.dev/run", *newest}
+    # They were not complete: their checkpoints may be there still, which evergrad prune has to know.
+    count = "evergrad.dev/dropped-unfinished-runs"
+    runs = {"run.evergrad.dev/old", "run.evergrad.dev/run"}
+    assert set(kept) == {"theirs", *runs, *newest, count}
+    assert kept[count] == "50"
+    before = len(simulation.store.writes)
+    simulation.settle()
+    assert writes(simulation, before) == []
+
+
+def test_a_claim_that_somebody_has_made_under_the_runs_name_is_used_as_it_is() -> None:
+    simulation = Simulation()
+    metadata = {"name": "run", "namespace": "ns", "labels": {"team": "x"}}
+    spec = {"accessModes": ["ReadWriteMany"], "volumeName": "v"}
+    claim = {"metadata": metadata, "spec": spec, "status": {"phase": "Bound"}}
+    with simulation.by_others():
+        simulation.store.create("persistentvolumeclaims", claim)
+    simulation.create_run(storage={"size": "1Gi", "whenDeleted": "Delete"})
+    begin(simulation)
+    assert simulation.status["phase"] == "Running"
+    kept = simulation.store.get("persistentvolumeclaims", "ns", "run")
+    assert kept["spec"] == spec and kept["metadata"]["labels"] == {"team": "x"}
+    assert list(kept["metadata"]["annotations"]) == ["run.evergrad.dev/run"]
+    assert "ownerReferences" not in kept["metadata"]
+    assert simulation.status["volume"] == {"goesWithRun": False}
     before = len(simulation.store.writes)
     simulation.settle()
     assert writes(simulation, before) == []

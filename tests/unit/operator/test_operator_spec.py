@@ -216,9 +216,9 @@ def test_a_spec_is_parsed_once_for_each_generation_of_each_run(
     parsed: list[str] = []
     original = module.parse_spec
 
-    def parse_spec(raw: Any, installation: Any) -> Any:
+    def parse_spec(raw: Any, *rest: Any) -> Any:
         parsed.append(f"{raw['metadata']['uid']}/{raw['metadata']['generation']}")
-        return original(raw, installation)
+        return original(raw, *rest)
 
     monkeypatch.setattr(module, "parse_spec", parse_spec)
     cache = SpecCache()

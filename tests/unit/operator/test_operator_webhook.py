@@ -11,14 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from admission_samples import SAMPLES, Sample
 from cryptography import x509
 from fake_kubernetes.recipe import TRAINING
 from webhook_samples import NAMES, SETTINGS, Store, make_object, make_webhook, post
 
 from evergrad_manifest.validation import problems_of
 from evergrad_operator import certificates
-from evergrad_operator.admission import find_problems, review
+from evergrad_operator.admission import (
+    deny_size,
+    find_problems,
+    has_too_many_values,
+    review,
+)
+from evergrad_operator.config import Config
+from evergrad_operator.errors import ApiError
 from evergrad_operator.installation import Installation
+from evergrad_operator.namespace_profiles import parse_profile
+from evergrad_operator.profiles import NamespaceProfile, resolve
+from evergrad_operator.spec import SpecCache
 from evergrad_operator.webhook import Webhook
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
@@ -147,6 +158,107 @@ def test_what_is_wrong_already_is_not_held_against_another_change_but_a_new_prob
 def test_a_run_that_is_being_deleted_may_always_lose_its_finalizers() -> None:
     gone = {"deletionTimestamp": "2030-01-01T00:00:00Z"}
     assert find_problems(make_object(metadata=gone, **WRONG), make_object(**WRONG)) == ()
+
+
+# ---- one check ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
+def test_webhook_and_operator_judge_a_run_alike(sample: Sample) -> None:
+    config = replace(Config(trainer_image="t", operator_image="o"), **sample.config)
+    raw = make_object(**sample.spec)
+    own = None if sample.own is None else parse_profile(sample.own)
+    response = review({"request": {"uid": "r", "object": raw}}, config.installation, own)[
+        "response"
+    ]
+    profile = resolve(raw, config.profiles, own, config.installation)
+    run = SpecCache(config.installation).parse(raw, profile)
+    obstacles = [str(one) for one in run.find_obstacles(has_begun=False)]
+    assert response["allowed"] is (sample.refused == ""), response
+    if sample.refused:
+        causes = response["status"]["details"]["causes"]
+        told = [f"{one['field']}: {one['message']}" for one in causes]
+        assert told == obstacles
+        assert any(one.startswith(sample.refused) for one in told), told
+    elif sample.held:
+        # A profile that is wrong holds the run, and is no mistake of its file.
+        (warning,) = response["warnings"]
+        assert warning.startswith(sample.held) and obstacles[0].startswith(warning[:200])
+    else:
+        assert obstacles == [] and "warnings" not in response
+
+
+def big(count: int, **more: Any) -> dict[str, Any]:
+    raw = make_object()
+    config = {"model_type": "llama", "factors": [1.0] * count}
+    raw["spec"]["training"]["model"] = {"config": config}
+    raw["spec"] |= more
+    return raw
+
+
+@pytest.mark.parametrize("count", [25_000, 50_000])
+def test_a_run_of_any_size_can_be_suspended_and_marked(count: int) -> None:
+    old = big(count)
+    marked = {**big(count), "metadata": {**old["metadata"], "labels": {"a": "b"}}}
+    for new in (big(count, suspend=True), marked):
+        assert answer_of(new, old)["allowed"] is True
+    assert answer_of(big(count), None)["allowed"] is (count < 40_000)
+    changed = answer_of(big(count, ttlSecondsAfterFinished=5), old)
+    assert changed["allowed"] is (count < 40_000)
+
+
+def answer_of(new: Any, old: Any) -> dict[str, Any]:
+    """As the server answers: the size comes first."""
+    request = {"uid": "r", "object": new, "oldObject": old}
+    raw = {"request": request}
+    answer = deny_size(raw) if has_too_many_values(request) else review(raw)
+    found: dict[str, Any] = answer["response"]
+    return found
+
+
+def test_an_update_of_a_run_that_has_begun_is_judged_by_the_profile_that_it_began_with() -> (
+    None
+):
+    note = '{"defaults":{"template":{"volumes":[{"emptyDir":{},"name":"code"}]}},"from":["default"]}'
+    status = {"phase": "Running", "recipeHash": "a" * 64, "memory": {"profile": note}}
+    template = {"volumeMounts": [{"name": "code", "mountPath": "/code"}]}
+    old = make_object(template=template, status=status)
+    new = make_object(template=template, ttlSecondsAfterFinished=5, status=status)
+    assert find_problems(new, old) == ()
+    other = {"volumeMounts": [{"name": "data", "mountPath": "/data"}]}
+    assert [one.path for one in find_problems(make_object(template=other), old)] == [
+        "spec.template.volumeMounts[0].name"
+    ]
+
+
+def test_the_server_reads_the_profile_of_the_namespace_and_answers_without_it_too() -> None:
+    asked: list[str] = []
+
+    async def fetch(namespace: str) -> NamespaceProfile | None:
+        asked.append(namespace)
+        if namespace == "broken":
+            raise ApiError(503, "ServiceUnavailable", "not now")
+        volumes = "[{name: code, emptyDir: {}}]"
+        return parse_profile(f"defaults: {{template: {{volumes: {volumes}}}}}")
+
+    async def run() -> None:
+        store = Store()
+        webhook = Webhook(SETTINGS, store, leads=lambda: True, fetch_profile=fetch)
+        await webhook.look()
+        template = {"volumeMounts": [{"name": "code", "mountPath": "/code"}]}
+        for namespace, allowed in (("team", True), ("broken", False)):
+            request = {
+                "uid": "r",
+                "namespace": namespace,
+                "object": make_object(template=template),
+            }
+            body = json.dumps({"request": request}).encode()
+            _, answer = await post(webhook, store.trusted, body)
+            assert answer["response"]["allowed"] is allowed, namespace
+        await webhook.close()
+
+    asyncio.run(run())
+    assert asked == ["team", "broken"]
 
 
 # ---- the certificate ---------------------------------------------------------------------------------------
