@@ -80,6 +80,7 @@ OTHERS_COMMANDS = {
 """Names that commands have in other trainers, with what to do here."""
 KNOWN_VARIABLES = (
     "EVERGRAD_CHAOS_KIND",
+    "EVERGRAD_COORDINATOR_",
     "EVERGRAD_GENERATION",
     "EVERGRAD_IMAGE_DIGEST",
     "EVERGRAD_NODE",

@@ -58,7 +58,14 @@ from evergrad_manifest.training.pretrain import (
     Source,
 )
 from evergrad_manifest.training.pretrain import RULES as RULES_OF_PRETRAIN
-from evergrad_manifest.training.sft import GENERATED, SFT, Generation, RowSettings
+from evergrad_manifest.training.sft import (
+    CONVERSATIONS,
+    GENERATED,
+    MESSAGES,
+    SFT,
+    Generation,
+    RowSettings,
+)
 from evergrad_manifest.training.sft import RULES as RULES_OF_SFT
 from evergrad_manifest.training.steps import RULES as RULES_OF_STEPS
 from evergrad_manifest.training.steps import (
@@ -76,8 +83,10 @@ from evergrad_manifest.training.two_stage_kl import RULES as RULES_OF_TWO_STAGE_
 from evergrad_manifest.training.two_stage_kl import KlStage, TwoStageKl
 
 __all__ = [
+    "CONVERSATIONS",
     "GENERATED",
     "HELD_OUT",
+    "MESSAGES",
     "METRICS_OF_ALL",
     "NO_DATA",
     "RECIPES",

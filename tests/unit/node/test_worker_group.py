@@ -553,7 +553,7 @@ def test_workers_that_end_before_they_are_warm_are_tried_again_a_few_times(
     )
     room.group.end(last, 70)
     assert len(room.started) == 4
-    ((name, message, kind, exit_code),) = room.reports.take()
+    ((name, message, kind, exit_code, _),) = room.reports.take()
     assert (
         name == "NoWorkers"
         and "3 workers in a row" in message
@@ -584,7 +584,7 @@ def test_wrong_input_at_the_first_start_ends_the_node_at_once_as_such(
     room.group.start()
     fail_of_input(room, room.started[0])
     (report,) = [one for one in room.reports.take() if one[0] == "NoWorkers"]
-    assert report[1:] == ("TaskInputError: mine.py:3: no w", ErrorKind.INPUT, 64)
+    assert report[1:] == ("TaskInputError: mine.py:3: no w", ErrorKind.INPUT, 64, "")
     now[0] += 60.0
     room.group.tick()
     assert len(room.started) == 2
@@ -600,7 +600,7 @@ def test_a_node_that_trains_does_not_end_by_the_input_of_a_worker_that_is_replac
         now[0] += 10.0
         room.group.tick()
         fail_of_input(room, room.started[-1])
-    ((_, message, _, exit_code),) = [
+    ((_, message, _, exit_code, _),) = [
         one for one in room.reports.take() if one[0] == "NoWorkers"
     ]
     assert "3 workers in a row" in message and exit_code == 70
@@ -637,7 +637,9 @@ def test_a_worker_that_fails_by_its_host_is_replaced_and_after_some_times_anothe
         room.group.tick()
         worker = room.started[-1]
     fail_of_environment(room, worker, step=6)
-    ((_, message, kind, _),) = [one for one in room.reports.take() if one[0] == "NoWorkers"]
+    ((_, message, kind, _, _),) = [
+        one for one in room.reports.take() if one[0] == "NoWorkers"
+    ]
     assert "stale" in message and kind is ErrorKind.ENVIRONMENT
 
 

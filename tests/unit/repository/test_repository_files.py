@@ -132,18 +132,6 @@ def test_no_tracked_file_is_large(tracked: list[Path], root: Path) -> None:
     ] == []
 
 
-def test_modules_of_the_product_stay_below_500_lines(
-    texts: dict[Path, str], root: Path
-) -> None:
-    files = python_files(texts, root, PRODUCT)
-    assert "trainer_image/evergrad_trainer/errors.py" in files
-    assert {
-        name: len(text.splitlines())
-        for name, text in files.items()
-        if len(text.splitlines()) > 500
-    } == {}
-
-
 def test_the_coordinator_imports_the_standard_library_and_itself_only(
     texts: dict[Path, str], root: Path
 ) -> None:

@@ -98,8 +98,9 @@ def announce(session: Session, machinery: Machinery) -> None:
     if pending:
         # Last: after a kill before this, the next start says it again, and a repeated event does no harm.
         # The events are on the disk first: a power cut must not keep this record and lose them.
-        with reported(session.directory.events, what="cannot be brought to the disk"):
-            fsync_file(session.directory.events)
+        if session.directory.events.exists():
+            with reported(session.directory.events, what="cannot be brought to the disk"):
+                fsync_file(session.directory.events)
         session.directory.write_resolved(record)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.training.sft import CONVERSATIONS, MESSAGES
+from evergrad_manifest.training import CONVERSATIONS, MESSAGES
 from evergrad_trainer.data.chat_template import (
     ASSISTANT,
     FIRST_RENDERING,
