@@ -1,10 +1,10 @@
 """``evergrad validate``: checks a manifest and shows everything that is wrong with it.
 
-Needs no data, no model and no device; for a script, only its file beside the manifest.
+Reports what ``evergrad run`` reports before the first step, except for data, for files that exist only on a
+cluster, and for the machine that trains. For a script, it needs only its file beside the manifest.
 """
 
 import argparse
-import contextlib
 import json
 import shlex
 import sys
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 import yaml
 
@@ -21,7 +21,6 @@ from evergrad_manifest.derive import slots_per_step
 from evergrad_manifest.differences import changed_fields, show_value
 from evergrad_manifest.errors import (
     ConfigurationError,
-    InputError,
     Problem,
     describe_problem,
     raise_if,
@@ -98,9 +97,16 @@ def execute(args: argparse.Namespace) -> int:
     missing += (
         [] if spec.training is None else task_problems(spec.training, base_directory=base)
     )
+    # The checks that `evergrad run` makes before its first step, as far as they need neither data nor the
+    # machine that trains.
+    report = _examine(loaded) if spec.training is not None and not missing else None
+    if report is not None:
+        missing += report.problems
     if missing:
         _print_problems(missing, as_json=args.json)
         return int(ExitCode.USER_ERROR)
+    for warning in () if report is None else report.warnings:
+        _print(f"warning: {warning}", file=sys.stderr)
     if args.json:
         document = {
             "valid": True,
@@ -112,7 +118,9 @@ def execute(args: argparse.Namespace) -> int:
     elif args.print_resolved:
         _print(yaml.safe_dump(to_wire(loaded.run), sort_keys=False, width=130).rstrip())
     else:
-        _print(f"valid: {loaded.run.metadata.name} ({loaded.path}); {_summarize(loaded)}")
+        _print(
+            f"valid: {loaded.run.metadata.name} ({loaded.path}); {_summarize(loaded, report)}"
+        )
         # Values that profiles have filled in: without profiles both are the same.
         kept = ("metadata", "spec")
         before, after = (
@@ -179,7 +187,28 @@ def _print_problems(problems: Sequence[Problem], *, as_json: bool) -> None:
         _print(f"error: {problem}", file=sys.stderr)
 
 
-def _summarize(loaded: LoadedManifest) -> str:
+class _Report(Protocol):
+    """The trainer's report on a file: ``evergrad_trainer.preflight.FileReport``."""
+
+    problems: tuple[Problem, ...]
+    warnings: tuple[Problem, ...]
+    summary: str
+
+
+def _examine(loaded: LoadedManifest) -> _Report | None:
+    """Return what the trainer's packages report on the file; None where they are not installed."""
+    for entry in metadata.entry_points(group="evergrad.describe"):
+        try:
+            examine = entry.load()
+        except (AttributeError, ModuleNotFoundError):
+            # They are not installed, or are those of another version.
+            continue
+        report: _Report = examine(loaded.run, loaded.base_directory)
+        return report
+    return None
+
+
+def _summarize(loaded: LoadedManifest, report: _Report | None) -> str:
     """Describe the run in a few words, so that a slip of a number is seen before it costs a night."""
     run = loaded.run
     if run.spec.script is not None:
@@ -212,12 +241,8 @@ def _summarize(loaded: LoadedManifest) -> str:
         length = f"{horizon.epochs:g} epochs"
     text = f"{length}, {training.batching.global_batch_size} samples a step in {slots} slots{trained_on}"
 
-    # The size of model and training state where the trainer's packages and the model's files are here. Paths
-    # of a cluster's volume mean nothing on this machine.
-    with contextlib.suppress(ModuleNotFoundError, InputError):
-        for entry in metadata.entry_points(group="evergrad.describe"):
-            text += f"; {entry.load()(training, loaded.base_directory)}"
-    return text
+    # The size of model and training state, where the trainer's packages and the model's files are here.
+    return f"{text}; {report.summary}" if report is not None and report.summary else text
 
 
 def _print(text: str, *, file: TextIO | None = None) -> None:

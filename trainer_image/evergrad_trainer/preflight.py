@@ -24,6 +24,7 @@ from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import InputError, Problem
 from evergrad_manifest.training import RECIPES, Training
 from evergrad_manifest.training.optimization import OF_OPTIMIZER
+from evergrad_manifest.values.numbers import show
 from evergrad_trainer.data.preparation.files import (
     evaluation_sources,
     find_files,
@@ -33,6 +34,7 @@ from evergrad_trainer.data.tokenizers import load_tokenizer
 from evergrad_trainer.errors import ModelError
 from evergrad_trainer.machine import Machine, free_bytes
 from evergrad_trainer.models.build import ModelPlan, build_empty_model, plan_model
+from evergrad_trainer.models.configuration import find_ignored_dtype
 from evergrad_trainer.models.determinism import (
     CUBLAS_DETERMINISTIC,
     CUBLAS_VARIABLE,
@@ -59,6 +61,16 @@ from evergrad_trainer.recipes import load_task
 
 _SLOWEST_BF16_DECAY = 1 - 2**-8
 """Half a step of bf16, relative: a slower decay is lost in rounding."""
+_LARGE_VOCABULARY = 2**20
+"""More ids than any tokenizer has."""
+_NO_MACHINE = Machine(
+    cores=1,
+    memory_bytes=None,
+    num_accelerators=0,
+    accelerator_memory_bytes=None,
+    has_cpp_compiler=True,
+)
+"""A machine of which nothing is known and at which nothing is found wrong."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +79,18 @@ class Examination:
 
     findings: tuple[Finding, ...]
     plan: ModelPlan | None
+
+
+@dataclass(frozen=True)
+class FileReport:
+    """What the file of a typed run says by itself, with the model's own files where they are on this machine.
+
+    ``summary``: parameters, and the memory to train them on one worker; empty where they are not known here.
+    """
+
+    problems: tuple[Problem, ...]
+    warnings: tuple[Problem, ...]
+    summary: str
 
 
 def examine(
@@ -108,6 +132,7 @@ def examine(
         check = getattr(task, "check_files", tuple)
         findings += [Finding("error", problem) for problem in check()]
     findings += check_frozen(training, plan)
+    findings += check_dtype(training, plan)
     if facts is not None and is_model_trained(training):
         # Fewer workers hold larger shards each. Nodes that share this machine give memory back as they leave.
         bounds = {"world_size": max(num_workers, min(sizes)), "most_workers": max(sizes)}
@@ -130,32 +155,68 @@ def examine(
 
 
 def _read_model(
-    training: Training, base_directory: Path
+    training: Training, base_directory: Path, *, vocab_size: int | None = None
 ) -> tuple[ModelPlan | None, ModelFacts | None, tuple[Problem, ...]]:
-    """Read the model's plan and facts, or its problems: it ends none of the other checks."""
+    """Read the model's plan and facts, or its problems: it ends none of the other checks.
+
+    ``vocab_size``: by default that of the tokenizer, which is read.
+    """
     plan: ModelPlan | None = None
     try:
-        tokenizer = load_tokenizer(training.tokenizer, base_directory)
+        if vocab_size is None:
+            vocab_size = load_tokenizer(training.tokenizer, base_directory).vocab_size
         plan = plan_model(
-            training.model, base_directory=base_directory, vocab_size=tokenizer.vocab_size
+            training.model, base_directory=base_directory, vocab_size=vocab_size
         )
         return plan, None if plan.config is None else model_facts(plan), ()
     except InputError as error:
         return plan, None, tuple(error.problems)
 
 
-def describe_size(training: Training, base_directory: Path) -> str:
-    """Describe parameters, and the memory to train them on one worker, as `evergrad validate` shows them.
+def examine_file(run: TrainingRun, base_directory: Path) -> FileReport:
+    """Make each check of ``examine`` that needs neither data nor the machine that trains: `evergrad validate`.
 
-    Raises InputError where the tokenizer or the model cannot be read.
+    A model or a tokenizer that is not on this machine is not looked for: it may exist on the cluster alone.
     """
-    tokenizer = load_tokenizer(training.tokenizer, base_directory)
-    plan = plan_model(
-        training.model, base_directory=base_directory, vocab_size=tokenizer.vocab_size
+    training = run.training
+    findings: list[Finding] = []
+    if (workers := run.spec.workers_per_node) is not None:
+        findings += check_workers(training, num_workers=workers)
+        findings += check_shards(training, world_sizes=(workers,))
+
+    # The vocabulary of a tokenizer that is elsewhere is not known: a large one has every id that a
+    # configuration may name.
+    path = training.tokenizer.path
+    is_here = path is None or (base_directory / path).exists()
+    model_path = training.model.path
+    plan: ModelPlan | None = None
+    facts: ModelFacts | None = None
+    if model_path is None or (base_directory / model_path).exists():
+        plan, facts, problems = _read_model(
+            training, base_directory, vocab_size=None if is_here else _LARGE_VOCABULARY
+        )
+        findings += [Finding("error", problem) for problem in problems]
+    findings += check_frozen(training, plan)
+    findings += check_dtype(training, plan)
+    if facts is not None and is_model_trained(training):
+        findings += check_model(training, facts)
+    findings += [
+        Finding("error", one) for one in find_traps(training, plan, machine=_NO_MACHINE)
+    ]
+    return FileReport(
+        tuple(one.problem for one in findings if one.level == "error"),
+        tuple(one.problem for one in findings if one.level == "warning"),
+        _summarize(training, plan, facts) if is_here else "",
     )
+
+
+def _summarize(training: Training, plan: ModelPlan | None, facts: ModelFacts | None) -> str:
+    if plan is None:
+        return ""
     if plan.config is None:
         return "a model that the task makes itself"
-    facts = model_facts(plan)
+    if facts is None:
+        return ""
     if not is_model_trained(training):
         return f"{facts.parameters:,} parameters, none of which is trained"
     need = memory_of(facts, training, world_size=1, on_accelerator=False, compiles=False)
@@ -340,6 +401,28 @@ def check_model(training: Training, facts: ModelFacts) -> Iterator[Finding]:
                     "model's configuration"
                 ),
             ),
+        )
+
+
+def check_dtype(training: Training, plan: ModelPlan | None) -> Iterator[Finding]:
+    """Report a type of weights in the model's configuration that the run does not train in."""
+    if plan is None or plan.config is None:
+        return
+    precision = training.runtime.precision
+    weights = str(plan.weight_type(precision)).removeprefix("torch.")
+    model = training.model
+    for field, values in (
+        ("config", model.config),
+        ("configOverrides", model.config_overrides),
+    ):
+        if (found := find_ignored_dtype(values or {}, weights)) is None:
+            continue
+        key, value = found
+        what = f"{show(value)} has no effect: the weights are trained in {weights}"
+        why = f"spec.training.runtime.precision is {precision}"
+        remedy = f"Remove {key}, or choose another spec.training.runtime.precision"
+        yield Finding(
+            "warning", Problem(f"spec.training.model.{field}.{key}", what, why, remedy)
         )
 
 

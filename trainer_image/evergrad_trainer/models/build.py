@@ -20,6 +20,7 @@ from evergrad_trainer.errors import ModelError
 from evergrad_trainer.models.adapters import add_adapters
 from evergrad_trainer.models.configuration import (
     check_older_keys,
+    check_shapes,
     find_older_keys,
     translate_numbers,
 )
@@ -124,6 +125,8 @@ def plan_model(settings: Model, *, base_directory: Path, vocab_size: int) -> Mod
         plan = ModelPlan(config, find_weights(directory), settings, changed)
     else:
         plan = ModelPlan(_read_config(settings.config or {}, vocab_size), None, settings)
+    where = f"{_FIELD}.{'config' if settings.path is None else 'path'}"
+    raise_if(check_shapes(plan.require_config(), where=where), ModelError)
     text = plan.require_config().get_text_config()
     own = int(text.vocab_size)
     if settings.resize_embeddings is not None:

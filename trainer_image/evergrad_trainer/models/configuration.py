@@ -134,3 +134,36 @@ def find_ignored_dtype(values: Mapping[str, Any], weights: str) -> tuple[str, An
         if value is not None and value != weights:
             return key, value
     return None
+
+
+def check_shapes(config: "PreTrainedConfig", *, where: str) -> list[Problem]:
+    """Numbers that transformers builds a model from and that end its first step.
+
+    ``where``: the field that has the configuration.
+    """
+    text = config.get_text_config()
+
+    def number(*names: str) -> int | None:
+        found = (getattr(text, name, None) for name in names)
+        return next(
+            (one for one in found if isinstance(one, int) and not isinstance(one, bool)),
+            None,
+        )
+
+    problems = []
+    heads, groups = number("num_attention_heads"), number("num_key_value_heads")
+    if heads and groups is not None and (groups < 1 or heads % groups):
+        fitting = [one for one in range(1, heads + 1) if heads % one == 0]
+        what = f"{groups} does not divide num_attention_heads {heads}"
+        why = "each key-value head is shared by an equal number of heads"
+        remedy = f"Use one of {', '.join(map(str, fitting))}"
+        problems.append(Problem(f"{where}.num_key_value_heads", what, why, remedy))
+    chosen = number("num_experts_per_tok", "moe_topk", "top_k_experts")
+    experts = number("num_local_experts", "num_experts", "n_routed_experts")
+    if chosen is not None and experts is not None and 0 < experts < chosen:
+        what = f"{chosen} is above the number of experts {experts}"
+        why = "a token is sent to different experts"
+        problems.append(
+            Problem(f"{where}.num_experts_per_tok", what, why, f"Use at most {experts}")
+        )
+    return problems

@@ -1,0 +1,182 @@
+"""``evergrad validate`` reports what ``evergrad run`` reports before its first step."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from evergrad_cli.main import main
+
+TINY: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+MIXTRAL = TINY | {
+    "model_type": "mixtral",
+    "num_key_value_heads": 4,
+    "output_router_logits": True,
+}
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64}
+GEMMA = TINY | {"model_type": "gemma3_text", "head_dim": 8}
+
+
+def config(base: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {"model": {"config": base | changes}}
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "unknown type": config(TINY, model_type="lama"),
+    "type of another task": config(TINY, model_type="clip"),
+    "unknown key": config(TINY, hiden_size=32),
+    "two unknown keys": config(TINY, hiden_size=32, num_layer=2),
+    "heads do not divide the width": config(TINY, num_attention_heads=5),
+    "heads of gpt2 do not divide the width": config(GPT2, n_head=5),
+    "key-value heads do not divide the heads": config(TINY, num_key_value_heads=3),
+    "more key-value heads than heads": config(TINY, num_key_value_heads=8),
+    "no key-value heads": config(TINY, num_key_value_heads=0),
+    "key-value heads of qwen2": config(
+        TINY | {"model_type": "qwen2"}, num_key_value_heads=3
+    ),
+    "more experts for a token than there are": config(
+        MIXTRAL, num_local_experts=2, num_experts_per_tok=3
+    ),
+    "router loss left out": config(
+        MIXTRAL, output_router_logits=False, num_local_experts=2
+    ),
+    "samples longer than the positions": {**config(TINY), "data": {"sequenceLength": 128}},
+    "samples longer than the positions of gpt2": {
+        **config(GPT2),
+        "data": {"sequenceLength": 65},
+    },
+    "text for a number": config(TINY, hidden_size="wide"),
+    "text for a switch": config(TINY, tie_word_embeddings="no"),
+    "fraction of a layer": config(TINY, num_hidden_layers=1.5),
+    "vocabulary below the tokenizer's": config(TINY, vocab_size=100),
+    "unknown activation": config(TINY, hidden_act="swoosh"),
+    "unknown type of positions": config(
+        TINY, rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}
+    ),
+    "older key that contradicts": config(
+        TINY, rope_theta=5, rope_parameters={"rope_type": "default", "rope_theta": 6}
+    ),
+    "older key of another architecture": config(GPT2, rope_theta=5.0),
+    "older key without an effect": config(TINY, rope_local_base_freq=5),
+    "unknown type of weights": config(TINY, dtype="halffloat"),
+    "odd width of a head": config(TINY, head_dim=7),
+    "padding beyond the vocabulary": config(TINY, pad_token_id=100000),
+    "momentum that bf16 rounds away": {
+        **config(TINY),
+        "runtime": {"precision": "bf16"},
+        "optimizer": {"betas": [0.9, 0.999]},
+    },
+    "pattern that matches no weight": {
+        **config(TINY),
+        "optimizer": {"groups": [{"match": ["nothing.*"], "weightDecay": 0}]},
+    },
+    "logits in chunks of an unknown head": {**config(GEMMA), "runtime": {"lossChunk": 16}},
+    "more workers than slots": {**config(TINY), "workersPerNode": 16},
+    "adapters on no layer": {
+        "model": {"config": TINY, "lora": {"rank": 2, "targetModules": ["nothing"]}}
+    },
+    "layers for other layers": config(
+        GEMMA, layer_types=["full_attention", "full_attention"]
+    ),
+}
+
+
+def write(folder: Path, changes: dict[str, Any]) -> Path:
+    training: dict[str, Any] = {
+        "data": {"sources": [{"name": "docs", "path": "docs.jsonl"}], "sequenceLength": 32},
+        "batching": {"globalBatchSize": 4, "microBatchSize": 2},
+        "optimizer": {"learningRate": 1e-3},
+        "horizon": {"steps": 2},
+    }
+    spec: dict[str, Any] = {"training": training}
+    for key, value in changes.items():
+        if key == "workersPerNode":
+            spec[key] = value
+        else:
+            training[key] = {**training.get(key, {}), **value}
+    (folder / "docs.jsonl").write_text(json.dumps({"text": "a short text " * 40}) + "\n")
+    path = folder / "run.yaml"
+    head = {
+        "apiVersion": "evergrad.dev/v1alpha1",
+        "kind": "TrainingRun",
+        "metadata": {"name": "one"},
+    }
+    path.write_text(yaml.safe_dump({**head, "spec": spec}))
+    return path
+
+
+def errors(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return sorted(
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")
+    )
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_both_commands_report_the_same_problems(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    file = str(write(tmp_path, WRONG[name]))
+    assert main(["validate", file]) == 64
+    of_validate = errors(capsys)
+    assert main(["run", file, "--run-directory", str(tmp_path / "run")]) == 64
+    assert errors(capsys) == of_validate != []
+
+
+def test_a_file_on_the_cluster_alone_is_not_looked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere = {
+        "model": {"path": "/volume/base"},
+        "tokenizer": {"type": "transformers", "path": "/volume/base"},
+    }
+    assert main(["validate", str(write(tmp_path, elsewhere))]) == 0
+    # What the file says by itself is checked all the same.
+    wrong = {**config(TINY, num_key_value_heads=3), "tokenizer": elsewhere["tokenizer"]}
+    assert main(["validate", str(write(tmp_path, wrong))]) == 64
+    assert (
+        "num_key_value_heads: 3 does not divide num_attention_heads 4"
+        in capsys.readouterr().err
+    )
+    right = {**config(TINY), "tokenizer": elsewhere["tokenizer"]}
+    assert main(["validate", str(write(tmp_path, right))]) == 0
+
+
+def test_the_document_for_programs_has_the_same_problems(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(
+            [
+                "validate",
+                str(write(tmp_path, config(TINY, num_key_value_heads=3))),
+                "--json",
+            ]
+        )
+        == 64
+    )
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert problem["path"] == "spec.training.model.config.num_key_value_heads"
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_a_type_of_weights_that_is_not_trained_in_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    assert main(["validate", str(write(tmp_path, config(TINY, **{key: "float16"})))]) == 0
+    message = capsys.readouterr().err
+    assert f"warning: spec.training.model.config.{key}: 'float16' has no effect" in message
+    assert (
+        "the weights are trained in float32; spec.training.runtime.precision is bf16-autocast"
+        in message
+    )
+    assert main(["validate", str(write(tmp_path, config(TINY, **{key: "float32"})))]) == 0
+    assert "warning" not in capsys.readouterr().err
