@@ -180,3 +180,102 @@ def test_a_type_of_weights_that_is_not_trained_in_is_reported(
     )
     assert main(["validate", str(write(tmp_path, config(TINY, **{key: "float32"})))]) == 0
     assert "warning" not in capsys.readouterr().err
+
+
+CHAT: dict[str, Any] = {
+    "messages": [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+    ]
+}
+PROMPT: dict[str, Any] = {"prompt": "a", "completion": "b"}
+
+
+def write_rows(
+    folder: Path, row: dict[str, Any], *, file_type: str = "jsonl", **training: Any
+) -> Path:
+    sources = [{"name": "docs", "path": f"rows.{file_type}", "type": file_type}]
+    data = {"sources": sources, **training.pop("data", {})}
+    path = write(folder, {**config(TINY), "data": data})
+    manifest = yaml.safe_load(path.read_text())
+    manifest["spec"]["training"] |= {"recipe": "sft", **training}
+    path.write_text(yaml.safe_dump(manifest))
+    rows = folder / f"rows.{file_type}"
+    if file_type == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.Table.from_pylist([row] * 60), rows)
+    else:
+        rows.write_text((json.dumps(row) + "\n") * 60)
+    return path
+
+
+@pytest.mark.parametrize("file_type", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("row", "sections"),
+    [
+        (CHAT, {}),
+        ({"conversations": CHAT["messages"]}, {}),
+        (
+            {
+                "chosen": CHAT["messages"],
+                "rejected": [CHAT["messages"][0], {"role": "assistant", "content": "c"}],
+            },
+            {"preference": {}},
+        ),
+    ],
+)
+def test_conversations_without_a_template_are_refused_once(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    row: dict[str, Any],
+    sections: dict[str, Any],
+    file_type: str,
+) -> None:
+    sections = {**sections, "recipe": "preference" if sections else "sft"}
+    file = str(write_rows(tmp_path, row, file_type=file_type, **sections))
+    assert main(["validate", file]) == 64
+    (error,) = errors(capsys)
+    assert error.startswith(
+        "error: spec.training.rows.chatTemplate: missing, and the first "
+    )
+    assert main(["run", file, "--run-directory", str(tmp_path / "run")]) == 64
+    assert errors(capsys) == [error]
+
+
+def test_rows_that_need_no_template_and_rows_that_are_elsewhere_are_valid(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["validate", str(write_rows(tmp_path, PROMPT))]) == 0
+    # With the template that the remedy shows, the same rows are accepted.
+    path = write_rows(tmp_path, CHAT)
+    assert main(["validate", str(path)]) == 64
+    template = errors(capsys)[0].split('"')[1]
+    assert (
+        main(["validate", str(write_rows(tmp_path, CHAT, rows={"chatTemplate": template}))])
+        == 0
+    )
+
+    # A row that is passed over on request is a warning: others may be left.
+    skipping = write_rows(tmp_path, CHAT, data={"malformed": "skip"})
+    capsys.readouterr()
+    assert main(["validate", str(skipping)]) == 0
+    assert "warning: spec.training.rows.chatTemplate: missing" in capsys.readouterr().err
+
+    # The file, or a tokenizer that may have a template, exists on the cluster alone.
+    elsewhere = {"type": "transformers", "path": "/volume/base"}
+    assert main(["validate", str(write_rows(tmp_path, CHAT, tokenizer=elsewhere))]) == 0
+    path = write_rows(tmp_path, CHAT)
+    (tmp_path / "rows.jsonl").unlink()
+    assert main(["validate", str(path)]) == 0
+
+
+def test_a_template_that_is_not_valid_is_reported_by_both_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(write_rows(tmp_path, PROMPT, rows={"chatTemplate": "{% for %}"}))
+    assert main(["validate", file]) == 64
+    (error,) = errors(capsys)
+    assert "spec.training.rows.chatTemplate: is no jinja template" in error
+    assert main(["run", file, "--run-directory", str(tmp_path / "run")]) == 64
+    assert errors(capsys) == [error]

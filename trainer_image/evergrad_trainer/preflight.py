@@ -30,6 +30,7 @@ from evergrad_trainer.data.preparation.files import (
     find_files,
     training_sources,
 )
+from evergrad_trainer.data.preparation.missing_template import find_missing_template
 from evergrad_trainer.data.tokenizers import load_tokenizer
 from evergrad_trainer.errors import ModelError
 from evergrad_trainer.machine import Machine, free_bytes
@@ -102,7 +103,9 @@ def examine(
     num_workers: int,
     world_sizes: Sequence[int] = (),
 ) -> Examination:
-    """Make every check that does not need the data's content. Builds no model, writes a probe file only.
+    """Make every check that needs no more of the data than the first row.
+
+    Builds no model, writes a probe file only.
 
     ``num_workers``: of this machine. ``world_sizes``: every number of workers that may train together as
     nodes come and go, on machines like this one; by default those of this machine alone.
@@ -133,6 +136,7 @@ def examine(
         findings += [Finding("error", problem) for problem in check()]
     findings += check_frozen(training, plan)
     findings += check_dtype(training, plan)
+    findings += check_template(training, base_directory)
     if facts is not None and is_model_trained(training):
         # Fewer workers hold larger shards each. Nodes that share this machine give memory back as they leave.
         bounds = {"world_size": max(num_workers, min(sizes)), "most_workers": max(sizes)}
@@ -174,9 +178,10 @@ def _read_model(
 
 
 def examine_file(run: TrainingRun, base_directory: Path) -> FileReport:
-    """Make each check of ``examine`` that needs neither data nor the machine that trains: `evergrad validate`.
+    """Make each check of ``examine`` that does not need the machine that trains: `evergrad validate`.
 
-    A model or a tokenizer that is not on this machine is not looked for: it may exist on the cluster alone.
+    A model, a tokenizer or data that are not on this machine are not looked for: they may exist on the
+    cluster alone.
     """
     training = run.training
     findings: list[Finding] = []
@@ -198,6 +203,7 @@ def examine_file(run: TrainingRun, base_directory: Path) -> FileReport:
         findings += [Finding("error", problem) for problem in problems]
     findings += check_frozen(training, plan)
     findings += check_dtype(training, plan)
+    findings += check_template(training, base_directory)
     if facts is not None and is_model_trained(training):
         findings += check_model(training, facts)
     findings += [
@@ -424,6 +430,19 @@ def check_dtype(training: Training, plan: ModelPlan | None) -> Iterator[Finding]
         yield Finding(
             "warning", Problem(f"spec.training.model.{field}.{key}", what, why, remedy)
         )
+
+
+def check_template(training: Training, base_directory: Path) -> Iterator[Finding]:
+    """Check that conversations have a valid chat template, by the first row of each source that is here."""
+    try:
+        missing = find_missing_template(training, base_directory)
+    except InputError as error:
+        yield from (Finding("error", problem) for problem in error.problems)
+        return
+    if missing is not None:
+        # Such rows are passed over where the file asks for it; others may be left.
+        is_refused = training.data.malformed == "refuse"
+        yield Finding("error" if is_refused else "warning", missing)
 
 
 def find_traps(

@@ -143,14 +143,50 @@ def test_a_conversation_needs_a_template(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     write(tmp_path, chat("a", "b"))
-    with pytest.raises(
-        DataError, match="the tokenizer has no chat template, and the file gives none"
-    ):
+    with pytest.raises(DataError) as refused:
         prepared_in(sft(training, rows={"chatTemplate": None}))
+    (problem,) = refused.value.problems
+    assert problem.path == "spec.training.rows.chatTemplate"
     with pytest.raises(
         DataError, match=r"spec\.training\.rows\.chatTemplate: is no jinja template"
     ):
         prepared_in(sft(training, rows={"chatTemplate": "{% for %}"}))
+
+
+def test_conversations_without_a_template_are_one_problem_with_a_remedy_that_works(
+    training: Make, prepared_in: Prepare, tmp_path: Path
+) -> None:
+    write(tmp_path, *[chat("a", "b")] * 60)
+    for malformed in ("refuse", "skip"):
+        data = {"malformed": malformed}
+        with pytest.raises(DataError) as refused:
+            prepared_in(sft(training, rows={"chatTemplate": None}, data=data))
+        (problem,) = refused.value.problems
+        assert problem.path == "spec.training.rows.chatTemplate"
+        assert "rows.jsonl:1 is a conversation" in problem.what
+        assert "skip" not in problem.remedy
+
+    # The template that the remedy shows, as it is.
+    example = problem.remedy.split('"')[1]
+    prepared = prepared_in(
+        sft(training, rows={"chatTemplate": example}, data={"sequenceLength": 32})
+    )
+    learned = [*b"b", BYTE_END]
+    ids, marks = read(prepared)[0]
+    assert bytes(one for one in ids if one < 256) == b"user: aassistant: b"
+    assert [
+        one for one, is_learned in zip(ids, marks, strict=True) if is_learned
+    ] == learned
+
+
+def test_prompts_beside_conversations_are_still_trained_on_if_malformed_rows_are_skipped(
+    training: Make, prepared_in: Prepare, tmp_path: Path
+) -> None:
+    write(tmp_path, chat("a", "b"), {"prompt": "a", "completion": "b"})
+    recipe = sft(training, rows={"chatTemplate": None}, data={"malformed": "skip"})
+    prepared = prepared_in(recipe)
+    assert prepared.sources[0].skipped == {"noRow": 1}
+    assert len(read(prepared)) == 1
 
 
 LONG = {"prompt": "p" * 10, "completion": "c" * 20}

@@ -64,6 +64,16 @@ class PairFormat:
         further = (key for key in self.rows.keys if key not in (*own, *unused))
         return (*own, *further)
 
+    @property
+    def has_template(self) -> bool:
+        """Whether a conversation can become a text."""
+        return self.rows.has_template
+
+    def is_conversation(self, row: Mapping[str, Any]) -> bool:
+        """Whether the completions of a pair are messages, of which only a chat template makes a text."""
+        fields = (self.chosen_field, self.rejected_field)
+        return all(isinstance(row.get(field), list) for field in fields)
+
     def render(self, row: Mapping[str, Any]) -> PairText:
         """Both texts of a row, with what is learned of them. Raises RowError."""
         fields = (self.chosen_field, self.rejected_field)

@@ -38,10 +38,11 @@ from evergrad_trainer.data.preparation.documents import (
 )
 from evergrad_trainer.data.preparation.files import SourceEntry
 from evergrad_trainer.data.preparation.held_out import choose_held_out, split_jobs
+from evergrad_trainer.data.preparation.missing_template import template_problem
 from evergrad_trainer.data.preparation.pairs import PairFormat
 from evergrad_trainer.data.preparation.pool import Pool
 from evergrad_trainer.data.preparation.progress import Reporter
-from evergrad_trainer.data.preparation.rows import RowFormat
+from evergrad_trainer.data.preparation.rows import NO_TEMPLATE, RowFormat
 from evergrad_trainer.data.preparation.texts import TextFormat, TextReader
 from evergrad_trainer.data.prepared import (
     FORMAT,
@@ -464,8 +465,12 @@ def _build_index(
 def _malformed_lines(preparation: Preparation, tally: Tally) -> list[Problem]:
     """The first malformed lines, rows or files, one problem each, and how many there are."""
     source, unit = preparation.source, preparation.source.unit
-    problems = []
+    # Each conversation has this problem, and no change of a line helps: it is named once, without a count.
+    lacking = [one for one in tally.problems if one.why == NO_TEMPLATE]
+    problems = [template_problem(_place(preparation, one)) for one in lacking[:1]]
     for problem in tally.problems[:MOST_PROBLEMS]:
+        if problem in lacking:
+            continue
         why = problem.why
         remedy = f"Correct the {unit}, or set {_POLICY} to skip"
         if problem.is_too_long:
@@ -476,7 +481,7 @@ def _malformed_lines(preparation: Preparation, tally: Tally) -> list[Problem]:
         where = _place(preparation, problem)
         problems.append(Problem(where, problem.what, why, remedy))
     # Named one by one as far as a person reads, counted beyond that.
-    if tally.malformed > len(problems):
+    if tally.malformed > len(problems) and not lacking:
         what = f"{tally.malformed} of {preparation.content.lines} {unit}s are malformed"
         why = f"the first {len(problems)} are named above"
         remedy = f"Correct them, or set {_POLICY} to skip"
@@ -495,6 +500,8 @@ def _place(preparation: Preparation, problem: LineProblem) -> str:
 def _no_documents(preparation: Preparation, tally: Tally) -> Problem:
     # The first malformed line shows most often which it is: a wrong field name, or a file of another kind.
     source, unit = preparation.source, preparation.source.unit
+    if tally.problems and tally.problems[0].why == NO_TEMPLATE:
+        return template_problem(_place(preparation, tally.problems[0]))
     too_long = tally.skipped[Reason.LEFT_OUT]
     harmless = sum(tally.skipped[reason] for reason in HARMLESS - KEPT) - too_long
     what = f"holds no document in {preparation.content.lines} {unit}s"

@@ -20,7 +20,7 @@ from evergrad_trainer.data.preparation.rows import RowFormat
 from evergrad_trainer.data.tokenizers import BYTE_END_TOKEN
 from evergrad_trainer.errors import DataError
 
-_FIELD: Final = "spec.training.rows.chatTemplate"
+TEMPLATE_FIELD: Final = "spec.training.rows.chatTemplate"
 _CONFIG: Final = "tokenizer_config.json"
 _SPECIAL_TOKENS: Final = "special_tokens_map.json"
 OTHER_SAMPLES: Final = "the same rows would become other samples"
@@ -47,7 +47,7 @@ def row_format(training: Training, base_directory: Path) -> RowFormat | PairForm
     rows = training.row_settings
     if rows is None:
         return None
-    where, variables = _FIELD, {"eos_token": BYTE_END_TOKEN}
+    where, variables = TEMPLATE_FIELD, {"eos_token": BYTE_END_TOKEN}
     templates: Mapping[str, str] = {}
     if training.tokenizer.path is not None:
         directory = base_directory / training.tokenizer.path
@@ -55,7 +55,7 @@ def row_format(training: Training, base_directory: Path) -> RowFormat | PairForm
         templates, variables = _of_tokenizer(directory)
     if rows.chat_template is not None:
         # For all conversations, as the argument of transformers' apply_chat_template is.
-        where, templates = _FIELD, {_DEFAULT: rows.chat_template}
+        where, templates = TEMPLATE_FIELD, {_DEFAULT: rows.chat_template}
     for name, template in templates.items():
         try:
             check_template(template)

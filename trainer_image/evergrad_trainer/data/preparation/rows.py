@@ -37,6 +37,8 @@ from evergrad_trainer.data.tokenizers import (
 from evergrad_trainer.errors import DataError
 
 DATE_FIELD: Final = "spec.training.rows.date"
+NO_TEMPLATE: Final = "the tokenizer has no chat template, and the manifest gives none"
+"""Why a conversation cannot be read: of the manifest and not of the row."""
 Encoded = tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]
 """Values of all rows in one array, the number of each row's, and its line."""
 
@@ -92,6 +94,18 @@ class RowFormat:
         named = (self.messages_field, self.prompt_field, self.completion_field)
         further = (CONVERSATIONS, *FOR_TEMPLATES)
         return (*named, *(key for key in further if key not in named))
+
+    @property
+    def has_template(self) -> bool:
+        """Whether a conversation can become a text, if only one with tools."""
+        return self.template is not None or self.tool_template is not None
+
+    def is_conversation(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row has messages, of which only a chat template makes a text."""
+        if self.prompt_field in row or self.completion_field in row:
+            return False
+        has_messages = isinstance(row.get(self.messages_field), list)
+        return has_messages or self._has_conversations(row)
 
     def render(self, row: Mapping[str, Any]) -> MarkedText:
         """The text of a row, with what is learned of it. Raises RowError."""
@@ -168,8 +182,7 @@ class RowFormat:
         if extra.get("tools") is not None and self.tool_template is not None:
             source = self.tool_template
         if source is None:
-            why = "the tokenizer has no chat template, and the file gives none"
-            raise RowError("a conversation cannot be made a text", why)
+            raise RowError("a conversation cannot be made a text", NO_TEMPLATE)
         try:
             chat = ChatTemplate(source, self.variables, self.rendering, self.date)
             text = chat.render(messages, extra, num_before=num_before)
