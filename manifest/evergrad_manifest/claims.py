@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from evergrad_coordinator.contract import LABEL_PREFIX
-from evergrad_manifest.fields import value_at
+from evergrad_manifest.raw import value_at
 
 RECORD_PREFIX: Final = f"run.{LABEL_PREFIX}"
 """Prefix of an annotation of a claim, followed by a run's name: the record of that run."""

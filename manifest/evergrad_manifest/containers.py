@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from evergrad_manifest.fields import FieldPath, format_path, value_at
+from evergrad_manifest.fields import format_path
+from evergrad_manifest.raw import FieldPath, value_at
 
 _SPEC: Final = ("spec",)
 _BESIDE: Final = (("spec", "preparation"), ("spec", "evaluation"))

@@ -5,8 +5,9 @@ from typing import Any, Final
 
 from evergrad_coordinator.contract import OUR_VARIABLE_PREFIXES, OUR_VARIABLES
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import FieldPath, format_path
+from evergrad_manifest.fields import format_path
 from evergrad_manifest.items import Item, Keys, check_keys, check_unique
+from evergrad_manifest.raw import FieldPath
 from evergrad_manifest.spelling import nearest
 from evergrad_manifest.values.numbers import show
 

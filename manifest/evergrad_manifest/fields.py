@@ -10,9 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from evergrad_manifest.base import Section
-
-FieldPath = tuple[str | int, ...]
-"""The place of a value: keys and list indices from the top, camelCase."""
+from evergrad_manifest.raw import FieldPath
 
 
 @dataclass(frozen=True)
@@ -135,17 +133,3 @@ def format_path(path: FieldPath) -> str:
             shown = part if len(part) <= 60 else f"{part[:50]}…"
             text += f"[{shown!a}]"
     return text
-
-
-def value_at(raw: Any, path: FieldPath) -> Any:
-    """The value at ``path``, or None where there is none."""
-    for part in path:
-        # Nearly all mappings are dicts, and asking an abstract class takes longer than all else here.
-        is_mapping = type(raw) is dict or isinstance(raw, Mapping)
-        if isinstance(part, str) and is_mapping:
-            raw = raw.get(part)
-        elif isinstance(part, int) and isinstance(raw, list | tuple) and part < len(raw):
-            raw = raw[part]
-        else:
-            return None
-    return raw

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import FieldPath, format_path
+from evergrad_manifest.fields import format_path
+from evergrad_manifest.raw import FieldPath
 from evergrad_manifest.spelling import nearest
 from evergrad_manifest.values.numbers import show
 from evergrad_manifest.view import UNKNOWN, View

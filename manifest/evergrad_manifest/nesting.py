@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import FieldPath, format_path
+from evergrad_manifest.fields import format_path
+from evergrad_manifest.raw import FieldPath
 
 MAX_DEPTH: Final = 64
 """Most levels of a file, the values in the innermost mapping or list being the last one."""

@@ -12,15 +12,10 @@ from evergrad_manifest.differences import changed_fields, show_value
 from evergrad_manifest.envelope import Metadata, TrainingRun
 from evergrad_manifest.envelope.storage import OPERATIONAL_STORAGE
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import (
-    choices_of,
-    fields_of,
-    find_field,
-    format_path,
-    value_at,
-)
+from evergrad_manifest.fields import choices_of, fields_of, find_field, format_path
 from evergrad_manifest.identity import recipe_of, to_wire
 from evergrad_manifest.nesting import check_depth
+from evergrad_manifest.raw import value_at
 from evergrad_manifest.reading.problems import at_most
 from evergrad_manifest.reading.problems import problems_of as problems_of_model
 from evergrad_manifest.reading.validation import check_run, parse_run

@@ -8,13 +8,8 @@ from typing import Annotated, Any, Final
 from pydantic import TypeAdapter, ValidationError
 
 from evergrad_manifest.base import Section
-from evergrad_manifest.fields import (
-    FieldPath,
-    defaults_of,
-    fields_of,
-    shapes_of,
-    value_at,
-)
+from evergrad_manifest.fields import defaults_of, fields_of, shapes_of
+from evergrad_manifest.raw import FieldPath, value_at
 
 
 class _Unknown:

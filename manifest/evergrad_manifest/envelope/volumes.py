@@ -11,7 +11,7 @@ from evergrad_coordinator.contract import (
     hides_ours,
 )
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import FieldPath, format_path, value_at
+from evergrad_manifest.fields import format_path
 from evergrad_manifest.items import (
     Item,
     Keys,
@@ -20,6 +20,7 @@ from evergrad_manifest.items import (
     items_at,
     items_of,
 )
+from evergrad_manifest.raw import FieldPath, value_at
 from evergrad_manifest.spelling import nearest
 from evergrad_manifest.values.numbers import show
 from evergrad_manifest.values.quantities import is_dns_label, is_dns_subdomain

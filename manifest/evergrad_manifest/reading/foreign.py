@@ -7,7 +7,7 @@ One with a dot, such as ``checkpoint.type``, counts in that section alone.
 from collections.abc import Mapping
 from typing import Final
 
-from evergrad_manifest.fields import FieldPath
+from evergrad_manifest.raw import FieldPath
 from evergrad_manifest.reading.foreign_systems import AROUND, PARALLEL, Foreign
 from evergrad_manifest.spelling import fold
 

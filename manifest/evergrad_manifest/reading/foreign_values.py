@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Final
 
-from evergrad_manifest.fields import FieldPath, format_path
+from evergrad_manifest.fields import format_path
+from evergrad_manifest.raw import FieldPath
 from evergrad_manifest.spelling import fold
 
 WHY_LENGTH_IS_WRITTEN: Final = (

@@ -13,15 +13,14 @@ from evergrad_manifest.base import Section
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import (
-    FieldPath,
     choices_of,
     fields_of,
     find_field,
     find_section,
     format_path,
-    value_at,
     walk_fields,
 )
+from evergrad_manifest.raw import FieldPath, value_at
 from evergrad_manifest.reading.foreign import say_foreign
 from evergrad_manifest.reading.foreign_values import (
     WHY_LENGTH_IS_WRITTEN,

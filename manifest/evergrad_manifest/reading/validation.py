@@ -7,8 +7,8 @@ from pydantic import ValidationError
 
 from evergrad_manifest.envelope import RULES, TrainingRun
 from evergrad_manifest.errors import ConfigurationError, Problem
-from evergrad_manifest.fields import value_at
 from evergrad_manifest.nesting import check_depth
+from evergrad_manifest.raw import value_at
 from evergrad_manifest.reading.problems import at_most, problems_of
 from evergrad_manifest.structure.check import check_structure, less_known
 from evergrad_manifest.structure.pod_template import build_fragments

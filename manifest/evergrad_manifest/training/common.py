@@ -9,7 +9,8 @@ from pydantic import BeforeValidator, Field
 
 from evergrad_manifest.base import LocalPath, Section, Switch
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import FieldPath, format_path
+from evergrad_manifest.fields import format_path
+from evergrad_manifest.raw import FieldPath
 from evergrad_manifest.values.numbers import Bytes, Count, Whole
 from evergrad_manifest.view import UNKNOWN, View
 

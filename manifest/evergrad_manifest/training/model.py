@@ -7,7 +7,8 @@ from pydantic import AfterValidator, Field, model_validator
 
 from evergrad_manifest.base import FreeMapping, LocalPath, Section, Switch
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import FieldPath, format_path
+from evergrad_manifest.fields import format_path
+from evergrad_manifest.raw import FieldPath
 from evergrad_manifest.spelling import nearest
 from evergrad_manifest.training.common import TRAINING
 from evergrad_manifest.training.presets import PRESETS, check_preset
