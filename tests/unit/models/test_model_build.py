@@ -257,7 +257,8 @@ def test_a_mixture_of_experts_without_its_router_loss_is_refused(tmp_path: Path)
     assert "Set output_router_logits: true" in text
     assert not trouble(tmp_path, **EXPERTS, router_aux_loss_coef=0.0)
     assert not trouble(tmp_path, **EXPERTS, output_router_logits=True)
-    assert not trouble(tmp_path, **{**EXPERTS, "num_local_experts": 1})
+    one = {**EXPERTS, "num_local_experts": 1, "num_experts_per_tok": 1}
+    assert not trouble(tmp_path, **one)
     assert not trouble(tmp_path, **TINY)
     assert "without a router loss" in trouble(tmp_path, model_type="deepseek_v3")
 
