@@ -65,6 +65,9 @@ class NodesThatLookAtThePage:
         with urlopen(found[1], timeout=PATIENCE) as answer:
             self.page = answer.read().decode("utf-8")
 
+    def describe_missing(self) -> str:
+        return ""
+
     def close(self) -> None:
         """Nothing was started."""
 

@@ -118,7 +118,7 @@ def test_generation_ends_where_a_peer_dies_and_is_made_again(
         ),
         (
             '{"messages": [{"role": "user"}]}',
-            "rows.jsonl:121: messages[0].content is missing; it is a JSON string",
+            "rows.jsonl:121: messages[0] has a role and nothing else; a message has content, tool calls",
         ),
         (
             '{"prompt": "a", "completion": ""}',
