@@ -204,6 +204,7 @@ def test_12_a_volume_that_fills_up_is_an_unhealthy_checkpoint_until_there_is_roo
         storage={"size": "48Mi"},
         training={"checkpoint": checkpoint},
     )
+    run.wait_for_step(5)
     wait_for(lambda: len(run.checkpoints()) >= 4, "checkpoints of the run")
     healthy = "CheckpointHealthy"
     wait_for(lambda: run.is_so(healthy), "a healthy checkpoint")

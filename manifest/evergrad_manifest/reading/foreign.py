@@ -201,7 +201,7 @@ FOREIGN: Final = (
         ("valid_data_dir", "validation_data_dir", "eval_datasets", "validation_file"),
         (f"{_T}.evaluation.sources[].path", f"{_T}.data.heldOut"),
     ),
-    Foreign(("max_lr", "lr_max", "lr"), (f"{_T}.optimizer.learningRate",)),
+    Foreign(("max_lr", "lr_max"), (f"{_T}.optimizer.learningRate",)),
     Foreign(("adam_beta1", "adam_beta2", "beta1", "beta2"), (f"{_T}.optimizer.betas",)),
     Foreign(("adam_epsilon", "adam_eps"), (f"{_T}.optimizer.epsilon",)),
     Foreign(

@@ -350,6 +350,7 @@ _PLAIN_NUMBERS = (
     "spec.ttlSecondsAfterFinished",
     "spec.failurePolicy.maxFailuresWithoutProgress",
     "spec.script.gracePeriodSeconds",
+    "spec.script.finishGracePeriodSeconds",
     "spec.script.metrics.lingerSeconds",
     "spec.training.metrics.lingerSeconds",
     "spec.training.runtime.collectiveTimeoutSeconds",
