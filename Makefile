@@ -27,7 +27,7 @@ export TORCH_WHEELS
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-e2e test-long test-torch-matrix test-trackers verify chaos lint format generate generated bench gpu-check bench-peers bench-recovery bench-cluster bench-cluster-pods bench-operator numbers images release chart-lint docs cluster cluster-down lock clean distclean
+.PHONY: help install run test test-e2e test-long test-torch-matrix test-trackers verify chaos lint format generate architectures generated bench gpu-check bench-peers bench-recovery bench-cluster bench-cluster-pods bench-operator numbers images release chart-lint docs cluster cluster-down lock clean distclean
 
 stage = @printf '\n== %s  %s\n' "$$(date +%T)" "$(1)"
 
@@ -160,6 +160,9 @@ generate: $(INSTALLED) ## write the generated files anew
 	$(BIN)/python examples/quickstart/make_documents.py
 	PYTHONPATH=$(CURDIR)/tests:$(CURDIR)/tests/unit/operator $(BIN)/python -m run_samples
 	$(BIN)/python examples/gitops/argocd/make_argocd_cm.py
+
+architectures: $(INSTALLED) ## try every causal architecture of transformers, and write their page; ten minutes
+	HF_HUB_OFFLINE=1 $(BIN)/python docs/architectures.py
 
 generated: $(INSTALLED) ## check that the generated files are up to date
 	$(call stage,generated files)

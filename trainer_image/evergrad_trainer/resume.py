@@ -25,6 +25,7 @@ from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.run_record import (
     BASE,
     BEGUN_FROM,
+    CORRECTED,
     BegunFrom,
     ModelRecord,
     comparable_configs,
@@ -212,7 +213,12 @@ def check_tokenizer_unchanged(run_state: RunState, prepared: Prepared) -> None:
                     f"its content is {prepared.tokenizer_identity}, but the run began with "
                     f"{recorded.tokenizer_identity}"
                 ),
-                "the same text would become other tokens",
+                "the same text would become other tokens"
+                + (
+                    "; this version reads all files of the directory, as AutoTokenizer does"
+                    if prepared.tokenizer_identity.startswith("auto-")
+                    else ""
+                ),
                 (
                     "Restore the tokenizer's files to go on with this run, or train with these under "
                     "another run name"
@@ -277,6 +283,12 @@ def compare_models(
     A key that only one version of transformers knows is no difference.
     """
     old, new = comparable_configs(before, now)
+    # An older version recorded what the directory says, and trained what its weights say.
+    corrected = now.get(CORRECTED, {})
+    old = {
+        key: new.get(key) if key in corrected and corrected[key] == value else value
+        for key, value in old.items()
+    }
     why = "the weights would be those of another function"
     if before["transformers"] != now["transformers"]:
         why += f"; transformers was {before['transformers']} then and is {now['transformers']} now"

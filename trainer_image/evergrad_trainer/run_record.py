@@ -23,6 +23,10 @@ ANNOUNCED: Final = "announced"
 FIRST_MODEL: Final = "firstModel"
 """Key of the model as it was described at the first start; missing where ``model`` is the same."""
 
+CORRECTED: Final = "corrected"
+"""Key of a model's description: what the configuration of a directory says where its weights say something
+else. ``config`` has what is trained."""
+
 _REMEDY: Final = (
     "Restore it from a backup. Without one, begin another run with the weights or the optimizer of this one "
     "(spec.training.initFrom.load), which needs no run.json"

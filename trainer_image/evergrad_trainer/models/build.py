@@ -4,6 +4,7 @@ remote code."""
 import copy
 import difflib
 import json
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -18,6 +19,14 @@ from evergrad_manifest.training import Model
 from evergrad_trainer.bytes_moved import MOVED
 from evergrad_trainer.errors import ModelError
 from evergrad_trainer.models.adapters import add_adapters
+from evergrad_trainer.models.architecture import (
+    NOT_CAUSAL,
+    Attention,
+    causal_class,
+    choose_attention,
+    find_untied,
+    untie,
+)
 from evergrad_trainer.models.configuration import (
     check_older_keys,
     check_shapes,
@@ -29,6 +38,7 @@ from evergrad_trainer.models.heads import make_full_precision
 from evergrad_trainer.models.imports import import_transformers
 from evergrad_trainer.models.randomness import Purpose, seed_generators
 from evergrad_trainer.models.stored_files import find_ambiguity
+from evergrad_trainer.run_record import CORRECTED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -69,13 +79,15 @@ class ModelPlan:
 
     Without a configuration the file names no model: the task makes all its modules itself. ``settings``: what
     is changed in the model once it is built. ``stored_config``: the one to load the weights with, where
-    that is not the one that their directory has.
+    that is not the one that their directory has. ``untied``: two tensors of the weights that differ although
+    their configuration says that they are one; ``config`` says that they are two.
     """
 
     config: "PreTrainedConfig | None"
     weights: Path | None
     settings: Model = _PLAIN
     stored_config: "PreTrainedConfig | None" = None
+    untied: tuple[str, str] | None = None
 
     @property
     def name(self) -> str:
@@ -85,6 +97,11 @@ class ModelPlan:
         """The type that weights are built in; adapters have that of the precision."""
         lora = self.settings.lora
         return DTYPES[precision if lora is None or not lora.base_dtype else lora.base_dtype]
+
+    @property
+    def attention(self) -> Attention:
+        """The implementation of attention that the model is built with."""
+        return choose_attention(self.require_config())
 
     def require_config(self) -> "PreTrainedConfig":
         """The configuration. Raises ModelError where the file names no model."""
@@ -108,10 +125,14 @@ class ModelPlan:
             if key not in _NO_PART_OF_THE_MODEL and not key.startswith("_")
         }
         values: dict[str, Any] = json.loads(json.dumps(kept, default=str))
-        return {
+        described = {
             "transformers": str(config.get("transformers_version", "")),
             "config": values,
         }
+        if self.untied is not None:
+            # A run that an older version began has this as its directory says it.
+            described[CORRECTED] = {"tie_word_embeddings": True}
+        return described
 
 
 def plan_model(settings: Model, *, base_directory: Path, vocab_size: int) -> ModelPlan:
@@ -119,10 +140,7 @@ def plan_model(settings: Model, *, base_directory: Path, vocab_size: int) -> Mod
     if not settings.is_given:
         return ModelPlan(None, None)
     if settings.path is not None:
-        directory = base_directory / settings.path
-        config = _read_directory(directory, settings.config_overrides)
-        changed = config if settings.config_overrides else None
-        plan = ModelPlan(config, find_weights(directory), settings, changed)
+        plan = plan_directory(base_directory / settings.path, settings)
     else:
         plan = ModelPlan(_read_config(settings.config or {}, vocab_size), None, settings)
     where = f"{_FIELD}.{'config' if settings.path is None else 'path'}"
@@ -150,6 +168,57 @@ def plan_model(settings: Model, *, base_directory: Path, vocab_size: int) -> Mod
     return plan
 
 
+def plan_directory(
+    directory: Path, settings: Model = _PLAIN, *, field: str = f"{_FIELD}.path"
+) -> ModelPlan:
+    """Plan the model that a transformers directory holds, as ``settings`` change it.
+
+    ``field``: the field of the manifest that names the directory. Raises ModelError.
+    """
+    config = _read_directory(directory, settings.config_overrides, field)
+    changed = config if settings.config_overrides else None
+    weights = find_weights(directory, field)
+    # Decided here for all that build the model: transformers decides it when it loads the weights, and never
+    # sees them where a checkpoint is loaded, or parameters are counted.
+    untied = None if weights is None else _find_untied(config, settings, weights)
+    if untied is not None:
+        changed = config
+        untie(config)
+    plan = ModelPlan(config, weights, settings, changed, untied)
+    _check_is_causal(type(config), field)
+    return plan
+
+
+def _check_is_causal(kind: "type[PreTrainedConfig]", field: str) -> None:
+    """Raise ModelError unless transformers has a causal language model with configurations of this kind."""
+    if causal_class(kind) is None:
+        raise ModelError(
+            Problem(
+                field,
+                f"{kind.model_type} cannot be trained",
+                "transformers has no causal language model of this type",
+                "Use one of the architectures in docs/reference/architectures.md",
+            )
+        )
+
+
+def _find_untied(
+    config: "PreTrainedConfig", settings: Model, weights: Path
+) -> tuple[str, str] | None:
+    """As ``find_untied``. Raises ModelError where the file itself asks for one tensor."""
+    untied = find_untied(config, weights)
+    if untied is not None and settings.config_overrides.get("tie_word_embeddings"):
+        raise ModelError(
+            Problem(
+                f"{_FIELD}.configOverrides.tie_word_embeddings",
+                "cannot be true",
+                f"{untied[0]} and {untied[1]} of {weights} differ, and one of them would be lost",
+                "Remove it to train both",
+            )
+        )
+    return untied
+
+
 def build_model(
     plan: ModelPlan, *, seed: int, precision: str, with_weights: bool = True
 ) -> "PreTrainedModel":
@@ -166,7 +235,9 @@ def build_model(
     dtype = plan.weight_type(precision)
     with_weights = with_weights or plan.settings.lora is not None
     if with_weights and plan.weights is not None:
-        model = load_directory(plan.weights, dtype, config=plan.stored_config)
+        model = load_directory(
+            plan.weights, dtype, config=plan.stored_config, attention=plan.attention
+        )
         rows = int(config.get_text_config().vocab_size)
         if plan.settings.resize_embeddings is not None:
             resize_embeddings(model, rows)
@@ -175,14 +246,32 @@ def build_model(
         # For a checkpoint they are left as they are in memory: it overwrites every one of them.
         with nullcontext() if with_weights else no_init_weights():
             model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation="sdpa"
+                config, dtype=dtype, attn_implementation=plan.attention
             )
             # Skipping the initialisation skips this too; a tied weight is one tensor, and is saved as one.
             model.tie_weights()
+    _check_causal(model, plan.name)
     model.config.use_cache = False
     change_model(model, plan, seed=seed, precision=precision)
     model.train()
     return model
+
+
+def _check_causal(model: "PreTrainedModel", name: str) -> None:
+    """Raise ModelError for a model whose tokens see later ones: it would learn to copy the next token."""
+    # Only configurations that know the key: others keep it, and their models do not read it.
+    config: Any = model.config
+    is_encoder = hasattr(type(config), "is_decoder") and not config.is_decoder
+    if not is_encoder and name not in NOT_CAUSAL:
+        return
+    remedy = "Use a causal architecture: docs/reference/architectures.md lists them"
+    if is_encoder:
+        remedy = "Set is_decoder: true in its configuration, or use another architecture"
+    raise ModelError(
+        Problem(
+            _FIELD, f"a {name} model is not causal", "its tokens see the next ones", remedy
+        )
+    )
 
 
 def change_model(
@@ -212,7 +301,9 @@ def build_empty_model(plan: ModelPlan, *, precision: str) -> "PreTrainedModel":
     def build(device: AbstractContextManager[Any]) -> "PreTrainedModel":
         with device, no_init_weights():
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config, dtype=plan.weight_type(precision), attn_implementation="sdpa"
+                config,
+                dtype=plan.weight_type(precision),
+                attn_implementation=plan.attention,
             )
             model.tie_weights()
             # Buffers too, which a model computes from numbers alone and makes real all the same.
@@ -234,6 +325,7 @@ def build_empty_model(plan: ModelPlan, *, precision: str) -> "PreTrainedModel":
                 f"a {plan.name} model cannot be built from it",
             )
         ) from error
+    _check_causal(model, plan.name)
     change_model(model, plan, seed=0, precision=precision)
     return model
 
@@ -284,10 +376,24 @@ def _read_config(values: dict[str, Any], vocab_size: int) -> "PreTrainedConfig":
                 "transformers has no such model",
             )
         )
+    _check_is_causal(CONFIG_MAPPING[model_type], f"{_FIELD}.config.model_type")
     # A key that the architecture does not have would be kept, and change nothing.
+    defaults = CONFIG_MAPPING[model_type]().to_dict()
+    known = set(defaults)
+    if "vocab_size" not in known:
+        # A model of text and images, say: its parts are never trained by text alone.
+        inner = str((defaults.get("text_config") or {}).get("model_type", ""))
+        raise ModelError(
+            Problem(
+                f"{_FIELD}.config.model_type",
+                f"{model_type} is not a model of text alone",
+                "its other parts would get no gradients",
+                f"Set model_type: {inner}"
+                if inner
+                else "Use an architecture of text alone",
+            )
+        )
     values.setdefault("vocab_size", vocab_size)
-    kind = CONFIG_MAPPING[model_type]
-    known = set(kind().to_dict())
     # transformers itself moves older keys where they are today.
     older = find_older_keys(values, known)
     problems = [
@@ -319,7 +425,9 @@ def _read_config(values: dict[str, Any], vocab_size: int) -> "PreTrainedConfig":
     return config
 
 
-def _read_directory(directory: Path, overrides: dict[str, Any]) -> "PreTrainedConfig":
+def _read_directory(
+    directory: Path, overrides: dict[str, Any], field: str
+) -> "PreTrainedConfig":
     """The configuration of a transformers directory, with other values for the keys of ``overrides``."""
     import_transformers()
     from transformers.models.auto.configuration_auto import AutoConfig
@@ -327,7 +435,7 @@ def _read_directory(directory: Path, overrides: dict[str, Any]) -> "PreTrainedCo
     if not (directory / "config.json").is_file():
         raise ModelError(
             Problem(
-                f"{_FIELD}.path",
+                field,
                 f"{directory} holds no config.json",
                 "names of a model hub are not taken, and nothing is downloaded",
                 "Give a local transformers directory (save_pretrained writes one)",
@@ -340,7 +448,7 @@ def _read_directory(directory: Path, overrides: dict[str, Any]) -> "PreTrainedCo
     except Exception as error:
         raise ModelError(
             Problem(
-                f"{_FIELD}.path",
+                field,
                 f"{directory}/config.json cannot be used: {_one_line(error)}",
                 "remote code is never run",
                 "Use a model that transformers itself has",
@@ -386,7 +494,7 @@ def find_weights(directory: Path, *, field: str = f"{_FIELD}.path") -> Path | No
     if pickled:
         raise ModelError(
             Problem(
-                f"{_FIELD}.path",
+                field,
                 f"{directory} has weights only as pickle ({pickled[0]})",
                 "loading a pickle runs whatever code is in it",
                 "Convert it where you trust it: model.save_pretrained(directory, safe_serialization=True)",
@@ -396,7 +504,11 @@ def find_weights(directory: Path, *, field: str = f"{_FIELD}.path") -> Path | No
 
 
 def load_directory(
-    directory: Path, dtype: torch.dtype, *, config: "PreTrainedConfig | None" = None
+    directory: Path,
+    dtype: torch.dtype,
+    *,
+    config: "PreTrainedConfig | None" = None,
+    attention: Attention = "sdpa",
 ) -> "PreTrainedModel":
     """Load model and weights of a transformers directory, with ``config`` instead of its own.
 
@@ -421,7 +533,7 @@ def load_directory(
                 directory,
                 config=config,
                 dtype=dtype,
-                attn_implementation="sdpa",
+                attn_implementation=attention,
                 local_files_only=True,
                 use_safetensors=True,
                 trust_remote_code=False,
@@ -451,10 +563,29 @@ def load_directory(
             )
         )
     loaded: PreTrainedModel = model
+    _check_tied(loaded, directory)
     # Those that were not noted while they were read.
     num_bytes = sum(one.numel() * one.element_size() for one in loaded.parameters())
     MOVED.note(max(0, num_bytes - sum(read)))
     return loaded
+
+
+def _check_tied(model: "PreTrainedModel", directory: Path) -> None:
+    """Raise ModelError where transformers has left tensors apart that the configuration says are one.
+
+    A model that is built without these weights, for a checkpoint, would have one tensor.
+    """
+    expected = model.get_expanded_tied_weights_keys(all_submodels=True)
+    apart = sorted(expected.keys() - model.all_tied_weights_keys.keys())
+    if apart:
+        raise ModelError(
+            Problem(
+                str(directory),
+                f"{apart[0]} and {expected[apart[0]]} differ",
+                "the configuration says that they are one tensor (tie_word_embeddings: true)",
+                "Set tie_word_embeddings: false in the configuration of both, or remove one of the tensors",
+            )
+        )
 
 
 @contextmanager
@@ -499,4 +630,5 @@ def _unknown(path: str, name: str, known: list[str], why: str) -> Problem:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    text = " ".join(str(error).split())
+    return textwrap.shorten(text, 300, placeholder=" …") or type(error).__name__

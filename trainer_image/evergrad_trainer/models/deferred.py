@@ -222,7 +222,7 @@ def defer_model(
     before = torch.get_rng_state()
     with _parameters_without_memory(), _Recorder() as recorder:
         model = AutoModelForCausalLM.from_config(
-            plan.config, dtype=DTYPES[precision], attn_implementation="sdpa"
+            plan.config, dtype=DTYPES[precision], attn_implementation=plan.attention
         )
         model.tie_weights()
     # A number drawn for something else would have moved all that come after it.

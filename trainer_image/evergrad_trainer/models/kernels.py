@@ -42,7 +42,7 @@ class AttentionShape:
 
 def attention_shape(plan: ModelPlan, *, precision: str) -> AttentionShape | None:
     """The attention of the planned model; None where its configuration does not tell."""
-    if plan.config is None:
+    if plan.config is None or plan.attention == "eager":
         return None
     config = plan.config.get_text_config()
     heads, hidden = (
@@ -60,14 +60,21 @@ def attention_shape(plan: ModelPlan, *, precision: str) -> AttentionShape | None
 
 
 def choose_kernels(
-    device: torch.device, runtime: Runtime, *, shape: AttentionShape | None
+    device: torch.device,
+    runtime: Runtime,
+    *,
+    shape: AttentionShape | None,
+    is_eager: bool = False,
 ) -> dict[str, str]:
     """Set both choices for this process, and return what computes from here on, for the run's provenance.
 
     ``shape``: of the attention that is tried on the device; None where it is not known, such as for a module
-    that is no language model. Raises ModelError where the device cannot do what was chosen.
+    that is no language model. ``is_eager``: the model multiplies matrices where others call a kernel of
+    attention. Raises ModelError where the device cannot do what was chosen.
     """
     attention = runtime.attention
+    if is_eager and (problem := problem_of_eager(runtime)) is not None:
+        raise ModelError(problem)
     why = ""
     if runtime.matmul_precision == "high" and device.type != "cuda":
         why = "only accelerators have TF32"
@@ -111,8 +118,20 @@ def choose_kernels(
     return {
         "device": device.type,
         "matmulPrecision": runtime.matmul_precision,
-        "attention": chosen,
+        "attention": "eager" if is_eager else chosen,
     }
+
+
+def problem_of_eager(runtime: Runtime) -> Problem | None:
+    """The problem of a backend of attention that is chosen for a model which calls none; None if none is."""
+    if runtime.attention == "auto":
+        return None
+    return Problem(
+        f"{_RUNTIME}.attention",
+        f"{runtime.attention} cannot be used for this model",
+        "transformers has only eager attention for it, which calls no kernel",
+        "Set attention: auto, or leave it out",
+    )
 
 
 def _switch_on(attention: str) -> None:

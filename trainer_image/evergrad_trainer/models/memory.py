@@ -37,6 +37,8 @@ class ModelFacts:
     max_positions: int | None
     trained: int | None = None
     """Parameters of adapters; None: all parameters are trained."""
+    eager_heads: int = 0
+    """Heads of eager attention, which holds a score for each pair of tokens; 0: a kernel holds none."""
 
     @property
     def num_trained(self) -> int:
@@ -157,6 +159,9 @@ def memory_of(
         facts,
         runtime,
         values=tokens * facts.hidden_size * product,
+        # Eager attention keeps the scores of each pair of tokens: their softmax in fp32, and in the type of
+        # the products.
+        scores=tokens * training.data.sequence_length * facts.eager_heads * (4 + product),
         on_accelerator=on_accelerator,
     )
     # As the products give them, in fp32, and their gradient in fp32. In chunks, the head's gradient is summed
@@ -171,11 +176,11 @@ def memory_of(
 
 
 def _activations(
-    facts: ModelFacts, runtime: Runtime, *, values: int, on_accelerator: bool
+    facts: ModelFacts, runtime: Runtime, *, values: int, scores: int, on_accelerator: bool
 ) -> tuple[int, int]:
     """The bytes that the forward pass keeps for the backward pass: of the process, and of its host beside
-    it. ``values``: bytes of a value of hidden size for each token."""
-    inner = values * _ACTIVATIONS_PER_LAYER
+    it. ``values``: bytes of a value of hidden size for each token. ``scores``: bytes of a layer's scores."""
+    inner = values * _ACTIVATIONS_PER_LAYER + scores
     if runtime.activation_checkpointing == "none":
         return inner * facts.num_layers, 0
     # Values that are kept of every block, and one block that is computed again.

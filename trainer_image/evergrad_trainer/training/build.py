@@ -137,7 +137,8 @@ def build_machinery(
     choose_determinism(training.reproducibility, device)
     # Before anything is computed or compiled: graphs are made for the kernels that are switched on.
     shape = attention_shape(plan, precision=runtime.precision)
-    kernels = choose_kernels(device, runtime, shape=shape)
+    is_eager = plan.config is not None and plan.attention == "eager"
+    kernels = choose_kernels(device, runtime, shape=shape, is_eager=is_eager)
 
     is_sharded = runtime.parallelism == "fsdp2" and world.size > 1
     modules, deferred = _build_modules(
