@@ -61,7 +61,12 @@ def check_required(view: View) -> Iterator[Problem]:
     if recipe not in RECIPES or not isinstance(view.raw("spec", "training"), Mapping):
         return
     # Asked for here and not by the models, which a task of the user's own shares.
-    needed = [("model", "the model: exactly one of a configuration and a directory")]
+    needed = []
+    # A run that begins with given weights has their model, unless the file describes it.
+    if not view.is_given(f"{TRAINING}.initFrom"):
+        needed.append(
+            ("model", "the model: exactly one of a configuration and a directory")
+        )
     if recipe in OF_TEXT:
         needed.append(("data", "the data to train on"))
     for key, meaning in needed:

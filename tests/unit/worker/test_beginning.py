@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -334,7 +335,10 @@ def test_a_source_that_may_have_given_samples_before_is_warned_of(make: Make) ->
     fresh = make(load="weights")
     fresh.session.plan.doubts = ("y begins at its first sample: why",)
     fresh.begin()
-    assert fresh.events[-1] == ("warning", {"message": "y begins at its first sample: why"})
+    warnings = [fields["message"] for kind, fields in fresh.events if kind == "warning"]
+    # The checkpoint of this test has no description of its model.
+    assert warnings == ["y begins at its first sample: why", ANY]
+    assert "only the shapes of its tensors were compared" in warnings[1]
 
 
 @pytest.mark.acceptance("8d-4f")

@@ -177,7 +177,7 @@ def plan_directory(
     """
     config = _read_directory(directory, settings.config_overrides, field)
     changed = config if settings.config_overrides else None
-    weights = find_weights(directory, field)
+    weights = find_weights(directory, field=field)
     # Decided here for all that build the model: transformers decides it when it loads the weights, and never
     # sees them where a checkpoint is loaded, or parameters are counted.
     untied = None if weights is None else _find_untied(config, settings, weights)
@@ -376,9 +376,10 @@ def _read_config(values: dict[str, Any], vocab_size: int) -> "PreTrainedConfig":
                 "transformers has no such model",
             )
         )
-    _check_is_causal(CONFIG_MAPPING[model_type], f"{_FIELD}.config.model_type")
+    kind = CONFIG_MAPPING[model_type]
+    _check_is_causal(kind, f"{_FIELD}.config.model_type")
     # A key that the architecture does not have would be kept, and change nothing.
-    defaults = CONFIG_MAPPING[model_type]().to_dict()
+    defaults = kind().to_dict()
     known = set(defaults)
     if "vocab_size" not in known:
         # A model of text and images, say: its parts are never trained by text alone.

@@ -1,5 +1,5 @@
-"""Weights of a transformers directory into a model that already exists: safetensors only, every name and
-shape checked."""
+"""Weights of a transformers directory into a model that already exists: safetensors only, every name, shape
+and setting checked."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from evergrad_manifest.errors import Problem
+from evergrad_manifest.errors import Problem, raise_if
 from evergrad_trainer.errors import ModelError
-from evergrad_trainer.models.build import find_weights, load_directory
+from evergrad_trainer.models.build import ModelPlan, load_directory, plan_directory
+from evergrad_trainer.models.compatibility import compare_functions
+from evergrad_trainer.state.providers import module_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -23,14 +25,16 @@ def load_model_directory(
     *,
     config: "PreTrainedConfig",
     field: str = _FIELD,
-) -> None:
-    """Copy the weights in ``directory`` over the ``model.`` tensors of ``state``.
+) -> list[str]:
+    """Copy the weights in ``directory`` over the ``model.`` tensors of ``state``, whose model has ``config``.
 
-    ``field``: what named the directory, for messages. Raises ModelError unless all are there.
+    ``field``: what named the directory, for messages. Returns a line for each setting that differs and does
+    not matter. Raises ModelError unless all weights are there and belong to a model that computes the same.
     """
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    if find_weights(directory, field=field) is None:
+    plan = plan_directory(directory, field=field)
+    if plan.weights is None:
         name = field.removeprefix("spec.training.").removesuffix(".path")
         raise ModelError(
             Problem(
@@ -39,14 +43,27 @@ def load_model_directory(
                 remedy=f"Give a directory with *.safetensors, or leave {name} out",
             )
         )
-    source = load_directory(directory, torch.float32, config=config)
-    tensors = {
-        f"model.{name}": parameter.detach() for name, parameter in source.named_parameters()
-    }
+    own = ModelPlan(config, None).describe()
+    problems, lines = compare_functions(
+        plan.describe(), own, where=str(directory), field=field
+    )
+    raise_if(problems, ModelError)
+    source = load_directory(
+        plan.weights, torch.float32, config=plan.stored_config, attention=plan.attention
+    )
+    tensors = {f"model.{name}": one for name, one in module_tensors(source).items()}
+    wanted = {key: one for key, one in state.items() if key.startswith("model.")}
+    if differing := sorted(wanted.keys() ^ tensors.keys()):
+        raise ModelError(
+            Problem(
+                field,
+                f"{len(differing)} tensors are in {directory} or in the model alone, first {differing[0]}",
+                "the model would be partly random, or part of the weights lost",
+                "Use weights of the same architecture and size",
+            )
+        )
     with torch.no_grad():
-        for key, target in state.items():
-            if not key.startswith("model.") or key not in tensors:
-                continue
+        for key, target in wanted.items():
             values = tensors[key]
             if isinstance(target, DTensor):
                 # Collective: rank 0's copy is cut for all, so that ranks which read the directory at two
@@ -55,3 +72,4 @@ def load_model_directory(
                     values.to(target.device), target.device_mesh, target.placements
                 )
             target.copy_(values)
+    return lines

@@ -13,12 +13,14 @@ from evergrad_trainer.checkpoint.restoring import Restored
 from evergrad_trainer.checkpoint.weights import load_weights
 from evergrad_trainer.errors import CheckpointError
 from evergrad_trainer.models.adapters import check_initial
+from evergrad_trainer.models.compatibility import compare_functions
 from evergrad_trainer.models.weights import load_model_directory
 from evergrad_trainer.records import EventType
 from evergrad_trainer.run_record import BEGUN_FROM
 from evergrad_trainer.state.registry import (
     COUNTERS,
     CURSOR,
+    DESCRIPTION,
     FROZEN,
     MODEL,
     OBSERVERS,
@@ -66,7 +68,7 @@ def begin(session: Session, machinery: Machinery) -> None:
             problems.append(Problem(f"{FIELD}.path", what, why, remedy))
         raise_if(problems, ConfigurationError)
         config = session.plan.model.require_config()
-        load_model_directory(path, machinery.state(), config=config)
+        differences = load_model_directory(path, machinery.state(), config=config)
         digest: str | None = None
         if session.world.is_main:
             hashes = [
@@ -78,7 +80,7 @@ def begin(session: Session, machinery: Machinery) -> None:
         source: dict[str, Any] = {"checkpoint": "", "step": 0, "hash": digest}
         _check_same(recorded, source, path)
     else:
-        source = _load(session, machinery, wanted, path, recorded=recorded)
+        source, differences = _load(session, machinery, wanted, path, recorded=recorded)
     if not wanted.goes_on:
         # The task made its values from the initial weights, which are replaced by others here.
         seed = session.plan.run.training.reproducibility.seed
@@ -93,7 +95,7 @@ def begin(session: Session, machinery: Machinery) -> None:
     }
     seconds = round(time.monotonic() - started, 6)
     session.emit(EventType.BEGUN_FROM, {**fields, "seconds": seconds})
-    for message in session.plan.doubts:
+    for message in (*session.plan.doubts, *differences):
         session.emit(EventType.WARNING, {"message": message})
 
 
@@ -176,9 +178,10 @@ def _load(
     path: Path,
     *,
     recorded: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    """Fill the state from a checkpoint of another run, as far as is asked for; which one that was.
+) -> tuple[dict[str, Any], list[str]]:
+    """Fill the state from a checkpoint of another run, as far as is asked for.
 
+    Returns which one that was, and a line for each difference of its model that does not matter.
     ``recorded``: the one that an earlier start of this run began with.
     """
     trained = machinery.modules.trained
@@ -194,6 +197,9 @@ def _load(
     # Before the state is compared with the data, which were opened as that start had them.
     _check_same(recorded, source, path)
     values = from_extra(loaded.extra)
+    differences: list[str] = []
+    if MODEL in trained:
+        differences = _check_function(session, path, values)
     # Adapters of another run were trained beside the weights that they stand beside here.
     name = f"{MODEL}.base"
     own = machinery.frozen.get(name)
@@ -215,7 +221,27 @@ def _load(
         left_out = () if keeps_data else (CURSOR, OBSERVERS)
         goes_on = {name: own for name, own in values.items() if name not in left_out}
         machinery.registry.load_values({**goes_on, COUNTERS: {**counters, "best": None}})
-    return source
+    return source, differences
+
+
+def _check_function(
+    session: Session, path: Path, values: Mapping[str, Values]
+) -> list[str]:
+    """Check that the weights compute here what they computed in their run.
+
+    Returns a line for each difference that does not matter. Raises CheckpointError.
+    """
+    stored = values.get(DESCRIPTION)
+    if stored is None:
+        # An older version saved it, and recorded no configuration.
+        return [
+            f"the model of {path} is not recorded; only the shapes of its tensors were compared"
+        ]
+    problems, lines = compare_functions(
+        stored, session.plan.model.describe(), where=str(path), field=f"{FIELD}.path"
+    )
+    raise_if(problems, CheckpointError)
+    return lines
 
 
 def _load_tensors(

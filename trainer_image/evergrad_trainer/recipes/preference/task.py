@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor, nn
 
-from evergrad_manifest.errors import Problem
+from evergrad_manifest.errors import Problem, raise_if
 from evergrad_manifest.training import Preference as PreferenceSection
 from evergrad_manifest.training.preference import METRICS
 from evergrad_trainer.checkpoint.weights import WEIGHTS, load_weights
@@ -17,6 +17,8 @@ from evergrad_trainer.data.prepared import Prepared, PreparedSource, TokenSequen
 from evergrad_trainer.data.row_source import RowReader
 from evergrad_trainer.data.token_source import IGNORE_INDEX, INPUT_IDS, LABELS
 from evergrad_trainer.errors import CheckpointError, ModelError
+from evergrad_trainer.models.build import ModelPlan
+from evergrad_trainer.models.compatibility import compare_functions
 from evergrad_trainer.models.weights import load_model_directory
 from evergrad_trainer.objectives.token_log_probs import row_log_probs
 from evergrad_trainer.recipes.preference.loss import LogProbs, pair_losses, pair_metrics
@@ -30,6 +32,7 @@ from evergrad_trainer.run_record import (
     read_run,
 )
 from evergrad_trainer.state.providers import module_tensors
+from evergrad_trainer.state.registry import DESCRIPTION, from_extra
 from evergrad_trainer.task import Loss, Modules, Source, Stage, Tensors
 
 MODEL: Final = "model"
@@ -90,7 +93,7 @@ class Preference(Pretrain):
                 config: Any = reference.config
                 load_model_directory(named.path, tensors, config=config, field=named.field)
             else:
-                begins_behind = named.load(tensors)
+                begins_behind = named.load(tensors, getattr(reference, "config", None))
         return Modules(
             trained={MODEL: model},
             frozen={REFERENCE: reference},
@@ -189,9 +192,12 @@ class _Named:
     has_begun: bool = False
     is_own: bool = False
 
-    def load(self, tensors: dict[str, Tensor]) -> int | None:
-        """Load them from a checkpoint; the step that this run has to begin behind, if it is to begin with
-        them."""
+    def load(self, tensors: dict[str, Tensor], config: Any) -> int | None:
+        """Load them from a checkpoint into a model of ``config``.
+
+        Returns the step that this run has to begin behind, if it is to begin with them. Raises
+        CheckpointError.
+        """
         try:
             loaded = load_weights(self.path, tensors, step=self.step)
         except CheckpointError as error:
@@ -202,6 +208,14 @@ class _Named:
             what = f"the reference is step {self.step} in {self.path}, which cannot be loaded now"
             remedy = "Bring it back: it is read at each start until the run is complete"
             raise CheckpointError(Problem(self.field, what, why, remedy)) from error
+        if (stored := from_extra(loaded.extra).get(DESCRIPTION)) is not None:
+            problems, _ = compare_functions(
+                stored,
+                ModelPlan(config, None).describe(),
+                where=str(self.path),
+                field=self.field,
+            )
+            raise_if(problems, CheckpointError)
         return loaded.step if self.is_own else None
 
 

@@ -1,0 +1,121 @@
+"""Compares the configuration that weights were trained with and that of the model they are loaded into.
+
+Shapes alone do not tell: with another base of its rotary positions, another activation or another number of
+heads, a model takes the same tensors and computes something else with them.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from evergrad_manifest.differences import Change, changed_fields, show_value
+from evergrad_manifest.errors import Problem
+from evergrad_trainer.run_record import comparable_configs
+
+_HARMLESS: Final = re.compile(
+    r"""
+      .*(dropout|pdrop|drop_rate|drop_prob|layerdrop).*    # nothing is dropped but while training
+    | .*_token_ids?                                        # what generation begins, fills and ends with
+    | initializer_.* | init_.* | .*_init_(std|range|factor) | rescale_prenorm_residual
+    | router_(aux|z)_loss_coef | aux_loss_alpha | seq_aux | router_jitter_noise    # a loss of training alone
+    | output_(attentions|hidden_states|router_logits) | return_dict | use_return_dict
+    | problem_type | num_labels | finetuning_task | task_specific_params | summary_.* | name_or_path
+    | tokenizer_class | prefix | torchscript | use_bfloat16 | gradient_checkpointing
+    | chunk_size_feed_forward | pretraining_tp                            # the same sums in other pieces
+    """,
+    re.VERBOSE,
+)
+"""Keys that change nothing in what trained weights compute."""
+_COUNTS_FROM_PADDING: Final = re.compile(r".*(bert|data2vec|xlm|electra|ernie|biogpt).*")
+"""Types of models some of which number their positions from ``pad_token_id``."""
+_SAME_ACTIVATION: Final = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}
+_POSITIONS: Final = "max_position_embeddings"
+_INDEPENDENT_ROPE: Final = ("default", "linear", "llama3")
+"""Kinds of rotary positions that do not depend on the largest one. A table of learned positions has it as its
+shape."""
+
+
+def compare_functions(
+    stored: Mapping[str, Any], own: Mapping[str, Any], *, where: str, field: str
+) -> tuple[list[Problem], list[str]]:
+    """Compare two descriptions of a model, as ``ModelPlan.describe`` makes them.
+
+    ``stored``: of the weights in ``where``, which ``field`` of the manifest names. Returns a problem for each
+    key with which the weights would compute another function, and a line for each other key that differs.
+    """
+    before, now = (_normalise(one) for one in comparable_configs(stored, own))
+    problems, lines = [], []
+    for key, was, value in _changes(before, now):
+        if _is_harmless(key, was, value, now):
+            lines.append(
+                f"{key} is {show_value(value)} here and {show_value(was)} in {where}; what the weights "
+                "compute does not depend on it"
+            )
+            continue
+        problems.append(
+            Problem(
+                field,
+                f"{where} has {key} {show_value(was)}, and spec.training.model has {show_value(value)}",
+                "the weights would compute another function",
+                f"Set it to {show_value(was)}, or leave spec.training.model out to use theirs; to change it "
+                "on purpose, begin with model.path (an export of that run) and model.configOverrides",
+            )
+        )
+    return problems, lines
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterable[Change]:
+    for path, was, value in changed_fields(before, now, where=""):
+        yield path.removeprefix("."), was, value
+
+
+def _is_harmless(key: str, was: Any, value: Any, config: Mapping[str, Any]) -> bool:
+    name = key.rpartition(".")[2].partition("[")[0]
+    if name == "pad_token_id":
+        return not _COUNTS_FROM_PADDING.fullmatch(str(config.get("model_type", "")))
+    if name == _POSITIONS:
+        parameters = config.get("rope_parameters")
+        return isinstance(parameters, Mapping) and all(
+            kind in _INDEPENDENT_ROPE for kind in _rope_types(parameters)
+        )
+    return _HARMLESS.fullmatch(name) is not None
+
+
+def _rope_types(parameters: Mapping[str, Any]) -> Iterable[str]:
+    # Models with several kinds of layers have the parameters of each under its name.
+    inner = [one for one in parameters.values() if isinstance(one, Mapping)]
+    return [str(one.get("rope_type", "default")) for one in inner or [parameters]]
+
+
+def _normalise(value: Any, key: str = "") -> Any:
+    """The same configuration, with one spelling for what has several."""
+    if isinstance(value, Mapping):
+        values = {name: _normalise(one, name) for name, one in value.items()}
+        if key == "rope_parameters" and not any(
+            isinstance(one, dict) for one in values.values()
+        ):
+            values.setdefault("rope_type", "default")
+        return _fill_in(values)
+    if isinstance(value, list):
+        return [_normalise(one, key) for one in value]
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, str) and re.fullmatch(
+        r".*(act|activation|activation_function)", key
+    ):
+        return _SAME_ACTIVATION.get(value, value)
+    return value
+
+
+def _fill_in(values: dict[str, Any]) -> dict[str, Any]:
+    """Write the sizes that follow from others where a configuration leaves them to the model's code."""
+    heads, width = values.get("num_attention_heads"), values.get("hidden_size")
+    follows = {
+        "num_key_value_heads": heads,
+        "head_dim": width // heads if heads and width else None,
+        "n_inner": 4 * values["n_embd"] if values.get("n_embd") else None,
+    }
+    for name, size in follows.items():
+        if name in values and values[name] is None:
+            values[name] = size
+    return values
