@@ -20,6 +20,13 @@ from tokenizers import Tokenizer as Backend
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Tokenizer
+from evergrad_trainer.data.auto_tokenizer import (
+    Difference,
+    encoder_of,
+    first_difference,
+    load_auto,
+    probe_texts,
+)
 from evergrad_trainer.data.chat_template import TEMPLATE_FOLDER
 from evergrad_trainer.errors import DataError
 
@@ -60,6 +67,11 @@ _SENTENCE_PIECE_FILES: Final = (
 _COPIED_FILES = (_FILE, *_CONFIG_FILES, *_OTHER_FILES)
 
 
+FOLLOWED: Final = "auto-"
+"""How the identity of a tokenizer begins whose files give other ids than its tokenizer.json alone."""
+_GENERAL_CLASS: Final = "PreTrainedTokenizerFast"
+
+
 class TextTokenizer(Protocol):
     """Text to ids and back. ``identity`` changes whenever the ids of some text may."""
 
@@ -78,6 +90,14 @@ class TextTokenizer(Protocol):
     @property
     def dtype(self) -> np.dtype[Any]:
         """The smallest of uint16 and uint32 that holds every id."""
+
+    @property
+    def added_ids(self) -> frozenset[int]:
+        """Ids of tokens that are found in a text as they are spelled, such as the end of a turn."""
+
+    @property
+    def special_ids(self) -> Mapping[str, int]:
+        """Ids of ``bos_token`` and ``pad_token``, of those that the tokenizer has."""
 
     def encode_many(self, texts: Sequence[str]) -> list[Tokens]:
         """The ids of each text, without any special token around them."""
@@ -134,6 +154,8 @@ class ByteTokenizer:
     vocab_size: int = 257
     end_of_document: int = BYTE_END
     identity: str = "byte-1"
+    added_ids: frozenset[int] = frozenset({BYTE_END})
+    special_ids: Mapping[str, int] = MappingProxyType({})
     dtype: np.dtype[Any] = smallest_dtype(257)
 
     def encode_many(self, texts: Sequence[str]) -> list[Tokens]:
@@ -197,7 +219,7 @@ class ByteTokenizer:
         directory.mkdir(parents=True, exist_ok=True)
         backend.save(str(directory / _FILE))
         config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
+            "tokenizer_class": _GENERAL_CLASS,
             "eos_token": BYTE_END_TOKEN,
             "clean_up_tokenization_spaces": False,
             "model_max_length": 10**30,
@@ -229,6 +251,7 @@ class BackendTokenizer:
         end_of_document: int,
         identity: str,
         files: Mapping[str, Path] = MappingProxyType({}),
+        special_ids: Mapping[str, int] = MappingProxyType({}),
         in_batches: bool = False,
     ) -> None:
         self._backend = backend
@@ -236,6 +259,8 @@ class BackendTokenizer:
         self._files = files
         self.end_of_document = end_of_document
         self.identity = identity
+        self.added_ids = frozenset(backend.get_added_tokens_decoder())
+        self.special_ids = special_ids
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         self.dtype = smallest_dtype(self.vocab_size)
 
@@ -349,9 +374,156 @@ def _load_files(
             str(error),
             "Copy the file again, or save it with a current transformers",
         ) from error
+    had_dropout = _switch_off_dropout(backend)
+    followed, further = _follow_auto(backend, directory)
     return _build(
-        backend, directory=directory, end_token=_read_end_token(directory), decisive=[path]
+        followed,
+        directory=directory,
+        end_token=_read_token(directory, "eos_token"),
+        decisive=[path],
+        further=further,
+        had_dropout=had_dropout,
     )
+
+
+def _follow_auto(backend: Backend, directory: Path) -> tuple[Backend, str]:
+    """``backend``, or what AutoTokenizer makes of the directory's files if that gives a text other ids.
+
+    Returns with it what tells its ids from those of ``tokenizer.json`` alone; empty if they are the same.
+    Raises DataError for ids that only transformers' own code makes.
+    """
+    try:
+        auto = load_auto(directory)
+    except Exception:  # noqa: BLE001 - transformers raises whatever its classes raise
+        # There is nothing else to follow: this file alone is what other programs have, too.
+        return backend, ""
+    _switch_off_dropout(getattr(auto, "backend_tokenizer", None))
+    texts = probe_texts(directory)
+    theirs = encoder_of(auto)
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    backend.no_truncation()
+    backend.no_padding()
+    if first_difference(encode, theirs, texts) is None:
+        return backend, ""
+    followed = _portable(auto, directory)
+    digest = xxhash.xxh3_128()
+    for text in texts:
+        digest.update(json.dumps([text, list(theirs(text))]).encode())
+    return followed, digest.hexdigest()
+
+
+def _portable(auto: Any, directory: Path) -> Backend:
+    """transformers' tokenizer as one of the tokenizers library, as helper processes get it.
+
+    Raises DataError for a tokenizer without one, and for ids that only transformers' own code makes.
+    """
+    remedy = f"Load it with transformers once and save it again with save_pretrained, which writes a {_FILE}"
+    backend = getattr(auto, "backend_tokenizer", None)
+    # Preparation runs in helper processes that get the tokenizer as text: one in Python has no such form.
+    if not isinstance(backend, Backend):
+        raise _problem(
+            directory,
+            "the tokenizer is written in Python",
+            f"it has no {_FILE} form, which preparation needs",
+            remedy,
+        )
+    portable = Backend.from_str(backend.to_str())
+    portable.no_truncation()
+    portable.no_padding()
+    difference = first_difference(
+        lambda text: portable.encode(text, add_special_tokens=False).ids,
+        encoder_of(auto),
+        probe_texts(directory),
+    )
+    if difference is not None:
+        raise _problem(
+            directory,
+            "the tokenizer cannot be read as AutoTokenizer reads it",
+            str(difference),
+            remedy,
+        )
+    return portable
+
+
+def check_saved(tokenizer: TextTokenizer, directory: Path) -> Difference | None:
+    """Compare a tokenizer with what AutoTokenizer makes of a directory that it was saved in.
+
+    The directory's ``config.json``, if it has one, decides about the class that transformers takes. Where
+    the files give a text other ids, they are written again so that they do not, if that can be done. Returns
+    the difference that is left. Raises DataError if transformers cannot load it.
+    """
+
+    def compare() -> Difference | None:
+        return first_difference(
+            lambda text: tokenizer.encode_with_offsets(text)[0],
+            encoder_of(_load_auto(directory)),
+            probe_texts(directory),
+        )
+
+    difference = compare()
+    if difference is None or not isinstance(tokenizer, BackendTokenizer):
+        return difference
+    # By transformers' general class, which takes tokenizer.json as it is.
+    (directory / _FILE).write_text(tokenizer.to_json(), encoding="utf-8")
+    path = directory / _CONFIG_FILES[0]
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    config["tokenizer_class"] = _GENERAL_CLASS
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return compare()
+
+
+def problem_of_difference(difference: Difference) -> Problem:
+    """The problem of a text to which transformers gives other ids in an export."""
+    return Problem(
+        _FIELD,
+        f"transformers would give other ids in an export: {difference}",
+        "it chooses a tokenizer by the model_type in config.json, whatever the files say",
+        "Train with a tokenizer of this architecture, or with an architecture such as llama",
+    )
+
+
+def _load_auto(directory: Path, found: Sequence[Path] = ()) -> Any:
+    """As ``load_auto``. ``found``: the files that it has to read, for messages. Raises DataError."""
+    try:
+        return load_auto(directory)
+    except Exception as error:
+        # A file of tiktoken, which may have the same name, is a text.
+        pieces = [
+            path.name
+            for path in found
+            if path.name in _SENTENCE_PIECE_FILES and path.read_bytes()[:1] == b"\n"
+        ]
+        if pieces and importlib.util.find_spec("sentencepiece") is None:
+            # transformers tries its readers one after the other, and names the package of the last one.
+            raise _problem(
+                directory,
+                f"holds a SentencePiece model ({pieces[0]}) and no {_FILE}",
+                "the package sentencepiece, which reads it, is not installed here",
+                "Where sentencepiece and transformers are installed, load the directory with AutoTokenizer "
+                f"and save it with save_pretrained, which writes a {_FILE}; or install sentencepiece here",
+            ) from error
+        raise _problem(
+            directory,
+            "transformers cannot load this tokenizer",
+            str(error).partition("\n")[0],
+            f"Load it with transformers once and save it again with save_pretrained, which writes a {_FILE}",
+        ) from error
+
+
+def _switch_off_dropout(backend: Any) -> bool:
+    """Switch dropout of merges off, which some training recipes save. Returns whether there was any.
+
+    It gives other ids for one text at every call, so that ids could not be compared either.
+    """
+    model = getattr(backend, "model", None)
+    if not getattr(model, "dropout", None):
+        return False
+    model.dropout = None  # type: ignore[union-attr]
+    return True
 
 
 def load_json(text: str, *, end_of_document: int, identity: str) -> BackendTokenizer:
@@ -365,9 +537,16 @@ def load_json(text: str, *, end_of_document: int, identity: str) -> BackendToken
 
 
 def _build(
-    backend: Backend, *, directory: Path, end_token: str | None, decisive: Sequence[Path]
+    backend: Backend,
+    *,
+    directory: Path,
+    end_token: str | None,
+    decisive: Sequence[Path],
+    further: str = "",
+    had_dropout: bool = False,
 ) -> BackendTokenizer:
-    """``decisive``: the files that the ids depend on."""
+    """``decisive``: the files that the ids depend on. ``further``: tells other ids apart that they give.
+    ``had_dropout``: dropout of merges, which they save, was switched off."""
     end = backend.token_to_id(end_token) if end_token is not None else None
     if end is None:
         why = (
@@ -384,27 +563,32 @@ def _build(
     # Saved settings of some other use: a document is never cut or filled up.
     backend.no_truncation()
     backend.no_padding()
-    # Dropout of merges, which some training recipes save, gives other ids for one text at every call. Data
-    # that was prepared with it is other data: the identity differs from the one that versions with it gave.
-    has_dropout = bool(getattr(backend.model, "dropout", None))
-    if has_dropout:
-        backend.model.dropout = None
     # By content: a directory that is copied or touched prepares nothing anew.
     digest = xxhash.xxh3_128()
     for path in decisive:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    digest.update(further.encode())
     templates = (directory / TEMPLATE_FOLDER).glob("*.jinja")
     names = (*_COPIED_FILES, *(f"{TEMPLATE_FOLDER}/{path.name}" for path in templates))
     files = {name: directory / name for name in names if (directory / name).is_file()}
+    named = {name: _read_token(directory, name) for name in ("bos_token", "pad_token")}
+    ids = {
+        name: None if one is None else backend.token_to_id(one)
+        for name, one in named.items()
+    }
+    # Data that was prepared with dropout of merges is other data: the identity differs from the one that
+    # versions with dropout gave.
+    prefix, suffix = FOLLOWED if further else "files-", "-no-dropout" if had_dropout else ""
     return BackendTokenizer(
         backend,
         end_of_document=end,
-        identity=f"files-{digest.hexdigest()}-{end}{'-no-dropout' if has_dropout else ''}",
+        identity=f"{prefix}{digest.hexdigest()}-{end}{suffix}",
         files=files,
+        special_ids={name: one for name, one in ids.items() if one is not None},
     )
 
 
-def _read_end_token(directory: Path) -> str | None:
+def _read_token(directory: Path, key: str) -> str | None:
     for name in _CONFIG_FILES:
         path = directory / name
         if not path.is_file():
@@ -416,7 +600,7 @@ def _read_end_token(directory: Path) -> str | None:
                 path, "is not valid JSON", str(error), "Copy the file again"
             ) from error
         # Either a text or an object with the text in it, by the version that saved it.
-        token = config.get("eos_token") if isinstance(config, dict) else None
+        token = config.get(key) if isinstance(config, dict) else None
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str):
             return token
@@ -438,45 +622,16 @@ def _load_with_transformers(directory: Path) -> BackendTokenizer:
             f"there is no {_FILE}",
             "Name a directory written by save_pretrained",
         )
-    from transformers import AutoTokenizer
-
-    remedy = f"Load it with transformers once and save it again with save_pretrained, which writes a {_FILE}"
-    try:
-        loaded = AutoTokenizer.from_pretrained(
-            str(directory), local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:
-        # A file of tiktoken, which may have the same name, is a text.
-        pieces = [
-            path.name
-            for path in found
-            if path.name in _SENTENCE_PIECE_FILES and path.read_bytes()[:1] == b"\n"
-        ]
-        if pieces and importlib.util.find_spec("sentencepiece") is None:
-            # transformers tries its readers one after the other, and names the package of the last one.
-            raise _problem(
-                directory,
-                f"holds a SentencePiece model ({pieces[0]}) and no {_FILE}",
-                "the package sentencepiece, which reads it, is not installed here",
-                "Where sentencepiece and transformers are installed, load the directory with AutoTokenizer "
-                f"and save it with save_pretrained, which writes a {_FILE}; or install sentencepiece here",
-            ) from error
-        raise _problem(
-            directory,
-            "transformers cannot load this tokenizer",
-            str(error).partition("\n")[0],
-            remedy,
-        ) from error
-    # Preparation runs in helper processes that get the tokenizer as text: one in Python has no such form.
-    backend = getattr(loaded, "backend_tokenizer", None)
-    if not isinstance(backend, Backend):
-        raise _problem(
-            directory,
-            "the tokenizer is written in Python",
-            f"it has no {_FILE} form, which preparation needs",
-            remedy,
-        )
-    return _build(backend, directory=directory, end_token=loaded.eos_token, decisive=found)
+    auto = _load_auto(directory, found)
+    had_dropout = _switch_off_dropout(getattr(auto, "backend_tokenizer", None))
+    backend = _portable(auto, directory)
+    return _build(
+        backend,
+        directory=directory,
+        end_token=auto.eos_token,
+        decisive=found,
+        had_dropout=had_dropout,
+    )
 
 
 def _problem(path: Path, what: str, why: str, remedy: str) -> DataError:
