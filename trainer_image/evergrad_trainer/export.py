@@ -23,9 +23,17 @@ from evergrad_trainer.checkpoint.weights import (
     open_tensors,
     read_extra,
 )
+from evergrad_trainer.data.auto_tokenizer import COMBINED
 from evergrad_trainer.data.chat_template import TEMPLATE_FILE, TEMPLATE_FOLDER
-from evergrad_trainer.data.tokenizers import load_tokenizer
-from evergrad_trainer.errors import CheckpointError, RunDirectoryError
+from evergrad_trainer.data.preparation.row_format import row_format
+from evergrad_trainer.data.tokenizers import (
+    TextTokenizer,
+    check_saved,
+    load_tokenizer,
+    problem_of_difference,
+)
+from evergrad_trainer.data.turn_end import find_ends
+from evergrad_trainer.errors import CheckpointError, DataError, RunDirectoryError
 from evergrad_trainer.models.adapters import (
     ADAPTER_FILE,
     adapter_key,
@@ -36,16 +44,17 @@ from evergrad_trainer.models.build import (
     ModelPlan,
     build_empty_model,
     build_model,
-    plan_model,
 )
+from evergrad_trainer.models.generation import TextIds, keep_settings, set_ids
 from evergrad_trainer.models.safetensors_files import TensorForm, write_weights
 from evergrad_trainer.optim.average import AVERAGE, TRAINED, check_has_average
-from evergrad_trainer.run_directory import RunDirectory, reported
+from evergrad_trainer.run_directory import RunDirectory, find_record, reported
 from evergrad_trainer.run_record import read_base, read_run
 from evergrad_trainer.state.providers import module_tensors
 from evergrad_trainer.state.registry import EMA, FROZEN, MODEL, from_extra
 from evergrad_trainer.task import Modules
 from evergrad_trainer.training.frozen import hash_frozen
+from evergrad_trainer.training.initial_model import plan_initial
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,6 +66,9 @@ _DTYPES: Final = {
 }
 _MAX_FILE_BYTES: Final = 5 * 10**9
 """Most bytes of one safetensors file: what tools that read them a file at a time can be expected to hold."""
+
+_LONGEST_CHAIN: Final = 64
+"""Most runs of which each begins with the next: more would be runs that name one another."""
 
 _log = logging.getLogger(__name__)
 
@@ -128,8 +140,15 @@ def export_checkpoint(
     # Mistakes of the run's files show before the checkpoint is hashed, which may take minutes.
     training, base = _read_run(run_directory, weights=weights, is_adapter=is_adapter)
     tokenizer = load_tokenizer(training.tokenizer, base)
-    plan = plan_model(training.model, base_directory=base, vocab_size=tokenizer.vocab_size)
+    plan = plan_initial(
+        training,
+        base_directory=base,
+        vocab_size=tokenizer.vocab_size,
+        run_directory=run_directory,
+    )
     model = build_empty_model(plan, precision=training.runtime.precision)
+    ids = _text_ids(training, base, tokenizer)
+    origin = find_origin(training, base)
     # The types of the tensors to be written; there is nothing to convert yet.
     if dtype is not None:
         model.to(_DTYPES[dtype])  # type: ignore[arg-type]
@@ -147,11 +166,16 @@ def export_checkpoint(
                     _write_adapters(model, found, temporary, plan=plan)
                 elif training.model.lora is not None:
                     model = _write_merged(
-                        model, found, temporary, training=training, plan=plan
+                        model, found, temporary, training=training, plan=plan, ids=ids
                     )
                 else:
-                    _write_model(model, found, temporary, plan=plan)
+                    _write_model(model, found, temporary, plan=plan, ids=ids)
+                # Whatever was made of the model's configuration: chat models have several ends there, and
+                # settings of sampling.
+                if origin is not None:
+                    keep_settings(origin, temporary, ids.ends)
                 tokenizer.save_pretrained(temporary)
+                _check_tokenizer(tokenizer, temporary)
                 _write_template(training, temporary)
                 os.rename(temporary, output)
         except BaseException:
@@ -162,6 +186,54 @@ def export_checkpoint(
     version = parse_checkpoint_name(checkpoint.name)
     name, step = name.removeprefix("torch."), version.step if version else 0
     return ExportResult(checkpoint, step, output, parameters, name)
+
+
+def _text_ids(training: Training, base: Path, tokenizer: TextTokenizer) -> TextIds:
+    """What the run's texts begin and end with. Raises DataError."""
+    special = tokenizer.special_ids
+    return TextIds(
+        find_ends(tokenizer, row_format(training, base)),
+        begin=special.get("bos_token"),
+        filling=special.get("pad_token"),
+        given=training.model.config or {},
+    )
+
+
+def _check_tokenizer(tokenizer: TextTokenizer, directory: Path) -> None:
+    """Raise DataError if transformers would give a text other ids than those that were trained."""
+    try:
+        difference = check_saved(tokenizer, directory)
+    except DataError as error:
+        # Only this program reads it. The weights are of use all the same.
+        _log.warning("the exported tokenizer was not compared: %s", error)
+        return
+    if difference is None:
+        return
+    if difference.text in COMBINED:
+        _log.warning(
+            "transformers composes characters that were trained apart: %s", difference
+        )
+        return
+    raise DataError(problem_of_difference(difference))
+
+
+def find_origin(training: Training, base: Path) -> Path | None:
+    """The transformers directory that a run began with, by way of other runs; None if there is none now."""
+    for _ in range(_LONGEST_CHAIN):
+        named = training.model.path
+        if named is not None:
+            return base / named
+        if training.init_from is None:
+            return None
+        path = base / training.init_from.path
+        if (path / "config.json").is_file():
+            return path
+        found = find_record(path.resolve())
+        if found is None or "training" not in found[1]["manifest"]["spec"]:
+            return None
+        directory, record = found
+        training, base = read_run(directory, record).training, read_base(directory, record)
+    return None
 
 
 def _write_template(training: Training, folder: Path) -> None:
@@ -208,12 +280,14 @@ def _write_model(
     directory: Path,
     *,
     plan: ModelPlan,
+    ids: TextIds,
 ) -> None:
     """Write configuration and weights of ``model``, which has no memory for them."""
     from transformers.core_model_loading import revert_weight_conversion
 
     tensors = module_tensors(model)
     model.config.use_cache = True
+    _set_ids(model, plan, ids)
 
     # A few architectures are saved under other names and shapes than they have in memory (experts in one
     # tensor, for example). transformers makes those from the whole model only.
@@ -231,6 +305,7 @@ def _write_model(
         with torch.no_grad():
             for name, tensor in module_tensors(whole).items():
                 tensor.copy_(found.read(name, tensor.dtype))
+        _set_ids(whole, plan, ids)
         _save_whole(whole, directory)
         return
 
@@ -262,6 +337,7 @@ def _write_merged(
     *,
     training: Training,
     plan: ModelPlan,
+    ids: TextIds,
 ) -> "PreTrainedModel":
     """Write the model with its adapters added to the weights beside them; returns what was written.
 
@@ -287,8 +363,15 @@ def _write_merged(
     torch.nn.Module.to(model, torch.promote_types(model.dtype, empty.dtype))
     merge_adapters(model)
     torch.nn.Module.to(model, empty.dtype)
+    _set_ids(model, plan, ids)
     _save_whole(model, directory)
     return model
+
+
+def _set_ids(model: "PreTrainedModel", plan: ModelPlan, ids: TextIds) -> None:
+    """Give a model that was created here the ids of its tokenizer; a directory's has its own."""
+    if plan.settings.path is None:
+        set_ids(model, ids)
 
 
 def _save_whole(model: "PreTrainedModel", directory: Path) -> None:

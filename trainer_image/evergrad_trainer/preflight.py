@@ -19,22 +19,29 @@ from evergrad_manifest.derive import (
     slots_per_step,
     stage_ends,
     steps_without_data,
+    why_not_exported,
 )
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import InputError, Problem
 from evergrad_manifest.training import RECIPES, Training
 from evergrad_manifest.training.optimization import OF_OPTIMIZER
 from evergrad_manifest.values.numbers import show
+from evergrad_trainer.data.auto_tokenizer import COMBINED
 from evergrad_trainer.data.preparation.files import (
     evaluation_sources,
     find_files,
     training_sources,
 )
 from evergrad_trainer.data.preparation.missing_template import find_missing_template
-from evergrad_trainer.data.tokenizers import load_tokenizer
-from evergrad_trainer.errors import ModelError
+from evergrad_trainer.data.tokenizers import (
+    check_saved,
+    load_tokenizer,
+    problem_of_difference,
+)
+from evergrad_trainer.errors import CheckpointError, DataError, ModelError, VolumeError
 from evergrad_trainer.machine import Machine, free_bytes
-from evergrad_trainer.models.build import ModelPlan, build_empty_model, plan_model
+from evergrad_trainer.models.build import ModelPlan, build_empty_model
+from evergrad_trainer.models.compatibility import compare_functions
 from evergrad_trainer.models.configuration import find_ignored_dtype
 from evergrad_trainer.models.determinism import (
     CUBLAS_DETERMINISTIC,
@@ -52,6 +59,7 @@ from evergrad_trainer.optim.groups import unmatched_patterns
 from evergrad_trainer.preflight_memory import (
     Finding,
     Level,
+    check_architecture,
     check_base,
     check_frozen,
     check_memory,
@@ -59,6 +67,7 @@ from evergrad_trainer.preflight_memory import (
 )
 from evergrad_trainer.preflight_script import check_script, check_script_workers
 from evergrad_trainer.recipes import load_task
+from evergrad_trainer.training.initial_model import describe_weights, plan_initial
 
 _SLOWEST_BF16_DECAY = 1 - 2**-8
 """Half a step of bf16, relative: a slower decay is lost in rounding."""
@@ -126,7 +135,7 @@ def examine(
         *(Finding("error", problem) for problem in check_trackers(training)),
     ]
 
-    plan, facts, problems = _read_model(training, base_directory)
+    plan, facts, problems = _read_model(training, base_directory, run_directory)
     findings += [Finding("error", problem) for problem in problems]
     size: int | None = None
     if training.recipe in RECIPES:
@@ -137,6 +146,7 @@ def examine(
     findings += check_frozen(training, plan)
     findings += check_dtype(training, plan)
     findings += check_template(training, base_directory)
+    findings += check_architecture(training, plan)
     if facts is not None and is_model_trained(training):
         # Fewer workers hold larger shards each. Nodes that share this machine give memory back as they leave.
         bounds = {"world_size": max(num_workers, min(sizes)), "most_workers": max(sizes)}
@@ -146,6 +156,10 @@ def examine(
             training, facts, machine, num_workers=num_workers, **bounds
         )
         size = checkpoint_bytes(facts, training)
+    findings += check_sources(training, base_directory, plan, run_directory=run_directory)
+    findings += check_exported_tokenizer(
+        training, base_directory, plan, run_directory=run_directory
+    )
     # A run that has begun with it goes on: its recipe cannot be changed any more.
     level: Level = "warning" if (run_directory / RunFile.RESOLVED).exists() else "error"
     findings += [Finding(level, one) for one in find_traps(training, plan, machine=machine)]
@@ -159,7 +173,11 @@ def examine(
 
 
 def _read_model(
-    training: Training, base_directory: Path, *, vocab_size: int | None = None
+    training: Training,
+    base_directory: Path,
+    run_directory: Path | None = None,
+    *,
+    vocab_size: int | None = None,
 ) -> tuple[ModelPlan | None, ModelFacts | None, tuple[Problem, ...]]:
     """Read the model's plan and facts, or its problems: it ends none of the other checks.
 
@@ -169,8 +187,11 @@ def _read_model(
     try:
         if vocab_size is None:
             vocab_size = load_tokenizer(training.tokenizer, base_directory).vocab_size
-        plan = plan_model(
-            training.model, base_directory=base_directory, vocab_size=vocab_size
+        plan = plan_initial(
+            training,
+            base_directory=base_directory,
+            vocab_size=vocab_size,
+            run_directory=run_directory,
         )
         return plan, None if plan.config is None else model_facts(plan), ()
     except InputError as error:
@@ -196,7 +217,11 @@ def examine_file(run: TrainingRun, base_directory: Path) -> FileReport:
     model_path = training.model.path
     plan: ModelPlan | None = None
     facts: ModelFacts | None = None
-    if model_path is None or (base_directory / model_path).exists():
+    initial = training.init_from
+    source = model_path
+    if not training.model.is_given and initial is not None:
+        source = initial.path
+    if source is None or (base_directory / source).exists():
         plan, facts, problems = _read_model(
             training, base_directory, vocab_size=None if is_here else _LARGE_VOCABULARY
         )
@@ -204,6 +229,7 @@ def examine_file(run: TrainingRun, base_directory: Path) -> FileReport:
     findings += check_frozen(training, plan)
     findings += check_dtype(training, plan)
     findings += check_template(training, base_directory)
+    findings += check_architecture(training, plan)
     if facts is not None and is_model_trained(training):
         findings += check_model(training, facts)
     findings += [
@@ -247,6 +273,75 @@ def check_files(training: Training, base_directory: Path) -> Iterator[Finding]:
     if training.data.overfit_first_batch:
         what = "has each step train on the samples of the first: remove it after the test"
         yield Finding("warning", Problem("spec.training.data.overfitFirstBatch", what))
+
+
+def check_exported_tokenizer(
+    training: Training,
+    base_directory: Path,
+    plan: ModelPlan | None,
+    *,
+    run_directory: Path,
+) -> Iterator[Finding]:
+    """Check that transformers will give texts the ids that are trained, next to the model's configuration.
+
+    A run that has begun is not stopped: its export compares them again.
+    """
+    is_fresh = not (run_directory / RunFile.RESOLVED).exists()
+    if plan is None or plan.config is None or not is_fresh or why_not_exported(training):
+        return
+    tokenizer = load_tokenizer(training.tokenizer, base_directory)
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        plan.config.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        try:
+            difference = check_saved(tokenizer, directory)
+        except DataError as error:
+            # The run trains all the same; its users load the tokenizer by another program.
+            (problem,) = error.problems
+            what = f"an export's tokenizer cannot be loaded: {problem.why}"
+            yield Finding("warning", Problem("spec.training.tokenizer", what))
+            return
+    if difference is not None:
+        level: Level = "warning" if difference.text in COMBINED else "error"
+        yield Finding(level, problem_of_difference(difference))
+
+
+def check_sources(
+    training: Training,
+    base_directory: Path,
+    plan: ModelPlan | None,
+    *,
+    run_directory: Path,
+) -> Iterator[Finding]:
+    """Check that weights from elsewhere compute in this model what they computed in theirs.
+
+    They are compared again when they are loaded. What cannot be read is reported then, too.
+    """
+    if plan is None or plan.config is None or training.recipe not in RECIPES:
+        return
+    named: list[tuple[str, str, int | None]] = []
+    pairs, initial = training.pair_settings, training.init_from
+    if pairs is not None and pairs.reference is not None:
+        named.append(("spec.training.preference.reference", pairs.reference, None))
+    # A run that has begun reads it no more.
+    if initial is not None and not (run_directory / RunFile.RESOLVED).exists():
+        named.append(("spec.training.initFrom.path", initial.path, initial.step))
+    for field, path, step in named:
+        try:
+            stored = describe_weights(base_directory / path, step=step, field=field)
+        except (CheckpointError, VolumeError):
+            continue
+        except ModelError as error:
+            yield from (Finding("error", one) for one in error.problems)
+            continue
+        if stored is None:
+            continue
+        problems, lines = compare_functions(
+            stored, plan.describe(), where=path, field=field
+        )
+        yield from (Finding("error", one) for one in problems)
+        yield from (Finding("warning", Problem(field, line)) for line in lines)
 
 
 def check_run_directory(

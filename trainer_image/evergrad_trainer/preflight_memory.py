@@ -4,7 +4,7 @@ that adapters or a predictor stand beside."""
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from torch import nn
 
@@ -16,8 +16,12 @@ from evergrad_manifest.training.steps import divisors_of
 from evergrad_trainer.errors import ModelError
 from evergrad_trainer.machine import Machine
 from evergrad_trainer.models.adapters import check_initial
+from evergrad_trainer.models.architecture import has_attention
 from evergrad_trainer.models.build import ModelPlan, build_empty_model, count_parameters
+from evergrad_trainer.models.kernels import problem_of_eager
 from evergrad_trainer.models.memory import ModelFacts, largest_fit, memory_of
+
+_MODEL: Final = "spec.training.model"
 
 Level = Literal["ok", "warning", "error"]
 
@@ -41,7 +45,42 @@ def model_facts(plan: ModelPlan) -> ModelFacts:
         vocab_size=int(config.vocab_size),
         max_positions=getattr(config, "max_position_embeddings", None),
         trained=count_parameters(plan, trained_only=True) if has_adapters else None,
+        eager_heads=_eager_heads(plan),
     )
+
+
+def _eager_heads(plan: ModelPlan) -> int:
+    config: Any = plan.require_config().get_text_config()
+    if plan.attention != "eager":
+        return 0
+    return int(getattr(config, "num_attention_heads", None) or 0)
+
+
+def check_architecture(training: Training, plan: ModelPlan | None) -> Iterator[Finding]:
+    """Report attention that is not the usual one, and a head that shares no weights although it should."""
+    if plan is None or plan.config is None:
+        return
+    if plan.attention == "eager" and has_attention(plan.config):
+        what = f"{plan.name} trains with eager attention"
+        why = (
+            "transformers has no other for it; memory for scores grows with the square of "
+            "data.sequenceLength"
+        )
+        yield Finding("warning", Problem(f"{_MODEL}.{_source_of(training)}", what, why))
+    if plan.attention == "eager" and (problem := problem_of_eager(training.runtime)):
+        yield Finding("error", problem)
+    if plan.untied is not None:
+        first, second = plan.untied
+        what = (
+            f"{first} and {second} are trained as two tensors, as {plan.weights} holds them"
+        )
+        why = "config.json there has tie_word_embeddings: true; this run and its exports have false"
+        remedy = "Correct config.json if this is not meant"
+        yield Finding("warning", Problem(f"{_MODEL}.path", what, why, remedy))
+
+
+def _source_of(training: Training) -> str:
+    return "config" if training.model.path is None else "path"
 
 
 def hidden_size_of(config: Any) -> int:

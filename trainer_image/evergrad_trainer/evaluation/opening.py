@@ -22,7 +22,6 @@ from evergrad_trainer.distributed import choose_device, set_threads
 from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.evaluation.choice import choose_sets
 from evergrad_trainer.machine import observe_machine, process_start_time
-from evergrad_trainer.models.build import plan_model
 from evergrad_trainer.models.compilation import should_compile
 from evergrad_trainer.models.compile_cache import load_compiled
 from evergrad_trainer.optim.average import AVERAGE, TRAINED, check_has_average
@@ -41,6 +40,7 @@ from evergrad_trainer.training.build import (
     threads_per_worker,
 )
 from evergrad_trainer.training.evaluation import EvaluationRunner
+from evergrad_trainer.training.initial_model import plan_initial
 from evergrad_trainer.worker.restoring import register_state
 from evergrad_trainer.worker.session import Session, SessionPlan
 from evergrad_trainer.world import Membership, World
@@ -174,8 +174,11 @@ def open_run(
         base_directory=base,
         run_directory=path,
         prepared=opened.prepared or prepared,
-        model=plan_model(
-            training.model, base_directory=base, vocab_size=prepared.vocab_size
+        model=plan_initial(
+            training,
+            base_directory=base,
+            vocab_size=prepared.vocab_size,
+            run_directory=path,
         ),
         numbers=opened.data.derive_steps(training),
         threads=threads_per_worker(training, cores=machine.cores, num_workers=1),

@@ -49,14 +49,14 @@ def find_tensors(directory: Path) -> dict[str, Path]:
     """The file of each tensor that transformers would load from ``directory``, by the tensor's name."""
     from safetensors import safe_open
 
-    index = directory / _INDEX
-    if not (directory / _FILE).exists() and index.exists():
+    index = directory / INDEX
+    if not (directory / SINGLE).exists() and index.exists():
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return {name: directory / file for name, file in names.items()}
-    if not (directory / _FILE).exists():
+    if not (directory / SINGLE).exists():
         return {}
-    with safe_open(directory / _FILE, framework="pt") as file:
-        return dict.fromkeys(file.keys(), directory / _FILE)
+    with safe_open(directory / SINGLE, framework="pt") as file:
+        return dict.fromkeys(file.keys(), directory / SINGLE)
 
 
 def write_weights(

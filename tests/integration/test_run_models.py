@@ -1,0 +1,98 @@
+"""Runs whose model is not the usual one: weights of another configuration, a head of its own, no SDPA."""
+
+import json
+from typing import Any
+
+import pytest
+from run_helpers import (
+    DONE,
+    MODEL,
+    STOPPED_SAVED,
+    USER_ERROR,
+    Experiment,
+    events,
+    recipe,
+    steps_of,
+)
+
+
+def begin(
+    experiment: Experiment, name: str, path: str, model: dict[str, Any] | None
+) -> None:
+    """Write a run that begins with the weights in ``path``; without ``model``, with their model, too."""
+    training = {**recipe(horizon={"steps": 1}), "initFrom": {"path": path}}
+    del training["model"]
+    if model is not None:
+        training["model"] = {"config": {**MODEL, **model}}
+    experiment.write(training, name=name)
+
+
+def test_weights_are_loaded_only_into_a_model_that_computes_the_same(
+    experiment: Experiment,
+) -> None:
+    experiment.run()
+    experiment.command("checkpoint", "export", "runs/tiny", "--output", "exported").expect(
+        DONE
+    )
+    other = {"rope_parameters": {"rope_type": "default", "rope_theta": 3.0}}
+    for number, path in enumerate(("runs/tiny", "exported")):
+        begin(experiment, f"other-{number}", path, other)
+        refused = experiment.run(name=f"other-{number}", expect=USER_ERROR)
+        assert f"{path} has rope_parameters.rope_theta 10000" in refused.err
+        assert steps_of(experiment.at(f"other-{number}")) == []
+
+        begin(experiment, f"same-{number}", path, {"attention_dropout": 0.1})
+        accepted = experiment.run(name=f"same-{number}")
+        assert "attention_dropout is 0.1 here and 0.0 in" in accepted.err
+        (warning,) = events(experiment.at(f"same-{number}"), "warning")
+        assert warning["message"].startswith("attention_dropout is 0.1 here")
+
+        # The file has no model: that of the weights is used, and recorded.
+        begin(experiment, f"theirs-{number}", path, None)
+        experiment.run(name=f"theirs-{number}")
+        records = [
+            json.loads((experiment.at(name) / "run.json").read_text())["model"]["config"]
+            for name in ("tiny", f"theirs-{number}")
+        ]
+        assert records[0]["rope_parameters"] == records[1]["rope_parameters"]
+        assert records[0]["hidden_size"] == records[1]["hidden_size"] == 32
+
+
+def test_a_head_that_differs_from_tied_embeddings_survives_resume_and_export(
+    experiment: Experiment,
+) -> None:
+    experiment.run()
+    experiment.command("checkpoint", "export", "runs/tiny", "--output", "base").expect(DONE)
+    config = json.loads((experiment.path / "base" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    contradiction = json.dumps({**config, "tie_word_embeddings": True})
+    (experiment.path / "base" / "config.json").write_text(contradiction)
+
+    training = {**recipe(horizon={"steps": 3}), "model": {"path": "base"}}
+    training["tokenizer"] = {"type": "byte"}
+    experiment.write(training, name="apart")
+    started = experiment.run("--stop-after-steps", "1", name="apart", expect=STOPPED_SAVED)
+    assert "lm_head.weight and model.embed_tokens.weight are trained as two" in started.err
+    experiment.run(name="apart")
+    assert steps_of(experiment.at("apart")) == [1, 2, 3]
+    experiment.command("checkpoint", "export", "runs/apart", "--output", "again").expect(
+        DONE
+    )
+    written = json.loads((experiment.path / "again" / "config.json").read_text())
+    assert written["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "mamba"])
+def test_an_architecture_without_sdpa_trains_and_says_what_it_computes_with(
+    experiment: Experiment, kind: str
+) -> None:
+    own = {"head_dim": 16, "num_key_value_heads": 1}
+    config: dict[str, Any] = {**MODEL, "model_type": "gemma2", **own}
+    if kind == "mamba":
+        config = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 1}
+    experiment.write({**recipe(horizon={"steps": 2}), "model": {"config": config}})
+    ended = experiment.run()
+    # A model without attention computes as it always does.
+    assert ("trains with eager attention" in ended.err) == (kind == "gemma2")
+    document = json.loads((experiment.at() / "provenance.json").read_text())
+    assert document["processes"][0]["kernels"]["attention"] == "eager"

@@ -1,0 +1,54 @@
+"""Which tokens a run has learned to end a text with: what a server has to stop at."""
+
+from typing import Final
+
+from evergrad_trainer.data.chat_template import ASSISTANT
+from evergrad_trainer.data.marked_text import MarkedText, marks_of
+from evergrad_trainer.data.preparation.documents import RowError
+from evergrad_trainer.data.preparation.pairs import PairFormat
+from evergrad_trainer.data.preparation.rows import RowFormat
+from evergrad_trainer.data.tokenizers import TextTokenizer
+
+_ANSWER: Final = "evergrad"
+"""Content of the answer that is looked for in what a template makes of a conversation."""
+
+
+def find_ends(
+    tokenizer: TextTokenizer, form: RowFormat | PairFormat | None
+) -> tuple[int, ...]:
+    """The ids that end what was learned: the end of a document, and of an assistant's turn if rows have them.
+
+    ``form``: how rows are read; None if the run reads documents. A template that cannot render the simplest
+    conversation, or ends a turn with no token of its own, adds none.
+    """
+    ends = [tokenizer.end_of_document]
+    rows = form.rows if isinstance(form, PairFormat) else form
+    if rows is None or rows.template is None:
+        return tuple(ends)
+    messages = [
+        {"role": "user", "content": "hello"},
+        {"role": ASSISTANT, "content": _ANSWER},
+    ]
+    # The template for conversations with tools may end its turns with another token.
+    for row in ({}, {"tools": []}):
+        try:
+            text = rows.render_conversation(messages, row)
+        except RowError:
+            continue
+        end = _end_of_turn(tokenizer, text)
+        if end is not None and end not in ends:
+            ends.append(end)
+    return tuple(ends)
+
+
+def _end_of_turn(tokenizer: TextTokenizer, text: MarkedText) -> int | None:
+    """The first added token that is learned behind the answer."""
+    begin = text.rfind(_ANSWER)
+    if begin < 0:
+        return None
+    ids, offsets = tokenizer.encode_with_offsets(text)
+    marks = marks_of(text, offsets)
+    for one, (start, _), is_learned in zip(ids, offsets, marks, strict=True):
+        if start >= begin + len(_ANSWER) and is_learned and one in tokenizer.added_ids:
+            return one
+    return None
