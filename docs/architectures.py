@@ -124,7 +124,7 @@ _OWN: Final[dict[str, dict[str, Any]]] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 4,
     },
-    "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 8]},
+    "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 4]},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }
@@ -262,7 +262,8 @@ def _lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
     yield f"{count[WITHOUT]} have no attention and train, and {count[REFUSED]} are refused."
     yield ""
     yield "A small model of each was built as a run builds it. Its loss and gradients were finite, and later"
-    yield "tokens did not change the logits of earlier ones. Larger models were not tried."
+    yield "tokens did not change the logits of earlier ones. Larger models were not tried. Models of BERT's"
+    yield "kind need `is_decoder: true` in their configuration; without it a run is refused."
     yield ""
     yield "If transformers has no SDPA attention for an architecture, the run uses eager attention."
     yield "`preflight` warns about it, and `provenance.json` records it under `kernels.attention`. Eager"
