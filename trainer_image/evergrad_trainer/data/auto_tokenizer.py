@@ -117,7 +117,13 @@ def first_difference(
     return None
 
 
-def _tokens_of(directory: Path) -> Iterator[str]:
+def listed_tokens(directory: Path) -> set[str]:
+    """The tokens that a list of the directory's files has; not those that only a role such as ``eos_token``
+    names, which may be misspelled."""
+    return set(_tokens_of(directory, with_roles=False))
+
+
+def _tokens_of(directory: Path, *, with_roles: bool = True) -> Iterator[str]:
     """The spelling of each added and special token that a file of the directory names."""
     for name in _FILES:
         path = directory / name
@@ -134,7 +140,7 @@ def _tokens_of(directory: Path) -> Iterator[str]:
             yield from content
             continue
         for key, value in content.items():
-            if key.endswith("_token"):
+            if key.endswith("_token") and with_roles:
                 yield from _spellings([value])
             elif key in _LISTS:
                 yield from _spellings(value)

@@ -24,6 +24,7 @@ from evergrad_trainer.data.auto_tokenizer import (
     Difference,
     encoder_of,
     first_difference,
+    listed_tokens,
     load_auto,
     probe_texts,
 )
@@ -375,11 +376,16 @@ def _load_files(
             "Copy the file again, or save it with a current transformers",
         ) from error
     had_dropout = _switch_off_dropout(backend)
-    followed, further = _follow_auto(backend, directory)
+    end_token = _read_token(directory, "eos_token")
+    is_known = end_token is None or backend.token_to_id(end_token) is not None
+    followed, further = backend, ""
+    # transformers makes a new token of a misspelled one. It is refused below.
+    if is_known or end_token in listed_tokens(directory):
+        followed, further = _follow_auto(backend, directory)
     return _build(
         followed,
         directory=directory,
-        end_token=_read_token(directory, "eos_token"),
+        end_token=end_token,
         decisive=[path],
         further=further,
         had_dropout=had_dropout,

@@ -208,7 +208,8 @@ class _Named:
             what = f"the reference is step {self.step} in {self.path}, which cannot be loaded now"
             remedy = "Bring it back: it is read at each start until the run is complete"
             raise CheckpointError(Problem(self.field, what, why, remedy)) from error
-        if (stored := from_extra(loaded.extra).get(DESCRIPTION)) is not None:
+        values = from_extra(loaded.extra) if loaded.extra else {}
+        if (stored := values.get(DESCRIPTION)) is not None:
             problems, _ = compare_functions(
                 stored,
                 ModelPlan(config, None).describe(),
