@@ -80,7 +80,7 @@ def encoder_of(auto: Any) -> Encode:
     """How a tokenizer of transformers encodes a text without special tokens around it."""
     backend = getattr(auto, "backend_tokenizer", None)
     if not isinstance(backend, Backend):
-        return lambda text: auto(text, add_special_tokens=False)["input_ids"]  # type: ignore[no-any-return]
+        return lambda text: auto(text, add_special_tokens=False)["input_ids"]
     # As a call of it, but one text at a time: a batch, even of one text, would start the library's threads
     # in this process, which may fork later.
     backend.encode_special_tokens = bool(auto.split_special_tokens)

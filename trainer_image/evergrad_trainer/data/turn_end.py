@@ -1,6 +1,6 @@
 """Which tokens a run has learned to end a text with: what a server has to stop at."""
 
-from typing import Final
+from typing import Any, Final
 
 from evergrad_trainer.data.chat_template import ASSISTANT
 from evergrad_trainer.data.marked_text import MarkedText, marks_of
@@ -30,7 +30,8 @@ def find_ends(
         {"role": ASSISTANT, "content": _ANSWER},
     ]
     # The template for conversations with tools may end its turns with another token.
-    for row in ({}, {"tools": []}):
+    rows_of_two_kinds: tuple[dict[str, Any], ...] = ({}, {"tools": []})
+    for row in rows_of_two_kinds:
         try:
             text = rows.render_conversation(messages, row)
         except RowError:
