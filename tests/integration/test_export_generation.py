@@ -91,9 +91,8 @@ def test_every_export_of_a_base_keeps_its_settings_and_stops_at_what_was_learned
             {"eos_token_id": [7, 9], "max_new_tokens": 77, "repetition_penalty": 1.0}
         )
     )
-    exported = train(
-        texts, "tuned", {"path": base.name, **({} if lora is None else {"lora": lora})}
-    )
+    model = {"path": base.name, **({} if lora is None else {"lora": lora})}
+    exported = train(texts, "tuned", model, tokenizer={"type": "byte"})
     kept = {"eos_token_id": [7, 9, END], "max_new_tokens": 77, "repetition_penalty": 1.0}
     assert settings_of(exported) == kept
     assert generate(exported, "abc")[-1] == END

@@ -43,7 +43,7 @@ def test_weights_are_loaded_only_into_a_model_that_computes_the_same(
 
         begin(experiment, f"same-{number}", path, {"attention_dropout": 0.1})
         accepted = experiment.run(name=f"same-{number}")
-        assert "attention_dropout is 0.1 here and 0.0 in" in accepted.err
+        assert "attention_dropout is 0.1 here and 0" in accepted.err
         (warning,) = events(experiment.at(f"same-{number}"), "warning")
         assert warning["message"].startswith("attention_dropout is 0.1 here")
 
