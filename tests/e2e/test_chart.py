@@ -367,6 +367,7 @@ def test_the_admission_policy_refuses_what_it_names_and_nothing_else(
         helm(cluster, namespace, "uninstall", "rules")
 
 
+@pytest.mark.long
 @pytest.mark.operator_ends
 def test_the_table_of_runs_is_judged_alike_by_cel_and_by_the_webhook(
     cluster: Any, operator: Any, namespace: str

@@ -81,6 +81,7 @@ def test_the_page_of_its_alert_shows_the_lease_and_the_last_words_of_an_operator
     assert shell.run(logs).strip()
 
 
+@pytest.mark.operator_ends
 @pytest.mark.operator_errors(API_AWAY)
 def test_11_a_restarted_api_server_and_etcd_are_not_noticed(
     runs: Runs, faults: Any, reference: Reference

@@ -23,7 +23,7 @@ from evergrad_manifest.derive import (
 )
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import InputError, Problem
-from evergrad_manifest.training import RECIPES, Training
+from evergrad_manifest.training import RECIPES, REFERENCE_FIELD, Training
 from evergrad_manifest.training.optimization import OF_OPTIMIZER
 from evergrad_manifest.values.numbers import show
 from evergrad_trainer.data.auto_tokenizer import COMBINED
@@ -323,7 +323,7 @@ def check_sources(
     named: list[tuple[str, str, int | None]] = []
     pairs, initial = training.pair_settings, training.init_from
     if pairs is not None and pairs.reference is not None:
-        named.append(("spec.training.preference.reference", pairs.reference, None))
+        named.append((REFERENCE_FIELD, pairs.reference, None))
     # A run that has begun reads it no more.
     if initial is not None and not (run_directory / RunFile.RESOLVED).exists():
         named.append(("spec.training.initFrom.path", initial.path, initial.step))

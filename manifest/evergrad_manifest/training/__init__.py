@@ -12,6 +12,7 @@ from evergrad_manifest.base import FreeMapping, Section
 from evergrad_manifest.training.common import (
     PREFERENCE,
     RECIPES,
+    REFERENCE_FIELD,
     ROWS_A_PAIR,
     Best,
     Checkpoint,
@@ -90,6 +91,7 @@ __all__ = [
     "METRICS_OF_ALL",
     "NO_DATA",
     "RECIPES",
+    "REFERENCE_FIELD",
     "RULES",
     "TEXT_TYPES",
     "Batching",

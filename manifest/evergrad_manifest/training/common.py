@@ -17,6 +17,8 @@ from evergrad_manifest.view import UNKNOWN, View
 TRAINING: Final = "spec.training"
 """Path of the typed recipe in the file."""
 PREFERENCE: Final = "preference"
+REFERENCE_FIELD: Final = f"spec.training.{PREFERENCE}.reference"
+"""The field with weights that are compared with those that are trained."""
 RECIPES: Final = ("pretrain", "sft", "two_stage_kl", PREFERENCE, "latent_edit")
 """Recipes that have a name. Any other is a task of the user's own, ``module:attr``."""
 OF_TEXT: Final = ("pretrain", "sft", "two_stage_kl", PREFERENCE)

@@ -49,7 +49,7 @@ def compare(
         ),
         ({}, {"hidden_act": "relu"}, "hidden_act"),
         ({}, {"rms_norm_eps": 1e-3}, "rms_norm_eps"),
-        ({}, {"num_attention_heads": 2, "num_key_value_heads": 4}, "num_attention_heads"),
+        ({}, {"num_attention_heads": 8, "num_key_value_heads": 4}, "num_attention_heads"),
         ({}, {"tie_word_embeddings": True}, "tie_word_embeddings"),
     ],
 )

@@ -353,7 +353,7 @@ def test_the_reference_is_of_the_step_that_the_run_begins_with(
 
     def load(path: Path, state: Any, *, step: int | None) -> SimpleNamespace:
         asked.append((path, step))
-        return SimpleNamespace(step=step or 6)
+        return SimpleNamespace(step=step or 6, extra={})
 
     monkeypatch.setattr(preference_task, "load_weights", load)
     (tmp_path / "theirs").mkdir()
