@@ -102,16 +102,20 @@ def probe_texts(directory: Path) -> list[str]:
     return [*texts, *COMBINED]
 
 
+def ids_or_none(encode: Encode, text: str) -> tuple[int, ...]:
+    """The ids of ``text``; none if the reader refuses it, as a vocabulary without an unknown token does."""
+    try:
+        return tuple(encode(text))
+    except Exception:  # noqa: BLE001 - tokenizers raises a bare Exception, and a class may lack a token
+        return ()
+
+
 def first_difference(
     ours: Encode, theirs: Encode, texts: Sequence[str]
 ) -> Difference | None:
     """The first of ``texts`` of which two readers make other ids; None if there is none."""
     for text in texts:
-        mine = tuple(ours(text))
-        try:
-            its = tuple(theirs(text))
-        except Exception:  # noqa: BLE001 - a class may not find tokens that it takes for granted
-            its = ()
+        mine, its = ids_or_none(ours, text), ids_or_none(theirs, text)
         if mine != its:
             return Difference(text, mine, its)
     return None

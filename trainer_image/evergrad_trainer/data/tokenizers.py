@@ -24,6 +24,7 @@ from evergrad_trainer.data.auto_tokenizer import (
     Difference,
     encoder_of,
     first_difference,
+    ids_or_none,
     listed_tokens,
     load_auto,
     probe_texts,
@@ -418,7 +419,7 @@ def _follow_auto(backend: Backend, directory: Path) -> tuple[Backend, str]:
     followed = _portable(auto, directory)
     digest = xxhash.xxh3_128()
     for text in texts:
-        digest.update(json.dumps([text, list(theirs(text))]).encode())
+        digest.update(json.dumps([text, list(ids_or_none(theirs, text))]).encode())
     return followed, digest.hexdigest()
 
 
