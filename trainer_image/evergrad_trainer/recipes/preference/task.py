@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from evergrad_manifest.errors import Problem, raise_if
+from evergrad_manifest.training import REFERENCE_FIELD
 from evergrad_manifest.training import Preference as PreferenceSection
 from evergrad_manifest.training.preference import METRICS
 from evergrad_trainer.checkpoint.weights import WEIGHTS, load_weights
@@ -136,7 +137,7 @@ class Preference(Pretrain):
         training, base = self.setup.training, self.setup.base_directory
         if self.settings.reference is not None:
             path = base / self.settings.reference
-            return _Named("spec.training.preference.reference", path)
+            return _Named(REFERENCE_FIELD, path)
         # The weights that a run begins with are not those that ``model`` describes. One that goes on behind
         # another run's step goes on beside that run's reference.
         begun: BegunFrom | None = None
