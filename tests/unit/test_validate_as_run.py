@@ -150,6 +150,23 @@ def test_a_file_on_the_cluster_alone_is_not_looked_for(
     assert main(["validate", str(write(tmp_path, right))]) == 0
 
 
+@pytest.mark.parametrize("source", ["model.path", "initFrom", "config"])
+def test_a_vocabulary_is_not_compared_with_a_tokenizer_that_is_not_on_this_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str
+) -> None:
+    values = TINY | {"vocab_size": 32000}
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/config.json").write_text(json.dumps(values))
+    changes: dict[str, Any] = {
+        "model.path": {"model": {"path": "base"}},
+        "initFrom": {"initFrom": {"path": "base"}},
+        "config": {"model": {"config": values}},
+    }[source]
+    elsewhere = {"type": "transformers", "path": "/volume/base"}
+    file = write(tmp_path, {**changes, "tokenizer": elsewhere})
+    assert main(["validate", str(file)]) == 0, capsys.readouterr().err
+
+
 def test_the_document_for_programs_has_the_same_problems(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

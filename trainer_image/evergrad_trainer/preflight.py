@@ -71,8 +71,6 @@ from evergrad_trainer.training.initial_model import describe_weights, plan_initi
 
 _SLOWEST_BF16_DECAY = 1 - 2**-8
 """Half a step of bf16, relative: a slower decay is lost in rounding."""
-_LARGE_VOCABULARY = 2**20
-"""More ids than any tokenizer has."""
 _NO_MACHINE = Machine(
     cores=1,
     memory_bytes=None,
@@ -177,15 +175,17 @@ def _read_model(
     base_directory: Path,
     run_directory: Path | None = None,
     *,
-    vocab_size: int | None = None,
+    is_tokenizer_here: bool = True,
 ) -> tuple[ModelPlan | None, ModelFacts | None, tuple[Problem, ...]]:
     """Read the model's plan and facts, or its problems: it ends none of the other checks.
 
-    ``vocab_size``: by default that of the tokenizer, which is read.
+    ``is_tokenizer_here``: whether the tokenizer can be read on this machine; if not, the model's vocabulary
+    is compared with nothing.
     """
     plan: ModelPlan | None = None
+    vocab_size: int | None = None
     try:
-        if vocab_size is None:
+        if is_tokenizer_here:
             vocab_size = load_tokenizer(training.tokenizer, base_directory).vocab_size
         plan = plan_initial(
             training,
@@ -210,8 +210,6 @@ def examine_file(run: TrainingRun, base_directory: Path) -> FileReport:
         findings += check_workers(training, num_workers=workers)
         findings += check_shards(training, world_sizes=(workers,))
 
-    # The vocabulary of a tokenizer that is elsewhere is not known: a large one has every id that a
-    # configuration may name.
     path = training.tokenizer.path
     is_here = path is None or (base_directory / path).exists()
     model_path = training.model.path
@@ -223,7 +221,7 @@ def examine_file(run: TrainingRun, base_directory: Path) -> FileReport:
         source = initial.path
     if source is None or (base_directory / source).exists():
         plan, facts, problems = _read_model(
-            training, base_directory, vocab_size=None if is_here else _LARGE_VOCABULARY
+            training, base_directory, is_tokenizer_here=is_here
         )
         findings += [Finding("error", problem) for problem in problems]
     findings += check_frozen(training, plan)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -71,6 +71,8 @@ _NO_PART_OF_THE_MODEL = (
 """Keys of a configuration that do not change what is computed, or that this program sets itself."""
 _PLAIN = Model.model_validate({})
 """Settings that change nothing."""
+_LARGE_VOCABULARY: Final = 2**20
+"""More ids than any tokenizer has."""
 
 
 @dataclass(frozen=True)
@@ -135,14 +137,21 @@ class ModelPlan:
         return described
 
 
-def plan_model(settings: Model, *, base_directory: Path, vocab_size: int) -> ModelPlan:
-    """Read the configuration and check it against the tokenizer. Raises ModelError; builds nothing."""
+def plan_model(
+    settings: Model, *, base_directory: Path, vocab_size: int | None
+) -> ModelPlan:
+    """Read the configuration and check it against the tokenizer. Raises ModelError; builds nothing.
+
+    ``vocab_size``: the tokenizer's; None if the tokenizer is not on this machine. Nothing is compared with it
+    then, and a configuration without a vocabulary gets a large one, which has every id that it may name.
+    """
     if not settings.is_given:
         return ModelPlan(None, None)
     if settings.path is not None:
         plan = plan_directory(base_directory / settings.path, settings)
     else:
-        plan = ModelPlan(_read_config(settings.config or {}, vocab_size), None, settings)
+        default = _LARGE_VOCABULARY if vocab_size is None else vocab_size
+        plan = ModelPlan(_read_config(settings.config or {}, default), None, settings)
     where = f"{_FIELD}.{'config' if settings.path is None else 'path'}"
     raise_if(check_shapes(plan.require_config(), where=where), ModelError)
     text = plan.require_config().get_text_config()
@@ -150,10 +159,10 @@ def plan_model(settings: Model, *, base_directory: Path, vocab_size: int) -> Mod
     if settings.resize_embeddings is not None:
         # Never smaller: a model's own ids stay.
         multiple_of = settings.resize_embeddings.multiple_of
-        rows = padded_size(max(own, vocab_size), multiple_of=multiple_of)
+        rows = padded_size(max(own, vocab_size or 0), multiple_of=multiple_of)
         plan = replace(plan, stored_config=copy.deepcopy(plan.require_config()))
         own = text.vocab_size = rows
-    if own < vocab_size:
+    if vocab_size is not None and own < vocab_size:
         where = f"{_FIELD}.config.vocab_size" if settings.path is None else f"{_FIELD}.path"
         raise ModelError(
             Problem(

@@ -18,11 +18,12 @@ def plan_initial(
     training: Training,
     *,
     base_directory: Path,
-    vocab_size: int,
+    vocab_size: int | None,
     run_directory: Path | None = None,
 ) -> ModelPlan:
     """Plan the model that the file describes; if it describes none, that of the weights to begin with.
 
+    ``vocab_size``: as in ``plan_model``.
     ``run_directory``: has the configuration that the run began with, after which the source is not needed.
     Raises ModelError, RunDirectoryError, and CheckpointError or VolumeError where the source cannot be read.
     """
