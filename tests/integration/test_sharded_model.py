@@ -151,3 +151,98 @@ def test_a_sharded_model_begins_as_a_whole_one_and_sums_every_slot_in_fp32(
             assert len(set(one["held"])) == 1
             assert one["error"] < TOLERANCES.get(name, 1e-5)
         assert sum(one["held"][0] for one in found) == found[0]["size"]
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "tied": {"tie_word_embeddings": True},
+    # Layers that hold their weights the other way round, biases, and a table of positions.
+    "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2},
+    # Norms of queries and keys.
+    "qwen3": {"model_type": "qwen3", "head_dim": 16, "num_key_value_heads": 2},
+    # Experts as one tensor, and routers.
+    "mixtral": {
+        "model_type": "mixtral",
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "output_router_logits": True,
+    },
+}
+ADAPTERS = {"lora": {"rank": 4, "dropout": 0.25}}
+
+
+def compute_both_ways(world: World, directory: Path) -> dict[str, Any]:
+    """The losses of each family's slots in three steps, whole and cut, by precision."""
+    found: dict[str, Any] = {}
+    for precision in ("bf16-autocast", "fp16-autocast"):
+        for name, family in FAMILIES.items():
+            model = {"config": family if "n_embd" in family else {**CONFIG, **family}}
+            cases = {name: model}
+            if name == "llama":
+                cases["adapters"] = {**model, **ADAPTERS}
+            for case, settings in cases.items():
+                found[f"{case} {precision}"] = {
+                    parallelism: _losses(world, directory, settings, precision, parallelism)
+                    for parallelism in ("dataParallel", "fsdp2")
+                }
+    return found
+
+
+def _losses(
+    world: World,
+    directory: Path,
+    model: dict[str, Any],
+    precision: str,
+    parallelism: str,
+) -> list[float]:
+    values = make_training(precision).model_dump(by_alias=True, exclude_unset=True)
+    values["model"] = model
+    values["runtime"]["parallelism"] = parallelism
+    training = Training.model_validate(values)
+    plan = plan_model(training.model, base_directory=directory, vocab_size=257)
+    task, code = load_task(training, directory)
+    data: Any = SimpleNamespace(train=SimpleNamespace(stages=(Stage({}),)))
+    machinery = build_machinery(
+        training, Opened(task, code, data, {}), plan, world, with_weights=True
+    )
+    assert machinery.is_sharded == (parallelism == "fsdp2")
+    gradients = build_gradient_sum(
+        machinery.model,
+        training,
+        slots_per_step=SLOTS,
+        is_sharded=machinery.is_sharded,
+    )
+    losses = []
+    for step in range(3):
+        gradients.begin(world)
+        for slot in range(SLOTS):
+            torch.manual_seed(SLOTS * step + slot)
+            ids = (IDS * (7 + slot) + step) % 257
+            gradients.before_backward(is_last=slot == SLOTS - 1)
+            with machinery.autocast():
+                loss = machinery.loss_of({INPUT_IDS: ids, LABELS: ids}, Stage({})).total
+            # Every rank computes all slots: the sum over ranks is twice that of one.
+            (loss / (2 * world.size * SLOTS * IDS.shape[1])).backward()
+            gradients.after_backward()
+            losses.append(float(loss.detach()))
+        gradients.finish()
+        assert machinery.optimizer is not None
+        machinery.optimizer.step()
+    return losses
+
+
+def test_a_model_that_is_cut_computes_what_a_whole_one_does_under_autocast(
+    tmp_path: Path,
+) -> None:
+    """The weights that autocast rounds are gathered rounded, and no others; what blocks are given is not."""
+    ranks = processes.values(
+        processes.run_world(compute_both_ways, size=2, directory=tmp_path / "run")
+    )
+    for found in ranks:
+        for case, losses in found.items():
+            whole, cut = losses["dataParallel"], losses["fsdp2"]
+            # Nothing has been added up over ranks before the first update.
+            assert cut[:SLOTS] == whole[:SLOTS], case
+            assert cut == pytest.approx(whole, rel=1e-6), case
+            assert len(set(whole)) == len(whole), case

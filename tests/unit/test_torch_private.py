@@ -90,6 +90,72 @@ def test_passes_that_no_backward_pass_followed_are_forgotten(
     assert remembered == []
 
 
+def test_chosen_weights_are_gathered_in_another_type_and_their_gradients_summed_in_fp32(
+    group: dist.ProcessGroup,
+) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.LayerNorm(2))
+    first, norm = module
+    fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu"))
+    torch_private.gather_as(module, {(first, "weight")}, torch.bfloat16)
+    seen: list[torch.dtype] = []
+    norm.register_forward_pre_hook(
+        lambda *_: seen.extend((first.weight.dtype, norm.weight.dtype))
+    )
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            module(torch.ones(1, 2)).sum().backward()
+    assert seen == 2 * [torch.bfloat16, torch.float32]
+    parameters = dict(module.named_parameters())
+    assert parameters.keys() == {"0.weight", "1.weight", "1.bias"}
+    for parameter in parameters.values():
+        assert parameter.dtype == torch.float32
+        assert parameter.grad is not None and parameter.grad.dtype == torch.float32
+
+
+def test_all_weights_of_a_module_can_be_gathered_in_another_type(
+    group: dist.ProcessGroup,
+) -> None:
+    module = cut(group)
+    torch_private.gather_as(module, {(module, "weight"), (module, "bias")}, torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        module(torch.ones(1, 2)).sum().backward()
+    assert module.weight.grad.dtype == module.bias.grad.dtype == torch.float32
+
+
+def test_hooks_on_the_gradient_of_a_parameter_are_seen() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    assert not torch_private.has_gradient_hooks(parameter)
+    parameter.sum().backward()
+    assert not torch_private.has_gradient_hooks(parameter)
+    handle = parameter.register_hook(lambda gradient: gradient)
+    assert torch_private.has_gradient_hooks(parameter)
+    handle.remove()
+    assert not torch_private.has_gradient_hooks(parameter)
+    parameter.register_post_accumulate_grad_hook(lambda _: None)
+    assert torch_private.has_gradient_hooks(parameter)
+
+
+_KEPT_GROUP = """
+import gc, weakref
+import torch.distributed as dist
+from evergrad_trainer import torch_private
+torch_private.keep_groups()
+torch_private.keep_groups()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+group = weakref.ref(dist.group.WORLD)
+dist.destroy_process_group()
+gc.collect()
+assert not dist.is_initialized()
+assert group() is not None
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.barrier()
+"""
+
+
+def test_a_group_that_is_destroyed_is_kept_and_another_can_be_made() -> None:
+    subprocess.run([sys.executable, "-c", _KEPT_GROUP], check=True)
+
+
 def test_a_group_takes_another_timeout_after_its_set_up(group: dist.ProcessGroup) -> None:
     torch_private.set_timeout(group, timedelta(seconds=123))
     backend = group._get_backend(torch.device("cpu"))

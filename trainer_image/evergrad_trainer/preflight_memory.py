@@ -4,7 +4,7 @@ that adapters or a predictor stand beside."""
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from torch import nn
 
@@ -17,9 +17,13 @@ from evergrad_trainer.errors import ModelError
 from evergrad_trainer.machine import Machine
 from evergrad_trainer.models.adapters import check_initial
 from evergrad_trainer.models.architecture import has_attention
-from evergrad_trainer.models.build import ModelPlan, build_empty_model, count_parameters
+from evergrad_trainer.models.build import ModelPlan, build_empty_model
 from evergrad_trainer.models.kernels import problem_of_eager
 from evergrad_trainer.models.memory import ModelFacts, largest_fit, memory_of
+from evergrad_trainer.models.parallel import find_products
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _MODEL: Final = "spec.training.model"
 
@@ -37,15 +41,31 @@ class Finding:
 def model_facts(plan: ModelPlan) -> ModelFacts:
     """Return the sizes of the planned model. Raises ModelError if it cannot be built."""
     config = plan.require_config().get_text_config()
-    has_adapters = plan.settings.lora is not None
+    model = build_empty_model(plan, precision="fp32")
+    parameters = tuple(model.parameters())
+    trained = sum(one.numel() for one in parameters if one.requires_grad)
     return ModelFacts(
-        parameters=count_parameters(plan),
+        parameters=sum(one.numel() for one in parameters),
         hidden_size=hidden_size_of(config),
         num_layers=int(config.num_hidden_layers),
         vocab_size=int(config.vocab_size),
         max_positions=getattr(config, "max_position_embeddings", None),
-        trained=count_parameters(plan, trained_only=True) if has_adapters else None,
+        trained=None if plan.settings.lora is None else trained,
         eager_heads=_eager_heads(plan),
+        unrounded=_count_unrounded(model),
+    )
+
+
+def _count_unrounded(model: "PreTrainedModel") -> int:
+    """Parameters that autocast leaves as they are, without the tables of the vocabulary."""
+    rounded = find_products(model)
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
+    ids = {id(one) for table in tables if table is not None for one in table.parameters()}
+    return sum(
+        parameter.numel()
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if (module, name) not in rounded and id(parameter) not in ids
     )
 
 

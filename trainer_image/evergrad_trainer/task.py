@@ -104,9 +104,12 @@ class Modules:
     The names of trained modules have no dots and are none of the state's own, such as ``optimizer``.
 
     ``parallelism: fsdp2`` cuts each trained module, and of the frozen ones that are not in ``replicated``
-    those of 64 MiB or more, the snapshots and the counterparts: what is cut has all its weights in the type
-    of the products, and what is whole under autocast has not. A module that is cut is whole while it is
-    called; outside of its call each rank holds a part of its weights: see :func:`full_tensor`. Each call
+    those of 64 MiB or more, the snapshots and the counterparts. It computes as what is whole does: under
+    autocast, the weights of linear layers and convolutions are gathered in the type of the products, which
+    autocast would round them to, and all others, what modules are called with and what they return have the
+    types that they have elsewhere. A module that is cut is whole while it is
+    called; outside of its call each rank holds a part of its weights: see :func:`full_tensor`. Hooks on the
+    gradients of trained parameters are refused: FSDP2 would not call them. Each call
     gathers them, so that all ranks call the same modules in the same order, whatever their batches hold; a
     rank that leaves one out lets the others wait in vain. Kept tensors are whole on every rank.
     """

@@ -1,6 +1,7 @@
 """Every private name of torch that Evergrad uses, each with the reason; a test per supported torch holds
 them."""
 
+import dataclasses
 import functools
 import importlib.abc
 import importlib.machinery
@@ -8,7 +9,7 @@ import importlib.util
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
-from torch.utils import _python_dispatch
+from torch.utils import _python_dispatch, _pytree
 
 _COMPILER = "torch._dynamo"
 _SIZES = "torch.fx.experimental.symbolic_shapes"
@@ -24,6 +25,14 @@ _SIZES = "torch.fx.experimental.symbolic_shapes"
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 """The base of a class that sees each operation before it runs. torch documents it and has no public name
 for it."""
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """The tensors in the arguments of an operation, in lists and tuples of them, too.
+
+    torch's own modes look for them in this way, and no public name does.
+    """
+    return [one for one in _pytree.tree_leaves(values) if isinstance(one, torch.Tensor)]
 
 
 def reset_group_counter() -> None:
@@ -104,6 +113,52 @@ def has_foreign_weights(module: Any) -> bool:
             if current is not managed.sharded_param and current is not whole:
                 return True
     return False
+
+
+def gather_as(
+    module: Any, chosen: Container[tuple[nn.Module, str]], dtype: torch.dtype
+) -> None:
+    """Let FSDP2 gather the ``chosen`` of the weights that it has cut for ``module`` in the type ``dtype``.
+
+    ``chosen``: weights by module and name. Their gradients come in that type, too, and are added up over
+    ranks in fp32. To be called before the first call of ``module``.
+
+    FSDP2 gathers weights in groups, and each group has types of its own; but ``fully_shard`` makes a second
+    group only for weights of another process group.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    groups = module._get_fsdp_state()._fsdp_param_groups
+    for group in tuple(groups):
+        own: list[Any] = []
+        rest: list[Any] = []
+        for one in group.fsdp_params:
+            place = one._module_info
+            (own if (place.module, place.param_name) in chosen else rest).append(one)
+        policy = dataclasses.replace(
+            group.mp_policy, param_dtype=dtype, reduce_dtype=torch.float32
+        )
+        if own and rest:
+            group.fsdp_params = rest
+            group = FSDPParamGroup(
+                [],
+                group.modules,
+                group.mesh_info,
+                group.post_forward_mesh_info,
+                group.device,
+                None,
+                policy,
+                group.offload_policy,
+            )
+            group.fsdp_params = own
+            groups.append(group)
+        elif own:
+            group.mp_policy = policy
+
+
+def has_gradient_hooks(parameter: nn.Parameter) -> bool:
+    """Whether something is called with the gradient of ``parameter``. No public name tells."""
+    return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
 
 
 def forget_passes(module: Any) -> None:

@@ -39,6 +39,8 @@ class ModelFacts:
     """Parameters of adapters; None: all parameters are trained."""
     eager_heads: int = 0
     """Heads of eager attention, which holds a score for each pair of tokens; 0: a kernel holds none."""
+    unrounded: int = 0
+    """Parameters outside of the tables that autocast does not round, such as experts that are one tensor."""
 
     @property
     def num_trained(self) -> int:
@@ -53,7 +55,13 @@ class ModelFacts:
         parameters = int(blocks * factor**2 + tables * factor)
         # An adapter's matrices are as long as a layer is wide.
         trained = None if self.trained is None else int(self.trained * factor)
-        return replace(self, parameters=parameters, hidden_size=hidden, trained=trained)
+        return replace(
+            self,
+            parameters=parameters,
+            hidden_size=hidden,
+            trained=trained,
+            unrounded=int(self.unrounded * factor**2),
+        )
 
 
 @dataclass(frozen=True)
@@ -138,12 +146,14 @@ def memory_of(
         state += _AVERAGE_BYTES * facts.num_trained
     if is_sharded:
         state //= runtime.shards or world_size
-        # Gathered in the products' type; a block's gradients are whole until they are reduced, in the
-        # weights' type.
+        # Gathered in the products' type, but for what autocast does not round: the embedding, half of the
+        # tables, and the like. A block's gradients are whole until they are reduced, in the weights' type.
+        unrounded = facts.unrounded // max(1, facts.num_layers)
         gathered = (
-            GROUPS_GATHERED * block * product
+            GROUPS_GATHERED * (block * product + unrounded * (weight - product))
             + 2 * block * weight
-            + tables * (product + weight)
+            + tables * (product + weight) // 2
+            + tables * weight
         )
         # A reference's blocks are gone before the model's come; its head is needed beside the model's.
         gathered += references * facts.vocab_size * facts.hidden_size * product

@@ -20,6 +20,24 @@ from evergrad_trainer.world import World
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+_PRODUCT_TYPES: Final = {
+    "bf16-autocast": torch.bfloat16,
+    "fp16-autocast": torch.float16,
+}
+"""The type that autocast rounds weights to, by precision."""
+_PRODUCTS: Final = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+"""Modules whose weights autocast rounds before it computes with them, and that do nothing else with them.
+
+Just these classes, none derived from them: a forward pass of its own may read the weights as they are.
+"""
 LARGE_BYTES: Final = 64 * 2**20
 """Weights from which on a frozen module is cut: less is no burden for a process, and gathering it in every
 pass would cost more than it saves."""
@@ -86,6 +104,39 @@ def find_shared(cuts: Mapping[str, Cut]) -> Iterator[tuple[str, str]]:
                 yield where, f"{name}.{own}"
 
 
+def find_products(model: nn.Module) -> set[tuple[nn.Module, str]]:
+    """The parameters, by module and name, that are used in products alone, which autocast computes in a
+    narrower type."""
+    users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            users.setdefault(parameter, []).append((module, name))
+    adapters = set(_adapters_in(model))
+    return {
+        one
+        for uses in users.values()
+        if all(_is_product(module) and module not in adapters for module, _ in uses)
+        for one in uses
+    }
+
+
+def _is_product(module: nn.Module) -> bool:
+    kind = type(module)
+    # GPT-2's layer is known by its name, since transformers may not have been imported.
+    name = f"{kind.__module__}.{kind.__name__}"
+    return kind in _PRODUCTS or name == "transformers.pytorch_utils.Conv1D"
+
+
+def _adapters_in(module: nn.Module) -> Iterator[nn.Module]:
+    """Parts of adapters: peft gives what they are called with the type of their weights, and dropout would
+    round otherwise in a narrower one."""
+    for part in module.modules():
+        if type(part).__module__.startswith("peft."):
+            for name, child in part.named_children():
+                if name != "base_layer":
+                    yield from child.modules()
+
+
 def shard(cuts: Sequence[Cut], world: World, sharding: Sharding) -> None:
     """Cut modules in place, unit by unit (FSDP2). Gradients are summed over all ranks, not averaged.
 
@@ -98,21 +149,16 @@ def shard(cuts: Sequence[Cut], world: World, sharding: Sharding) -> None:
         return
     # One for all: the norm of the gradients is taken over the parts of all modules together.
     mesh = _build_mesh(world, sharding)
-    # Gathered weights have the type of the products, which halves traffic and memory; sums over ranks keep
-    # the type of the weights, which are fp32 but in pure bf16.
-    policy = {
-        "bf16-autocast": MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-        ),
-        "fp16-autocast": MixedPrecisionPolicy(
-            param_dtype=torch.float16, reduce_dtype=torch.float32
-        ),
-        "bf16": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
-    }.get(sharding.precision, MixedPrecisionPolicy())
+    # Nothing but the weights has another type: what a module is given, and what it gives, is as autocast has
+    # it for modules that are whole. Sums over ranks keep the type of the weights, which are fp32 but in pure
+    # bf16.
+    reduced = torch.bfloat16 if sharding.precision == "bf16" else None
+    policy = MixedPrecisionPolicy(reduce_dtype=reduced, cast_forward_inputs=False)
     for cut in cuts:
         # From the inside out: a module takes what its own modules have not taken.
         *inner, root = cut.units()
         blocks = cut.blocks or transformer_blocks(cut.module)
+        products = find_products(cut.module)
         for unit in inner:
             # The last block is the first that the backward pass needs: it would be gathered again at once.
             # Most frozen modules have no backward pass.
@@ -123,6 +169,9 @@ def shard(cuts: Sequence[Cut], world: World, sharding: Sharding) -> None:
         fully_shard(root, mesh=mesh, mp_policy=policy)
         for module in root.modules():
             if isinstance(module, FSDPModule):
+                if (kind := _PRODUCT_TYPES.get(sharding.precision)) is not None:
+                    # Half the traffic and memory, and the bits that autocast would make of the whole weights.
+                    torch_private.gather_as(module, products, kind)
                 # The step divides by what its samples weigh, not by the number of ranks; gloo has no sums
                 # that divide.
                 module.set_gradient_divide_factor(1.0)
