@@ -8,6 +8,7 @@ from torch import nn
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Training
+from evergrad_trainer import torch_private
 from evergrad_trainer.errors import ModelError
 from evergrad_trainer.models import parallel
 from evergrad_trainer.models.deferred import DeferredModel
@@ -126,8 +127,8 @@ def plan_cuts(modules: Modules) -> dict[str, Cut]:
     }
     for name, module in modules.frozen.items():
         size = sum(one.numel() * one.element_size() for one in module.parameters())
-        # However small, as what it is compared with: what is cut has all its weights in the products' type
-        # while it is called, and what is whole under autocast has not.
+        # However small: a snapshot's parts are copied from those of what it is of, and a counterpart is
+        # called as often as what it is compared with.
         is_counterpart = name in modules.snapshots or name in modules.counterparts
         is_cut = size >= parallel.LARGE_BYTES or (is_counterpart and size > 0)
         if is_cut and name not in modules.replicated:
@@ -160,6 +161,14 @@ def _sharding_problems(cuts: Mapping[str, Cut]) -> Iterator[Problem]:
                 )
             # Frozen ones may differ, but require gradients as long as the task has only built them.
             if parameter.requires_grad and not cut.is_frozen:
+                if torch_private.has_gradient_hooks(parameter):
+                    why = "FSDP2 computes with parameters of its own, and would not call the hook"
+                    yield refuse(
+                        name,
+                        f"{name}.{own}, whose gradient has a hook",
+                        why,
+                        "Change the gradient in the module's forward pass (torch.autograd.Function)",
+                    )
                 types.setdefault(unit, set()).add(
                     str(parameter.dtype).removeprefix("torch.")
                 )
