@@ -339,3 +339,37 @@ def test_several_modules_are_cut_stopped_resumed_by_more_processes_and_exported(
     experiment.command("checkpoint", "export", "runs/cut", "--output", "exported").expect(
         DONE
     )
+
+
+NORMED = """
+from torch import nn
+
+from evergrad_trainer.recipes.pretrain import Pretrain
+from evergrad_trainer.task import Loss, Modules
+
+
+class Normed(Pretrain):
+    def build(self, build_model):
+        return Modules({"model": build_model(), "extra": nn.Sequential(nn.BatchNorm1d(8))})
+
+    def loss(self, modules, batch, stage):
+        loss = super().loss(modules, batch, stage).total
+        rows = batch["input_ids"].flatten()[:16].float().view(2, 8) / 256
+        return Loss(loss + modules.trained["extra"](rows).square().sum())
+"""
+
+
+@pytest.mark.parametrize("parallelism", ["dataParallel", "fsdp2"])
+def test_statistics_of_batches_are_refused_with_several_workers_before_the_first_step(
+    experiment: Experiment, parallelism: str
+) -> None:
+    runtime = {"parallelism": parallelism, "device": "cpu", "precision": "fp32"}
+    experiment.write(recipe(recipe="normed:Normed", runtime=runtime))
+    (experiment.path / "normed.py").write_text(NORMED, "utf-8")
+    ended = experiment.run("--workers", "2", directory="shared", expect=USER_ERROR)
+    assert "the forward pass changes extra.0.running_mean, extra.0.running_var" in ended.err
+    assert "LayerNorm" in ended.err
+    assert not list(experiment.at("shared").glob("checkpoints/step-*"))
+    # One worker changes them in the same way each time, and saves and resumes them.
+    experiment.run(directory="alone")
+    assert "extra.0.running_mean" in final_state(experiment.at("alone"))

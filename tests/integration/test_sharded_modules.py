@@ -602,3 +602,78 @@ def test_a_frozen_model_of_the_file_has_its_weights_also_where_a_checkpoint_foll
         assert all(one == ranks[0]["hashes"][0] for one in found["hashes"])
         # It is a copy of what is trained, before the first step.
         assert found["losses"] == [0.0, 0.0]
+
+
+class Remembering(Distilled):
+    """Reads a weight, or changes one, before the first step."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.before: torch.Tensor | None = None
+
+    def build(self, build_model: Any) -> Modules:
+        model = build_model()
+        if self.where == "build":
+            with torch.no_grad():
+                model.get_input_embeddings().weight.zero_()
+        return Modules({"model": model})
+
+    def enter(self, modules: Modules, stage: Stage) -> None:
+        if self.where == "enter":
+            weight = modules.trained["model"].get_input_embeddings().weight  # type: ignore[operator]
+            self.before = full_tensor(weight).detach().clone()
+
+    def after_update(self, modules: Modules, metrics: Mapping[str, float]) -> None: ...
+
+
+def remember(world: World, directory: Path) -> dict[str, Any]:
+    plan = plan_model(make_training().model, base_directory=directory, vocab_size=257)
+    found: dict[str, Any] = {}
+    for where in ("nowhere", "build", "enter"):
+        for kind, runtime in (("whole", REPLICATED), ("cut", SHARDED)):
+            task = Remembering(where)
+            machinery = build(world, runtime, task=task, plan=plan)
+            weight: Any = machinery.modules.trained["model"]
+            table = whole(weight.get_input_embeddings().weight).detach()
+            found[f"{where}, {kind}"] = {
+                "table": float(table.abs().sum()),
+                "remembered": None
+                if task.before is None
+                else torch.equal(task.before, table),
+            }
+    return found
+
+
+def test_a_task_that_reads_or_changes_weights_first_gets_those_of_a_whole_model(
+    tmp_path: Path,
+) -> None:
+    """Weights that are made after the cut would be read as nothing, and changes of them would be lost."""
+    ranks = processes.values(
+        processes.run_world(remember, size=2, directory=tmp_path / "run")
+    )
+    for found in ranks:
+        for where in ("nowhere", "build", "enter"):
+            assert found[f"{where}, cut"] == found[f"{where}, whole"]
+        assert found["build, cut"]["table"] == 0 < found["nowhere, cut"]["table"]
+        assert found["enter, cut"]["remembered"] is True
+
+
+class Hooked(Distilled):
+    """Keeps some of a weight still by a hook on its gradient."""
+
+    def build(self, build_model: Any) -> Modules:
+        layer = nn.Linear(WIDTH, WIDTH)
+        layer.weight.register_hook(lambda gradient: gradient * 0)
+        return Modules({"encoder": layer})
+
+    def enter(self, modules: Modules, stage: Stage) -> None: ...
+
+
+def test_hooks_on_gradients_are_refused_where_modules_are_cut() -> None:
+    """By a process alone, too: it may be joined by others."""
+    world = World(1, rank=0, size=1, device=torch.device("cpu"))
+    build(world, REPLICATED, task=Hooked())
+    with pytest.raises(TaskInputError) as raised:
+        build(world, SHARDED, task=Hooked())
+    assert "fsdp2 cannot cut encoder.weight, whose gradient has a hook" in str(raised.value)
+    assert "parallelism: dataParallel" in str(raised.value)

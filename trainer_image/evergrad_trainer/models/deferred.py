@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from evergrad_trainer.models.build import DTYPES, ModelPlan, change_model
 from evergrad_trainer.models.randomness import Purpose, keyed_seed
 from evergrad_trainer.models.stored_files import INDEX, SINGLE
-from evergrad_trainer.torch_private import TorchDispatchMode
+from evergrad_trainer.torch_private import TorchDispatchMode, tensors_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -83,6 +83,34 @@ class _Recorder(TorchDispatchMode):
             self.fills.append(
                 _Fill(func, storage, length, part, target.dtype, tuple(args[1:]))
             )
+        return func(*args, **(kwargs or {}))
+
+
+class Reads(TorchDispatchMode):
+    """Dispatch mode that ends with NotImplementedError what reads or changes a tensor without memory.
+
+    A copy of such a tensor would have no values either, and a change of it would be lost, without a word.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._is_allowed = False
+
+    @contextlib.contextmanager
+    def allowed(self) -> Iterator[None]:
+        """While a model without memory is made."""
+        self._is_allowed = True
+        try:
+            yield
+        finally:
+            self._is_allowed = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = tensors_in((args, kwargs))
+        if not self._is_allowed and any(one.is_meta for one in given):
+            raise NotImplementedError(f"{func} of a weight that is not there yet")
         return func(*args, **(kwargs or {}))
 
 

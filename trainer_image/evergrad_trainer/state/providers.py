@@ -179,11 +179,16 @@ def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
         for name, parameter in module.named_parameters()
         if name not in base
     }
-    # Other buffers, such as tables of positions, are computed again by each process.
+    return tensors | module_buffers(module)
+
+
+def module_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Persistent buffers of ``module``, live, by their names in it.
+
+    Others, such as tables of positions, are no part of its state: each process computes them again.
+    """
     persistent = set(module.state_dict(keep_vars=True))
-    return tensors | {
-        name: buffer for name, buffer in module.named_buffers() if name in persistent
-    }
+    return {name: buffer for name, buffer in module.named_buffers() if name in persistent}
 
 
 def base_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from evergrad_trainer.data.prefetch import Prefetcher
 from evergrad_trainer.data.stream import TrainingStream
 from evergrad_trainer.models.build import ModelPlan, build_model
 from evergrad_trainer.models.compilation import compile_blocks, should_compile
-from evergrad_trainer.models.deferred import DeferredModel, defer_model
+from evergrad_trainer.models.deferred import DeferredModel, Reads, defer_model
 from evergrad_trainer.models.determinism import choose_determinism
 from evergrad_trainer.models.kernels import attention_shape, choose_autocast, choose_kernels
 from evergrad_trainer.models.parallel import (
@@ -42,6 +42,7 @@ from evergrad_trainer.state.providers import (
 from evergrad_trainer.state.registry import EMA, KEPT, LOSS_SCALE, OPTIMIZER, Registry
 from evergrad_trainer.state.replicas import compare_states
 from evergrad_trainer.task import Modules
+from evergrad_trainer.training.buffers import BufferWatch
 from evergrad_trainer.training.calls import GuardedStream, build_loss, build_measures
 from evergrad_trainer.training.evaluation import EvaluationRunner
 from evergrad_trainer.training.frozen import (
@@ -286,21 +287,25 @@ def _build_modules(
     """
     seed, precision = training.reproducibility.seed, training.runtime.precision
 
-    def build_all(build_one: Callable[[], nn.Module]) -> Modules:
+    def build_all(
+        build_one: Callable[[], nn.Module], reads: Reads | None = None
+    ) -> Modules:
         def build() -> nn.Module:
-            model = build_one()
+            with nullcontext() if reads is None else reads.allowed():
+                model = build_one()
             # Modules that are made after this one get the same values whether or not its weights were
             # initialised.
             seed_generators(seed, 0, 1, Purpose.INITIAL_WEIGHTS)
             return model
 
         seed_generators(seed, 0, 0, Purpose.INITIAL_WEIGHTS)
-        modules = opened.task.build(build)
-        check_modules(modules, training, opened.code)
-        for frozen in modules.frozen.values():
-            frozen.requires_grad_(False).eval()
-        with torch.no_grad():
-            opened.task.enter(modules, opened.data.train.stages[0])
+        with nullcontext() if reads is None else reads:
+            modules = opened.task.build(build)
+            check_modules(modules, training, opened.code)
+            for frozen in modules.frozen.values():
+                frozen.requires_grad_(False).eval()
+            with torch.no_grad():
+                opened.task.enter(modules, opened.data.train.stages[0])
         return modules
 
     if is_deferred and plan.config is not None:
@@ -315,9 +320,9 @@ def _build_modules(
             made.append(one)
             return one.model
 
-        # A task that reads weights, for a snapshot of them, cannot do so before they are there.
+        # A task that reads weights, or changes them, cannot do so before they are there.
         with contextlib.suppress(NotImplementedError, RuntimeError):
-            modules = build_all(defer)
+            modules = build_all(defer, Reads())
             used = choose_deferred(made, modules, with_weights=with_weights)
             if used is not None:
                 return modules, used
@@ -376,9 +381,17 @@ def build_comparison(machinery: Machinery, membership: Membership) -> Callable[[
 
 
 def build_stepper(
-    training: Training, machinery: Machinery, stream: TrainingStream, *, total_steps: int
+    training: Training,
+    machinery: Machinery,
+    stream: TrainingStream,
+    *,
+    total_steps: int,
+    may_share: bool = False,
 ) -> Stepper:
-    """Build what runs one step. Raises ValueError for what was built without an optimizer."""
+    """Build what runs one step. Raises ValueError for what was built without an optimizer.
+
+    ``may_share``: several workers may train together, if not from the start.
+    """
     if machinery.optimizer is None:
         raise ValueError("there is no optimizer: this was built to be evaluated")
     batching = training.batching
@@ -411,6 +424,9 @@ def build_stepper(
         autocast=machinery.autocast,
         loss_scale=machinery.loss_scale,
         clock=build_clock(device),
+        buffers=BufferWatch(
+            machinery.modules.trained, machinery.opened.code, may_share=may_share
+        ),
     )
     settings = StepSettings(
         seed=training.reproducibility.seed,

@@ -112,9 +112,8 @@ class Stepper:
         batch = parts.prefetcher.take(step, 0)
         # No collective: the slot is not the last one, so that nothing is summed over ranks.
         parts.gradients.begin(world)
-        self._forward_backward(
-            step, 0, batch, device=world.device, scale=0.0, is_last=False
-        )
+        with parts.buffers.restoring():
+            self._forward_backward(step, 0, batch, world=world, scale=0.0, is_last=False)
         parts.gradients.forget()
 
     def forget_buffers(self) -> None:
@@ -147,7 +146,7 @@ class Stepper:
                     step,
                     slot,
                     batch,
-                    device=world.device,
+                    world=world,
                     scale=float(is_real),
                     is_last=is_last,
                 )
@@ -193,11 +192,11 @@ class Stepper:
         slot: int,
         batch: Batch,
         *,
-        device: torch.device,
+        world: World,
         scale: float,
         is_last: bool,
     ) -> Loss:
-        parts, settings = self._parts, self._settings
+        parts, settings, device = self._parts, self._settings, world.device
         # Randomness belongs to the slot, not to the rank that computes it.
         seed_generators(settings.seed, step, slot, Purpose.FORWARD)
         tensors = {
@@ -207,7 +206,8 @@ class Stepper:
         parts.gradients.before_backward(is_last=is_last)
         # Collectives of FSDP2 in both passes and, in the last backward pass, sums of gradients that begin.
         stage = parts.stream.stage(step)
-        with parts.autocast():
+        watching = parts.buffers.watching(stage, num_workers=world.size)
+        with watching, parts.autocast():
             loss = parts.loss_of(tensors, stage)
         # Divided here, not after the sum, so that gradients of big batches stay in the range of their type.
         share = scale / settings.nominal_weight

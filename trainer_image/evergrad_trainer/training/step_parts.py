@@ -16,6 +16,7 @@ from evergrad_trainer.models.gradients import GradientSum
 from evergrad_trainer.optim.loss_scale import LossScale
 from evergrad_trainer.optim.schedule import LearningRate
 from evergrad_trainer.task import Loss, Tensors
+from evergrad_trainer.training.buffers import BufferWatch
 from evergrad_trainer.training.phase_clock import HostClock, PhaseClock
 
 LossOf = Callable[[Tensors, Stage], Loss]
@@ -55,6 +56,8 @@ class StepParts:
     loss_scale: LossScale | None = None
     """Loss scale of products in fp16."""
     clock: PhaseClock = field(default_factory=HostClock)
+    buffers: BufferWatch = field(default_factory=BufferWatch)
+    """Refuses modules whose buffers a forward pass changes; by default none has any."""
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,13 @@ def has_steps(directory: RunDirectory) -> bool:
     return has_checkpoints(directory) or last_step(directory) > 0
 
 
+def most_workers(session: Session) -> int:
+    """Workers that may train together, as far as the file and the world of this process say."""
+    spec = session.plan.run.spec
+    named = spec.nodes.largest * (spec.workers_per_node or 1)
+    return max(named, session.membership.world.size)
+
+
 def build_run(
     session: Session, machinery: Machinery, checkpoints: CheckpointManager
 ) -> Run:
@@ -93,7 +100,11 @@ def build_run(
         ),
         membership=session.membership,
         stepper=build_stepper(
-            training, machinery, session.data.train, total_steps=numbers.total_steps
+            training,
+            machinery,
+            session.data.train,
+            total_steps=numbers.total_steps,
+            may_share=most_workers(session) > 1,
         ),
         stream=session.data.train,
         checkpoints=checkpoints,
