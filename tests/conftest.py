@@ -20,6 +20,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(LONG_SECONDS))
 
 
+class _FailuresAtOnce:
+    """Names each failed test when it fails: the report comes after the last test, half an hour later."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            terminal.write(f"\nFAILED {report.nodeid} ({report.when})\n")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Move TMPDIR.
 
@@ -27,6 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if hasattr(config, "workerinput"):
         return
+    config.pluginmanager.register(_FailuresAtOnce(config))
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     folder = tempfile.mkdtemp(prefix="evergrad-tests-")
     os.environ["TMPDIR"], tempfile.tempdir = folder, folder

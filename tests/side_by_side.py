@@ -22,6 +22,8 @@ from types import FrameType
 from typing import BinaryIO
 
 _SECONDS_BETWEEN_LINES = 60.0
+_FAILED = "FAILED "
+"""What a line begins with that pytest, and tests/conftest.py, write for a test that has failed."""
 _SECONDS_TO_CLEAN_UP = 120.0
 """Time for fixtures to take down what they started, such as a cluster."""
 _NICENESS = 5
@@ -68,14 +70,19 @@ def _start(
 def _wait(
     first: "subprocess.Popen[bytes]", second: "subprocess.Popen[bytes]", words: int
 ) -> None:
-    """Until the front has ended; says once a minute how far the other is."""
+    """Until the front has ended; says once a minute how far the other is, and which tests of it have failed."""
+    begin = 0
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             first.wait(timeout=_SECONDS_BETWEEN_LINES)
             return
-        said = os.pread(words, 400, max(0, os.fstat(words).st_size - 400)).decode(
-            errors="replace"
-        )
+        size = os.fstat(words).st_size
+        whole, _, _ = os.pread(words, size - begin, begin).rpartition(b"\n")
+        begin += len(whole)
+        for line in whole.decode(errors="replace").splitlines():
+            if line.startswith(_FAILED):
+                print(f"{time.strftime('%T')}  behind: {line}", flush=True)
+        said = os.pread(words, 400, max(0, size - 400)).decode(errors="replace")
         last = said.strip().rpartition("\n")[2][-100:]
         state = "ended" if second.poll() is not None else "is at"
         print(f"{time.strftime('%T')}  behind: {state}: {last}", flush=True)
