@@ -78,7 +78,12 @@ def test_a_run_does_not_go_on_with_another_packing(apart: Experiment) -> None:
             "the attention of mamba is not known to keep the documents of a sample apart",
         ),
         (
-            {**MODEL, "model_type": "mistral", "sliding_window": 8},
+            {
+                **MODEL,
+                "model_type": "mistral",
+                "num_key_value_heads": 2,
+                "sliding_window": 8,
+            },
             "attention of mistral sees 8 tokens here",
         ),
     ],
