@@ -169,8 +169,13 @@ async def attack(coordinator: Coordinator, rng: random.Random, *, share: float) 
 @pytest.mark.slow
 def test_a_hundred_thousand_bad_messages_harm_nobody(start: Start) -> None:
     # One core for all: a node that answers in time needs its turn, not a faster coordinator.
-    coordinator = start("--silence", "30", "--lease", "60").wait_until_listening()
-    asyncio.run(run_beside_a_group(coordinator))
+    silence, lease = str(PATIENCE), str(2 * PATIENCE)
+    coordinator = start("--silence", silence, "--lease", lease).wait_until_listening()
+    try:
+        asyncio.run(run_beside_a_group(coordinator))
+    except OSError as error:
+        error.add_note(f"{coordinator.process.poll()=}\n{coordinator.log_text()[-3000:]}")
+        raise
 
 
 async def run_beside_a_group(coordinator: Coordinator) -> None:

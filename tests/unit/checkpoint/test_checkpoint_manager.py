@@ -718,6 +718,29 @@ def test_a_damaged_checkpoint_is_quarantined_and_the_older_one_loads(
     assert make_solo().restore() == 1000
 
 
+def test_a_fallback_is_reported_again_until_the_events_of_the_run_have_it(
+    make_solo: MakeSolo,
+) -> None:
+    """The only process may be killed between setting a checkpoint aside and its first event."""
+    solo = make_solo()
+    solo.save(1000)
+    solo.save(1200)
+    flip(solo.directory / "step-1200")
+    killed = make_solo()
+    killed.restore()
+    ((_, reported), _) = killed.events
+
+    again = make_solo()
+    assert again.restore() == 1000
+    assert again.events[0] == ("fallback", reported)
+    again.manager.note_announced()
+    after = make_solo()
+    assert after.restore() == 1000
+    assert [name for name, _ in after.events] == ["restored"]
+    # Whoever has nothing to forget asks all the same.
+    after.manager.note_announced()
+
+
 def test_a_checkpoint_that_was_set_aside_no_longer_counts_as_published(
     make_solo: MakeSolo,
 ) -> None:

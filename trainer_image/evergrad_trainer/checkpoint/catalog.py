@@ -4,7 +4,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,29 @@ class Catalog:
         # One rename: readers see all of a checkpoint under the one name or under the other.
         (self._directory / layout.QUARANTINE).mkdir(exist_ok=True)
         return self._rename_into(layout.QUARANTINE, name)
+
+    def note_fallback(self, fallback: Mapping[str, Any]) -> None:
+        """Keep what was set aside, and why, until the run's events have it.
+
+        The process that sets it aside may be killed before it has written an event, and what the next start
+        finds is whole.
+        """
+        noted = [*self.noted_fallbacks(), dict(fallback)]
+        replace_durably(
+            self._directory / layout.FALLBACKS, (json.dumps(noted) + "\n").encode()
+        )
+
+    def noted_fallbacks(self) -> list[dict[str, Any]]:
+        """What was noted and not forgotten yet, oldest first."""
+        try:
+            noted: Any = json.loads((self._directory / layout.FALLBACKS).read_bytes())
+        except (OSError, ValueError):
+            return []
+        return [one for one in noted if isinstance(one, dict)]
+
+    def forget_fallbacks(self) -> None:
+        """The run's events have what was noted."""
+        (self._directory / layout.FALLBACKS).unlink(missing_ok=True)
 
     def remove(self, name: str) -> None:
         """Delete a checkpoint.

@@ -9,6 +9,7 @@
     best.json                which checkpoint is kept as the best
     .trash/                  removal renames into here first
     quarantine/              what did not validate, kept for inspection
+    fallbacks.json           what was set aside and may not be in the run's events yet
     leases/                  which checkpoints readers beside the run hold
     evaluated/               which checkpoints `evergrad evaluate` is done with
 """
@@ -23,6 +24,7 @@ GENERATIONS = "gen"
 ATTEMPTS = CheckpointFile.ATTEMPTS
 TRASH = CheckpointFile.TRASH
 QUARANTINE = "quarantine"
+FALLBACKS = "fallbacks.json"
 LEASES = CheckpointFile.LEASES
 EVALUATED = "evaluated"
 LATEST = "latest"

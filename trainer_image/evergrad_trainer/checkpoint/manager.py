@@ -230,15 +230,29 @@ class CheckpointManager:
         if found is None:
             return None
         restored, rejected = found
-        for passed in rejected:
-            fields = asdict(passed)
-            del fields["step"]
+        passed = [asdict(one) for one in rejected]
+        if world.is_main:
+            # Also those of an earlier start, whose process was lost before it had written them.
+            noted = self._store.catalog.noted_fallbacks()
+            passed = [*(one for one in noted if one not in passed), *passed]
+        for fields in passed:
+            fields.pop("step", None)
             self._on_event(EventType.FALLBACK, fields)
         self._on_event(
             EventType.RESTORED,
             {"checkpoint": restored.path.name, "seconds": restored.seconds},
         )
         return restored
+
+    def note_announced(self) -> None:
+        """Forget the fallbacks that were noted: the run's events have them. Called by every rank."""
+        if not self._membership.world.is_main:
+            return
+        try:
+            self._store.catalog.forget_fallbacks()
+        except OSError as error:
+            # The next start reports them again, which does no harm.
+            _log.warning("%s: %s", self._directory, error)
 
     def close(self) -> None:
         """Wait for a save under way, report it and give the memory back. Raises as ``wait`` does."""

@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
 
 from evergrad_manifest.differences import changed_fields, problems_of_changes
@@ -265,14 +265,23 @@ def _set_aside(
     error: InvalidCheckpointError | OSError | VolumeError,
 ) -> Rejected:
     """Quarantine what is damaged; what could not be read this time may be fine and stays."""
-    moved = None
-    if search.may_quarantine and isinstance(error, InvalidCheckpointError):
-        try:
-            moved = search.store.catalog.quarantine(candidate.name)
-        except OSError as refusal:
-            where = search.store.reader.locate(candidate.name)
-            _log.warning("%s could not be set aside: %s", where, refusal)
-    return Rejected(candidate.name, candidate.version.step, str(error), moved)
+    step, reason = candidate.version.step, str(error)
+    rejected = Rejected(candidate.name, step, reason, None)
+    if not search.may_quarantine or not isinstance(error, InvalidCheckpointError):
+        return rejected
+    catalog = search.store.catalog
+    where = search.store.reader.locate(candidate.name)
+    try:
+        moved = catalog.quarantine(candidate.name)
+    except OSError as refusal:
+        _log.warning("%s could not be set aside: %s", where, refusal)
+        return rejected
+    rejected = replace(rejected, quarantined_as=moved)
+    try:
+        catalog.note_fallback(asdict(rejected))
+    except OSError as refusal:
+        _log.warning("that %s was set aside could not be noted: %s", where, refusal)
+    return rejected
 
 
 _IDENTITY = (

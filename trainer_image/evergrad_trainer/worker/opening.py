@@ -1,6 +1,8 @@
 """Opens and builds what a process needs before its first step: recipe, checkpoints, and everything the loop
 uses."""
 
+import functools
+
 from evergrad_manifest.task_files import hash_task, task_path
 from evergrad_trainer.checkpoint.manager import CheckpointManager
 from evergrad_trainer.checkpoint.store import open_store
@@ -72,6 +74,11 @@ def has_steps(directory: RunDirectory) -> bool:
     return has_checkpoints(directory) or last_step(directory) > 0
 
 
+def _follow_first_step(session: Session, checkpoints: CheckpointManager) -> None:
+    announce_first_step(session)
+    checkpoints.note_announced()
+
+
 def most_workers(session: Session) -> int:
     """Workers that may train together, as far as the file and the world of this process say."""
     spec = session.plan.run.spec
@@ -123,7 +130,7 @@ def build_run(
         tokens_per_step=numbers.tokens_per_step,
         is_signalled=session.is_signalled,
         compare=build_comparison(machinery, session.membership),
-        on_first_step=lambda: announce_first_step(session),
+        on_first_step=functools.partial(_follow_first_step, session, checkpoints),
         finish_state=build_finish(
             machinery.opened,
             machinery.modules,
