@@ -9,15 +9,13 @@ import json
 import os
 import secrets
 from pathlib import Path
-from typing import Final
 
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 from evergrad_manifest.sources import find_sources, hash_each, hash_sources
 from evergrad_manifest.training import RECIPES, Training
+from evergrad_manifest.training.own_task import MOST_FILE_BYTES
 
 _FIELD = "spec.training.recipe"
-MAX_BYTES: Final = 256 * 1024
-"""Most bytes of all files together: they are in the run's object and in its ConfigMap, which hold a MiB."""
 
 
 def task_folder(training: Training, base_directory: Path) -> Path:
@@ -77,9 +75,9 @@ def collect_task(training: Training, base_directory: Path) -> dict[str, str]:
     # Refused here, where the names of the files are known: the API server would only say that the object is
     # too large.
     size = sum(len(text.encode()) for text in files.values())
-    if size > MAX_BYTES:
+    if size > MOST_FILE_BYTES:
         what = f"{', '.join(files)} are {size:,} bytes together"
-        why = f"a run carries at most {MAX_BYTES:,}"
+        why = f"a run carries at most {MOST_FILE_BYTES:,}"
         raise ConfigurationError(
             Problem(
                 _FIELD,

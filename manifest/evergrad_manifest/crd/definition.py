@@ -2,15 +2,15 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any, Final
 
 import yaml
 
 from evergrad_manifest.crd.rules import RULES
-from evergrad_manifest.crd.schema import section_schema
 from evergrad_manifest.crd.status import STATUS
-from evergrad_manifest.envelope import Spec
 from evergrad_manifest.structure.nodes import VALIDATIONS, Schema, text
+from evergrad_manifest.structure.sections import build_spec
 
 GROUP: Final = "evergrad.dev"
 VERSION: Final = "v1alpha1"
@@ -114,7 +114,7 @@ def build_root() -> Schema:
     # status is not required: a run has none before the operator has first seen it.
     spec = {
         "description": "Program of the run, and where it runs.",
-        **section_schema(Spec, "spec."),
+        **deepcopy(build_spec()),
     }
     root: Schema = {
         "type": "object",

@@ -41,6 +41,8 @@ LONGEST_SECONDS: Final = 2**31 - 1
 """The longest time Kubernetes' own fields of this kind can hold, in seconds."""
 MAX_SPEC_BYTES: Final = 700_000
 """Size of a run's ``spec`` as JSON that leaves room in the ConfigMap for the other texts in it."""
+MOST_ANNOTATION_BYTES: Final = 256 * 1024
+"""The most that Kubernetes keeps of one object's annotations: its TotalAnnotationSizeLimitB."""
 
 _MIN, _MAX = "spec.nodes.min", "spec.nodes.max"
 
@@ -62,6 +64,23 @@ class Metadata(Section):
     """Labels of the object; they do not change the run."""
     annotations: dict[str, str] = Field(default_factory=dict)
     """Annotations of the object; they do not change the run."""
+
+
+def check_annotations(view: View) -> Iterator[Problem]:
+    """Annotations fit into an object: of the run, and of its pods."""
+    for where in ("metadata", "spec.template"):
+        values = view.raw(*where.split("."), "annotations")
+        size = sum(
+            len(f"{key}{value}".encode(errors="replace"))
+            for key, value in (values.items() if isinstance(values, Mapping) else ())
+        )
+        if size > MOST_ANNOTATION_BYTES:
+            why = (
+                f"an API server keeps at most {MOST_ANNOTATION_BYTES} bytes of annotations, keys and "
+                "values together"
+            )
+            what = f"{size} bytes are too many"
+            yield Problem(f"{where}.annotations", what, why, "Shorten them")
 
 
 def check_labels(view: View) -> Iterator[Problem]:
@@ -312,6 +331,7 @@ RULES: Final = (
     *RULES_OF_STORAGE,
     check_image,
     check_labels,
+    check_annotations,
     *RULES_OF_TEMPLATE,
     *RULES_OF_PODS_BESIDE,
     check_kind,

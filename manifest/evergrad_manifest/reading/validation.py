@@ -10,8 +10,13 @@ from evergrad_manifest.errors import ConfigurationError, Problem
 from evergrad_manifest.nesting import check_depth
 from evergrad_manifest.raw import value_at
 from evergrad_manifest.reading.problems import at_most, problems_of
-from evergrad_manifest.structure.check import check_structure, less_known
+from evergrad_manifest.structure.check import (
+    check_structure,
+    less_known,
+    without_stored_nulls,
+)
 from evergrad_manifest.structure.pod_template import build_fragments
+from evergrad_manifest.structure.sections import build_spec
 from evergrad_manifest.training import RULES as RULES_OF_TRAINING
 from evergrad_manifest.values.numbers import with_whole_numbers
 from evergrad_manifest.view import View, without_nulls
@@ -35,27 +40,35 @@ def check_run(raw: Mapping[str, Any]) -> tuple[TrainingRun | None, list[Problem]
     if (too_deep := check_depth(raw)) is not None:
         return None, [too_deep]
 
-    pruned = without_nulls(raw, TrainingRun)
+    pruned = _as_stored(raw)
     run: TrainingRun | None = None
     problems: list[Problem] = []
     try:
         run = TrainingRun.model_validate(pruned)
     except ValidationError as error:
         problems += problems_of(error, pruned)
+
+    # Rules of several fields.
     view = View(pruned, TrainingRun)
     # Rules of a recipe would find everything missing in a script.
     has_recipe = view.get("spec.training") is not None
     for rule in (*RULES, *RULES_OF_TRAINING) if has_recipe else RULES:
         problems += rule(view)
-    return run, [*problems, *less_known(_check_structures(pruned), problems)]
+
+    # Whatever the models leave to an API server, in the same words: lengths, sizes of maps and lists, and
+    # Kubernetes' own structures, such as volumes. A place that the models have named is not named twice.
+    stored = with_whole_numbers(value_at(pruned, ("spec",)))
+    found = [] if stored is None else list(check_structure(build_spec(), stored, ("spec",)))
+    return run, [*problems, *less_known(found, problems)]
 
 
-def _check_structures(raw: Any) -> list[Problem]:
-    """What the API server refuses in Kubernetes' own structures, such as volumes: our models know nothing of
-    what is in them."""
-    return [
-        problem
-        for path, schema in build_fragments().items()
-        if (value := value_at(raw, keys := tuple(path.split(".")))) is not None
-        for problem in check_structure(schema, with_whole_numbers(value), keys)
-    ]
+def _as_stored(raw: Mapping[str, Any]) -> Any:
+    """``raw`` without the nulls that an API server drops, in Kubernetes' own structures too."""
+    pruned = without_nulls(raw, TrainingRun)
+    for path, schema in build_fragments().items():
+        *parents, key = path.split(".")
+        # A new dict, since it is a section of ours: nothing of ``raw`` is changed.
+        section = value_at(pruned, tuple(parents))
+        if isinstance(section, dict) and key in section:
+            section[key] = without_stored_nulls(schema, section[key])
+    return pruned

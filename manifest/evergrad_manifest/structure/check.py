@@ -1,7 +1,7 @@
 """Checks a value against a structural schema, as an API server does.
 
-The schemas of a pod template's parts are those of the CustomResourceDefinition, so that a file is refused
-here for the same reasons, and with a remedy.
+The schemas are those of the CustomResourceDefinition, so that a file is refused here for the same reasons,
+and with a remedy.
 """
 
 import re
@@ -26,9 +26,7 @@ def check_structure(schema: Schema, value: Any, path: FieldPath) -> Iterator[Pro
     if schema.get("x-kubernetes-int-or-string"):
         yield from _check_int_or_text(schema, value, path)
         return
-    check = _CHECKS.get(schema.get("type", ""))
-    if check is not None:
-        yield from check(schema, value, path)
+    yield from _CHECKS[schema.get("type", "")](schema, value, path)
 
 
 def _check_mapping(schema: Schema, value: Any, path: FieldPath) -> Iterator[Problem]:
@@ -58,6 +56,7 @@ def _check_mapping(schema: Schema, value: Any, path: FieldPath) -> Iterator[Prob
             f"at most {most} are allowed",
             "Remove some",
         )
+        return
 
     # Keys that the schema does not name are dropped by the server, and kubectl refuses them.
     properties, others = schema.get("properties", {}), schema.get("additionalProperties")
@@ -137,7 +136,8 @@ def _check_length(schema: Schema, value: str, where: str) -> Iterator[Problem]:
             where, "the text is empty", "", "Write a text of at least one character"
         )
     pattern = schema.get("pattern")
-    if pattern is not None and not re.search(pattern, value):
+    # A `$` of Python's stands before a final line break too, and one of Go's at the very end alone.
+    if pattern is not None and not re.search(re.sub(r"\$$", r"\\Z", pattern), value):
         is_quantity = pattern == QUANTITY
         what = (
             f"{show(value)} is not a quantity"
@@ -160,6 +160,17 @@ def _check_int_or_text(schema: Schema, value: Any, path: FieldPath) -> Iterator[
         if isinstance(value, float):
             remedy = f'Put it in quotes: "{show(value)}"'
         yield Problem(where, what, "", remedy)
+    else:
+        yield from _check_bounds(schema, value, where)
+
+
+def _check_untyped(schema: Schema, value: Any, path: FieldPath) -> Iterator[Problem]:
+    # A share is a number or a text, for which a schema has no type; each bound holds for values of its kind.
+    where = format_path(path)
+    if isinstance(value, str):
+        yield from _check_length(schema, value, where)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield from _check_bounds(schema, value, where)
 
 
 def _check_integer(schema: Schema, value: Any, path: FieldPath) -> Iterator[Problem]:
@@ -174,14 +185,33 @@ def _check_integer(schema: Schema, value: Any, path: FieldPath) -> Iterator[Prob
                     remedy = f"Remove the quotes, or write {int(value, 8)}, which is {value} in decimal"
         yield Problem(where, f"{show(value)} is not a whole number", why, remedy)
         return
-    least = schema.get("minimum", -LARGEST_COUNT - 1)
-    most = schema.get("maximum", LARGEST_COUNT)
-    if value < least:
-        why = f"the smallest value allowed is {least}"
-        yield Problem(where, f"{show(value)} is too small", why, f"Use {least} or more")
-    elif value > most:
-        why = f"the largest value allowed is {most}"
-        yield Problem(where, f"{show(value)} is too large", why, f"Use {most} or less")
+    yield from _check_bounds(schema, value, where)
+
+
+def _check_bounds(schema: Schema, value: float, where: str) -> Iterator[Problem]:
+    least, most = schema.get("minimum"), schema.get("maximum")
+    # An integer without bounds of its own has those of 64 bits.
+    if schema.get("type") == "integer":
+        least = -LARGEST_COUNT - 1 if least is None else least
+        most = LARGEST_COUNT if most is None else most
+    if least is not None and schema.get("exclusiveMinimum") and value <= least:
+        why = f"it must be above {show(least)}"
+        yield Problem(where, f"{show(value)} is too small", why, "Raise it")
+    elif least is not None and value < least:
+        why, remedy = (
+            f"the smallest value allowed is {show(least)}",
+            f"Use {show(least)} or more",
+        )
+        yield Problem(where, f"{show(value)} is too small", why, remedy)
+    elif most is not None and schema.get("exclusiveMaximum") and value >= most:
+        why = f"it must be below {show(most)}"
+        yield Problem(where, f"{show(value)} is too large", why, "Lower it")
+    elif most is not None and value > most:
+        why, remedy = (
+            f"the largest value allowed is {show(most)}",
+            f"Use {show(most)} or less",
+        )
+        yield Problem(where, f"{show(value)} is too large", why, remedy)
 
 
 def _check_switch(schema: Schema, value: Any, path: FieldPath) -> Iterator[Problem]:
@@ -197,21 +227,29 @@ _CHECKS: Final[Mapping[str, Callable[[Schema, Any, FieldPath], Iterator[Problem]
     "string": _check_text,
     "integer": _check_integer,
     "boolean": _check_switch,
+    "": _check_untyped,
 }
 
 
+def without_stored_nulls(schema: Schema, value: Any) -> Any:
+    """``value`` without the nulls that an API server drops by ``schema``: those of keys that it describes."""
+    if isinstance(value, list | tuple):
+        item = schema.get("items", {})
+        return [without_stored_nulls(item, one) for one in value]
+    if not isinstance(value, Mapping):
+        return value
+    properties, others = schema.get("properties", {}), schema.get("additionalProperties")
+    kept: dict[str, Any] = {}
+    for key, item in value.items():
+        part = properties.get(key, others)
+        if part is None:
+            kept[key] = item
+        elif item is not None:
+            kept[key] = without_stored_nulls(part, item)
+    return kept
+
+
 def less_known(found: Sequence[Problem], told: Sequence[Problem]) -> list[Problem]:
-    """Those of ``found`` whose place, or a place above or below it, no problem of ``told`` has."""
+    """Those of ``found`` whose place no problem of ``told`` has."""
     places = {one.path for one in told}
-    return [
-        one
-        for one in found
-        if one.path not in places
-        and not any(
-            _is_below(one.path, place) or _is_below(place, one.path) for place in places
-        )
-    ]
-
-
-def _is_below(path: str, place: str) -> bool:
-    return path.startswith(place) and path[len(place) : len(place) + 1] in (".", "[")
+    return [one for one in found if one.path not in places]

@@ -15,6 +15,8 @@ _FILE_NAME: Final = re.compile(r"([A-Za-z_]\w*/)*[A-Za-z_]\w*\.py", re.ASCII)
 LONGEST_FILE_NAME: Final = 200
 """Characters of a file's name, its folders with it: below what file systems allow of one part, so that a
 name of a file that is being written fits too."""
+MOST_FILE_BYTES: Final = 256 * 1024
+"""Most bytes of all files together: they are in the run's object and in its ConfigMap, which hold a MiB."""
 
 
 def check_recipe(recipe: str) -> str:

@@ -20,12 +20,12 @@ from evergrad_manifest.crd.definition import (
     count_bytes,
 )
 from evergrad_manifest.crd.rules import RULES
-from evergrad_manifest.crd.schema import LEFT_OUT, SHOWN_DEFAULTS
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.fields import walk_fields
 from evergrad_manifest.generate import DEFINITION
 from evergrad_manifest.reading.validation import check_run
 from evergrad_manifest.structure.nodes import VALIDATIONS
+from evergrad_manifest.structure.sections import LEFT_OUT, SHOWN_DEFAULTS
 from evergrad_manifest.training.own_task import LONGEST_FILE_NAME
 from evergrad_manifest.values.quantities import LONGEST_RUN_NAME
 

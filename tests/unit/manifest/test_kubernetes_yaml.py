@@ -141,6 +141,16 @@ STRUCTURES = [
         "'10GB' is not a quantity",
     ),
     (
+        "volumes: [{name: a, emptyDir: null}]",
+        "volumes[0]",
+        "has no source",
+    ),
+    (
+        'volumes: [{name: a, emptyDir: {sizeLimit: "10Gi\\n"}}]',
+        "volumes[0].emptyDir.sizeLimit",
+        "'10Gi\\n' is not a quantity",
+    ),
+    (
         "volumes: [{name: a, emptyDir: []}]",
         "volumes[0].emptyDir",
         "a list is not a mapping",
@@ -253,7 +263,7 @@ def test_what_an_api_server_refuses_in_a_pod_template_is_refused_once_by_its_pat
         "volumes: [{name: a, configMap: {name: a, defaultMode: 0644}}]",
         "volumes: [{name: a, configMap: {name: a, defaultMode: 420.0, optional: y}}]",
         "volumes: [{name: a, emptyDir: {sizeLimit: 1e9, medium: null}}]",
-        "volumes: [{name: a, emptyDir: null}]",
+        "volumes: [{name: a, emptyDir: {}, configMap: null}]",
         "tolerations: [{key: a, tolerationSeconds: 9223372036854775807}]",
     ],
 )

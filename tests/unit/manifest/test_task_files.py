@@ -8,7 +8,6 @@ import pytest
 from evergrad_manifest.crd.definition import build_root
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.task_files import (
-    MAX_BYTES,
     collect_task,
     task_folder,
     task_path,
@@ -16,6 +15,7 @@ from evergrad_manifest.task_files import (
     write_task,
 )
 from evergrad_manifest.training import Training
+from evergrad_manifest.training.own_task import MOST_FILE_BYTES
 from evergrad_manifest.validation import problems_of
 
 MANIFEST: dict[str, Any] = {
@@ -141,5 +141,5 @@ def test_the_api_server_stores_whatever_files_submit_sends() -> None:
     ]
     assert (node["maxProperties"], node["additionalProperties"]["maxLength"]) == (
         64,
-        MAX_BYTES,
+        MOST_FILE_BYTES,
     )

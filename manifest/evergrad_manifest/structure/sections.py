@@ -3,16 +3,18 @@ default."""
 
 import re
 from copy import deepcopy
+from functools import cache
 from typing import Annotated, Any, Final, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from evergrad_manifest.base import Section
 from evergrad_manifest.describe import describe_default, describe_type
+from evergrad_manifest.envelope import Spec
 from evergrad_manifest.fields import Field, choices_of, fields_of, shape_of
 from evergrad_manifest.structure.nodes import LONGEST_TEXT, PRESERVE, Schema
 from evergrad_manifest.structure.pod_template import build_fragments
-from evergrad_manifest.task_files import MAX_BYTES
+from evergrad_manifest.training.own_task import MOST_FILE_BYTES
 from evergrad_manifest.values.numbers import LARGEST_COUNT, Human
 
 # As parse_quantity and the numbers of a file: what is longer is refused before it is parsed.
@@ -43,8 +45,17 @@ A rule could not see those of their fields that take shares, which have no type.
 _TEXT_LENGTHS: Final = {
     "spec.script.env": 32768,
     "spec.script.command": 32768,
-    "spec.training.files": MAX_BYTES,
+    "spec.training.files": MOST_FILE_BYTES,
 }
+
+
+@cache
+def build_spec() -> Schema:
+    """The structural schema of ``spec``, without its description and rules.
+
+    Not to be changed.
+    """
+    return section_schema(Spec, "spec.")
 
 
 def section_schema(section: type[Section], prefix: str = "") -> Schema:
