@@ -257,11 +257,15 @@ def parse_count(value: Any) -> int:
 
 
 def parse_whole(value: Any) -> int:
-    """``4`` → 4: a plain integer as Kubernetes has them, with no unit and no quotes. Raises NumberError."""
+    """``4`` and ``4.0`` → 4: a plain integer as Kubernetes has them, with no unit and no quotes.
+
+    Raises NumberError.
+    """
     number = _exact(value, DECIMAL_UNITS)
     if isinstance(value, int):
         return value
-    if number.denominator != 1:
+    # An API server stores 4.0 and 4e0 as 4.
+    if isinstance(value, float) or number.denominator != 1:
         return _whole(number, value, "")
     raise NumberError(
         f"{show(value)} is not a plain integer",
