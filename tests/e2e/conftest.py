@@ -24,6 +24,7 @@ for _name in (
     "operator_watch",
     "installed_operator",
     "gang_runs",
+    "verdicts",
 ):
     if _name not in sys.modules:
         _spec = importlib.util.spec_from_file_location(
