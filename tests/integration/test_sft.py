@@ -225,10 +225,7 @@ def test_a_tokenizers_own_chat_template_is_used(experiment: Experiment) -> None:
     config.write_text(json.dumps(values))
     experiment.write(elastic_recipe(**{**SFT, **own}), name="without")
     said = experiment.run(name="without", expect=USER_ERROR).err
-    assert (
-        "rows.jsonl:1: a conversation cannot be made a text; the tokenizer has no chat"
-        in said
-    )
+    assert "spec.training.rows.chatTemplate: missing, and the first line of" in said
 
 
 def test_a_task_of_ones_own_that_derives_from_the_recipe_reads_rows(
