@@ -17,6 +17,7 @@ from elastic_helpers import STEPS, Cluster, elastic_recipe, fault, train_undistu
 from recipe_runs import PAIRS, write_pairs
 from run_helpers import (
     DONE,
+    MODEL,
     STOPPED_SAVED,
     USER_ERROR,
     Experiment,
@@ -429,6 +430,36 @@ def test_a_run_does_not_go_on_beside_another_reference(base: Experiment) -> None
     shutil.rmtree(place)
     shutil.copytree(base.path / "exported-base", place)
     base.run(directory="swapped")
+
+
+@pytest.mark.parametrize("reference", ["runs/other", "exported-other"])
+def test_a_reference_that_computes_another_function_is_refused_by_its_key(
+    base: Experiment, reference: str
+) -> None:
+    directory = reference.replace("/", "-")
+    own = {**PAIRS["preference"], "reference": reference}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 3.0}}
+    write(base, preference=own, model={"config": {**MODEL, **rope}})
+    for command in ("preflight", "run"):
+        place = ("--run-directory", str(base.at(f"{command}-{directory}")))
+        refused = base.command(command, "tiny.yaml", *place).expect(USER_ERROR)
+        assert (
+            f"spec.training.preference.reference: {reference} has rope_parameters.rope_theta "
+            "10000, and spec.training.model has 3" in refused.err
+        )
+        assert "the weights would compute another function" in refused.err
+        assert not (base.at(f"{command}-{directory}") / "run.json").exists()
+
+    # What changes nothing is listed; ids that an export has set are no difference.
+    write(base, preference=own, model={"config": {**MODEL, "attention_dropout": 0.1}})
+    few = ("--stop-after-steps", "1")
+    accepted = base.run(*few, directory=f"same-{directory}", expect=STOPPED_SAVED)
+    assert (
+        "warning: spec.training.preference.reference: attention_dropout is 0.1 here and 0 "
+        f"in {reference}" in accepted.err
+    )
+    assert "token_id" not in accepted.err
+    assert len(metrics(base.at(f"same-{directory}"))) == 1
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,10 @@ def test_a_setting_with_which_weights_compute_something_else_is_refused_by_its_k
     [
         (LLAMA, {}, {"attention_dropout": 0.1}, ["attention_dropout"]),
         (LLAMA, {}, {"max_position_embeddings": 64}, ["max_position_embeddings"]),
-        (LLAMA, {}, {"eos_token_id": 256}, ["eos_token_id"]),
+        (LLAMA, {"eos_token_id": 7}, {"eos_token_id": 256}, ["eos_token_id"]),
+        # An architecture's default, which an export replaces by the tokenizer's id.
+        (LLAMA, {}, {"eos_token_id": 256, "bos_token_id": None}, []),
+        (GPT2, {"eos_token_id": 256, "bos_token_id": None}, {}, []),
         (LLAMA, {}, {"initializer_range": 0.1}, ["initializer_range"]),
         # Other spellings of the same settings.
         (LLAMA, {}, {"num_key_value_heads": 4, "head_dim": 8}, []),

@@ -26,6 +26,8 @@ _HARMLESS: Final = re.compile(
     re.VERBOSE,
 )
 """Keys that change nothing in what trained weights compute."""
+_SET_BY_EXPORTS: Final = ("bos_token_id", "eos_token_id")
+"""Keys of which an export of a model that was created here takes the tokenizer's ids."""
 _COUNTS_FROM_PADDING: Final = re.compile(r".*(bert|data2vec|xlm|electra|ernie|biogpt).*")
 """Types of models some of which number their positions from ``pad_token_id``."""
 _SAME_ACTIVATION: Final = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}
@@ -44,8 +46,12 @@ def compare_functions(
     key with which the weights would compute another function, and a line for each other key that differs.
     """
     before, now = (_normalise(one) for one in comparable_configs(stored, own))
+    defaults = _default_ids(now)
     problems, lines = [], []
     for key, was, value in _changes(before, now):
+        # Nobody chose it: an export has the tokenizer's id in its place, and nothing else reads it.
+        if key in defaults and defaults[key] in (was, value):
+            continue
         if _is_harmless(key, was, value, now):
             lines.append(
                 f"{key} is {show_value(value)} here and {show_value(was)} in {where}; what the weights "
@@ -62,6 +68,18 @@ def compare_functions(
             )
         )
     return problems, lines
+
+
+def _default_ids(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The ids that begin and end a text in a configuration that names none, by their keys."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = str(config.get("model_type", ""))
+    if kind not in CONFIG_MAPPING:
+        return {}
+    # Of the class: a few cannot be made without values, or warn of their own defaults.
+    made = CONFIG_MAPPING[kind]
+    return {key: getattr(made, key, None) for key in _SET_BY_EXPORTS}
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterable[Change]:
