@@ -420,6 +420,22 @@ def test_workers_die_with_their_launcher(experiment: Experiment) -> None:
     )
 
 
+def test_a_changed_horizon_and_a_wrong_path_are_reported_together(
+    experiment: Experiment,
+) -> None:
+    experiment.run("--stop-after-steps", "2", expect=STOPPED_SAVED)
+    wrong = ("--set", "spec.training.data.sources[0].path=nowhere.jsonl")
+    for steps, options, what in (
+        (11, (), "spec.training.horizon.steps: 11 here, but the run in"),
+        (5, ("--extend",), "spec.training.horizon: 5 steps are fewer than the 8"),
+    ):
+        horizon = ("--set", f"spec.training.horizon.steps={steps}")
+        refused = experiment.run(*horizon, *wrong, *options, expect=USER_ERROR)
+        assert what in refused.err
+        assert "nowhere.jsonl: does not exist" in refused.err
+    experiment.run()
+
+
 @pytest.mark.acceptance("8d-4f", "input-1e-1")
 def test_a_finished_run_is_extended_and_only_with_the_option(
     experiment: Experiment,

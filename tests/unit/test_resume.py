@@ -128,6 +128,26 @@ def test_a_finished_run_is_complete_until_its_horizon_grows(
     )
 
 
+def test_a_source_that_is_missing_is_named_with_what_differs(
+    directory: RunDirectory, tmp_path: Path
+) -> None:
+    moved = {
+        "sources": [{"name": "docs", "path": "nowhere.jsonl"}],
+        "sequenceLength": 64,
+    }
+    run = make_run(horizon={"steps": 200}, data=moved)
+    with pytest.raises(RunDirectoryError) as raised:
+        inspect_directory(directory, run, extend=False, base_directory=tmp_path)
+    horizon, source = raised.value.problems
+    assert horizon.path == "spec.training.horizon.steps"
+    assert source.path == str(tmp_path / "nowhere.jsonl")
+    assert "spec.training.data.sources[0].path names it" in str(source)
+    # A recipe that is accepted is no reason to look for data: preflight does.
+    run = make_run(data=moved)
+    found = inspect_directory(directory, run, extend=False, base_directory=tmp_path)
+    assert found.state == "begun"
+
+
 def test_another_unit_of_the_horizon_is_a_change_of_both_fields(
     directory: RunDirectory,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from evergrad_manifest.differences import (
@@ -19,6 +20,11 @@ from evergrad_manifest.identity import (
     to_wire,
 )
 from evergrad_trainer.data.places import DATA_START, DataStart, StartRecord
+from evergrad_trainer.data.preparation.files import (
+    evaluation_sources,
+    find_files,
+    training_sources,
+)
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.run_directory import RunDirectory
@@ -65,12 +71,17 @@ class RunState:
 
 
 def inspect_directory(
-    directory: RunDirectory, run: TrainingRun, *, extend: bool
+    directory: RunDirectory,
+    run: TrainingRun,
+    *,
+    extend: bool,
+    base_directory: Path | None = None,
 ) -> RunState:
     """Compare the manifest with the run that began in ``directory``.
 
-    Raises RunDirectoryError if another run lives there, or naming every field of the recipe that differs
-    (with ``extend`` the horizon may).
+    ``base_directory``: where paths of the manifest start. If the recipe is refused, the data are looked for
+    there as well, so that both are corrected at once. Raises RunDirectoryError if another run lives there, or
+    naming every field of the recipe that differs (with ``extend`` the horizon may).
     """
     resolved = directory.read_resolved()
     if resolved is None:
@@ -113,6 +124,12 @@ def inspect_directory(
             )
             for path, old, new in horizon
         ]
+    if problems and base_directory is not None:
+        for source in (
+            *training_sources(run.training, base_directory),
+            *evaluation_sources(run.training, base_directory),
+        ):
+            problems += find_files(source)[1]
     raise_if(problems, RunDirectoryError)
     state: Literal["begun", "complete"] = (
         "complete" if directory.is_complete() and not horizon else "begun"
@@ -185,21 +202,32 @@ def check_extension(
     directory: RunDirectory, run_state: RunState, *, total_steps: int
 ) -> None:
     """A horizon may grow, never shrink. Raises RunDirectoryError."""
-    if run_state.state == "begun" and total_steps < run_state.total_steps:
-        raise RunDirectoryError(
-            Problem(
-                _HORIZON,
-                (
-                    f"{total_steps} steps are fewer than the {run_state.total_steps} of the run in "
-                    f"{directory.path}"
-                ),
-                "a run can be extended, not shortened",
-                (
-                    f"Use at least {run_state.total_steps} steps; to end it earlier use "
-                    "spec.training.stop.afterStep"
-                ),
-            )
+    raise_if(
+        problems_of_extension(directory, run_state, total_steps=total_steps),
+        RunDirectoryError,
+    )
+
+
+def problems_of_extension(
+    directory: RunDirectory, run_state: RunState, *, total_steps: int
+) -> list[Problem]:
+    """The problem of a horizon that is shorter than the run's was."""
+    if run_state.state != "begun" or total_steps >= run_state.total_steps:
+        return []
+    return [
+        Problem(
+            _HORIZON,
+            (
+                f"{total_steps} steps are fewer than the {run_state.total_steps} of the run in "
+                f"{directory.path}"
+            ),
+            "a run can be extended, not shortened",
+            (
+                f"Use at least {run_state.total_steps} steps; to end it earlier use "
+                "spec.training.stop.afterStep"
+            ),
         )
+    ]
 
 
 def check_tokenizer_unchanged(run_state: RunState, prepared: Prepared) -> None:

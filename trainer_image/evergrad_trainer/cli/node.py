@@ -139,7 +139,9 @@ def _prepare(request: NodeRequest) -> Callable[[], int]:
     loaded, directory, run = request.loaded, request.directory, request.loaded.run
     # A volume that cannot be written is found out before minutes of imports.
     directory.create()
-    run_state = inspect_directory(directory, run, extend=True)
+    run_state = inspect_directory(
+        directory, run, extend=True, base_directory=loaded.base_directory
+    )
 
     if run_state.state == "complete":
         # Nothing is trained twice, whatever became of those who knew that the run had ended.

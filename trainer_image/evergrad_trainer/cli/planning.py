@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from evergrad_coordinator.contract import PREPARED_FOLDER
-from evergrad_manifest.errors import InputError
+from evergrad_manifest.errors import InputError, Problem, raise_if
 from evergrad_manifest.reading.loader import LoadedManifest
 from evergrad_trainer.errors import RunDirectoryError, VolumeError
 from evergrad_trainer.machine import Machine, process_start_time
@@ -19,13 +19,13 @@ from evergrad_trainer.resume import (
     check_extension,
     check_model_unchanged,
     check_tokenizer_unchanged,
+    problems_of_extension,
     read_start,
 )
 from evergrad_trainer.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
     from evergrad_trainer.data.places import DataStart
     from evergrad_trainer.data.prepared import Prepared
     from evergrad_trainer.preflight import Examination
@@ -248,10 +248,23 @@ def _examine(request: PlanRequest) -> "Examination":
         # A directory that cannot be written is among the errors already, with all others.
         with contextlib.suppress(*(_UNWRITABLE if is_refused else ())):
             _record(request, examination, is_overruled=bool(errors) and not is_refused)
+    shortened = _find_shortened(request)
     if is_refused:
-        raise InputError(*errors)
+        raise InputError(*errors, *shortened)
+    # Before minutes of preparation.
+    raise_if(shortened, RunDirectoryError)
     _warn(examination.findings)
     return examination
+
+
+def _find_shortened(request: PlanRequest) -> list[Problem]:
+    """The problem of a horizon that is shorter than the run's was, if its steps are known without data."""
+    from evergrad_manifest.derive import steps_without_data
+
+    total = steps_without_data(request.loaded.run.training)
+    if total is None:
+        return []
+    return problems_of_extension(request.directory, request.run_state, total_steps=total)
 
 
 def _warn(findings: "Iterable[Finding]") -> None:

@@ -36,7 +36,12 @@ def execute(args: argparse.Namespace) -> int:
 
     loaded = load_from(args)
     run_directory = run_directory_of(args.run_directory, loaded.run)
-    inspect_directory(RunDirectory(run_directory), loaded.run, extend=True)
+    inspect_directory(
+        RunDirectory(run_directory),
+        loaded.run,
+        extend=True,
+        base_directory=loaded.base_directory,
+    )
     machine, num_workers = machine_and_workers(args.workers, loaded.run)
     findings = examine(
         loaded.run,

@@ -132,7 +132,12 @@ def execute(args: argparse.Namespace) -> int:
             num_nodes=request.num_nodes or 1,
             asked_workers=request.num_workers,
         )
-    run_state = inspect_directory(directory, run, extend=request.is_extension)
+    run_state = inspect_directory(
+        directory,
+        run,
+        extend=request.is_extension,
+        base_directory=request.loaded.base_directory,
+    )
     if run_state.state == "complete":
         step, name = (directory.read_complete() or {}).get("step"), run.metadata.name
         print(f"{name} is complete: {step} steps, in {directory.path}. Nothing to do.")
