@@ -44,6 +44,8 @@ def test_weights_are_loaded_only_into_a_model_that_computes_the_same(
         begin(experiment, f"same-{number}", path, {"attention_dropout": 0.1})
         accepted = experiment.run(name=f"same-{number}")
         assert "attention_dropout is 0.1 here and 0" in accepted.err
+        # An export has the tokenizer's ids in place of the architecture's: no difference to warn of.
+        assert "token_id" not in accepted.err
         warnings = events(experiment.at(f"same-{number}"), "warning")
         assert any(
             one["message"].startswith("attention_dropout is 0.1 here") for one in warnings
@@ -98,3 +100,36 @@ def test_an_architecture_without_sdpa_trains_and_says_what_it_computes_with(
     assert ("trains with eager attention" in ended.err) == (kind == "gemma2")
     document = json.loads((experiment.at() / "provenance.json").read_text())
     assert document["processes"][0]["kernels"]["attention"] == "eager"
+
+
+def test_a_tokenizer_that_auto_tokenizer_cannot_load_is_named_at_each_stage(
+    experiment: Experiment,
+) -> None:
+    experiment.run()
+    tokenizer = experiment.path / "exported"
+    experiment.command("checkpoint", "export", "runs/tiny", "--output", "exported").expect(
+        DONE
+    )
+    settings = tokenizer / "tokenizer_config.json"
+    own_code = {
+        "tokenizer_class": "Mine",
+        "auto_map": {"AutoTokenizer": ["mine.Mine", None]},
+    }
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | own_code))
+    section = {"type": "transformers", "path": "exported"}
+    experiment.write({**recipe(horizon={"steps": 2}), "tokenizer": section}, name="code")
+    ended = experiment.run("--stop-after-steps", "1", name="code", expect=STOPPED_SAVED)
+    warning = "spec.training.tokenizer.path: AutoTokenizer cannot load exported: ValueError"
+    assert f"warning: {warning}" in ended.err
+    assert "AutoTokenizer will not load an export of this run either" in ended.err
+    # A resume says so again, and the record of each process has it.
+    assert f"warning: {warning}" in experiment.run(name="code").err
+    document = json.loads((experiment.at("code") / "provenance.json").read_text())
+    for process in document["processes"]:
+        assert process["tokenizer"]["reader"] == "tokenizer.json alone"
+        assert "contains custom code" in process["tokenizer"]["autoTokenizer"]
+    exported = experiment.command(
+        "checkpoint", "export", "runs/code", "--output", "again"
+    ).expect(DONE)
+    assert "the export is written, but spec.training.tokenizer" in exported.err
+    assert "AutoTokenizer cannot load an export of it" in exported.err

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from evergrad_cli.main import main
+from evergrad_trainer.data.tokenizers import ByteTokenizer
 
 TINY: dict[str, Any] = {
     "model_type": "llama",
@@ -294,5 +295,79 @@ def test_a_template_that_is_not_valid_is_reported_by_both_commands(
     assert main(["validate", file]) == 64
     (error,) = errors(capsys)
     assert "spec.training.rows.chatTemplate: is no jinja template" in error
+    assert main(["run", file, "--run-directory", str(tmp_path / "run")]) == 64
+    assert errors(capsys) == [error]
+
+
+def write_tokenizer(folder: Path, **config: Any) -> dict[str, Any]:
+    """The byte tokenizer as a directory with further settings; the section that names it."""
+    ByteTokenizer().save_pretrained(folder / "tok")
+    path = folder / "tok" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return {"tokenizer": {"type": "transformers", "path": "tok"}}
+
+
+def test_a_tokenizer_that_auto_tokenizer_cannot_load_is_reported_with_its_export(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own_code = {
+        "tokenizer_class": "Mine",
+        "auto_map": {"AutoTokenizer": ["mine.Mine", None]},
+    }
+    section = write_tokenizer(tmp_path, **own_code)
+    file = str(write(tmp_path, {**config(TINY), **section}))
+    for command in ("validate", "preflight"):
+        assert main([command, file]) == 0
+        printed = capsys.readouterr()
+        (line,) = [
+            one
+            for one in (printed.out + printed.err).splitlines()
+            if "spec.training.tokenizer" in one
+        ]
+        assert line.split()[0].rstrip(":") == "warning"
+        assert "spec.training.tokenizer.path: AutoTokenizer cannot load tok: " in line
+        assert "contains custom code" in line
+        assert "texts get the ids of its tokenizer.json alone" in line
+        assert "AutoTokenizer will not load an export of this run either" in line
+        assert "save the tokenizer again with save_pretrained" in line
+
+
+def test_a_tokenizer_whose_export_can_be_loaded_is_reported_without_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section = write_tokenizer(tmp_path)
+    # It is not copied into an export, which has a configuration of its own.
+    (tmp_path / "tok" / "config.json").write_text("{")
+    settings = tmp_path / "tok" / "tokenizer_config.json"
+    values = json.loads(settings.read_text())
+    # Only then transformers looks into config.json for a class.
+    del values["tokenizer_class"]
+    settings.write_text(json.dumps(values))
+    assert main(["validate", str(write(tmp_path, {**config(TINY), **section}))]) == 0
+    message = capsys.readouterr().err
+    assert "warning: spec.training.tokenizer.path: AutoTokenizer cannot load tok" in message
+    assert "an export" not in message
+
+
+def test_ids_that_an_export_would_change_are_refused_by_both_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section = write_tokenizer(tmp_path)
+    path = tmp_path / "tok" / "tokenizer.json"
+    values = json.loads(path.read_text())
+    # transformers cuts the digits of a text apart for this architecture.
+    values["model"]["vocab"]["23"] = 257
+    values["model"]["merges"] = [["2", "3"]]
+    path.write_text(json.dumps(values))
+    file = str(
+        write(
+            tmp_path, {**config(TINY, model_type="qwen2", num_key_value_heads=4), **section}
+        )
+    )
+    assert main(["validate", file]) == 64
+    (error,) = errors(capsys)
+    assert (
+        "spec.training.tokenizer: transformers would give other ids in an export" in error
+    )
     assert main(["run", file, "--run-directory", str(tmp_path / "run")]) == 64
     assert errors(capsys) == [error]

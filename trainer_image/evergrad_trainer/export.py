@@ -204,8 +204,8 @@ def _check_tokenizer(tokenizer: TextTokenizer, directory: Path) -> None:
     try:
         difference = check_saved(tokenizer, directory)
     except DataError as error:
-        # Only this program reads it. The weights are of use all the same.
-        _log.warning("the exported tokenizer was not compared: %s", error)
+        # Only other programs read it. The weights are of use all the same.
+        _log.warning("the export is written, but %s", error)
         return
     if difference is None:
         return

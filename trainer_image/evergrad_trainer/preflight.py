@@ -26,7 +26,7 @@ from evergrad_manifest.errors import InputError, Problem
 from evergrad_manifest.training import RECIPES, REFERENCE_FIELD, Training
 from evergrad_manifest.training.optimization import OF_OPTIMIZER
 from evergrad_manifest.values.numbers import show
-from evergrad_trainer.data.auto_tokenizer import COMBINED
+from evergrad_trainer.data.auto_tokenizer import COMBINED, Difference
 from evergrad_trainer.data.preparation.files import (
     evaluation_sources,
     find_files,
@@ -34,6 +34,8 @@ from evergrad_trainer.data.preparation.files import (
 )
 from evergrad_trainer.data.preparation.missing_template import find_missing_template
 from evergrad_trainer.data.tokenizers import (
+    SAVE_AGAIN,
+    TextTokenizer,
     check_saved,
     load_tokenizer,
     problem_of_difference,
@@ -69,6 +71,7 @@ from evergrad_trainer.preflight_script import check_script, check_script_workers
 from evergrad_trainer.recipes import load_task
 from evergrad_trainer.training.initial_model import describe_weights, plan_initial
 
+_TOKENIZER = "spec.training.tokenizer"
 _SLOWEST_BF16_DECAY = 1 - 2**-8
 """Half a step of bf16, relative: a slower decay is lost in rounding."""
 _NO_MACHINE = Machine(
@@ -155,11 +158,10 @@ def examine(
         )
         size = checkpoint_bytes(facts, training)
     findings += check_sources(training, base_directory, plan, run_directory=run_directory)
-    findings += check_exported_tokenizer(
-        training, base_directory, plan, run_directory=run_directory
-    )
+    has_begun = (run_directory / RunFile.RESOLVED).exists()
+    findings += check_tokenizer(training, base_directory, plan, has_begun=has_begun)
     # A run that has begun with it goes on: its recipe cannot be changed any more.
-    level: Level = "warning" if (run_directory / RunFile.RESOLVED).exists() else "error"
+    level: Level = "warning" if has_begun else "error"
     findings += [Finding(level, one) for one in find_traps(training, plan, machine=machine)]
     # A horizon in epochs has a number of steps once the data are prepared.
     if (total := steps_without_data(training)) is not None:
@@ -230,6 +232,8 @@ def examine_file(run: TrainingRun, base_directory: Path) -> FileReport:
     findings += check_architecture(training, plan)
     if facts is not None and is_model_trained(training):
         findings += check_model(training, facts)
+    if is_here:
+        findings += check_tokenizer(training, base_directory, plan, has_begun=False)
     findings += [
         Finding("error", one) for one in find_traps(training, plan, machine=_NO_MACHINE)
     ]
@@ -273,36 +277,75 @@ def check_files(training: Training, base_directory: Path) -> Iterator[Finding]:
         yield Finding("warning", Problem("spec.training.data.overfitFirstBatch", what))
 
 
-def check_exported_tokenizer(
-    training: Training,
-    base_directory: Path,
-    plan: ModelPlan | None,
-    *,
-    run_directory: Path,
+def check_tokenizer(
+    training: Training, base_directory: Path, plan: ModelPlan | None, *, has_begun: bool
 ) -> Iterator[Finding]:
-    """Check that transformers will give texts the ids that are trained, next to the model's configuration.
+    """Check that transformers gives texts the ids that are trained: with the tokenizer's directory, and with
+    an export, which has the model's configuration next to it.
 
-    A run that has begun is not stopped: its export compares them again.
+    ``has_begun``: the run is not stopped any more. Its export compares the ids again.
     """
-    is_fresh = not (run_directory / RunFile.RESOLVED).exists()
-    if plan is None or plan.config is None or not is_fresh or why_not_exported(training):
+    try:
+        tokenizer = load_tokenizer(training.tokenizer, base_directory)
+    except DataError:
+        # Reported with the model, whose vocabulary depends on it.
         return
-    tokenizer = load_tokenizer(training.tokenizer, base_directory)
-    with tempfile.TemporaryDirectory() as folder:
-        directory = Path(folder)
-        plan.config.save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
-        try:
-            difference = check_saved(tokenizer, directory)
-        except DataError as error:
-            # The run trains all the same; its users load the tokenizer by another program.
-            (problem,) = error.problems
-            what = f"an export's tokenizer cannot be loaded: {problem.why}"
-            yield Finding("warning", Problem("spec.training.tokenizer", what))
-            return
-    if difference is not None:
+    difference, export_error = None, ""
+    # A resume takes no time for what it would not refuse.
+    is_compared = not has_begun or bool(tokenizer.auto_error)
+    if (
+        plan is not None
+        and plan.config is not None
+        and is_compared
+        and not why_not_exported(training)
+    ):
+        difference, export_error = _compare_export(tokenizer, plan)
+    if tokenizer.auto_error:
+        yield Finding("warning", _problem_of_fallback(training, tokenizer, export_error))
+    elif export_error:
+        # The run trains all the same.
+        what = f"AutoTokenizer cannot load an export of it: {export_error}"
+        why = "users of the export need another program to load its tokenizer"
+        yield Finding("warning", Problem(_TOKENIZER, what, why, SAVE_AGAIN))
+    if difference is not None and not has_begun:
         level: Level = "warning" if difference.text in COMBINED else "error"
         yield Finding(level, problem_of_difference(difference))
+
+
+def _compare_export(
+    tokenizer: TextTokenizer, plan: ModelPlan
+) -> tuple[Difference | None, str]:
+    """Compare the ids of ``tokenizer`` and of an export with the configuration of ``plan``.
+
+    Returns the first difference, and the reason why AutoTokenizer cannot load the export; empty if it can.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        plan.require_config().save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        try:
+            return check_saved(tokenizer, directory), ""
+        except DataError as error:
+            (problem,) = error.problems
+            return None, problem.why
+
+
+def _problem_of_fallback(
+    training: Training, tokenizer: TextTokenizer, export_error: str
+) -> Problem:
+    """The problem of a directory of which only tokenizer.json can be read."""
+    why = (
+        "texts get the ids of its tokenizer.json alone; tokens and settings that only its other files have "
+        "do not count"
+    )
+    if export_error:
+        why += ". AutoTokenizer will not load an export of this run either"
+    return Problem(
+        f"{_TOKENIZER}.path",
+        f"AutoTokenizer cannot load {training.tokenizer.path}: {tokenizer.auto_error}",
+        why,
+        SAVE_AGAIN,
+    )
 
 
 def check_sources(

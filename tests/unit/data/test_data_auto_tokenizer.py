@@ -11,6 +11,7 @@ from evergrad_trainer.data.tokenizers import (
     FOLLOWED,
     ByteTokenizer,
     check_saved,
+    describe_reader,
     load_directory,
     load_json,
 )
@@ -130,3 +131,45 @@ def test_ids_that_only_code_of_transformers_makes_are_refused(tmp_path: Path) ->
     assert len(encoder_of(load_auto(directory))("<|end|>")) > 1
     with pytest.raises(DataError, match="cannot be read as AutoTokenizer reads it"):
         load_directory(directory)
+
+
+CODE_OF_ITS_OWN = {
+    "tokenizer_class": "Mine",
+    "auto_map": {"AutoTokenizer": ["mine.Mine", None]},
+}
+"""Settings of a directory that AutoTokenizer loads only with code from it, which is never run."""
+
+
+@pytest.mark.parametrize(
+    ("config", "error"),
+    [
+        (CODE_OF_ITS_OWN, "ValueError: The repository tokenizer contains custom code"),
+        ({"extra_special_tokens": [5]}, "TypeError"),
+        ({"tokenizer_class": "BertJapaneseTokenizer"}, "TypeError"),
+        ({"added_tokens_decoder": {"x": {"content": "a"}}}, "ValueError: invalid literal"),
+    ],
+)
+def test_a_directory_that_auto_tokenizer_cannot_load_says_why(
+    tmp_path: Path, config: dict[str, Any], error: str
+) -> None:
+    found = load_directory(save(tmp_path / "tokenizer", **config))
+    assert found.auto_error.startswith(error)
+    assert str(tmp_path) not in found.auto_error and "\n" not in found.auto_error
+    assert describe_reader(found) == {
+        "reader": "tokenizer.json alone",
+        "autoTokenizer": found.auto_error,
+    }
+    # The ids are those of the one file that can be read.
+    plain = load_directory(save(tmp_path / "plain"))
+    assert plain.auto_error == "" and describe_reader(plain) == {"reader": "AutoTokenizer"}
+    text = "the quick brown fox 2023<|end|>"
+    assert found.encode_many([text])[0].tolist() == plain.encode_many([text])[0].tolist()
+
+
+def test_an_export_that_auto_tokenizer_cannot_load_is_named(tmp_path: Path) -> None:
+    tokenizer = load_directory(save(tmp_path / "tokenizer", **CODE_OF_ITS_OWN))
+    tokenizer.save_pretrained(tmp_path / "saved")
+    with pytest.raises(DataError, match="AutoTokenizer cannot load an export") as raised:
+        check_saved(tokenizer, tmp_path / "saved")
+    (problem,) = raised.value.problems
+    assert problem.path == "spec.training.tokenizer" and "save_pretrained" in problem.remedy

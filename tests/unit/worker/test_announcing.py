@@ -98,6 +98,7 @@ def test_changes_that_a_killed_start_has_not_announced_are_announced_by_the_next
             run=run,
             command=(),
             task_files={},
+            tokenizer={},
             process_start=0.0,
             numbers=SimpleNamespace(total_steps=steps),
         )

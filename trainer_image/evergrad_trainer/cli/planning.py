@@ -26,6 +26,9 @@ from evergrad_trainer.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
+
+    from evergrad_manifest.training import Training
     from evergrad_trainer.data.places import DataStart
     from evergrad_trainer.data.prepared import Prepared
     from evergrad_trainer.preflight import Examination
@@ -120,8 +123,18 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
         doubts=doubts,
         task_hash=task_hash,
         task_files=hash_task_files(training, base),
+        tokenizer=_describe_tokenizer(training, base),
         keep_waiting=request.keep_waiting,
     )
+
+
+def _describe_tokenizer(training: "Training", base: "Path") -> dict[str, str]:
+    """The reader of the tokenizer's directory; empty if the run has none. Raises DataError."""
+    from evergrad_trainer.data.tokenizers import describe_reader, load_tokenizer
+
+    if training.tokenizer.path is None:
+        return {}
+    return describe_reader(load_tokenizer(training.tokenizer, base))
 
 
 def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str, tuple[str, ...]]":

@@ -72,6 +72,13 @@ _COPIED_FILES = (_FILE, *_CONFIG_FILES, *_OTHER_FILES)
 FOLLOWED: Final = "auto-"
 """How the identity of a tokenizer begins whose files give other ids than its tokenizer.json alone."""
 _GENERAL_CLASS: Final = "PreTrainedTokenizerFast"
+SAVE_AGAIN: Final = (
+    "Correct the directory's files, or save the tokenizer again with save_pretrained as a "
+    f"{_GENERAL_CLASS}, which needs no code of its own"
+)
+"""What to do about a directory that AutoTokenizer cannot load."""
+_LONGEST_ERROR: Final = 300
+"""Most characters of an error of transformers in a message; some list all classes that there are."""
 
 
 class TextTokenizer(Protocol):
@@ -100,6 +107,11 @@ class TextTokenizer(Protocol):
     @property
     def special_ids(self) -> Mapping[str, int]:
         """Ids of ``bos_token`` and ``pad_token``, of those that the tokenizer has."""
+
+    @property
+    def auto_error(self) -> str:
+        """The reason why AutoTokenizer cannot load the directory, so that only its tokenizer.json is read;
+        empty if it can, or if there is no directory."""
 
     def encode_many(self, texts: Sequence[str]) -> list[Tokens]:
         """The ids of each text, without any special token around them."""
@@ -145,6 +157,13 @@ def smallest_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
+def describe_reader(tokenizer: TextTokenizer) -> dict[str, str]:
+    """Which reader's ids are trained, for the record of a run."""
+    if tokenizer.auto_error:
+        return {"reader": f"{_FILE} alone", "autoTokenizer": tokenizer.auto_error}
+    return {"reader": "AutoTokenizer"}
+
+
 def replace_lone_surrogates(text: str) -> str:
     """Half a surrogate pair (JSON can escape one) is no character and has no UTF-8: U+FFFD stands for it."""
     return _LONE_SURROGATE.sub("\ufffd", text)
@@ -158,6 +177,7 @@ class ByteTokenizer:
     identity: str = "byte-1"
     added_ids: frozenset[int] = frozenset({BYTE_END})
     special_ids: Mapping[str, int] = MappingProxyType({})
+    auto_error: str = ""
     dtype: np.dtype[Any] = smallest_dtype(257)
 
     def encode_many(self, texts: Sequence[str]) -> list[Tokens]:
@@ -263,6 +283,7 @@ class BackendTokenizer:
         self.identity = identity
         self.added_ids = frozenset(backend.get_added_tokens_decoder())
         self.special_ids = special_ids
+        self.auto_error = ""
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         self.dtype = smallest_dtype(self.vocab_size)
 
@@ -379,11 +400,18 @@ def _load_files(
     had_dropout = _switch_off_dropout(backend)
     end_token = _read_token(directory, "eos_token")
     is_known = end_token is None or backend.token_to_id(end_token) is not None
-    followed, further = backend, ""
+    followed, further, auto_error = backend, "", ""
     # transformers makes a new token of a misspelled one. It is refused below.
     if is_known or end_token in listed_tokens(directory):
-        followed, further = _follow_auto(backend, directory)
-    return _build(
+        try:
+            auto = load_auto(directory)
+        except Exception as error:  # noqa: BLE001 - transformers raises whatever its classes raise
+            # There is nothing else to follow: this file alone is what other programs have, too. Preflight
+            # warns of it.
+            auto_error = _first_line(error, directory)
+        else:
+            followed, further = _follow_auto(backend, auto, directory)
+    tokenizer = _build(
         followed,
         directory=directory,
         end_token=end_token,
@@ -391,19 +419,23 @@ def _load_files(
         further=further,
         had_dropout=had_dropout,
     )
+    tokenizer.auto_error = auto_error
+    return tokenizer
 
 
-def _follow_auto(backend: Backend, directory: Path) -> tuple[Backend, str]:
+def _first_line(error: Exception, directory: Path) -> str:
+    """The first line of an error of transformers, which may have many, without the place of ``directory``."""
+    line = str(error).strip().partition("\n")[0].replace(str(directory), directory.name)
+    line = line[:_LONGEST_ERROR].rstrip(" .")
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
+
+
+def _follow_auto(backend: Backend, auto: Any, directory: Path) -> tuple[Backend, str]:
     """``backend``, or what AutoTokenizer makes of the directory's files if that gives a text other ids.
 
-    Returns with it what tells its ids from those of ``tokenizer.json`` alone; empty if they are the same.
-    Raises DataError for ids that only transformers' own code makes.
+    ``auto``: what AutoTokenizer makes of them. Returns what tells the ids from those of ``tokenizer.json``
+    alone, too; empty if they are the same. Raises DataError for ids that only transformers' own code makes.
     """
-    try:
-        auto = load_auto(directory)
-    except Exception:  # noqa: BLE001 - transformers raises whatever its classes raise
-        # There is nothing else to follow: this file alone is what other programs have, too.
-        return backend, ""
     _switch_off_dropout(getattr(auto, "backend_tokenizer", None))
     texts = probe_texts(directory)
     theirs = encoder_of(auto)
@@ -465,9 +497,17 @@ def check_saved(tokenizer: TextTokenizer, directory: Path) -> Difference | None:
     """
 
     def compare() -> Difference | None:
+        try:
+            auto = load_auto(directory)
+        except Exception as error:
+            why, remedy = _first_line(error, directory), SAVE_AGAIN
+            problem = Problem(
+                _FIELD, "AutoTokenizer cannot load an export of it", why, remedy
+            )
+            raise DataError(problem) from error
         return first_difference(
             lambda text: tokenizer.encode_with_offsets(text)[0],
-            encoder_of(_load_auto(directory)),
+            encoder_of(auto),
             probe_texts(directory),
         )
 
@@ -493,7 +533,7 @@ def problem_of_difference(difference: Difference) -> Problem:
     )
 
 
-def _load_auto(directory: Path, found: Sequence[Path] = ()) -> Any:
+def _load_auto(directory: Path, found: Sequence[Path]) -> Any:
     """As ``load_auto``. ``found``: the files that it has to read, for messages. Raises DataError."""
     try:
         return load_auto(directory)

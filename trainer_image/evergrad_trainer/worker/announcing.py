@@ -66,6 +66,7 @@ def announce(session: Session, machinery: Machinery) -> None:
         generation=world.generation,
         more={
             "task": plan.task_files,
+            "tokenizer": plan.tokenizer,
             "kernels": machinery.kernels,
             "determinism": describe_determinism(),
         },

@@ -52,6 +52,8 @@ class SessionPlan:
     """Hashes of the files of a task of the user's own, as they were when this plan was made."""
     task_files: Mapping[str, str] = field(default_factory=dict)
     """The same file by file: hashes by the paths from the task's folder."""
+    tokenizer: Mapping[str, str] = field(default_factory=dict)
+    """The reader of the tokenizer's files whose ids are trained, as ``provenance.json`` has it."""
     keep_waiting: int = 0
     """How many checkpoints stay until pods have evaluated them; 0 where the run evaluates its sets itself."""
     start: DataStart | None = None
