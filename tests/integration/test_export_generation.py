@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from run_helpers import DONE, Experiment, recipe
+from run_helpers import DONE, Experiment, read_lines, recipe
+
+from evergrad_manifest.identity import from_wire
+from evergrad_trainer.data.tokenizers import load_directory
+from evergrad_trainer.text_ends import find_export_ends
 
 TEXT = "abcdefgh"
 END = 256
@@ -105,9 +109,17 @@ def test_every_export_of_a_base_keeps_its_settings_and_stops_at_what_was_learned
         assert generate(adapter, "abc", **options)[-1] == END
 
 
-def test_a_model_of_conversations_stops_at_the_end_of_its_turns(
-    experiment: Experiment,
-) -> None:
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<turn>{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+PROMPT = "u:hi<turn>a:"
+DOCUMENT_END, TURN_END = 256, 257
+
+
+@pytest.fixture
+def chats(experiment: Experiment) -> Experiment:
+    """Rows of one conversation, and a tokenizer of bytes whose template ends a turn with a token of its own."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -131,19 +143,71 @@ def test_a_model_of_conversations_stops_at_the_end_of_its_turns(
         ]
     }
     (experiment.path / "documents.jsonl").write_text((json.dumps(row) + "\n") * 64)
-    template = (
-        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<turn>{% endfor %}"
-        "{% if add_generation_prompt %}a:{% endif %}"
-    )
-    exported = train(
-        experiment,
-        "chat",
-        {"config": {"model_type": "llama", **FAMILIES["llama"]}},
+    return experiment
+
+
+def train_on_chats(
+    chats: Experiment, name: str, model: dict[str, Any], **sections: Any
+) -> Path:
+    return train(
+        chats,
+        name,
+        model,
         recipe="sft",
         tokenizer={"type": "transformers", "path": "tokenizer"},
-        rows={"chatTemplate": template},
+        rows={"chatTemplate": TEMPLATE},
         data={"sequenceLength": 32, "heldOut": None},
+        **sections,
     )
-    assert settings_of(exported)["eos_token_id"] == [256, 257]
-    generated = generate(exported, "u:hi<turn>a:")
-    assert generated[-1] == 257 and len(generated) == len(TEXT) + 1
+
+
+def test_a_model_of_conversations_stops_at_the_end_of_its_turns(chats: Experiment) -> None:
+    config = {"model_type": "llama", **FAMILIES["llama"]}
+    # The run's own evaluation ends its completions there, too.
+    evaluation = {
+        "sources": [{"name": "again", "path": "documents.jsonl"}],
+        "generation": {"maxNewTokens": 24},
+    }
+    exported = train_on_chats(chats, "chat", {"config": config}, evaluation=evaluation)
+    assert settings_of(exported)["eos_token_id"] == [DOCUMENT_END, TURN_END]
+    generated = generate(exported, PROMPT)
+    assert generated[-1] == TURN_END and len(generated) == len(TEXT) + 1
+    last = read_lines(chats.at("chat") / "evaluation.jsonl")[-1]
+    assert (last["name"], last["metrics"]["exact_match"]) == ("again-generated", 1.0)
+
+
+def test_adapters_that_learned_conversations_stop_at_every_end(chats: Experiment) -> None:
+    config = {"model_type": "llama", **FAMILIES["llama"], "vocab_size": 258}
+    base = train_on_chats(chats, "base", {"config": config})
+    given = {"eos_token_id": [7, 9], "max_new_tokens": 77}
+    (base / "generation_config.json").write_text(json.dumps(given))
+    lora = {"rank": 8, "alpha": 64}
+    merged = train_on_chats(chats, "tuned", {"path": base.name, "lora": lora})
+    adapter = export(chats, "tuned", "--adapter", to="adapter")
+    for directory in (merged, adapter):
+        kept = {**given, "eos_token_id": [7, 9, DOCUMENT_END, TURN_END]}
+        assert settings_of(directory) == kept
+    assert generate(merged, PROMPT)[-1] == TURN_END
+
+
+@pytest.mark.parametrize("has_settings", [True, False])
+def test_the_ends_of_an_export_are_known_to_the_run(
+    chats: Experiment, has_settings: bool
+) -> None:
+    """The base names a letter of the learned text as an end: users of an export stop there."""
+    config = {"model_type": "llama", **FAMILIES["llama"], "vocab_size": 258}
+    base = train_on_chats(chats, "base", {"config": config})
+    tokenizer = json.loads((base / "tokenizer.json").read_text())
+    ends = [tokenizer["model"]["vocab"]["d"]]
+    (base / "generation_config.json").unlink()
+    name = "generation_config.json" if has_settings else "config.json"
+    values = {} if has_settings else json.loads((base / name).read_text())
+    (base / name).write_text(json.dumps({**values, "eos_token_id": ends}))
+    exported = train_on_chats(chats, "tuned", {"path": base.name})
+    assert settings_of(exported)["eos_token_id"] == [*ends, DOCUMENT_END, TURN_END]
+    assert generate(exported, PROMPT)[-1] == ends[0]
+    record = json.loads((chats.at("tuned") / "run.json").read_text())
+    training = from_wire(record["manifest"]).training
+    tokens = load_directory(chats.path / "tokenizer")
+    found = find_export_ends(training, chats.path, tokens)
+    assert list(found) == [*ends, DOCUMENT_END, TURN_END]

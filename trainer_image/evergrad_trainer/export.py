@@ -25,14 +25,12 @@ from evergrad_trainer.checkpoint.weights import (
 )
 from evergrad_trainer.data.auto_tokenizer import COMBINED
 from evergrad_trainer.data.chat_template import TEMPLATE_FILE, TEMPLATE_FOLDER
-from evergrad_trainer.data.preparation.row_format import row_format
 from evergrad_trainer.data.tokenizers import (
     TextTokenizer,
     check_saved,
     load_tokenizer,
     problem_of_difference,
 )
-from evergrad_trainer.data.turn_end import find_ends
 from evergrad_trainer.errors import CheckpointError, DataError, RunDirectoryError
 from evergrad_trainer.models.adapters import (
     ADAPTER_FILE,
@@ -48,11 +46,12 @@ from evergrad_trainer.models.build import (
 from evergrad_trainer.models.generation import TextIds, keep_settings, set_ids
 from evergrad_trainer.models.safetensors_files import TensorForm, write_weights
 from evergrad_trainer.optim.average import AVERAGE, TRAINED, check_has_average
-from evergrad_trainer.run_directory import RunDirectory, find_record, reported
+from evergrad_trainer.run_directory import RunDirectory, reported
 from evergrad_trainer.run_record import read_base, read_run
 from evergrad_trainer.state.providers import module_tensors
 from evergrad_trainer.state.registry import EMA, FROZEN, MODEL, from_extra
 from evergrad_trainer.task import Modules
+from evergrad_trainer.text_ends import find_export_ends, find_origin
 from evergrad_trainer.training.frozen import hash_frozen
 from evergrad_trainer.training.initial_model import plan_initial
 
@@ -66,9 +65,6 @@ _DTYPES: Final = {
 }
 _MAX_FILE_BYTES: Final = 5 * 10**9
 """Most bytes of one safetensors file: what tools that read them a file at a time can be expected to hold."""
-
-_LONGEST_CHAIN: Final = 64
-"""Most runs of which each begins with the next: more would be runs that name one another."""
 
 _log = logging.getLogger(__name__)
 
@@ -189,12 +185,12 @@ def export_checkpoint(
 
 
 def _text_ids(training: Training, base: Path, tokenizer: TextTokenizer) -> TextIds:
-    """What the run's texts begin and end with. Raises DataError."""
+    """What the run's texts begin and end with. Raises DataError or ModelError."""
     special = tokenizer.special_ids
     return TextIds(
-        find_ends(tokenizer, row_format(training, base)),
+        find_export_ends(training, base, tokenizer),
         begin=special.get("bos_token"),
-        filling=special.get("pad_token"),
+        filling=special.get("pad_token", tokenizer.end_of_document),
         given=training.model.config or {},
     )
 
@@ -215,25 +211,6 @@ def _check_tokenizer(tokenizer: TextTokenizer, directory: Path) -> None:
         )
         return
     raise DataError(problem_of_difference(difference))
-
-
-def find_origin(training: Training, base: Path) -> Path | None:
-    """The transformers directory that a run began with, by way of other runs; None if there is none now."""
-    for _ in range(_LONGEST_CHAIN):
-        named = training.model.path
-        if named is not None:
-            return base / named
-        if training.init_from is None:
-            return None
-        path = base / training.init_from.path
-        if (path / "config.json").is_file():
-            return path
-        found = find_record(path.resolve())
-        if found is None or "training" not in found[1]["manifest"]["spec"]:
-            return None
-        directory, record = found
-        training, base = read_run(directory, record).training, read_base(directory, record)
-    return None
 
 
 def _write_template(training: Training, folder: Path) -> None:

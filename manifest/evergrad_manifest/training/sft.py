@@ -70,7 +70,8 @@ class Generation(Section):
     max_new_tokens: Count = Field(default=100, ge=1, le=2**16)
     """At most this many tokens a row."""
     stop: tuple[str, ...] = Field(default=(), max_length=16)
-    """Texts at which a completion ends, none of which is a part of it; it also ends with the document."""
+    """Texts at which a completion ends, none of which is a part of it. It also ends at each id that an export
+    of the run names as an end: the end of the document, the template's end of a turn, and the base's ends."""
 
 
 def _reads_rows(view: View) -> bool:

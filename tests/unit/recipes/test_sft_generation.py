@@ -161,6 +161,26 @@ def test_a_completion_ends_at_the_first_text_that_ends_it() -> None:
     assert made.text([*b"7|[/P]"]) == "7"
 
 
+def test_a_completion_ends_at_every_id_that_an_export_names() -> None:
+    ends = (ord(";"), ord("|"))
+    made = Completions(
+        ByteTokenizer(), Generation.model_validate({"maxNewTokens": 8}), ends=ends
+    )
+    assert made.generate(Says("7;8"), [[*b"1="]], torch.device("cpu")) == [[*b"7;"]]
+    assert made.text([*b"7|8;"]) == "7"
+    found = measure(Says("7;8"), made, ("1=", "7;"), ("2=", "7"), ("3=", "7|9"))
+    assert found == {"rows": 3, "exact": 3, "numbers": 3, "parsed": 3, "squared_error": 0}
+
+    reader: Any = SimpleNamespace(source=SimpleNamespace(fingerprint="rows"))
+
+    def fingerprint(*ends: int) -> str:
+        settings = Generation()
+        source = PromptSource(reader, sequence_length=8, settings=settings, ends=ends)
+        return source.fingerprint
+
+    assert fingerprint() != fingerprint(5) != fingerprint(5, 6)
+
+
 def test_a_completion_has_at_most_as_many_tokens_as_asked_for_and_as_the_model_has_places() -> (
     None
 ):

@@ -41,10 +41,18 @@ class PromptSource:
     fill: Mapping[str, int] = {INPUT_IDS: 0, LABELS: IGNORE_INDEX, PROMPT_LENGTH: 0}
 
     def __init__(
-        self, reader: RowReader, *, sequence_length: int, settings: Generation
+        self,
+        reader: RowReader,
+        *,
+        sequence_length: int,
+        settings: Generation,
+        ends: Sequence[int] = (),
     ) -> None:
-        """``settings``: how they are completed, which decides what may be counted together."""
-        said = json.dumps([reader.source.fingerprint, settings.model_dump(mode="json")])
+        """``settings`` and ``ends``, the ids that end a completion besides the end of a document: how they
+        are completed, which decides what may be counted together."""
+        parts = [reader.source.fingerprint, settings.model_dump(mode="json")]
+        # Without other ends the same as in versions that knew none.
+        said = json.dumps([*parts, *([list(ends)] if ends else [])])
         self.fingerprint = hashlib.sha256(said.encode()).hexdigest()[:16]
         self._reader = reader
         self._length = sequence_length
@@ -90,17 +98,23 @@ class Completions:
     """A measurement by generation: completions of the rows of a micro-batch, token by token, each the most
     probable.
 
-    ``runtime``: how the model is cut and compiled, by default not at all.
+    ``runtime``: how the model is cut and compiled, by default not at all. ``ends``: ids that end a
+    completion besides the end of a document.
     """
 
     tokenizer: TextTokenizer
     settings: Generation
     runtime: Runtime | None = None
+    ends: tuple[int, ...] = ()
 
     @property
     def is_sharded(self) -> bool:
         """Whether all ranks call the model equally often, since they gather its weights together."""
         return self.runtime is not None and self.runtime.parallelism == "fsdp2"
+
+    @property
+    def _ends(self) -> tuple[int, ...]:
+        return (self.tokenizer.end_of_document, *self.ends)
 
     def __call__(self, modules: Modules, batch: Tensors, stage: Stage) -> Loss:
         """Sums over the rows: of the losses of their own completions' tokens, and PARTS."""
@@ -150,7 +164,7 @@ class Completions:
         stops = self.settings.stop
 
         def is_end(ids: Sequence[int]) -> bool:
-            if ids[-1] == self.tokenizer.end_of_document:
+            if ids[-1] in self._ends:
                 return True
             # Each row would be decoded anew at each of its tokens: only a stop needs that.
             if not stops:
@@ -171,10 +185,9 @@ class Completions:
             )
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of a completion, up to the first text that ends it."""
-        end = self.tokenizer.end_of_document
-        kept = [*ids[: ids.index(end)]] if end in ids else ids
-        text = self.tokenizer.decode(kept)
+        """The text of a completion, up to the first id or text that ends it."""
+        end = next((at for at, one in enumerate(ids) if one in self._ends), len(ids))
+        text = self.tokenizer.decode(ids[:end])
         places = [at for stop in self.settings.stop if (at := text.find(stop)) >= 0]
         return text[: min(places)] if places else text
 

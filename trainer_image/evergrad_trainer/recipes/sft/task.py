@@ -17,6 +17,7 @@ from evergrad_trainer.recipes.sft.generation import (
     summarize,
 )
 from evergrad_trainer.task import Evaluator, Setup, Source, Stage
+from evergrad_trainer.text_ends import find_export_ends
 
 
 class Sft(Pretrain):
@@ -50,24 +51,32 @@ class Sft(Pretrain):
         return [replace(stage, facts=facts)]
 
     def evaluators(self, prepared: Prepared) -> Mapping[str, Evaluator]:
-        """The mean loss over each set, and what is generated from its prompts where the file asks for it."""
+        """The mean loss over each set, and what is generated from its prompts where the file asks for it.
+
+        Raises ModelError if the base's settings of generation cannot be read.
+        """
         found = dict(super().evaluators(prepared))
-        settings = self.setup.training.evaluation.generation
+        training = self.setup.training
+        settings = training.evaluation.generation
         if settings is None:
             return found
+        # A completion ends here where it ends for users of an export.
+        named = find_export_ends(training, self.setup.base_directory, self.tokenizer)
+        ends = tuple(one for one in named if one != self.tokenizer.end_of_document)
         for name, evaluator in list(found.items()):
             sources = [
                 PromptSource(
                     source.reader,
-                    sequence_length=self.setup.training.data.sequence_length,
+                    sequence_length=training.data.sequence_length,
                     settings=settings,
+                    ends=ends,
                 )
                 for source in evaluator.sources
                 if isinstance(source, RowSource)
             ]
             found[f"{name}{GENERATED}"] = Evaluator(
                 sources,
-                measure=Completions(self.tokenizer, settings, self.setup.training.runtime),
+                measure=Completions(self.tokenizer, settings, training.runtime, ends),
                 metrics=METRICS,
                 parts=PARTS,
                 summarize=summarize,

@@ -1,0 +1,66 @@
+"""The ids at which a text ends for users of a run's model: those that it has learned, and those of the
+directory that the run began with."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from evergrad_manifest.training import Training
+from evergrad_trainer.data.preparation.row_format import row_format
+from evergrad_trainer.data.tokenizers import TextTokenizer
+from evergrad_trainer.data.turn_end import find_ends
+from evergrad_trainer.models.build import plan_model
+from evergrad_trainer.models.generation import END, add_ends, read_settings
+from evergrad_trainer.run_directory import find_record
+from evergrad_trainer.run_record import read_base, read_run
+
+_LONGEST_CHAIN: Final = 64
+"""Most runs of which each begins with the next: more would be runs that name one another."""
+
+
+def find_export_ends(
+    training: Training, base_directory: Path, tokenizer: TextTokenizer
+) -> tuple[int, ...]:
+    """Every id that an export of the run names as an end of a text, in its order.
+
+    Raises DataError for a chat template that is not valid, and ModelError for settings of generation that
+    cannot be read.
+    """
+    learned = find_ends(tokenizer, row_format(training, base_directory))
+    ends = add_ends(_ends_before(training, base_directory), learned)
+    return (ends,) if isinstance(ends, int) else tuple(ends)
+
+
+def _ends_before(training: Training, base_directory: Path) -> int | Sequence[int] | None:
+    """The ends that the run began with: of its base, or as the file says."""
+    origin = find_origin(training, base_directory)
+    settings = None if origin is None else read_settings(origin)
+    ends: Any
+    if settings is not None:
+        ends = settings.get(END)
+    elif training.model.path is not None:
+        # As transformers takes them where there are no settings of generation.
+        plan = plan_model(training.model, base_directory=base_directory, vocab_size=None)
+        ends = getattr(plan.config, END, None)
+    else:
+        ends = (training.model.config or {}).get(END)
+    return ends  # type: ignore[no-any-return]
+
+
+def find_origin(training: Training, base: Path) -> Path | None:
+    """The transformers directory that a run began with, by way of other runs; None if there is none now."""
+    for _ in range(_LONGEST_CHAIN):
+        named = training.model.path
+        if named is not None:
+            return base / named
+        if training.init_from is None:
+            return None
+        path = base / training.init_from.path
+        if (path / "config.json").is_file():
+            return path
+        found = find_record(path.resolve())
+        if found is None or "training" not in found[1]["manifest"]["spec"]:
+            return None
+        directory, record = found
+        training, base = read_run(directory, record).training, read_base(directory, record)
+    return None
