@@ -26,6 +26,7 @@ from evergrad_manifest.errors import (
     raise_if,
 )
 from evergrad_manifest.identity import config_hash, to_wire
+from evergrad_manifest.nulls import find_dropped_nulls
 from evergrad_manifest.profile import (
     NAMESPACE_PROFILE_KEY,
     apply_defaults,
@@ -105,7 +106,8 @@ def execute(args: argparse.Namespace) -> int:
     if missing:
         _print_problems(missing, as_json=args.json)
         return int(ExitCode.USER_ERROR)
-    for warning in () if report is None else report.warnings:
+    warnings = [*find_dropped_nulls(loaded.raw), *(report.warnings if report else ())]
+    for warning in warnings:
         _print(f"warning: {warning}", file=sys.stderr)
     if args.json:
         document = {

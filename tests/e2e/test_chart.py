@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from admission_samples import SAMPLES, VALUES
-from cluster_runs import wait_for
+from cluster_runs import make_manifest, wait_for
 from patience import PATIENCE
 
 pytestmark = pytest.mark.timeout(3600)
@@ -517,7 +517,12 @@ def _check_walls_of_claims(
 ) -> None:
     """Whose claims the operator's account can have deleted: the garbage collector does it by metadata alone."""
     ours = {"evergrad.dev/run": "made", "app.kubernetes.io/managed-by": "evergrad"}
-    made_for = str(uuid.uuid4())
+    # A run that is there, and that no operator makes anything for: the garbage collector would delete the claim
+    # of one that is not.
+    run = make_manifest("made", steps=1, changes={"managedBy": "example.com/another"})
+    create = ["create", "--namespace", namespace, "--filename", "-"]
+    created = kubectl(cluster, *create, "--output=json", text=json.dumps(run))
+    made_for = json.loads(created)["metadata"]["uid"]
     for name, labels, annotations in (
         ("made", ours, {"evergrad.dev/made-for": made_for}),
         ("older", {**ours, "evergrad.dev/run": "older"}, {}),

@@ -57,7 +57,6 @@ ACCEPTED: Final[Mapping[str, Changes]] = {
     "the values of a free mapping": {
         "spec.training.model.config.use_cache": "n",
         "spec.training.model.config.vocab_size": "0X200",
-        "spec.training.model.config.pad_token_id": "~",
     },
     "nulls of what may be left out": {
         "spec.workersPerNode": "~",

@@ -371,3 +371,21 @@ def test_ids_that_an_export_would_change_are_refused_by_both_commands(
     )
     assert main(["run", file, "--run-directory", str(tmp_path / "run")]) == 64
     assert errors(capsys) == [error]
+
+
+def test_a_null_that_kubectl_apply_drops_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, config(TINY, pad_token_id=None))
+    manifest = yaml.safe_load(file.read_text())
+    # A null elsewhere is a missing key for both, and nulls in lists are kept.
+    manifest["spec"]["workersPerNode"] = None
+    manifest["spec"]["training"]["model"]["config"]["head_dim"] = None
+    file.write_text(yaml.safe_dump(manifest))
+    assert main(["validate", str(file)]) == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "null" in line]
+    assert [line.split(": ")[1] for line in warnings] == [
+        "spec.training.model.config.head_dim",
+        "spec.training.model.config.pad_token_id",
+    ]
+    assert "kubectl apply --server-side" in warnings[0]

@@ -1,0 +1,38 @@
+"""Nulls of free mappings, which ``kubectl apply`` leaves out of what it sends."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.raw import FieldPath, value_at
+
+_FREE: Final[tuple[FieldPath, ...]] = (
+    ("spec", "training", "model", "config"),
+    ("spec", "training", "model", "configOverrides"),
+    ("spec", "training", "options"),
+)
+"""Mappings whose nulls mean something: elsewhere a null is a missing key."""
+
+
+def find_dropped_nulls(raw: Mapping[str, Any]) -> list[Problem]:
+    """Nulls that a run has here, and not on a cluster that gets the file by ``kubectl apply``.
+
+    ``raw``: the manifest as it was read. kubectl keeps them with ``--server-side``, and in lists.
+    """
+    why = "kubectl apply drops it, so that the default counts on a cluster"
+    remedy = "Use kubectl apply --server-side or evergrad submit, or remove the key if the default is meant"
+    return [
+        Problem(".".join(map(str, path)), "is null", why, remedy)
+        for free in _FREE
+        for path in _find_nulls(value_at(raw, free), free)
+    ]
+
+
+def _find_nulls(value: Any, path: FieldPath) -> Iterator[FieldPath]:
+    if not isinstance(value, Mapping):
+        return
+    for key, item in value.items():
+        if item is None:
+            yield (*path, str(key))
+        else:
+            yield from _find_nulls(item, (*path, str(key)))
