@@ -88,8 +88,9 @@ def test_suspend_resume_and_restart_wait_for_their_effect(runs: Runs, cli: Cli) 
     run.wait_for_step(5)
     stacks = cli.ask("stacks", "long")
     assert {one["node"] for one in stacks} == set(run.live_pods())
-    ranks = [one for one in stacks if "rank" in one["label"]]
-    assert ranks and all("File " in one["stacks"] for one in ranks), stacks
+    workers = [one for one in stacks if one["process"].startswith("evergrad-w")]
+    assert {one["node"] for one in workers} == set(run.live_pods()), stacks
+    assert all("File " in one["stacks"] for one in workers), stacks
     with subprocess.Popen(
         cli.command("logs", "long", "--all", "-f"), stdout=subprocess.PIPE, text=True
     ) as following:
