@@ -339,9 +339,9 @@ def _describe(
             behind = describe_host_faults(context)
         if memory.training.failed_saves and not behind:
             # The condition CheckpointHealthy has the reason and the remedy.
-            behind = (
-                f"the last {memory.training.failed_saves} saves failed (CheckpointHealthy)"
-            )
+            failed = memory.training.failed_saves
+            times = "the last save" if failed == 1 else f"the last {failed} saves"
+            behind = f"{times} failed (CheckpointHealthy)"
         return phase, reason, f"{text}; {behind}" if behind else text, None
 
     if context.now < memory.come_again_at:

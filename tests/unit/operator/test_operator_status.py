@@ -188,7 +188,7 @@ def test_the_first_failed_save_of_a_run_that_trains_is_an_unhealthy_checkpoint()
     assert said in message and "The newest valid checkpoint is of step 20." in message
     assert "Enlarge the PersistentVolumeClaim docs-lm" in message
     assert [(one.type, one.reason) for one in world.events] == [("Warning", "VolumeFull")]
-    assert "the last 1 saves failed" in world.status["message"]
+    assert "the last save failed" in world.status["message"]
 
     # A coordinator, or an operator, that has started again knows nothing of it.
     world.train(31, checkpointStep=20)
