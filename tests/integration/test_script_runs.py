@@ -584,3 +584,50 @@ def test_a_worker_that_hangs_for_longer_than_its_grace_is_ended_with_its_stacks_
     assert "in wait_for_nothing" in run.output
     (broken,) = [one for one in run.events() if one["event"] == "broken"]
     assert (broken["rank"], broken["cause"]) == (1, "stuck")
+
+
+LATE = """
+import atexit
+import os
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+atexit.register(lambda: (folder / f"handler-{rank}").touch())
+
+
+def finish_later():
+    time.sleep(1)
+    (folder / f"thread-{rank}").touch()
+
+
+threading.Thread(target=finish_later).start()
+ThreadPoolExecutor().submit(lambda: (time.sleep(1), (folder / f"pool-{rank}").touch()))
+temporary = tempfile.TemporaryDirectory(dir=folder, prefix="temporary-")
+if len(sys.argv) > 2:
+    sys.exit(int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_threads_and_exit_handlers_of_a_script_are_waited_for_as_by_python(
+    make: Make, tmp_path: Path, code: int
+) -> None:
+    """A save in the background, or a tracker, ends in one of them."""
+    folder = tmp_path / "late"
+    folder.mkdir()
+    (tmp_path / "late.py").write_text(LATE)
+    command = [str(tmp_path / "late.py"), str(folder), *([str(code)] if code else [])]
+    run = make(command, nodes=2, env={"OMP_NUM_THREADS": "1"}).start()
+    assert (run.wait() == 0) == (code == 0)
+    # Every rank that came to its end; a failure elsewhere may have ended the other one before.
+    ranks = {one.name.partition("-")[2] for one in folder.iterdir()}
+    assert ranks == {"0", "1"} if code == 0 else ranks
+    for rank in ranks:
+        assert {f"{what}-{rank}" for what in ("handler", "thread", "pool")} <= {
+            one.name for one in folder.iterdir()
+        }

@@ -2,15 +2,19 @@
 executable."""
 
 import ast
+import atexit
 import contextlib
 import importlib
 import importlib.util
 import logging
+import multiprocessing.util
 import os
 import runpy
 import signal
 import sys
+import threading
 import traceback
+import weakref
 from pathlib import Path
 
 from evergrad_coordinator.contract import ErrorKind, ExitCode
@@ -106,6 +110,18 @@ def run_script(
         os.execvp(command[0], command)
     # This process ends without the interpreter's own end, which would free them: see there.
     torch_private.keep_groups()
+    _forget_exit_handlers()
+    try:
+        return _run_here(channel, script, base_directory, world_size=world_size)
+    finally:
+        _end_as_python()
+
+
+def _run_here(
+    channel: Channel, script: Script, base_directory: Path, *, world_size: int
+) -> int:
+    """Run the program in this process; returns its exit code."""
+    program = script.program
     try:
         if program.kind == "module":
             sys.path.insert(0, os.getcwd())
@@ -138,6 +154,27 @@ def run_script(
         )
         return 1
     return int(ExitCode.DONE)
+
+
+def _forget_exit_handlers() -> None:
+    """Drop what the process that this one was forked from would do at its own exit, such as removing its
+    temporary folders; what the script adds is its own."""
+    atexit._clear()
+    # Finalizers of that process: atexit no longer calls them, and the script's own register anew.
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+    atexit.register(logging.shutdown)
+    atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
+
+
+def _end_as_python() -> None:
+    """What Python does at the end of a program, before it frees anything: waits for threads that are no
+    daemons, and calls exit handlers. Errors are printed, and change no exit code."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    except BaseException:  # noqa: BLE001 - as Python itself: an error of a handler ends nothing
+        traceback.print_exc()
 
 
 def can_fork() -> str | None:
