@@ -76,12 +76,8 @@ def test_all_lost_together_go_on_from_the_newest_checkpoint(
     assert steps_of(cluster.directory) == [*range(1, 9), *range(6, STEPS + 1)]
 
 
-@pytest.mark.parametrize("place", ["announce", "provenance"])
-def test_a_fallback_is_written_also_if_rank_0_is_lost_before_it_has_written_it(
-    make_elastic: MakeCluster, undisturbed: Any, place: str
-) -> None:
-    holds = [fault("hold", "slot", node=0, step=12, name="held")]
-    cluster = make_elastic(expect=2, options=("--lease", "2")).start(faults=holds)
+def damage_newest(cluster: Any) -> None:
+    """End a run of which step-10 is the newest checkpoint, and cut that off."""
     cluster.until_held()
     cluster.until(lambda: checkpoints(cluster.directory) == [5, 10], "two checkpoints")
     kill_coordinator(cluster)
@@ -90,11 +86,49 @@ def test_a_fallback_is_written_also_if_rank_0_is_lost_before_it_has_written_it(
     shard = cluster.directory / "checkpoints" / "step-10" / "rank-00000.bin"
     os.truncate(shard, shard.stat().st_size - 1)
 
-    cluster.start(faults=[fault("SIGKILL", place, node=0, to="node", name="kill")])
-    cluster.finish(nodes=[1])
+
+def check_fallback(cluster: Any) -> None:
+    """Every event of it says the same: a rank 0 cannot know what the one before has written."""
+    found = events(cluster.directory, "fallback")
+    assert found and all(one["checkpoint"] == "step-10" for one in found)
+
+
+@pytest.mark.parametrize("place", ["announce", "provenance"])
+def test_a_fallback_is_written_also_if_rank_0_is_lost_before_it_has_written_it(
+    make_elastic: MakeCluster, undisturbed: Any, place: str
+) -> None:
+    holds = [fault("hold", "slot", node=0, step=12, name="held")]
+    # Both nodes are in every group, however late one of them comes.
+    options = {"expect": 2, "min_nodes": 2, "options": ("--lease", "2")}
+    cluster = make_elastic(**options).start(faults=holds)
+    damage_newest(cluster)
+
+    cluster.start(faults=[fault("SIGKILL", place, to="node", name="kill")])
+    lost = cluster.until(
+        lambda: [index for index, node in cluster.nodes.items() if node.poll() is not None],
+        "the end of a node",
+    )
     assert cluster.has_happened("kill")
-    (fallback,) = events(cluster.directory, "fallback")
-    assert fallback["checkpoint"] == "step-10"
+    cluster.start_node(lost[0])
+    cluster.finish()
+    check_fallback(cluster)
+    cluster.check(undisturbed.at("undisturbed"), is_state_lost=True)
+
+
+def test_a_fallback_is_written_also_if_the_only_process_is_lost_before_it_has_written_it(
+    make_elastic: MakeCluster, undisturbed: Any
+) -> None:
+    holds = [fault("hold", "slot", node=0, step=12, name="held")]
+    options = ("--lease", "2")
+    cluster = make_elastic(expect=1, options=options).start(faults=holds)
+    damage_newest(cluster)
+
+    cluster.start(faults=[fault("SIGKILL", "announce", to="node", name="kill")])
+    cluster.nodes[0].wait()
+    cluster.start_node(0)
+    cluster.finish()
+    assert cluster.has_happened("kill")
+    check_fallback(cluster)
     cluster.check(undisturbed.at("undisturbed"), is_state_lost=True)
 
 

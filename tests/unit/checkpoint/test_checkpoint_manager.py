@@ -718,7 +718,7 @@ def test_a_damaged_checkpoint_is_quarantined_and_the_older_one_loads(
     assert make_solo().restore() == 1000
 
 
-def test_a_fallback_is_reported_again_until_the_events_of_the_run_have_it(
+def test_a_fallback_is_reported_by_the_next_process_if_its_own_was_lost_before(
     make_solo: MakeSolo,
 ) -> None:
     """The only process may be killed between setting a checkpoint aside and its first event."""
@@ -726,19 +726,33 @@ def test_a_fallback_is_reported_again_until_the_events_of_the_run_have_it(
     solo.save(1000)
     solo.save(1200)
     flip(solo.directory / "step-1200")
-    killed = make_solo()
-    killed.restore()
-    ((_, reported), _) = killed.events
+    lost = make_solo()
+    lost.restore()
+    ((_, reported), _) = lost.events
 
     again = make_solo()
     assert again.restore() == 1000
-    assert again.events[0] == ("fallback", reported)
+    assert [name for name, _ in again.events] == ["restored"]
     again.manager.note_announced()
+    assert again.events[1:] == [("fallback", reported)]
+    # Whoever has reported it already, or has nothing to report, does so once.
+    again.manager.note_announced()
+    assert len(again.events) == 2
     after = make_solo()
-    assert after.restore() == 1000
-    assert [name for name, _ in after.events] == ["restored"]
-    # Whoever has nothing to forget asks all the same.
+    after.restore()
     after.manager.note_announced()
+    assert [name for name, _ in after.events] == ["restored"]
+
+
+def test_a_process_that_lives_on_reports_its_fallback_once(make_solo: MakeSolo) -> None:
+    solo = make_solo()
+    solo.save(1000)
+    solo.save(1200)
+    flip(solo.directory / "step-1200")
+    again = make_solo()
+    again.restore()
+    again.manager.note_announced()
+    assert [name for name, _ in again.events] == ["fallback", "restored"]
 
 
 def test_a_checkpoint_that_was_set_aside_no_longer_counts_as_published(

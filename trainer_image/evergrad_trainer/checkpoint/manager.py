@@ -95,6 +95,7 @@ class CheckpointManager:
         self._stager = HostStager()
         self._fence = Fence(directory, membership)
         self._flight: _Flight | None = None
+        self._fallbacks: list[dict[str, Any]] = []
         self._serial = 0
         self._has_warned_of_room = False
 
@@ -230,14 +231,8 @@ class CheckpointManager:
         if found is None:
             return None
         restored, rejected = found
-        passed = [asdict(one) for one in rejected]
-        if world.is_main:
-            # Also those of an earlier start, whose process was lost before it had written them.
-            noted = self._store.catalog.noted_fallbacks()
-            passed = [*(one for one in noted if one not in passed), *passed]
-        for fields in passed:
-            fields.pop("step", None)
-            self._on_event(EventType.FALLBACK, fields)
+        for passed in rejected:
+            self._report_fallback(asdict(passed))
         self._on_event(
             EventType.RESTORED,
             {"checkpoint": restored.path.name, "seconds": restored.seconds},
@@ -245,14 +240,27 @@ class CheckpointManager:
         return restored
 
     def note_announced(self) -> None:
-        """Forget the fallbacks that were noted: the run's events have them. Called by every rank."""
+        """The events of this world's start are written; called by every rank, once a step is trained.
+
+        Rank 0 also reports what a process has set aside that was lost before it had written so.
+        """
         if not self._membership.world.is_main:
             return
+        noted = self._store.catalog.noted_fallbacks()
+        for fields in noted:
+            if fields not in self._fallbacks:
+                self._report_fallback(fields)
         try:
-            self._store.catalog.forget_fallbacks()
+            if noted:
+                self._store.catalog.forget_fallbacks()
         except OSError as error:
             # The next start reports them again, which does no harm.
             _log.warning("%s: %s", self._directory, error)
+
+    def _report_fallback(self, passed: Mapping[str, Any]) -> None:
+        self._fallbacks.append(dict(passed))
+        fields = {key: value for key, value in passed.items() if key != "step"}
+        self._on_event(EventType.FALLBACK, fields)
 
     def close(self) -> None:
         """Wait for a save under way, report it and give the memory back. Raises as ``wait`` does."""
