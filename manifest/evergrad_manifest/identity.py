@@ -1,6 +1,7 @@
 """Identity of a run: the part of the manifest that must not change once it has begun; and the whole manifest
 on the wire."""
 
+import functools
 import hashlib
 import json
 import re
@@ -376,6 +377,11 @@ def _is_later(path: str) -> bool:
     return path not in _HASHED_AT_DEFAULT
 
 
+def _is_later_setting(path: str) -> bool:
+    """Whether an optional setting came after the first version."""
+    return path in _LATER_SETTINGS
+
+
 def settings_hash(run: TrainingRun) -> str:
     """Return a hash of all that the nodes of a typed run must have alike while they train together, 16 hex
     digits.
@@ -413,9 +419,7 @@ def settings_hash(run: TrainingRun) -> str:
             del item["whileTraining"]
 
     # As the first version wrote it, which knew only true and false here.
-    shared = _without_later_defaults(
-        shared, run.training, "training.", _LATER_SETTINGS.__contains__
-    )
+    shared = _without_later_defaults(shared, run.training, "training.", _is_later_setting)
     if not is_inline:
         shared["evaluatedByPods"] = True
     mode = shared["runtime"]["activationCheckpointing"]
@@ -466,6 +470,26 @@ def _meant(run: TrainingRun) -> dict[str, Any]:
     return training
 
 
+@functools.cache
+def _fields_of(
+    kind: type[Section], prefix: str, came_later: Callable[[str], bool]
+) -> tuple[tuple[str, str, str, bool], ...]:
+    """Of each field of a section: its name, its key, its path, and whether it came after the first version.
+
+    A required field is written in every file; of the optional ones only those of the first version were
+    hashed at their default.
+    """
+    return tuple(
+        (
+            name,
+            key := info.alias or name,
+            f"{prefix}{key}",
+            not info.is_required() and came_later(f"{prefix}{key}"),
+        )
+        for name, info in kind.model_fields.items()
+    )
+
+
 def _without_later_defaults(
     wire: Mapping[str, Any],
     section: Section,
@@ -478,15 +502,10 @@ def _without_later_defaults(
     ``came_later``: whether an optional field, by its path, came after the first version of the hash.
     """
     kept: dict[str, Any] = {}
-    for name, info in type(section).model_fields.items():
-        key, path = info.alias or name, f"{prefix}{info.alias or name}"
+    for name, key, path, is_later in _fields_of(type(section), prefix, came_later):
         if key not in wire:
             continue
-
-        # A required field is written in every file; of the optional ones only those of the first version
-        # were hashed at their default.
         value, written = getattr(section, name), wire[key]
-        is_later = not info.is_required() and came_later(path)
         if isinstance(value, Section):
             written = _without_later_defaults(written, value, f"{path}.", came_later)
             if is_later and not written:

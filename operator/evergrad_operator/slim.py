@@ -26,6 +26,13 @@ _POD_STATUS_LEFT_OUT: Final = (
     "resize",
     "observedGeneration",
 )
+_CONTAINER_STATUS: Final = ("name", "state", "imageID")
+_CONDITION: Final = ("type", "status", "reason", "message", "lastTransitionTime")
+_CONDITIONS_LEFT_OUT: Final = (
+    "Initialized",
+    "ContainersReady",
+    "PodReadyToStartContainers",
+)
 _METADATA_LEFT_OUT: Final = ("managedFields", "ownerReferences", "selfLink")
 _LAST_APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
 _LONGEST_SHARED: Final = 40
@@ -37,7 +44,10 @@ def slim_run(raw: Raw) -> Raw:
     deeply."""
     # Cut before other code walks into it: at the recursion limit one such run would end the passes of all.
     rest = {key: value for key, value in raw.items() if key != "metadata"}
-    return {**cut_deep(rest), "metadata": slim_metadata(raw)}
+    kept = cut_deep(rest)
+    if "status" in kept:
+        kept["status"] = share(kept["status"])
+    return {**kept, "metadata": slim_metadata(raw)}
 
 
 def slim_pod(raw: Raw) -> Raw:
@@ -60,12 +70,24 @@ def slim_pod(raw: Raw) -> Raw:
     # Whether it was given the run's token.
     if any(one.get("name") == names.TOKEN_VOLUME for one in get_maps(spec, "volumes")):
         kept["volumes"] = [{"name": names.TOKEN_VOLUME}]
-    # The pods of one run have nearly everything alike, of which one copy is kept.
     seen = {key: value for key, value in status.items() if key not in _POD_STATUS_LEFT_OUT}
+    for kind in ("containerStatuses", "initContainerStatuses"):
+        if kind in seen:
+            seen[kind] = [
+                {key: one[key] for key in _CONTAINER_STATUS if key in one}
+                for one in get_maps(seen, kind)
+            ]
+    if "conditions" in seen:
+        seen["conditions"] = [
+            {key: one[key] for key in _CONDITION if key in one}
+            for one in get_maps(seen, "conditions")
+            if one.get("type") not in _CONDITIONS_LEFT_OUT
+        ]
+    # Pods have nearly everything alike, of which one copy is kept.
     return {
         "metadata": slim_metadata(raw),
-        "spec": share(kept),
-        "status": share(seen),
+        "spec": {key: _ALIKE.find(share(value)) for key, value in kept.items()},
+        "status": {key: _ALIKE.find(share(value)) for key, value in seen.items()},
     }
 
 
@@ -75,7 +97,7 @@ def _is_out_of_memory(container: Raw) -> bool:
 
 def slim(raw: Raw, keys: Sequence[str]) -> Raw:
     """Return an object's metadata and the named parts of it."""
-    kept = {key: raw[key] for key in keys if key in raw}
+    kept = {key: share(raw[key]) for key in keys if key in raw}
     return {**kept, "metadata": slim_metadata(raw)}
 
 
@@ -92,10 +114,32 @@ def slim_metadata(raw: Raw) -> Raw:
         metadata["annotations"] = {
             key: value for key, value in annotations.items() if key != _LAST_APPLIED
         }
-    owners = raw["metadata"].get("ownerReferences")
-    if owners:
-        metadata["ownerReferences"] = owners
-    return dict(share(metadata))
+    slimmed = dict(share(metadata))
+    if owners := raw["metadata"].get("ownerReferences"):
+        # All children of a run have the same.
+        slimmed["ownerReferences"] = _ALIKE.find(share(owners))
+    return slimmed
+
+
+class _Alike:
+    """One copy of values that many objects have alike. Whoever reads them changes nothing in them."""
+
+    _MOST: Final = 20_000
+
+    def __init__(self) -> None:
+        self._found: dict[str, Any] = {}
+
+    def find(self, value: Any) -> Any:
+        """The copy of ``value`` that was found first."""
+        if not isinstance(value, (dict, list)):
+            return value
+        if len(self._found) >= self._MOST:
+            # Begun anew: objects keep what they have.
+            self._found.clear()
+        return self._found.setdefault(repr(value), value)
+
+
+_ALIKE: Final = _Alike()
 
 
 def share(value: Any) -> Any:

@@ -4,6 +4,7 @@ The schemas are those of the CustomResourceDefinition, so that a file is refused
 and with a remedy.
 """
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -108,7 +109,6 @@ def _check_list(schema: Schema, value: Any, path: FieldPath) -> Iterator[Problem
 
 
 def _check_text(schema: Schema, value: Any, path: FieldPath) -> Iterator[Problem]:
-    where = format_path(path)
     if not isinstance(value, str):
         is_scalar = isinstance(value, bool | int | float)
         why = ""
@@ -116,28 +116,32 @@ def _check_text(schema: Schema, value: Any, path: FieldPath) -> Iterator[Problem
             kind = "true or false" if isinstance(value, bool) else "a number"
             why = f"without quotes YAML reads it as {kind}"
         remedy = f'Put it in quotes: "{show(value)}"' if is_scalar else "Write a text"
-        yield Problem(where, f"{show(value)} is not a text", why, remedy)
+        yield Problem(format_path(path), f"{show(value)} is not a text", why, remedy)
         return
     words = schema.get("enum")
     if words is not None and value not in words:
         near = nearest(value, words)
         remedy = f"Did you mean {near}? Write one of them" if near else "Write one of them"
-        yield Problem(where, f"{show(value)} is not one of {', '.join(words)}", "", remedy)
-    yield from _check_length(schema, value, where)
+        yield Problem(
+            format_path(path), f"{show(value)} is not one of {', '.join(words)}", "", remedy
+        )
+    yield from _check_length(schema, value, path)
 
 
-def _check_length(schema: Schema, value: str, where: str) -> Iterator[Problem]:
+def _check_length(schema: Schema, value: str, path: FieldPath) -> Iterator[Problem]:
     longest, shortest = schema.get("maxLength"), schema.get("minLength", 0)
     if longest is not None and len(value) > longest:
         why = f"at most {longest} characters are allowed"
-        yield Problem(where, f"{show(value)} is too long", why, "Shorten it")
+        yield Problem(format_path(path), f"{show(value)} is too long", why, "Shorten it")
     elif len(value) < shortest:
         yield Problem(
-            where, "the text is empty", "", "Write a text of at least one character"
+            format_path(path),
+            "the text is empty",
+            "",
+            "Write a text of at least one character",
         )
     pattern = schema.get("pattern")
-    # A `$` of Python's stands before a final line break too, and one of Go's at the very end alone.
-    if pattern is not None and not re.search(re.sub(r"\$$", r"\\Z", pattern), value):
+    if pattern is not None and not _compile(pattern).search(value):
         is_quantity = pattern == QUANTITY
         what = (
             f"{show(value)} is not a quantity"
@@ -147,34 +151,38 @@ def _check_length(schema: Schema, value: str, where: str) -> Iterator[Problem]:
         remedy = (
             "Write a quantity, such as 10Gi" if is_quantity else f"It must match {pattern}"
         )
-        yield Problem(where, what, "", remedy)
+        yield Problem(format_path(path), what, "", remedy)
+
+
+@functools.cache
+def _compile(pattern: str) -> re.Pattern[str]:
+    """A pattern of a schema; there are a few dozen."""
+    # A `$` of Python's stands before a final line break too, and one of Go's at the very end alone.
+    return re.compile(re.sub(r"\$$", r"\\Z", pattern))
 
 
 def _check_int_or_text(schema: Schema, value: Any, path: FieldPath) -> Iterator[Problem]:
-    where = format_path(path)
     if isinstance(value, str):
-        yield from _check_length(schema, value, where)
+        yield from _check_length(schema, value, path)
     elif isinstance(value, bool) or not isinstance(value, int):
         what = f"{show(value)} is neither a whole number nor a text"
         remedy = "Write a whole number, or a quantity such as 10Gi"
         if isinstance(value, float):
             remedy = f'Put it in quotes: "{show(value)}"'
-        yield Problem(where, what, "", remedy)
+        yield Problem(format_path(path), what, "", remedy)
     else:
-        yield from _check_bounds(schema, value, where)
+        yield from _check_bounds(schema, value, path)
 
 
 def _check_untyped(schema: Schema, value: Any, path: FieldPath) -> Iterator[Problem]:
     # A share is a number or a text, for which a schema has no type; each bound holds for values of its kind.
-    where = format_path(path)
     if isinstance(value, str):
-        yield from _check_length(schema, value, where)
+        yield from _check_length(schema, value, path)
     elif isinstance(value, int | float) and not isinstance(value, bool):
-        yield from _check_bounds(schema, value, where)
+        yield from _check_bounds(schema, value, path)
 
 
 def _check_integer(schema: Schema, value: Any, path: FieldPath) -> Iterator[Problem]:
-    where = format_path(path)
     if isinstance(value, bool) or not isinstance(value, int):
         why, remedy = "", "Write a whole number"
         if isinstance(value, str):
@@ -183,12 +191,14 @@ def _check_integer(schema: Schema, value: Any, path: FieldPath) -> Iterator[Prob
                 remedy = "Remove the quotes"
                 if schema.get("maximum") == 0o777 and _OCTAL.fullmatch(value):
                     remedy = f"Remove the quotes, or write {int(value, 8)}, which is {value} in decimal"
-        yield Problem(where, f"{show(value)} is not a whole number", why, remedy)
+        yield Problem(
+            format_path(path), f"{show(value)} is not a whole number", why, remedy
+        )
         return
-    yield from _check_bounds(schema, value, where)
+    yield from _check_bounds(schema, value, path)
 
 
-def _check_bounds(schema: Schema, value: float, where: str) -> Iterator[Problem]:
+def _check_bounds(schema: Schema, value: float, path: FieldPath) -> Iterator[Problem]:
     least, most = schema.get("minimum"), schema.get("maximum")
     # An integer without bounds of its own has those of 64 bits.
     if schema.get("type") == "integer":
@@ -196,22 +206,22 @@ def _check_bounds(schema: Schema, value: float, where: str) -> Iterator[Problem]
         most = LARGEST_COUNT if most is None else most
     if least is not None and schema.get("exclusiveMinimum") and value <= least:
         why = f"it must be above {show(least)}"
-        yield Problem(where, f"{show(value)} is too small", why, "Raise it")
+        yield Problem(format_path(path), f"{show(value)} is too small", why, "Raise it")
     elif least is not None and value < least:
         why, remedy = (
             f"the smallest value allowed is {show(least)}",
             f"Use {show(least)} or more",
         )
-        yield Problem(where, f"{show(value)} is too small", why, remedy)
+        yield Problem(format_path(path), f"{show(value)} is too small", why, remedy)
     elif most is not None and schema.get("exclusiveMaximum") and value >= most:
         why = f"it must be below {show(most)}"
-        yield Problem(where, f"{show(value)} is too large", why, "Lower it")
+        yield Problem(format_path(path), f"{show(value)} is too large", why, "Lower it")
     elif most is not None and value > most:
         why, remedy = (
             f"the largest value allowed is {show(most)}",
             f"Use {show(most)} or less",
         )
-        yield Problem(where, f"{show(value)} is too large", why, remedy)
+        yield Problem(format_path(path), f"{show(value)} is too large", why, remedy)
 
 
 def _check_switch(schema: Schema, value: Any, path: FieldPath) -> Iterator[Problem]:
