@@ -230,6 +230,12 @@ class Cluster:
             "--linger",
             "0.2",
             "--exit-when-empty",
+            # A process that gets no core for some seconds is not lost: tests of silence say how much is too
+            # much. One that has ended is known by its connection.
+            "--silence",
+            "30",
+            "--lease",
+            "60",
             *self.options,
         ]
         arguments += ["--token-file", str(self.path / "token")]

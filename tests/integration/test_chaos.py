@@ -123,7 +123,7 @@ def test_no_finished_step_is_trained_again_while_anybody_holds_it(
         for line in disturbed.lines()
     )
     repeats = find_repeats(disturbed.directory)
-    assert sum(one.is_from_checkpoint for one in repeats) <= lost_all
+    assert sum(one.is_from_checkpoint for one in repeats) <= lost_all, disturbed.describe()
     unexplained = [
         one
         for one in repeats

@@ -219,7 +219,9 @@ def test_a_run_that_is_killed_and_goes_back_to_its_checkpoint_shows_each_step_on
     experiment: Experiment, tracker: str
 ) -> None:
     logging = {"trackers": [{"type": tracker}]}
-    experiment.write(recipe(**EVALUATED, logging=logging))
+    # Saved before the next step begins, on a busy machine too: the kill finds the checkpoint of step 3.
+    saves = {"asynchronous": False}
+    experiment.write(recipe(**EVALUATED, logging=logging, checkpoint=saves))
     faults = [fault("step", call=6, action="SIGKILL"), constant(CLOSING, 150.0)]
     experiment.run(faults=faults, expect=-9)
     experiment.run("--stop-after-steps", "3", faults=faults[1:], expect=STOPPED_SAVED)
