@@ -463,6 +463,20 @@ def test_a_worker_has_three_of_its_longest_slots_to_leave_a_dead_group(
     assert set(room.killed) == {first.serial, second.serial}
 
 
+def test_of_workers_that_are_stuck_together_rank_0_is_the_last_to_be_killed(
+    room: Room, now: list[float]
+) -> None:
+    """By then its node knows whether anybody else holds the state."""
+    first, second = room.begin(3)
+    first.rank = 0
+    room.group.change(say.Plan(4, hard=True), cause="")
+    pass_seconds(room, now, patience.STUCK_SECONDS + 1)
+    assert set(room.killed) == {second.serial}
+    room.group.change(say.Plan(5, hard=True), cause="", is_only_holder=True)
+    pass_seconds(room, now, 100)
+    assert set(room.killed) == {second.serial}
+
+
 def test_the_only_holder_of_the_state_has_the_whole_timeout_of_a_collective(
     room: Room, now: list[float]
 ) -> None:

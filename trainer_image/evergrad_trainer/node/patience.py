@@ -17,6 +17,10 @@ slot has ended yet, or the worker may be the last that holds the state, the time
 bound.
 """
 
+FIRST_RANK_SECONDS = 3.0
+"""Rank 0 may take this much longer: workers that are stuck in one group would all be killed at once, and every
+copy of the state with them. When the others are gone, the node of rank 0 is told that it holds the last one."""
+
 
 class Patience:
     """Judges workers by when they were heard last, and by when they were asked to leave a group
@@ -50,6 +54,8 @@ class Patience:
             return None
         # As long as its work may take, also where nobody knows yet how long that is.
         patience = max(STUCK_SECONDS, 3 * worker.heartbeat.longest_slot_seconds)
+        if worker.rank == 0:
+            patience += FIRST_RANK_SECONDS
         if is_only_holder or worker.heartbeat.is_in_first_slot:
             patience = max(patience, self._timeout_seconds)
         return (
