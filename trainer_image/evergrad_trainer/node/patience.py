@@ -18,8 +18,8 @@ bound.
 """
 
 FIRST_RANK_SECONDS = 3.0
-"""Rank 0 may take this much longer: workers that are stuck in one group would all be killed at once, and every
-copy of the state with them. When the others are gone, the node of rank 0 is told that it holds the last one."""
+"""Rank 0 may take this much longer: workers that are stuck in one group would all be killed at once, with
+every copy of the state. When the others are gone, the node of rank 0 is told that it holds the last one."""
 
 
 class Patience:
