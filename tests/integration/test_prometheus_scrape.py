@@ -175,14 +175,14 @@ def test_prometheus_scrapes_the_values_and_answers_the_documented_queries(
     prometheus.wait_for('up{job="trainer"}', 1)
     prometheus.wait_for("evergrad_steps_total", 0)
     _train(exporter, synthetic)
-    prometheus.wait_for("evergrad_step", PATIENCE)
+    prometheus.wait_for("evergrad_step", 60)
     (step,) = prometheus.query("evergrad_step")
     assert step["metric"]["run"] == "docs-lm"
     prometheus.wait_for("evergrad_tokens_total", 60 * 8192)
     prometheus.wait_for('evergrad_loss{split="eval"}', 2.5)
     prometheus.wait_for("count(evergrad_info)", 1)
     # The last thing that was told: a scrape may fall between two of them.
-    prometheus.wait_for("evergrad_checkpoint_last_step", PATIENCE)
+    prometheus.wait_for("evergrad_checkpoint_last_step", 60)
     queries = [
         query.expression
         for query in collect_queries(DOCUMENTS)

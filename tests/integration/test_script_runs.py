@@ -127,6 +127,12 @@ class ScriptRun:
         text = (self.path / "runs/script/logs/coordinator.log").read_text("utf-8")
         return [json.loads(line) for line in text.splitlines()]
 
+    def group_sizes(self) -> list[int]:
+        """Nodes of each group so far; none before the coordinator has written anything."""
+        with contextlib.suppress(FileNotFoundError):
+            return [one["nodes"] for one in self.events() if one["event"] == "go"]
+        return []
+
     def close(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()  # its nodes, their workers and the coordinator die with it
@@ -205,11 +211,12 @@ def test_a_script_that_listens_loses_no_step_when_a_node_or_the_run_is_asked_to_
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     run = make(["train.py", str(tmp_path / "state.pt")], metrics={"port": port}).start()
-    run.until(lambda: max(run.steps(), default=0) >= 5, "steps")
+    # Node 0 may begin alone, where the other one is late.
+    run.until(lambda: run.group_sizes()[-1:] == [2], "a group of both nodes")
+    first = max(run.steps(), default=0)
+    run.until(lambda: max(run.steps(), default=0) >= first + 5, "steps")
     os.kill(run.node(1), signal.SIGTERM)
-    run.until(
-        lambda: sum(event["event"] == "go" for event in run.events()) == 2, "a second group"
-    )
+    run.until(lambda: run.group_sizes()[-1] == 1, "a group of one node")
     last = max(run.steps())
     run.until(lambda: max(run.steps()) > last + 3, "steps of the second group")
     with urllib.request.urlopen(

@@ -306,7 +306,7 @@ def test_another_checkpoint_in_the_boundarys_place_is_refused(
             "no step is left for the second stage",
         ),
         (
-            {"model": {"config": {"model_type": "gemma2", "hidden_size": 32}}},
+            {"model": {"config": {"model_type": "gemma2", "num_key_value_heads": 2}}},
             "the logits of gemma2 cannot be made in chunks",
         ),
     ],
