@@ -96,12 +96,17 @@ def test_15_a_finished_run_restored_without_status_is_complete_again_without_a_p
 
 
 def test_after_its_time_to_live_only_the_run_and_its_data_are_left(runs: Runs) -> None:
-    run = runs.start("short-lived", steps=60)
+    # So many that it trains while its children are looked for, one kind after the other.
+    run = runs.start("short-lived", steps=600)
     selector = "evergrad.dev/run=short-lived"
     kinds = ("pods", "configmaps", "services", "poddisruptionbudgets", "networkpolicies")
-    wait_for(
-        lambda: all(runs.list(kind, selector) for kind in kinds), "a child of each kind"
-    )
+    seen: set[str] = set()
+
+    def has_all() -> bool:
+        seen.update(kind for kind in kinds if runs.list(kind, selector))
+        return seen == set(kinds)
+
+    wait_for(has_all, "a child of each kind")
     run.patch({"ttlSecondsAfterFinished": 2})
     run.wait_for_phase("Complete")
     wait_for(
