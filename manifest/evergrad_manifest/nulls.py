@@ -1,17 +1,12 @@
 """Nulls of free mappings, which ``kubectl apply`` leaves out of what it sends."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
 from evergrad_manifest.errors import Problem
+from evergrad_manifest.fields import format_path
+from evergrad_manifest.identity import FREE_MAPPINGS
 from evergrad_manifest.raw import FieldPath, value_at
-
-_FREE: Final[tuple[FieldPath, ...]] = (
-    ("spec", "training", "model", "config"),
-    ("spec", "training", "model", "configOverrides"),
-    ("spec", "training", "options"),
-)
-"""Mappings whose nulls mean something: elsewhere a null is a missing key."""
 
 
 def find_dropped_nulls(raw: Mapping[str, Any]) -> list[Problem]:
@@ -22,10 +17,17 @@ def find_dropped_nulls(raw: Mapping[str, Any]) -> list[Problem]:
     why = "kubectl apply drops it, so that the default counts on a cluster"
     remedy = "Use kubectl apply --server-side or evergrad submit, or remove the key if the default is meant"
     return [
-        Problem(".".join(map(str, path)), "is null", why, remedy)
-        for free in _FREE
+        Problem(format_path(path), "is null", why, remedy)
+        for free in _free_mappings()
         for path in _find_nulls(value_at(raw, free), free)
     ]
+
+
+def _free_mappings() -> Iterator[FieldPath]:
+    """The mappings whose nulls mean something: elsewhere a null is a missing key."""
+    for section, fields in FREE_MAPPINGS.items():
+        whole: FieldPath = ("spec", "training", section)
+        yield from ((*whole, field) for field in fields) if fields else (whole,)
 
 
 def _find_nulls(value: Any, path: FieldPath) -> Iterator[FieldPath]:
