@@ -53,13 +53,10 @@ def slim_run(raw: Raw) -> Raw:
 def slim_pod(raw: Raw) -> Raw:
     """Return the parts of a pod that are read."""
     spec, status = get_map(raw, "spec"), get_map(raw, "status")
-    kept = {key: spec[key] for key in _POD_SPEC if key in spec}
+    kept = _pick(spec, _POD_SPEC)
     for kind in ("containers", "initContainers"):
         if kind == "containers" or spec.get(kind):
-            kept[kind] = [
-                {key: item[key] for key in ("name", "image") if key in item}
-                for item in get_maps(spec, kind)
-            ]
+            kept[kind] = [_pick(item, ("name", "image")) for item in get_maps(spec, kind)]
     # Only a pod that was killed at its memory limit has to say which one that was.
     if any(map(_is_out_of_memory, get_maps(status, "containerStatuses"))):
         for item, whole in zip(
@@ -73,21 +70,18 @@ def slim_pod(raw: Raw) -> Raw:
     seen = {key: value for key, value in status.items() if key not in _POD_STATUS_LEFT_OUT}
     for kind in ("containerStatuses", "initContainerStatuses"):
         if kind in seen:
-            seen[kind] = [
-                {key: one[key] for key in _CONTAINER_STATUS if key in one}
-                for one in get_maps(seen, kind)
-            ]
+            seen[kind] = [_pick(one, _CONTAINER_STATUS) for one in get_maps(seen, kind)]
     if "conditions" in seen:
         seen["conditions"] = [
-            {key: one[key] for key in _CONDITION if key in one}
+            _pick(one, _CONDITION)
             for one in get_maps(seen, "conditions")
             if one.get("type") not in _CONDITIONS_LEFT_OUT
         ]
     # Pods have nearly everything alike, of which one copy is kept.
     return {
         "metadata": slim_metadata(raw),
-        "spec": {key: _ALIKE.find(share(value)) for key, value in kept.items()},
-        "status": {key: _ALIKE.find(share(value)) for key, value in seen.items()},
+        "spec": {key: _ALIKE.find(value) for key, value in share(kept).items()},
+        "status": {key: _ALIKE.find(value) for key, value in share(seen).items()},
     }
 
 
@@ -97,8 +91,11 @@ def _is_out_of_memory(container: Raw) -> bool:
 
 def slim(raw: Raw, keys: Sequence[str]) -> Raw:
     """Return an object's metadata and the named parts of it."""
-    kept = {key: share(raw[key]) for key in keys if key in raw}
-    return {**kept, "metadata": slim_metadata(raw)}
+    return {**share(_pick(raw, keys)), "metadata": slim_metadata(raw)}
+
+
+def _pick(raw: Raw, keys: Sequence[str]) -> dict[str, Any]:
+    return {key: raw[key] for key in keys if key in raw}
 
 
 def slim_metadata(raw: Raw) -> Raw:
