@@ -374,7 +374,7 @@ def test_shards_train_beside_the_same_reference(
 def test_a_reference_computes_in_the_types_of_a_model_that_is_cut(
     make_experiment: Callable[[], Experiment],
 ) -> None:
-    """Its norms too: under autocast alone they are computed in fp32, and the first penalty is not 0."""
+    """Otherwise the first penalty would not be 0."""
     experiment = make_experiment()
     runtime = {"precision": "bf16-autocast", "parallelism": "fsdp2"}
     write(experiment, reproducibility={"elastic": "fast"}, runtime=runtime)

@@ -107,11 +107,11 @@ class Modules:
     those of 64 MiB or more, the snapshots and the counterparts. It computes as what is whole does: under
     autocast, the weights of linear layers and convolutions are gathered in the type of the products, which
     autocast would round them to, and all others, what modules are called with and what they return have the
-    types that they have elsewhere. A module that is cut is whole while it is
-    called; outside of its call each rank holds a part of its weights: see :func:`full_tensor`. Hooks on the
-    gradients of trained parameters are refused: FSDP2 would not call them. Each call
-    gathers them, so that all ranks call the same modules in the same order, whatever their batches hold; a
-    rank that leaves one out lets the others wait in vain. Kept tensors are whole on every rank.
+    types that they have elsewhere. A module that is cut is whole while it is called; outside of its call each
+    rank holds a part of its weights: see :func:`full_tensor`. Each call gathers them, so that all ranks call
+    the same modules in the same order, whatever their batches hold; a rank that leaves one out lets the
+    others wait in vain. Hooks on the gradients of trained parameters are refused: FSDP2 would not call them.
+    Kept tensors are whole on every rank.
     """
 
     trained: dict[str, nn.Module]

@@ -14,18 +14,14 @@ from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Training
 from evergrad_trainer import torch_private
 from evergrad_trainer.errors import HostError
+from evergrad_trainer.models.build import DTYPES, PRODUCTS
 from evergrad_trainer.models.gradients import BucketedSum, ExactSum, GradientSum, ShardedSum
 from evergrad_trainer.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_PRODUCT_TYPES: Final = {
-    "bf16-autocast": torch.bfloat16,
-    "fp16-autocast": torch.float16,
-}
-"""The type that autocast rounds weights to, by precision."""
-_PRODUCTS: Final = (
+_PRODUCT_MODULES: Final = (
     nn.Linear,
     nn.Conv1d,
     nn.Conv2d,
@@ -124,7 +120,7 @@ def _is_product(module: nn.Module) -> bool:
     kind = type(module)
     # GPT-2's layer is known by its name, since transformers may not have been imported.
     name = f"{kind.__module__}.{kind.__name__}"
-    return kind in _PRODUCTS or name == "transformers.pytorch_utils.Conv1D"
+    return kind in _PRODUCT_MODULES or name == "transformers.pytorch_utils.Conv1D"
 
 
 def _adapters_in(module: nn.Module) -> Iterator[nn.Module]:
@@ -150,15 +146,14 @@ def shard(cuts: Sequence[Cut], world: World, sharding: Sharding) -> None:
     # One for all: the norm of the gradients is taken over the parts of all modules together.
     mesh = _build_mesh(world, sharding)
     # Nothing but the weights has another type: what a module is given, and what it gives, is as autocast has
-    # it for modules that are whole. Sums over ranks keep the type of the weights, which are fp32 but in pure
-    # bf16.
-    reduced = torch.bfloat16 if sharding.precision == "bf16" else None
-    policy = MixedPrecisionPolicy(reduce_dtype=reduced, cast_forward_inputs=False)
+    # it for modules that are whole. Sums over ranks keep the type of the weights.
+    weights, rounded = DTYPES[sharding.precision], PRODUCTS[sharding.precision]
+    policy = MixedPrecisionPolicy(reduce_dtype=weights, cast_forward_inputs=False)
     for cut in cuts:
         # From the inside out: a module takes what its own modules have not taken.
         *inner, root = cut.units()
         blocks = cut.blocks or transformer_blocks(cut.module)
-        products = find_products(cut.module)
+        products = find_products(cut.module) if rounded != weights else set()
         for unit in inner:
             # The last block is the first that the backward pass needs: it would be gathered again at once.
             # Most frozen modules have no backward pass.
@@ -169,9 +164,8 @@ def shard(cuts: Sequence[Cut], world: World, sharding: Sharding) -> None:
         fully_shard(root, mesh=mesh, mp_policy=policy)
         for module in root.modules():
             if isinstance(module, FSDPModule):
-                if (kind := _PRODUCT_TYPES.get(sharding.precision)) is not None:
-                    # Half the traffic and memory, and the bits that autocast would make of the whole weights.
-                    torch_private.gather_as(module, products, kind)
+                # Half the traffic and memory, and the bits that autocast would make of the whole weights.
+                torch_private.gather_as(module, products, rounded)
                 # The step divides by what its samples weigh, not by the number of ranks; gloo has no sums
                 # that divide.
                 module.set_gradient_divide_factor(1.0)
