@@ -4,7 +4,7 @@ import contextlib
 import functools
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -287,34 +287,32 @@ def _build_modules(
     """
     seed, precision = training.reproducibility.seed, training.runtime.precision
 
-    def build_all(
-        build_one: Callable[[], nn.Module], reads: Reads | None = None
-    ) -> Modules:
+    def build_all(build_one: Callable[[], nn.Module]) -> Modules:
         def build() -> nn.Module:
-            with nullcontext() if reads is None else reads.allowed():
-                model = build_one()
+            model = build_one()
             # Modules that are made after this one get the same values whether or not its weights were
             # initialised.
             seed_generators(seed, 0, 1, Purpose.INITIAL_WEIGHTS)
             return model
 
         seed_generators(seed, 0, 0, Purpose.INITIAL_WEIGHTS)
-        with nullcontext() if reads is None else reads:
-            modules = opened.task.build(build)
-            check_modules(modules, training, opened.code)
-            for frozen in modules.frozen.values():
-                frozen.requires_grad_(False).eval()
-            with torch.no_grad():
-                opened.task.enter(modules, opened.data.train.stages[0])
+        modules = opened.task.build(build)
+        check_modules(modules, training, opened.code)
+        for frozen in modules.frozen.values():
+            frozen.requires_grad_(False).eval()
+        with torch.no_grad():
+            opened.task.enter(modules, opened.data.train.stages[0])
         return modules
 
     if is_deferred and plan.config is not None:
         made: list[DeferredModel] = []
+        reads = Reads()
 
         def defer() -> nn.Module:
-            one = defer_model(
-                plan, seed=seed, precision=precision, with_weights=with_weights
-            )
+            with reads.allowed():
+                one = defer_model(
+                    plan, seed=seed, precision=precision, with_weights=with_weights
+                )
             if one is None:
                 raise NotImplementedError
             made.append(one)
@@ -322,7 +320,8 @@ def _build_modules(
 
         # A task that reads weights, or changes them, cannot do so before they are there.
         with contextlib.suppress(NotImplementedError, RuntimeError):
-            modules = build_all(defer, Reads())
+            with reads:
+                modules = build_all(defer)
             used = choose_deferred(made, modules, with_weights=with_weights)
             if used is not None:
                 return modules, used
