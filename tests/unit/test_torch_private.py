@@ -308,14 +308,15 @@ import torch
 from evergrad_trainer import torch_private
 torch_private.delay_compiler()
 import evergrad_trainer.worker.run
-from evergrad_trainer.models.build import count_parameters, plan_model
+from evergrad_trainer.models.build import plan_model
+from evergrad_trainer.preflight_memory import model_facts
 from evergrad_manifest.training import Model
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 torch.distributed.all_reduce(torch.ones(1))
 torch.distributed.destroy_process_group()
 sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
 plan = plan_model(Model(config={"model_type": "llama", **sizes}), base_directory=Path(), vocab_size=32)
-assert count_parameters(plan) == 2 * 32 * 16 + 4 * 16 * 16 + 3 * 16 * 16 + 3 * 16
+assert model_facts(plan).parameters == 2 * 32 * 16 + 4 * 16 * 16 + 3 * 16 * 16 + 3 * 16
 torch_private.import_slow_parts()
 loaded = {"torch._dynamo.symbolic_convert", "sympy"} & set(sys.modules)
 assert not loaded, loaded

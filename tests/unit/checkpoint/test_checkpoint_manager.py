@@ -687,6 +687,15 @@ DAMAGE = [
 ]
 
 
+def begin_again(make_solo: MakeSolo, *, damage: Callable[[Path], None] = flip) -> Any:
+    """The next process of a run whose newer checkpoint of two, step-1200, is damaged."""
+    solo = make_solo()
+    solo.save(1000)
+    solo.save(1200)
+    damage(solo.directory / "step-1200")
+    return make_solo()
+
+
 @pytest.mark.parametrize(("damage", "reason"), DAMAGE)
 def test_a_damaged_checkpoint_is_quarantined_and_the_older_one_loads(
     make_solo: MakeSolo,
@@ -694,11 +703,7 @@ def test_a_damaged_checkpoint_is_quarantined_and_the_older_one_loads(
     damage: Callable[[Path], None],
     reason: str,
 ) -> None:
-    solo = make_solo()
-    solo.save(1000)
-    solo.save(1200)
-    damage(solo.directory / "step-1200")
-    again = make_solo()
+    again = begin_again(make_solo, damage=damage)
     with caplog.at_level(logging.ERROR):
         assert again.restore() == 1000
     (fallback, fields), (restored, _) = again.events
@@ -722,11 +727,7 @@ def test_a_fallback_is_reported_by_the_next_process_if_its_own_was_lost_before(
     make_solo: MakeSolo,
 ) -> None:
     """The only process may be killed between setting a checkpoint aside and its first event."""
-    solo = make_solo()
-    solo.save(1000)
-    solo.save(1200)
-    flip(solo.directory / "step-1200")
-    lost = make_solo()
+    lost = begin_again(make_solo)
     lost.restore()
     ((_, reported), _) = lost.events
 
@@ -745,11 +746,7 @@ def test_a_fallback_is_reported_by_the_next_process_if_its_own_was_lost_before(
 
 
 def test_a_process_that_lives_on_reports_its_fallback_once(make_solo: MakeSolo) -> None:
-    solo = make_solo()
-    solo.save(1000)
-    solo.save(1200)
-    flip(solo.directory / "step-1200")
-    again = make_solo()
+    again = begin_again(make_solo)
     again.restore()
     again.manager.note_announced()
     assert [name for name, _ in again.events] == ["fallback", "restored"]

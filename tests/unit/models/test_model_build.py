@@ -20,13 +20,13 @@ from evergrad_trainer.models.build import (
     ModelPlan,
     build_empty_model,
     build_model,
-    count_parameters,
     load_directory,
     plan_model,
 )
 from evergrad_trainer.models.configuration import translate_numbers
 from evergrad_trainer.models.experts import check_experts
 from evergrad_trainer.objectives.causal_lm import causal_lm_loss
+from evergrad_trainer.preflight_memory import model_facts
 
 TINY = {
     "model_type": "llama",
@@ -46,7 +46,7 @@ def plan(base: Path, vocab_size: int = 257, **model: Any) -> ModelPlan:
 def message(base: Path, **model: Any) -> str:
     with pytest.raises(ModelError) as raised:
         plan_ = plan(base, **model)
-        count_parameters(plan_)
+        model_facts(plan_)
     return str(raised.value)
 
 
@@ -64,7 +64,7 @@ def test_a_preset_is_counted_as_the_configuration_that_it_stands_for(
     assert named.describe() == written.describe()
     # The blocks with their norms, and two tables of 257 ids.
     blocks = 8 * (4 * 320**2 + 3 * 320 * 864 + 2 * 320) + 320
-    assert count_parameters(named) == blocks + 2 * 257 * 320
+    assert model_facts(named).parameters == blocks + 2 * 257 * 320
 
 
 def test_unknown_names_come_with_the_nearest_one_and_all_at_once(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_initial_weights_are_a_function_of_the_seed_alone(tmp_path: Path) -> Non
 def test_the_count_of_parameters_is_the_models(tmp_path: Path) -> None:
     one = plan(tmp_path, config=TINY)
     model = build_model(one, seed=0, precision="fp32")
-    assert count_parameters(one) == sum(
+    assert model_facts(one).parameters == sum(
         parameter.numel() for parameter in model.parameters()
     )
 

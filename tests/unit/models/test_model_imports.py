@@ -37,13 +37,14 @@ def test_a_model_that_is_built_by_its_configuration_reads_no_source_of_the_other
     num_sources = _run("""
 from pathlib import Path
 from evergrad_manifest.training import Model
-from evergrad_trainer.models.build import build_model, count_parameters, plan_model
+from evergrad_trainer.models.build import build_model, plan_model
+from evergrad_trainer.preflight_memory import model_facts
 sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 settings = Model(config={"model_type": "llama", **sizes})
 plan = plan_model(settings, base_directory=Path(), vocab_size=32)
 model = build_model(plan, seed=1, precision="fp32")
 assert type(model).__name__ == "LlamaForCausalLM"
-assert count_parameters(plan) == sum(one.numel() for one in model.parameters())
+assert model_facts(plan).parameters == sum(one.numel() for one in model.parameters())
 """)
     assert num_sources < 100, "transformers has some 2,000 files of models"
 

@@ -364,12 +364,6 @@ class _WeightsOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def count_parameters(plan: ModelPlan, *, trained_only: bool = False) -> int:
-    """Count parameters, without allocating any. Raises ModelError if the model cannot be built."""
-    parameters = build_empty_model(plan, precision="fp32").parameters()
-    return sum(one.numel() for one in parameters if one.requires_grad or not trained_only)
-
-
 def _read_config(values: dict[str, Any], vocab_size: int) -> "PreTrainedConfig":
     import_transformers()
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig

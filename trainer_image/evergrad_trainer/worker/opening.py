@@ -79,7 +79,7 @@ def _follow_first_step(session: Session, checkpoints: CheckpointManager) -> None
     checkpoints.note_announced()
 
 
-def most_workers(session: Session) -> int:
+def _most_workers(session: Session) -> int:
     """Workers that may train together, as far as the file and the world of this process say."""
     spec = session.plan.run.spec
     named = spec.nodes.largest * (spec.workers_per_node or 1)
@@ -111,7 +111,7 @@ def build_run(
             machinery,
             session.data.train,
             total_steps=numbers.total_steps,
-            may_share=most_workers(session) > 1,
+            may_share=_most_workers(session) > 1,
         ),
         stream=session.data.train,
         checkpoints=checkpoints,
