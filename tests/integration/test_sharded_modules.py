@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -140,17 +141,17 @@ def build(
     plan: ModelPlan | None = None,
     with_weights: bool = True,
 ) -> Machinery:
-    # All of them are small here.
-    parallel.LARGE_BYTES = 0  # type: ignore[misc]
     data: Any = SimpleNamespace(train=SimpleNamespace(stages=(STAGE,)))
     opened = Opened(task or cast(Any, Distilled()), Code(None), data, {})
-    return build_machinery(
-        make_training(**runtime),
-        opened,
-        plan or ModelPlan(None, None),
-        world,
-        with_weights=with_weights,
-    )
+    # All of them are small here.
+    with patch.object(parallel, "LARGE_BYTES", 0):
+        return build_machinery(
+            make_training(**runtime),
+            opened,
+            plan or ModelPlan(None, None),
+            world,
+            with_weights=with_weights,
+        )
 
 
 def batch_of(slot: int) -> Tensors:
