@@ -102,8 +102,10 @@ def build_trace() -> aiohttp.TraceConfig:
             check_gate(gate)
 
     trace = aiohttp.TraceConfig()
-    trace.on_connection_create_end.append(check_fence)
-    trace.on_connection_reuseconn.append(check_fence)
+    # Both are called before anything is written. aiohttp keeps the headers back until it has the body, which
+    # a task of its own writes: other tasks may run in between.
+    trace.on_request_headers_sent.append(check_fence)
+    trace.on_request_chunk_sent.append(check_fence)
     return trace
 
 

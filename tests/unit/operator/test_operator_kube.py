@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
+from aiohttp import ClientRequest, web
 from fake_kubernetes.server import FakeServer
 from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
@@ -247,6 +247,25 @@ def test_a_write_whose_process_was_stopped_while_it_waited_for_a_connection_is_n
             return await original(*arguments, **options)
 
         kube._transport._client.rest_client.request = late
+        with pytest.raises(LeaseLostError):
+            await kube.apply(config_map(a="1"))
+
+    assert with_server(work, gate=gate).requests == []
+
+
+def test_a_write_whose_process_was_stopped_before_its_body_was_written_is_not_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate = Gate(10.0)
+    original = ClientRequest.write_bytes
+
+    async def late(*arguments: Any, **options: Any) -> None:
+        gate.seconds = -1.0
+        await original(*arguments, **options)
+
+    monkeypatch.setattr(ClientRequest, "write_bytes", late)
+
+    async def work(server: FakeServer, kube: Kube) -> None:
         with pytest.raises(LeaseLostError):
             await kube.apply(config_map(a="1"))
 
