@@ -17,7 +17,7 @@ def test_the_commands_of_the_readme_and_of_the_quickstart_train_it_and_show_it(
 ) -> None:
     shell = Shell(runs.cluster, tmp_path, namespace=runs.namespace)
     runs.adopt("quickstart")
-    commands = read_commands("README.md", "## On a cluster")
+    commands = read_commands("README.md", "## Try it on Kubernetes")
     first = commands.index("kubectl apply -f examples/quickstart/")
     printed = {command: shell.run(command) for command in commands[first:]}
     assert "condition met" in printed[commands[first + 1]]

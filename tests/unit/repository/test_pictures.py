@@ -71,4 +71,4 @@ def test_the_figures_in_the_readmes_promise_are_the_medians_of_the_benchmark(
     ]
     assert {event["steps_lost"] for event in samples["level1"]["samples"]["node_kill"]} == {
         0
-    }, "the README says that no finished step is trained again"
+    }, "the README says that no finished step is repeated"
