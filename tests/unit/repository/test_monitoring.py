@@ -553,11 +553,11 @@ def test_a_metric_that_nothing_exports_cannot_be_named() -> None:
 def test_each_alert_has_a_page_and_each_page_its_alert(root: Path) -> None:
     pages = {path.stem for path in (root / "docs/runbooks").glob("*.md")} - {"README"}
     assert pages == {alert.name for alert in ALERTS} == set(CASES)
-    for name in pages:
-        text = (root / f"docs/runbooks/{name}.md").read_text("utf-8")
-        assert all(
-            f"\n## {part}\n" in text for part in ("Meaning", "Diagnosis", "Mitigation")
-        ), name
+    parts = ("Meaning", "Urgency", "Diagnosis", "Mitigation", "Verification")
+    for alert in ALERTS:
+        text = (root / f"docs/runbooks/{alert.name}.md").read_text("utf-8")
+        assert all(f"\n## {part}\n" in text for part in parts), alert.name
+        assert f"\n## Urgency\n\nSeverity `{alert.severity}`:" in text, alert.name
 
 
 def test_the_defaults_of_thresholds_are_those_of_the_chart(root: Path) -> None:
