@@ -27,7 +27,7 @@ export TORCH_WHEELS
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-e2e test-long test-torch-matrix test-trackers verify chaos lint format generate architectures generated bench gpu-check bench-peers bench-recovery bench-cluster bench-cluster-pods bench-operator numbers images release chart-lint docs cluster cluster-down lock clean distclean
+.PHONY: help install run test test-e2e test-long test-torch-matrix test-trackers verify chaos lint format generate architectures generated bench gpu-check bench-peers bench-recovery bench-cluster bench-cluster-pods bench-operator numbers images release chart-lint docs changes cluster cluster-down lock clean distclean
 
 stage = @printf '\n== %s  %s\n' "$$(date +%T)" "$(1)"
 
@@ -232,6 +232,9 @@ $(SITE)/.installed: requirements/docs.in
 docs: $(SITE)/.installed ## build the site into build/site, where a broken link or a page outside the navigation is an error
 	$(call stage,site)
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict
+
+changes: $(INSTALLED) ## print the section of the changelog that the fragments in changes/ make
+	@$(BIN)/towncrier build --draft --version Unreleased
 
 cluster: $(INSTALLED) ## a real two-node Kubernetes on this machine (as root); its kubeconfig is .cluster/kubeconfig
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m bed up
