@@ -154,8 +154,6 @@ generate: $(INSTALLED) ## write the generated files anew
 	PYTHONPATH=$(CURDIR)/monitoring $(BIN)/python -m evergrad_monitoring.generate
 	$(BIN)/python docs/chart_values.py
 	$(BIN)/python docs/tree.py
-	$(BIN)/python docs/capabilities.py
-	PYTHONPATH=$(CURDIR)/docs $(BIN)/python docs/acceptance.py
 	$(BIN)/python docs/pictures.py
 	$(BIN)/python examples/quickstart/make_documents.py
 	PYTHONPATH=$(CURDIR)/tests:$(CURDIR)/tests/unit/operator $(BIN)/python -m run_samples
@@ -171,8 +169,6 @@ generated: $(INSTALLED) ## check that the generated files are up to date
 	PYTHONPATH=$(CURDIR)/monitoring $(BIN)/python -m evergrad_monitoring.generate --check
 	$(BIN)/python docs/chart_values.py --check
 	$(BIN)/python docs/tree.py --check
-	$(BIN)/python docs/capabilities.py --check
-	PYTHONPATH=$(CURDIR)/docs $(BIN)/python docs/acceptance.py --check
 	$(BIN)/python docs/pictures.py --check
 	$(BIN)/python examples/quickstart/make_documents.py --check
 

@@ -15,7 +15,8 @@ from evergrad_manifest.reading.loader import load_manifest
 from evergrad_manifest.training import Training
 from evergrad_manifest.training.latent_edit import published_mixture
 
-FOLDER = Path(__file__).resolve().parents[3] / "docs" / "migrating"
+ROOT = Path(__file__).resolve().parents[3]
+FOLDER = ROOT / "docs" / "migrating"
 PAGES = ("chemlactica", "genolewm", "optimus-dl", "theseus")
 
 
@@ -26,7 +27,7 @@ OPTIONS = {
     "optimus-dl": ("O", 8, 27),
     "theseus": ("T", 20, 37),
 }
-"""The rows of docs/capabilities.csv that are options of each system."""
+"""The rows of tests/evidence/capabilities.csv that are options of each system."""
 
 
 def options_of(page: str) -> dict[str, str]:
@@ -34,7 +35,9 @@ def options_of(page: str) -> dict[str, str]:
     letter, first, last = OPTIONS[page]
     ids = {f"{letter}-{number}" for number in range(first, last + 1)}
     found = {}
-    with (FOLDER.parent / "capabilities.csv").open(encoding="utf-8", newline="") as file:
+    with (ROOT / "tests/evidence/capabilities.csv").open(
+        encoding="utf-8", newline=""
+    ) as file:
         for row in csv.DictReader(file):
             if row["id"] in ids:
                 # theseus has a path behind the name, and its file has the path's last part.

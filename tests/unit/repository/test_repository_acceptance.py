@@ -1,44 +1,17 @@
 """The table of acceptance: what its check refuses, and that the table as it stands passes it."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[3]
-
-
-@pytest.fixture(scope="module")
-def acceptance() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "docs"))
-        names = ("capabilities", "acceptance")
-        for name in names:
-            spec = importlib.util.spec_from_file_location(
-                name, ROOT / "docs" / f"{name}.py"
-            )
-            assert spec is not None and spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            patch.setitem(sys.modules, name, module)
-            spec.loader.exec_module(module)
-        yield module
+from evidence import acceptance, capabilities
 
 
-def test_the_page_is_up_to_date_and_each_cell_has_a_test_or_is_called_missing() -> None:
-    script = [sys.executable, str(ROOT / "docs" / "acceptance.py"), "--check"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "docs")}
-    result = subprocess.run(
-        script, capture_output=True, text=True, check=False, env=environment
-    )
-    assert (result.returncode, result.stderr) == (0, "")
+def test_each_cell_has_a_test_or_is_listed_as_missing() -> None:
+    tests = capabilities.find_tests(capabilities.ROOT / "tests", acceptance.MARKER)
+    assert acceptance.check(acceptance.read_rows(acceptance.DATA), tests) == []
 
 
-def row(acceptance: ModuleType, **changes: object) -> object:
+def row(**changes: object) -> object:
     values = {
         "id": "8d-1a",
         "group": "1. Resumes",
@@ -50,21 +23,21 @@ def row(acceptance: ModuleType, **changes: object) -> object:
     return acceptance.Row(**{**values, **changes})
 
 
-def carried(acceptance: ModuleType, *cells: str) -> dict[str, list[object]]:
-    return {cell: [acceptance.ShowingTest("tests/x.py", "test_x")] for cell in cells}
+def carried(*cells: str) -> dict[str, list[object]]:
+    return {cell: [capabilities.ShowingTest("tests/x.py", "test_x")] for cell in cells}
 
 
 BOTH = ("8d-1a:sft", "8d-1a:latent_edit")
 
 
-def test_a_row_whose_cells_all_have_tests_is_sound(acceptance: ModuleType) -> None:
-    assert acceptance.check([row(acceptance)], carried(acceptance, *BOTH)) == []
-    every = row(acceptance, recipes="all", note="")
+def test_a_row_whose_cells_all_have_tests_is_sound() -> None:
+    assert acceptance.check([row()], carried(*BOTH)) == []
+    every = row(recipes="all", note="")
     cells = [f"8d-1a:{name}" for name in acceptance.RECIPES]
-    assert acceptance.check([every], carried(acceptance, *cells)) == []
-    one = row(acceptance, recipes="any", note="")
-    assert acceptance.check([one], carried(acceptance, "8d-1a")) == []
-    assert acceptance.check([row(acceptance, recipes="none")], {}) == []
+    assert acceptance.check([every], carried(*cells)) == []
+    one = row(recipes="any", note="")
+    assert acceptance.check([one], carried("8d-1a")) == []
+    assert acceptance.check([row(recipes="none")], {}) == []
 
 
 @pytest.mark.parametrize(
@@ -93,28 +66,18 @@ def test_a_row_whose_cells_all_have_tests_is_sound(acceptance: ModuleType) -> No
     ],
 )
 def test_an_unsound_row_is_named(
-    acceptance: ModuleType, changes: dict[str, object], cells: tuple[str, ...], problem: str
+    changes: dict[str, object], cells: tuple[str, ...], problem: str
 ) -> None:
-    found = acceptance.check([row(acceptance, **changes)], carried(acceptance, *cells))
+    found = acceptance.check([row(**changes)], carried(*cells))
     assert found[0].startswith(problem)
 
 
-def test_an_id_stands_once(acceptance: ModuleType) -> None:
-    found = acceptance.check([row(acceptance)] * 2, carried(acceptance, *BOTH))
+def test_an_id_stands_once() -> None:
+    found = acceptance.check([row()] * 2, carried(*BOTH))
     assert found == ["8d-1a: stands 2 times in the table. Give each row an id of its own."]
 
 
-def test_the_page_counts_cells_that_run_in_long_alone(acceptance: ModuleType) -> None:
-    tests = carried(acceptance, BOTH[0])
-    tests[BOTH[1]] = [acceptance.ShowingTest("tests/x.py", "test_y", is_long=True)]
-    page = acceptance.render([row(acceptance)], tests)
-    assert "| 1. Resumes | 1 | 2 | 1 | 1 | 0 |" in page
-    assert "| 8d-1a |  | latent_edit | x.py: test_y (long) |" in page
-
-
-def test_markers_of_long_functions_and_modules_are_found(
-    acceptance: ModuleType, tmp_path: Path
-) -> None:
+def test_cells_that_functions_and_modules_carry_are_found(tmp_path: Path) -> None:
     folder = tmp_path / "tests"
     folder.mkdir()
     (folder / "test_one.py").write_text(
@@ -130,13 +93,13 @@ def test_markers_of_long_functions_and_modules_are_found(
         "import pytest\npytestmark = pytest.mark.long\n"
         "@pytest.mark.acceptance('8d-8b')\ndef test_c(): ...\n"
     )
-    found = acceptance.find_tests(folder, "acceptance")
-    first = acceptance.ShowingTest("tests/test_one.py", "test_a", is_long=True)
+    found = capabilities.find_tests(folder, "acceptance")
+    first = capabilities.ShowingTest("tests/test_one.py", "test_a")
     assert found == {
         "8d-1a:sft": [first],
         "8d-8a": [first],
         "8d-8b": [
-            acceptance.ShowingTest("tests/test_one.py", "test_b"),
-            acceptance.ShowingTest("tests/test_two.py", "test_c", is_long=True),
+            capabilities.ShowingTest("tests/test_one.py", "test_b"),
+            capabilities.ShowingTest("tests/test_two.py", "test_c"),
         ],
     }

@@ -1,33 +1,14 @@
 """The table of capabilities: what its check refuses, and that the table as it stands passes it."""
 
-import importlib.util
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[3]
-
-
-@pytest.fixture(scope="module")
-def capabilities() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location(
-        "capabilities", ROOT / "docs" / "capabilities.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["capabilities"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["capabilities"]
+from evidence import capabilities
 
 
-def test_the_page_is_up_to_date_and_names_only_what_exists() -> None:
-    script = [sys.executable, str(ROOT / "docs" / "capabilities.py"), "--check"]
-    result = subprocess.run(script, capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stderr) == (0, "")
+def test_each_row_that_works_has_a_test_and_names_only_things_that_exist() -> None:
+    tests = capabilities.find_tests(capabilities.ROOT / "tests")
+    assert capabilities.check(capabilities.read_rows(capabilities.DATA), tests) == []
 
 
 @pytest.mark.parametrize(
@@ -38,12 +19,12 @@ def test_the_page_is_up_to_date_and_names_only_what_exists() -> None:
         "evergrad run --nodes",
         "make bench",
         "column loss",
-        "docs/capabilities.md",
+        "docs/evaluation.md",
         "evergrad_trainer.task:Task.loss",
         "evergrad_step",
     ],
 )
-def test_a_name_that_exists_has_no_fault(capabilities: ModuleType, name: str) -> None:
+def test_a_name_that_exists_has_no_fault(name: str) -> None:
     assert capabilities.find_fault(name) is None
 
 
@@ -60,18 +41,16 @@ def test_a_name_that_exists_has_no_fault(capabilities: ModuleType, name: str) ->
         ("evergrad_steps_of_nothing", "the catalogue has no such metric"),
     ],
 )
-def test_a_name_that_does_not_exist_is_a_fault(
-    capabilities: ModuleType, name: str, fault: str
-) -> None:
+def test_a_name_that_does_not_exist_is_a_fault(name: str, fault: str) -> None:
     assert capabilities.find_fault(name) == fault
 
 
-def test_a_command_that_does_not_exist_is_a_fault(capabilities: ModuleType) -> None:
+def test_a_command_that_does_not_exist_is_a_fault() -> None:
     fault = capabilities.find_fault("evergrad train")
     assert fault.startswith("there is no such command. Known: run, node")
 
 
-def row(capabilities: ModuleType, **changes: object) -> object:
+def row(**changes: object) -> object:
     values = {
         "id": "G-1",
         "system": "GenoLeWM",
@@ -93,34 +72,30 @@ def row(capabilities: ModuleType, **changes: object) -> object:
         ({"where": ("spec.nowhere",)}, "G-1: spec.nowhere: the file has no such field"),
     ],
 )
-def test_an_unsound_row_is_named(
-    capabilities: ModuleType, changes: dict[str, object], problem: str
-) -> None:
+def test_an_unsound_row_is_named(changes: dict[str, object], problem: str) -> None:
     tests = {"G-1": [capabilities.ShowingTest("tests/x.py", "test_x")]}
-    [found] = capabilities.check([row(capabilities, **changes)], tests)
+    [found] = capabilities.check([row(**changes)], tests)
     assert found.startswith(problem)
 
 
-def test_a_row_that_no_test_shows_does_not_work(capabilities: ModuleType) -> None:
-    [found] = capabilities.check([row(capabilities)], {})
+def test_a_row_that_no_test_shows_does_not_work() -> None:
+    [found] = capabilities.check([row()], {})
     assert found == "G-1: works, but no test carries it. Mark the test that shows it."
 
 
-def test_an_id_stands_once_and_a_marker_names_a_row(capabilities: ModuleType) -> None:
+def test_an_id_stands_once_and_a_marker_names_a_row() -> None:
     tests = {
         "G-1": [capabilities.ShowingTest("tests/x.py", "test_x")],
         "G-2": [capabilities.ShowingTest("tests/x.py", "test_y")],
     }
-    found = capabilities.check([row(capabilities), row(capabilities)], tests)
+    found = capabilities.check([row(), row()], tests)
     assert found == [
         "G-1: stands 2 times in the table. Give each row an id of its own.",
         "G-2: tests/x.py::test_y carries it, and the table has no such row.",
     ]
 
 
-def test_markers_of_functions_and_of_modules_are_found(
-    capabilities: ModuleType, tmp_path: Path
-) -> None:
+def test_markers_of_functions_and_of_modules_are_found(tmp_path: Path) -> None:
     folder = tmp_path / "tests"
     folder.mkdir()
     (folder / "test_one.py").write_text(
