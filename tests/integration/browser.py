@@ -49,7 +49,9 @@ class Browser:
 
     def __init__(self, port: int, profile: Path, binary: str) -> None:
         self._base = f"http://127.0.0.1:{port}"
-        options = {"binary": binary, "args": [*FLAGS, f"--user-data-dir={profile}"]}
+        # Chromium's page of a new tab would load a hundred files of its own while a test looks at requests.
+        arguments = [*FLAGS, f"--user-data-dir={profile}", "about:blank"]
+        options = {"binary": binary, "args": arguments}
         capabilities = {
             "goog:chromeOptions": options,
             "goog:loggingPrefs": {"performance": "ALL", "browser": "ALL"},
@@ -88,7 +90,7 @@ class Browser:
         return list(self._ask("POST", "/se/log", {"type": kind}))
 
     def requested(self) -> list[str]:
-        """URLs asked for since the last call."""
+        """URLs asked for since the last call, the browser's own pages left out."""
         messages = [
             json.loads(entry["message"])["message"] for entry in self.log("performance")
         ]
@@ -96,6 +98,7 @@ class Browser:
             message["params"]["request"]["url"]
             for message in messages
             if message["method"] == "Network.requestWillBeSent"
+            and not message["params"]["request"]["url"].startswith("chrome://")
         ]
 
     def view(self, *, width: int, scheme: str, height: int = 900) -> Image.Image:

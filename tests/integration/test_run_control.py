@@ -303,8 +303,9 @@ def test_one_interrupt_stops_with_the_state_saved_and_a_second_one_at_once(
     assert checkpoints(experiment.at())[-1] == steps_of(experiment.at())[-1]
 
     held = fault("step", call=2, action="sleep", rank=None, seconds=1000)
-    second = experiment.start("--workers", workers, faults=[held])
+    # Counted before the start: the second run is a fork of a warm process, and may be quicker than this one.
     before = len(steps_of(experiment.at()))
+    second = experiment.start("--workers", workers, faults=[held])
     wait_until(lambda: len(steps_of(experiment.at())) > before)
     # Two signals are one where the first has not been noticed when the second comes; then one more is the
     # second.
