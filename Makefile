@@ -153,7 +153,6 @@ generate: $(INSTALLED) ## write the generated files anew
 	cp crds/trainingrun.yaml charts/evergrad/files/trainingrun.yaml
 	PYTHONPATH=$(CURDIR)/monitoring $(BIN)/python -m evergrad_monitoring.generate
 	$(BIN)/python docs/chart_values.py
-	$(BIN)/python docs/tree.py
 	$(BIN)/python docs/pictures.py
 	$(BIN)/python examples/quickstart/make_documents.py
 	PYTHONPATH=$(CURDIR)/tests:$(CURDIR)/tests/unit/operator $(BIN)/python -m run_samples
@@ -168,7 +167,6 @@ generated: $(INSTALLED) ## check that the generated files are up to date
 	cmp crds/trainingrun.yaml charts/evergrad/files/trainingrun.yaml
 	PYTHONPATH=$(CURDIR)/monitoring $(BIN)/python -m evergrad_monitoring.generate --check
 	$(BIN)/python docs/chart_values.py --check
-	$(BIN)/python docs/tree.py --check
 	$(BIN)/python docs/pictures.py --check
 	$(BIN)/python examples/quickstart/make_documents.py --check
 

@@ -1,4 +1,4 @@
-"""The repository's own promises about its files: the tree, links, sizes, nothing of anybody's machine."""
+"""The repository's own promises about its files: folders, links, sizes, nothing of anybody's machine."""
 
 import ast
 import re
@@ -49,46 +49,20 @@ def test_the_standard_librarys_operator_is_found_from_the_root(root: Path) -> No
     assert not Path(result.stdout.strip()).is_relative_to(root / "operator")
 
 
-def test_the_tree_of_contributing_names_every_top_folder_and_only_those_that_exist(
-    root: Path, tracked: list[Path]
-) -> None:
-    tree = (
-        (root / "CONTRIBUTING.md").read_text().partition("## The tree\n")[2].split("```")[1]
-    )
-    named = set(re.findall(r"^([\w.]+)/  ", tree, re.MULTILINE))
-    folders = {
-        file.relative_to(root).parts[0]
-        for file in tracked
-        if len(file.relative_to(root).parts) > 1
-    }
-    assert named == folders
-
-
-def test_every_file_that_the_tree_names_exists(root: Path) -> None:
-    tree = (
-        (root / "CONTRIBUTING.md").read_text().partition("## The tree\n")[2].split("```")[1]
-    )
-    first_words = (line.partition("   ")[0] for line in tree.splitlines())
-    names = [
-        name for words in first_words for name in words.split() if not name.endswith("/")
-    ]
-    assert "CHANGELOG.md" in names
-    assert [name for name in names if not (root / name).is_file()] == []
-
-
-def test_the_tree_of_contributing_names_every_module_and_folder_of_the_packages_with_its_duty(
-    root: Path,
-) -> None:
-    result = subprocess.run(
-        [sys.executable, root / "docs" / "tree.py", "--check"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (result.returncode, result.stdout) == (0, "")
-    tree = (root / "CONTRIBUTING.md").read_text().partition("<!-- tree")[2].split("```")[1]
-    assert [line for line in tree.splitlines() if len(line) > 110] == []
-    assert "        group.py " in tree and "    worker/ " in tree
+def test_every_folder_that_contributing_names_exists(root: Path) -> None:
+    text = (root / "CONTRIBUTING.md").read_text("utf-8")
+    tree = text.partition("## Where things are\n")[2].split("```")[1]
+    package, missing = "", []
+    for line in tree.strip().splitlines():
+        if line.startswith(" "):
+            names = re.findall(r"(?<!\S)([\w.]+)/(?=[\s,])", line)
+            missing += [name for name in names if not [*root.glob(f"{package}/*/{name}")]]
+        else:
+            names = [name.rstrip("/") for name in line.split("  ")[0].split()]
+            package = names[0]
+            missing += [name for name in names if not (root / name).is_dir()]
+        assert names, line
+    assert missing == []
 
 
 def test_every_relative_link_in_a_markdown_file_resolves(texts: dict[Path, str]) -> None:
