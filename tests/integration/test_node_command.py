@@ -133,7 +133,7 @@ def test_a_node_is_added_by_hand_as_the_page_on_elastic_runs_says(
 ) -> None:
     experiment.write(recipe(horizon={"steps": 2}))
     (experiment.path / "tiny.yaml").rename(experiment.path / "trainingrun.yaml")
-    [block] = read_blocks("docs/elastic.md")
+    _, block = read_blocks("docs/elastic.md")
     coordinator = Coordinator(tmp_path, "--start-wait", "0.1", run="tiny", most=1)
     try:
         address = f"127.0.0.1:{coordinator.wait_until_listening().port}"
