@@ -31,6 +31,7 @@ LEFT_OUT = (
     "storage.md",
     "support.md",
     "tenancy.md",
+    "testing-on-kubernetes.md",
     "troubleshooting.md",
 )
 HERE = Path(__file__).resolve().parent
