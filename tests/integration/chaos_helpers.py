@@ -241,25 +241,30 @@ def start_disturbed(experiment: Experiment, variant: Variant, *, seed: int) -> D
     )
 
 
-def await_events(run: Disturbed, *, count: int, seconds: float) -> None:
-    """Until the run has recovered from so many events. Fails when chaos has found it to hang."""
+def await_events(run: Disturbed, *, count: int) -> None:
+    """Until the run has recovered from so many events. Fails when chaos has found it to hang.
 
-    def has_recovered() -> bool:
-        lines = run.lines()
-        if any("no recovery" in line for line in lines) or not is_alive(run.started.pid):
-            raise AssertionError(f"the run does not go on: {run.describe()}")
-        return any(
-            line.startswith(f"chaos: event {count}: the run goes on") for line in lines
-        )
+    Each event has :data:`PATIENCE`, and all of them together as long as they take.
+    """
+    for number in range(1, count + 1):
 
-    try:
-        wait_until(
-            lambda: has_recovered() or time.sleep(0.1),
-            seconds=seconds,
-            what=f"{count} events took too long",
-        )
-    except TimeoutError as error:
-        raise AssertionError(f"{error}: {run.describe()}") from None
+        def has_recovered(number: int = number) -> bool:
+            lines = run.lines()
+            if any("no recovery" in line for line in lines) or not is_alive(
+                run.started.pid
+            ):
+                raise AssertionError(f"the run does not go on: {run.describe()}")
+            return any(
+                line.startswith(f"chaos: event {number}: the run goes on") for line in lines
+            )
+
+        try:
+            wait_until(
+                lambda: has_recovered() or time.sleep(0.1),
+                what=f"event {number} of {count} took too long",
+            )
+        except TimeoutError as error:
+            raise AssertionError(f"{error}: {run.describe()}") from None
 
 
 def planned_generations(directory: Path) -> list[int]:

@@ -22,6 +22,7 @@ from chaos_helpers import (
     processes_in,
     start_disturbed,
 )
+from patience import PATIENCE
 from run_helpers import (
     EXACT,
     STOPPED_SAVED,
@@ -41,9 +42,9 @@ VARIANT = VARIANTS[KIND]
 EVENTS = int(os.environ.get("CHAOS_EVENTS") or VARIANT.most)
 SEED = int(os.environ.get("CHAOS_SEED") or 371)
 """The default has all kinds among its first 30 events, many of them in pairs, and short freezes."""
-HANG_SECONDS = 240.0 + 10.0 * max(0, EVENTS - 30)
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(HANG_SECONDS + 120.0)]
+# Each event and the end have a limit of their own; the sum of them is no measure of a hang.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def disturbed(experiment: Experiment) -> Iterator[Disturbed]:
     """Disturbed EVENTS times, and stopped then."""
     run = start_disturbed(experiment, VARIANT, seed=SEED)
     try:
-        await_events(run, count=EVENTS, seconds=HANG_SECONDS)
+        await_events(run, count=EVENTS)
         (run.directory / "stop").touch()
         run.started.wait().expect(STOPPED_SAVED)
     finally:
@@ -69,7 +70,7 @@ def calm(experiment: Experiment, disturbed: Disturbed) -> Path:
     """The same run in one process, undisturbed, up to the same step."""
     count = str(final_step(disturbed.directory))
     experiment.start(*VARIANT.calm, "--stop-after-steps", count, directory="calm").wait(
-        seconds=HANG_SECONDS
+        seconds=PATIENCE * max(1.0, EVENTS / 30)
     ).expect(STOPPED_SAVED)
     return experiment.at("calm")
 

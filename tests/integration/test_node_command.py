@@ -141,7 +141,7 @@ def test_a_node_is_added_by_hand_as_the_page_on_elastic_runs_says(
             "FILE", str(tmp_path / "token")
         )
         environment = make_environment(GLOO_SOCKET_IFNAME="lo")
-        play(command, experiment.path, environment=environment, seconds=200)
+        play(command, experiment.path, environment=environment)
     finally:
         coordinator.end()
     rows = metric_rows(experiment.path / "runs/docs-lm")

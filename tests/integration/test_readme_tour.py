@@ -13,7 +13,7 @@ import pytest
 from evergrad_cli.main import build_whole_parser
 
 ROOT = Path(__file__).resolve().parents[2]
-_PATIENCE_SECONDS = 600
+_PATIENCE_SECONDS = 1800
 
 
 def read_tour() -> list[tuple[str, int]]:

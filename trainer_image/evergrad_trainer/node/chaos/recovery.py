@@ -7,7 +7,7 @@ from evergrad_trainer.node.chaos.nodes import DisturbedNodes
 from evergrad_trainer.node.chaos.tally import Tally
 from evergrad_trainer.node.local import LocalCoordinator
 
-PATIENCE_SECONDS = 90.0
+PATIENCE_SECONDS = 300.0
 """A run that has not recovered by then hangs; it is not disturbed any more, so that one can look at it."""
 _ENOUGH_STEPS = 3
 """Different steps that have to be reported: the first may have been trained before the disturbance."""
