@@ -144,6 +144,9 @@ lint: $(INSTALLED) ## ruff, mypy and the import directions
 	$(call stage,import directions)
 	PYTHONPATH=$(CURDIR)/monitoring $(BIN)/lint-imports --no-logo
 
+check: $(INSTALLED) ## a minute before each commit: style, types and unit tests of what has changed (SINCE=main: since that commit)
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/check.py $(if $(SINCE),--since $(SINCE))
+
 format: $(INSTALLED) ## rewrite the sources as lint wants them
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
