@@ -162,7 +162,7 @@ ENDINGS: Final[Mapping[Ending, str]] = {
     "stop_file": "stopped by the stop file",
     "stop_after_steps": "stopped after its number of steps",
     "after_step": "stopped after the requested step",
-    "observer": "stopped at the wish of an observer",
+    "observer": "stopped at the request of an observer",
     "non_finite": "stopped before a step whose loss or gradient is not finite",
     "complete": "complete, then extended",
     "killed": "killed",
@@ -171,13 +171,13 @@ ENDINGS: Final[Mapping[Ending, str]] = {
 """Why a process stopped training, for a report on a run that went on afterwards."""
 
 LOSSES: Final[Mapping[str, str]] = {
-    "startup": "Start-up: process start to first step",
+    "startup": "Start-up: from process start to first step",
     "restore": "Reading checkpoints",
-    "recompute": "Steps lost in a kill and trained again",
-    "checkpoint": "Standing still for saves",
+    "recompute": "Steps that were lost in a kill and trained again",
+    "checkpoint": "Paused for saves",
     "evaluation": "Evaluation",
-    "reconfiguration": "Changes of the world: last step before to first step after",
-    "downtime": "No process was there",
+    "reconfiguration": "Changes of the world: from the last step before to the first step after",
+    "downtime": "No process existed",
     "other": "Between steps, and after the last",
 }
 """Uses of a run's time that train nothing new."""
@@ -185,12 +185,12 @@ LOSSES: Final[Mapping[str, str]] = {
 USES: Final[Mapping[Use, str]] = {
     "training": "Steps that were trained for the first time",
     "evaluation": "Evaluation, between steps or in a pod of its own",
-    "saving": "Standing still for saves",
+    "saving": "Paused for saves",
     "startup": "Start of the pod, preparation of the data, first start of the group",
     "repeated": "Steps that were trained again",
     "recovery": "A change of the group, or a group that broke",
     "waiting": "On a host, waiting for other nodes",
-    "idle": "In no group while others train: a spare node, or one that joins later",
+    "idle": "In no group while other nodes train: a spare node, or a node that joins later",
     "end": "After the end of the run, or of the pod's part in it",
     "queue": "Without a host: in a queue, or not scheduled yet",
 }

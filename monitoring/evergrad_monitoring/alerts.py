@@ -1,8 +1,8 @@
-"""What somebody is told about, as rules of Prometheus.
+"""The alerts, as rules of Prometheus.
 
-Rules name symptoms, and each says what to do in a page of its own: docs/runbooks/NAME.md. A threshold is a
-value of the chart, ``metrics.rules.thresholds.KEY``; THRESHOLDS has the defaults. Expressions are about any
-release; the chart's are about its own, since several may share one Prometheus.
+Rules describe symptoms, and each has a runbook: docs/runbooks/NAME.md. A threshold is a value of the chart,
+``metrics.rules.thresholds.KEY``; THRESHOLDS has the defaults. Expressions select the series of any release;
+the chart limits them to its own release, because several releases can share one Prometheus.
 """
 
 import re
@@ -144,8 +144,8 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
             # is taken away.
             f"unless on ({RUN}) (time() - {_LAST_STEP} < <stalledSteps> * ({_MEAN_STEP}))",
         ),
-        f"Run {_WHO} makes no steps",
-        f"{_WHO} is Running, and its last step ended {{{{ $value | humanizeDuration }}}} ago.",
+        f"Run {_WHO} makes no progress",
+        f"{_WHO} is Running, but its last step ended {{{{ $value | humanizeDuration }}}} ago.",
     ),
     Alert(
         "TrainingRunNotStarting",
@@ -161,7 +161,7 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
             f"unless on ({RUN}) {_QUEUED}",
         ),
         f"Run {_WHO} does not start",
-        f"{_WHO} is not training; it was started {{{{ $value | humanizeDuration }}}} ago.",
+        f"{_WHO} does not train; it was started {{{{ $value | humanizeDuration }}}} ago.",
     ),
     Alert(
         "TrainingRunBlocked",
@@ -169,8 +169,8 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
         # A claim or a Secret may follow the run a moment later.
         "5m",
         f"max by ({RUN}, reason) ({metric('operator_run_stalled')})",
-        f"Run {_WHO} waits for a person",
-        f"{_WHO} needs somebody to act: {{{{ $labels.reason }}}}. Its status says what to do.",
+        f"Run {_WHO} needs an action",
+        f"{_WHO} cannot continue by itself: {{{{ $labels.reason }}}}. Its status gives the remedy.",
     ),
     Alert(
         "TrainingRunRestartStorm",
@@ -185,8 +185,8 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
         "warning",
         "0m",
         f"{count_increase('nonfinite_total', '10m')} > 0",
-        f"Run {_WHO} has a loss or a gradient that is not a finite number",
-        f"{{{{ $value | humanize }}}} steps of {_WHO} were not finite in the last ten minutes.",
+        f"The loss or a gradient of run {_WHO} is not finite",
+        f"{{{{ $value | humanize }}}} steps of {_WHO} were not finite in the last 10 minutes.",
     ),
     Alert(
         "TrainingRunLossDiverging",
@@ -199,7 +199,7 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
             _RUNNING,
         ),
         f"The loss of run {_WHO} grows",
-        f"The training loss of {_WHO} is {{{{ $value | humanize }}}}, far above its least in six hours.",
+        f"The training loss of {_WHO} is {{{{ $value | humanize }}}}, far above its lowest in six hours.",
     ),
     Alert(
         "TrainingRunCheckpointStale",
@@ -211,7 +211,7 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
             f"unless on ({RUN}) (time() - {_SAVED} < <checkpointIntervals> * ({_INTERVAL}))",
         ),
         f"Run {_WHO} saves no checkpoint",
-        f"The newest checkpoint of {_WHO} is {{{{ $value | humanizeDuration }}}} old: so much would be lost.",
+        f"The last checkpoint of {_WHO} is {{{{ $value | humanizeDuration }}}} old; later steps can be lost.",
     ),
     Alert(
         "TrainingRunCheckpointFailing",
@@ -231,8 +231,8 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
             f" < <throughputShare> * ({_tokens_per_second('6h')})",
             _RUNNING,
         ),
-        f"Run {_WHO} has become slow",
-        f"{_WHO} trains {{{{ $value | humanize }}}} tokens a second, far fewer than in the last six hours.",
+        f"Run {_WHO} has slowed down",
+        f"{_WHO} trains {{{{ $value | humanize }}}} tokens per second, far fewer than in the last six hours.",
     ),
     Alert(
         "TrainingRunDataStarved",
@@ -242,7 +242,7 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
             f"{_WAITS_FOR_DATA} / {rate('step_phase_seconds_total', '15m')} > <dataShare>",
             _RUNNING,
         ),
-        f"Run {_WHO} waits for its data",
+        f"Run {_WHO} waits for data",
         f"{_WHO} spends {{{{ $value | humanizePercentage }}}} of its time waiting for data.",
     ),
     Alert(
@@ -257,8 +257,8 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
             f"unless on ({RUN}) {_SUSPENDED}",
             _RUNNING,
         ),
-        f"Much of the time of run {_WHO} is lost",
-        f"{{{{ $value | humanizePercentage }}}} of the last six hours of {_WHO} were training that was kept.",
+        f"Run {_WHO} loses much of its time",
+        f"Only {{{{ $value | humanizePercentage }}}} of six hours of {_WHO} went into steps that were kept.",
     ),
     Alert(
         "TrainingRunFailed",
@@ -270,7 +270,7 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
             f"and on ({RUN}) {in_phase('Failed')} == 1",
         ),
         f"Run {_WHO} has failed",
-        f"{_WHO} failed {{{{ $value | humanizeDuration }}}} ago. Its status says why.",
+        f"{_WHO} failed {{{{ $value | humanizeDuration }}}} ago. Its status gives the reason.",
     ),
 )
 OF_OPERATOR: Final[tuple[Alert, ...]] = (
@@ -279,16 +279,16 @@ OF_OPERATOR: Final[tuple[Alert, ...]] = (
         "critical",
         "5m",
         f"absent({metric('operator_leader')} == 1)",
-        "No operator works",
-        "No replica of the operator holds the Lease. Runs train on; no pod of theirs is replaced.",
+        "No operator is active",
+        "No replica of the operator holds the Lease. Runs continue to train, but lost pods are not replaced.",
     ),
     Alert(
         "TrainingOperatorRestarts",
         "warning",
         "0m",
         "max by (pod) (changes(process_start_time_seconds[30m])) > <restartsPerHalfHour>",
-        "The operator starts again and again",
-        "Its process in pod {{ $labels.pod }} was restarted {{ $value }} times in the last half hour.",
+        "The operator restarts again and again",
+        "The process in pod {{ $labels.pod }} was restarted {{ $value }} times in the last 30 minutes.",
     ),
     Alert(
         "TrainingOperatorReconcileErrors",
@@ -296,8 +296,8 @@ OF_OPERATOR: Final[tuple[Alert, ...]] = (
         "10m",
         f"sum(rate({_PASSES_FAILED}[10m]))"
         f" / sum(rate({metric('operator_reconcile_total')}[10m])) > <reconcileErrorShare>",
-        "Passes of the operator fail",
-        "{{ $value | humanizePercentage }} of the operator's passes over runs fail.",
+        "Reconciles of the operator fail",
+        "{{ $value | humanizePercentage }} of the operator's reconciles failed in the last 10 minutes.",
     ),
     Alert(
         "TrainingOperatorQueueStuck",
@@ -312,7 +312,7 @@ OF_OPERATOR: Final[tuple[Alert, ...]] = (
         "warning",
         "30s",
         f"max by (resource) ({metric('operator_watch_lag_seconds')}) > <watchLagSeconds>",
-        "The operator does not see what changes",
+        "The operator does not receive changes",
         "The watch of {{ $labels.resource }} has been behind for {{ $value | humanizeDuration }}.",
     ),
 )

@@ -20,7 +20,7 @@ def render_table() -> str:
     """The page's table of alerts."""
     lines = [
         "",
-        "| Alert | Severity | Holds for | Thresholds | Says |",
+        "| Alert | Severity | Holds for | Thresholds | Summary |",
         "|---|---|---|---|---|",
     ]
     for alert in ALERTS:

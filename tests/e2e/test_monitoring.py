@@ -42,7 +42,7 @@ SILENT = {
     "TrainingOperatorWatchStale": "no watch is behind for a minute",
     "reference/metrics.md: Stalled": "the run makes steps all the time",
     "reference/operator-metrics.md: A run makes no steps": "the run makes steps all the time",
-    "reference/operator-metrics.md: Nobody works": "the operator works",
+    "reference/operator-metrics.md: No operator is active": "the operator works",
 }
 """Queries that must have no answer here, each with the reason. All others must have one."""
 EITHER = {

@@ -17,8 +17,8 @@
       for: 5m
       labels: {severity: critical}
       annotations:
-        summary: "Run {{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} makes no steps"
-        description: "{{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} is Running, and its last step ended {{`{{ $value | humanizeDuration }}`}} ago."
+        summary: "Run {{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} makes no progress"
+        description: "{{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} is Running, but its last step ended {{`{{ $value | humanizeDuration }}`}} ago."
         runbook_url: {{ .Values.metrics.rules.runbooks }}/TrainingRunStalled.md
     {{- end }}
     {{- if not (has "TrainingRunNotStarting" .Values.metrics.rules.disabled) }}
@@ -32,7 +32,7 @@
       labels: {severity: warning}
       annotations:
         summary: "Run {{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} does not start"
-        description: "{{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} is not training; it was started {{`{{ $value | humanizeDuration }}`}} ago."
+        description: "{{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} does not train; it was started {{`{{ $value | humanizeDuration }}`}} ago."
         runbook_url: {{ .Values.metrics.rules.runbooks }}/TrainingRunNotStarting.md
     {{- end }}
     {{- if not (has "TrainingRunBlocked" .Values.metrics.rules.disabled) }}
@@ -42,8 +42,8 @@
       for: 5m
       labels: {severity: warning}
       annotations:
-        summary: "Run {{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} waits for a person"
-        description: "{{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} needs somebody to act: {{`{{ $labels.reason }}`}}. Its status says what to do."
+        summary: "Run {{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} needs an action"
+        description: "{{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} cannot continue by itself: {{`{{ $labels.reason }}`}}. Its status gives the remedy."
         runbook_url: {{ .Values.metrics.rules.runbooks }}/TrainingRunBlocked.md
     {{- end }}
     {{- if not (has "TrainingRunRestartStorm" .Values.metrics.rules.disabled) }}
@@ -62,8 +62,8 @@
         round(sum by (run_namespace, run) (increase(evergrad_nonfinite_total{ {{- $runs -}} }[10m]))) > 0
       labels: {severity: warning}
       annotations:
-        summary: "Run {{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} has a loss or a gradient that is not a finite number"
-        description: "{{`{{ $value | humanize }}`}} steps of {{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} were not finite in the last ten minutes."
+        summary: "The loss or a gradient of run {{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} is not finite"
+        description: "{{`{{ $value | humanize }}`}} steps of {{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} were not finite in the last 10 minutes."
         runbook_url: {{ .Values.metrics.rules.runbooks }}/TrainingRunLossNonFinite.md
     {{- end }}
     {{- if not (has "TrainingRunLossDiverging" .Values.metrics.rules.disabled) }}
@@ -76,7 +76,7 @@
       labels: {severity: info}
       annotations:
         summary: "The loss of run {{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} grows"
-        description: "The training loss of {{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} is {{`{{ $value | humanize }}`}}, far above its least in six hours."
+        description: "The training loss of {{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} is {{`{{ $value | humanize }}`}}, far above its lowest in six hours."
         runbook_url: {{ .Values.metrics.rules.runbooks }}/TrainingRunLossDiverging.md
     {{- end }}
     {{- if not (has "TrainingRunCheckpointStale" .Values.metrics.rules.disabled) }}
@@ -89,7 +89,7 @@
       labels: {severity: warning}
       annotations:
         summary: "Run {{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} saves no checkpoint"
-        description: "The newest checkpoint of {{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} is {{`{{ $value | humanizeDuration }}`}} old: so much would be lost."
+        description: "The last checkpoint of {{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} is {{`{{ $value | humanizeDuration }}`}} old; later steps can be lost."
         runbook_url: {{ .Values.metrics.rules.runbooks }}/TrainingRunCheckpointStale.md
     {{- end }}
     {{- if not (has "TrainingRunCheckpointFailing" .Values.metrics.rules.disabled) }}
@@ -110,8 +110,8 @@
       for: 15m
       labels: {severity: info}
       annotations:
-        summary: "Run {{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} has become slow"
-        description: "{{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} trains {{`{{ $value | humanize }}`}} tokens a second, far fewer than in the last six hours."
+        summary: "Run {{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} has slowed down"
+        description: "{{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} trains {{`{{ $value | humanize }}`}} tokens per second, far fewer than in the last six hours."
         runbook_url: {{ .Values.metrics.rules.runbooks }}/TrainingRunThroughputDrop.md
     {{- end }}
     {{- if not (has "TrainingRunDataStarved" .Values.metrics.rules.disabled) }}
@@ -122,7 +122,7 @@
       for: 15m
       labels: {severity: info}
       annotations:
-        summary: "Run {{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} waits for its data"
+        summary: "Run {{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} waits for data"
         description: "{{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} spends {{`{{ $value | humanizePercentage }}`}} of its time waiting for data."
         runbook_url: {{ .Values.metrics.rules.runbooks }}/TrainingRunDataStarved.md
     {{- end }}
@@ -136,8 +136,8 @@
       for: 30m
       labels: {severity: info}
       annotations:
-        summary: "Much of the time of run {{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} is lost"
-        description: "{{`{{ $value | humanizePercentage }}`}} of the last six hours of {{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} were training that was kept."
+        summary: "Run {{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} loses much of its time"
+        description: "Only {{`{{ $value | humanizePercentage }}`}} of six hours of {{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} went into steps that were kept."
         runbook_url: {{ .Values.metrics.rules.runbooks }}/TrainingRunGoodputLow.md
     {{- end }}
     {{- if not (has "TrainingRunFailed" .Values.metrics.rules.disabled) }}
@@ -148,7 +148,7 @@
       labels: {severity: info}
       annotations:
         summary: "Run {{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} has failed"
-        description: "{{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} failed {{`{{ $value | humanizeDuration }}`}} ago. Its status says why."
+        description: "{{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} failed {{`{{ $value | humanizeDuration }}`}} ago. Its status gives the reason."
         runbook_url: {{ .Values.metrics.rules.runbooks }}/TrainingRunFailed.md
     {{- end }}
 - name: evergrad.operator
@@ -160,8 +160,8 @@
       for: 5m
       labels: {severity: critical, namespace: {{ .Release.Namespace | quote }}}
       annotations:
-        summary: "No operator works"
-        description: "No replica of the operator holds the Lease. Runs train on; no pod of theirs is replaced."
+        summary: "No operator is active"
+        description: "No replica of the operator holds the Lease. Runs continue to train, but lost pods are not replaced."
         runbook_url: {{ .Values.metrics.rules.runbooks }}/TrainingOperatorDown.md
     {{- end }}
     {{- if not (has "TrainingOperatorRestarts" .Values.metrics.rules.disabled) }}
@@ -170,8 +170,8 @@
         max by (pod) (changes(process_start_time_seconds{ {{- $operator -}} }[30m])) > {{ .Values.metrics.rules.thresholds.restartsPerHalfHour }}
       labels: {severity: warning, namespace: {{ .Release.Namespace | quote }}}
       annotations:
-        summary: "The operator starts again and again"
-        description: "Its process in pod {{`{{ $labels.pod }}`}} was restarted {{`{{ $value }}`}} times in the last half hour."
+        summary: "The operator restarts again and again"
+        description: "The process in pod {{`{{ $labels.pod }}`}} was restarted {{`{{ $value }}`}} times in the last 30 minutes."
         runbook_url: {{ .Values.metrics.rules.runbooks }}/TrainingOperatorRestarts.md
     {{- end }}
     {{- if not (has "TrainingOperatorReconcileErrors" .Values.metrics.rules.disabled) }}
@@ -181,8 +181,8 @@
       for: 10m
       labels: {severity: warning, namespace: {{ .Release.Namespace | quote }}}
       annotations:
-        summary: "Passes of the operator fail"
-        description: "{{`{{ $value | humanizePercentage }}`}} of the operator's passes over runs fail."
+        summary: "Reconciles of the operator fail"
+        description: "{{`{{ $value | humanizePercentage }}`}} of the operator's reconciles failed in the last 10 minutes."
         runbook_url: {{ .Values.metrics.rules.runbooks }}/TrainingOperatorReconcileErrors.md
     {{- end }}
     {{- if not (has "TrainingOperatorQueueStuck" .Values.metrics.rules.disabled) }}
@@ -203,7 +203,7 @@
       for: 30s
       labels: {severity: warning, namespace: {{ .Release.Namespace | quote }}}
       annotations:
-        summary: "The operator does not see what changes"
+        summary: "The operator does not receive changes"
         description: "The watch of {{`{{ $labels.resource }}`}} has been behind for {{`{{ $value | humanizeDuration }}`}}."
         runbook_url: {{ .Values.metrics.rules.runbooks }}/TrainingOperatorWatchStale.md
     {{- end }}

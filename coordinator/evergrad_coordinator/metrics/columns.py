@@ -35,14 +35,21 @@ COLUMNS: Final[tuple[Column, ...]] = (
         "generation",
         "",
         (
-            "claim on the directory under which it was trained; each start raises it, and so does "
-            "each change of the world"
+            "number of the group that trained the step; each start and each change of the "
+            "world increases it"
         ),
         "agreed",
         "told",
         "integer",
     ),
-    Column("world_size", "", "processes that trained it", "agreed", "told", "integer"),
+    Column(
+        "world_size",
+        "",
+        "number of processes that trained the step",
+        "agreed",
+        "told",
+        "integer",
+    ),
     Column(
         "loss",
         "nats per valid token",
@@ -50,20 +57,27 @@ COLUMNS: Final[tuple[Column, ...]] = (
         "mean",
         "closely",
     ),
-    Column("tokens", "", "of this step, over all processes", "sum", "exactly", "integer"),
     Column(
-        "valid_tokens", "", "those of them that carry a loss", "sum", "exactly", "integer"
+        "tokens", "", "tokens of this step, over all processes", "sum", "exactly", "integer"
+    ),
+    Column(
+        "valid_tokens",
+        "",
+        "tokens of this step that have a loss",
+        "sum",
+        "exactly",
+        "integer",
     ),
     Column(
         "sample_hash",
         "",
-        "16 hex digits: the sum modulo 2⁶⁴ of a hash of each sample's id. Equal hashes, equal samples",
+        "16 hex digits: the sum modulo 2⁶⁴ of a hash of each sample's id. Equal hashes mean equal samples",
         "sum",
         "exactly",
         "hash",
     ),
-    Column("learning_rate", "", "of this update", "agreed", "closely"),
-    Column("grad_norm", "", "global, before clipping", "norm", "by request"),
+    Column("learning_rate", "", "learning rate of this update", "agreed", "closely"),
+    Column("grad_norm", "", "global norm, before clipping", "norm", "by request"),
     Column(
         "step_seconds",
         "s",
@@ -79,11 +93,11 @@ COLUMNS: Final[tuple[Column, ...]] = (
         "rank 0",
     ),
     Column("optimizer_seconds", "s", "updating the weights", "rank 0"),
-    Column("other_seconds", "s", "what no phase claims", "rank 0"),
+    Column("other_seconds", "s", "time outside these phases", "rank 0"),
     Column(
         "rank_skew_seconds",
         "s",
-        "how much longer the slowest rank computed than the median one",
+        "additional compute time of the slowest rank, compared with the median rank",
         "maximum less median",
     ),
     Column("time", "Unix s", "end of the step", "rank 0"),
@@ -93,7 +107,7 @@ COLUMNS: Final[tuple[Column, ...]] = (
         (
             "why the step made no update: `loss` or `grad` (not finite), `overflow` (a gradient in fp16, "
             "which lowers the scale), `empty` (no token carries a loss) or `requested` "
-            "(`spec.training.skipSteps`); else `null`"
+            "(`spec.training.skipSteps`); otherwise `null`"
         ),
         "agreed",
         kind="word",
@@ -102,7 +116,7 @@ COLUMNS: Final[tuple[Column, ...]] = (
     Column(
         "loss_scale",
         "",
-        "what the loss was multiplied by, with precision `fp16-autocast`; else left out",
+        "factor of the loss, with precision `fp16-autocast` only; otherwise left out",
         "agreed",
         is_optional=True,
     ),

@@ -11,7 +11,7 @@ TRAINER: Final[tuple[Series, ...]] = (
     Series(
         "info",
         "gauge",
-        "Always 1; facts for joins",
+        "Always 1; properties of the run, for joins",
         aggregate="none",
         labels=(
             "attempt",
@@ -26,80 +26,80 @@ TRAINER: Final[tuple[Series, ...]] = (
     Series(
         "step",
         "gauge",
-        "Last finished optimizer step",
+        "Last optimizer step that was finished",
         unit="steps",
         aggregate="max",
     ),
     Series(
         "max_steps",
         "gauge",
-        "Optimizer steps the run is to reach",
+        "Optimizer steps of the whole run",
         unit="steps",
         aggregate="max",
     ),
     Series(
         "steps_total",
         "counter",
-        "Optimizer steps this process has finished, repeated ones included",
+        "Optimizer steps that this process has finished, including repeated steps",
         unit="steps",
     ),
     Series(
         "tokens_total",
         "counter",
-        "Tokens trained on, over all processes of the run together",
+        "Tokens that all processes of the run have trained on",
         unit="tokens",
     ),
     Series(
         "samples_total",
         "counter",
-        "Samples trained on, over all processes of the run together",
+        "Samples that all processes of the run have trained on",
         unit="samples",
     ),
     Series(
         "tokens_per_second",
         "gauge",
-        "Tokens a second of wall time, over the last minute",
+        "Tokens per second of wall time, over the last minute",
         unit="tokens/s",
-        note="`rate(evergrad_tokens_total[5m])` says the same for any window.",
+        note="For another window use, for example, `rate(evergrad_tokens_total[5m])`.",
     ),
     Series(
         "flops_per_second",
         "gauge",
-        "Floating-point operations of the model a second, of the last step",
+        "Floating-point operations of the model per second, in the last step",
         unit="FLOP/s",
-        note="Over all processes. Absent where a task makes its model itself.",
+        note="Over all processes. Absent if a task builds its own model.",
     ),
     Series(
         "mfu_ratio",
         "gauge",
-        "Share of what the devices can do at best that the last step used",
+        "Share of the devices' peak performance that the last step used",
         unit="ratio",
         note=(
-            "Model FLOPs utilisation; evaluations and saves are not counted as time. Absent for "
-            "devices that are not known, unless `logging.peakFlops` is set."
+            "Model FLOPs utilisation, without the time of evaluations and saves. Absent if the "
+            "peak of the devices is unknown and `logging.peakFlops` is not set."
         ),
     ),
     Series(
         "loss",
         "gauge",
-        "Nats a valid token: mean of the last 10 steps, or last evaluation",
+        "Nats per valid token: mean of the last 10 steps, or last evaluation",
         unit="nats/token",
         labels=("split", "dataset"),
-        note='`split="train"` has `dataset=""`; `split="eval"` is of the set named by `dataset`.',
+        note='`split="train"` has `dataset=""`; `split="eval"` is the set that `dataset` names.',
     ),
     Series(
         "eval_metric",
         "gauge",
         "Last value of another evaluation metric",
         labels=("dataset", "metric"),
-        note='`metric="perplexity"`, or what the evaluator measures.',
+        note='`metric="perplexity"`, or another metric of the evaluator.',
     ),
     Series(
         "task_metric",
         "gauge",
-        "What the recipe itself measures, of the last step",
+        "Value of a recipe's own metric in the last step",
         labels=("metric",),
-        note="`pretrain` measures nothing besides its loss.",
+        note="`pretrain` measures only its loss.",
     ),
     Series(
         "grad_norm",
@@ -114,8 +114,8 @@ TRAINER: Final[tuple[Series, ...]] = (
     Series(
         "loss_scale",
         "gauge",
-        "What the loss of the last step was multiplied by",
-        note="With `runtime.precision: fp16-autocast` only.",
+        "Factor of the loss in the last step",
+        note="Only with `runtime.precision: fp16-autocast`.",
     ),
     Series(
         "world_size",
@@ -126,7 +126,7 @@ TRAINER: Final[tuple[Series, ...]] = (
     Series(
         "world_changes_total",
         "counter",
-        "Times training went on in another world without reading a checkpoint",
+        "Times training continued in another world without reading a checkpoint",
         unit="changes",
         labels=("cause",),
         note="By [cause](#causes).",
@@ -142,7 +142,7 @@ TRAINER: Final[tuple[Series, ...]] = (
     Series(
         "step_phase_seconds_total",
         "counter",
-        "Wall time since the first step, by its use",
+        "Wall time since the first step, by phase",
         unit="s",
         labels=("phase",),
         note="`data`, `forward_backward`, `comm_wait`, `optimizer`, `checkpoint`, `eval`, `other`.",
@@ -150,9 +150,9 @@ TRAINER: Final[tuple[Series, ...]] = (
     Series(
         "rank_step_skew_seconds",
         "gauge",
-        "How much longer the slowest rank computed than the median one",
+        "Additional compute time of the slowest rank, compared with the median rank",
         unit="s",
-        note="Of the last step.",
+        note="In the last step.",
     ),
     Series(
         "last_step_timestamp_seconds",
@@ -164,7 +164,7 @@ TRAINER: Final[tuple[Series, ...]] = (
     Series(
         "nonfinite_total",
         "counter",
-        "Steps refused because a loss or a gradient was not finite",
+        "Steps without an update because a loss or a gradient was not finite",
         unit="steps",
         labels=("what",),
         note="`loss` or `grad`.",
@@ -172,19 +172,18 @@ TRAINER: Final[tuple[Series, ...]] = (
     Series(
         "skipped_steps_total",
         "counter",
-        "Steps that made no update",
+        "Steps without an update",
         unit="steps",
         labels=("why",),
         note=(
-            "A `loss` or a gradient (`grad`) was not finite, a gradient in fp16 was too large for the "
-            "loss scale (`overflow`), no token carried a loss (`empty`), or `spec.training.skipSteps` "
-            "names them (`requested`)."
+            "`loss` or `grad`: not finite. `overflow`: a gradient in fp16 was too large for the loss scale. "
+            "`empty`: no token had a loss. `requested`: `spec.training.skipSteps` lists the step."
         ),
     ),
     Series(
         "alerts_total",
         "counter",
-        "Times that what a monitor looks for has begun",
+        "Times that a monitor found its condition",
         unit="alerts",
         labels=("monitor",),
         note="`collapse`, `divergence`, `plateau` or `early stop`.",
@@ -192,16 +191,16 @@ TRAINER: Final[tuple[Series, ...]] = (
     Series(
         "checkpoint_duration_seconds",
         "histogram",
-        "Wall time of a save or load, background work included",
+        "Wall time of a save or load, including background work",
         unit="s",
         labels=("op", "mode"),
-        note='`op` is `save` or `load`. `mode="sync"`: training waited for all of it; else `async`.',
+        note="`op` is `save` or `load`. `mode` is `sync` if training waited for all of it, else `async`.",
         buckets=_CHECKPOINT_BUCKETS,
     ),
     Series(
         "checkpoint_blocking_seconds_total",
         "counter",
-        "Seconds training stood still for saves",
+        "Seconds for which training paused for saves",
         unit="s",
     ),
     Series(
@@ -231,15 +230,15 @@ TRAINER: Final[tuple[Series, ...]] = (
         unit="operations",
         labels=("op", "reason"),
         note=(
-            "Saves by reason (`no_space`, `read_only`, `permission`, `io`, `timeout`, "
-            "`fenced`, `invalid`, `peer_lost`, `other`); checkpoints that did not validate "
-            'when loading (`op="load"`, `reason="invalid"`).'
+            "Saves have a reason (`no_space`, `read_only`, `permission`, `io`, `timeout`, "
+            "`fenced`, `invalid`, `peer_lost`, `other`). A checkpoint that was invalid when it was "
+            'loaded has `op="load"` and `reason="invalid"`.'
         ),
     ),
     Series(
         "productive_seconds_total",
         "counter",
-        "Seconds in steps that were not trained before",
+        "Seconds in steps that were trained for the first time",
         unit="s",
         note="The numerator of goodput.",
     ),
@@ -258,7 +257,7 @@ TRAINER: Final[tuple[Series, ...]] = (
         "exit_code",
         "gauge",
         "Exit code of the trainer, once it has ended",
-        note="Absent before, and again when others go on.",
+        note="Absent until then, and again if other processes continue.",
     ),
 )
 """Metrics of a run, served where rank 0 is."""
@@ -275,22 +274,22 @@ NODE: Final[tuple[Series, ...]] = (
     Series(
         "node_generation",
         "gauge",
-        "Generation this node trained in last",
+        "Generation in which this node last trained",
         aggregate="max",
         labels=("node",),
     ),
     Series(
         "node_worker_starts_total",
         "counter",
-        "Worker processes this node has started",
+        "Worker processes that this node has started",
         unit="processes",
         labels=("node",),
-        note="More than its workers means that some were replaced: what restarts is the difference.",
+        note="The difference to `evergrad_node_workers` is the number of restarts.",
     ),
     Series(
         "node_breaks_total",
         "counter",
-        "Times a group broke, as this node saw it",
+        "Times a group broke, as this node observed",
         unit="breaks",
         labels=("node", "cause"),
         note="By [cause](#causes).",
@@ -302,35 +301,35 @@ NODE: Final[tuple[Series, ...]] = (
         unit="bytes",
         aggregate="sum",
         labels=("node", "local_rank", "kind"),
-        note="`allocated` (by tensors), `reserved` (by torch's allocator for them), `peak` (the most of "
-        "`allocated`). With CUDA only: absent on a CPU, for scripts, and without a supervisor.",
+        note="`allocated` (by tensors), `reserved` (by torch's allocator), `peak` (maximum of "
+        "`allocated`). Only with CUDA: absent on a CPU, for scripts, and without a supervisor.",
     ),
     Series(
         "worker_resident_memory_bytes",
         "gauge",
-        "Memory of the host that a worker's process holds",
+        "Host memory of a worker's process",
         unit="bytes",
         aggregate="sum",
         labels=("node", "local_rank"),
-        note="Pages that workers share count for each; `process_resident_memory_bytes` is the supervisor's.",
+        note="Shared pages count for each worker. `process_resident_memory_bytes` is the supervisor's.",
     ),
     Series(
         "script_step",
         "gauge",
-        "Step of a script, as it reports it",
+        "Step that a script reports",
         unit="steps",
         labels=("node",),
     ),
     Series(
         "script_loss",
         "gauge",
-        "Loss of a script, as it reports it",
+        "Loss that a script reports",
         labels=("node",),
     ),
     Series(
         "script_tokens_per_second",
         "gauge",
-        "Speed of a script, as it reports it",
+        "Speed that a script reports",
         unit="tokens/s",
         labels=("node",),
     ),

@@ -29,18 +29,18 @@ def build_fleet() -> Dashboard:
     board = begin_dashboard(
         "Evergrad: fleet",
         FLEET,
-        "All training runs: phases, restarts, goodput, and what stands still.",
+        "All training runs: phases, restarts, goodput, and runs without progress.",
     )
     namespaces = choose(
         "run_namespace", "Namespace", metric("operator_run_phase"), "run_namespace"
     )
     board = board.with_variable(namespaces.multi(True).include_all(True))
     for title, which, what in (
-        ("Running", "Running", "Runs that train now."),
+        ("Running", "Running", "Runs that are training."),
         (
             "Waiting",
             "Pending|Preparing|Starting|Waiting|Restarting",
-            "Runs that are to train and do not yet.",
+            "Runs that do not train yet, or are waiting.",
         ),
         ("Failed", "Failed", "Runs that failed, until a day after their end."),
     ):
@@ -68,7 +68,7 @@ def build_fleet() -> Dashboard:
         .with_panel(
             number(
                 "Pods replaced",
-                "In the time that is shown.",
+                "In the selected time range.",
                 "short",
                 f"sum(increase({metric('operator_run_pods_replaced_total', _HERE)}[$__range])) or vector(0)",
             )
@@ -94,7 +94,7 @@ def _add_plots(board: Dashboard) -> Dashboard:
         .with_panel(
             plot(
                 "Lost time by cause",
-                "Seconds a second in which nothing was trained that was kept. 1: one run, all the time.",
+                "Lost seconds per second. 1 means that one run loses all its time.",
                 "short",
                 (f"sum by (cause) (rate({lost}[$__rate_interval]))", "{{cause}}"),
                 shape="stack",
@@ -103,7 +103,7 @@ def _add_plots(board: Dashboard) -> Dashboard:
         .with_panel(
             plot(
                 "Pods replaced by reason",
-                "Pods that were lost, preempted, crashed or evicted, and came back, since their runs began.",
+                "Pods that were lost, preempted, crashed or evicted, and replaced, since their runs began.",
                 "short",
                 (
                     f"sum by (reason) ({metric('operator_run_restarts_total', _HERE)})",
@@ -115,7 +115,7 @@ def _add_plots(board: Dashboard) -> Dashboard:
         .with_panel(
             plot(
                 "Time to the first pod and to the first step",
-                "Medians of runs that were created in the last hour.",
+                "Medians of the runs that were created in the last hour.",
                 "s",
                 (_median("operator_run_queue_seconds"), "first pod"),
                 (_median("operator_run_startup_seconds"), "first step"),
@@ -129,14 +129,14 @@ def _add_nodes(board: Dashboard) -> Dashboard:
     return board.with_panel(
         plot(
             "Nodes by state",
-            "Pods of all runs' nodes: admitted by no queue yet, without a host, starting, running.",
+            "Pods of the nodes of all runs: not admitted by a queue, without a host, starting, running.",
             "short",
             (f"sum by (state) ({metric('operator_run_nodes', _HERE)})", "{{state}}"),
             shape="stack",
         )
     ).with_panel(
         plot(
-            "Work in pods beside the nodes",
+            "Work in pods other than nodes",
             "Runs whose data are being prepared, and checkpoints that wait for a pod to evaluate them.",
             "short",
             (f"count({preparing}) or vector(0)", "runs that prepare"),
@@ -161,7 +161,7 @@ def _add_pods(board: Dashboard) -> Dashboard:
     board = board.with_panel(
         number(
             "GPU-hours",
-            "Of all accelerators that held a host, in the time that is shown.",
+            "Of all accelerators whose pod had a host, in the selected time range.",
             "short",
             f"sum(increase({gpus}[$__range])) / 3600 or vector(0)",
             span=24,
@@ -169,8 +169,8 @@ def _add_pods(board: Dashboard) -> Dashboard:
     )
     return board.with_panel(
         plot(
-            "Pods by what their time goes to",
-            "Pod-seconds a second. Training, evaluation and saving were asked for; all else is waste.",
+            "Time of pods by use",
+            "Pod-seconds per second. Training, evaluation and saving are useful; all other uses are waste.",
             "short",
             (f"sum by (cause) (rate({pods}[$__rate_interval]))", "{{cause}}"),
             shape="stack",
@@ -178,7 +178,7 @@ def _add_pods(board: Dashboard) -> Dashboard:
     ).with_panel(
         plot(
             "Wasted accelerators by team",
-            "Accelerators that hold a host and train nothing new, by the label team of their runs.",
+            "Accelerators that have a host and do nothing useful, by the label `team` of their runs.",
             "short",
             (top(by_team), "{{label_team}}"),
             shape="stack",
@@ -195,11 +195,11 @@ def _failures() -> table.Panel:
     ended = metric("operator_run_restarts_total", _HERE)
     return rows(
         "Failures by reason",
-        "Why pods ended and were replaced: since their runs began, how many runs it met, and lately.",
+        "Reasons for which pods were replaced: pods and runs since the runs began, and pods in the range.",
         {
             "Pods": f"sum by (reason) ({ended})",
             "Runs": f"count by (reason) ({ended} > 0)",
-            "In the time that is shown": f"sum by (reason) (increase({ended}[$__range]))",
+            "In the selected time range": f"sum by (reason) (increase({ended}[$__range]))",
         },
     )
 
@@ -215,8 +215,8 @@ def _runs() -> table.Panel:
         {
             "Progress": f"max by ({LABELS}) ({metric('operator_run_progress_ratio', _HERE)})",
             "Seconds since the last step": f"time() - max by ({LABELS}) ({progress})",
-            "Nodes that run": f"sum by ({LABELS}) ({running})",
-            "Most nodes": f"max by ({LABELS}) ({metric('operator_run_nodes_max', _HERE)})",
+            "Running nodes": f"sum by ({LABELS}) ({running})",
+            "Maximum nodes": f"max by ({LABELS}) ({metric('operator_run_nodes_max', _HERE)})",
             "Pods replaced": f"max by ({LABELS}) ({replaced})",
             "Phase": f"max by ({LABELS}, phase) ({metric('operator_run_phase', _HERE)})",
         },

@@ -23,15 +23,15 @@ def build_operator() -> Dashboard:
     board = begin_dashboard(
         "Evergrad: operator",
         OPERATOR,
-        "The operator: its passes over runs, its queue, and the API server.",
+        "The operator: its reconciles of runs, its queue, and the API server.",
     )
     jobs = choose("job", "Job", metric("operator_leader"), "job")
     board = board.with_variable(jobs.multi(True).include_all(True))
     board = (
         board.with_panel(
             number(
-                "Replicas that may write",
-                "Exactly one in each namespace with an operator. None: nothing is replaced; runs train on.",
+                "Replicas that hold the Lease",
+                "One in each namespace with an operator. With 0, lost pods are not replaced.",
                 "short",
                 f"sum by (namespace) ({metric('operator_leader', _JOB)})",
                 legend="{{namespace}}",
@@ -39,8 +39,8 @@ def build_operator() -> Dashboard:
         )
         .with_panel(
             number(
-                "Passes that failed",
-                "Share of the passes in the time that is shown.",
+                "Reconciles that failed",
+                "Share of the reconciles in the selected time range.",
                 "percentunit",
                 f"sum(increase({failed}[$__range])) / sum(increase({passes}[$__range]))",
             )
@@ -48,7 +48,7 @@ def build_operator() -> Dashboard:
         .with_panel(
             number(
                 "Oldest in the queue",
-                "How long the oldest run that is due has waited.",
+                "Waiting time of the oldest run that is due.",
                 "s",
                 f"max({metric('operator_queue_oldest_age_seconds', _JOB)})",
             )
@@ -71,8 +71,8 @@ def _add_passes(board: Dashboard) -> Dashboard:
     return (
         board.with_panel(
             plot(
-                "Passes by result",
-                "Passes over one run a second.",
+                "Reconciles by result",
+                "Reconciles per second.",
                 "reqps",
                 (f"sum by (result) (rate({passes}[$__rate_interval]))", "{{result}}"),
                 shape="stack",
@@ -80,7 +80,7 @@ def _add_passes(board: Dashboard) -> Dashboard:
         )
         .with_panel(
             buckets(
-                "Time of a pass",
+                "Duration of a reconcile",
                 "From reading the run to its last write.",
                 "s",
                 "sum by (le) "
@@ -90,7 +90,7 @@ def _add_passes(board: Dashboard) -> Dashboard:
         .with_panel(
             plot(
                 "Errors by reason",
-                "What failed, in the API server's words, or `Defect` for a fault of the operator.",
+                "Errors by the API server's reason, or `Defect` for a bug in the operator.",
                 "short",
                 (
                     top(
@@ -104,7 +104,7 @@ def _add_passes(board: Dashboard) -> Dashboard:
         .with_panel(
             plot(
                 "Queue",
-                "Runs that are due and not worked on.",
+                "Runs that are due and wait for a reconcile.",
                 "short",
                 (f"max({metric('operator_queue_depth', _JOB)})", "runs"),
             )
@@ -118,7 +118,7 @@ def _add_outside(board: Dashboard) -> Dashboard:
         board.with_panel(
             plot(
                 "Requests to the API server",
-                "By verb and answer.",
+                "By verb and HTTP status.",
                 "reqps",
                 (
                     top(
@@ -146,7 +146,7 @@ def _add_outside(board: Dashboard) -> Dashboard:
         .with_panel(
             plot(
                 "Watches that are behind",
-                "How long a watch has owed a version that the API server has answered.",
+                "Time for which a watch has missed a version that the API server returned.",
                 "s",
                 (
                     f"max by (resource) ({metric('operator_watch_lag_seconds', _JOB)})",
@@ -157,7 +157,7 @@ def _add_outside(board: Dashboard) -> Dashboard:
         .with_panel(
             plot(
                 "Event loop",
-                "How late it is, 99 of 100 times; everything else waits for it.",
+                "Delay of the event loop, 99th percentile. All other work waits for it.",
                 "s",
                 (
                     (
@@ -176,7 +176,7 @@ def _add_process(board: Dashboard) -> Dashboard:
     return board.with_panel(
         plot(
             "Memory",
-            "Resident memory of each replica. Above its limit the pod is ended.",
+            "Resident memory of each replica. Above its limit the container is killed.",
             "bytes",
             (
                 top(f"max by (pod) ({process('process_resident_memory_bytes', _JOB)})"),

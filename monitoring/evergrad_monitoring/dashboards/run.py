@@ -1,4 +1,4 @@
-"""The dashboard of one run: is it well, how far is it, what does it cost."""
+"""The dashboard of one run: its health, progress and cost."""
 
 from typing import Final
 
@@ -21,7 +21,9 @@ from evergrad_monitoring.names import metric
 _WINDOW: Final = "[$__rate_interval]"
 _HELD: Final = 'state=~"starting|running"'
 _ALLOCATED: Final = 'kind="allocated"'
-_HIDDEN_BEHIND: Final = "Absent where nothing of the run is scraped, as while it waits."
+_HIDDEN_BEHIND: Final = (
+    "Absent if no endpoint of the run is scraped, for example while it waits."
+)
 
 
 def build_run() -> Dashboard:
@@ -64,16 +66,16 @@ def _add_state(board: Dashboard) -> Dashboard:
         board.with_panel(
             number(
                 "Progress",
-                "Steps done, of the steps to do.",
+                "Share of the run's steps that are done.",
                 "percentunit",
                 f"max({_of('operator_run_progress_ratio')})",
             )
         )
-        .with_panel(number("Step", "The last one that was finished.", "short", step))
+        .with_panel(number("Step", "Last step that was finished.", "short", step))
         .with_panel(
             number(
                 "Since the last step",
-                "Far longer than a step: the run stands still.",
+                "If it is far longer than a step, the run makes no progress.",
                 "s",
                 f"time() - max({_of('last_step_timestamp_seconds')})",
             )
@@ -89,7 +91,7 @@ def _add_state(board: Dashboard) -> Dashboard:
         .with_panel(
             number(
                 "Age of the checkpoint",
-                "So much is trained again if all nodes are lost at once.",
+                "Training time that is repeated if all nodes are lost together.",
                 "s",
                 f"time() - max({_of('checkpoint_last_success_timestamp_seconds')})",
             )
@@ -105,7 +107,7 @@ def _add_state(board: Dashboard) -> Dashboard:
         .with_panel(
             states(
                 "Phase",
-                "The run in one word, as the operator sees it.",
+                "Phase of the run, as the operator reports it.",
                 f"max by (phase) ({_of('operator_run_phase')})",
                 "{{phase}}",
             )
@@ -123,7 +125,7 @@ def _add_learning(board: Dashboard) -> Dashboard:
         board.with_panel(
             plot(
                 "Loss",
-                f"Training: mean of the last ten steps. Evaluation: each set's last. {_HIDDEN_BEHIND}",
+                f"Training: mean of the last ten steps. Evaluation: last value of each set. {_HIDDEN_BEHIND}",
                 "short",
                 (top(f"max by (split, dataset) ({_of('loss')})"), "{{split}} {{dataset}}"),
                 shape="any",
@@ -140,7 +142,7 @@ def _add_learning(board: Dashboard) -> Dashboard:
         .with_panel(
             plot(
                 "Evaluations",
-                "All metrics of evaluations but the loss.",
+                "All metrics of evaluations except the loss.",
                 "short",
                 (
                     top(f"max by (dataset, metric) ({_of('eval_metric')})"),
@@ -152,17 +154,17 @@ def _add_learning(board: Dashboard) -> Dashboard:
         .with_panel(
             plot(
                 "Metrics of the recipe",
-                "What the recipe itself measures in each step.",
+                "Values of the recipe's own metrics in each step.",
                 "short",
                 (top(f"max by (metric) ({_of('task_metric')})"), "{{metric}}"),
                 shape="any",
             )
         )
-        .with_panel(plot("Learning rate", "Of the last step.", "short", rate))
+        .with_panel(plot("Learning rate", "In the last step.", "short", rate))
         .with_panel(
             plot(
                 "Steps without an update, and alerts of monitors",
-                "Losses and gradients that are not finite, steps that were left out, what monitors found.",
+                "Steps that are not finite, skipped steps, and alerts of monitors.",
                 "short",
                 (f"sum by (why) ({skipped})", "{{why}}"),
                 (f"sum by (monitor) ({alerts})", "{{monitor}}"),
@@ -178,7 +180,7 @@ def _add_speed(board: Dashboard) -> Dashboard:
         board.with_panel(
             plot(
                 "Tokens per second",
-                "Of all processes together; a script's as it reports it.",
+                "Of all processes together, or as a script reports it.",
                 "short",
                 (f"sum(rate({_of('tokens_total')}{_WINDOW}))", "tokens/s"),
                 (f"max({_of('script_tokens_per_second')})", "tokens/s, of a script"),
@@ -187,7 +189,7 @@ def _add_speed(board: Dashboard) -> Dashboard:
         .with_panel(
             plot(
                 "Use of the devices",
-                "Model FLOPs utilisation. Absent for devices whose peak is not known.",
+                "Model FLOPs utilisation. Absent if the peak of the devices is unknown.",
                 "percentunit",
                 (f"max({_of('mfu_ratio')})", "utilisation"),
                 shape="share",
@@ -199,7 +201,7 @@ def _add_speed(board: Dashboard) -> Dashboard:
         .with_panel(
             plot(
                 "Time of a step, middle and slow",
-                "Half of the steps, and 95 of 100, took at most so long.",
+                "Median and 95th percentile of the time of a step.",
                 "s",
                 (f"histogram_quantile(0.5, {durations})", "p50"),
                 (f"histogram_quantile(0.95, {durations})", "p95"),
@@ -208,7 +210,7 @@ def _add_speed(board: Dashboard) -> Dashboard:
         .with_panel(
             plot(
                 "Where time goes",
-                "Seconds a second, by use. `comm_wait` is waiting for gradients of other processes.",
+                "Seconds per second, by phase. `comm_wait` is time waiting for other processes.",
                 "short",
                 (phases, "{{phase}}"),
                 shape="stack",
@@ -217,7 +219,7 @@ def _add_speed(board: Dashboard) -> Dashboard:
         .with_panel(
             plot(
                 "Slowest rank behind the median",
-                "A large value that stays names a host that is slower than the others.",
+                "A value that stays large means that one host is slower than the others.",
                 "s",
                 (f"max({_of('rank_step_skew_seconds')})", "skew"),
             )
@@ -243,7 +245,7 @@ def _add_cost(board: Dashboard) -> Dashboard:
         .with_panel(
             plot(
                 "Lost time by cause",
-                "Seconds a second in which nothing was trained that was kept.",
+                "Lost seconds per second.",
                 "short",
                 (f"sum by (cause) (rate({lost}{_WINDOW}))", "{{cause}}"),
                 shape="stack",
@@ -252,7 +254,7 @@ def _add_cost(board: Dashboard) -> Dashboard:
         .with_panel(
             plot(
                 "World over time",
-                "Processes that train together, and nodes that could.",
+                "Processes that train together, and nodes that are ready.",
                 "short",
                 (f"max({_of('world_size')})", "processes"),
                 (f"max({_of('run_nodes_ready')})", "nodes that are ready"),
@@ -261,7 +263,7 @@ def _add_cost(board: Dashboard) -> Dashboard:
         .with_panel(
             plot(
                 "Changes of the world, and pods replaced",
-                "Changes cost no finished step; the cause is theirs. Pods are counted since the run began.",
+                "Changes by cause; a change costs no finished step. Pods are counted since the run began.",
                 "short",
                 (
                     top(
@@ -283,7 +285,7 @@ def _add_saves(board: Dashboard) -> Dashboard:
     return board.with_panel(
         plot(
             "Checkpoints: time",
-            "A save in the background, 95 of 100; and how long training stood still for saves.",
+            "95th percentile of the time of a save, and time for which training paused for saves.",
             "s",
             (f"histogram_quantile(0.95, sum by (le) (rate({saves})))", "save, p95"),
             (
@@ -294,7 +296,7 @@ def _add_saves(board: Dashboard) -> Dashboard:
     ).with_panel(
         plot(
             "Checkpoints: size",
-            "Of the last one.",
+            "Of the last checkpoint.",
             "bytes",
             (f"max({_of('checkpoint_size_bytes')})", "size"),
         )
@@ -302,19 +304,19 @@ def _add_saves(board: Dashboard) -> Dashboard:
 
 
 def _add_nodes(board: Dashboard) -> Dashboard:
-    """Nodes that the run asks for, holds and waits for."""
+    """Nodes that the run requests, holds and waits for."""
     return board.with_panel(
         plot(
             "Nodes by state",
-            "Pods of the run's nodes: admitted by no queue yet, without a host, starting, running.",
+            "Pods of the run's nodes: not admitted by a queue, without a host, starting, running.",
             "short",
             (f"sum by (state) ({_of('operator_run_nodes')})", "{{state}}"),
             shape="stack",
         )
     ).with_panel(
         plot(
-            "Nodes asked for, and nodes held",
-            "The most that the run may have, and pods that have a host: between them is what it waits for.",
+            "Nodes requested, and nodes held",
+            "Maximum number of nodes, and pods that have a host. The run waits for the difference.",
             "short",
             (f"max({_of('operator_run_nodes_max')})", "most"),
             (f"sum({_of('operator_run_nodes', _HELD)})", "held"),
@@ -329,7 +331,7 @@ def _add_memory(board: Dashboard) -> Dashboard:
         board.with_panel(
             plot(
                 "Memory of the fullest device",
-                "By tensors now and at most, and by torch's allocator. Absent on a CPU.",
+                "Memory of tensors (current and peak), and of torch's allocator. Absent on a CPU.",
                 "bytes",
                 (f"max by (kind) ({device})", "{{kind}}"),
             )
@@ -337,7 +339,7 @@ def _add_memory(board: Dashboard) -> Dashboard:
         .with_panel(
             plot(
                 "Memory of devices by worker",
-                "Held by tensors; the ten workers that hold the most. Absent on a CPU.",
+                "Memory of tensors; the ten workers with the most. Absent on a CPU.",
                 "bytes",
                 (
                     top(
@@ -350,7 +352,7 @@ def _add_memory(board: Dashboard) -> Dashboard:
         .with_panel(
             plot(
                 "Resident memory by worker",
-                "Of the host; the ten workers that hold the most. Pages that workers share count for each.",
+                "Host memory; the ten workers with the most. Shared pages count for each worker.",
                 "bytes",
                 (
                     top(
@@ -381,7 +383,7 @@ def _add_pods_beside(board: Dashboard) -> Dashboard:
         board.with_panel(
             plot(
                 "Preparation of the data",
-                "Share of the present work that is done: scan, tokenize, split, or wait for another run's.",
+                "Share of the current stage that is done: scan, tokenize, split, or wait for another run.",
                 "percentunit",
                 (f"max by (work) ({_of('operator_run_preparation_ratio')})", "{{work}}"),
                 shape="share",
@@ -390,7 +392,7 @@ def _add_pods_beside(board: Dashboard) -> Dashboard:
         .with_panel(
             plot(
                 "Tokens prepared",
-                "Made so far; the whole number once the work is done.",
+                "Tokens produced so far; the total when preparation is done.",
                 "short",
                 (f"max({_of('operator_run_preparation_tokens')})", "tokens"),
             )
@@ -410,7 +412,7 @@ def _add_pods_beside(board: Dashboard) -> Dashboard:
         .with_panel(
             plot(
                 "Checkpoints and their evaluation in pods",
-                "Steps of the newest one and of the newest that is evaluated. Far apart: pods are too slow.",
+                "Steps of the newest checkpoint and the newest evaluated one. Far apart: evaluation is slow.",
                 "short",
                 (f"max({_of('checkpoint_last_step')})", "newest checkpoint"),
                 (f"max({_of('operator_run_evaluation_step')})", "evaluated"),
@@ -419,7 +421,7 @@ def _add_pods_beside(board: Dashboard) -> Dashboard:
         .with_panel(
             plot(
                 "Checkpoints that wait for a pod",
-                "Retention keeps those that wait, within `evaluation.keepWaiting`.",
+                "Retention keeps waiting checkpoints, up to `evaluation.keepWaiting`.",
                 "short",
                 (f"max({_of('operator_run_evaluations_waiting')})", "checkpoints"),
             )

@@ -285,7 +285,10 @@ def test_a_run_in_several_worlds_shows_them_and_counts_no_restart(
         "1–3 processes" in page.text and "None: the run was trained in one go." in markdown
     )
     assert "World size" in page.text and "since the start" in page.text
-    assert "Changes of the world: last step before to first step after" in markdown
+    assert (
+        "Changes of the world: from the last step before to the first step after"
+        in markdown
+    )
 
 
 def test_a_run_in_one_world_says_nothing_of_changes(
