@@ -44,22 +44,22 @@ class Script(Section):
     """A command that torchrun could start; it is started once a worker, with torchrun's variables set."""
 
     command: tuple[str, ...] = Field(min_length=1, max_length=1000)
-    """Words that would follow ``torchrun``, each an item: a Python file (``train.py``), ``-m`` and a module,
-    or an executable."""
+    """The words after ``torchrun``, one in each item: a Python file (``train.py``), ``-m`` and a module, or
+    an executable."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment of the workers, part of the recipe; what may change between starts belongs in the shell or
-    in template.env."""
+    """Environment of the workers, which is part of the recipe. Set variables that can change between starts
+    in the shell or in ``template.env``."""
     working_directory: LocalPath = Field(default=".", min_length=1)
-    """Where the workers start; relative to the manifest for ``evergrad run``, absolute inside the pod on a
-    cluster."""
+    """Directory in which the workers start. For ``evergrad run`` it is relative to the manifest. On a cluster
+    it is an absolute path in the pod."""
     value_from: FreeMapping = Field(default_factory=dict)
-    """Further variables, each taken from one of ``secretKeyRef``, ``configMapKeyRef``, ``fieldRef`` and
-    ``resourceFieldRef``; for ``evergrad run`` they are set in the shell."""
+    """Further variables, each from one of ``secretKeyRef``, ``configMapKeyRef``, ``fieldRef`` and
+    ``resourceFieldRef``. For ``evergrad run``, set them in the shell."""
     grace_period_seconds: Whole = Field(default=30, ge=0, le=86400)
-    """Seconds a worker has to save and leave after it was asked to stop; then it is killed."""
+    """Seconds that a worker has to save and leave when it must stop. Then it is killed."""
     finish_grace_period_seconds: Whole = Field(default=300, ge=0, le=86400)
-    """Seconds a worker may stand still once another one has ended with 0; then its stacks are logged and it
-    is ended. A worker that uses a processor, reads, writes or prints does not stand still. 0: no limit."""
+    """Seconds that a worker can be idle after another worker has ended with 0. Then its stacks are logged,
+    and it is ended. A worker that uses a processor, reads, writes or prints is not idle. 0: no limit."""
     metrics: Metrics = Metrics()
     """The Prometheus endpoint."""
 

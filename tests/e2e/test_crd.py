@@ -620,7 +620,9 @@ def test_kubectl_explains_every_field(server: Server) -> None:
     assert "Peak learning rate. (number, above 0, at most 10; required)" in server.explain(
         "spec.training.optimizer.learningRate"
     )
-    assert "Uses up to this many nodes; default: min." in server.explain("spec.nodes.max")
+    assert "Maximum number of nodes that train. Default: `min`." in server.explain(
+        "spec.nodes.max"
+    )
     assert "Training loss of the newest step" in server.explain("status.progress.loss")
     fields = re.findall(
         r"^ +(\S+)\t", server.explain("", "--recursive"), flags=re.MULTILINE

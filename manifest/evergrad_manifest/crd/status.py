@@ -35,7 +35,7 @@ _CONDITION: Final[Schema] = mapping(
     "One aspect of the run's state.",
     {
         "type": text(
-            "Which: Ready, Complete, Failed, Suspended, PodsReady, Progressing, "
+            "Name of the condition: Ready, Complete, Failed, Suspended, PodsReady, Progressing, "
             "CheckpointHealthy, Stalled, …"
         ),
         "status": {
@@ -43,25 +43,25 @@ _CONDITION: Final[Schema] = mapping(
             "description": "True, False or Unknown.",
             "enum": ["True", "False", "Unknown"],
         },
-        "reason": text("Why, in one CamelCase word for programs.", longest=128),
+        "reason": text("Reason as one CamelCase word, for programs.", longest=128),
         "message": text(
-            "Why, in words: what happened and what to do.", longest=_LONGEST_MESSAGE
+            "Message: what happened, and what to do.", longest=_LONGEST_MESSAGE
         ),
         "observedGeneration": integer(
-            "Generation of the run that this is about.", least=0, large=True
+            "Generation of the run that this condition describes.", least=0, large=True
         ),
-        "lastTransitionTime": moment("When status last changed."),
+        "lastTransitionTime": moment("Time at which status last changed."),
     },
     required=("type", "status", "reason", "lastTransitionTime"),
 )
 
 
 _PROGRESS: Final[Schema] = mapping(
-    "How far training is, as the nodes last reported it.",
+    "Progress of training, as the nodes last reported it.",
     {
-        "step": integer("Optimizer steps done.", least=0, large=True),
+        "step": integer("Number of optimizer steps that are done.", least=0, large=True),
         "totalSteps": integer("Optimizer steps of the whole run.", least=0, large=True),
-        "summary": text("Steps done, of all: 1200/20000.", longest=64),
+        "summary": text("Steps that are done, and all steps: 1200/20000.", longest=64),
         "percent": integer(
             "Share of the steps that is done, in percent.", least=0, most=100
         ),
@@ -69,17 +69,21 @@ _PROGRESS: Final[Schema] = mapping(
         # differently.
         "loss": text("Training loss of the newest step, in nats a token.", longest=32),
         "tokensPerSecond": text(
-            "Tokens a second of all nodes together, shortened (41.2k).", longest=32
+            "Tokens per second of all nodes together, shortened (41.2k).", longest=32
         ),
-        "eta": text("Time to the end at this speed, shortened (5h12m).", longest=32),
-        "etaSeconds": integer("Seconds to the end at this speed.", least=0, large=True),
+        "eta": text(
+            "Time until the end at the current speed, shortened (5h12m).", longest=32
+        ),
+        "etaSeconds": integer(
+            "Seconds until the end at the current speed.", least=0, large=True
+        ),
         "generation": integer(
-            "Serial of the group that trains; it grows as nodes come and go.",
+            "Number of the group that trains. It grows when nodes join or leave.",
             least=0,
             large=True,
         ),
         # The time of the nodes' report and not of the operator's write, so that their silence shows.
-        "updatedAt": moment("When the nodes last reported progress."),
+        "updatedAt": moment("Time at which the nodes last reported progress."),
     },
 )
 
@@ -89,27 +93,27 @@ _PROGRESS: Final[Schema] = mapping(
 _NODES: Final[Schema] = mapping(
     "The nodes that train.",
     {
-        "summary": text("Ready nodes, of the most it may use: 3/4.", longest=32),
-        "min": integer("Bounds in force: the fewest nodes.", least=0),
-        "max": integer("Bounds in force: the most nodes.", least=0),
-        "ready": integer("Nodes that are part of the group.", least=0),
-        "running": integer("Pods whose container runs.", least=0),
+        "summary": text("Ready nodes, and the maximum number of nodes: 3/4.", longest=32),
+        "min": integer("Minimum number of nodes that is in force.", least=0),
+        "max": integer("Maximum number of nodes that is in force.", least=0),
+        "ready": integer("Number of nodes in the group.", least=0),
+        "running": integer("Number of pods whose container runs.", least=0),
     },
 )
 
 
 _FAILURE: Final[Schema] = mapping(
-    "The newest failure with its root cause: the first rank that failed, not those it took along.",
+    "The newest failure with its root cause: the rank that failed first.",
     {
         "cause": text(
-            "Why, in one CamelCase word: WorkerCrash, OutOfMemory, NodeLost, …", longest=64
+            "Cause as one CamelCase word: WorkerCrash, OutOfMemory, NodeLost, …", longest=64
         ),
         "node": integer("Index of the node, from 0.", least=0),
         "rank": integer("Rank of the process that failed first.", least=0),
-        "step": integer("Optimizer step it failed in.", least=0, large=True),
+        "step": integer("Optimizer step in which it failed.", least=0, large=True),
         "exitCode": integer("Exit code of the process or container."),
-        "message": text("What it said, and what to do.", longest=_LONGEST_MESSAGE),
-        "at": moment("When it was seen."),
+        "message": text("Last output, and what to do.", longest=_LONGEST_MESSAGE),
+        "at": moment("Time at which the operator observed it."),
     },
 )
 
@@ -119,9 +123,11 @@ _ATTEMPT: Final[Schema] = mapping(
     "The end of one pod.",
     {
         "pod": text("Name of the pod."),
-        "cause": text("Why it ended, in one CamelCase word.", longest=64),
-        "exitCode": integer("Exit code of its container; absent when it did not run."),
-        "at": moment("When it ended."),
+        "cause": text("Cause of its end as one CamelCase word.", longest=64),
+        "exitCode": integer(
+            "Exit code of its container. Absent if the container did not run."
+        ),
+        "at": moment("Time at which it ended."),
     },
 )
 
@@ -130,15 +136,15 @@ _COUNTERS: Final[dict[str, Schema]] = {
     "restarts": mapping(
         "Pods that ended and were replaced.",
         {
-            "total": integer("How many, whatever the cause.", least=0),
-            "byCause": _counts("How many by each cause.", "How many."),
+            "total": integer("Number of such pods, for any cause.", least=0),
+            "byCause": _counts("Number of such pods by cause.", "Number of pods."),
         },
     ),
     "failures": mapping(
-        "What failurePolicy counts.",
+        "Failures that failurePolicy counts.",
         {
             "withoutProgress": integer(
-                "Failures of pods in a row without progress between them.", least=0
+                "Failures of pods in a row without progress.", least=0
             ),
             "checkpointStep": integer(
                 "Newest checkpoint when counting began.", least=0, large=True
@@ -149,87 +155,108 @@ _COUNTERS: Final[dict[str, Schema]] = {
 
 
 STATUS: Final[Schema] = mapping(
-    "What the operator reports. Written by it alone.",
+    "State that the operator reports. Only the operator writes it.",
     {
         "observedGeneration": integer(
-            "Newest generation of the run that was looked at; -1 before the first.",
+            "Newest generation of the run that the operator has processed; -1 before the first.",
             least=-1,
             large=True,
         ),
         "phase": text(
-            "The run in one word, for people; programs read conditions.", longest=32
+            "Phase of the run as one word, for people. Programs should read conditions.",
+            longest=32,
         ),
-        "reason": text("Why it is so, in one CamelCase word.", longest=128),
+        "reason": text("Reason of the phase as one CamelCase word.", longest=128),
         "message": text(
-            "Why it is so, and what to do if something is to be done.",
+            "Message: the reason of the phase, and what to do.",
             longest=_LONGEST_MESSAGE,
         ),
         "image": text(
-            "Image of the training pods, kept until restartNonce changes.", longest=1024
+            "Image of the training pods. It stays until restartNonce changes.", longest=1024
         ),
-        "profile": text("Profiles the run began with, kept until restartNonce changes."),
+        "profile": text(
+            "Profiles with which the run started. They stay until restartNonce changes."
+        ),
         # Its absence means that no pod was ever made, so that a refused recipe may still be corrected.
         "recipeHash": text(
-            "SHA-256 of the recipe, in hex: two runs of the same hash train the same.",
+            "SHA-256 of the recipe, in hex. Two runs with the same hash train the same recipe.",
             longest=64,
         ),
         "attempt": integer(
-            "How often the run was started: at first, by restartNonce, after a suspension.",
+            "Number of starts of the run: the first, by restartNonce, and after a suspension.",
             least=0,
         ),
-        "restartNonce": text("Value of spec.restartNonce that was acted upon.", longest=64),
-        "startTime": moment("When the run began to start its pods."),
-        "completionTime": moment("When the run became Complete or Failed."),
+        "restartNonce": text(
+            "Value of spec.restartNonce that the operator has processed.", longest=64
+        ),
+        "startTime": moment("Time at which the run began to start its pods."),
+        "completionTime": moment("Time at which the run became Complete or Failed."),
         "coordinator": mapping(
             "The coordinator.",
-            {"attempt": integer("Serial of its pod, which grows.", least=0)},
+            {
+                "attempt": integer(
+                    "Number of its pod, which grows with each new pod.", least=0
+                )
+            },
         ),
         "nodes": _NODES,
         "progress": _PROGRESS,
         "volume": mapping(
-            "Its volumes, as far as its file does not show them.",
+            "Volumes of the run that its file does not show.",
             {
                 "goesWithRun": switch(
-                    "Whether its own claim is deleted with it (storage.whenDeleted)."
+                    "Whether the run's own claim is deleted with the run (storage.whenDeleted)."
                 ),
                 "profileClaims": items(
-                    "Claims that its profile mounts.", text("Name of one."), most=64
+                    "Claims that the run's profile mounts.",
+                    text("Name of a claim."),
+                    most=64,
                 ),
             },
         ),
         "preparation": mapping(
-            "How far the preparation of the data is.",
+            "Progress of the data preparation.",
             {
                 "work": text(
-                    "What it does: scan, tokenize, split, wait or done.", longest=128
+                    "Current stage: scan, tokenize, split, wait or done.", longest=128
                 ),
-                "source": text("The source it works on.", longest=128),
-                "bytesDone": integer("Bytes of source files done.", least=0, large=True),
-                "bytesTotal": integer("Bytes of this work.", least=0, large=True),
-                "percent": integer("Share that is done.", least=0, most=100),
-                "documents": integer("Documents made.", least=0, large=True),
-                "tokens": integer("Tokens made.", least=0, large=True),
+                "source": text("Source that is being prepared.", longest=128),
+                "bytesDone": integer(
+                    "Bytes of source files that are done.", least=0, large=True
+                ),
+                "bytesTotal": integer(
+                    "Bytes of source files in this stage.", least=0, large=True
+                ),
+                "percent": integer("Share that is done, in percent.", least=0, most=100),
+                "documents": integer("Number of documents produced.", least=0, large=True),
+                "tokens": integer("Number of tokens produced.", least=0, large=True),
             },
         ),
         "evaluation": mapping(
-            "The evaluation of checkpoints in pods of their own.",
+            "Evaluation of checkpoints in separate pods.",
             {
                 "state": text("UpToDate, Waiting, Evaluating or Failed.", longest=32),
-                "message": text("Why, and what to do.", longest=1024),
-                "step": integer("Newest checkpoint evaluated.", least=0, large=True),
-                "evaluated": integer("Checkpoints evaluated.", least=0, large=True),
-                "waiting": integer("Checkpoints that wait.", least=0),
+                "message": text("Message: the reason, and what to do.", longest=1024),
+                "step": integer(
+                    "Step of the newest checkpoint that is evaluated.", least=0, large=True
+                ),
+                "evaluated": integer(
+                    "Number of checkpoints that are evaluated.", least=0, large=True
+                ),
+                "waiting": integer(
+                    "Number of checkpoints that wait for their evaluation.", least=0
+                ),
                 "passedOver": text(
-                    "Newest checkpoint without results, and why.", longest=1024
+                    "Newest checkpoint that was skipped, and the reason.", longest=1024
                 ),
                 "results": items(
-                    "Its results.",
+                    "Results of the newest evaluation.",
                     mapping(
-                        "One set.",
+                        "Results of one set.",
                         {
-                            "name": text("Its name.", longest=64),
+                            "name": text("Name of the set.", longest=64),
                             "values": texts_by_name(
-                                "Its loss and other metrics, without rounding.",
+                                "Loss and other metrics of the set, not rounded.",
                                 most=12,
                                 longest=32,
                             ),
@@ -242,39 +269,43 @@ STATUS: Final[Schema] = mapping(
         "checkpoint": mapping(
             "The newest valid checkpoint.",
             {
-                "step": integer("Optimizer step it was saved at.", least=0, large=True),
-                "savedAt": moment("When the operator first observed it."),
-                "failedSaves": integer(
-                    "Saves since then that have failed in a row.", least=0
+                "step": integer(
+                    "Optimizer step at which it was saved.", least=0, large=True
                 ),
-                "trouble": text("Why the last of them failed, in one word.", longest=64),
-                "message": text("The same in words.", longest=1024),
+                "savedAt": moment("Time at which the operator first observed it."),
+                "failedSaves": integer(
+                    "Number of saves since then that failed in a row.", least=0
+                ),
+                "trouble": text("Reason of the last failed save as one word.", longest=64),
+                "message": text(
+                    "Reason of the last failed save as a sentence.", longest=1024
+                ),
             },
         ),
         **_COUNTERS,
         "lastFailure": _FAILURE,
         "attempts": items("The last pods that ended, oldest first.", _ATTEMPT, most=10),
         "usage": mapping(
-            "Time of its pods.",
+            "Time of the run's pods, by use.",
             {
-                "podHours": text("Of all.", longest=32),
-                "gpuHours": text("Of accelerators.", longest=32),
-                "waste": text("Share of the time on hosts.", longest=32),
-                "cost": text("By the prices of the chart.", longest=64),
-                "byCause": _counts("Seconds by use.", "Seconds."),
+                "podHours": text("Pod-hours of all pods.", longest=32),
+                "gpuHours": text("Accelerator-hours of all pods.", longest=32),
+                "waste": text("Wasted share of the time on hosts.", longest=32),
+                "cost": text("Cost by the prices of the chart.", longest=64),
+                "byCause": _counts("Seconds by use.", "Number of seconds."),
             },
         ),
-        "lostSeconds": _counts("Seconds without training, by what took them.", "Seconds."),
+        "lostSeconds": _counts("Seconds without training, by cause.", "Number of seconds."),
         # Apart from what people read, so that its form may change from one version of the operator to the
         # next.
         "memory": texts_by_name(
-            "What the operator must not forget; no promise to anybody.",
+            "Internal to the operator. Do not depend on it.",
             most=32,
             longest=8192,
         ),
         # By type, as in Kubernetes' own kinds: two conditions of one type would contradict each other.
         "conditions": items(
-            "The run's state, one entry for each aspect.",
+            "State of the run, one condition for each aspect.",
             _CONDITION,
             most=16,
             keys=("type",),

@@ -54,16 +54,16 @@ class Metadata(Section):
     """The part of Kubernetes' object metadata that a file sets."""
 
     name: str = Field(min_length=1, max_length=LONGEST_RUN_NAME, pattern=RUN_NAME)
-    """Name of the run: lower-case letters, digits and dashes, a letter first, at most 45: what it makes is
-    named after it."""
+    """Name of the run. It has at most 45 lower-case letters, digits and dashes, and starts with a letter. The
+    objects of the run are named after it."""
     namespace: str | None = Field(
         default=None, min_length=1, max_length=LONGEST_LABEL, pattern=DNS_LABEL
     )
-    """Kubernetes namespace, on a cluster alone."""
+    """Kubernetes namespace. Used only on a cluster."""
     labels: dict[str, str] = Field(default_factory=dict)
-    """Labels of the object; they do not change the run."""
+    """Labels of the object. They do not change how the run trains."""
     annotations: dict[str, str] = Field(default_factory=dict)
-    """Annotations of the object; they do not change the run."""
+    """Annotations of the object. They do not change how the run trains."""
 
 
 def check_annotations(view: View) -> Iterator[Problem]:
@@ -110,9 +110,10 @@ class Nodes(Section):
     """How many machines share the run."""
 
     min: Whole = Field(default=1, ge=1, le=1024)
-    """Fewest nodes that train. A run begins with max, or after half a minute with min."""
+    """Minimum number of nodes that train. A run starts with ``max`` nodes, or after 30 s with at least
+    ``min``."""
     max: Whole | None = Field(default=None, ge=1, le=1024)
-    """Uses up to this many nodes; default: min."""
+    """Maximum number of nodes that train. Default: ``min``."""
 
     @property
     def largest(self) -> int:
@@ -166,12 +167,9 @@ class FailurePolicy(Section):
     """When a failing run is given up. Preemption, eviction and lost nodes never count."""
 
     max_failures_without_progress: Whole = Field(default=3, ge=1, le=1000)
-    """Failures in a row without progress that are tolerated; one more ends the run. Lost and leaving nodes
-    never count.
-
-    Progress is a newer step; where workers start afresh a newer checkpoint; of a script that reports neither,
-    ten minutes.
-    """
+    """Number of failures in a row without progress that are tolerated; one more ends the run. Lost and
+    leaving nodes never count. Progress is a newer step, or a newer checkpoint if workers start from a
+    checkpoint. For a script that reports neither, progress is a lifetime of 10 minutes."""
 
 
 class Spec(Section):
@@ -190,52 +188,54 @@ class Spec(Section):
     profile: str | None = Field(
         default=None, min_length=1, max_length=LONGEST_LABEL, pattern=DNS_LABEL
     )
-    """Profile of the installation, for what the file leaves out; default: ``default``. On a cluster
-    alone."""
+    """Name of the profile of the installation that sets values which the file leaves out. Default:
+    ``default``. Used only on a cluster."""
     nodes: Nodes = Nodes()
-    """How many machines share the run."""
+    """Number of nodes that share the run."""
     workers_per_node: Whole | None = Field(default=None, ge=1, le=64)
-    """Training processes a node; default: its accelerators, else 1."""
+    """Number of training processes on each node. Default: the number of its accelerators, or 1 without
+    accelerators."""
     resources: Resources = Resources()
-    """Resources of each node's pod, on a cluster alone."""
+    """Resources of each node's pod. Used only on a cluster."""
     storage: Storage = Storage()
-    """The volume that holds the run directory; ``evergrad run`` uses ``runs/<name>`` instead."""
+    """Volume that holds the run directory. ``evergrad run`` uses ``runs/<name>`` instead."""
     template: Template = Template()
-    """The allowed part of a pod template, on a cluster alone."""
+    """Allowed part of a pod template. Used only on a cluster."""
     image: str | None = Field(default=None, min_length=1, max_length=1024)
-    """Image of the training pods; default: the operator's, kept for the whole run.
-
-    On a cluster alone.
-    """
+    """Image of the training pods. Default: the operator's image, which the run keeps until its end. Used only
+    on a cluster."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
-    """When a node pulls the image; default: the operator's setting."""
+    """When a node pulls the image. Default: the setting of the operator."""
     managed_by: str | None = Field(default=None, max_length=63, pattern=_DOMAIN_PATH)
-    """Controller of the run, as a Job's; default: evergrad.dev/operator, which leaves others' runs alone."""
+    """Controller that manages the run, as in a Job. Default: ``evergrad.dev/operator``. Evergrad's operator
+    ignores runs of other controllers."""
     suspend: Switch = False
-    """Stop with state saved and release the nodes; false goes on."""
+    """If true, the run saves its state, stops and releases its nodes. If you set it to false again, the run
+    continues at the same step."""
     restart_nonce: str | None = Field(default=None, min_length=1, max_length=64)
-    """Any text; a new one starts the pods anew from saved state, and a failed run again with
-    fresh budgets."""
+    """Any text. A new value replaces all pods, which continue from the saved state. A failed run starts again
+    with a full failure budget."""
     active_deadline_seconds: Whole | None = Field(default=None, ge=1, le=LONGEST_SECONDS)
-    """Seconds after its start at which a run that is not complete fails; default: no end.
-
-    On a cluster alone.
-    """
+    """Seconds after its start at which an incomplete run fails. Default: no deadline. Used only on a
+    cluster."""
     ttl_seconds_after_finished: Whole | None = Field(default=None, ge=0, le=LONGEST_SECONDS)
-    """Seconds after the end until what the run made is deleted, but never its volume; default: it stays."""
+    """Seconds after the end of the run at which its objects are deleted, except its volume. Default: they
+    stay."""
     ttl_deletes: Literal["Children", "Run"] | None = None
-    """Run: the run, too, where that is allowed. Default: Children."""
+    """Objects that ``ttlSecondsAfterFinished`` deletes. ``Children``: the objects of the run. ``Run``: the
+    TrainingRun too, if the installation allows it. Default: ``Children``."""
     failure_policy: FailurePolicy = FailurePolicy()
-    """When a failing run is given up."""
+    """When a failing run ends."""
     preparation: Preparation | None = None
-    """Prepare the data in a pod of its own first; default: the nodes do. On a cluster alone."""
+    """If set, a separate pod prepares the data before any node starts. Default: the nodes prepare the data.
+    Used only on a cluster."""
     evaluation: CheckpointEvaluation | None = None
-    """Evaluate each checkpoint in a pod of its own; default: the run evaluates its sets between steps. No
-    meaning for ``evergrad run``."""
+    """If set, a separate pod evaluates each checkpoint. Default: the run evaluates its sets between steps.
+    ``evergrad run`` ignores it."""
     training: Training | None = None
-    """The typed recipe. A run has either this or script."""
+    """The recipe to train. A run has either ``training`` or ``script``."""
     script: Script | None = None
-    """A command of your own instead of training: whatever torchrun could start."""
+    """Your own command instead of ``training``, for example a script that torchrun can start."""
 
 
 def check_kind(view: View) -> Iterator[Problem]:

@@ -16,21 +16,21 @@ class Preparation(Section):
     """Preparation of the data in a pod of its own, before any node is asked for."""
 
     resources: Resources = Resources()
-    """Resources of its pod; it has a helper process a CPU."""
+    """Resources of the pod. It starts one helper process for each CPU."""
     node_selector: dict[str, str] | None = None
-    """Labels of its host; default: node selector and node affinity of the template."""
+    """Labels that the pod's host must have. Default: node selector and node affinity of ``spec.template``."""
 
 
 class CheckpointEvaluation(Section):
     """Evaluation of each checkpoint in a pod of its own, beside the nodes and after them."""
 
     resources: Resources = Resources()
-    """Resources of its pod, which is one process."""
+    """Resources of the pod, which runs one process."""
     node_selector: dict[str, str] | None = None
-    """Labels of its host; default: node selector and node affinity of the template."""
+    """Labels that the pod's host must have. Default: node selector and node affinity of ``spec.template``."""
     keep_waiting: Whole = Field(default=4, ge=1, le=64)
-    """The newest checkpoints that are not evaluated, which stay beyond checkpoint.keep; older ones are passed
-    over."""
+    """Number of the newest checkpoints that wait for their evaluation and are kept in addition to
+    ``checkpoint.keep``. Older ones are not evaluated."""
 
 
 def check_preparation(view: View) -> Iterator[Problem]:

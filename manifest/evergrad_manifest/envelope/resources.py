@@ -39,9 +39,9 @@ class Resources(Section):
     """Resources of each node's pod, as in a container of Kubernetes."""
 
     requests: dict[str, Quantity] = Field(default_factory=dict)
-    """Reserved amounts: resource name to quantity, such as ``cpu: "2"``."""
+    """Requests: resource name and quantity, for example ``cpu: "2"``."""
     limits: dict[str, Quantity] = Field(default_factory=dict)
-    """Limits: resource name to quantity, such as ``memory: 4Gi``."""
+    """Limits: resource name and quantity, for example ``memory: 4Gi``."""
 
 
 def count_accelerators(resources: Resources) -> int:

@@ -39,20 +39,19 @@ class Storage(Section):
     size: Quantity | None = None
     """Size of the new volume, a Kubernetes quantity such as ``20Gi``."""
     storage_class_name: str | None = Field(default=None, min_length=1)
-    """Storage class of the new volume. Default: the cluster's."""
+    """Storage class of the new volume. Default: the default class of the cluster."""
     access_modes: tuple[AccessMode, ...] | None = Field(
         default=None, min_length=1, max_length=2
     )
-    """Access modes of the new volume. Default: ReadWriteOnce for one node, else ReadWriteMany.
-    The pods of a run whose volume is ReadWriteOnce are placed on one host; ReadWriteOncePod is for
-    one node."""
+    """Access modes of the new volume. Default: ReadWriteOnce for one node, otherwise ReadWriteMany. With
+    ReadWriteOnce all pods of the run are placed on one host. ReadWriteOncePod allows only one node."""
     claim_name: str | None = Field(default=None, min_length=1)
-    """An existing PVC instead of a new one."""
+    """Name of an existing PersistentVolumeClaim to use instead of a new volume."""
     path: str | None = Field(default=None, min_length=1, max_length=255)
-    """Folder inside the volume that is the run directory, relative and without ``..``; default: the run's
-    name."""
+    """Folder in the volume that is the run directory. The path is relative and does not contain ``..``.
+    Default: the name of the run."""
     when_deleted: Literal["Retain", "Delete"] | None = None
-    """The fate of the new volume when the run is deleted. Default: Retain."""
+    """What happens to the new volume when the run is deleted. Default: ``Retain``."""
 
 
 _WHY_MEANINGLESS: Final[Mapping[str, str]] = {

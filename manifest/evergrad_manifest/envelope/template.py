@@ -27,34 +27,35 @@ class Template(Section):
     """The allowed part of a pod template, spelled as in Kubernetes; has no meaning for ``evergrad run``."""
 
     labels: dict[str, str] = Field(default_factory=dict)
-    """Labels of the pods; the prefix ``evergrad.dev/`` is taken."""
+    """Labels of the pods. The prefix ``evergrad.dev/`` is reserved."""
     annotations: dict[str, str] = Field(default_factory=dict)
     """Annotations of the pods."""
     node_selector: dict[str, str] = Field(default_factory=dict)
-    """Labels that a node must have."""
+    """Labels that a node of the cluster must have."""
     tolerations: tuple[FreeMapping, ...] = ()
-    """Taints of nodes that are tolerated."""
+    """Taints of nodes that the pods tolerate."""
     affinity: FreeMapping = Field(default_factory=dict)
     """Affinity to nodes and other pods."""
     topology_spread_constraints: tuple[FreeMapping, ...] = ()
-    """How the pods spread over zones or hosts; a constraint without labelSelector counts the nodes' pods of
-    this run."""
+    """How the pods spread over zones or hosts. A constraint without ``labelSelector`` counts the pods of the
+    nodes of this run."""
     volumes: tuple[FreeMapping, ...] = ()
-    """Volumes besides the run directory's."""
+    """Volumes in addition to the volume of the run directory."""
     volume_mounts: tuple[FreeMapping, ...] = ()
-    """Where those volumes are mounted."""
+    """Mounts of those volumes."""
     env: tuple[FreeMapping, ...] = ()
     """Environment variables of the training processes: ``name`` with ``value`` or ``valueFrom``."""
     env_from: tuple[FreeMapping, ...] = ()
-    """All keys of ConfigMaps and Secrets as variables: ``configMapRef`` or ``secretRef``, with ``prefix``;
-    those of ``env`` and of Evergrad win over them."""
+    """ConfigMaps and Secrets whose keys become variables: ``configMapRef`` or ``secretRef``, with ``prefix``.
+    Variables of ``env`` and of Evergrad take precedence."""
     init_containers: tuple[FreeMapping, ...] = Field(
         default=(), max_length=MOST_INIT_CONTAINERS
     )
-    """Containers that end, in this order, before the training starts: ``name``, ``image`` (default: the
-    run's), ``command``, ``args``, ``workingDir``, ``env``, ``envFrom``, ``resources``, ``volumeMounts``."""
+    """Containers that run one after the other before the training starts: ``name``, ``image`` (default: the
+    image of the run), ``command``, ``args``, ``workingDir``, ``env``, ``envFrom``, ``resources``,
+    ``volumeMounts``."""
     service_account_name: str | None = Field(default=None, min_length=1)
-    """Service account of the pods, one that the installation allows; default: none."""
+    """Service account of the pods. The installation must allow it. Default: none."""
     priority_class_name: str | None = Field(default=None, min_length=1)
     """Priority class of the pods."""
     runtime_class_name: str | None = Field(default=None, min_length=1)
@@ -62,10 +63,10 @@ class Template(Section):
     scheduler_name: str | None = Field(default=None, min_length=1)
     """Scheduler of the pods."""
     image_pull_secrets: tuple[FreeMapping, ...] = ()
-    """Secrets that the image is pulled with: ``name`` each."""
+    """Secrets for pulling the image: ``name`` each."""
     termination_grace_period_seconds: Whole | None = Field(default=None, ge=10, le=86400)
-    """Seconds a pod has to save and leave before it is killed; default: 30, never less than a script's
-    gracePeriodSeconds + 5."""
+    """Seconds that a pod has to save and leave before it is killed. Default: 30, and at least a script's
+    ``gracePeriodSeconds`` + 5."""
 
 
 # The keys of Kubernetes' own structures. An API server drops unknown keys of such an item when it stores the

@@ -141,66 +141,65 @@ class Training(Section):
     """The typed recipe."""
 
     recipe: Annotated[str, AfterValidator(check_recipe), Field(max_length=253)] = "pretrain"
-    """Recipe to train by: ``pretrain``, ``sft``, ``two_stage_kl``, ``preference``, ``latent_edit``, or a task
-    of your own as ``module:attr``, a name in a Python file that lies beside this one or can be imported."""
+    """Recipe to train: ``pretrain``, ``sft``, ``two_stage_kl``, ``preference``, ``latent_edit``, or your own
+    task as ``module:attr``. For example, ``task.py`` next to this file is ``task:MyTask``. The module can
+    also be importable."""
     options: FreeMapping = Field(default_factory=dict)
-    """Options of a task of your own (``recipe: module:attr``), in its own words; it checks them before the
+    """Options of your own task (``recipe: module:attr``), in its own format. The task checks them before the
     first step."""
     files: dict[str, str] = Field(default_factory=dict, max_length=64)
-    """Python files of a task of your own, text by name (``task.py``), where they cannot lie beside this file:
-    on a cluster. ``evergrad submit`` fills them in."""
+    """Python files of your own task, as texts by name (``task.py``), for a cluster, where they cannot be next
+    to this file. ``evergrad submit`` fills them in."""
     model: Model = Model.model_validate({})
-    """The model: exactly one of a configuration and a directory. A task of your own may do without."""
+    """The model: either a configuration or a directory. Your own task can leave it out."""
     tokenizer: Tokenizer = Tokenizer()
-    """How text becomes token ids."""
+    """Tokenizer, which converts text to token ids."""
     data: Data = NO_DATA
-    """Data to train on. A task of your own may do without, and prepare its data itself."""
+    """Data to train on. Your own task can leave it out and prepare its data itself."""
     rows: RowSettings | None = None
-    """How rows are read by the recipe ``sft``, and by tasks of your own that derive from it."""
+    """How the recipe ``sft``, and your own tasks that derive from it, read rows."""
     batching: Batching
-    """How many samples make a step. Every number of processes trains the same steps."""
+    """Number of samples in a step. The steps are the same for every number of processes."""
     optimizer: Optimizer
-    """The update rule."""
+    """Optimizer and its settings."""
     schedule: Schedule = Schedule()
-    """Learning rate over the horizon."""
+    """Schedule of the learning rate over the horizon."""
     ema: Ema | None = None
-    """An average of the weights over the updates."""
+    """Exponential moving average of the weights over the updates."""
     horizon: Horizon
-    """How long the run is: exactly one of steps, epochs and tokens."""
+    """Length of the run: exactly one of steps, epochs and tokens."""
     stop: Stop = Stop()
-    """When to stop before the horizon."""
+    """Conditions to stop before the horizon."""
     on_non_finite: OnNonFinite = OnNonFinite()
-    """Action after a step whose loss or gradient norm is not finite. May be changed in place."""
+    """What happens after a step whose loss or gradient norm is not finite. You can change it while the run
+    trains."""
     skip_steps: tuple[SkippedStep, ...] = Field(default=(), max_length=64)
-    """Steps that are passed over without an update, such as one whose samples spoil it.
-
-    May be changed in place.
-    """
+    """Steps that make no update, for example because their samples are damaged. You can change it while the
+    run trains."""
     overrides: tuple[StepOverride, ...] = Field(default=(), max_length=64)
-    """Values that replace those of the recipe from a step on, in the order of their steps.
-
-    May be changed in place.
-    """
+    """Values that replace values of the recipe from a step on, in the order of their steps. You can change it
+    while the run trains."""
     checkpoint: Checkpoint = Checkpoint()
-    """When state is saved and what is kept."""
+    """When the run saves its state, and which checkpoints it keeps."""
     evaluation: Evaluation = Evaluation()
-    """Loss on text that is not trained on."""
+    """Evaluation on text that is not trained on."""
     init_from: InitFrom | None = None
-    """State that a fresh run begins with; ignored once it has checkpoints."""
+    """State from which a new run starts. Ignored once the run has checkpoints."""
     reproducibility: Reproducibility = Reproducibility()
     """Settings that make two runs equal."""
     runtime: Runtime = Runtime()
-    """How the machine is used; all but the arithmetic may differ from one start to the next."""
+    """How the run uses the machine. All fields except those of the arithmetic can change from one start to
+    the next."""
     logging: Logging = Logging()
-    """Lines that are printed, trackers of experiments, and traces. May be changed in place."""
+    """Printed lines, trackers of experiments, and traces. You can change it while the run trains."""
     monitors: tuple[Monitor, ...] = Field(default=(), max_length=8)
-    """Watches on metrics. May be changed in place."""
+    """Monitors of metrics. You can change it while the run trains."""
     metrics: Metrics = Metrics()
     """The Prometheus endpoint."""
     two_stage_kl: TwoStageKl | None = None
     """Stages and penalty of ``recipe: two_stage_kl``."""
     preference: Preference | None = None
-    """Loss, reference and keys of ``recipe: preference``, and of tasks of your own that derive from it."""
+    """Loss, reference and keys of ``recipe: preference``, and of your own tasks that derive from it."""
     latent_edit: LatentEdit | None = None
     """Corpus, encoder and loss of ``recipe: latent_edit``."""
 

@@ -74,22 +74,23 @@ class Every(Section):
     """A rhythm in steps."""
 
     steps: Count = Field(ge=1, le=10**12)
-    """Optimizer steps between two."""
+    """Optimizer steps between two times."""
 
 
 class Reproducibility(Section):
     """Settings that make two runs equal."""
 
     seed: Count = Field(default=0, ge=0, lt=2**63)
-    """Seed of the sample order, the initial weights and all randomness inside the model."""
+    """Seed of the sample order, the initial weights and all randomness in the model."""
     # Apart from the seed, so that runs with other weights can see the same samples.
     data_seed: Count | None = Field(default=None, ge=0, lt=2**63)
-    """Seed of the sample order and of what is held out; default: the seed."""
+    """Seed of the sample order and of the held-out split. Default: ``seed``."""
     elastic: Literal["fast", "exact"] = "fast"
-    """``exact``: bit-identical results for every world size, by gradient sums that do not depend on order."""
+    """``exact``: bit-identical results for every number of processes, because gradient sums do not depend on
+    their order. ``fast``: the same samples, but sums can differ in the last bits."""
     deterministic: bool = False
-    """Kernels that compute the same bits each time, on accelerators, too; an operation that has none ends the
-    run. ``exact`` implies it there."""
+    """Use kernels that compute the same bits each time, on accelerators too. An operation without such a
+    kernel ends the run. On accelerators, ``elastic: exact`` implies it."""
 
     @property
     def seed_of_data(self) -> int:
@@ -102,21 +103,21 @@ class Best(Section):
 
     # With its set: several sets have metrics of one name.
     metric: str = Field(min_length=1)
-    """``<evaluation set>/<metric>``, e.g. ``heldOut/loss``: the loss, the perplexity, or what the evaluator
-    measures besides."""
+    """``<evaluation set>/<metric>``, for example ``heldOut/loss``: the loss, the perplexity, or another
+    metric of the evaluator."""
     mode: Literal["min", "max"] = "min"
-    """Whether smaller or larger is better."""
+    """Whether smaller (``min``) or larger (``max``) values are better."""
 
 
 class SaveEvery(Section):
     """A rhythm of saves: exactly one of the three."""
 
     steps: Count | None = Field(default=None, ge=1, le=10**12)
-    """Optimizer steps between two."""
+    """Optimizer steps between two times."""
     tokens: Count | None = Field(default=None, ge=1, le=10**18)
-    """Tokens trained on between two (rounded up to whole steps)."""
+    """Tokens trained on between two times, rounded up to whole steps."""
     seconds: Whole | None = Field(default=None, ge=1, le=10**7)
-    """Seconds between two (``every`` only)."""
+    """Seconds between two times. For ``every`` only."""
 
 
 class Checkpoint(Section):
@@ -124,22 +125,23 @@ class Checkpoint(Section):
 
     # In steps and not in seconds: two runs of one file then save the same states.
     every: SaveEvery = SaveEvery.model_validate({"steps": 500})
-    """How often state is saved while training; it is always saved at the end and on a stop."""
+    """How often the run saves while training. It always saves at the end and when it stops."""
     keep: Count = Field(default=3, ge=1)
-    """How many validated checkpoints are kept; the best, the newest and those of ``keepEvery`` always are."""
+    """Number of valid checkpoints that are kept. The best checkpoint, the newest one and those of
+    ``keepEvery`` are always kept."""
     keep_every: SaveEvery | None = None
-    """Steps or tokens between two further checkpoints that are never removed."""
+    """Steps or tokens between two checkpoints that are never removed, in addition to ``keep``."""
     best: Best | None = None
-    """Also keep the checkpoint with the best value of a named evaluation metric."""
+    """Also keep the checkpoint with the best value of an evaluation metric."""
     export_at_end: Switch = False
     """Whether the final weights are also written as a transformers directory, ``exports/step-N``."""
     asynchronous: Switch = True
-    """Write in the background while training goes on."""
+    """Write checkpoints in the background while training continues."""
     verify: Literal["always", "sizes"] = "always"
-    """Checks before a checkpoint is loaded: of checksums and sizes, or of sizes alone."""
+    """Checks before a checkpoint is loaded. ``always``: checksums and sizes. ``sizes``: only sizes."""
     max_failures: Count = Field(default=3, ge=1)
-    """Failed saves in a row after which training ends; it begins again at the newest checkpoint if volume or
-    host is to blame."""
+    """Number of failed saves in a row after which training ends. If the volume or the host is the cause,
+    training starts again from the newest checkpoint."""
 
 
 def check_rhythms(view: View) -> Iterator[Problem]:
@@ -176,13 +178,13 @@ class InitFrom(Section):
     """State of another run to begin with."""
 
     path: LocalPath = Field(min_length=1)
-    """A run directory (its newest valid checkpoint), one checkpoint, or a transformers directory (weights
-    alone)."""
+    """A run directory (its newest valid checkpoint is used), one checkpoint, or a transformers directory
+    (only weights)."""
     step: Whole | None = Field(default=None, ge=1, le=10**12)
-    """Step of the checkpoint in a run directory; default: the newest."""
+    """Step of the checkpoint in a run directory. Default: the newest."""
     load: Literal["weights", "optimizer", "position", "everything"] = "weights"
-    """``weights``; ``optimizer``: also its state; ``position``: also step and place in each source, in any
-    mixture; ``everything``: a resume, in the same data."""
+    """``weights``: only the weights. ``optimizer``: also the state of the optimizer. ``position``: also the
+    step and the position in each source, for any mixture. ``everything``: a resume, with the same data."""
 
     @property
     def goes_on(self) -> bool:
@@ -235,42 +237,48 @@ class Runtime(Section):
     a run to the next."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """``auto``: cuda where there is one, else cpu."""
+    """``auto``: cuda if the machine has it, otherwise cpu."""
     precision: Literal["fp32", "bf16-autocast", "fp16-autocast", "bf16"] = "bf16-autocast"
-    """fp32; bf16 or fp16 (scaled loss) products over fp32 weights; or all of bf16."""
+    """``fp32``, or ``bf16`` for weights and products. ``bf16-autocast`` and ``fp16-autocast`` (with a scaled
+    loss) compute products in that type and keep fp32 weights."""
     # YAML reads a bare `on` or `off` as true or false.
     compile: Annotated[
         Literal["auto", "on", "off"], _read_switch_as({True: "on", False: "off"}, OnOff)
     ] = "auto"
-    """torch.compile; ``auto``: on with an accelerator."""
+    """Whether to use torch.compile. ``auto``: on with an accelerator."""
     # The first versions knew only true and false here, and their files have to go on.
     activation_checkpointing: Annotated[
         Literal["none", "full", "offload", "selective"],
         _read_switch_as(RECOMPUTATION_BY_SWITCH, Recomputation),
     ] = "none"
-    """Recompute transformer blocks in the backward pass: a third more time. ``full`` (or true): inputs
-    are kept; ``offload``: in host memory; ``selective``: matrix products and attention, too."""
+    """Recompute transformer blocks in the backward pass, which takes about a third more time. ``full`` (or
+    true): the inputs of the blocks are kept. ``offload``: they are kept in host memory. ``selective``: matrix
+    products and attention are kept, too."""
     matmul_precision: Literal["highest", "high"] = "highest"
-    """Matrix products of fp32 values: in fp32, or in TF32 (``high``), which accelerators have."""
+    """Precision of matrix products of fp32 values. ``highest``: fp32. ``high``: TF32, on accelerators that
+    support it."""
     attention: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
-    """Kernel of attention: torch's choice, or this one, which the device must have."""
+    """Attention kernel. ``auto``: torch chooses. Any other kernel must be supported by the device."""
     parallelism: Literal["dataParallel", "fsdp2"] = "dataParallel"
-    """Replicate the model and sum gradients, or shard parameters, gradients and optimizer state."""
+    """``dataParallel``: replicate the model and sum gradients. ``fsdp2``: shard parameters, gradients and
+    optimizer state."""
     shards: Count | None = Field(default=None, ge=2, le=2**16)
-    """Workers that hold one copy of the model together (fsdp2), such as those of a node; copies stand side by
-    side (HSDP). Default: all workers hold one copy."""
+    """Number of workers that hold one copy of the model together (fsdp2), for example the workers of one
+    node. The copies are trained in parallel (HSDP). Default: all workers hold one copy."""
     loss_chunk: Count | None = Field(default=None, ge=1, le=2**31)
-    """Tokens whose logits are in memory at a time, such as 1024; default: those of the whole micro-batch."""
+    """Number of tokens whose logits are in memory at the same time, for example 1024. Default: all tokens of
+    the micro-batch."""
     threads: Count | None = Field(default=None, ge=1, le=1024)
-    """CPU threads a process; default: cores / processes, and 1 in exact mode."""
+    """CPU threads of each process. Default: cores / processes, and 1 with ``elastic: exact``."""
     bucket_size: Bytes | None = Field(default=None, ge=1024, le=2**34)
-    """Bytes a gradient bucket (dataParallel), such as ``4Mi``; default: 4Mi on CPUs, 64Mi on accelerators."""
+    """Size of a gradient bucket (dataParallel), for example ``4Mi``. Default: 4Mi on CPUs, 64Mi on
+    accelerators."""
     collective_timeout_seconds: Whole = Field(default=600, ge=1, le=86400)
-    """Seconds: how long a process waits for the others inside one exchange."""
+    """Seconds that a process waits for other processes in one exchange."""
     # Rare enough to cost little: a comparison hashes the whole state.
     compare_replicas_every: int = Field(default=100, ge=0, le=2**31, strict=True)
-    """Steps between two comparisons of the replicas' states, also made before each save and in each new
-    world; 0: none."""
+    """Steps between two comparisons of the replicas' states. They are also compared before each save and in
+    each new world. 0: no comparison."""
 
 
 def check_runtime(view: View) -> Iterator[Problem]:
@@ -302,9 +310,9 @@ class Metrics(Section):
     """The Prometheus endpoint."""
 
     port: Count | None = Field(default=None, ge=0, le=65535)
-    """Port of the Prometheus endpoint; 0: any free one; default: no endpoint, on a cluster 29402."""
+    """Port of the Prometheus endpoint. 0: any free port. Default: no endpoint, and 29402 on a cluster."""
     linger_seconds: Whole = Field(default=0, ge=0, le=600)
-    """Seconds the endpoint stays after the end, so that the last values are scraped."""
+    """Seconds for which the endpoint stays after the end, so that Prometheus can scrape the last values."""
 
 
 def check_metrics(view: View) -> Iterator[Problem]:

@@ -48,14 +48,14 @@ class EditQuota(Section):
     """Items of one family that each window has."""
 
     family: Family
-    """``population`` and ``clinical``: rows of the corpus. The synthetic ones are drawn: single bases,
+    """``population`` and ``clinical``: rows of the corpus. The synthetic families are drawn: single bases,
     insertions and deletions, or several bases at once."""
     count: Count = Field(default=1, ge=1, le=64)
-    """Items a window."""
+    """Number of items in each window."""
     edits: Count = Field(default=1, ge=1, le=MOST_EDITS)
-    """Edits an item, applied one after the other."""
+    """Number of edits in each item, applied one after the other."""
     fallback: Synthetic | None = None
-    """Family that takes the place of rows that a window does not have; default: such a window is refused."""
+    """Family that replaces rows that a window does not have. Default: such a window is refused."""
 
 
 class HoldOut(Section):
@@ -75,36 +75,38 @@ class EditEncoder(Section):
     """How states are made of sequences by the frozen model of ``spec.training.model``."""
 
     layer: Count | None = Field(default=None, ge=0, le=1024)
-    """Hidden states that are pooled: 0 are the embeddings; default: those of the last layer."""
+    """Layer whose hidden states are pooled. 0: the embeddings. Default: the last layer."""
     pooling: Literal["centeredMean", "globalMean"] = "centeredMean"
-    """State after an edit: mean of the tokens around it, or of all. The one before is a mean of all."""
+    """State after an edit. ``centeredMean``: the mean of the tokens around it. ``globalMean``: the mean of
+    all tokens. The state before an edit is always a mean of all tokens."""
     radius: Count | None = Field(default=None, ge=0, le=2**16)
-    """Tokens on each side of the edit's (``centeredMean`` only); default 8."""
+    """Tokens on each side of the edit. Default: 8. For ``centeredMean`` only."""
     normalize: Switch = True
-    """Scale states, and predictions, to length 1."""
+    """Scale states and predictions to length 1."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of the encoder's weights and of its arithmetic."""
     prefix: str = Field(default="", max_length=256)
-    """Text before each sequence, such as a tag that the tokenizer knows."""
+    """Text before each sequence, for example a tag of the tokenizer."""
     suffix: str = Field(default="", max_length=256)
-    """Text behind it."""
+    """Text after each sequence."""
     pad_to: Count = Field(default=1, ge=1, le=1024)
-    """Sequences are filled up with A to a multiple of so many bases."""
+    """Sequences are padded with A to a multiple of this number of bases."""
     weight_hash: str | None = Field(default=None, pattern=WEIGHT_HASH)
-    """SHA-256 that the model's weights file (of several: their index) must have."""
+    """SHA-256 that the model's weights file must have. If there are several files, the SHA-256 of their
+    index."""
 
 
 class EditPredictor(Section):
     """Size of what is trained: the encoder of edits, and the predictor of states."""
 
     layers: Count = Field(default=6, ge=1, le=128)
-    """Blocks of cross-attention between state and edits."""
+    """Number of blocks of cross-attention between state and edits."""
     heads: Count = Field(default=8, ge=1, le=128)
-    """Heads of their attention."""
+    """Number of attention heads in each block."""
     width: Count | None = Field(default=None, ge=1, le=2**16)
-    """Width of the blocks; default: that of a state."""
+    """Width of the blocks. Default: the width of a state."""
     state_width: Count | None = Field(default=None, ge=1, le=2**16)
-    """Width that states must have; default: whatever the encoder gives."""
+    """Width that states must have. Default: any width that the encoder returns."""
     action_width: Count = Field(default=64, ge=1, le=2**16)
     """Width of an edit."""
     allele_width: Count = Field(default=256, ge=4, le=2**16)
@@ -117,29 +119,30 @@ class LatentEdit(Section):
     corpus: LocalPath = Field(min_length=1)
     """Folder with ``dataset_manifest.json`` and the files that it lists."""
     windows: Literal["placed", "carbon"] | None = None
-    """Folder of the windows; needed where the corpus lists files of both."""
+    """Folder of the windows. Required if the corpus lists files of both."""
     mixture: tuple[EditQuota, ...] = Field(default=(), max_length=16)
-    """Items of each window; default: 3 population, 3 syntheticSnv, 1 syntheticIndel, and 1 clinical with the
+    """Items of each window. Default: 3 population, 3 syntheticSnv, 1 syntheticIndel, and 1 clinical with the
     fallback syntheticSnv."""
     draws: Count = Field(default=1, ge=1, le=10**6)
-    """Times that the mixture is drawn for each window, with other edits each time."""
+    """Number of times that the mixture is drawn for each window, with other edits each time."""
     margin: Count = Field(default=64, ge=0, le=2**20)
-    """Bases at each end of a window that synthetic edits keep off."""
+    """Bases at each end of a window without synthetic edits."""
     hold_out: HoldOut | None = None
     """Data that are never trained on."""
     features: Literal["cached", "live"] = "cached"
-    """``cached``: states are computed once, before the first step. ``live``: in each step."""
+    """``cached``: states are computed once, before the first step. ``live``: states are computed in each
+    step."""
     encoder: EditEncoder = EditEncoder.model_validate({})
-    """How states are made."""
+    """How the encoder computes states."""
     predictor: EditPredictor = EditPredictor.model_validate({})
-    """Sizes of what is trained."""
+    """Sizes of the trained predictor."""
     alpha: Real = Field(default=1.0, ge=0, le=1e6)
-    """Weight of 1 less the cosine in the loss."""
+    """Weight of (1 - cosine) in the loss."""
     beta: Real = Field(default=0.1, ge=0, le=1e6)
-    """Weight of the squared distance, divided by the width of a state."""
+    """Weight of the squared distance, divided by the width of a state, in the loss."""
     phase: Count = Field(default=1, ge=1, le=2)
-    """Phase 1 only measures the Gaussian regulariser of the states. 2, in which it is a part of the loss, is
-    refused: it needs an encoder that is trained."""
+    """Phase 1 only measures the Gaussian regularizer of the states. Phase 2, in which it is part of the loss,
+    is refused, because it needs an encoder that is trained."""
 
 
 def published_mixture() -> tuple[EditQuota, ...]:

@@ -34,18 +34,18 @@ class Lora(Section):
     """Low-rank adapters (peft) beside frozen weights; they alone are trained, saved."""
 
     rank: Count = Field(ge=1, le=4096)
-    """Inner size of the two matrices whose product is added to a layer's weights."""
+    """Inner size of the two matrices whose product is added to the weights of a layer."""
     alpha: Real | None = Field(default=None, gt=0, le=1e6)
-    """The product is multiplied by alpha / rank; default: twice the rank."""
+    """The product is multiplied by alpha / rank. Default: twice the rank."""
     dropout: Fraction = Field(default=0.0, ge=0, lt=1)
-    """Share of an adapter's inputs that are dropped while training."""
+    """Share of an adapter's inputs that is dropped while training."""
     target_modules: tuple[ModuleName, ...] = Field(default=(), max_length=256)
-    """Linear layers that get an adapter, by the end of their names, such as ``q_proj``; default: all but the
-    output head."""
+    """Linear layers that get an adapter, by the end of their names, for example ``q_proj``. Default: all
+    except the output head."""
     rank_stabilized: Switch = False
-    """Multiply by alpha over the square root of the rank."""
+    """Multiply by alpha / sqrt(rank) instead of alpha / rank."""
     base_dtype: Literal["fp32", "bf16"] | None = None
-    """Type of the frozen weights; default: that of ``runtime.precision``, which the adapters have."""
+    """Type of the frozen weights. Default: the type of ``runtime.precision``, which the adapters have."""
 
     @property
     def scale(self) -> float:
@@ -57,31 +57,31 @@ class ResizeEmbeddings(Section):
     """Enlarges a stored model's tables to the tokenizer's vocabulary; a new row is the mean of the old."""
 
     multiple_of: Count = Field(ge=1, le=2**16)
-    """Rows are a multiple of this: 1, or 8 to 128 for products that accelerators compute faster."""
+    """The number of rows becomes a multiple of this: 1, or 8 to 128 for sizes that accelerators compute
+    faster."""
 
 
 class Model(Section):
     """A transformers causal model. Exactly one of ``config``, ``path`` and ``preset``."""
 
     config: FreeMapping | None = None
-    """A transformers configuration, verbatim, with its ``model_type``; weights are initialised
-    from the seed."""
+    """A transformers configuration with its ``model_type``. The weights are initialized from the seed."""
     path: LocalPath | None = None
-    """A local transformers directory: configuration and, when present, safetensors weights."""
+    """A local transformers directory with a configuration and, if present, safetensors weights."""
     preset: Annotated[str, AfterValidator(check_preset), Field(max_length=32)] | None = None
-    """A configuration by name, such as ``llama-50M``."""
+    """Name of a configuration, for example ``llama-50M``."""
 
     config_overrides: FreeMapping = Field(default_factory=dict)
-    """Keys of the directory's configuration that are other here, such as ``attention_dropout``."""
+    """Keys that replace keys of the directory's configuration, for example ``attention_dropout``."""
     resize_embeddings: ResizeEmbeddings | None = None
-    """For a directory whose tables are smaller than the tokenizer's vocabulary."""
+    """Enlarge the embeddings of a directory if they are smaller than the tokenizer's vocabulary."""
     embedding_noise: Real | None = Field(default=None, gt=0, le=1e4)
-    """NEFTune's alpha: while training, embeddings get uniform noise of at most alpha / sqrt(tokens of a
+    """Alpha of NEFTune. While training, embeddings get uniform noise of at most alpha / sqrt(tokens of a
     sample x their width)."""
     head_precision: Literal["fp32"] | None = None
-    """Compute the output head in fp32; default: as ``runtime.precision`` says."""
+    """Compute the output head in fp32. Default: the precision of ``runtime.precision``."""
     lora: Lora | None = None
-    """Adapters to train in the place of the weights."""
+    """Train LoRA adapters instead of the weights."""
 
     @model_validator(mode="before")
     @classmethod

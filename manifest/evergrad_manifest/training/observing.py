@@ -35,81 +35,85 @@ class Tracker(Section):
     """A tracker of experiments that shows the run; its library is an extra of the trainer."""
 
     type: Literal["tensorboard", "wandb", "mlflow", "aim"]
-    """Whose library writes it."""
+    """Library of the tracker."""
     mode: Literal["offline", "online"] = "offline"
-    """``offline``: files in the run directory, and no connection. ``online``: to a server, whose address and
-    key are the library's own environment variables, or ``url``."""
+    """``offline``: files in the run directory, without a connection. ``online``: to a server. The address and
+    key come from the library's own environment variables, or from ``url``."""
     url: str | None = Field(default=None, min_length=1, max_length=253)
-    """Server of ``mode: online``; default: the library's own setting."""
+    """Server for ``mode: online``. Default: the library's own setting."""
     project: str | None = Field(default=None, min_length=1, max_length=128)
-    """Project (wandb) or experiment (mlflow, aim); default: evergrad."""
+    """Project (wandb) or experiment (mlflow, aim). Default: evergrad."""
     entity: str | None = Field(default=None, min_length=1, max_length=128)
-    """Team or user that the project belongs to; wandb only."""
+    """Team or user that owns the project. For wandb only."""
     name: str | None = Field(default=None, min_length=1, max_length=128)
-    """Name that is shown; default: that of the run."""
+    """Name that the tracker shows. Default: the name of the run."""
     tags: tuple[Tag, ...] = Field(default=(), max_length=16)
-    """Tags that are shown."""
+    """Tags that the tracker shows."""
     directory: LocalPath | None = Field(default=None, min_length=1)
-    """Where the files lie, in a folder with the run's name; default: ``trackers/<type>`` of its directory."""
+    """Directory of the tracker's files, in a folder with the run's name. Default: ``trackers/<type>`` of the
+    run directory."""
 
 
 class Profile(Section):
     """Traces of torch's profiler, and the history of device memory, as files of the run directory."""
 
     steps: Count = Field(default=3, ge=1, le=100)
-    """Steps in one trace."""
+    """Number of steps in one trace."""
     first_step: Count = Field(default=10, ge=1, le=10**12)
-    """First step that is traced; the ones before warm up."""
+    """First step that is traced. The steps before it are for warm-up."""
     every: Count | None = Field(default=None, ge=1, le=10**12)
-    """Steps from the beginning of one trace to that of the next; default: one trace a run."""
+    """Steps from the start of one trace to the start of the next. Default: one trace in the run."""
     ranks: Literal["first", "all"] = "first"
-    """Processes that trace. ``all``: each one those traces before whose first step it has made one."""
+    """Processes that write traces. ``first``: rank 0. ``all``: every process, except that a process skips a
+    trace if it has made no step before it."""
     memory: bool = False
-    """Also the history of allocations: as a snapshot of an accelerator's memory, and in the trace."""
+    """Also record the history of allocations: as a snapshot of an accelerator's memory, and in the trace."""
     max_entries: Count = Field(default=100_000, ge=1, le=10**9)
-    """Most allocations in a snapshot."""
+    """Maximum number of allocations in a snapshot."""
     keep: Count = Field(default=4, ge=1, le=1000)
-    """Newest traces of a process that are kept; older ones are removed."""
+    """Number of the newest traces of a process that are kept. Older traces are removed."""
 
 
 class Logging(Section):
     """Lines that are printed, and who else is shown the run."""
 
     every: Every = Every.model_validate({"steps": 10})
-    """How often a line is printed where there is no terminal."""
+    """How often a line is printed if the output is not a terminal."""
     trackers: tuple[Tracker, ...] = Field(default=(), max_length=4)
-    """Trackers of experiments, each type once."""
+    """Trackers of experiments. Each type can occur once."""
     profile: Profile | None = None
     """Traces of some steps."""
     peak_flops: Real | None = Field(default=None, gt=0, le=1e18)
-    """Floating-point operations a second of one device at best, such as 989e12, by which utilisation is
-    reckoned; default: from the table of known devices."""
+    """Peak floating-point operations per second of one device, for example 989e12, for the computation of
+    utilization. Default: from the table of known devices."""
 
 
 class Monitor(Section):
     """A watch on one metric, looked at after each step or evaluation that has it."""
 
     type: Literal["collapse", "divergence", "plateau"]
-    """``collapse``: it falls too low. ``divergence``: it rises too high. ``plateau``: it gets no better."""
+    """Condition of the metric. ``collapse``: it falls too low. ``divergence``: it rises too high.
+    ``plateau``: it does not improve."""
     metric: Metric
     """``loss``, ``grad_norm``, a metric of the recipe, or ``<evaluation set>/<metric>``."""
     policy: Literal["warn", "save", "stop"] = "warn"
-    """When it begins: an event and a line; also save; or also stop, state saved."""
+    """Action when the condition starts. ``warn``: write an event and a line. ``save``: also save. ``stop``:
+    also save and stop."""
     window: Count | None = Field(default=None, ge=1, le=100)
-    """Newest values whose mean is looked at; default: 20 for divergence, else 1."""
+    """Number of the newest values whose mean is compared. Default: 20 for divergence, otherwise 1."""
     limit: Real | None = None
-    """Bound that a collapse is below and a divergence above; default: by ``ratio``."""
+    """Bound of the metric: a collapse is below it, and a divergence above. Default: use ``ratio``."""
     ratio: Real | None = Field(default=None, gt=0, le=1e6)
-    """Share of ``of``, or of its own first mean (0.5), for collapse; of its own lowest mean (2) for
-    divergence."""
+    """For collapse: share of the metric ``of``, or of the metric's first mean (default 0.5). For divergence:
+    multiple of the metric's lowest mean (default 2)."""
     of: Metric | None = None
-    """Metric that it is compared with; collapse only."""
+    """Metric to compare with. For collapse only."""
     mode: Literal["min", "max"] = "min"
-    """Whether smaller or larger is better; plateau only."""
+    """Whether smaller (``min``) or larger (``max``) values are better. For plateau only."""
     patience: Count | None = Field(default=None, ge=1, le=10**9)
-    """Looks without anything better; plateau only, and required there."""
+    """Number of values without an improvement. For plateau only, and required there."""
     min_delta: Real = Field(default=0.0, ge=0, le=1e6)
-    """Smallest improvement; plateau only."""
+    """Smallest change that counts as an improvement. For plateau only."""
 
 
 _CREDENTIALS_OF: Final = {

@@ -39,36 +39,38 @@ class ParameterGroup(Section):
     """Parameters with a learning rate or weight decay of their own."""
 
     parameters: tuple[Pattern, ...] = Field(min_length=1, max_length=16)
-    """Names of parameters as checkpoints have them, with ``*`` and ``?``, such as ``*.bias``."""
+    """Names of parameters as in checkpoints, with ``*`` and ``?``, for example ``*.bias``."""
     learning_rate_ratio: Real = Field(default=1.0, gt=0, le=1000)
-    """Their learning rate, as a multiple of the schedule's."""
+    """Learning rate of the group, as a multiple of the schedule's rate."""
     weight_decay: Real | None = Field(default=None, ge=0, le=1)
-    """Their decay, of matrices and vectors alike; default: the optimizer's rule."""
+    """Weight decay of the group, for matrices and vectors alike. Default: the rule of the optimizer."""
 
 
 class Optimizer(Section):
     """The update rule."""
 
     type: Literal["adamw", "lion", "sgd", "muon", "adafactor"] = "adamw"
-    """``adamw`` (fused), ``lion``, ``sgd``; ``muon`` for matrices, with AdamW for tables, head and vectors;
-    ``adafactor``, whose rate is relative to each tensor's size. The last two need dataParallel."""
+    """``adamw`` (fused), ``lion`` or ``sgd``. ``muon``: for matrices, with AdamW for tables, head and
+    vectors. ``adafactor``: its rate is relative to the size of each tensor. ``muon`` and ``adafactor`` need
+    dataParallel."""
     learning_rate: Real = Field(gt=0, le=10)
     """Peak learning rate."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
-    """Decay of the first and second moments, each in [0, 1); of adamw, lion (default 0.9, 0.99) and muon's
+    """Decay of the first and second moments, each in [0, 1). For adamw, lion (default 0.9, 0.99) and muon's
     AdamW."""
     epsilon: Real = Field(default=1e-8, gt=0, le=1)
-    """Added to the denominator of the update; of adamw and muon's AdamW."""
+    """Constant that is added to the denominator of the update. For adamw and muon's AdamW."""
     momentum: Real = Field(default=0.9, ge=0, lt=1)
-    """Decay of the sum of gradients; of sgd and muon (default 0.95)."""
+    """Decay of the sum of gradients. For sgd and muon (default 0.95)."""
     nesterov: Switch = False
-    """Look ahead by the momentum; of sgd and muon (default true)."""
+    """Nesterov momentum. For sgd and muon (default true)."""
     weight_decay: Real = Field(default=0.1, ge=0, le=1)
-    """Decoupled decay of matrices; vectors (norms, biases) are not decayed unless a group says so."""
+    """Decoupled weight decay of matrices. Vectors (norms, biases) are not decayed, unless a group sets a
+    decay."""
     clip_norm: Real = Field(default=1.0, ge=0)
-    """Largest global gradient norm; 0 switches clipping off."""
+    """Maximum global norm of the gradients; larger gradients are scaled down. 0 disables clipping."""
     groups: tuple[ParameterGroup, ...] = Field(default=(), max_length=16)
-    """Parameters that are treated otherwise; the first group that names a parameter counts."""
+    """Groups of parameters with other settings. The first group that matches a parameter applies."""
 
     @model_validator(mode="before")
     @classmethod
@@ -142,9 +144,10 @@ class Piece(Section):
     until: StepsOrFraction = Field(gt=0)
     """Step, or fraction of the horizon (``80%``), at which ``ratio`` is reached."""
     ratio: Fraction
-    """Learning rate there, as a fraction of the peak; the same as before: it is held."""
+    """Learning rate at ``until``, as a fraction of the peak. If it equals the previous ratio, the rate stays
+    constant."""
     shape: Shape = "linear"
-    """Way there."""
+    """Shape of the curve up to ``until``."""
 
 
 class Schedule(Section):
@@ -153,23 +156,24 @@ class Schedule(Section):
     type: Literal[
         "wsd", "linear", "cosine", "constant", "polynomial", "inverseSquareRoot", "pieces"
     ] = "wsd"
-    """``wsd``: warm-up, stable, decay at the end. ``inverseSquareRoot``: the peak times
-    √(warm-up / step). ``pieces``: any curve."""
+    """``wsd``: warm-up, stable, decay at the end. ``inverseSquareRoot``: the peak times √(warm-up / step).
+    ``pieces``: any curve."""
     warmup: StepsOrFraction = Field(default=0, ge=0)
     """Steps, or a fraction of the horizon (``5%``), of linear warm-up."""
     start_ratio: Fraction = 0.0
-    """Learning rate that the warm-up begins at, as a fraction of the peak."""
+    """Learning rate at the start of the warm-up, as a fraction of the peak."""
     decay: StepsOrFraction = Field(default=0.2, ge=0)
-    """wsd only: steps, or a fraction of the horizon (``20%``), of the final decay."""
+    """Steps, or a fraction of the horizon (``20%``), of the final decay. For wsd only."""
     decay_shape: Shape = "linear"
-    """wsd only: shape of the decay. ``square`` falls late, ``squareRoot`` (1 - √x) early, ``mirrorCosine`` is
-    the cosine mirrored at the line."""
+    """Shape of the decay. ``square`` falls late, ``squareRoot`` (1 - √x) early, and ``mirrorCosine`` is the
+    cosine mirrored at the line. For wsd only."""
     power: Real = Field(default=1.0, gt=0, le=100)
-    """Exponent p of (1 - x)^p, of polynomial only."""
+    """Exponent p of (1 - x)^p. For polynomial only."""
     minimum_ratio: Fraction = 0.0
-    """Learning rate at the end, as a fraction of the peak; not for constant, inverseSquareRoot and pieces."""
+    """Learning rate at the end, as a fraction of the peak. Not for constant, inverseSquareRoot and pieces."""
     pieces: tuple[Piece, ...] = Field(default=(), max_length=16)
-    """Parts of the curve after the warm-up, in order; the last ratio stays. For pieces only."""
+    """Parts of the curve after the warm-up, in order. The ratio of the last part stays until the end. For
+    pieces only."""
 
 
 _BUT_WSD: Final = (
@@ -315,11 +319,11 @@ class Ema(Section):
     """An exponential moving average of the trained weights, in fp32, beside them."""
 
     decay: Fraction = Field(gt=0, lt=1)
-    """Share of the average that an update leaves, such as 0.999."""
+    """Share of the average that an update keeps, for example 0.999."""
     warmup: Switch = False
-    """Begin with a smaller share: (1 + n) / (10 + n) after n updates, until ``decay`` is reached."""
+    """Start with a smaller share: (1 + n) / (10 + n) after n updates, until ``decay`` is reached."""
     evaluate: Switch = False
-    """Evaluate the average in the place of the weights."""
+    """Evaluate the average instead of the weights."""
 
 
 def check_ema(view: View) -> Iterator[Problem]:

@@ -32,19 +32,19 @@ class Preference(Section):
     """The loss of ``recipe: preference``, what it compares with, and the keys of a pair."""
 
     beta: Real = Field(default=0.1, gt=0, le=1e6)
-    """Scale of the rewards: the larger, the nearer the model stays to the reference."""
+    """Scale of the rewards. With a larger value, the model stays closer to the reference."""
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
-    """``sigmoid``: DPO. ``ipo``: the squared distance of the difference of log-ratios from 1 / (2 beta).
-    ``hinge``: 1 less the margin of the rewards, where that is positive."""
+    """``sigmoid``: DPO. ``ipo``: squared distance of the difference of log-ratios from 1 / (2 beta).
+    ``hinge``: 1 minus the margin of the rewards, if that is positive."""
     label_smoothing: Real = Field(default=0.0, ge=0, lt=0.5)
-    """Share of pairs that are taken to be the wrong way round. sigmoid only."""
+    """Assumed share of pairs whose order is wrong. For sigmoid only."""
     reference: LocalPath | None = Field(default=None, min_length=1)
     """The frozen model: a transformers directory, a run directory (its newest valid checkpoint) or one
-    checkpoint; default: the weights that the run begins with."""
+    checkpoint. Default: the weights from which the run starts."""
     chosen_field: FieldName = "chosen"
-    """Key of the completion that is preferred: a text, or a list of messages."""
+    """Key of the preferred completion: a text, or a list of messages."""
     rejected_field: FieldName = "rejected"
-    """Key of the other one."""
+    """Key of the rejected completion: a text, or a list of messages."""
 
 
 def check_section(view: View) -> Iterator[Problem]:

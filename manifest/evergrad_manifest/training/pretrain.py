@@ -105,57 +105,62 @@ class Source(Section):
     """One file of samples, or several that are read one after the other."""
 
     name: str = Field(min_length=1, max_length=63, pattern=NAME_PATTERN)
-    """Unique among all sources, whatever the case of its letters; appears in sample ids and messages."""
+    """Name of the source. It must be unique among all sources, ignoring case. It appears in sample ids and
+    messages."""
     type: Literal["jsonl", "text", "parquet", "tokens"] = "jsonl"
-    """``jsonl``: one JSON object with a text a line. ``text``: plain UTF-8. ``parquet``: a column of texts.
-    ``tokens``: flat files of little-endian token ids."""
+    """``jsonl``: each line is a JSON object with a text. ``text``: plain UTF-8. ``parquet``: a column of
+    texts. ``tokens``: flat files of little-endian token ids."""
     path: LocalPath = Field(min_length=1)
-    """A file, a folder or a pattern (``*.jsonl``); relative to the manifest for ``evergrad run``, absolute
-    inside the pod on a cluster."""
+    """A file, a folder or a pattern (``*.jsonl``). For ``evergrad run`` it is relative to the manifest. On a
+    cluster it is an absolute path in the pod."""
     weight: Real = Field(default=1.0, gt=0, le=1e9)
-    """Share of the samples drawn from this source, relative to the other weights; its passes an epoch with
-    ``mixing: passes``."""
+    """Share of the samples that come from this source, relative to the other weights. With
+    ``mixing: passes``, the number of passes over the source in an epoch."""
     samples: SamplesOrShare | None = Field(default=None, gt=0)
-    """Use so many of its samples (``5k``) or such a share (``10%``), chosen by the seed; default: all."""
+    """Number of samples (``5k``) or share (``10%``) of the source to use, chosen by the seed. Default:
+    all."""
     text_field: str = Field(default="text", min_length=1)
-    """jsonl and parquet only: key of the text in each object, or the column of texts."""
+    """Key of the text in each object, or the column of texts. For jsonl and parquet only."""
     document: Literal["file", "line"] = "file"
-    """For text: whether each file is a document, or each line."""
+    """Whether each file or each line is a document. For text only."""
     dtype: Literal["uint16", "uint32"] = "uint16"
-    """tokens only: type of the ids."""
+    """Type of the token ids. For tokens only."""
 
 
 class HeldOut(Section):
     """Documents of the training sources kept for evaluation, chosen by the seed. Exactly one of both."""
 
     fraction: Fraction | None = Field(default=None, gt=0, lt=1)
-    """Share of each source's documents (of a tokens source: the share of its tokens, at its end)."""
+    """Share of the documents of each source. For a tokens source, the share of its tokens, taken from its
+    end."""
     count: Count | None = Field(default=None, ge=1)
-    """Number of documents of each source; not for tokens sources."""
+    """Number of documents of each source. Not for tokens sources."""
 
 
 class Data(Section):
     """Data to train on."""
 
     sources: tuple[Source, ...] = Field(min_length=1, max_length=64)
-    """Where samples come from, mixed by weight."""
+    """Sources of the samples, mixed by weight."""
     sequence_length: Count = Field(ge=8, le=2**20)
-    """Tokens a sample, S: the window the model sees, at most its ``max_position_embeddings``."""
+    """Tokens in each sample, S: the window of the model. It is at most the model's
+    ``max_position_embeddings``."""
     packing: Literal["concatenate", "documents", "none"] = "concatenate"
-    """How documents fill a sample. ``concatenate``: one behind the other, each seeing those before it.
-    ``documents``: the same, but none sees another. ``none``: one row a sample. Rows (sft) have
-    the default documents, and cannot be concatenated."""
+    """How documents fill a sample. ``concatenate``: one after the other, and each document attends to those
+    before it. ``documents``: the same, but no document attends to another. ``none``: one row in each sample.
+    For rows (sft) the default is ``documents``, and ``concatenate`` is refused."""
     mixing: Literal["shares", "passes"] = "shares"
-    """Meaning of weights. ``passes``: exact passes over each source in an epoch (2: twice)."""
+    """Meaning of the weights. ``shares``: shares of the samples. ``passes``: exact numbers of passes over
+    each source in an epoch, for example 2 for twice."""
     overfit_first_batch: Switch = False
-    """Train on the samples of the first step again and again: shows that a model can learn them."""
+    """Train on the samples of the first step again and again, to test whether the model can learn them."""
     held_out: HeldOut | None = None
-    """Evaluate on a part of the training sources, which is then never trained on."""
+    """Evaluate on a part of the training sources, which is never trained on."""
     malformed: Literal["refuse", "skip"] = "refuse"
-    """Action for a line, row or file that holds no text (no JSON object, no UTF-8): stop, or count it and go
-    on."""
+    """What happens if a line, row or file has no valid text (not a JSON object, or not UTF-8). ``refuse``:
+    the run stops. ``skip``: the item is counted and left out."""
     prepared_directory: LocalPath | None = None
-    """Where prepared token files are kept; default: ``.prepared`` beside the run directory."""
+    """Directory of the prepared token files. Default: ``.prepared`` next to the run directory."""
 
 
 NO_DATA: Final = Data.model_construct(
@@ -255,43 +260,47 @@ class EvaluationSource(Source):
     """A file that is only evaluated on."""
 
     weight: Real = Field(default=1.0, gt=0, le=1e9)
-    """Refused: a file that is only evaluated on is read whole, whatever its weight."""
+    """Refused, because a file that is only evaluated on is read completely."""
     samples: SamplesOrShare | None = Field(default=None, gt=0)
-    """Refused: ``evaluation.samples`` is for this."""
+    """Refused. Use ``evaluation.samples`` instead."""
 
 
 class EvaluationSetting(Section):
     """Settings that differ for one evaluation set."""
 
     name: str = Field(min_length=1, max_length=128)
-    """The set: ``heldOut``, a source under ``evaluation.sources``, or an evaluator of a task of your own."""
+    """Name of the set: ``heldOut``, a source of ``evaluation.sources``, or an evaluator of your own task."""
     every: Every | None = None
-    """How often while training; default: as ``evaluation.every``. At the end in any case."""
+    """How often the set is evaluated while training. Default: as ``evaluation.every``. It is always evaluated
+    at the end."""
     samples: Count | None = Field(default=None, ge=1)
-    """At most this many of its samples, the same ones each time; default: as ``evaluation.samples``."""
+    """Maximum number of samples of the set, the same samples each time. Default: as
+    ``evaluation.samples``."""
     while_training: Switch | None = None
-    """Whether the run evaluates it itself; false: only ``evergrad evaluate`` does; default: true, and false
-    with ``spec.evaluation``."""
+    """Whether the run evaluates the set itself. If false, only ``evergrad evaluate`` does. Default: true, and
+    false with ``spec.evaluation``."""
 
 
 class Evaluation(Section):
     """Loss on text that is not trained on."""
 
     every: Every | None = None
-    """How often while training; default: only at the end."""
+    """How often the run evaluates while training. Default: only at the end."""
     at_start: Switch = False
-    """Also before the first step."""
+    """Also evaluate before the first step."""
     sources: tuple[EvaluationSource, ...] = Field(default=(), max_length=16)
-    """Separate files to evaluate on, each a named set; ``heldOut`` is the name of the split that
+    """Separate files to evaluate on, each a named set. ``heldOut`` is the name of the split that
     ``data.heldOut`` makes."""
     samples: Count | None = Field(default=None, ge=1)
-    """At most this many samples of each set, the same ones each time; default: all."""
+    """Maximum number of samples of each set, the same samples each time. Default: all."""
     generation: Generation | None = None
-    """Also generate from the prompts of each set (sft): the parse rate and the RMSE of the numbers."""
+    """Also generate from the prompts of each set (sft), and measure the parse rate and the RMSE of the
+    numbers."""
     save_first: Switch = False
-    """Whether state is saved before each evaluation, so that a kill in a long one costs no step."""
+    """Whether the run saves before each evaluation, so that a kill during a long evaluation loses no step."""
     sets: tuple[EvaluationSetting, ...] = Field(default=(), max_length=32)
-    """Cadence and size of single sets, where they are not those of all."""
+    """Interval and size of single sets, if they differ from ``evaluation.every`` and
+    ``evaluation.samples``."""
 
 
 def check_evaluation(view: View) -> Iterator[Problem]:

@@ -38,22 +38,24 @@ class RowSettings(Section):
     conversation or a prompt with its completion."""
 
     chat_template: str | None = Field(default=None, min_length=1, max_length=2**17)
-    """Jinja template that makes a text of a conversation, as in a tokenizer's ``chat_template``; default: the
-    tokenizer's own."""
+    """Jinja template that converts a conversation to a text, as a tokenizer's ``chat_template``. Default: the
+    tokenizer's template."""
     date: str | None = Field(default=None, pattern=r"^\d{4}-\d{2}-\d{2}$")
-    """Day (YYYY-MM-DD) that a chat template writes if it asks for the current date; default: none, and a
-    template that cannot do without one is refused."""
+    """Day (YYYY-MM-DD) that a chat template gets as the current date. Default: none, and a template that
+    needs a date is refused."""
     messages_field: FieldName = MESSAGES
-    """Key of a conversation: a list of objects with ``role`` and ``content``, or ``from`` and ``value``. At
-    its default a row may have ``conversations`` instead."""
+    """Key of a conversation: a list of objects with ``role`` and ``content``, or with ``from`` and ``value``.
+    If you keep the default, a row can have ``conversations`` instead."""
     prompt_field: FieldName = "prompt"
     """Key of a prompt, a text that is not learned."""
     completion_field: FieldName = "completion"
-    """Key of the text that follows the prompt, which is learned with the end of the document behind it."""
+    """Key of the text after the prompt. It is learned, with the end of the document after it."""
     learn: Literal["completions", "everything"] = "completions"
-    """Tokens that carry loss: assistant turns and completions, or prompts as well."""
+    """Tokens that have a loss. ``completions``: assistant turns and completions. ``everything``: prompts as
+    well."""
     too_long: Literal["refuse", "skip", "truncate"] = "refuse"
-    """Action for a row of more than ``sequenceLength`` + 1 tokens: stop, leave it out, or cut its end off."""
+    """What happens if a row has more than ``sequenceLength`` + 1 tokens. ``refuse``: the run stops. ``skip``:
+    the row is left out. ``truncate``: the end of the row is cut off."""
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -68,10 +70,11 @@ class Generation(Section):
     """Completions that the model generates from the prompts of each set, compared with the rows' own."""
 
     max_new_tokens: Count = Field(default=100, ge=1, le=2**16)
-    """At most this many tokens a row."""
+    """Maximum number of tokens that are generated for each row."""
     stop: tuple[str, ...] = Field(default=(), max_length=16)
-    """Texts at which a completion ends, none of which is a part of it. It also ends at each id that an export
-    of the run names as an end: the end of the document, the template's end of a turn, and the base's ends."""
+    """Texts at which a completion ends. They are not part of the completion. A completion also ends at each
+    id that an export of the run names as an end: the end of the document, the template's end of a turn, and
+    the ends of the base model."""
 
 
 def _reads_rows(view: View) -> bool:

@@ -31,9 +31,9 @@ class Batching(Section):
     """How many samples make a step, and how the step is cut into slots."""
 
     global_batch_size: Count = Field(ge=1, le=2**24)
-    """Samples an optimizer step, G, whatever the number of processes."""
+    """Samples in each optimizer step, G, for every number of processes."""
     micro_batch_size: Count = Field(ge=1, le=2**20)
-    """Samples a forward pass, b. M = G / b slots a step; up to M processes can share them."""
+    """Samples in each forward pass, b. A step has M = G / b slots, and up to M processes can share them."""
 
 
 def check_batching(view: View) -> Iterator[Problem]:
@@ -90,14 +90,14 @@ class Horizon(Section):
     """How long the run is. Exactly one of the three; the others are derived."""
 
     steps: Count | None = Field(default=None, ge=1, le=10**12)
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     epochs: Real | None = Field(default=None, gt=0, le=10**6)
-    """Passes over all sources together (rounded up to whole steps)."""
+    """Number of passes over all sources together, rounded up to whole steps."""
     exhausted: Literal["first", "all"] | None = None
-    """End by the epochs of single sources: before the ``first`` has given more than its own, or once ``all``
-    have. Default: of all together."""
+    """End by the epochs of single sources. ``first``: before the first source has given more than its own.
+    ``all``: once all sources have. Default: by the epochs of all sources together."""
     tokens: Count | None = Field(default=None, ge=1, le=10**18)
-    """Tokens trained on (rounded up to whole steps)."""
+    """Number of tokens to train on, rounded up to whole steps."""
 
 
 def check_horizon(view: View) -> Iterator[Problem]:
@@ -175,22 +175,22 @@ class EarlyStop(Section):
     """The end of a run that gets no better, its state saved."""
 
     metric: Metric
-    """As a monitor's, such as ``heldOut/loss``."""
+    """Metric as in ``monitors[].metric``, for example ``heldOut/loss``."""
     mode: Literal["min", "max"] = "min"
-    """Whether smaller or larger is better."""
+    """Whether smaller (``min``) or larger (``max``) values are better."""
     patience: Count = Field(ge=1, le=10**9)
-    """Looks in a row without anything better, after which the run stops."""
+    """Number of values in a row without an improvement after which the run stops."""
     min_delta: Real = Field(default=0.0, ge=0, le=1e6)
-    """Smallest improvement."""
+    """Smallest change that counts as an improvement."""
 
 
 class Stop(Section):
     """When to stop before the horizon."""
 
     after_step: Count | None = Field(default=None, ge=1)
-    """Stop, state saved, when this step is finished; the schedule still follows the horizon."""
+    """Save and stop when this step is finished. The schedule still follows the horizon."""
     early: EarlyStop | None = None
-    """Stop, state saved, when a metric gets no better. May be changed in place."""
+    """Save and stop when a metric does not improve. You can change it while the run trains."""
 
 
 def check_stop(after_step: int | None, *, total: int) -> list[Problem]:
@@ -233,12 +233,10 @@ class OnNonFinite(Section):
     """
 
     skip: int = Field(default=0, ge=0, le=1000, strict=True)
-    """How many such steps in a row are skipped: counted, but without an update."""
+    """Number of such steps in a row that are skipped: they are counted and make no update."""
     then: Literal["stop"] = "stop"
-    """Action when there are more of them in a row.
-
-    ``stop``: the run stops, its state saved, and can be resumed.
-    """
+    """What happens if more such steps follow in a row. ``stop``: the run saves its state and stops, and you
+    can resume it."""
 
 
 SkippedStep = Annotated[int, Strict(), Field(ge=1, le=10**12)]
@@ -249,11 +247,11 @@ class StepOverride(Section):
     """Values that replace those of the recipe from a step on, until the next one says otherwise."""
 
     from_step: Count = Field(ge=1, le=10**12)
-    """The first step they hold for. A step that was trained before they were written stays as it is."""
+    """First step that uses these values. A step that was trained before you added them does not change."""
     learning_rate: Real | None = Field(default=None, gt=0, le=10)
-    """Peak learning rate; warm-up and decay stay those of the schedule."""
+    """Peak learning rate. Warm-up and decay still follow the schedule."""
     clip_norm: Real | None = Field(default=None, ge=0)
-    """Largest global gradient norm; 0 switches clipping off."""
+    """Maximum global norm of the gradients; larger gradients are scaled down. 0 disables clipping."""
 
 
 def check_overrides(view: View) -> Iterator[Problem]:

@@ -18,7 +18,7 @@ class Tokenizer(Section):
     ``transformers``: a local tokenizer directory.
     """
     path: LocalPath | None = None
-    """Directory of the transformers tokenizer; needed for that type and refused for the other."""
+    """Directory of the tokenizer. Required for the type ``transformers``, and refused for ``byte``."""
 
 
 def check_tokenizer(view: View) -> Iterator[Problem]:

@@ -36,24 +36,24 @@ class KlStage(Section):
     """One of the two stages."""
 
     tokens: Count | None = Field(default=None, ge=1, le=10**18)
-    """First stage only: tokens after which the second one begins (rounded up to whole steps). The second
-    lasts to the horizon."""
+    """Tokens after which the second stage starts, rounded up to whole steps. The second stage lasts until the
+    horizon. For the first stage only."""
     mixture: dict[str, Share] = Field(default_factory=dict, max_length=64)
-    """Shares of the samples, relative to one another, by names of ``data.sources``; default: all sources by
+    """Shares of the samples by names of ``data.sources``, relative to one another. Default: all sources by
     their weights."""
     beta: Real | None = Field(default=None, ge=0, le=1e6)
-    """Second stage only: weight of the penalty beside the loss; default 0.1."""
+    """Weight of the penalty that is added to the loss. Default: 0.1. For the second stage only."""
 
 
 class TwoStageKl(Section):
     """The stages of ``recipe: two_stage_kl`` and the penalty of the second."""
 
     stages: tuple[KlStage, ...] = Field(min_length=2, max_length=2)
-    """The two stages, in their order."""
+    """The two stages, in order."""
     estimator: Literal["nll_difference", "forward", "reverse"] = "reverse"
     """The penalty. ``reverse``: KL(model ‖ reference) over the vocabulary. ``forward``: KL(reference ‖
-    model). ``nll_difference``: the model's loss less the reference's, which has the gradient of the loss
-    alone."""
+    model). ``nll_difference``: the model's loss minus the reference's loss, which has the gradient of the
+    loss only."""
 
 
 def check_is_given(view: View) -> Iterator[Problem]:
