@@ -13,7 +13,9 @@ EXAMPLES = """\
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
     parser.add_argument(
-        "shell", choices=("bash", "zsh", "tcsh"), help="the shell that reads the script"
+        "shell",
+        choices=("bash", "zsh", "tcsh"),
+        help="shell for which the script is printed",
     )
 
 

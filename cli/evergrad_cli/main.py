@@ -32,13 +32,13 @@ class Command(Protocol):
 # Descriptions of commands are here and not in the commands, so that `evergrad --help` imports none: half
 # of them need torch's packages.
 COMMANDS = {
-    "run": "train a TrainingRun on this machine; started again, it goes on where it stopped",
-    "node": "be one node of an elastic run: join its coordinator, train, leave when asked to",
-    "validate": "check a TrainingRun and say everything that is wrong with it",
+    "run": "train a TrainingRun on this machine; if you start it again, it continues where it stopped",
+    "node": "run one node of an elastic run: join its coordinator, train, leave on request",
+    "validate": "check a TrainingRun and report all problems",
     "preflight": "check files, memory, free space, devices and the run directory, without training",
-    "prepare": "tokenise a run's data, in parallel; what is prepared already is only looked at",
-    "report": "write a run's report: one HTML file with plots, and the same facts as Markdown",
-    "evaluate": "measure checkpoints of a run on its evaluation sets, beside the run or after it",
+    "prepare": "tokenize a run's data in parallel; data that are already prepared are only checked",
+    "report": "write a run's report: an HTML file with plots, and the same facts as Markdown",
+    "evaluate": "evaluate checkpoints of a run on its evaluation sets, while the run trains or later",
     "checkpoint": "list, verify or export the checkpoints of a run",
     "compare-runs": "compare two runs step by step: samples, losses, tokens, learning rates, evaluations",
     "completion": "print a script that makes bash, zsh or tcsh complete commands and options",
@@ -50,19 +50,19 @@ Those that are no module here come with evergrad-trainer, as entry points of COM
 COMMAND_GROUP = "evergrad.commands"
 OWN_COMMANDS = ("validate", "completion")
 CLUSTER_COMMANDS = {
-    "submit": "submit a TrainingRun to the cluster; submitted again, the run is changed where it may be",
+    "submit": "submit a TrainingRun to the cluster; a second submit updates it",
     "list": "list the runs on the cluster",
-    "status": "show one run on the cluster: progress, pods, the last failure, and what to do next",
-    "logs": "show the output of a run on the cluster; -f follows it through replaced pods, to its end",
-    "stacks": "print the stacks of all processes of a run, on this machine or on the cluster, as it goes on",
-    "open": "open the live page of a run in a browser: curves, members, events, time left",
-    "wait": "wait until a run on the cluster is complete, or failed, running or suspended",
+    "status": "show one run on the cluster: progress, pods, last failure, and what to do next",
+    "logs": "show the output of a run on the cluster; -f follows it across replaced pods until the run ends",
+    "stacks": "print the stacks of all processes of a run, here or on the cluster, while it trains",
+    "open": "open the live page of a run in a browser: curves, members, events, remaining time",
+    "wait": "wait until a run on the cluster is complete, failed, running or suspended",
     "suspend": "suspend a run on the cluster: it saves its state and its pods leave",
-    "resume": "resume a run on the cluster, suspended or stopped on request, at the step where it stopped",
-    "restart": "restart a run on the cluster from its newest checkpoint, also one that has failed",
-    "checkpoints": "show what is known of a run's checkpoints on the cluster, and how to list them",
-    "top": "show how fast the runs on the cluster train and what they use",
-    "prune": "list what runs have left over, on the cluster or in run directories; delete it with --yes",
+    "resume": "resume a suspended or stopped run on the cluster, at the step where it stopped",
+    "restart": "restart a run on the cluster from its newest checkpoint, even if it has failed",
+    "checkpoints": "show the newest checkpoint of a run on the cluster, and how to list all checkpoints",
+    "top": "show the speed of the runs on the cluster, and the CPU and memory that they use",
+    "prune": "list leftovers of runs, on the cluster or in run directories; delete them with --yes",
     "doctor": "check whether runs can work on this cluster, in this namespace, for you",
 }
 """Commands for a cluster, by module of ``cluster/``."""
@@ -124,8 +124,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _Parser(
         prog="evergrad",
         description=(
-            "Train from one TrainingRun file: exact data order, checkpoints that survive kills, a "
-            "report at the end."
+            "Train from one TrainingRun file, with an exact order of the data, checkpoints that "
+            "survive kills, and a report at the end."
         ),
         epilog=f"on a cluster: {', '.join(CLUSTER_COMMANDS)}; also as kubectl evergrad COMMAND",
     )
@@ -160,7 +160,7 @@ def main_of_plugin(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     parser = _Parser(
         prog="kubectl evergrad",
-        description="TrainingRuns on a cluster: submit, follow, stop and look after them.",
+        description="Submit, follow, stop and maintain TrainingRuns on a cluster.",
     )
     _add_commands(parser, CLUSTER_COMMANDS, arguments)
     return _execute(parser.parse_args(arguments))
@@ -294,7 +294,7 @@ def _add_commands(
             "--errors",
             choices=["text", "json"],
             default="text",
-            help="how an error that ends the command is printed: a sentence, or JSON, one object a line",
+            help="format of an error that ends the command: text, or JSON with one object in each line",
         )
         sub.set_defaults(command=module, is_for_cluster=name in CLUSTER_COMMANDS)
     return parser

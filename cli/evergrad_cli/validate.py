@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--print-resolved",
         action="store_true",
-        help="print the manifest with every default filled in, as YAML",
+        help="print the manifest with all defaults, as YAML",
     )
     parser.add_argument(
         "--profile",
@@ -75,8 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help=(
-            "fill in what this profile says where the file names nothing: a profile, or the ConfigMap of a "
-            "namespace, which wins over those before it (repeatable)"
+            "use this profile for values that the file leaves out: a profile, or the ConfigMap of a "
+            "namespace, which takes precedence over earlier ones (repeatable)"
         ),
     )
 

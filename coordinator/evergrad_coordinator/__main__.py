@@ -29,15 +29,15 @@ from evergrad_coordinator.rules.state import Settings
 from evergrad_coordinator.secret import obtain_token
 
 _TIMES = {
-    "start_wait": "for --expect nodes at the start",
-    "debounce": "events within that time are one change; a lost member waits for 5 ms of it",
+    "start_wait": "to wait for --expect nodes at the start",
+    "debounce": "within which events are one change; a lost member waits for 5 ms of it",
     "silence": "after which a silent node is lost",
     "lease": "from the last contact of workers until they stop",
-    "ready_limit": "for a node to be out of its group",
+    "ready_limit": "for a node to leave its group",
     "soft_limit": "for a group to reach a step boundary",
-    "up_limit": "for a group to come up, counted anew whenever a member's state grows",
+    "up_limit": "for a group to start; counted again whenever a member has received more of the state",
     "longest_hold": "that a join waits for a checkpoint",
-    "save_patience": "that a join waits for a save in flight",
+    "save_patience": "that a join waits for a running save",
 }
 
 
@@ -53,55 +53,79 @@ def log_line(event: str, **fields: object) -> None:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the arguments. Raises SystemExit(64) for what argparse cannot read."""
     parser = argparse.ArgumentParser(
-        prog="python -m evergrad_coordinator", description=__doc__, allow_abbrev=False
+        prog="python -m evergrad_coordinator",
+        description="Coordinator of one run: decides which nodes train together, and serves the run's state.",
+        allow_abbrev=False,
     )
     parser.add_argument(
         "--run", required=True, help="name of the run; nodes of another run are refused"
     )
-    parser.add_argument("--min", type=int, required=True, help="fewest nodes that train")
     parser.add_argument(
-        "--max", type=int, required=True, help="most nodes that train; others are spares"
+        "--min", type=int, required=True, help="minimum number of nodes that train"
     )
     parser.add_argument(
-        "--expect", type=int, help="nodes to wait for at the start (default: --max)"
-    )
-    parser.add_argument("--host", default=ANY)
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--status-port", type=int, default=0)
-    parser.add_argument(
-        "--address-file", type=Path, help="gets ports and instance once both listen"
+        "--max",
+        type=int,
+        required=True,
+        help="maximum number of nodes that train; further nodes are spares",
     )
     parser.add_argument(
-        "--state", type=Path, help="file of the newest generation; also the lock of the run"
+        "--expect",
+        type=int,
+        help="number of nodes to wait for at the start (default: --max)",
+    )
+    parser.add_argument("--host", default=ANY, help="address to listen at (default: any)")
+    parser.add_argument(
+        "--port", type=int, default=0, help="port for nodes (default: any free port)"
+    )
+    parser.add_argument(
+        "--status-port", type=int, default=0, help="port for HTTP (default: any free port)"
+    )
+    parser.add_argument(
+        "--address-file",
+        type=Path,
+        help="file for ports and instance, written once both ports listen",
+    )
+    parser.add_argument(
+        "--state",
+        type=Path,
+        help="file of the newest generation, which is also the lock of the run",
     )
     parser.add_argument(
         "--first-generation",
         type=int,
         default=0,
-        help="newest generation known from elsewhere",
+        help="newest generation that is known from another source",
     )
-    parser.add_argument("--epoch", type=int, default=0, help="high bits of all generations")
+    parser.add_argument(
+        "--epoch", type=int, default=0, help="high bits of every generation"
+    )
     parser.add_argument(
         "--token-file",
         type=Path,
         required=True,
-        help="file with the token of nodes and callers; made if it does not exist",
+        help="file with the token of nodes and clients; created if it does not exist",
     )
-    parser.add_argument("--recovery", choices=["in-process", "fresh"], default="in-process")
+    parser.add_argument(
+        "--recovery",
+        choices=["in-process", "fresh"],
+        default="in-process",
+        help="whether workers survive a change of the group, or each generation starts its own",
+    )
     parser.add_argument(
         "--hold-joins",
         action="store_true",
-        help="fresh workers: joins wait for a checkpoint",
+        help="with fresh workers: a join waits for a checkpoint",
     )
     parser.add_argument(
         "--exit-when-empty",
         action="store_true",
-        help="end with 75 or 76 when all nodes have left",
+        help="exit with 75 or 76 when all nodes have left",
     )
     parser.add_argument(
         "--nothing-runs",
         action="store_true",
-        help="no group of this run is left from before: wait for none",
+        help="do not wait for a group of an earlier coordinator",
     )
     _add_bounds(parser)
 
@@ -116,11 +140,22 @@ def _add_bounds(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that bound something: failures, members and times, with the rules' own defaults."""
     most = Settings.max_failures_without_progress
     parser.add_argument(
-        "--max-failures", type=int, default=most, help=f"allowed without progress ({most})"
+        "--max-failures",
+        type=int,
+        default=most,
+        help=f"failures that are allowed without progress ({most})",
     )
-    parser.add_argument("--max-members", type=int, default=Settings.max_members)
     parser.add_argument(
-        "--linger", type=float, default=3.0, help="seconds for late joiners after the end"
+        "--max-members",
+        type=int,
+        default=Settings.max_members,
+        help=f"nodes that can be connected, including spares ({Settings.max_members})",
+    )
+    parser.add_argument(
+        "--linger",
+        type=float,
+        default=3.0,
+        help="seconds to wait for late joiners after the end (3)",
     )
     for name, text in _TIMES.items():
         default = getattr(Settings, f"{name}_seconds")

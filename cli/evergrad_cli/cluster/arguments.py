@@ -36,18 +36,18 @@ def add_cluster_arguments(
         "-n",
         "--namespace",
         metavar="NAMESPACE",
-        help="namespace of the run (default: the context's)",
+        help="namespace of the run (default: the namespace of the context)",
     )
     parser.add_argument(
         "--context",
         metavar="NAME",
-        help="context of the kubeconfig (default: the current one)",
+        help="context of the kubeconfig (default: the current context)",
     )
     parser.add_argument(
         "--kubeconfig",
         metavar="FILE",
         type=Path,
-        help="kubeconfig to use (default: $KUBECONFIG, else ~/.kube/config)",
+        help="kubeconfig to use (default: $KUBECONFIG, or ~/.kube/config)",
     )
     parser.add_argument("--json", action="store_true", help=json_help)
 
@@ -72,14 +72,17 @@ def add_run_name(parser: argparse.ArgumentParser) -> None:
         "name",
         type=run_name,
         metavar="NAME",
-        help="name of the run; trun/NAME is taken too",
+        help="name of the run, also as trun/NAME",
     )
 
 
 def add_all_namespaces(parser: argparse.ArgumentParser) -> None:
     """Define ``-A``."""
     parser.add_argument(
-        "-A", "--all-namespaces", action="store_true", help="the runs of all namespaces"
+        "-A",
+        "--all-namespaces",
+        action="store_true",
+        help="include the runs of all namespaces",
     )
 
 
@@ -91,7 +94,7 @@ def add_timeout(parser: argparse.ArgumentParser, *, default: str) -> None:
         default=seconds_of(default),
         metavar="TIME",
         help=(
-            f"give up after so long, exit code 124, e.g. 90s, 30m, 2h; 0 waits for ever (default: {default})"
+            f"time limit, such as 90s, 30m or 2h, with exit code 124; 0: no limit (default: {default})"
         ),
     )
 

@@ -33,7 +33,7 @@ EXAMPLES = """\
   evergrad doctor -n training --operator-namespace evergrad-system
   evergrad doctor --json | jq -r '.checks[] | select(.state == "fail") | .remedy'
 
-exit codes: 0 nothing fails (warnings are allowed) · 1 something fails · 64 no kubeconfig ·
+exit codes: 0 no check fails (warnings are allowed) · 1 a check fails · 64 no kubeconfig ·
 70 the cluster does not answer"""
 _OPERATOR: Final = {
     "labelSelector": "app.kubernetes.io/part-of=evergrad,app.kubernetes.io/component=operator"
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--operator-namespace",
         metavar="NAMESPACE",
-        help="where the operator runs (default: it is looked for)",
+        help="namespace of the operator (default: search for it)",
     )
     add_cluster_arguments(parser)
 

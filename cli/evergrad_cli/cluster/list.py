@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-l",
         "--selector",
         metavar="LABELS",
-        help="only runs with these labels, e.g. team=docs,stage!=test",
+        help="show only runs with these labels, for example team=docs,stage!=test",
     )
     parser.add_argument(
         "--phase", metavar="PHASE", help="only runs in this phase, e.g. Running"
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--wide",
         action="store_true",
-        help="with pod-hours, GPU-hours, waste, reason and message",
+        help="also show pod-hours, GPU-hours, waste, reason and message",
     )
     add_cluster_arguments(parser)
 

@@ -27,15 +27,15 @@ from evergrad_manifest.errors import Problem
 
 NAME = "logs"
 EXAMPLES = """\
-  evergrad logs docs-lm -f                  # the first node, each attempt of it, until the run ends
+  evergrad logs docs-lm -f                  # the first node across its replaced pods, until the run ends
   evergrad logs docs-lm --all -f            # every node
-  evergrad logs docs-lm --node 2 --previous # what the attempt before the present one of node 2 said
+  evergrad logs docs-lm --node 2 --previous # output of the previous attempt of node 2
   evergrad logs docs-lm --coordinator --tail 50
   evergrad logs docs-lm --all --json | jq -r 'select(.node == 1) | .line'
 
-exit codes: 0, with -f when the run is complete or deleted · 64 no such run or no output, and with -f the run
-failed by wrong configuration or data, or waits for you · 70 the cluster does not answer, and with -f the run
-failed in another way"""
+exit codes: 0 done; with -f the run is complete or deleted · 64 no such run or no output; with -f the run
+failed because of its configuration or data, or waits for you · 70 the cluster does not answer; with -f the
+run failed in another way"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,34 +45,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-f",
         "--follow",
         action="store_true",
-        help="go on until the run ends; replaced pods are followed",
+        help="follow the output across replaced pods until the run ends",
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--node",
         type=int,
         metavar="I",
-        help="the node of this index (default: the first there is)",
+        help="node with this index (default: the first node)",
     )
     which.add_argument("--all", action="store_true", help="all nodes")
     which.add_argument("--coordinator", action="store_true", help="the coordinator")
     parser.add_argument(
         "--previous",
         action="store_true",
-        help="the attempt before the present one, of each node",
+        help="show the previous attempt of each node",
     )
     parser.add_argument(
         "--tail",
         type=int,
         metavar="N",
-        help="begin with the last N lines of each pod (default: all)",
+        help="start with the last N lines of each pod (default: all lines)",
     )
     parser.add_argument(
-        "--timestamps", action="store_true", help="with the time of each line"
+        "--timestamps", action="store_true", help="show the time of each line"
     )
     add_cluster_arguments(
         parser,
-        json_help="print one JSON object a line: node, role, attempt, pod, time, line",
+        json_help="print a JSON object for each line: node, role, attempt, pod, time, line",
     )
 
 

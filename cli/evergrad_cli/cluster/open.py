@@ -40,9 +40,9 @@ from evergrad_manifest.errors import Problem
 NAME = "open"
 _LONGEST_SLEEP_SECONDS: Final = 0.5
 EXAMPLES = """\
-  evergrad open docs-lm                     # forwards a port of this machine, until Ctrl-C
+  evergrad open docs-lm                     # forward a port of this machine, until Ctrl-C
   evergrad open docs-lm -n team-a --port 8080 --no-browser
-  evergrad open runs/docs-lm                # a run of this machine, while it trains or later"""
+  evergrad open runs/docs-lm                # a run on this machine, while it trains or later"""
 _TOKEN_VOLUME: Final = "evergrad-token"
 _ANSWER_SECONDS: Final = 5.0
 
@@ -52,19 +52,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name",
         metavar="NAME",
-        help="name of a run on the cluster, or the run directory of one on this machine",
+        help="name of a run on the cluster, or run directory of a run on this machine",
     )
     parser.add_argument(
         "--port",
         type=int,
         default=0,
         metavar="PORT",
-        help="port of this machine (default: any)",
+        help="port of this machine (default: any free port)",
     )
     parser.add_argument(
         "--no-browser",
         action="store_true",
-        help="print where the page is, and open nothing",
+        help="print the address of the page, and do not open it",
     )
     add_cluster_arguments(parser, json_help="print the page's address as one JSON document")
 

@@ -26,10 +26,10 @@ from evergrad_manifest.errors import EvergradError, Problem
 
 NAME = "prune"
 EXAMPLES = """\
-  evergrad prune                                   # claims whose run is gone; nothing is deleted
+  evergrad prune                                   # list claims whose run is deleted
   evergrad prune --older-than 30d                  # also runs that ended more than 30 days ago
-  evergrad prune --older-than 30d --yes            # deletes what the line above lists
-  evergrad prune runs/ --keep 1 --yes              # superseded checkpoints of this machine"""
+  evergrad prune --older-than 30d --yes            # delete them
+  evergrad prune runs/ --keep 1 --yes              # delete old checkpoints of this machine"""
 _NUMBER = r"(\d+(?:\.\d+)?)"
 _AGE: Final = re.compile(
     rf"(?=\d)(?:{_NUMBER}d)?(?:{_NUMBER}h)?(?:{_NUMBER}m)?(?:{_NUMBER}s)?"
@@ -45,23 +45,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         type=Path,
         metavar="DIRECTORY",
-        help="a run directory of this machine, or a folder of them; without it: the cluster",
+        help="a run directory on this machine, or a folder of run directories (default: use the cluster)",
     )
     parser.add_argument(
         "--older-than",
         type=_age_of,
         metavar="TIME",
-        help="also runs that ended so long ago, with a unit, e.g. 30d or 12h; claims of such runs alone",
+        help="also list runs that ended before this time, such as 30d or 12h, and only claims of such runs",
     )
     parser.add_argument(
         "--keep",
         type=int,
         default=2,
         metavar="N",
-        help="number of newest checkpoints of a directory that stay (default: 2, at least 1)",
+        help="number of the newest checkpoints to keep in a directory (default: 2, at least 1)",
     )
     parser.add_argument(
-        "--yes", action="store_true", help="delete what is listed; without it nothing is"
+        "--yes",
+        action="store_true",
+        help="delete the listed objects (default: only list them)",
     )
     add_all_namespaces(parser)
     add_cluster_arguments(parser)

@@ -11,7 +11,7 @@ from evergrad_manifest.errors import Problem
 
 NAME = "restart"
 EXAMPLES = """\
-  evergrad restart docs-lm                       # a failed run tries again; a running one gets new pods
+  evergrad restart docs-lm                       # a failed run starts again; a running run gets new pods
   evergrad restart docs-lm --wait --timeout 5m   # until it trains again"""
 
 

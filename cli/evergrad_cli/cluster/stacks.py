@@ -18,14 +18,14 @@ from evergrad_manifest.errors import Problem
 
 NAME = "stacks"
 EXAMPLES = """\
-  evergrad stacks runs/docs-lm              # a run of this machine, by its directory
+  evergrad stacks runs/docs-lm              # a run on this machine, by its directory
   evergrad stacks docs-lm                   # every node of a run on the cluster, or of runs/docs-lm
-  evergrad stacks docs-lm --node 2 --native # one node, also its C and C++
-  evergrad stacks --here                    # all processes of this machine or container, as inside of a pod
+  evergrad stacks docs-lm --node 2 --native # one node, with C and C++ stacks
+  evergrad stacks --here                    # all processes of this machine or container, for example in a pod
 
-Training goes on meanwhile; with --native each process stands still until the debugger has read it.
+Training continues meanwhile. With --native, each process pauses until the debugger has read it.
 
-exit codes: 0 · 64 no such run, or none of its processes runs · 70 the cluster does not answer"""
+exit codes: 0 done · 64 no such run, or none of its processes runs · 70 the cluster does not answer"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,12 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "name",
         nargs="?",
         metavar="RUN",
-        help="name of a run, or the run directory of one on this machine",
+        help="name of a run, or run directory of a run on this machine",
     )
     parser.add_argument(
         "--here",
         action="store_true",
-        help="every process of a run on this machine, or in this container",
+        help="print every process of a run on this machine, or in this container",
     )
     parser.add_argument(
         "--node", type=int, metavar="I", help="on a cluster: the node of this index alone"
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--native",
         action="store_true",
-        help="also the stacks of C and C++, by eu-stack, py-spy or gdb where one is installed",
+        help="also print C and C++ stacks with eu-stack, py-spy or gdb, if one is installed",
     )
     add_cluster_arguments(
         parser, json_help="print one JSON document: node, process, stacks"

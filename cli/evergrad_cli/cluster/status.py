@@ -49,7 +49,7 @@ NAME = "status"
 EXAMPLES = """\
   evergrad status docs-lm
   evergrad status docs-lm --json | jq .run.percent
-  evergrad status runs/docs-lm              # a run of this machine
+  evergrad status runs/docs-lm              # a run on this machine
   watch -n 5 evergrad status docs-lm"""
 _NUM_EVENTS: Final = 10
 _LONGEST_POD_LIST: Final = 32
@@ -72,14 +72,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name",
         metavar="NAME",
-        help="name of a run on the cluster (or trun/NAME), or the run directory of one on this machine",
+        help="name of a run on the cluster (also as trun/NAME), or run directory of a run on this machine",
     )
     parser.add_argument(
         "--events",
         type=int,
         default=_NUM_EVENTS,
         metavar="N",
-        help=f"how many events (default: {_NUM_EVENTS})",
+        help=f"number of events to show (default: {_NUM_EVENTS})",
     )
     add_cluster_arguments(parser)
 

@@ -41,14 +41,14 @@ from evergrad_manifest.view import without_nulls
 NAME = "submit"
 EXAMPLES = """\
   evergrad submit trainingrun.yaml
-  evergrad submit trainingrun.yaml --dry-run   # checked here and by the cluster, nothing created
-  evergrad submit trainingrun.yaml --watch     # a line a change, until the run has ended
+  evergrad submit trainingrun.yaml --dry-run   # check here and on the cluster, create nothing
+  evergrad submit trainingrun.yaml --watch     # print each change until the run has ended
   evergrad submit trainingrun.yaml --set metadata.name=docs-lm-2 --set spec.nodes.max=8
   evergrad submit trainingrun.yaml --wait --timeout 2h && evergrad status docs-lm
 
-exit codes: 0 submitted, and with --wait or --watch complete · 64 wrong file, refused by the cluster, or the
-run failed by wrong configuration or data, or waits for you (condition Stalled, for 30 s) · 70 the run failed
-in another way, or the cluster does not answer · 124 the time is over"""
+exit codes: 0 submitted; with --wait or --watch complete · 64 invalid file, refused by the cluster, or the run
+failed because of its configuration or data, or waits for you (condition Stalled for 30 s) · 70 the run failed
+in another way, or the cluster does not answer · 124 the timeout is over"""
 _WATCH_SECONDS: Final = 10.0
 
 
@@ -58,19 +58,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="let the cluster check it, and create nothing",
+        help="let the cluster check the file, and create nothing",
     )
     parser.add_argument(
         "--force-conflicts",
         action="store_true",
-        help="take over fields that another writer has set",
+        help="take over fields that another client has set",
     )
     waits = parser.add_mutually_exclusive_group()
     waits.add_argument(
         "--wait", action="store_true", help="wait until the run is complete or has failed"
     )
     waits.add_argument(
-        "--watch", action="store_true", help="the same, and say every change"
+        "--watch", action="store_true", help="like --wait, and print every change"
     )
     add_timeout(parser, default="0")
     add_cluster_arguments(parser)

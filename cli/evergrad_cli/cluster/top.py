@@ -42,13 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
     add_all_namespaces(parser)
     parser.add_argument(
-        "--all", action="store_true", help="also runs that have ended or are suspended"
+        "--all", action="store_true", help="include runs that have ended or are suspended"
     )
     parser.add_argument(
         "--sort",
         choices=("tokens", "cpu", "memory", "name"),
         default="tokens",
-        help="largest first (tokens)",
+        help="column to sort by, largest first (default: tokens)",
     )
     add_cluster_arguments(parser)
 

@@ -20,9 +20,9 @@ EXAMPLES = """\
   evergrad wait docs-lm --for suspended && kubectl drain my-node
   evergrad wait docs-lm || evergrad status docs-lm
 
-exit codes: 0 reached · 64 no such run, the run failed by wrong configuration or data, or it waits for you
-(condition Stalled, for 30 s) · 70 the run ended in another way than waited for, was deleted, or the cluster
-does not answer · 124 the time is over"""
+exit codes: 0 reached · 64 no such run, the run failed because of its configuration or data, or it waits for
+you (condition Stalled for 30 s) · 70 the run ended in another state, was deleted, or the cluster does not
+answer · 124 the timeout is over"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_name(parser)
     parser.add_argument(
         "--for", dest="goal", type=Goal, choices=list(Goal), default=Goal.COMPLETE, metavar="STATE",
-        help="complete (default), failed, running or suspended",
+        help="state to wait for: complete (default), failed, running or suspended",
     )  # fmt: skip
     add_timeout(parser, default="0")
     add_cluster_arguments(parser)

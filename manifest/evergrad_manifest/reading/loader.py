@@ -62,7 +62,7 @@ def add_manifest_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help=(
-            "lay this YAML over the manifest: mappings are merged, lists are replaced, null removes "
+            "apply this YAML to the manifest: mappings are merged, lists are replaced, null removes "
             "a key (repeatable)"
         ),
     )
@@ -73,7 +73,7 @@ def add_manifest_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH=VALUE",
         dest="overrides",
         help=(
-            "change one value, after the overlays, e.g. spec.training.optimizer.learningRate=3e-4 "
+            "change one value after the overlays, such as spec.training.optimizer.learningRate=3e-4 "
             "(repeatable)"
         ),
     )

@@ -52,42 +52,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ACTION",
         required=True,
     )
-    _add_action(actions, "list", _list, "what there is, newest first")
+    _add_action(actions, "list", _list, "list the checkpoints, newest first")
     verify = _add_action(
         actions,
         "verify",
         _verify,
-        "check sizes and checksums; exit 64 unless all are whole",
+        "check sizes and checksums; exit with 64 if a checkpoint is damaged",
     )
     verify.add_argument(
-        "--step", type=int, help="only the checkpoints of this step (default: all)"
+        "--step", type=int, help="check only the checkpoints of this step (default: all)"
     )
-    export = _add_action(actions, "export", _export, "write a transformers directory")
+    export = _add_action(
+        actions, "export", _export, "write a checkpoint as a transformers directory"
+    )
     export.add_argument(
-        "--step", type=int, help="which step (default: the newest that validates)"
+        "--step",
+        type=int,
+        help="step of the checkpoint (default: the newest valid checkpoint)",
     )
     export.add_argument(
         "--output",
         type=Path,
         required=True,
         metavar="DIRECTORY",
-        help="where to; must not exist",
+        help="output directory, which must not exist",
     )
     export.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="convert (default: as trained)",
+        help="type of the exported weights (default: as trained)",
     )
     export.add_argument(
         "--weights",
         choices=("trained", "average"),
         default="trained",
-        help="the average is that of spec.training.ema (default: %(default)s)",
+        help="trained weights, or the average of spec.training.ema (default: %(default)s)",
     )
     export.add_argument(
         "--adapter",
         action="store_true",
-        help="adapters alone, as peft reads them (default: merged into the model)",
+        help="export only the adapters, in the format of peft (default: merge them into the model)",
     )
 
 

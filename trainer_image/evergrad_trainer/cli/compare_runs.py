@@ -18,11 +18,11 @@ EXAMPLES = """\
   evergrad compare-runs runs/a runs/b                     # losses within 1e-5 of each other
   evergrad compare-runs runs/a runs/b --exact             # bit by bit, gradient norms too
   evergrad compare-runs runs/a runs/b --steps 100:200 --tolerance 1e-3
-  evergrad compare-runs runs/a runs/b --exact --state     # and the newest checkpoint of A, tensor by tensor
+  evergrad compare-runs runs/a runs/b --exact --state     # also compare the newest checkpoint of A
   evergrad compare-runs runs/a runs/b --json
 
-The last row of a step counts. Exit codes: 0 the same steps, on equal samples, with agreeing values;
-1 they differ; 64 unusable input."""
+The last row of each step is compared. Exit codes: 0 the same steps, with equal samples and agreeing values;
+1 they differ; 64 invalid input."""
 
 DIFFERENT = 1
 _MOST_SHOWN = 8
@@ -41,17 +41,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--exact",
         action="store_true",
-        help="losses, gradient norms and learning rates must be equal bit by bit",
+        help="require bit-identical losses, gradient norms and learning rates",
     )
     parser.add_argument(
         "--steps",
         metavar="FROM:TO",
-        help="compare only these steps, both included; either may be left out",
+        help="compare only these steps, including both; you can leave out either end",
     )
     parser.add_argument(
         "--state",
         action="store_true",
-        help="also compare weights and optimizer bit by bit: A's newest checkpoint with B's of that step",
+        help="also compare weights and optimizer bit by bit: A's newest checkpoint and B's at that step",
     )
     parser.add_argument(
         "--json", action="store_true", help="print the comparison as one JSON document"

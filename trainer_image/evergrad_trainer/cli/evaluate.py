@@ -28,8 +28,8 @@ EXAMPLES = """\
   evergrad evaluate runs/docs-lm
   evergrad evaluate runs/docs-lm --checkpoint best --set heldOut --set wiki
   evergrad evaluate runs/docs-lm --checkpoint 1200 --json | jq '.results[].loss'
-  evergrad evaluate runs/docs-lm --checkpoint 1200 --compare    # with what the run measured at that step
-  evergrad evaluate runs/docs-lm --watch      # each new checkpoint, until the run is complete"""
+  evergrad evaluate runs/docs-lm --checkpoint 1200 --compare    # compare with the run's own result
+  evergrad evaluate runs/docs-lm --watch      # every new checkpoint, until the run is complete"""
 POLL_SECONDS: Final = 1.0
 """How often --watch looks for a new checkpoint."""
 DIFFERENT: Final = 1
@@ -43,12 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpoint",
         default="last",
         metavar="STEP|best|last",
-        help="which checkpoint (default: %(default)s)",
+        help="checkpoint to evaluate (default: %(default)s)",
     )
     which.add_argument(
         "--watch",
         action="store_true",
-        help="every checkpoint, each new one as it is published, until the run is complete",
+        help="evaluate every checkpoint, and each new one when it is published, until the run is complete",
     )
     parser.add_argument(
         "--set",
@@ -56,12 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="only this evaluation set; may be given several times (default: all)",
+        help="evaluate only this set (repeatable; default: all sets)",
     )
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="exit 1 unless the reloaded checkpoint gives each loss that the run measured at this step",
+        help="exit with 1 if a loss differs from the loss that the run measured at this step",
     )
     parser.add_argument(
         "--tolerance",
@@ -72,24 +72,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights",
         choices=("trained", "average"),
-        help="the average is that of spec.training.ema (default: as the run evaluates itself)",
+        help="trained weights, or the average of spec.training.ema (default: as the run evaluates)",
     )
     parser.add_argument(
         "--micro-batch-size",
         type=int,
         metavar="N",
-        help="samples at a time, for memory and speed (default: the run's batching.microBatchSize)",
+        help="samples in each forward pass (default: the run's batching.microBatchSize)",
     )
     parser.add_argument(
         "--termination-log",
         type=Path,
         metavar="FILE",
-        help="gets the results of one checkpoint, or the root cause of a failure, 4 KiB at most, as in a pod",
+        help="file for the results of one checkpoint, or the root cause of a failure, at most 4 KiB",
     )
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print one JSON document; with --watch one object a line",
+        help="print one JSON document; with --watch one object in each line",
     )
 
 

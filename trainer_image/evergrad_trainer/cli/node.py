@@ -55,37 +55,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--join",
         required=True,
         metavar="HOST:PORT",
-        help="where the run's coordinator listens",
+        help="address of the run's coordinator",
     )
     parser.add_argument(
         "--node",
         type=int,
         metavar="INDEX",
-        help="number of this node; ranks follow it (default: a free one)",
+        help="index of this node, which orders the ranks (default: a free index)",
     )
     parser.add_argument(
         "--address",
         metavar="IP",
-        help="where other nodes reach this one (default: as the coordinator does)",
+        help="address at which other nodes reach this node (default: the address that the coordinator sees)",
     )
     parser.add_argument(
         "--token-file",
         type=Path,
         metavar="FILE",
-        help="the file with the run's token, its coordinator's",
+        help="file with the run's token, as the coordinator has it",
     )
     add_pod_arguments(parser)
     parser.add_argument(
         "--grace",
         type=float,
         metavar="SECONDS",
-        help="from SIGTERM to leaving alone (25; of a script its own, if longer)",
+        help="time from SIGTERM until the node leaves alone (default: 25; for a script its own, if longer)",
     )
     parser.add_argument(
         "--start-method",
         choices=["auto", "fork", "forkserver", "spawn"],
         default="auto",
-        help="how workers are started (auto)",
+        help="how workers are started (default: auto)",
     )
 
 

@@ -39,13 +39,13 @@ def add_pod_arguments(parser: argparse.ArgumentParser) -> None:
         "--base-directory",
         type=Path,
         metavar="DIR",
-        help="where relative paths of the manifest start (default: its own folder)",
+        help="base directory of relative paths in the manifest (default: the manifest's folder)",
     )
     parser.add_argument(
         "--termination-log",
         type=Path,
         metavar="FILE",
-        help="gets the root cause of a failure, 4 KiB at most",
+        help="file for the root cause of a failure, at most 4 KiB",
     )
 
 

@@ -68,34 +68,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=DEFAULT_DIRECTORY,
         metavar="DIRECTORY",
-        help="where token files are kept, unless data.preparedDirectory names a place (default: %(default)s)",
+        help="directory of token files, unless data.preparedDirectory is set (default: %(default)s)",
     )
     parser.add_argument(
         "--workers",
         type=_positive,
         metavar="N",
-        help="helper processes (default: one a core)",
+        help="number of helper processes (default: one for each core)",
     )
     parser.add_argument(
         _SHOW,
         type=_positive,
         metavar="N",
-        help="also show up to N samples of the first step, as text",
+        help="also print up to N samples of the first step, as text",
     )
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print one JSON document: what was prepared, and where",
+        help="print one JSON document with the prepared data and their paths",
     )
     add_pod_arguments(parser)
     parser.add_argument(
         "--status-port",
         type=int,
         metavar="PORT",
-        help="show progress at /status of this port, to whoever has the token of --token-file",
+        help="serve the progress at /status of this port, to clients with the token of --token-file",
     )
     parser.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="the file with the run's token"
+        "--token-file", type=Path, metavar="FILE", help="file with the run's token"
     )
 
 

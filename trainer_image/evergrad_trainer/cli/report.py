@@ -20,13 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="DIR",
-        help="where to write (default: the run directory)",
+        help="output directory (default: the run directory)",
     )
     parser.add_argument(
         "--cluster-run",
         type=Path,
         metavar="FILE",
-        help="the run's object, of `kubectl get trun NAME -o json` (- for standard input): adds pod-hours, "
+        help="output of `kubectl get trun NAME -o json` (- for standard input), which adds pod-hours, "
         "GPU-hours, waste and cost",
     )
     parser.add_argument(

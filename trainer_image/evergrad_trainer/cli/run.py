@@ -39,12 +39,12 @@ NAME = "run"
 EXAMPLES = """\
   evergrad run trainingrun.yaml
   evergrad run trainingrun.yaml --workers 2
-  evergrad run trainingrun.yaml --nodes 3            # elastic: nodes may come, go and die
-  evergrad run trainingrun.yaml --nodes 3 --chaos 7  # a demonstration: kills and freezes at random
+  evergrad run trainingrun.yaml --nodes 3            # elastic: nodes can join, leave and fail
+  evergrad run trainingrun.yaml --nodes 3 --chaos 7  # demonstration: random kills and freezes
   evergrad run trainingrun.yaml --set spec.training.optimizer.learningRate=3e-4 --set metadata.name=docs-lm-2
   evergrad run trainingrun.yaml --set spec.training.horizon.tokens=40M --extend
-  evergrad run trainingrun.yaml --take-over          # ends the process that trains this run, then goes on
-  touch runs/docs-lm/stop        # stops it at the next step boundary, state saved, exit 75"""
+  evergrad run trainingrun.yaml --take-over          # stop the process that trains this run, then continue
+  touch runs/docs-lm/stop        # save and stop at the next step boundary, exit 75"""
 
 _SAVE_SECONDS = 300.0
 """For a process that is taken over: the step that it is in, and the save of a large model."""
@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nodes",
         type=int,
         metavar="N",
-        help="an elastic run of N nodes, all of them on this machine",
+        help="run N elastic nodes, all of them on this machine",
     )
     parser.add_argument(
         "--chaos",
@@ -92,27 +92,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stop-after-steps",
         type=int,
         metavar="N",
-        help="stop, state saved, after N steps of this process",
+        help="save and stop after N steps of this process",
     )
     parser.add_argument(
         "--extend",
         action="store_true",
-        help="let the manifest's horizon be longer than the run's was",
+        help="allow a longer horizon than at the previous start",
     )
     parser.add_argument(
         "--no-preflight",
         action="store_true",
-        help="train although preflight's estimates say it cannot work",
+        help="train even if the estimates of preflight predict a failure",
     )
     parser.add_argument(
         "--require-prepared",
         action="store_true",
-        help="refuse sources that `evergrad prepare` has not made tokens of, such as where cores are dear",
+        help="refuse sources that `evergrad prepare` has not prepared, for example on expensive machines",
     )
     parser.add_argument(
         TAKE_OVER,
         action="store_true",
-        help="if a process of this machine trains this run, let it save and leave first; without this option "
+        help="if a process of this machine trains this run, let it save and stop first; without this option "
         "the command is refused",
     )
 

@@ -15,13 +15,13 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "--run-directory",
         type=Path,
         metavar="DIR",
-        help="where everything is written (default: runs/<name>)",
+        help="run directory (default: runs/<name>)",
     )
     parser.add_argument(
         "--workers",
         type=int,
         metavar="N",
-        help="training processes on this machine, instead of spec.workersPerNode",
+        help="number of training processes on this machine, instead of spec.workersPerNode",
     )
 
 
