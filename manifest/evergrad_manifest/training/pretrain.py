@@ -143,8 +143,7 @@ class Data(Section):
     sources: tuple[Source, ...] = Field(min_length=1, max_length=64)
     """Sources of the samples, mixed by weight."""
     sequence_length: Count = Field(ge=8, le=2**20)
-    """Tokens in each sample, S: the window of the model. It is at most the model's
-    ``max_position_embeddings``."""
+    """Tokens in each sample, S: the window of the model, at most its ``max_position_embeddings``."""
     packing: Literal["concatenate", "documents", "none"] = "concatenate"
     """How documents fill a sample. ``concatenate``: one after the other, and each document attends to those
     before it. ``documents``: the same, but no document attends to another. ``none``: one row in each sample.
