@@ -16,15 +16,6 @@ from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 BIN: Final = Path(sys.executable).parent
-PACKAGES: Final = (
-    "common",
-    "coordinator",
-    "manifest",
-    "operator",
-    "cli",
-    "trainer_image",
-    "monitoring",
-)
 WORDS: Final = {
     r"\banew\b": "again",
     r"\b(?:nobody|somebody|whoever)\b": "the component or the person",
@@ -135,8 +126,9 @@ def main() -> int:
 
 
 def _name_module(file: str) -> str:
-    folder, _, inner = file.partition("/")
-    if folder not in PACKAGES or not inner.endswith(".py"):
+    # Each package lies in a folder of its distribution, such as operator/evergrad_operator.
+    _, _, inner = file.partition("/")
+    if re.fullmatch(r"evergrad\w*/.*\.py", inner) is None:
         return ""
     return inner.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
