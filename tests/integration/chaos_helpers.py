@@ -247,24 +247,20 @@ def await_events(run: Disturbed, *, count: int) -> None:
     Each event has :data:`PATIENCE`, and all of them together as long as they take.
     """
     for number in range(1, count + 1):
-
-        def has_recovered(number: int = number) -> bool:
-            lines = run.lines()
-            if any("no recovery" in line for line in lines) or not is_alive(
-                run.started.pid
-            ):
-                raise AssertionError(f"the run does not go on: {run.describe()}")
-            return any(
-                line.startswith(f"chaos: event {number}: the run goes on") for line in lines
-            )
-
         try:
             wait_until(
-                lambda: has_recovered() or time.sleep(0.1),
+                lambda number=number: _has_recovered(run, number) or time.sleep(0.1),
                 what=f"event {number} of {count} took too long",
             )
         except TimeoutError as error:
             raise AssertionError(f"{error}: {run.describe()}") from None
+
+
+def _has_recovered(run: Disturbed, number: int) -> bool:
+    lines = run.lines()
+    if any("no recovery" in line for line in lines) or not is_alive(run.started.pid):
+        raise AssertionError(f"the run does not go on: {run.describe()}")
+    return any(line.startswith(f"chaos: event {number}: the run goes on") for line in lines)
 
 
 def planned_generations(directory: Path) -> list[int]:

@@ -9,11 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from pages import ROOT, SECONDS
 
 from evergrad_cli.main import build_whole_parser
-
-ROOT = Path(__file__).resolve().parents[2]
-_PATIENCE_SECONDS = 1800
 
 
 def read_tour() -> list[tuple[str, int]]:
@@ -38,7 +36,7 @@ def test_each_evergrad_command_of_the_tour_is_one_that_the_command_line_takes() 
 
 
 @pytest.mark.long
-@pytest.mark.timeout(2 * _PATIENCE_SECONDS)
+@pytest.mark.timeout(2 * SECONDS)
 def test_the_readmes_tour_works_in_its_order_and_each_command_ends_as_its_comment_says(
     tmp_path: Path,
 ) -> None:
@@ -60,7 +58,7 @@ def test_the_readmes_tour_works_in_its_order_and_each_command_ends_as_its_commen
             env=environment,
             capture_output=True,
             text=True,
-            timeout=_PATIENCE_SECONDS,
+            timeout=SECONDS,
             check=False,
         )
         assert done.returncode == code, (
