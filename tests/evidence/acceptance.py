@@ -12,12 +12,11 @@ Tests carry cells, with the recipe if the row has recipes: ``@pytest.mark.accept
 
 import csv
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from evidence.capabilities import ROOT, ShowingTest
+from evidence.capabilities import ROOT, ShowingTest, find_repeated, find_unknown
 
 DATA = ROOT / "tests" / "evidence" / "acceptance.csv"
 COLUMNS = ("id", "group", "part", "recipes", "missing", "note")
@@ -58,18 +57,11 @@ def read_rows(path: Path) -> list[Row]:
 
 def check(rows: Sequence[Row], tests: Mapping[str, Sequence[ShowingTest]]) -> list[str]:
     """All that is wrong with the table, one sentence each; nothing for a sound one."""
-    problems = [
-        f"{row_id}: stands {count} times in the table. Give each row an id of its own."
-        for row_id, count in Counter(row.id for row in rows).items()
-        if count > 1
-    ]
+    problems = find_repeated([row.id for row in rows])
     for row in rows:
         problems += _check_row(row, tests)
-    known = {cell for row in rows for cell in row.cells}
-    for cell in sorted(tests.keys() - known):
-        named = f"{tests[cell][0].file}::{tests[cell][0].name}"
-        problems.append(f"{cell}: {named} carries it, and the table has no such cell.")
-    return problems
+    cells = (cell for row in rows for cell in row.cells)
+    return [*problems, *find_unknown(cells, tests, "cell")]
 
 
 def _check_row(row: Row, tests: Mapping[str, Sequence[ShowingTest]]) -> Iterator[str]:

@@ -14,7 +14,7 @@ import ast
 import csv
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -112,18 +112,30 @@ def find_tests(folder: Path, marker: str = MARKER) -> dict[str, list[ShowingTest
 
 def check(rows: Sequence[Row], tests: Mapping[str, Sequence[ShowingTest]]) -> list[str]:
     """All that is wrong with the table, one sentence each; nothing for a sound one."""
-    problems = [
-        f"{row_id}: stands {count} times in the table. Give each row an id of its own."
-        for row_id, count in Counter(row.id for row in rows).items()
-        if count > 1
-    ]
+    ids = [row.id for row in rows]
+    problems = find_repeated(ids)
     for row in rows:
         problems += _check_row(row, tests.get(row.id, ()))
-    known = {row.id for row in rows}
-    for row_id in sorted(tests.keys() - known):
-        named = f"{tests[row_id][0].file}::{tests[row_id][0].name}"
-        problems.append(f"{row_id}: {named} carries it, and the table has no such row.")
-    return problems
+    return [*problems, *find_unknown(ids, tests, "row")]
+
+
+def find_repeated(ids: Sequence[str]) -> list[str]:
+    """A problem for each id that several rows have."""
+    return [
+        f"{row_id}: stands {count} times in the table. Give each row an id of its own."
+        for row_id, count in Counter(ids).items()
+        if count > 1
+    ]
+
+
+def find_unknown(
+    known: Iterable[str], tests: Mapping[str, Sequence[ShowingTest]], word: str
+) -> list[str]:
+    """A problem for each id that a test carries and the table lacks. ``word``: what it would be there."""
+    return [
+        f"{one}: {tests[one][0].file}::{tests[one][0].name} carries it, and the table has no such {word}."
+        for one in sorted(tests.keys() - set(known))
+    ]
 
 
 def _check_row(row: Row, tests: Sequence[ShowingTest]) -> Iterator[str]:
