@@ -1,15 +1,9 @@
 """What the table cannot say: the new distribution evergrad-common, contracts, and lists of packages."""
-import re, subprocess, sys
+import re, subprocess
 from pathlib import Path
-ROOT = Path(sys.argv[1])
-def sub(p, *pairs):
-    f = ROOT / p
-    s = f.read_text("utf-8")
-    for a, b in pairs:
-        if a not in s:
-            print("MISSING", p, repr(a[:70]))
-        s = s.replace(a, b)
-    f.write_text(s, "utf-8")
+
+from edit import ROOT, sub
+
 c = (ROOT / "coordinator/pyproject.toml").read_text()
 (ROOT / "common/evergrad_common/py.typed").touch()
 (ROOT / "common/pyproject.toml").write_text(re.sub(r"description = .*", "description = \"What Evergrad's operator, coordinator and trainer share: names, exit codes, codec, causes and the metrics catalogue.\"", c.replace("evergrad-coordinator", "evergrad-common").replace("evergrad_coordinator*", "evergrad_common*")).replace('evergrad_coordinator = ["py.typed", "web/*"]', 'evergrad_common = ["py.typed"]'))
