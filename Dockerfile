@@ -40,21 +40,23 @@ RUN --mount=type=secret,id=pip.conf,required=false --mount=type=secret,id=ca,req
         --disable-pip-version-check --no-cache-dir --require-hashes -r /locks/setuptools.txt
 
 FROM tools AS operator-code
+COPY common /source/common
 COPY coordinator /source/coordinator
 COPY manifest /source/manifest
 COPY operator /source/operator
 RUN python -m pip install --disable-pip-version-check --no-cache-dir --no-index --no-deps --no-build-isolation --no-compile \
-        --ignore-installed --prefix /out --no-warn-script-location /source/coordinator /source/manifest /source/operator \
+        --ignore-installed --prefix /out --no-warn-script-location /source/common /source/coordinator /source/manifest /source/operator \
     && python -m compileall -q --invalidation-mode unchecked-hash -s /out -p /opt/evergrad /out \
     && chmod -R a+rX,go-w /out
 
 FROM tools AS trainer-code
+COPY common /source/common
 COPY coordinator /source/coordinator
 COPY manifest /source/manifest
 COPY cli /source/cli
 COPY trainer_image /source/trainer_image
 RUN python -m pip install --disable-pip-version-check --no-cache-dir --no-index --no-deps --no-build-isolation --no-compile \
-        --ignore-installed --prefix /out --no-warn-script-location /source/coordinator /source/manifest /source/cli /source/trainer_image \
+        --ignore-installed --prefix /out --no-warn-script-location /source/common /source/coordinator /source/manifest /source/cli /source/trainer_image \
     && python -m compileall -q --invalidation-mode unchecked-hash -s /out -p /opt/evergrad /out \
     && chmod -R a+rX,go-w /out
 

@@ -23,10 +23,10 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.marked_text import MarkedText
 from evergrad_trainer.data.preparation.documents import RowError
 from evergrad_trainer.data.preparation.rows import RowFormat
-from evergrad_trainer.errors import DataError
 
 VERSION: Final = "1.16.0"
 _SPECIAL: Final = {"bos_token": "<s>", "eos_token": "<|endoftext|>", "pad_token": "<pad>"}

@@ -25,11 +25,11 @@ from common import (
 from evergrad_trainer.checkpoint.generations import claim_generation
 from evergrad_trainer.checkpoint.manager import CheckpointManager
 from evergrad_trainer.checkpoint.manifest import Identity
-from evergrad_trainer.distributed import set_threads
+from evergrad_trainer.distributed.process_groups import set_threads
+from evergrad_trainer.distributed.world import Membership, World
 from evergrad_trainer.models.build import plan_model
 from evergrad_trainer.training.build import build_machinery, build_stepper
 from evergrad_trainer.training.exchange import NUM_FLAGS
-from evergrad_trainer.world import Membership, World
 
 INTERVAL_SECONDS = 60.0
 WINDOW_SECONDS = 12.0

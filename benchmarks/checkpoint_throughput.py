@@ -24,7 +24,7 @@ from evergrad_manifest.training import Checkpoint
 from evergrad_trainer.checkpoint.generations import claim_generation
 from evergrad_trainer.checkpoint.manager import CheckpointManager
 from evergrad_trainer.checkpoint.manifest import Identity
-from evergrad_trainer.world import Membership, World
+from evergrad_trainer.distributed.world import Membership, World
 
 State = dict[str, torch.Tensor]
 

@@ -167,7 +167,7 @@ def write_documents(path: Path, *, megabytes: float = 0.7) -> Path:
 def make_prepared_data(training: Training, folder: Path) -> Any:
     """Documents written, prepared and opened as ``evergrad run`` does it."""
     from evergrad_trainer.data.prepare import prepare
-    from evergrad_trainer.recipes.opening import open_recipe
+    from evergrad_trainer.recipes.setup import open_recipe
 
     write_documents(folder / "documents.jsonl")
     prepared = prepare(
@@ -184,7 +184,7 @@ def open_without_data(training: Training) -> Any:
     """The recipe without samples, for what only builds the model."""
     from evergrad_trainer.data.batch import Stage
     from evergrad_trainer.recipes import load_task
-    from evergrad_trainer.recipes.opening import Opened
+    from evergrad_trainer.recipes.setup import Opened
 
     data: Any = SimpleNamespace(train=SimpleNamespace(stages=(Stage({}),)))
     task, code = load_task(training, Path())

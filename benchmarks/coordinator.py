@@ -20,6 +20,7 @@ from pathlib import Path
 
 from common import Row, print_rows
 
+from evergrad_common.codec import encode
 from evergrad_coordinator.edge.server import allow_many_files
 from evergrad_coordinator.protocol import (
     Go,
@@ -30,7 +31,6 @@ from evergrad_coordinator.protocol import (
     Up,
     decode_from_coordinator,
 )
-from evergrad_coordinator.wire import encode
 
 _PING = encode(Ping())
 _TOKEN = "benchmark"

@@ -314,9 +314,6 @@ def warm_up_this_process() -> None:
     """Import what ``evergrad run --nodes`` has imported before it forks nodes."""
     from transformers import AutoModelForCausalLM  # noqa: F401
 
-    import evergrad_trainer.cli.node
-    import evergrad_trainer.worker.lifecycle
-    import evergrad_trainer.worker.run  # noqa: F401
     from evergrad_trainer.node.run import prepare_process
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
     unknown = [name for name in options.parts if name not in PARTS]
     if unknown:
         parser.error(f"unknown part {unknown[0]!r}; there are {', '.join(PARTS)}")
-    from evergrad_trainer.distributed import count_accelerators
+    from evergrad_trainer.distributed.process_groups import count_accelerators
 
     if options.device == "cuda" and count_accelerators() == 0:
         print(

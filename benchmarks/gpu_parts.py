@@ -142,10 +142,10 @@ def check_fsdp2(device: str, is_tiny: bool) -> list[Row]:
     import torch
     import torch.distributed as dist
 
+    from evergrad_trainer.distributed.world import World
     from evergrad_trainer.models.deferred import defer_model
     from evergrad_trainer.models.parallel import Cut, Sharding, shard
     from evergrad_trainer.objectives.causal_lm import causal_lm_loss
-    from evergrad_trainer.world import World
 
     _alone_in_a_group(device)
     where = torch.device(device)
@@ -253,7 +253,11 @@ def check_abort(device: str, is_tiny: bool) -> list[Row]:
     import torch
     import torch.distributed as dist
 
-    from evergrad_trainer.transports import AsynchronousTransport, NcclTransport, Transport
+    from evergrad_trainer.distributed.transports import (
+        AsynchronousTransport,
+        NcclTransport,
+        Transport,
+    )
 
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
     seconds = []
@@ -381,8 +385,8 @@ def _build(
     import torch
     from common import build_training, open_without_data
 
+    from evergrad_trainer.distributed.world import World
     from evergrad_trainer.training.build import build_machinery
-    from evergrad_trainer.world import World
 
     training = build_training(precision=precision, compile_mode="on" if compiled else "off")
     runtime = training.runtime.model_copy(

@@ -179,7 +179,7 @@ def check_memory(device: str, is_tiny: bool) -> list[Row]:
 
     from evergrad_trainer.models.build import plan_model
     from evergrad_trainer.models.memory import memory_of
-    from evergrad_trainer.preflight_memory import model_facts
+    from evergrad_trainer.preflight.memory import model_facts
 
     rows = []
     for parameters, shape in {"124M": (16, 1024), "1B": (4, 2048)}.items():
@@ -224,9 +224,9 @@ def _peak_of_steps(training: Any, device: str) -> tuple[float, float]:
 
     import torch
 
+    from evergrad_trainer.distributed.world import World
     from evergrad_trainer.models.build import plan_model
     from evergrad_trainer.training.build import build_machinery
-    from evergrad_trainer.world import World
 
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()

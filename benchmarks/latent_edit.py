@@ -19,12 +19,12 @@ from common import Row, interval_of_median, print_rows
 
 from evergrad_manifest.training import Training
 from evergrad_trainer.data.prepared import Prepared
-from evergrad_trainer.distributed import set_threads
+from evergrad_trainer.distributed.process_groups import set_threads
+from evergrad_trainer.distributed.world import World
 from evergrad_trainer.models.build import plan_model
-from evergrad_trainer.recipes.opening import open_recipe
+from evergrad_trainer.recipes.setup import open_recipe
 from evergrad_trainer.training.build import build_machinery, build_stepper
 from evergrad_trainer.training.exchange import NUM_FLAGS
-from evergrad_trainer.world import World
 
 CACHED, LIVE = "cached", "live"
 ITEMS = 32

@@ -17,7 +17,7 @@ def _train(kind: str) -> None:
     """Train a few steps and print the peak resident memory in KiB."""
     from training_speed import evergrad_turn, hand_turn
 
-    from evergrad_trainer.distributed import set_threads
+    from evergrad_trainer.distributed.process_groups import set_threads
 
     set_threads(2)
     training = build_training(parameters="50M", shape=SMALL)

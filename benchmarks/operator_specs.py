@@ -47,8 +47,8 @@ def main() -> None:
     number: int = parser.parse_args().runs
 
     # What a process has before the manifest's package: interpreter, client and framework.
-    import evergrad_operator.service  # noqa: F401 - its imports are measured with the rest
-    from evergrad_operator.spec import SpecCache
+    import evergrad_operator.edge.service  # noqa: F401 - its imports are measured with the rest
+    from evergrad_operator.core.observe.spec import SpecCache
 
     runs = make_runs(number)
     cache = SpecCache()
@@ -69,7 +69,7 @@ def main() -> None:
         cache.parse(run)
     later = time.process_time() - started
 
-    from evergrad_operator import certificates
+    from evergrad_operator.edge.webhook import certificates
 
     bundle = certificates.renew(
         None,

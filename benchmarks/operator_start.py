@@ -144,15 +144,15 @@ def read_memory(field: str) -> float:
 
 def measure_memory(runs: int) -> dict[str, float]:
     """MiB and seconds of two lists of everything, the second as at a resync, and of the specs."""
-    import evergrad_operator.service  # noqa: F401 - its imports are measured with the rest
-    from evergrad_operator.cache import InformerCache
-    from evergrad_operator.config import Config
-    from evergrad_operator.kube import Kube
-    from evergrad_operator.profiles import NO_PROFILE
-    from evergrad_operator.queue import WorkQueue
-    from evergrad_operator.spec import SpecCache
-    from evergrad_operator.store import PODS
-    from evergrad_operator.sync import CacheSync
+    import evergrad_operator.edge.service  # noqa: F401 - its imports are measured with the rest
+    from evergrad_operator.core.objects.config import Config
+    from evergrad_operator.core.observe.profiles import NO_PROFILE
+    from evergrad_operator.core.observe.spec import SpecCache
+    from evergrad_operator.edge.api.kube import Kube
+    from evergrad_operator.edge.cache.cache import InformerCache
+    from evergrad_operator.edge.cache.queue import WorkQueue
+    from evergrad_operator.edge.cache.store import PODS
+    from evergrad_operator.edge.cache.sync import CacheSync
 
     lists = Lists(runs)
     kube = Kube(None)  # type: ignore[arg-type]
@@ -179,13 +179,13 @@ def measure_memory(runs: int) -> dict[str, float]:
 
 def measure_scrape(runs: int) -> dict[str, float]:
     """Microseconds a run that a scrape stops the event loop, after one run of a hundred has changed."""
-    from evergrad_operator.cache import InformerCache
-    from evergrad_operator.kube import Kube
-    from evergrad_operator.queue import WorkQueue
-    from evergrad_operator.store import RUNS
-    from evergrad_operator.sync import CacheSync
-    from evergrad_operator.transport import OpenGate
-    from evergrad_operator.vitals import Vitals
+    from evergrad_operator.edge.api.kube import Kube
+    from evergrad_operator.edge.api.transport import OpenGate
+    from evergrad_operator.edge.cache.cache import InformerCache
+    from evergrad_operator.edge.cache.queue import WorkQueue
+    from evergrad_operator.edge.cache.store import RUNS
+    from evergrad_operator.edge.cache.sync import CacheSync
+    from evergrad_operator.edge.metrics.health_checks import Vitals
 
     kube = Kube(None)  # type: ignore[arg-type]
     kube._transport = Lists(runs)  # type: ignore[assignment]
@@ -212,7 +212,7 @@ def measure_polls(runs: int) -> dict[str, float]:
     """Longest time, in seconds of a virtual clock, between two polls of one coordinator."""
     import virtual_time
 
-    from evergrad_operator.progress import Answer, Coordinators
+    from evergrad_operator.edge.reconcile.coordinator_poller import Answer, Coordinators
 
     asked: dict[Any, list[float]] = {}
 
@@ -250,10 +250,10 @@ def measure_probes(runs: int, *, pass_seconds: float) -> dict[str, float]:
     """
     import virtual_time
 
-    from evergrad_operator.cache import InformerCache
-    from evergrad_operator.queue import WorkQueue
-    from evergrad_operator.transport import OpenGate
-    from evergrad_operator.vitals import Vitals
+    from evergrad_operator.edge.api.transport import OpenGate
+    from evergrad_operator.edge.cache.cache import InformerCache
+    from evergrad_operator.edge.cache.queue import WorkQueue
+    from evergrad_operator.edge.metrics.health_checks import Vitals
 
     async def start() -> dict[str, float]:
         loop = asyncio.get_running_loop()

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from common import Row, build_training, manifest, print_rows, write_documents
 
+from evergrad_trainer.base.records import RunInfo, StepRecord
 from evergrad_trainer.observers.build import Surroundings, build_observers
-from evergrad_trainer.records import RunInfo, StepRecord
-from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.run.directory import RunDirectory
 
 
 def run_rows(folder: Path, *, steps: int) -> list[dict[str, float]]:

@@ -99,7 +99,7 @@ def _both_ranks(
 def _paced_transport() -> Any:
     """A transport whose sums end when a link of ``seconds_per_byte`` would have carried them, one after the
     other."""
-    from evergrad_trainer.transports import GlooTransport
+    from evergrad_trainer.distributed.transports import GlooTransport
 
     class Arrival:
         def __init__(self, due: float) -> None:
@@ -131,7 +131,7 @@ def _be_rank(mode: str, rounds: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from evergrad_trainer.transports import GlooTransport
+    from evergrad_trainer.distributed.transports import GlooTransport
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -193,7 +193,7 @@ class _Steps:
         import torch
         import torch.distributed as dist
 
-        from evergrad_trainer.world import World
+        from evergrad_trainer.distributed.world import World
 
         world = World(
             1,

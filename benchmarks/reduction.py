@@ -129,9 +129,9 @@ def _own_turn(config: dict[str, Any]) -> Callable[[int], None]:
     import torch
     import torch.distributed as dist
 
+    from evergrad_trainer.distributed.world import Interrupt, World
     from evergrad_trainer.models.gradients import BucketedSum
     from evergrad_trainer.models.parallel import default_bucket_bytes
-    from evergrad_trainer.world import Interrupt, World
 
     model, optimizer = _build(config)
     gradients = BucketedSum(

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from evergrad_cli.main import main as evergrad
 from evergrad_coordinator.edge.stacks import read_stacks_of
-from evergrad_trainer.cli import nodes, run
+from evergrad_trainer.commands import nodes, run
 from evergrad_trainer.node.run import prepare_process
 
 ROOT = Path(__file__).resolve().parents[1]

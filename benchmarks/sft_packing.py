@@ -27,12 +27,12 @@ from evergrad_manifest.training import Training
 from evergrad_trainer.data.prepare import prepare
 from evergrad_trainer.data.token_source import IGNORE_INDEX
 from evergrad_trainer.data.tokenizers import ByteTokenizer
-from evergrad_trainer.distributed import set_threads
+from evergrad_trainer.distributed.process_groups import set_threads
+from evergrad_trainer.distributed.world import World
 from evergrad_trainer.models.build import build_model, plan_model
-from evergrad_trainer.recipes.opening import Opened, open_recipe
+from evergrad_trainer.recipes.setup import Opened, open_recipe
 from evergrad_trainer.training.build import build_machinery, build_stepper
 from evergrad_trainer.training.exchange import NUM_FLAGS
-from evergrad_trainer.world import World
 
 LENGTH, SAMPLES, SLOTS = 512, 4, 2
 ROWS = 2000

@@ -28,8 +28,8 @@ from common import Row, open_without_data, print_rows
 
 if TYPE_CHECKING:
     from evergrad_manifest.training import Training
+    from evergrad_trainer.distributed.world import World
     from evergrad_trainer.training.build import Machinery
-    from evergrad_trainer.world import World
 
 WORLD_SIZE = 4
 _STEPS, _SLOTS = 2, 2
@@ -172,9 +172,9 @@ def _be_rank(folder: Path, parameters: str) -> None:
     import torch
     import torch.distributed as dist
 
+    from evergrad_trainer.distributed.world import World
     from evergrad_trainer.models.build import plan_model
     from evergrad_trainer.training.build import build_machinery
-    from evergrad_trainer.world import World
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -238,7 +238,7 @@ def _train(training: "Training", machinery: "Machinery", world: "World") -> None
 
 def _build_once_small(training: Any, folder: Path) -> None:
     """Import what a model of this kind, its sharding and its first update import: not counted."""
-    from evergrad_trainer import torch_private
+    from evergrad_trainer.base import torch_private
     from evergrad_trainer.models.build import build_model, plan_model
 
     # The compiler's package comes with the first update of an optimizer, and takes 100 MB and more.

@@ -35,12 +35,12 @@ from torch.nn import functional
 from evergrad_cli.huge_pages import begin_anew_with_huge_pages
 from evergrad_manifest.training import Training
 from evergrad_trainer.data.stream import TrainingStream
-from evergrad_trainer.distributed import set_threads
+from evergrad_trainer.distributed.process_groups import set_threads
+from evergrad_trainer.distributed.world import World
 from evergrad_trainer.models.build import build_model, plan_model
-from evergrad_trainer.recipes.opening import Opened
+from evergrad_trainer.recipes.setup import Opened
 from evergrad_trainer.training.build import build_machinery, build_stepper
 from evergrad_trainer.training.exchange import NUM_FLAGS
-from evergrad_trainer.world import World
 
 STEPS_A_TURN = 1
 SLOTS = 2

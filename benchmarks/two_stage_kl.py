@@ -23,12 +23,12 @@ from common import Row, interval_of_median, make_prepared_data, print_rows
 from torch.nn import functional
 
 from evergrad_manifest.training import Training
-from evergrad_trainer.distributed import set_threads
+from evergrad_trainer.distributed.process_groups import set_threads
+from evergrad_trainer.distributed.world import World
 from evergrad_trainer.models.build import build_model, plan_model
-from evergrad_trainer.recipes.opening import Opened
+from evergrad_trainer.recipes.setup import Opened
 from evergrad_trainer.training.build import build_machinery, build_stepper
 from evergrad_trainer.training.exchange import NUM_FLAGS
-from evergrad_trainer.world import World
 
 BETA = 0.1
 SLOTS, SAMPLES, LENGTH = 2, 4, 512

@@ -26,7 +26,7 @@ from evergrad_manifest.training import Model
 from evergrad_trainer.models.architecture import has_attention
 from evergrad_trainer.models.build import build_empty_model, build_model, plan_model
 from evergrad_trainer.objectives.causal_lm import causal_lm_loss
-from evergrad_trainer.preflight_memory import model_facts
+from evergrad_trainer.preflight.memory import model_facts
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference" / "architectures.md"

@@ -23,7 +23,7 @@ from bed import chart, images, product_images
 from bed.places import REPOSITORY
 from bed.shell import BedError, git, run
 
-FOLDERS = ("coordinator", "manifest", "cli", "operator", "trainer_image")
+FOLDERS = ("common", "coordinator", "manifest", "cli", "operator", "trainer_image")
 SUMS = "SHA256SUMS"
 LOCAL = "localhost/evergrad-"
 """How the names of images begin in the tree; a release puts its registry there."""

@@ -24,7 +24,7 @@ from importlib import metadata
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-PACKAGES = ("coordinator", "manifest", "operator", "cli", "trainer_image")
+PACKAGES = ("common", "coordinator", "manifest", "operator", "cli", "trainer_image")
 ROOTS = ("trainer.in", "operator.in", "dev.in")
 FILES = ("trainer.txt", "torch.txt", "operator.txt", "dev.txt")
 HEADER = "# Written by `make lock`. Do not edit; change {source} instead.\n# {duty}\n"

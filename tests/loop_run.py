@@ -5,13 +5,13 @@ from typing import Any, cast
 
 import torch
 
+from evergrad_trainer.distributed.world import Membership, World
 from evergrad_trainer.observers.base import BaseObserver
+from evergrad_trainer.training.components import Limits, Rhythm, Run
+from evergrad_trainer.training.evaluation_counts import Tally
 from evergrad_trainer.training.exchange import NUM_FLAGS
 from evergrad_trainer.training.progress import Progress
-from evergrad_trainer.training.run import Limits, Rhythm, Run
 from evergrad_trainer.training.step_parts import StepOutcome
-from evergrad_trainer.training.tally import Tally
-from evergrad_trainer.world import Membership, World
 
 STEPS = 6
 

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evergrad_trainer.observers.account import Record
-from evergrad_trainer.observers.history import StepTable, tabulate
-from evergrad_trainer.observers.jsonl import RunLog
-from evergrad_trainer.records import (
+from evergrad_trainer.base.records import (
     EvaluationRecord,
     Event,
     EventType,
     StepRecord,
     record_row,
 )
-from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.observers.history import StepTable, tabulate
+from evergrad_trainer.observers.jsonl import RunLog
+from evergrad_trainer.observers.time_account import Record
+from evergrad_trainer.run.directory import RunDirectory
 
 BEGIN = 1_770_000_000.0
 STEP_SECONDS = 0.5

@@ -2,7 +2,7 @@
 
 import argparse
 
-from evergrad_coordinator.contract import ExitCode
+from evergrad_common.contract import ExitCode
 
 NAME = "completion"
 EXAMPLES = """\

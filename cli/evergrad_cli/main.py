@@ -14,7 +14,7 @@ from typing import NoReturn, Protocol, cast
 
 from evergrad_cli import __version__
 from evergrad_cli.huge_pages import begin_anew_with_huge_pages
-from evergrad_coordinator.contract import ExitCode
+from evergrad_common.contract import ExitCode
 from evergrad_manifest.errors import EvergradError, InputError, Problem, describe_problem
 
 
@@ -99,6 +99,7 @@ KNOWN_VARIABLES = (
 _OWN_PACKAGES = (
     "evergrad",
     "evergrad_cli",
+    "evergrad_common",
     "evergrad_coordinator",
     "evergrad_manifest",
     "evergrad_trainer",

@@ -11,8 +11,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from evergrad_coordinator.addresses import ANY
-from evergrad_coordinator.contract import ExitCode
+from evergrad_common.addresses import ANY
+from evergrad_common.contract import ExitCode
+from evergrad_common.secret import obtain_token
 from evergrad_coordinator.edge.http import StatusServer
 from evergrad_coordinator.edge.journal import (
     FileStore,
@@ -20,13 +21,12 @@ from evergrad_coordinator.edge.journal import (
     JournalError,
     MemoryStore,
 )
-from evergrad_coordinator.edge.live import LiveFeed
+from evergrad_coordinator.edge.live_feed import LiveFeed
 from evergrad_coordinator.edge.server import Server
 from evergrad_coordinator.protocol import MAX_GENERATION
 from evergrad_coordinator.rules.budget import MAX_FAILURES
 from evergrad_coordinator.rules.group import new_group
 from evergrad_coordinator.rules.state import Settings
-from evergrad_coordinator.secret import obtain_token
 
 _TIMES = {
     "start_wait": "to wait for --expect nodes at the start",

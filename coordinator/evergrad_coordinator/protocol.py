@@ -9,8 +9,8 @@ one is ignored.
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
-from evergrad_coordinator.causes import BreakCause
-from evergrad_coordinator.wire import MAX_INTEGER, Bounds, Codec, LongText
+from evergrad_common.causes import BreakCause
+from evergrad_common.codec import MAX_INTEGER, Bounds, Codec, LongText
 
 PROTOCOL_VERSION = 1
 MAX_GENERATION = 2**52

@@ -1,12 +1,12 @@
 """Errors of input that every package raises, and the value that says what is wrong.
 
-The whole tree: evergrad_trainer.errors.
+The whole tree: evergrad_trainer.base.errors.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from evergrad_coordinator.contract import ErrorKind, ExitCode
+from evergrad_common.contract import ErrorKind, ExitCode
 
 
 @dataclass(frozen=True)

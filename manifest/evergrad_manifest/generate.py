@@ -11,14 +11,13 @@ from typing import Any, Final
 
 import yaml
 
-from evergrad_coordinator.metrics import fill_tables
+from evergrad_common.metrics import fill_tables
 from evergrad_manifest.crd.definition import (
     LARGEST_BYTES,
     LIMIT_BYTES,
     build_definition_text,
     count_bytes,
 )
-from evergrad_manifest.describe import describe_default, describe_type
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.example import (
     EDITS,
@@ -29,7 +28,8 @@ from evergrad_manifest.example import (
     SFT,
     TWO_STAGES,
 )
-from evergrad_manifest.fields import Field, walk_fields
+from evergrad_manifest.model.describe import describe_default, describe_type
+from evergrad_manifest.model.fields import Field, walk_fields
 
 REFERENCE: Final = "docs/reference/configuration.md"
 SCHEMA: Final = "docs/reference/trainingrun.schema.json"

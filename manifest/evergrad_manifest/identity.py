@@ -9,19 +9,19 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any, Final
 
-from evergrad_manifest.base import Section
-from evergrad_manifest.differences import Change, changed_fields
 from evergrad_manifest.envelope import KINDS, TrainingRun
-from evergrad_manifest.fields import defaults_of, find_field
+from evergrad_manifest.envelope.script import Script
+from evergrad_manifest.model.base import Section
+from evergrad_manifest.model.differences import Change, changed_fields
+from evergrad_manifest.model.fields import defaults_of, find_field
+from evergrad_manifest.model.view import without_nulls
 from evergrad_manifest.reading.validation import parse_run
-from evergrad_manifest.script import Script
 from evergrad_manifest.training import Training
 from evergrad_manifest.training.common import RECOMPUTATION_BY_SWITCH, without_meaningless
 from evergrad_manifest.training.optimization import OF_OPTIMIZER, OF_SCHEDULE
 from evergrad_manifest.training.pretrain import OF_SOURCES
 from evergrad_manifest.training.two_stage_kl import without_default_beta
 from evergrad_manifest.values.numbers import with_whole_numbers
-from evergrad_manifest.view import without_nulls
 
 RECIPE_SECTIONS: Final = (
     "recipe",

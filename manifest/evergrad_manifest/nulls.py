@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import format_path
 from evergrad_manifest.identity import FREE_MAPPINGS
-from evergrad_manifest.raw import FieldPath, value_at
+from evergrad_manifest.model.fields import format_path
+from evergrad_manifest.model.raw import FieldPath, value_at
 
 
 def find_dropped_nulls(raw: Mapping[str, Any]) -> list[Problem]:

@@ -10,9 +10,7 @@ from typing import Any, Final, Literal
 
 from pydantic import Field, ValidationError
 
-from evergrad_coordinator.contract import LABEL_QUEUE
-from evergrad_manifest.base import Section
-from evergrad_manifest.containers import containers_of
+from evergrad_common.contract import LABEL_QUEUE
 from evergrad_manifest.envelope import (
     LONGEST_SECONDS,
     TrainingRun,
@@ -24,8 +22,11 @@ from evergrad_manifest.envelope.storage import check_storage
 from evergrad_manifest.envelope.template import RULES as RULES_OF_TEMPLATE
 from evergrad_manifest.envelope.template import Template
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import format_path
-from evergrad_manifest.nesting import check_depth
+from evergrad_manifest.model.base import Section
+from evergrad_manifest.model.containers import containers_of
+from evergrad_manifest.model.fields import format_path
+from evergrad_manifest.model.nesting import check_depth
+from evergrad_manifest.model.view import View, without_nulls
 from evergrad_manifest.reading.problems import at_most, problems_of
 from evergrad_manifest.values.numbers import Whole
 from evergrad_manifest.values.quantities import (
@@ -34,7 +35,6 @@ from evergrad_manifest.values.quantities import (
     fault_of_key,
     fault_of_label_value,
 )
-from evergrad_manifest.view import View, without_nulls
 
 DEFAULT_PROFILE: Final = "default"
 """Profile of the installation that a run has which names none."""

@@ -12,10 +12,10 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Final
 
+from evergrad_manifest.envelope.script import Script, program_path, working_directory_of
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import format_path
+from evergrad_manifest.model.fields import format_path
 from evergrad_manifest.reading.loader import path_label
-from evergrad_manifest.script import Script, program_path, working_directory_of
 
 _COMMAND: Final = "spec.script.command"
 _NAMED: Final = f"{_COMMAND} names it"

@@ -8,20 +8,20 @@ from typing import Any, Final, get_args
 from pydantic import ValidationError
 
 from evergrad_manifest.derive import steps_without_data
-from evergrad_manifest.differences import changed_fields, show_value
 from evergrad_manifest.envelope import Metadata, TrainingRun
 from evergrad_manifest.envelope.storage import OPERATIONAL_STORAGE
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import choices_of, fields_of, find_field, format_path
 from evergrad_manifest.identity import recipe_of, to_wire
-from evergrad_manifest.nesting import check_depth
-from evergrad_manifest.raw import value_at
+from evergrad_manifest.model.differences import changed_fields, show_value
+from evergrad_manifest.model.fields import choices_of, fields_of, find_field, format_path
+from evergrad_manifest.model.nesting import check_depth
+from evergrad_manifest.model.raw import value_at
+from evergrad_manifest.model.view import without_nulls
 from evergrad_manifest.reading.problems import at_most
 from evergrad_manifest.reading.problems import problems_of as problems_of_model
 from evergrad_manifest.reading.validation import check_run, parse_run
 from evergrad_manifest.training.steps import HORIZON
 from evergrad_manifest.values.numbers import PLAIN_INTEGER, NumberError, parse_count
-from evergrad_manifest.view import without_nulls
 
 INVALID_SPEC: Final = "InvalidSpec"
 """Value of ``status.reason`` of a run that was refused before its first pod; such a run may still change as a

@@ -3,8 +3,8 @@
 import re
 from typing import Final
 
-from evergrad_coordinator.metrics import COORDINATOR, NODE, OPERATOR, TRAINER
-from evergrad_coordinator.metrics.series import Series
+from evergrad_common.metrics import COORDINATOR, NODE, OPERATOR, TRAINER
+from evergrad_common.metrics.series import Series
 
 RUN: Final = "run_namespace, run"
 """The labels that tell runs apart. The chart's PodMonitor gives them to what trainers and coordinators

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from evergrad_operator.errors import SettingsError
-from evergrad_operator.logs import set_up_logging
-from evergrad_operator.service import run_operator
-from evergrad_operator.settings import parse_settings
+from evergrad_operator.core.objects.errors import SettingsError
+from evergrad_operator.edge.logs import set_up_logging
+from evergrad_operator.edge.service import run_operator
+from evergrad_operator.edge.settings import parse_settings
 
 EXIT_SETTINGS = 64
 DEEPEST: Final = 40_000

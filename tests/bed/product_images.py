@@ -30,8 +30,8 @@ BASES = {
     "trainer": ("requirements/trainer.txt", "requirements/torch*.txt"),
 }
 PACKAGES = {
-    "operator": ("coordinator", "manifest", "operator"),
-    "trainer": ("coordinator", "manifest", "cli", "trainer_image"),
+    "operator": ("common", "coordinator", "manifest", "operator"),
+    "trainer": ("common", "coordinator", "manifest", "cli", "trainer_image"),
 }
 TARGETS = tuple(PACKAGES)
 REVISION_LABEL = "org.opencontainers.image.revision"

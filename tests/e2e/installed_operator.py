@@ -13,7 +13,7 @@ from cluster_runs import wait_for
 from operator_watch import count_restarts
 from patience import PATIENCE
 
-from evergrad_coordinator.addresses import join_address
+from evergrad_common.addresses import join_address
 
 ROOT = Path(__file__).resolve().parents[2]
 RELEASE, NAMESPACE = "evergrad", "evergrad-system"

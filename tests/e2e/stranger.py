@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+from evergrad_common.codec import encode
 from evergrad_coordinator.protocol import (
     Commit,
     Hello,
@@ -20,7 +21,6 @@ from evergrad_coordinator.protocol import (
     Ready,
     Result,
 )
-from evergrad_coordinator.wire import encode
 
 SECONDS = 2.0
 """An answer comes at once or not at all; the run stands still for nobody."""

@@ -12,7 +12,7 @@ from cluster_runs import Run, Runs, wait_for
 from patience import PATIENCE
 from script_runs import finish, start_script, step_of
 
-from evergrad_coordinator.edge.page import build_page
+from evergrad_coordinator.edge.page_files import build_page
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 JOIN_PORT, STATUS_PORT, METRICS_PORT = 29400, 29401, 29402

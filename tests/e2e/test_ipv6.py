@@ -28,8 +28,8 @@ from operator_watch import OperatorWatch
 from patience import PATIENCE
 from script_runs import finish, start_script
 
-from evergrad_coordinator.addresses import join_address, plain_host
-from evergrad_operator.names import JOIN_PORT, METRICS_PORT
+from evergrad_common.addresses import join_address, plain_host
+from evergrad_operator.core.objects.names import JOIN_PORT, METRICS_PORT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(3600)]
 NUMBER = "5" if places.NUMBER != 5 else "6"

@@ -20,7 +20,7 @@ from cluster_runs import (
     wait_for,
 )
 
-from evergrad_operator.times import parse_time
+from evergrad_operator.core.objects.times import parse_time
 
 pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(3600)]
 QUEUE = "kueue.x-k8s.io/queue-name"

@@ -19,8 +19,8 @@ from cluster_runs import (
     wait_for,
 )
 
-from evergrad_operator.names import LABEL_ROLE as ROLE
-from evergrad_operator.times import parse_time
+from evergrad_operator.core.objects.names import LABEL_ROLE as ROLE
+from evergrad_operator.core.objects.times import parse_time
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
 

@@ -20,16 +20,16 @@ from functools import cache
 from pathlib import Path
 
 from evergrad_cli.main import build_whole_parser
-from evergrad_coordinator import metrics
+from evergrad_common import metrics
 from evergrad_manifest.envelope import TrainingRun
-from evergrad_manifest.fields import find_field
+from evergrad_manifest.model.fields import find_field
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "evidence" / "capabilities.csv"
 COLUMNS = ("id", "system", "capability", "state", "where", "note")
 STATES = ("works", "partial", "missing", "refused", "n/a")
 MARKER = "capability"
-_PACKAGES = ("coordinator", "manifest", "operator", "cli", "trainer_image")
+_PACKAGES = ("common", "coordinator", "manifest", "operator", "cli", "trainer_image")
 
 
 @dataclass(frozen=True)

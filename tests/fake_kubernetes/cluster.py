@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from evergrad_operator.errors import ApiError
-from evergrad_operator.kinds import Kind, kind_of
+from evergrad_operator.core.objects.errors import ApiError
+from evergrad_operator.core.objects.kinds import Kind, kind_of
 from fake_kubernetes.store import RefusedError, Store
 
 

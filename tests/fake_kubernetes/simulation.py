@@ -8,20 +8,20 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from evergrad_operator.cache import InformerCache
-from evergrad_operator.config import Config
-from evergrad_operator.decision import Bounds
-from evergrad_operator.errors import ApiError, OperatorError
-from evergrad_operator.kinds import KINDS
-from evergrad_operator.metrics import Metrics
-from evergrad_operator.names import LABEL_ROLE, Key
-from evergrad_operator.observe import Silence
-from evergrad_operator.progress import Answer, Coordinators
-from evergrad_operator.reconcile import Reconciler
-from evergrad_operator.recorder import Recorder
-from evergrad_operator.store import CHILDREN, CLAIMS, PODS, RUNS
-from evergrad_operator.times import format_time
-from evergrad_operator.tokens import derive_token
+from evergrad_operator.core.decision import Bounds
+from evergrad_operator.core.objects.config import Config
+from evergrad_operator.core.objects.errors import ApiError, OperatorError
+from evergrad_operator.core.objects.kinds import KINDS
+from evergrad_operator.core.objects.names import LABEL_ROLE, Key
+from evergrad_operator.core.objects.times import format_time
+from evergrad_operator.core.observe.observe import Silence
+from evergrad_operator.edge.api.event_recorder import Recorder
+from evergrad_operator.edge.api.tokens import derive_token
+from evergrad_operator.edge.cache.cache import InformerCache
+from evergrad_operator.edge.cache.store import CHILDREN, CLAIMS, PODS, RUNS
+from evergrad_operator.edge.metrics.operator_metrics import Metrics
+from evergrad_operator.edge.reconcile.coordinator_poller import Answer, Coordinators
+from evergrad_operator.edge.reconcile.reconciler import Reconciler
 from fake_kubernetes.cluster import FakeCluster
 from fake_kubernetes.recipe import TRAINING
 from fake_kubernetes.store import Store, Write

@@ -227,7 +227,7 @@ def _enter_world(task: dict[str, Any]) -> Any:
     import torch
     import torch.distributed as dist
 
-    from evergrad_trainer.world import World
+    from evergrad_trainer.distributed.world import World
 
     torch.set_num_threads(1)
     rank, size, generation = task["rank"], task["size"], task["generation"]

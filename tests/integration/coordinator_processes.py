@@ -15,7 +15,8 @@ from typing import Any
 
 from patience import PATIENCE
 
-from evergrad_coordinator.addresses import join_address
+from evergrad_common.addresses import join_address
+from evergrad_common.codec import encode
 from evergrad_coordinator.edge.client import CoordinatorClient
 from evergrad_coordinator.protocol import (
     Broken,
@@ -33,7 +34,6 @@ from evergrad_coordinator.protocol import (
     Refused,
     Up,
 )
-from evergrad_coordinator.wire import encode
 
 TOKEN = "the token of a test"
 """Long enough for a busy machine; nothing here takes a second on an idle one."""

@@ -30,25 +30,25 @@ FOREVER = 60.0
 
 PLACES = {
     "setup": ("evergrad_trainer.worker.worlds", "form_world"),
-    "meeting": ("evergrad_trainer.distributed", "PrefixStore"),
-    "settle": ("evergrad_trainer.worker.lifecycle", "settle"),
-    "announce": ("evergrad_trainer.worker.lifecycle", "announce"),
-    "provenance": ("evergrad_trainer.worker.announcing", "record_process"),
-    "send": ("evergrad_trainer.world", "World.send"),
-    "receive": ("evergrad_trainer.world", "World.receive"),
-    "slot": ("evergrad_trainer.worker.heartbeat", "WorkerHeartbeat.beat"),
+    "meeting": ("evergrad_trainer.distributed.process_groups", "PrefixStore"),
+    "settle": ("evergrad_trainer.worker.worker_loop", "settle"),
+    "announce": ("evergrad_trainer.worker.worker_loop", "announce"),
+    "provenance": ("evergrad_trainer.worker.run_records", "record_process"),
+    "send": ("evergrad_trainer.distributed.world", "World.send"),
+    "receive": ("evergrad_trainer.distributed.world", "World.receive"),
+    "slot": ("evergrad_trainer.worker.liveness", "WorkerHeartbeat.beat"),
     "step": ("evergrad_trainer.training.step", "Stepper.run"),
     "forward": ("evergrad_trainer.training.step", "Stepper._forward_backward"),
     "tally": ("evergrad_trainer.training.exchange", "Sums.exchange"),
-    "reducing": ("evergrad_trainer.world", "World.start_sum"),
+    "reducing": ("evergrad_trainer.distributed.world", "World.start_sum"),
     "update": ("evergrad_trainer.training.step", "Stepper._update"),
     "report": ("evergrad_trainer.training.loop", "build_record"),
     "evaluation": ("evergrad_trainer.training.evaluation", "EvaluationRunner.run"),
     "batch": ("evergrad_trainer.data.evaluation_sets", "EvaluationSet.batch"),
     "save": ("evergrad_trainer.checkpoint.manager", "CheckpointManager.save"),
     "shard": ("evergrad_trainer.checkpoint.shard_file", "ShardFile.finish"),
-    "publish": ("evergrad_trainer.checkpoint.saving", "_publish"),
-    "published": ("evergrad_trainer.checkpoint.saving", "_settle"),
+    "publish": ("evergrad_trainer.checkpoint.save", "_publish"),
+    "published": ("evergrad_trainer.checkpoint.save", "_settle"),
     "snapshot": ("evergrad_trainer.training.snapshots", "Snapshots.take"),
 }
 """Where a fault may be planned: before the call of this function; ``reducing`` is behind it, with the sum
@@ -98,7 +98,7 @@ def _import_everything() -> None:
 
     import evergrad_cli.main as command_line
     import evergrad_coordinator.__main__  # noqa: F401
-    import evergrad_trainer.cli.nodes
+    import evergrad_trainer.commands.nodes
     import evergrad_trainer.report.build as report
     import evergrad_trainer.worker.run  # noqa: F401
     from evergrad_trainer.node.run import prepare_process
@@ -185,15 +185,15 @@ def _call_function(task: dict[str, Any]) -> int:
 def _be_node(task: dict[str, Any]) -> int:
     """What ``evergrad node`` does, from the arguments of ``evergrad run``."""
     from evergrad_cli.main import build_whole_parser
-    from evergrad_coordinator.contract import ExitCode
+    from evergrad_common.contract import ExitCode
     from evergrad_manifest.reading.loader import load_from
-    from evergrad_trainer.cli.planning import PlanRequest, plan_session
-    from evergrad_trainer.cli.run_arguments import machine_and_workers
+    from evergrad_trainer.commands.run_arguments import machine_and_workers
+    from evergrad_trainer.commands.session_plan import PlanRequest, plan_session
     from evergrad_trainer.node.fingerprint import fingerprint, fingerprint_of_plan
     from evergrad_trainer.node.run import run_node
     from evergrad_trainer.node.settings import NodeSettings
-    from evergrad_trainer.resume import inspect_directory
-    from evergrad_trainer.run_directory import RunDirectory
+    from evergrad_trainer.run.directory import RunDirectory
+    from evergrad_trainer.run.resume import inspect_directory
 
     args = build_whole_parser().parse_args(task["arguments"])
     loaded = load_from(args)
@@ -263,7 +263,7 @@ def _watch(scratch: Path, faults: list[dict[str, Any]]) -> None:
         return outcome
 
     stepper.run = watched_step
-    heartbeat = importlib.import_module("evergrad_trainer.worker.heartbeat").WorkerHeartbeat
+    heartbeat = importlib.import_module("evergrad_trainer.worker.liveness").WorkerHeartbeat
     beat = heartbeat.beat
 
     def watched_beat(self: Any, step: int, slot: int) -> None:
@@ -333,7 +333,7 @@ def _act(fault: dict[str, Any], scratch: Path, owner: Any = None, *_: Any) -> No
         case "full":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         case "lose":
-            raise importlib.import_module("evergrad_trainer.errors").PeerLostError(
+            raise importlib.import_module("evergrad_trainer.base.errors").PeerLostError(
                 "Connection closed by peer"
             )
         case "exit":

@@ -24,11 +24,11 @@ from simulated_cluster import Cluster, make_settings
 
 from evergrad_coordinator.edge.http import StatusServer
 from evergrad_coordinator.edge.journal import MemoryStore
-from evergrad_coordinator.edge.live import LiveFeed
+from evergrad_coordinator.edge.live_feed import LiveFeed
 from evergrad_coordinator.edge.server import Server
 from evergrad_coordinator.protocol import Evaluation
-from evergrad_operator.fleet_page import FleetPage
-from evergrad_operator.times import format_duration
+from evergrad_operator.core.objects.times import format_duration
+from evergrad_operator.edge.metrics.fleet_page import FleetPage
 
 R = TypeVar("R")
 

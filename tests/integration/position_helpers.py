@@ -32,9 +32,9 @@ def expected_hashes(
     ``numbers``: which sources of the whole chain of runs these are. ``taken``: samples that each gave before
     ``steps``, with whose first one the pattern of turns begins.
     """
+    from evergrad_trainer.data.epochs import PassMixture, count_passes
     from evergrad_trainer.data.mixture import Mixture
     from evergrad_trainer.data.order import Permutation, SampleId, sample_hash
-    from evergrad_trainer.data.passes import PassMixture, count_passes
 
     turns: Mixture | PassMixture = Mixture(sizes, weights=weights, seed=0)
     if passes:

@@ -104,11 +104,11 @@ POINTS = {
     "batch": ("evergrad_trainer.data.evaluation_sets", "EvaluationSet.batch"),
     "save": ("evergrad_trainer.checkpoint.manager", "CheckpointManager.save"),
     "shard": ("evergrad_trainer.checkpoint.shard_file", "ShardFile.finish"),
-    "publish": ("evergrad_trainer.checkpoint.saving", "_publish"),
-    "published": ("evergrad_trainer.checkpoint.saving", "_settle"),
+    "publish": ("evergrad_trainer.checkpoint.save", "_publish"),
+    "published": ("evergrad_trainer.checkpoint.save", "_settle"),
     "snapshot": ("evergrad_trainer.training.snapshots", "Snapshots.take"),
     "export": ("evergrad_trainer.export", "export_checkpoint"),
-    "receive": ("evergrad_trainer.world", "World.receive"),
+    "receive": ("evergrad_trainer.distributed.world", "World.receive"),
     "track": ("evergrad_trainer.observers.trackers.tensorboard", "TensorBoard.write"),
 }
 
@@ -429,7 +429,7 @@ def _serve() -> None:
     from transformers import AutoModelForCausalLM  # noqa: F401
 
     import evergrad_cli.main as command_line
-    import evergrad_trainer.cli.nodes
+    import evergrad_trainer.commands.nodes
     import evergrad_trainer.report.build as report
     import evergrad_trainer.worker.run  # noqa: F401
 

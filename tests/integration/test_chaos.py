@@ -33,9 +33,9 @@ from run_helpers import (
 )
 
 from evergrad_trainer.checkpoint.store import open_store
-from evergrad_trainer.observers.accounting import account
+from evergrad_trainer.observers.account_files import account
 from evergrad_trainer.observers.history import read_history
-from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.run.directory import RunDirectory
 
 KIND = os.environ.get("CHAOS_KIND") or "any"
 VARIANT = VARIANTS[KIND]

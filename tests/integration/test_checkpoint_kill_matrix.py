@@ -18,7 +18,7 @@ from evergrad_trainer.checkpoint.attempts import Medium
 from evergrad_trainer.checkpoint.manager import CheckpointManager
 from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.checkpoint.store import open_store
-from evergrad_trainer.world import Membership, World
+from evergrad_trainer.distributed.world import Membership, World
 
 processes: Any = sys.modules.get("checkpoint_processes")
 if processes is None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from evergrad_manifest.training import Checkpoint
+from evergrad_trainer.base.errors import FencedError, RunDirectoryError, VolumeError
 from evergrad_trainer.checkpoint.generations import (
     check_fence,
     claim_exactly,
@@ -19,8 +20,7 @@ from evergrad_trainer.checkpoint.generations import (
 )
 from evergrad_trainer.checkpoint.manager import CheckpointManager
 from evergrad_trainer.checkpoint.manifest import Identity
-from evergrad_trainer.errors import FencedError, RunDirectoryError, VolumeError
-from evergrad_trainer.world import Membership, World
+from evergrad_trainer.distributed.world import Membership, World
 
 processes: Any = sys.modules.get("checkpoint_processes")
 if processes is None:

@@ -19,6 +19,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from evergrad_manifest.training import Checkpoint
+from evergrad_trainer.base.errors import (
+    CheckpointError,
+    FencedError,
+    SaveError,
+    VolumeError,
+)
 from evergrad_trainer.checkpoint import faults, search
 from evergrad_trainer.checkpoint.attempts import Medium
 from evergrad_trainer.checkpoint.generations import claim_generation
@@ -26,9 +32,8 @@ from evergrad_trainer.checkpoint.manager import CheckpointManager
 from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.checkpoint.store import open_store
 from evergrad_trainer.checkpoint.weights import load_weights
-from evergrad_trainer.errors import CheckpointError, FencedError, SaveError, VolumeError
+from evergrad_trainer.distributed.world import Membership, World
 from evergrad_trainer.state import transfer
-from evergrad_trainer.world import Membership, World
 
 processes: Any = sys.modules.get("checkpoint_processes")
 if processes is None:

@@ -34,8 +34,8 @@ from coordinator_processes import (
 )
 from patience import PATIENCE
 
+from evergrad_common.codec import LongText, to_camel
 from evergrad_coordinator.protocol import FROM_COORDINATOR, FROM_NODES, Go, Plan
-from evergrad_coordinator.wire import LongText, to_camel
 
 WELL_FORMED_CONNECTIONS, LINES_EACH = 115, 900
 HOSTILE_CONNECTIONS, HOSTILE_LINES = 400, 40

@@ -32,14 +32,14 @@ from coordinator_processes import (
 )
 from process_state import children_of, is_alive
 
+from evergrad_common.codec import encode
 from evergrad_coordinator.protocol import Beat, Capacity
-from evergrad_coordinator.wire import encode
 
 NODE = """
 import asyncio, sys, time
 from pathlib import Path
 from evergrad_coordinator.edge.client import CoordinatorClient
-from evergrad_coordinator.edge.heartbeat import Heartbeat
+from evergrad_coordinator.edge.heartbeat_process import Heartbeat
 from evergrad_coordinator.protocol import Beat, Hello
 
 port, token, folder = int(sys.argv[1]), Path(sys.argv[2]).read_text(), Path(sys.argv[3])

@@ -39,6 +39,7 @@ from coordinator_processes import (
 )
 from patience import PATIENCE
 
+from evergrad_common.codec import MAX_LINE_BYTES, encode
 from evergrad_coordinator.protocol import (
     End,
     Go,
@@ -50,7 +51,6 @@ from evergrad_coordinator.protocol import (
     Up,
     Welcome,
 )
-from evergrad_coordinator.wire import MAX_LINE_BYTES, encode
 
 
 @pytest.fixture

@@ -19,15 +19,15 @@ from patience import PATIENCE
 from process_state import is_alive
 from torch.distributed import TCPStore
 
-from evergrad_trainer import torch_private
-from evergrad_trainer.distributed import Place, abandon_world, form_world
-from evergrad_trainer.errors import PeerLostError
-from evergrad_trainer.run_directory import RunDirectory
-from evergrad_trainer.transports import GlooTransport
+from evergrad_trainer.base import torch_private
+from evergrad_trainer.base.errors import PeerLostError
+from evergrad_trainer.distributed.process_groups import Place, abandon_world, form_world
+from evergrad_trainer.distributed.transports import GlooTransport
+from evergrad_trainer.distributed.world import Interrupt, World
+from evergrad_trainer.run.directory import RunDirectory
 from evergrad_trainer.worker.channel import Go, Plan, channel_pair
 from evergrad_trainer.worker.watchdog import Watchdog
 from evergrad_trainer.worker.worlds import SupervisedWorlds
-from evergrad_trainer.world import Interrupt, World
 
 CPU = torch.device("cpu")
 TIMEOUT = 6 * PATIENCE

@@ -29,7 +29,7 @@ from run_helpers import (
     write_documents,
 )
 
-from evergrad_coordinator.evaluated import Evaluated, decode_evaluated
+from evergrad_common.evaluation_report import Evaluated, decode_evaluated
 
 EVALUATED: dict[str, Any] = {
     "data": {"heldOut": {"count": 6}},

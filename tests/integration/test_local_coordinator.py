@@ -9,7 +9,7 @@ from urllib.request import urlopen
 import pytest
 from patience import PATIENCE
 
-from evergrad_coordinator.contract import INSTANCE_HEADER, ExitCode
+from evergrad_common.contract import INSTANCE_HEADER, ExitCode
 from evergrad_trainer.node.local import CoordinatorSettings, LocalCoordinator, run_local
 
 

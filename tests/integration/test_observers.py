@@ -31,7 +31,7 @@ from run_helpers import (
 )
 
 from evergrad_trainer.report.facts import gather_facts
-from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.run.directory import RunDirectory
 
 CLOSING = "evergrad_trainer.observers.trackers.observer.CLOSING_SECONDS"
 PATIENT = {CLOSING: 150.0}

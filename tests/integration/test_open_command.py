@@ -21,12 +21,12 @@ import synthetic_run
 from page_site import Site
 from patience import PATIENCE
 
-from evergrad_cli.cluster import open as command
-from evergrad_cli.cluster.errors import UnreachableError
-from evergrad_cli.cluster.forwarding import forwarded
-from evergrad_cli.cluster.open import wait_for_interrupt
+from evergrad_cli.cluster.client.errors import UnreachableError
+from evergrad_cli.cluster.client.forwarding import forwarded
+from evergrad_cli.cluster.commands import open as command
+from evergrad_cli.cluster.commands.open import wait_for_interrupt
 from evergrad_cli.main import main
-from evergrad_coordinator.contract import INSTANCE_HEADER
+from evergrad_common.contract import INSTANCE_HEADER
 from evergrad_coordinator.edge.http import Answer, StatusServer
 
 RUN = {"metadata": {"name": "docs-lm"}, "spec": {}, "status": {"phase": "Running"}}
@@ -153,7 +153,7 @@ def test_a_port_is_forwarded_and_the_page_gets_the_token(
 
 OPEN = """
 import signal
-from evergrad_cli.cluster.open import private_file, wait_for_interrupt
+from evergrad_cli.cluster.commands.open import private_file, wait_for_interrupt
 # The tests themselves may have been begun by nohup.
 signal.signal(signal.SIGHUP, signal.SIG_IGN if IS_IGNORED else signal.SIG_DFL)
 try:

@@ -15,9 +15,9 @@ from fake_kubernetes.server import FakeServer
 from fake_kubernetes.store import RefusedError, Store, Write
 from patience import PATIENCE
 
-from evergrad_operator.connection import connect
-from evergrad_operator.service import Service
-from evergrad_operator.settings import Settings, parse_settings
+from evergrad_operator.edge.api.connection import connect
+from evergrad_operator.edge.service import Service
+from evergrad_operator.edge.settings import Settings, parse_settings
 
 CHILDREN = ["r-0-0", "r-1-0", "r-coordinator-0"]
 
@@ -418,7 +418,9 @@ def test_a_worker_that_stands_still_shows_in_the_health(
 ) -> None:
     async def story(server: FakeServer, service: Service) -> None:
         assert service.vitals.find_stall() is None
-        monkeypatch.setattr("evergrad_operator.vitals.STALLED_SECONDS", 0.2)
+        monkeypatch.setattr(
+            "evergrad_operator.edge.metrics.health_checks.STALLED_SECONDS", 0.2
+        )
 
         async def hang(*_: Any, **__: Any) -> Any:
             await asyncio.sleep(60)
@@ -435,7 +437,9 @@ def test_a_watch_that_is_behind_shows_in_the_health(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story(server: FakeServer, service: Service) -> None:
-        monkeypatch.setattr("evergrad_operator.vitals.STALLED_SECONDS", 0.3)
+        monkeypatch.setattr(
+            "evergrad_operator.edge.metrics.health_checks.STALLED_SECONDS", 0.3
+        )
         server.store.on_change = lambda *_: None
         create(server.store, "a")
         service.queue.add(("ns", "a"))
@@ -523,7 +527,9 @@ def test_a_run_that_a_webhook_keeps_from_starting_says_so_and_starts_when_it_ans
 def test_what_vanished_in_a_gap_of_the_watch_is_found_when_it_lists_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("evergrad_operator.sync.PRUNE_SECONDS", 0.5, raising=False)
+    monkeypatch.setattr(
+        "evergrad_operator.edge.cache.sync.PRUNE_SECONDS", 0.5, raising=False
+    )
 
     async def story(server: FakeServer, service: Service) -> None:
         create(server.store, "a")

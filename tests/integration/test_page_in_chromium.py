@@ -10,11 +10,11 @@ from browser import Browser, open_browser, wait
 from page_site import FLEET, Site, fleet_page, run_of
 from patience import PATIENCE
 
-from evergrad_coordinator.causes import USES
-from evergrad_coordinator.edge.live import MOST_PAGES, encode_event
-from evergrad_coordinator.evaluated import MOST_SETS
+from evergrad_common.causes import USES
+from evergrad_common.evaluation_report import MOST_SETS
+from evergrad_coordinator.edge.live_feed import MOST_PAGES, encode_event
 from evergrad_coordinator.protocol import Evaluation
-from evergrad_coordinator.rules.track import MOST_COLUMNS, MOST_ROWS
+from evergrad_coordinator.rules.downsampled_series import MOST_COLUMNS, MOST_ROWS
 
 MOST_BYTES = 50 * 1024 * 1024
 

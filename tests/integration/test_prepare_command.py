@@ -16,9 +16,9 @@ import pytest
 from patience import PATIENCE
 from process_state import children_of, is_alive
 
-from evergrad_trainer.cli import prepare as command
+from evergrad_trainer.base.errors import DataError
+from evergrad_trainer.commands import prepare as command
 from evergrad_trainer.data.prepare import PrepareProgress
-from evergrad_trainer.errors import DataError
 
 MANIFEST = """
 apiVersion: evergrad.dev/v1alpha1
@@ -156,7 +156,7 @@ def test_without_a_terminal_there_is_a_line_every_few_seconds(
 
 SCRIPT = """
 import argparse, sys
-from evergrad_trainer.cli import prepare as command
+from evergrad_trainer.commands import prepare as command
 from evergrad_trainer.data import prepare as entry
 from evergrad_trainer.data.preparation import sources
 sources.SMALLEST_CHUNK = 4096

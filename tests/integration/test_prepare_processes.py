@@ -26,9 +26,9 @@ import json, sys, time
 from pathlib import Path
 from evergrad_manifest.training import Training
 from evergrad_trainer.data import prepare as entry
-from evergrad_trainer import lock
+from evergrad_trainer.base import lock
 from evergrad_trainer.data.preparation import pool, sources
-from evergrad_trainer.errors import EvergradError
+from evergrad_trainer.base.errors import EvergradError
 
 options = json.loads(sys.argv[1])
 sources.SMALLEST_CHUNK = options["chunk"]

@@ -22,15 +22,15 @@ from patience import PATIENCE
 
 from evergrad_monitoring.alerts import ALERTS
 from evergrad_monitoring.queries import collect_queries
-from evergrad_operator.facts import RunFacts
-from evergrad_operator.metrics import Facts, FactsCollector, Metrics
-from evergrad_operator.usage import Usage
+from evergrad_operator.core.observe.facts import RunFacts
+from evergrad_operator.core.observe.time_accounting import Usage
+from evergrad_operator.edge.metrics.operator_metrics import Facts, FactsCollector, Metrics
+from evergrad_trainer.base.records import EvaluationRecord, Event, EventType, RunInfo
 from evergrad_trainer.node.metrics import NodeMetrics
 from evergrad_trainer.node.workers import Worker
 from evergrad_trainer.observers.metrics_server import MetricsServer
 from evergrad_trainer.observers.prometheus import PrometheusExporter
-from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo
-from evergrad_trainer.worker.heartbeat import WorkerHeartbeat
+from evergrad_trainer.worker.liveness import WorkerHeartbeat
 
 RUN = {"run_namespace": "team-a", "run": "docs-lm"}
 DOCUMENTS = Path(__file__).parents[2] / "docs"

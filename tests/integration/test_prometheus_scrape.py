@@ -21,8 +21,8 @@ import pytest
 from patience import PATIENCE
 
 from evergrad_monitoring.queries import collect_queries
+from evergrad_trainer.base.records import EvaluationRecord, Event, EventType, RunInfo
 from evergrad_trainer.observers.prometheus import PrometheusExporter
-from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo
 
 TESTS = Path(__file__).parents[1]
 DOCUMENTS = TESTS.parent / "docs"

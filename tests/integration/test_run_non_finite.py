@@ -60,7 +60,7 @@ def spoil(experiment: Experiment, places: list[tuple[int, int]]) -> None:
     of equal length."""
     from evergrad_manifest.reading.loader import load_manifest
     from evergrad_trainer.data.prepare import prepare
-    from evergrad_trainer.recipes.opening import open_recipe
+    from evergrad_trainer.recipes.setup import open_recipe
 
     loaded = load_manifest(experiment.path / "tiny.yaml")
     training, base = loaded.run.training, experiment.path

@@ -13,21 +13,21 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from evergrad_manifest.training import Checkpoint, Training
+from evergrad_trainer.base.errors import DivergedError, HostError
 from evergrad_trainer.checkpoint.attempts import Medium
 from evergrad_trainer.checkpoint.manager import CheckpointManager
 from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.checkpoint.store import open_store
 from evergrad_trainer.data.batch import Stage
 from evergrad_trainer.data.token_source import INPUT_IDS, LABELS
-from evergrad_trainer.errors import DivergedError, HostError
+from evergrad_trainer.distributed.world import Membership, World
 from evergrad_trainer.models import recomputation
 from evergrad_trainer.models.build import build_model, plan_model
 from evergrad_trainer.models.parallel import build_gradient_sum
 from evergrad_trainer.objectives.causal_lm import causal_lm_loss
 from evergrad_trainer.recipes import load_task
-from evergrad_trainer.recipes.opening import Opened
+from evergrad_trainer.recipes.setup import Opened
 from evergrad_trainer.training.build import Machinery, build_comparison, build_machinery
-from evergrad_trainer.world import Membership, World
 
 processes: Any = sys.modules.get("checkpoint_processes")
 if processes is None:

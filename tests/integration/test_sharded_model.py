@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor
 from evergrad_manifest.training import Training
 from evergrad_trainer.data.batch import Stage
 from evergrad_trainer.data.token_source import INPUT_IDS, LABELS
+from evergrad_trainer.distributed.world import World
 from evergrad_trainer.models.build import ModelPlan, build_model, plan_model
 from evergrad_trainer.models.parallel import build_gradient_sum
 from evergrad_trainer.objectives.causal_lm import causal_lm_loss
 from evergrad_trainer.recipes import load_task
-from evergrad_trainer.recipes.opening import Opened
+from evergrad_trainer.recipes.setup import Opened
 from evergrad_trainer.training.build import build_machinery
-from evergrad_trainer.world import World
 
 processes: Any = sys.modules.get("checkpoint_processes")
 if processes is None:

@@ -16,23 +16,23 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from evergrad_manifest.training import Checkpoint, Training
+from evergrad_trainer.base.errors import DivergedError, HostError, TaskError, TaskInputError
 from evergrad_trainer.checkpoint.attempts import Medium
 from evergrad_trainer.checkpoint.manager import CheckpointManager
 from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.checkpoint.store import open_store
 from evergrad_trainer.data.batch import Stage
-from evergrad_trainer.errors import DivergedError, HostError, TaskError, TaskInputError
+from evergrad_trainer.distributed.world import Membership, World
 from evergrad_trainer.models import parallel
 from evergrad_trainer.models.build import ModelPlan, plan_model
 from evergrad_trainer.models.parallel import build_gradient_sum, reshard
-from evergrad_trainer.recipes.opening import Opened
-from evergrad_trainer.recipes.own import Code
+from evergrad_trainer.recipes.setup import Opened
+from evergrad_trainer.recipes.user_task import Code
 from evergrad_trainer.task import Loss, Modules, Section, Tensors, full_tensor
 from evergrad_trainer.training.build import Machinery, build_comparison, build_machinery
-from evergrad_trainer.training.calls import build_finish
 from evergrad_trainer.training.step_parts import StepOutcome
+from evergrad_trainer.training.task_adapter import build_finish
 from evergrad_trainer.worker.peer_failures import is_peer_error
-from evergrad_trainer.world import Membership, World
 
 processes: Any = sys.modules.get("checkpoint_processes")
 if processes is None:

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from evergrad_coordinator.contract import ExitCode
+from evergrad_common.contract import ExitCode
 from evergrad_manifest.errors import Problem
-from evergrad_trainer.bases import hide_bases
-from evergrad_trainer.errors import DataError
+from evergrad_trainer.base.errors import DataError
+from evergrad_trainer.base.redact_sequences import hide_bases
 from evergrad_trainer.observers.logs import setup_logging
-from evergrad_trainer.run_directory import RunDirectory
-from evergrad_trainer.worker.reporting import build_last_words, report_failure
+from evergrad_trainer.run.directory import RunDirectory
+from evergrad_trainer.worker.error_reports import build_last_words, report_failure
 
 pytestmark = pytest.mark.capability("G-99")
 SEQUENCE = "ACGTN" * 8

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from evergrad_trainer.bounded_file import BoundedFile
+from evergrad_trainer.base.bounded_file import BoundedFile
 from evergrad_trainer.observers.logs import setup_logging
-from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.run.directory import RunDirectory
 
 
 def write_lines(path: Path, numbers: range) -> None:

@@ -18,6 +18,12 @@ from safetensors import safe_open
 from evergrad_manifest.identity import from_wire, to_wire
 from evergrad_manifest.training import Model
 from evergrad_trainer import export
+from evergrad_trainer.base.errors import (
+    CheckpointError,
+    ModelError,
+    RunDirectoryError,
+    VolumeError,
+)
 from evergrad_trainer.checkpoint.attempts import Medium
 from evergrad_trainer.checkpoint.generations import claim_generation
 from evergrad_trainer.checkpoint.layout import LATEST, TENSORS, Version
@@ -27,15 +33,9 @@ from evergrad_trainer.checkpoint.staging import view_bytes
 from evergrad_trainer.checkpoint.store import open_store
 from evergrad_trainer.checkpoint.tensor_table import StoredChunk, StoredTensor, encode_table
 from evergrad_trainer.checkpoint.weights import open_tensors
-from evergrad_trainer.errors import (
-    CheckpointError,
-    ModelError,
-    RunDirectoryError,
-    VolumeError,
-)
 from evergrad_trainer.models import safetensors_files
 from evergrad_trainer.models.build import build_model, plan_model
-from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.run.directory import RunDirectory
 from evergrad_trainer.state.providers import module_tensors
 from evergrad_trainer.task import Modules
 from evergrad_trainer.training.frozen import hash_frozen

@@ -11,11 +11,11 @@ import torch
 
 from evergrad_manifest.reading.validation import parse_run
 from evergrad_manifest.training import Model, Training
-from evergrad_trainer.errors import ModelError
-from evergrad_trainer.machine import Machine
+from evergrad_trainer.base.errors import ModelError
+from evergrad_trainer.base.machine import Machine
 from evergrad_trainer.models.build import plan_model
 from evergrad_trainer.models.memory import ModelFacts, checkpoint_bytes
-from evergrad_trainer.preflight import (
+from evergrad_trainer.preflight.checks import (
     check_cadences,
     check_device,
     check_files,
@@ -26,7 +26,7 @@ from evergrad_trainer.preflight import (
     examine,
     find_traps,
 )
-from evergrad_trainer.preflight_memory import Finding, check_memory, hidden_size_of
+from evergrad_trainer.preflight.memory import Finding, check_memory, hidden_size_of
 
 MACHINE = Machine(
     cores=2,
@@ -295,7 +295,7 @@ def test_a_run_directory_below_a_file_is_refused(tmp_path: Path) -> None:
 def test_space_for_one_checkpoint_is_too_little_and_for_fewer_than_are_kept_is_a_warning(
     tmp_path: Path,
 ) -> None:
-    from evergrad_trainer.machine import free_bytes
+    from evergrad_trainer.base.machine import free_bytes
 
     free = free_bytes(tmp_path)
     assert only(check_run_directory(tmp_path, free, keep=3)).level == "error"

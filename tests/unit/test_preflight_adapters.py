@@ -6,7 +6,7 @@ from typing import Any
 from evergrad_manifest.training import Ema, Training
 from evergrad_trainer.models.build import plan_model
 from evergrad_trainer.models.memory import checkpoint_bytes, memory_of
-from evergrad_trainer.preflight_memory import Finding, check_base, model_facts
+from evergrad_trainer.preflight.memory import Finding, check_base, model_facts
 
 TINY = {
     "model_type": "llama",

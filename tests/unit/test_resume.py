@@ -9,10 +9,11 @@ import pytest
 
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.identity import config_hash, from_wire
+from evergrad_trainer.base.errors import RunDirectoryError
 from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.data.prepared import Prepared
-from evergrad_trainer.errors import RunDirectoryError
-from evergrad_trainer.resume import (
+from evergrad_trainer.run.directory import RunDirectory
+from evergrad_trainer.run.resume import (
     RunState,
     check_data_unchanged,
     check_extension,
@@ -22,7 +23,6 @@ from evergrad_trainer.resume import (
     resolved_record,
     resolved_script_record,
 )
-from evergrad_trainer.run_directory import RunDirectory
 
 PREPARED = Prepared(
     sources=(),

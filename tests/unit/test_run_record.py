@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from evergrad_trainer.run_directory import RunDirectory
-from evergrad_trainer.run_record import BASE, describe_base, read_base
+from evergrad_trainer.run.directory import RunDirectory
+from evergrad_trainer.run.record import BASE, describe_base, read_base
 
 
 def make_link(tmp_path: Path) -> tuple[Path, Path, Path]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from evergrad_manifest.script import Script
+from evergrad_manifest.envelope.script import Script
 from evergrad_manifest.script_files import (
     is_module_found,
     portable_problems,

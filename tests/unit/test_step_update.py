@@ -13,12 +13,14 @@ from torch import nn
 from torch.nn import functional
 
 from evergrad_manifest.training import Optimizer, Schedule
-from evergrad_trainer import device_memory, torch_private
+from evergrad_trainer.base import device_memory, torch_private
+from evergrad_trainer.base.errors import DivergedError
 from evergrad_trainer.data.batch import Batch, Stage
 from evergrad_trainer.data.order import SampleId
 from evergrad_trainer.data.prefetch import Prefetcher
 from evergrad_trainer.data.token_source import IGNORE_INDEX
-from evergrad_trainer.errors import DivergedError
+from evergrad_trainer.distributed.transports import GlooTransport
+from evergrad_trainer.distributed.world import World
 from evergrad_trainer.models.gradients import BucketedSum, ExactSum
 from evergrad_trainer.optim.adamw import build_adamw
 from evergrad_trainer.optim.schedule import build_schedule
@@ -28,8 +30,6 @@ from evergrad_trainer.training import step as step_module
 from evergrad_trainer.training.exchange import NUM_FLAGS, as_signed
 from evergrad_trainer.training.step import Stepper, share_slots
 from evergrad_trainer.training.step_parts import StepParts, StepSettings
-from evergrad_trainer.transports import GlooTransport
-from evergrad_trainer.world import World
 
 LENGTH = 6
 QUIET = (False,) * NUM_FLAGS

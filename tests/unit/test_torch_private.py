@@ -19,7 +19,7 @@ from torch.distributed import FileStore, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from evergrad_trainer import torch_private
+from evergrad_trainer.base import torch_private
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_hooks_on_the_gradient_of_a_parameter_are_seen() -> None:
 _KEPT_GROUP = """
 import gc, weakref
 import torch.distributed as dist
-from evergrad_trainer import torch_private
+from evergrad_trainer.base import torch_private
 torch_private.keep_groups()
 torch_private.keep_groups()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -197,7 +197,7 @@ def test_no_other_module_uses_a_private_name_of_torch() -> None:
 _EAGER_STEP = """
 import sys
 import torch
-from evergrad_trainer import torch_private
+from evergrad_trainer.base import torch_private
 torch_private.delay_compiler()
 from transformers import LlamaConfig, LlamaForCausalLM
 sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
@@ -233,7 +233,7 @@ def test_a_delayed_compiler_compiles_and_heeds_what_was_decorated_before() -> No
         """
 import sys
 import torch
-from evergrad_trainer import torch_private
+from evergrad_trainer.base import torch_private
 torch_private.delay_compiler()
 import torch._dynamo
 seen = []
@@ -277,7 +277,7 @@ def test_a_part_of_a_delayed_compiler_is_the_one_that_the_compiler_uses(first: s
 import importlib
 import sys
 import torch
-from evergrad_trainer import torch_private
+from evergrad_trainer.base import torch_private
 torch_private.delay_compiler()
 {first}
 import torch._dynamo.config, torch._dynamo.exc, torch._dynamo.backends.registry
@@ -305,11 +305,11 @@ def test_a_group_is_set_up_and_a_model_is_counted_without_the_compiler() -> None
 import sys
 from pathlib import Path
 import torch
-from evergrad_trainer import torch_private
+from evergrad_trainer.base import torch_private
 torch_private.delay_compiler()
 import evergrad_trainer.worker.run
 from evergrad_trainer.models.build import plan_model
-from evergrad_trainer.preflight_memory import model_facts
+from evergrad_trainer.preflight.memory import model_facts
 from evergrad_manifest.training import Model
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 torch.distributed.all_reduce(torch.ones(1))
@@ -331,7 +331,7 @@ def test_the_delayed_algebra_of_sizes_answers_what_is_known_and_its_error_become
         """
 import sys
 import torch
-from evergrad_trainer import torch_private
+from evergrad_trainer.base import torch_private
 torch_private.delay_compiler()
 from torch.distributed.tensor import _collective_utils, _decompositions
 from torch.fx.experimental import symbolic_shapes

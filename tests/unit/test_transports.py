@@ -13,10 +13,10 @@ import torch.distributed as dist
 from patience import PATIENCE
 from torch.distributed import FileStore
 
-from evergrad_trainer import torch_private
-from evergrad_trainer.distributed import abandon_world
-from evergrad_trainer.errors import HostError, PeerLostError
-from evergrad_trainer.transports import (
+from evergrad_trainer.base import torch_private
+from evergrad_trainer.base.errors import HostError, PeerLostError
+from evergrad_trainer.distributed.process_groups import abandon_world
+from evergrad_trainer.distributed.transports import (
     ENVIRONMENT_VARIABLE,
     AsynchronousTransport,
     GlooTransport,
@@ -24,10 +24,10 @@ from evergrad_trainer.transports import (
     Transport,
     choose_transport,
 )
+from evergrad_trainer.distributed.world import Interrupt, World
 from evergrad_trainer.worker import watchdog as watchdog_module
 from evergrad_trainer.worker.channel import Ping, Plan, Pong, channel_pair
 from evergrad_trainer.worker.watchdog import Watchdog
-from evergrad_trainer.world import Interrupt, World
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from evergrad_trainer import distributed
-from evergrad_trainer import world as world_module
-from evergrad_trainer.distributed import abandon_world
-from evergrad_trainer.errors import PeerLostError
-from evergrad_trainer.transports import GlooTransport, _ThreadWork
-from evergrad_trainer.world import Interrupt, Membership, World
+from evergrad_trainer.base.errors import PeerLostError
+from evergrad_trainer.distributed import process_groups
+from evergrad_trainer.distributed import world as world_module
+from evergrad_trainer.distributed.process_groups import abandon_world
+from evergrad_trainer.distributed.transports import GlooTransport, _ThreadWork
+from evergrad_trainer.distributed.world import Interrupt, Membership, World
 
 CPU = torch.device("cpu")
 
@@ -149,7 +149,7 @@ def test_what_never_ends_is_buried_with_its_tensors(
     monkeypatch: pytest.MonkeyPatch, is_done: bool
 ) -> None:
     leaked: list[object] = []
-    monkeypatch.setattr(distributed, "_leaked", leaked)
+    monkeypatch.setattr(process_groups, "_leaked", leaked)
     world, values = make_world(Interrupt()), torch.zeros(3)
     world.unfinished.append((Work(is_done=is_done), (values,)))
     assert abandon_world(world, GlooTransport(), patience_seconds=0.01) is not is_done
@@ -162,14 +162,14 @@ def test_what_never_ends_is_buried_with_its_tensors(
 def test_burying_grants_its_patience_once_for_all_works(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(distributed, "_leaked", [])
+    monkeypatch.setattr(process_groups, "_leaked", [])
     world, now = make_world(Interrupt()), [0.0]
 
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
     monkeypatch.setattr(
-        distributed, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+        process_groups, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
     )
     world.unfinished.extend((Work(is_done=False), ()) for _ in range(100))
     assert abandon_world(world, GlooTransport(), patience_seconds=0.1)

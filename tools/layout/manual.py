@@ -39,7 +39,7 @@ sub("tests/unit/repository/test_commands.py", ("|trainer_image|coordinator|", "|
 sub("coordinator/evergrad_coordinator/edge/heartbeat_process.py", ('with_name("beat.py")', 'with_name("heartbeat_sender.py")'))
 for p in subprocess.run(["git", "grep", "-l", r"\./coordinator \./manifest"], cwd=ROOT, capture_output=True, text=True).stdout.split():
     if "CHANGELOG" not in p:
-        sub(p, ("./coordinator ./manifest", "./common ./coordinator ./manifest"))
+        sub(p, ("./common ./coordinator ./manifest", "./common ./common ./coordinator ./manifest"))
 contracts = Path(__file__).with_name("contracts.toml").read_text()
 p = ROOT / "pyproject.toml"; s = p.read_text()
 s = s.replace('src = ["coordinator",', 'src = ["common", "coordinator",').replace('files = [\n    "coordinator/', 'files = [\n    "common/evergrad_common",\n    "coordinator/')
@@ -48,7 +48,7 @@ head, _, tail = s.partition("[tool.importlinter]")
 after = re.search(r"^\[+tool\.(?!importlinter)", tail, re.M)
 p.write_text(head + contracts + ("\n" + tail[after.start():] if after else ""))
 sub("trainer_image/evergrad_trainer/worker/worker_loop.py", ("build once, then one\nworld or many.", "build once, then\none world or many."))
-sub("cli/evergrad_cli/cluster/client/errors.py", ("""        remedy = "Install it, in a clone of Evergrad: pip install ./common ./coordinator ./manifest './cli[cluster]'"
-""", """        packages = "./common ./coordinator ./manifest './cli[cluster]'"
+sub("cli/evergrad_cli/cluster/client/errors.py", ("""        remedy = "Install it, in a clone of Evergrad: pip install ./common ./common ./coordinator ./manifest './cli[cluster]'"
+""", """        packages = "./common ./common ./coordinator ./manifest './cli[cluster]'"
         remedy = f"Install it, in a clone of Evergrad: pip install {packages}"
 """))

@@ -8,7 +8,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from evergrad_coordinator.wire import Codec
+from evergrad_common.codec import Codec
 
 MAX_LINE_BYTES = 4096
 """Longest line in either direction, with its newline."""

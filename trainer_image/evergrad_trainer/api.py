@@ -18,16 +18,16 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
-from evergrad_coordinator.contract import ExitCode
+from evergrad_common.contract import ExitCode
 from evergrad_manifest.errors import EvergradError, InputError, Problem
 from evergrad_manifest.reading.loader import load_manifest
+from evergrad_trainer.base.records import EventType
 from evergrad_trainer.checkpoint.layout import parse_checkpoint_name
 from evergrad_trainer.checkpoint.store import open_store
-from evergrad_trainer.provenance.redaction import public_path
-from evergrad_trainer.records import EventType
 from evergrad_trainer.report.facts import gather_facts
 from evergrad_trainer.report.summary import summarise
-from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.run.directory import RunDirectory
+from evergrad_trainer.run.redaction import public_path
 
 STOPPED_WELL: Final = (ExitCode.DONE, ExitCode.STOPPED_SAVED)
 """Exit codes of a run that ended as it was asked to."""

@@ -15,8 +15,9 @@ import torch
 from evergrad_manifest.derive import why_not_exported
 from evergrad_manifest.errors import Problem, raise_if
 from evergrad_manifest.training import Training
+from evergrad_trainer.base.errors import CheckpointError, DataError, RunDirectoryError
 from evergrad_trainer.checkpoint.layout import parse_checkpoint_name
-from evergrad_trainer.checkpoint.restoring import compare_tensors
+from evergrad_trainer.checkpoint.restore import compare_tensors
 from evergrad_trainer.checkpoint.weights import (
     StoredTensors,
     hold_checkpoint,
@@ -31,7 +32,6 @@ from evergrad_trainer.data.tokenizers import (
     load_tokenizer,
     problem_of_difference,
 )
-from evergrad_trainer.errors import CheckpointError, DataError, RunDirectoryError
 from evergrad_trainer.models.adapters import (
     ADAPTER_FILE,
     adapter_key,
@@ -46,8 +46,8 @@ from evergrad_trainer.models.build import (
 from evergrad_trainer.models.generation import TextIds, keep_settings, set_ids
 from evergrad_trainer.models.safetensors_files import TensorForm, write_weights
 from evergrad_trainer.optim.average import AVERAGE, TRAINED, check_has_average
-from evergrad_trainer.run_directory import RunDirectory, reported
-from evergrad_trainer.run_record import read_base, read_run
+from evergrad_trainer.run.directory import RunDirectory, reported
+from evergrad_trainer.run.record import read_base, read_run
 from evergrad_trainer.state.providers import module_tensors
 from evergrad_trainer.state.registry import EMA, FROZEN, MODEL, from_extra
 from evergrad_trainer.task import Modules

@@ -13,12 +13,12 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
-from evergrad_manifest.base import Section
+from evergrad_manifest.model.base import Section
 from evergrad_manifest.training import Training
+from evergrad_trainer.base.records import EvaluationRecord, StepRecord, Wish
 from evergrad_trainer.data.batch import Batch, Rows, Source, Stage
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.observers.base import BaseObserver, Observer
-from evergrad_trainer.records import EvaluationRecord, StepRecord, Wish
 
 __all__ = [
     "BaseObserver",

@@ -11,8 +11,8 @@ from evergrad_trainer.data.tokenizers import TextTokenizer
 from evergrad_trainer.data.turn_end import find_ends
 from evergrad_trainer.models.build import plan_model
 from evergrad_trainer.models.generation import END, add_ends, read_settings
-from evergrad_trainer.run_directory import find_record
-from evergrad_trainer.run_record import read_base, read_run
+from evergrad_trainer.run.directory import find_record
+from evergrad_trainer.run.record import read_base, read_run
 
 _LONGEST_CHAIN: Final = 64
 """Most runs of which each begins with the next: more would be runs that name one another."""

@@ -9,6 +9,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from evergrad_common.codec import (
+    MAX_LINE_BYTES,
+    ProtocolError,
+    UnknownTypeError,
+    encode,
+)
 from evergrad_coordinator.protocol import (
     Commit,
     End,
@@ -20,12 +26,6 @@ from evergrad_coordinator.protocol import (
     Refused,
     Welcome,
     decode_from_coordinator,
-)
-from evergrad_coordinator.wire import (
-    MAX_LINE_BYTES,
-    ProtocolError,
-    UnknownTypeError,
-    encode,
 )
 
 _log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from evergrad_coordinator.contract import ExitCode
+from evergrad_common.contract import ExitCode
 from evergrad_coordinator.edge.bounded_log import BoundedLog
 from evergrad_coordinator.edge.journal import GenerationStore, JournalError
 from evergrad_coordinator.rules.state import Effect, Finish, Persist

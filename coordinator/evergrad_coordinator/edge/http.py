@@ -14,13 +14,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from evergrad_coordinator.addresses import open_listener
-from evergrad_coordinator.contract import INSTANCE_HEADER
-from evergrad_coordinator.edge.live import MOST_PAGES, LiveFeed
-from evergrad_coordinator.edge.page import build_page, is_own_request
+from evergrad_common.addresses import open_listener
+from evergrad_common.contract import INSTANCE_HEADER
+from evergrad_common.secret import is_token
+from evergrad_coordinator.edge.live_feed import MOST_PAGES, LiveFeed
+from evergrad_coordinator.edge.page_files import build_page, is_own_request
 from evergrad_coordinator.edge.server import Server
 from evergrad_coordinator.rules.status import EdgeFacts, build_metrics, build_status
-from evergrad_coordinator.secret import is_token
 
 MAX_REQUEST_BYTES = 8192
 MAX_CONNECTIONS = 64

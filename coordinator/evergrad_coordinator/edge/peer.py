@@ -7,9 +7,9 @@ import time
 import typing
 from dataclasses import dataclass
 
-from evergrad_coordinator.addresses import plain_host
+from evergrad_common.addresses import plain_host
+from evergrad_common.codec import MAX_LINE_BYTES
 from evergrad_coordinator.rules.state import Key
-from evergrad_coordinator.wire import MAX_LINE_BYTES
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from evergrad_coordinator.addresses import open_listener
+from evergrad_common.addresses import open_listener
+from evergrad_common.codec import ProtocolError, UnknownTypeError, encode
+from evergrad_common.secret import is_token
 from evergrad_coordinator.edge.bounded_log import BoundedLog, LogLine
 from evergrad_coordinator.edge.effects import EffectQueue
 from evergrad_coordinator.edge.journal import GenerationStore
@@ -21,8 +23,6 @@ from evergrad_coordinator.rules import events
 from evergrad_coordinator.rules.budget import MAX_FAILURES
 from evergrad_coordinator.rules.group import Group
 from evergrad_coordinator.rules.state import Close, Effect, Finish, Log, Persist, Send
-from evergrad_coordinator.secret import is_token
-from evergrad_coordinator.wire import ProtocolError, UnknownTypeError, encode
 
 _BACKLOG = 4096
 """Connections that wait to be accepted: all nodes of a large run come at once."""

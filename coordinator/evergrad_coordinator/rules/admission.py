@@ -1,6 +1,7 @@
 """Who may join: the checks of a hello. Pure."""
 
-from evergrad_coordinator.contract import ExitCode
+from evergrad_common.contract import ExitCode
+from evergrad_common.secret import is_token
 from evergrad_coordinator.protocol import (
     MAX_GENERATION,
     MAX_WORKERS,
@@ -9,7 +10,6 @@ from evergrad_coordinator.protocol import (
     Refused,
 )
 from evergrad_coordinator.rules.state import Settings
-from evergrad_coordinator.secret import is_token
 
 MAX_NAME = 63
 MAX_ADDRESS = 255

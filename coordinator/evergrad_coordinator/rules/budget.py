@@ -2,8 +2,8 @@
 
 from dataclasses import InitVar, dataclass, field
 
-from evergrad_coordinator.causes import ChangeCause, specify_break
-from evergrad_coordinator.contract import SEE_LOGS, UNDISTURBED_SECONDS
+from evergrad_common.causes import ChangeCause, specify_break
+from evergrad_common.contract import SEE_LOGS, UNDISTURBED_SECONDS
 from evergrad_coordinator.protocol import Broken, Recovery
 from evergrad_coordinator.rules.progress import ProgressCounter
 from evergrad_coordinator.rules.state import Key, Training

@@ -5,7 +5,7 @@ Nothing here decides that it should happen: ``review`` compares, ``reports`` and
 takes what comes.
 """
 
-from evergrad_coordinator.contract import ExitCode
+from evergrad_common.contract import ExitCode
 from evergrad_coordinator.protocol import End, Leave, Plan
 from evergrad_coordinator.rules import planning
 from evergrad_coordinator.rules.budget import Failure, describe_worker

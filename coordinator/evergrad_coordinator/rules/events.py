@@ -31,7 +31,7 @@ adopting.
 import dataclasses
 
 from evergrad_coordinator.protocol import Commit, Hello, Message, Ping, Plan, Welcome
-from evergrad_coordinator.rules import adoption, planning, uses
+from evergrad_coordinator.rules import adoption, planning, time_accounting
 from evergrad_coordinator.rules.changes import announce, drop_node, remove_node
 from evergrad_coordinator.rules.group import Group
 from evergrad_coordinator.rules.limits import check_limits
@@ -195,7 +195,7 @@ def next_tick(group: Group, *, now: float) -> float:
 
 def _take_effects(group: Group, now: float) -> list[Effect]:
     # The time up to this event belongs to what was before it.
-    uses.advance(group, now=now)
+    time_accounting.advance(group, now=now)
     effects, group.effects = group.effects, []
     return effects
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from evergrad_coordinator.protocol import End, Message
 from evergrad_coordinator.rules import planning
-from evergrad_coordinator.rules.accounting import Accounting
 from evergrad_coordinator.rules.budget import FailureBudget
-from evergrad_coordinator.rules.departures import Departures
+from evergrad_coordinator.rules.drains import Departures
+from evergrad_coordinator.rules.interruptions import Accounting
 from evergrad_coordinator.rules.ledger import Ledger
 from evergrad_coordinator.rules.members import Members
 from evergrad_coordinator.rules.rendezvous import JoinHold, Rendezvous

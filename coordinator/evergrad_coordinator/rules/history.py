@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from evergrad_coordinator.causes import CHANGES, USES, read_change
+from evergrad_common.causes import CHANGES, USES, read_change
+from evergrad_coordinator.rules.downsampled_series import Track
 from evergrad_coordinator.rules.group import Group
 from evergrad_coordinator.rules.status import build_status, count_current_workers
-from evergrad_coordinator.rules.track import Track
 
 MOST_EVENTS: Final = 200
 MOST_CHECKPOINTS: Final = 100

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from evergrad_coordinator.causes import Use
+from evergrad_common.causes import Use
 from evergrad_coordinator.protocol import Progress
 
 OPEN: Final[tuple[Use, ...]] = ("training", "repeated")

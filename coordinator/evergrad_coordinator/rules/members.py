@@ -1,6 +1,6 @@
 """Who is connected, and which processes may come back: newest incarnation of a node wins for good. Pure."""
 
-from evergrad_coordinator.contract import ExitCode
+from evergrad_common.contract import ExitCode
 from evergrad_coordinator.protocol import End, Hello, Refused
 from evergrad_coordinator.rules import admission
 from evergrad_coordinator.rules.state import Key, Node, Settings

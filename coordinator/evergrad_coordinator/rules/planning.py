@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 
-from evergrad_coordinator.causes import ChangeCause
+from evergrad_common.causes import ChangeCause
 from evergrad_coordinator.protocol import Go
 from evergrad_coordinator.rules.budget import Break
 from evergrad_coordinator.rules.state import (

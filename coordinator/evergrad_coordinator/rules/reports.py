@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from evergrad_coordinator.causes import specify_break
-from evergrad_coordinator.contract import ExitCode
+from evergrad_common.causes import specify_break
+from evergrad_common.contract import ExitCode
 from evergrad_coordinator.protocol import (
     Boundary,
     Broken,

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from evergrad_coordinator.causes import ChangeCause
-from evergrad_coordinator.contract import SOFT_LIMIT_SECONDS
+from evergrad_common.causes import ChangeCause
+from evergrad_common.contract import SOFT_LIMIT_SECONDS
 from evergrad_coordinator.protocol import Evaluation, Message, Placement, Ready, Recovery
 
 

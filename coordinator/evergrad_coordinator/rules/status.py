@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from evergrad_coordinator.contract import SOME_FINISHED, ExitCode
-from evergrad_coordinator.metrics import COORDINATOR
+from evergrad_common.codec import MAX_TEXT
+from evergrad_common.contract import SOME_FINISHED, ExitCode
+from evergrad_common.metrics import COORDINATOR
 from evergrad_coordinator.rules.group import Group
 from evergrad_coordinator.rules.planning import find_lost
 from evergrad_coordinator.rules.state import World, node_order
-from evergrad_coordinator.wire import MAX_TEXT
 
 MAX_LISTED = 64
 """Members and other nodes in /status; the rest is only counted."""

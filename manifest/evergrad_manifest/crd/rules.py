@@ -9,13 +9,13 @@ from typing import Final
 
 from evergrad_manifest.envelope import KINDS
 from evergrad_manifest.envelope.storage import PLACE_OF_STORAGE
-from evergrad_manifest.fields import fields_of
 from evergrad_manifest.identity import (
     OPERATIONAL_DATA,
     RECIPE_OF_RUNTIME,
     RECIPE_OF_SCRIPT,
     RECIPE_SECTIONS,
 )
+from evergrad_manifest.model.fields import fields_of
 from evergrad_manifest.structure.nodes import Schema, rule
 from evergrad_manifest.training import Data, Runtime
 from evergrad_manifest.training.own_task import LONGEST_FILE_NAME

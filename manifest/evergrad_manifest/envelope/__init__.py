@@ -8,19 +8,20 @@ from typing import Final, Literal
 from pydantic import ConfigDict, Field
 
 from evergrad_coordinator.protocol import Recovery
-from evergrad_manifest.base import Section, Switch
-from evergrad_manifest.envelope.beside import RULES as RULES_OF_PODS_BESIDE
-from evergrad_manifest.envelope.beside import CheckpointEvaluation, Preparation
+from evergrad_manifest.envelope.other_pods import RULES as RULES_OF_PODS_BESIDE
+from evergrad_manifest.envelope.other_pods import CheckpointEvaluation, Preparation
 from evergrad_manifest.envelope.resources import RULES as RULES_OF_RESOURCES
 from evergrad_manifest.envelope.resources import Resources
+from evergrad_manifest.envelope.script import RULES as RULES_OF_SCRIPT
+from evergrad_manifest.envelope.script import Script
 from evergrad_manifest.envelope.storage import RULES as RULES_OF_STORAGE
 from evergrad_manifest.envelope.storage import Storage
 from evergrad_manifest.envelope.template import RULES as RULES_OF_TEMPLATE
 from evergrad_manifest.envelope.template import Template
 from evergrad_manifest.errors import ConfigurationError, Problem
-from evergrad_manifest.fields import format_path
-from evergrad_manifest.script import RULES as RULES_OF_SCRIPT
-from evergrad_manifest.script import Script
+from evergrad_manifest.model.base import Section, Switch
+from evergrad_manifest.model.fields import format_path
+from evergrad_manifest.model.view import UNKNOWN, View
 from evergrad_manifest.training import Training
 from evergrad_manifest.training.steps import divisors_of, slots_of
 from evergrad_manifest.values.images import IMAGE_REMEDY, IMAGE_RULE, is_image
@@ -33,7 +34,6 @@ from evergrad_manifest.values.quantities import (
     fault_of_key,
     fault_of_label_value,
 )
-from evergrad_manifest.view import UNKNOWN, View
 
 KINDS: Final = ("training", "script")
 """Kinds of runs: a ``spec`` has exactly one of these."""

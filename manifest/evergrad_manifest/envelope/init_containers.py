@@ -3,17 +3,17 @@
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from evergrad_coordinator.contract import OUR_VOLUME_PREFIX, TRAINER_CONTAINER
+from evergrad_common.contract import OUR_VOLUME_PREFIX, TRAINER_CONTAINER
 from evergrad_manifest.envelope.resources import check_resources_at
 from evergrad_manifest.envelope.volumes import TEMPLATE, check_mounts
-from evergrad_manifest.environment import check_env_from, check_variables
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import format_path
-from evergrad_manifest.items import Keys, check_keys, check_unique, items_at, items_of
+from evergrad_manifest.model.environment import check_env_from, check_variables
+from evergrad_manifest.model.fields import format_path
+from evergrad_manifest.model.items import Keys, check_keys, check_unique, items_at, items_of
+from evergrad_manifest.model.view import View
 from evergrad_manifest.values.images import IMAGE_REMEDY, IMAGE_RULE, is_image
 from evergrad_manifest.values.numbers import show
 from evergrad_manifest.values.quantities import is_dns_label
-from evergrad_manifest.view import View
 
 MOST_INIT_CONTAINERS: Final = 8
 """They run one after the other, in each pod anew: work of more steps is a script of one of them."""

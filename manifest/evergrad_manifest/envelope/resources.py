@@ -6,10 +6,11 @@ from typing import Final
 
 from pydantic import Field
 
-from evergrad_manifest.base import Section
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import format_path
-from evergrad_manifest.spelling import nearest
+from evergrad_manifest.model.base import Section
+from evergrad_manifest.model.fields import format_path
+from evergrad_manifest.model.spelling import nearest
+from evergrad_manifest.model.view import View
 from evergrad_manifest.values.numbers import NumberError, show
 from evergrad_manifest.values.quantities import (
     SMALLEST_SIZE,
@@ -18,7 +19,6 @@ from evergrad_manifest.values.quantities import (
     parse_quantity,
     quantity_value,
 )
-from evergrad_manifest.view import View
 
 _ACCELERATORS = (
     "gpu",

@@ -6,8 +6,9 @@ from typing import Final, Literal
 
 from pydantic import Field
 
-from evergrad_manifest.base import Section
 from evergrad_manifest.errors import Problem
+from evergrad_manifest.model.base import Section
+from evergrad_manifest.model.view import UNKNOWN, View
 from evergrad_manifest.values.numbers import show
 from evergrad_manifest.values.quantities import (
     SMALLEST_SIZE,
@@ -15,7 +16,6 @@ from evergrad_manifest.values.quantities import (
     is_dns_subdomain,
     quantity_value,
 )
-from evergrad_manifest.view import UNKNOWN, View
 
 _STORAGE = "spec.storage"
 OPERATIONAL_STORAGE: Final = ("whenDeleted",)

@@ -6,21 +6,21 @@ from typing import Final
 
 from pydantic import Field
 
-from evergrad_coordinator.contract import LABEL_PREFIX
-from evergrad_manifest.base import FreeMapping, Section
+from evergrad_common.contract import LABEL_PREFIX
 from evergrad_manifest.envelope.init_containers import (
     MOST_INIT_CONTAINERS,
     check_init_containers,
 )
 from evergrad_manifest.envelope.volumes import RULES as RULES_OF_VOLUMES
 from evergrad_manifest.envelope.volumes import TEMPLATE
-from evergrad_manifest.environment import check_env_from, check_variables
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import format_path
-from evergrad_manifest.items import Keys, check_keys, items_at
+from evergrad_manifest.model.base import FreeMapping, Section
+from evergrad_manifest.model.environment import check_env_from, check_variables
+from evergrad_manifest.model.fields import format_path
+from evergrad_manifest.model.items import Keys, check_keys, items_at
+from evergrad_manifest.model.view import View
 from evergrad_manifest.values.numbers import Whole, show
 from evergrad_manifest.values.quantities import fault_of_key, is_dns_subdomain
-from evergrad_manifest.view import View
 
 
 class Template(Section):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from evergrad_coordinator.contract import (
+from evergrad_common.contract import (
     OUR_MOUNTS,
     OUR_VOLUME_PREFIX,
     PROJECTED_KINDS,
@@ -11,8 +11,8 @@ from evergrad_coordinator.contract import (
     hides_ours,
 )
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import format_path
-from evergrad_manifest.items import (
+from evergrad_manifest.model.fields import format_path
+from evergrad_manifest.model.items import (
     Item,
     Keys,
     check_keys,
@@ -20,11 +20,11 @@ from evergrad_manifest.items import (
     items_at,
     items_of,
 )
-from evergrad_manifest.raw import FieldPath, value_at
-from evergrad_manifest.spelling import nearest
+from evergrad_manifest.model.raw import FieldPath, value_at
+from evergrad_manifest.model.spelling import nearest
+from evergrad_manifest.model.view import View
 from evergrad_manifest.values.numbers import show
 from evergrad_manifest.values.quantities import is_dns_label, is_dns_subdomain
-from evergrad_manifest.view import View
 
 TEMPLATE: Final = ("spec", "template")
 ACCOUNT: Final = "spec.template.serviceAccountName"

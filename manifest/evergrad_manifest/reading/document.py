@@ -12,9 +12,9 @@ from typing import Any, Final
 import yaml
 
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import format_path
-from evergrad_manifest.nesting import MAX_DEPTH
-from evergrad_manifest.raw import FieldPath
+from evergrad_manifest.model.fields import format_path
+from evergrad_manifest.model.nesting import MAX_DEPTH
+from evergrad_manifest.model.raw import FieldPath
 from evergrad_manifest.reading.scalars import is_zero, read_plain
 from evergrad_manifest.values.numbers import show
 

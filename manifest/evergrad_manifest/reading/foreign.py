@@ -7,9 +7,9 @@ One with a dot, such as ``checkpoint.type``, counts in that section alone.
 from collections.abc import Mapping
 from typing import Final
 
-from evergrad_manifest.raw import FieldPath
+from evergrad_manifest.model.raw import FieldPath
+from evergrad_manifest.model.spelling import fold
 from evergrad_manifest.reading.foreign_systems import AROUND, PARALLEL, Foreign
-from evergrad_manifest.spelling import fold
 
 _T: Final = "spec.training"
 _ACCUMULATION: Final = (

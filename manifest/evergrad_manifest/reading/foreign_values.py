@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Final
 
-from evergrad_manifest.fields import format_path
-from evergrad_manifest.raw import FieldPath
-from evergrad_manifest.spelling import fold
+from evergrad_manifest.model.fields import format_path
+from evergrad_manifest.model.raw import FieldPath
+from evergrad_manifest.model.spelling import fold
 
 WHY_LENGTH_IS_WRITTEN: Final = (
     "it decides which tokens are a sample, and must not change where the model's file does"

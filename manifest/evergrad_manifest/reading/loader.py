@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError, Problem
-from evergrad_manifest.fields import format_path
-from evergrad_manifest.raw import value_at
+from evergrad_manifest.model.fields import format_path
+from evergrad_manifest.model.raw import value_at
 from evergrad_manifest.reading.document import Document, parse_document
 from evergrad_manifest.reading.overrides import (
     Override,

@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import find_field, format_path
-from evergrad_manifest.raw import FieldPath
+from evergrad_manifest.model.fields import find_field, format_path
+from evergrad_manifest.model.raw import FieldPath
 from evergrad_manifest.reading.document import Document, Place, parse_document
 from evergrad_manifest.values.numbers import show
 

@@ -9,10 +9,10 @@ from typing import Any, Final
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from evergrad_manifest.base import Section
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import (
+from evergrad_manifest.model.base import Section
+from evergrad_manifest.model.fields import (
     choices_of,
     fields_of,
     find_field,
@@ -20,13 +20,13 @@ from evergrad_manifest.fields import (
     format_path,
     walk_fields,
 )
-from evergrad_manifest.raw import FieldPath, value_at
+from evergrad_manifest.model.raw import FieldPath, value_at
+from evergrad_manifest.model.spelling import fold, nearest
 from evergrad_manifest.reading.foreign import say_foreign
 from evergrad_manifest.reading.foreign_values import (
     WHY_LENGTH_IS_WRITTEN,
     say_foreign_value,
 )
-from evergrad_manifest.spelling import fold, nearest
 from evergrad_manifest.training.latent_edit import (
     CHROMOSOME,
     EDIT_KEY,

@@ -7,8 +7,9 @@ from pydantic import ValidationError
 
 from evergrad_manifest.envelope import RULES, TrainingRun
 from evergrad_manifest.errors import ConfigurationError, Problem
-from evergrad_manifest.nesting import check_depth
-from evergrad_manifest.raw import value_at
+from evergrad_manifest.model.nesting import check_depth
+from evergrad_manifest.model.raw import value_at
+from evergrad_manifest.model.view import View, without_nulls
 from evergrad_manifest.reading.problems import at_most, problems_of
 from evergrad_manifest.structure.check import (
     check_structure,
@@ -19,7 +20,6 @@ from evergrad_manifest.structure.pod_template import build_fragments
 from evergrad_manifest.structure.sections import build_spec
 from evergrad_manifest.training import RULES as RULES_OF_TRAINING
 from evergrad_manifest.values.numbers import with_whole_numbers
-from evergrad_manifest.view import View, without_nulls
 
 
 def parse_run(raw: Mapping[str, Any]) -> TrainingRun:

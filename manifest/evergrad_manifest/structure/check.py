@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import format_path
-from evergrad_manifest.raw import FieldPath
-from evergrad_manifest.spelling import nearest
+from evergrad_manifest.model.fields import format_path
+from evergrad_manifest.model.raw import FieldPath
+from evergrad_manifest.model.spelling import nearest
 from evergrad_manifest.structure.nodes import PRESERVE, QUANTITY, Schema
 from evergrad_manifest.values.numbers import LARGEST_COUNT, show
 

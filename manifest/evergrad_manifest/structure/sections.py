@@ -8,10 +8,10 @@ from typing import Annotated, Any, Final, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from evergrad_manifest.base import Section
-from evergrad_manifest.describe import describe_default, describe_type
 from evergrad_manifest.envelope import Spec
-from evergrad_manifest.fields import Field, choices_of, fields_of, shape_of
+from evergrad_manifest.model.base import Section
+from evergrad_manifest.model.describe import describe_default, describe_type
+from evergrad_manifest.model.fields import Field, choices_of, fields_of, shape_of
 from evergrad_manifest.structure.nodes import LONGEST_TEXT, PRESERVE, Schema
 from evergrad_manifest.structure.pod_template import build_fragments
 from evergrad_manifest.training.own_task import MOST_FILE_BYTES

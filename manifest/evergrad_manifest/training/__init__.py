@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, Field, model_validator
 
-from evergrad_manifest.base import FreeMapping, Section
+from evergrad_manifest.model.base import FreeMapping, Section
 from evergrad_manifest.training.common import (
     PREFERENCE,
     RECIPES,

@@ -7,12 +7,12 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field
 
-from evergrad_manifest.base import LocalPath, Section, Switch
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import format_path
-from evergrad_manifest.raw import FieldPath
+from evergrad_manifest.model.base import LocalPath, Section, Switch
+from evergrad_manifest.model.fields import format_path
+from evergrad_manifest.model.raw import FieldPath
+from evergrad_manifest.model.view import UNKNOWN, View
 from evergrad_manifest.values.numbers import Bytes, Count, Whole
-from evergrad_manifest.view import UNKNOWN, View
 
 TRAINING: Final = "spec.training"
 """Path of the typed recipe in the file."""

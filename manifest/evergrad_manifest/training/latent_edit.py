@@ -6,12 +6,12 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
-from evergrad_manifest.base import LocalPath, Section, Switch
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import format_path
+from evergrad_manifest.model.base import LocalPath, Section, Switch
+from evergrad_manifest.model.fields import format_path
+from evergrad_manifest.model.view import UNKNOWN, View
 from evergrad_manifest.training.common import TRAINING
 from evergrad_manifest.values.numbers import Real, show
-from evergrad_manifest.view import UNKNOWN, View
 
 RECIPE: Final = "latent_edit"
 MOST_EDITS: Final = 16

@@ -5,16 +5,16 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from evergrad_manifest.base import FreeMapping, LocalPath, Section, Switch
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import format_path
-from evergrad_manifest.raw import FieldPath
-from evergrad_manifest.spelling import nearest
+from evergrad_manifest.model.base import FreeMapping, LocalPath, Section, Switch
+from evergrad_manifest.model.fields import format_path
+from evergrad_manifest.model.raw import FieldPath
+from evergrad_manifest.model.spelling import nearest
+from evergrad_manifest.model.view import UNKNOWN, View
 from evergrad_manifest.training.common import TRAINING
 from evergrad_manifest.training.presets import PRESETS, check_preset
 from evergrad_manifest.training.two_stage_kl import RECIPE as KL_RECIPE
 from evergrad_manifest.values.numbers import Count, Fraction, Real, show
-from evergrad_manifest.view import UNKNOWN, View
 
 MODEL: Final = f"{TRAINING}.model"
 _REMOTE_CODE: Final = ("auto_map", "trust_remote_code", "custom_pipelines")

@@ -5,10 +5,11 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from evergrad_manifest.base import LocalPath, Section
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import fields_of, format_path
-from evergrad_manifest.spelling import nearest
+from evergrad_manifest.model.base import LocalPath, Section
+from evergrad_manifest.model.fields import fields_of, format_path
+from evergrad_manifest.model.spelling import nearest
+from evergrad_manifest.model.view import UNKNOWN, View
 from evergrad_manifest.training.common import RECIPES, TRAINING, Every
 from evergrad_manifest.training.pretrain import (
     METRICS_OF_ALL,
@@ -18,7 +19,6 @@ from evergrad_manifest.training.pretrain import (
 from evergrad_manifest.training.steps import Metric
 from evergrad_manifest.values.numbers import Count, Real
 from evergrad_manifest.values.urls import has_credentials
-from evergrad_manifest.view import UNKNOWN, View
 
 TRACKERS: Final = f"{TRAINING}.logging.trackers"
 PROFILE: Final = f"{TRAINING}.logging.profile"

@@ -8,13 +8,13 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, model_validator
 
-from evergrad_manifest.base import Section, Switch
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import format_path
+from evergrad_manifest.model.base import Section, Switch
+from evergrad_manifest.model.fields import format_path
+from evergrad_manifest.model.view import UNKNOWN, View
 from evergrad_manifest.training.common import TRAINING, Meaningless, meaningless_in
 from evergrad_manifest.training.steps import show_steps, steps_of, total_steps_of
 from evergrad_manifest.values.numbers import Fraction, Real, StepsOrFraction
-from evergrad_manifest.view import UNKNOWN, View
 
 _OPTIMIZER: Final = f"{TRAINING}.optimizer"
 _GROUPS: Final = f"{_OPTIMIZER}.groups"

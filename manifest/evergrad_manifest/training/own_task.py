@@ -4,11 +4,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from evergrad_manifest.base import FieldValueError
 from evergrad_manifest.errors import Problem
+from evergrad_manifest.model.base import FieldValueError
+from evergrad_manifest.model.view import UNKNOWN, View
 from evergrad_manifest.training.common import RECIPES, TRAINING
 from evergrad_manifest.values.numbers import show
-from evergrad_manifest.view import UNKNOWN, View
 
 _OWN_TASK: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 _FILE_NAME: Final = re.compile(r"([A-Za-z_]\w*/)*[A-Za-z_]\w*\.py", re.ASCII)

@@ -6,11 +6,11 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from evergrad_manifest.base import LocalPath, Section
 from evergrad_manifest.errors import Problem
+from evergrad_manifest.model.base import LocalPath, Section
+from evergrad_manifest.model.view import UNKNOWN, View
 from evergrad_manifest.training.common import PREFERENCE, RECIPES, TRAINING, reads_pairs
 from evergrad_manifest.values.numbers import Real, show
-from evergrad_manifest.view import UNKNOWN, View
 
 METRICS: Final = {
     "accuracy": "Share of pairs whose chosen completion has the larger reward.",

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from evergrad_manifest.base import FieldValueError
-from evergrad_manifest.spelling import nearest
+from evergrad_manifest.model.base import FieldValueError
+from evergrad_manifest.model.spelling import nearest
 from evergrad_manifest.values.numbers import show
 
 

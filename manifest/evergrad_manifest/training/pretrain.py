@@ -5,10 +5,11 @@ from typing import Final, Literal
 
 from pydantic import Field
 
-from evergrad_manifest.base import LocalPath, Section, Switch
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import format_path
-from evergrad_manifest.spelling import nearest
+from evergrad_manifest.model.base import LocalPath, Section, Switch
+from evergrad_manifest.model.fields import format_path
+from evergrad_manifest.model.spelling import nearest
+from evergrad_manifest.model.view import UNKNOWN, View
 from evergrad_manifest.training.common import (
     LENGTH_WITHOUT_DATA,
     OF_TEXT,
@@ -27,7 +28,6 @@ from evergrad_manifest.training.two_stage_kl import MEASURED as KL_MEASURED
 from evergrad_manifest.training.two_stage_kl import RECIPE as KL_RECIPE
 from evergrad_manifest.training.two_stage_kl import STAGE_SETS
 from evergrad_manifest.values.numbers import Count, Fraction, Real, SamplesOrShare, show
-from evergrad_manifest.view import UNKNOWN, View
 
 NAME_PATTERN: Final = r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$"
 HELD_OUT: Final = "heldOut"

@@ -6,12 +6,12 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from evergrad_manifest.base import Section
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import format_path
+from evergrad_manifest.model.base import Section
+from evergrad_manifest.model.fields import format_path
+from evergrad_manifest.model.view import UNKNOWN, View
 from evergrad_manifest.training.common import PREFERENCE, RECIPES, TRAINING, reads_pairs
 from evergrad_manifest.values.numbers import Count
-from evergrad_manifest.view import UNKNOWN, View
 
 SFT: Final = "sft"
 KEEPS_APART: Final = ("pretrain", SFT)

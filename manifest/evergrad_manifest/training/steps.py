@@ -7,9 +7,10 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, Strict
 
-from evergrad_manifest.base import Section
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import format_path
+from evergrad_manifest.model.base import Section
+from evergrad_manifest.model.fields import format_path
+from evergrad_manifest.model.view import UNKNOWN, View
 from evergrad_manifest.training.common import (
     LENGTH_WITHOUT_DATA,
     OF_TEXT,
@@ -18,7 +19,6 @@ from evergrad_manifest.training.common import (
     reads_pairs,
 )
 from evergrad_manifest.values.numbers import Count, Real
-from evergrad_manifest.view import UNKNOWN, View
 
 HORIZON: Final = f"{TRAINING}.horizon"
 _GLOBAL: Final = f"{TRAINING}.batching.globalBatchSize"

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from typing import Final, Literal
 
-from evergrad_manifest.base import LocalPath, Section
 from evergrad_manifest.errors import Problem
+from evergrad_manifest.model.base import LocalPath, Section
+from evergrad_manifest.model.view import View
 from evergrad_manifest.training.common import TRAINING
-from evergrad_manifest.view import View
 
 
 class Tokenizer(Section):

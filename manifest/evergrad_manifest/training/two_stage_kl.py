@@ -6,14 +6,14 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
-from evergrad_manifest.base import Section
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import format_path
-from evergrad_manifest.spelling import nearest
+from evergrad_manifest.model.base import Section
+from evergrad_manifest.model.fields import format_path
+from evergrad_manifest.model.spelling import nearest
+from evergrad_manifest.model.view import UNKNOWN, View
 from evergrad_manifest.training.common import TRAINING
 from evergrad_manifest.training.steps import HORIZON, steps_for_tokens, total_steps_of
 from evergrad_manifest.values.numbers import Count, Real, show
-from evergrad_manifest.view import UNKNOWN, View
 
 RECIPE: Final = "two_stage_kl"
 DEFAULT_BETA: Final = 0.1

@@ -5,7 +5,7 @@ from typing import Final
 from grafana_foundation_sdk.builders import table
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 
-from evergrad_coordinator.causes import USEFUL
+from evergrad_common.causes import USEFUL
 from evergrad_monitoring.dashboards.parts import (
     FLEET,
     RUN,

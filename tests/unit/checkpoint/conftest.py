@@ -16,7 +16,7 @@ from evergrad_trainer.checkpoint.generations import claim_generation
 from evergrad_trainer.checkpoint.manager import CheckpointManager
 from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.checkpoint.store import open_store
-from evergrad_trainer.world import Membership, World
+from evergrad_trainer.distributed.world import Membership, World
 
 
 @dataclass

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from evergrad_trainer.checkpoint.ahead import read_ahead
+from evergrad_trainer.checkpoint.cached_files import HeldFiles
 from evergrad_trainer.checkpoint.files import hash_bytes
-from evergrad_trainer.checkpoint.held import HeldFiles
+from evergrad_trainer.checkpoint.read_ahead import read_ahead
 
 
 @pytest.fixture

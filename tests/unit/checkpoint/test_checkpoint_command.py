@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from evergrad_trainer.base.errors import CheckpointError, RunDirectoryError
 from evergrad_trainer.checkpoint.catalog import Catalog
 from evergrad_trainer.checkpoint.weights import hold_checkpoint
-from evergrad_trainer.cli import checkpoint as command
-from evergrad_trainer.errors import CheckpointError, RunDirectoryError
+from evergrad_trainer.commands import checkpoint as command
 
 MakeSolo = Callable[..., Any]
 
@@ -218,5 +218,7 @@ def test_export_hands_its_arguments_on_and_prints_the_result(
 
 
 def test_looking_at_checkpoints_does_not_import_torch() -> None:
-    code = "import sys, evergrad_trainer.cli.checkpoint; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, evergrad_trainer.commands.checkpoint; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from evergrad_trainer.base.errors import CheckpointError
 from evergrad_trainer.checkpoint.compare import compare_states
 from evergrad_trainer.checkpoint.manifest import Identity
-from evergrad_trainer.errors import CheckpointError
 
 MakeSolo = Callable[..., Any]
 MakeState = Callable[[int], dict[str, torch.Tensor]]

@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 
-from evergrad_trainer.checkpoint.evaluated import find_waiting, list_marks, write_marks
+from evergrad_trainer.checkpoint.evaluated_marks import (
+    find_waiting,
+    list_marks,
+    write_marks,
+)
 from evergrad_trainer.checkpoint.layout import Version
 from evergrad_trainer.checkpoint.manifest import Candidate, Identity, Manifest
 from evergrad_trainer.checkpoint.store import open_store

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from evergrad_trainer.base.errors import FencedError, RunDirectoryError, VolumeError
 from evergrad_trainer.checkpoint.generations import (
     check_fence,
     claim_exactly,
     claim_generation,
     newest_generation,
 )
-from evergrad_trainer.errors import FencedError, RunDirectoryError, VolumeError
 
 
 def test_generations_count_from_one_and_leave_a_file_each(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_a_claim_is_tried_again_while_the_volume_is_away_and_may_find_its_own_fi
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first try dies after its file was made, the second before."""
-    monkeypatch.setattr("evergrad_trainer.volume.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("evergrad_trainer.base.volume.time.sleep", lambda seconds: None)
     fsync, failures = os.fsync, [errno.EIO, errno.ESTALE]
 
     def fail(descriptor: int) -> None:
@@ -103,7 +103,7 @@ def test_an_empty_claim_of_another_process_is_not_taken_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It comes while the first try fails before its own file was made."""
-    monkeypatch.setattr("evergrad_trainer.volume.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("evergrad_trainer.base.volume.time.sleep", lambda seconds: None)
     real, failures = Path.open, [errno.EIO]
 
     def fail(path: Path, *mode: str, **options: Any) -> Any:
@@ -122,7 +122,7 @@ def test_an_empty_claim_of_another_process_is_not_taken_back(
 def test_a_claim_on_a_volume_that_stays_full_is_trouble_of_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("evergrad_trainer.volume.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("evergrad_trainer.base.volume.time.sleep", lambda seconds: None)
 
     def fail(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from evergrad_trainer.checkpoint import files, restoring
-from evergrad_trainer.checkpoint import held as held_module
+from evergrad_trainer.checkpoint import cached_files as held_module
+from evergrad_trainer.checkpoint import files, restore
 from evergrad_trainer.checkpoint import reader as reader_module
-from evergrad_trainer.checkpoint.ahead import read_ahead
+from evergrad_trainer.checkpoint.cached_files import HeldFiles
 from evergrad_trainer.checkpoint.files import hash_bytes
-from evergrad_trainer.checkpoint.held import HeldFiles
 from evergrad_trainer.checkpoint.manifest import InvalidCheckpointError
+from evergrad_trainer.checkpoint.read_ahead import read_ahead
 from evergrad_trainer.checkpoint.reader import FileSource, MemorySource, Reader
 from evergrad_trainer.checkpoint.search import choose_together
 
@@ -102,7 +102,7 @@ def test_a_checkpoint_that_changes_after_it_was_hashed_is_loaded_as_it_was_hashe
             flip(solo.directory / "step-10" / name)
         return choice
 
-    monkeypatch.setattr(restoring, "choose_together", change)
+    monkeypatch.setattr(restore, "choose_together", change)
     assert make_solo().restore() == 10  # compares every value bit for bit
 
 
@@ -127,7 +127,7 @@ def test_a_checkpoint_that_takes_too_much_memory_is_hashed_and_then_read(
 ) -> None:
     solo = make_solo()
     solo.save(10)
-    monkeypatch.setattr(restoring, "room_for_files", lambda: 1000)
+    monkeypatch.setattr(restore, "room_for_files", lambda: 1000)
     opened: list[str] = []
     original = FileSource.__init__
 

@@ -16,13 +16,18 @@ import pytest
 import torch
 from plain_state import read_plain_state
 
-from evergrad_coordinator.contract import ErrorKind
+from evergrad_common.contract import ErrorKind
 from evergrad_manifest.identity import hash_recipe
-from evergrad_trainer.checkpoint import catalog, faults, files, leases, saving
+from evergrad_trainer.base.errors import (
+    CheckpointError,
+    FencedError,
+    SaveError,
+    VolumeError,
+)
+from evergrad_trainer.base.host_errors import trouble_of
+from evergrad_trainer.checkpoint import catalog, faults, files, leases, save
 from evergrad_trainer.checkpoint.generations import claim_generation
 from evergrad_trainer.checkpoint.manifest import Candidate, Identity, Manifest
-from evergrad_trainer.errors import CheckpointError, FencedError, SaveError, VolumeError
-from evergrad_trainer.host_trouble import trouble_of
 from evergrad_trainer.training.progress import Progress, published_step
 
 MakeSolo = Callable[..., Any]
@@ -409,7 +414,7 @@ def test_an_error_of_torch_in_a_world_of_one_is_no_lost_peer(
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("an error of the library")
 
-    monkeypatch.setattr(saving, "dcp_save", fail)
+    monkeypatch.setattr(save, "dcp_save", fail)
     solo = make_solo()
     solo.save(10)
     ((type_, fields),) = solo.events
@@ -989,7 +994,7 @@ def test_a_listing_that_fails_for_a_moment_is_tried_again_and_one_that_stays_awa
     """Else the checkpoints would be called lost, and the run would end for good."""
     make_solo().save(10)
     solo = make_solo()
-    monkeypatch.setattr("evergrad_trainer.volume.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("evergrad_trainer.base.volume.time.sleep", lambda seconds: None)
     catalog = solo.manager._store.catalog
     scan, failures = catalog.scan, [errno.ESTALE, errno.EIO]
 
@@ -1016,7 +1021,7 @@ def test_checkpoints_that_cannot_be_read_are_not_called_lost(
 ) -> None:
     make_solo().save(10)
     solo = make_solo()
-    monkeypatch.setattr("evergrad_trainer.volume.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("evergrad_trainer.base.volume.time.sleep", lambda seconds: None)
     reader = solo.manager._store.reader
 
     def fail(name: str, **options: object) -> Manifest:

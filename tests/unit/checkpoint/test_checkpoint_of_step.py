@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from evergrad_trainer.base.errors import CheckpointError, VolumeError
 from evergrad_trainer.checkpoint.reader import Reader
-from evergrad_trainer.checkpoint.restoring import load_of_step
+from evergrad_trainer.checkpoint.restore import load_of_step
 from evergrad_trainer.checkpoint.search import Search
-from evergrad_trainer.errors import CheckpointError, VolumeError
-from evergrad_trainer.world import World
+from evergrad_trainer.distributed.world import World
 
 MakeSolo = Callable[..., Any]
 MakeState = Callable[[int], dict[str, torch.Tensor]]
@@ -24,7 +24,7 @@ STEP = 10
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses between two tries, none of which is made."""
     made: list[float] = []
-    monkeypatch.setattr("evergrad_trainer.volume.time.sleep", made.append)
+    monkeypatch.setattr("evergrad_trainer.base.volume.time.sleep", made.append)
     return made
 
 

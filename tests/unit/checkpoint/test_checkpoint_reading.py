@@ -21,7 +21,7 @@ from evergrad_trainer.checkpoint import dcp_storage
 from evergrad_trainer.checkpoint.dcp_storage import _read_box
 from evergrad_trainer.checkpoint.manifest import InvalidCheckpointError
 from evergrad_trainer.checkpoint.reader import FileSource
-from evergrad_trainer.checkpoint.restoring import open_table, read_state
+from evergrad_trainer.checkpoint.restore import open_table, read_state
 from evergrad_trainer.checkpoint.staging import view_bytes
 from evergrad_trainer.checkpoint.store import open_store
 from evergrad_trainer.checkpoint.tensor_table import (

@@ -12,6 +12,7 @@ import pytest
 import torch
 from plain_state import read_plain_state
 
+from evergrad_trainer.base.errors import CheckpointError
 from evergrad_trainer.checkpoint.catalog import Catalog
 from evergrad_trainer.checkpoint.leases import find_leased
 from evergrad_trainer.checkpoint.manifest import Identity
@@ -22,7 +23,6 @@ from evergrad_trainer.checkpoint.weights import (
     look_at,
     open_tensors,
 )
-from evergrad_trainer.errors import CheckpointError
 
 MakeSolo = Callable[..., Any]
 MakeState = Callable[[int], dict[str, torch.Tensor]]

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from evergrad_cli.cluster import client, waiting
-from evergrad_cli.cluster.errors import RefusedError, UnreachableError
-from evergrad_cli.cluster.runs import parse_run
+from evergrad_cli.cluster.client import api_client
+from evergrad_cli.cluster.client.errors import RefusedError, UnreachableError
+from evergrad_cli.cluster.commands import waiting
+from evergrad_cli.cluster.render.runs import parse_run
 from evergrad_cli.main import main, main_of_plugin
 
 RUNS = "/apis/evergrad.dev/v1alpha1/namespaces/lab/trainingruns"
@@ -200,7 +201,7 @@ def test_without_the_client_the_message_says_how_to_install_it(tmp_path: Path) -
         cwd=tmp_path,
     )
     assert result.returncode == 64
-    assert "pip install ./coordinator ./manifest './cli[cluster]'" in result.stderr
+    assert "pip install ./common ./coordinator ./manifest './cli[cluster]'" in result.stderr
 
 
 def test_a_long_list_is_read_page_by_page(
@@ -247,7 +248,7 @@ def test_a_user_without_the_right_is_told(
 
 def connect_to_pod(api: Api) -> None:
     args = argparse.Namespace(kubeconfig=api.kubeconfig, context=None, namespace=None)
-    with client.connect(args) as cluster:
+    with api_client.connect(args) as cluster:
         cluster.connect_to_pod("docs-lm-coordinator-0", 29401)
 
 
@@ -1135,5 +1136,5 @@ def test_an_interrupted_command_ends_quietly(
     def interrupt(*arguments: Any, **keywords: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(client.KubernetesCluster, "get", interrupt)
+    monkeypatch.setattr(api_client.KubernetesCluster, "get", interrupt)
     assert call(api, "wait", "docs-lm") == 130

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from evergrad_cli.cluster import admission, checks
-from evergrad_cli.cluster.checks import Check, State
-from evergrad_cli.cluster.claim_checks import check_claims
+from evergrad_cli.cluster.diagnosis import checks, webhook_checks
+from evergrad_cli.cluster.diagnosis.checks import Check, State
+from evergrad_cli.cluster.diagnosis.claim_checks import check_claims
 from evergrad_cli.main import main
 from evergrad_manifest.envelope import Spec
-from evergrad_manifest.fields import fields_of
+from evergrad_manifest.model.fields import fields_of
 from evergrad_manifest.reading.validation import check_run
-from evergrad_operator.certificates import renew, write_bundle
+from evergrad_operator.edge.webhook.certificates import renew, write_bundle
 from evergrad_trainer import __version__
 
 Api = Any
@@ -432,36 +432,41 @@ def data_at(now: float) -> dict[str, str]:
 def configured(bundle: str | None) -> list[dict[str, Any]]:
     client = {"service": {"namespace": "system", "name": "evergrad"}}
     client |= {} if bundle is None else {"caBundle": bundle}
-    entry = {"name": admission.WEBHOOK, "clientConfig": client}
+    entry = {"name": webhook_checks.WEBHOOK, "clientConfig": client}
     return [{"webhooks": [{"name": "other"}]}, {"webhooks": [entry]}]
 
 
 READY = [{"endpoints": [{"conditions": {"ready": False}}, {"conditions": {"ready": True}}]}]
 ACCEPTED, FAILED = (
-    admission.Asked(admission.Answer.ACCEPTED),
-    admission.Asked(admission.Answer.FAILED),
+    webhook_checks.Asked(webhook_checks.Answer.ACCEPTED),
+    webhook_checks.Asked(webhook_checks.Answer.FAILED),
 )
 
 
 def test_the_question_to_the_webhook_is_a_run_with_the_one_mistake_that_is_looked_for() -> (
     None
 ):
-    _, problems = check_run(admission.QUESTION)
+    _, problems = check_run(webhook_checks.QUESTION)
     assert [problem.path for problem in problems] == ["spec.training.schedule.warmup"]
 
 
 def test_a_webhook_that_refuses_the_question_is_all_right() -> None:
-    asked = admission.judge_refusal(["spec.training.schedule.warmup", "metadata.name"], "")
-    found = admission.check_webhook(asked, None, None, None, now=NOW)
+    asked = webhook_checks.judge_refusal(
+        ["spec.training.schedule.warmup", "metadata.name"], ""
+    )
+    found = webhook_checks.check_webhook(asked, None, None, None, now=NOW)
     assert (found.state, found.remedy) == (State.OK, "")
     # A quota, a policy, or no right to make runs.
-    other = admission.judge_refusal(["a trainingrun"], "is not allowed")
-    found = admission.check_webhook(other, None, None, None, now=NOW)
+    other = webhook_checks.judge_refusal(["a trainingrun"], "is not allowed")
+    found = webhook_checks.check_webhook(other, None, None, None, now=NOW)
     assert (found.state, found.message) == (
         State.SKIP,
         "it could not be asked; is not allowed",
     )
-    assert admission.judge_failure("500; etcd is down").answer is admission.Answer.UNKNOWN
+    assert (
+        webhook_checks.judge_failure("500; etcd is down").answer
+        is webhook_checks.Answer.UNKNOWN
+    )
 
 
 def test_a_webhook_that_does_not_answer_says_why_and_what_to_do() -> None:
@@ -494,17 +499,19 @@ def test_a_webhook_that_does_not_answer_says_why_and_what_to_do() -> None:
         (ours, READY, None, "look right", "port 9443"),
     ]
     for configurations, slices, secret, why, remedy in cases:
-        found = admission.check_webhook(ACCEPTED, configurations, slices, secret, now=NOW)
+        found = webhook_checks.check_webhook(
+            ACCEPTED, configurations, slices, secret, now=NOW
+        )
         assert found.state is State.WARN and why in found.message, (why, found.message)
         assert remedy in found.remedy, (why, found.remedy)
     same = {"data": {**now, "tls.crt": now["tls.crt"]}}
     right = configured(now["ca.crt"])
     assert (
         "look right"
-        in admission.check_webhook(ACCEPTED, right, READY, same, now=NOW).message
+        in webhook_checks.check_webhook(ACCEPTED, right, READY, same, now=NOW).message
     )
     # One that may not be passed over keeps all runs from being made.
-    failed = admission.check_webhook(FAILED, ours, [], None, now=NOW)
+    failed = webhook_checks.check_webhook(FAILED, ours, [], None, now=NOW)
     assert failed.state is State.FAIL and "no run can be created" in failed.message
 
 
@@ -521,12 +528,12 @@ def among(*namespaces: str) -> dict[str, Any]:
 def test_the_webhook_that_is_looked_at_is_the_one_of_this_namespace() -> None:
     both = [among("red", "rose"), among("blue")]
     found = [
-        admission.service_of(admission.find_webhook(both, namespace))[0]
+        webhook_checks.service_of(webhook_checks.find_webhook(both, namespace))[0]
         for namespace in ("rose", "blue", "green")
     ]
     assert found == ["red", "blue", ""]
-    asked = admission.Asked(admission.Answer.ACCEPTED, namespace="green")
-    shown = admission.check_webhook(asked, both, None, None, now=NOW)
+    asked = webhook_checks.Asked(webhook_checks.Answer.ACCEPTED, namespace="green")
+    shown = webhook_checks.check_webhook(asked, both, None, None, now=NOW)
     assert shown.state is State.WARN
     assert shown.message.startswith(
         "no webhook covers this namespace, green; a wrong file is"
@@ -536,14 +543,14 @@ def test_the_webhook_that_is_looked_at_is_the_one_of_this_namespace() -> None:
     everywhere = [*both, *configured(None)]
     assert (
         "caBundle"
-        in admission.check_webhook(asked, everywhere, None, None, now=NOW).message
+        in webhook_checks.check_webhook(asked, everywhere, None, None, now=NOW).message
     )
 
 
 def test_doctor_looks_for_the_fault_of_a_webhook_that_fails(
     cluster: Api, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = f'failed calling webhook "{admission.WEBHOOK}": no endpoints available'
+    text = f'failed calling webhook "{webhook_checks.WEBHOOK}": no endpoints available'
     cluster.refuse("POST", RUNS, 500, text)
     items = {"metadata": {}, "items": configured(data_at(NOW)["ca.crt"])}
     hooks = "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations"

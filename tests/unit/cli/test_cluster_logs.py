@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from evergrad_cli.cluster import following, waiting
-from evergrad_cli.cluster.errors import UnreachableError
-from evergrad_cli.cluster.following import Follower, Line, Reader, Selection
+from evergrad_cli.cluster.client.errors import UnreachableError
+from evergrad_cli.cluster.commands import log_following, waiting
+from evergrad_cli.cluster.commands.log_following import Follower, Line, Reader, Selection
 from evergrad_cli.main import main
 
 RUN = "/apis/evergrad.dev/v1alpha1/namespaces/lab/trainingruns/docs-lm"
@@ -22,7 +22,7 @@ COMPLETE = {"type": "Complete", "status": "True", "reason": "Complete"}
 @pytest.fixture(autouse=True)
 def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_POLL_SECONDS", "_RETRY_SECONDS"):
-        monkeypatch.setattr(following, name, 0.02)
+        monkeypatch.setattr(log_following, name, 0.02)
     monkeypatch.setattr(waiting.Patience, "after", lambda self, error: None)
 
 
@@ -285,7 +285,7 @@ def test_when_the_first_node_stays_away_another_is_followed(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(following, "_GONE_SECONDS", 0.05)
+    monkeypatch.setattr(log_following, "_GONE_SECONDS", 0.05)
     story = Story(api, make_run)
     pods(api, pod(0), pod(1))
 
@@ -307,7 +307,7 @@ def test_a_node_that_comes_late_is_followed_beside_the_one_that_stood_in_for_it(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(following, "_GONE_SECONDS", 0.05)
+    monkeypatch.setattr(log_following, "_GONE_SECONDS", 0.05)
     story = Story(api, make_run)
     pods(api, pod(0, state="waiting"), pod(1))
 
@@ -395,7 +395,7 @@ def test_a_stream_that_breaks_after_some_lines_goes_on_behind_the_last_of_them(
 def test_output_that_cannot_be_read_for_long_is_remarked_once_and_tried_on(
     make_run: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(following, "_LONGEST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(log_following, "_LONGEST_PAUSE_SECONDS", 0.0)
     shown: list[str] = []
     cluster = BreakingCluster(make_run, num_lines=3, lines_each=3)
     whole = cluster.lines

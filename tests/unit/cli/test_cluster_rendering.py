@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from evergrad_cli.cluster import advice, refusals, runs
-from evergrad_cli.cluster.advice import advise
-from evergrad_cli.cluster.arguments import run_name, seconds_of
-from evergrad_cli.cluster.checkpoints import document as describe_checkpoints
-from evergrad_cli.cluster.errors import NotFoundError, RefusedError, UnreachableError
-from evergrad_cli.cluster.following import (
+from evergrad_cli.cluster.client import refusals
+from evergrad_cli.cluster.client.arguments import run_name, seconds_of
+from evergrad_cli.cluster.client.errors import NotFoundError, RefusedError, UnreachableError
+from evergrad_cli.cluster.commands.checkpoints import document as describe_checkpoints
+from evergrad_cli.cluster.commands.list import render as render_list
+from evergrad_cli.cluster.commands.log_following import (
     Line,
     Selection,
     choose,
@@ -24,11 +24,19 @@ from evergrad_cli.cluster.following import (
     show_line,
     split_line,
 )
-from evergrad_cli.cluster.list import render as render_list
-from evergrad_cli.cluster.runs import Pod, Run, parse_events, parse_pods, parse_run, row_of
-from evergrad_cli.cluster.status import Facts, render
-from evergrad_cli.cluster.status import document as status_document
-from evergrad_cli.cluster.text import (
+from evergrad_cli.cluster.commands.status import Facts, render
+from evergrad_cli.cluster.commands.status import document as status_document
+from evergrad_cli.cluster.render import advice, runs
+from evergrad_cli.cluster.render.advice import advise
+from evergrad_cli.cluster.render.runs import (
+    Pod,
+    Run,
+    parse_events,
+    parse_pods,
+    parse_run,
+    row_of,
+)
+from evergrad_cli.cluster.render.text import (
     age,
     bar,
     parse_short_count,
@@ -36,7 +44,7 @@ from evergrad_cli.cluster.text import (
     printable,
     table,
 )
-from evergrad_operator import names
+from evergrad_operator.core.objects import names
 
 Make = Callable[..., dict[str, Any]]
 NOW = parse_time("2026-03-01T13:00:00Z") or 0.0

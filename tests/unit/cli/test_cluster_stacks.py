@@ -10,9 +10,13 @@ from typing import Any
 
 import pytest
 
-from evergrad_cli.cluster.client import KubernetesCluster
+from evergrad_cli.cluster.client.api_client import KubernetesCluster
 from evergrad_cli.main import main
-from evergrad_coordinator.edge.owner import describe_self, locked_record, write_owner
+from evergrad_coordinator.edge.training_process import (
+    describe_self,
+    locked_record,
+    write_owner,
+)
 
 RUNS = "/apis/evergrad.dev/v1alpha1/namespaces/lab/trainingruns"
 PODS = "/api/v1/namespaces/lab/pods"

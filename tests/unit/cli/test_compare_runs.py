@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from evergrad_manifest.errors import InputError
-from evergrad_trainer.cli import compare_runs
+from evergrad_trainer.base.records import EvaluationRecord
+from evergrad_trainer.commands import compare_runs
 from evergrad_trainer.observers.jsonl import RunLog
-from evergrad_trainer.records import EvaluationRecord
-from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.run.directory import RunDirectory
 
 Compare = Callable[..., tuple[int, dict[str, Any]]]
 

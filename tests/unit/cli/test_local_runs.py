@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from evergrad_cli.cluster.open import build_port_error
+from evergrad_cli.cluster.commands.open import build_port_error
 from evergrad_cli.main import KNOWN_VARIABLES, find_unknown_variables, main
 
 

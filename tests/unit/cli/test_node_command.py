@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from evergrad_cli.main import main
-from evergrad_coordinator.contract import ErrorKind, decode_termination
+from evergrad_common.contract import ErrorKind, decode_termination
 from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.envelope.script import Script
 from evergrad_manifest.errors import InputError, Problem
-from evergrad_manifest.script import Script
-from evergrad_trainer.cli import node, pod
-from evergrad_trainer.cli.nodes import coordinator_settings
-from evergrad_trainer.host_trouble import describe_host_trouble
+from evergrad_trainer.base.host_errors import describe_host_trouble
+from evergrad_trainer.commands import node, pod
+from evergrad_trainer.commands.nodes import coordinator_settings
 from evergrad_trainer.node.run import choose_start_method
 from evergrad_trainer.node.script_node import stop_seconds, with_grace_of
 from evergrad_trainer.node.settings import NodeSettings
@@ -175,7 +175,9 @@ def test_a_pod_that_sees_none_of_its_accelerators_is_trouble_of_its_host(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(pod, "HOST_PAUSES", ())
-    monkeypatch.setattr("evergrad_trainer.distributed.count_accelerators", lambda: 0)
+    monkeypatch.setattr(
+        "evergrad_trainer.distributed.process_groups.count_accelerators", lambda: 0
+    )
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     limits = (
         "--set",

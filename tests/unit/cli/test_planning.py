@@ -8,15 +8,15 @@ from typing import Any, cast
 import pytest
 
 from evergrad_manifest.reading.loader import load_manifest
-from evergrad_trainer.cli import planning, prepare
-from evergrad_trainer.cli.planning import PlanRequest
-from evergrad_trainer.data.places import DATA_START, DataStart, Place
-from evergrad_trainer.errors import CheckpointError
-from evergrad_trainer.recipes import opening
-from evergrad_trainer.resume import RunState
-from evergrad_trainer.run_directory import RunDirectory
-from evergrad_trainer.worker import position
-from evergrad_trainer.worker.position import OtherRun
+from evergrad_trainer.base.errors import CheckpointError
+from evergrad_trainer.commands import prepare, session_plan
+from evergrad_trainer.commands.session_plan import PlanRequest
+from evergrad_trainer.data.start_positions import DATA_START, DataStart, Place
+from evergrad_trainer.recipes import setup
+from evergrad_trainer.run.directory import RunDirectory
+from evergrad_trainer.run.resume import RunState
+from evergrad_trainer.worker import resume_position
+from evergrad_trainer.worker.resume_position import OtherRun
 
 MANIFEST = Path(__file__).parents[1] / "manifest" / "base_manifest.yaml"
 
@@ -40,7 +40,7 @@ def test_a_run_that_others_have_trained_while_a_node_prepared_its_data_has_train
         return opened
 
     monkeypatch.setattr(prepare, "prepare_with_progress", prepare_slowly)
-    monkeypatch.setattr(opening, "open_recipe", open_recipe)
+    monkeypatch.setattr(setup, "open_recipe", open_recipe)
     request = PlanRequest(
         load_manifest(MANIFEST),
         directory,
@@ -49,7 +49,7 @@ def test_a_run_that_others_have_trained_while_a_node_prepared_its_data_has_train
         num_workers=1,
         is_one_of_many=is_one_of_many,
     )
-    planning._prepare(request)
+    session_plan._prepare(request)
     # A task's fault on one node is then that host's, and ends no run.
     assert said == [is_one_of_many]
 
@@ -71,10 +71,10 @@ class Node:
             prepared=None,
             data=SimpleNamespace(train=SimpleNamespace(start=None)),
         )
-        monkeypatch.setattr(position, "find_other", self._find)
-        monkeypatch.setattr(position, "check_content", lambda *arguments: ())
+        monkeypatch.setattr(resume_position, "find_other", self._find)
+        monkeypatch.setattr(resume_position, "check_content", lambda *arguments: ())
         monkeypatch.setattr(prepare, "prepare_with_progress", self._prepare)
-        monkeypatch.setattr(opening, "open_recipe", lambda *_, **__: self.opened)
+        monkeypatch.setattr(setup, "open_recipe", lambda *_, **__: self.opened)
 
     def plan(self, state: RunState, *, is_one_of_many: bool = True) -> None:
         overrides = [
@@ -88,7 +88,7 @@ class Node:
             num_workers=1,
             is_one_of_many=is_one_of_many,
         )
-        planning._prepare(request)
+        session_plan._prepare(request)
 
     def others_begin(self, *, has_record: bool = True) -> None:
         self.directory.metrics.write_text('{"step": 1}\n')

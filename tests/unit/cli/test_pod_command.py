@@ -12,12 +12,12 @@ import pytest
 from patience import PATIENCE
 
 from evergrad_cli.main import main
-from evergrad_coordinator.contract import ErrorKind, decode_termination
+from evergrad_common.contract import ErrorKind, decode_termination
 from evergrad_manifest.errors import Problem
-from evergrad_trainer.cli import pod, prepare
-from evergrad_trainer.cli.pod import StatusPage
+from evergrad_trainer.base.errors import DataError
+from evergrad_trainer.commands import pod, prepare
+from evergrad_trainer.commands.pod import StatusPage
 from evergrad_trainer.data.prepare import PrepareProgress
-from evergrad_trainer.errors import DataError
 
 MANIFEST = """
 apiVersion: evergrad.dev/v1alpha1

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from pages import make_environment, play, read_commands
 
-from evergrad_cli.cluster.unused import find_old_runs, find_unused_claims
-from evergrad_cli.leftovers import find_leftovers
+from evergrad_cli.cluster.commands.unused_objects import find_old_runs, find_unused_claims
+from evergrad_cli.local.leftovers import find_leftovers
 from evergrad_cli.main import main
 
 NOW = 1_614_600_000.0  # 2021-03-01T12:00:00Z

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from evergrad_cli import run_page
-from evergrad_cli.run_files import RunFiles
-from evergrad_cli.run_page import follow, serving_files
+from evergrad_cli.local import run_page
+from evergrad_cli.local.run_files import RunFiles
+from evergrad_cli.local.run_page import follow, serving_files
 
 BEGIN = 1_770_000_000.0
 

@@ -9,10 +9,10 @@ from typing import Any, cast
 import pytest
 
 from evergrad_manifest.reading.loader import load_manifest
-from evergrad_trainer import machine
-from evergrad_trainer.cli import run
-from evergrad_trainer.cli.planning import PlanRequest
-from evergrad_trainer.cli.run import RunRequest, _restores_here
+from evergrad_trainer.base import machine
+from evergrad_trainer.commands import run
+from evergrad_trainer.commands.run import RunRequest, _restores_here
+from evergrad_trainer.commands.session_plan import PlanRequest
 
 MANIFEST = Path(__file__).parents[1] / "manifest" / "base_manifest.yaml"
 

@@ -10,8 +10,8 @@ import pytest
 from evergrad_cli.main import build_whole_parser
 from evergrad_manifest.errors import InputError
 from evergrad_manifest.reading.validation import parse_run
-from evergrad_trainer.cli import run
-from evergrad_trainer.cli.run_arguments import world_sizes_of
+from evergrad_trainer.commands import run
+from evergrad_trainer.commands.run_arguments import world_sizes_of
 
 
 def manifest(nodes: dict[str, int]) -> dict[str, object]:

@@ -7,7 +7,7 @@ import pytest
 from patience import PATIENCE
 from prometheus_client import CollectorRegistry, Gauge
 
-from evergrad_coordinator.addresses import (
+from evergrad_common.addresses import (
     ANY,
     join_address,
     open_listener,

@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 
-from evergrad_coordinator.causes import (
+from evergrad_common.causes import (
     BREAKS,
     CHANGES,
     ENDINGS,

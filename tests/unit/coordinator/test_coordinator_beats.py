@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 from simulated_cluster import make_settings
 
-from evergrad_coordinator.edge import beat
+from evergrad_coordinator.edge import heartbeat_sender
 from evergrad_coordinator.edge.peer import Limits, Peer, PeerOwner
 from evergrad_coordinator.edge.server import find_silent_beats
 from evergrad_coordinator.rules.events import STANDSTILL_SECONDS
@@ -63,10 +63,10 @@ def test_the_process_beside_a_frozen_node_connects_only_once_the_node_goes_on(
         return False
 
     order = {"host": "127.0.0.1", "port": 1, "beat": {"type": "beat"}}
-    monkeypatch.setattr(beat, "read_order", lambda: order)
-    monkeypatch.setattr(beat, "is_stopped", lambda _: next(frozen))
-    monkeypatch.setattr(beat, "wait_for_end", pause)
+    monkeypatch.setattr(heartbeat_sender, "read_order", lambda: order)
+    monkeypatch.setattr(heartbeat_sender, "is_stopped", lambda _: next(frozen))
+    monkeypatch.setattr(heartbeat_sender, "wait_for_end", pause)
     monkeypatch.setattr(socket, "create_connection", connect)
     with pytest.raises(ConnectedError):
-        beat.main()
+        heartbeat_sender.main()
     assert len(pauses) == 2 and next(frozen, None) is None

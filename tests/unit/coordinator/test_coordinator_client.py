@@ -7,9 +7,9 @@ import logging
 import pytest
 from patience import PATIENCE
 
+from evergrad_common.codec import encode
 from evergrad_coordinator.edge.client import CoordinatorClient
 from evergrad_coordinator.protocol import End, Hello, Message, Plan, Welcome
-from evergrad_coordinator.wire import encode
 
 HELLO = Hello("r", "0", "i0", "127.0.0.1", 1, "in-process", token="secret")
 WELCOME = encode(Welcome(3, 10.0, 3.0))

@@ -10,13 +10,13 @@ import pytest
 from patience import PATIENCE
 from simulated_cluster import TOKEN, make_settings
 
+from evergrad_common.codec import encode
 from evergrad_coordinator.edge.journal import MemoryStore
 from evergrad_coordinator.edge.peer import Limits, Peer
 from evergrad_coordinator.edge.server import Server
 from evergrad_coordinator.protocol import Commit, Hello, Message, Ping
 from evergrad_coordinator.rules import events
 from evergrad_coordinator.rules.group import Group, new_group
-from evergrad_coordinator.wire import encode
 
 
 class Connection(asyncio.Transport):

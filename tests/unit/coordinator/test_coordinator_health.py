@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from simulated_cluster import TOKEN, make_settings
 
+from evergrad_common.codec import encode
+from evergrad_common.contract import ExitCode
 from evergrad_coordinator import __main__ as command
-from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.edge import server as edge
 from evergrad_coordinator.edge.http import StatusServer
 from evergrad_coordinator.edge.journal import MemoryStore
@@ -24,7 +25,6 @@ from evergrad_coordinator.protocol import Beat, Hello, Message, Ping
 from evergrad_coordinator.rules import events
 from evergrad_coordinator.rules.group import Group, new_group
 from evergrad_coordinator.rules.state import Effect
-from evergrad_coordinator.wire import encode
 
 PATIENCE = 200.0
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from simulated_cluster import TOKEN, Cluster, FakeNode, make_settings
 
-from evergrad_coordinator.causes import BreakCause
-from evergrad_coordinator.contract import ExitCode
+from evergrad_common.causes import BreakCause
+from evergrad_common.contract import ExitCode
 from evergrad_coordinator.protocol import (
     Boundary,
     Broken,

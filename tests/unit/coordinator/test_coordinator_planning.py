@@ -2,10 +2,9 @@
 
 import pytest
 
-from evergrad_coordinator.causes import BreakCause
-from evergrad_coordinator.contract import UNDISTURBED_SECONDS
+from evergrad_common.causes import BreakCause
+from evergrad_common.contract import UNDISTURBED_SECONDS
 from evergrad_coordinator.protocol import Broken, Placement
-from evergrad_coordinator.rules.accounting import Accounting
 from evergrad_coordinator.rules.budget import (
     LOSSES_PER_FAILURE,
     Break,
@@ -13,6 +12,7 @@ from evergrad_coordinator.rules.budget import (
     FailureBudget,
     find_root_cause,
 )
+from evergrad_coordinator.rules.interruptions import Accounting
 from evergrad_coordinator.rules.planning import (
     assign_places,
     choose_members,

@@ -12,6 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evergrad_common.codec import (
+    MAX_LINE_BYTES,
+    MAX_TEXT,
+    Codec,
+    ProtocolError,
+    encode,
+    from_json,
+    to_json,
+)
 from evergrad_coordinator.protocol import (
     FROM_COORDINATOR,
     FROM_NODES,
@@ -29,15 +38,6 @@ from evergrad_coordinator.protocol import (
     Up,
     decode_from_coordinator,
     decode_from_node,
-)
-from evergrad_coordinator.wire import (
-    MAX_LINE_BYTES,
-    MAX_TEXT,
-    Codec,
-    ProtocolError,
-    encode,
-    from_json,
-    to_json,
 )
 
 HELLO = Hello(

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from evergrad_coordinator import secret
-from evergrad_coordinator.secret import is_token, obtain_token, read_token
+from evergrad_common import secret
+from evergrad_common.secret import is_token, obtain_token, read_token
 
 
 @pytest.mark.parametrize("said", ["", "secre", "secret ", "\ud800", "sécret"])
@@ -58,7 +58,7 @@ def test_a_kill_between_two_steps_keeps_no_later_start_from_a_token(
     code = (
         "import os, sys\n"
         "from pathlib import Path\n"
-        "from evergrad_coordinator import secret\n"
+        "from evergrad_common import secret\n"
         f"{place}.{name} = lambda *_: os._exit(9)\n"
         "secret.obtain_token(Path(sys.argv[1]))\n"
     )

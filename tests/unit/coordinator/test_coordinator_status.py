@@ -4,7 +4,7 @@ import json
 
 from simulated_cluster import Cluster, make_settings
 
-from evergrad_coordinator.metrics import COORDINATOR
+from evergrad_common.metrics import COORDINATOR
 from evergrad_coordinator.protocol import Broken, Progress
 from evergrad_coordinator.rules.status import (
     MAX_LISTED,

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 from simulated_cluster import Cluster, make_settings
 
-from evergrad_coordinator.causes import USES
-from evergrad_coordinator.metrics.columns import MOST_DECLARED
+from evergrad_common.causes import USES
+from evergrad_common.metrics.columns import MOST_DECLARED
 from evergrad_coordinator.protocol import Evaluation, Progress
+from evergrad_coordinator.rules.downsampled_series import MOST_COLUMNS, MOST_ROWS, Track
 from evergrad_coordinator.rules.group import Group, new_group
 from evergrad_coordinator.rules.history import (
     MOST_CHECKPOINTS,
@@ -21,7 +22,6 @@ from evergrad_coordinator.rules.history import (
     take_update,
 )
 from evergrad_coordinator.rules.state import MOST_SETS
-from evergrad_coordinator.rules.track import MOST_COLUMNS, MOST_ROWS, Track
 
 
 def apply(track: dict[str, Any], change: dict[str, Any] | None) -> None:

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated_cluster import Cluster, FakeNode, make_settings
 
-from evergrad_coordinator.causes import USES, Use
+from evergrad_common.causes import USES, Use
 from evergrad_coordinator.protocol import Broken, Progress
-from evergrad_coordinator.rules import uses
+from evergrad_coordinator.rules import time_accounting
 from evergrad_coordinator.rules.ledger import Ledger, apportion
 from evergrad_coordinator.rules.status import build_status
 
@@ -208,5 +208,5 @@ def test_a_thousand_nodes_that_come_at_once_are_not_counted_at_each_hello() -> N
         cluster.start(name)
     assert cluster.group.ledger.recounted_at == cluster.now
     assert sum(cluster.group.ledger.nodes.values()) <= 1
-    cluster.run(uses.RECOUNT_SECONDS + 0.1)
+    cluster.run(time_accounting.RECOUNT_SECONDS + 0.1)
     assert sum(cluster.group.ledger.nodes.values()) == 50

@@ -15,19 +15,19 @@ import pytest
 from patience import PATIENCE
 from simulated_cluster import Cluster, make_settings
 
-from evergrad_coordinator.edge import live
+from evergrad_common.codec import encode
+from evergrad_common.metrics.columns import MOST_DECLARED
+from evergrad_coordinator.edge import live_feed
 from evergrad_coordinator.edge.http import MAX_CONNECTIONS, StatusServer
 from evergrad_coordinator.edge.journal import MemoryStore
-from evergrad_coordinator.edge.live import MOST_PAGES, LiveFeed, pause_after
-from evergrad_coordinator.edge.page import build_page, is_own_request
+from evergrad_coordinator.edge.live_feed import MOST_PAGES, LiveFeed, pause_after
+from evergrad_coordinator.edge.page_files import build_page, is_own_request
 from evergrad_coordinator.edge.server import Server
-from evergrad_coordinator.metrics.columns import MOST_DECLARED
 from evergrad_coordinator.protocol import Evaluation, Progress, decode_from_node
 from evergrad_coordinator.rules.events import on_message
 from evergrad_coordinator.rules.group import new_group
 from evergrad_coordinator.rules.history import History
 from evergrad_coordinator.rules.state import MOST_SETS
-from evergrad_coordinator.wire import encode
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -148,7 +148,7 @@ def test_a_page_gets_all_there_is_and_then_what_is_new() -> None:
 
 
 def test_an_error_in_one_update_ends_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    take_update, left = live.take_update, [1]
+    take_update, left = live_feed.take_update, [1]
 
     def take(*arguments: Any, **options: Any) -> Any:
         if left:
@@ -160,7 +160,7 @@ def test_an_error_in_one_update_ends_no_page(monkeypatch: pytest.MonkeyPatch) ->
         reader, writer = await place.ask("/live")
         await read_update(reader)
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-        monkeypatch.setattr(live, "take_update", take)
+        monkeypatch.setattr(live_feed, "take_update", take)
         while left:
             await asyncio.sleep(0.01)
         place.feed.log("empty")
@@ -205,7 +205,7 @@ def test_pages_beyond_the_bound_are_refused_and_take_no_place_from_others() -> N
 
 
 def test_a_page_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "MOST_UNSENT_BYTES", 100_000)
+    monkeypatch.setattr(live_feed, "MOST_UNSENT_BYTES", 100_000)
 
     async def story(place: Place) -> None:
         _, writer = await place.ask("/live")
@@ -226,11 +226,11 @@ def test_a_page_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -
 def test_pages_that_are_opened_again_and_again_share_what_they_are_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(live, "UPDATE_SECONDS", 3600.0)
+    monkeypatch.setattr(live_feed, "UPDATE_SECONDS", 3600.0)
     rewound: list[object] = []
-    rewind = live.rewind
+    rewind = live_feed.rewind
     monkeypatch.setattr(
-        live, "rewind", lambda history: (rewound.append(1), rewind(history))
+        live_feed, "rewind", lambda history: (rewound.append(1), rewind(history))
     )
 
     async def story(place: Place) -> None:
@@ -249,7 +249,7 @@ def test_an_opening_that_costs_much_holds_up_no_update_and_is_shared_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A reload of the page of a long run made it stand still for minutes."""
-    spent, rewound, rewind = [0.0], list[object](), live.rewind
+    spent, rewound, rewind = [0.0], list[object](), live_feed.rewind
 
     def rewind_slowly(history: History) -> None:
         rewound.append(1)
@@ -258,10 +258,10 @@ def test_an_opening_that_costs_much_holds_up_no_update_and_is_shared_for_long(
 
     clocks = {"monotonic": time.monotonic, "time": time.time}
     monkeypatch.setattr(
-        live, "time", SimpleNamespace(thread_time=lambda: spent[0], **clocks)
+        live_feed, "time", SimpleNamespace(thread_time=lambda: spent[0], **clocks)
     )
-    monkeypatch.setattr(live, "rewind", rewind_slowly)
-    monkeypatch.setattr(live, "UPDATE_SECONDS", 0.01)
+    monkeypatch.setattr(live_feed, "rewind", rewind_slowly)
+    monkeypatch.setattr(live_feed, "UPDATE_SECONDS", 0.01)
 
     async def story(place: Place) -> None:
         first, writer = await place.ask("/live")
@@ -307,8 +307,8 @@ def test_a_page_is_sent_a_sign_of_life_in_a_long_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It takes a minute of silence for a lost connection."""
-    monkeypatch.setattr(live, "UPDATE_SECONDS", 3600.0)
-    monkeypatch.setattr(live, "SILENT_SECONDS", 0.01)
+    monkeypatch.setattr(live_feed, "UPDATE_SECONDS", 3600.0)
+    monkeypatch.setattr(live_feed, "SILENT_SECONDS", 0.01)
 
     async def story(place: Place) -> None:
         reader, writer = await place.ask("/live")
@@ -324,7 +324,7 @@ def test_a_page_is_sent_a_sign_of_life_in_a_long_pause(
 def test_a_page_that_reads_slowly_has_the_time_for_all_there_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(live, "MOST_UNSENT_BYTES", 1000)
+    monkeypatch.setattr(live_feed, "MOST_UNSENT_BYTES", 1000)
     feed, page = LiveFeed(), StuckPage()
     feed._group = new_group(make_settings(token=TOKEN), generation=0, now=0.0)
     feed.open(page)  # type: ignore[arg-type]
@@ -339,7 +339,7 @@ def test_a_page_that_reads_slowly_has_the_time_for_all_there_is(
 @pytest.mark.parametrize("cost_seconds", [0.0, 0.001, 0.004, 0.02, 0.3])
 def test_updates_take_half_a_percent_of_a_core_at_most(cost_seconds: float) -> None:
     pause = pause_after(cost_seconds)
-    assert pause >= live.UPDATE_SECONDS
+    assert pause >= live_feed.UPDATE_SECONDS
     assert cost_seconds / pause <= 0.005 + 1e-12
 
 

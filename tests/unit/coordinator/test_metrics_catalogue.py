@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from evergrad_coordinator.metrics import (
+from evergrad_common.metrics import (
     COLUMNS,
     COORDINATOR,
     MOST_DECLARED,

@@ -1,6 +1,6 @@
 """The pace of a script: what is left, from reports alone."""
 
-from evergrad_coordinator.pace import Pace
+from evergrad_common.step_rate import Pace
 
 
 def test_what_is_left_follows_from_the_steps_since_the_first_report() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.auto_tokenizer import encoder_of, load_auto, probe_texts
 from evergrad_trainer.data.tokenizers import (
     FOLLOWED,
@@ -15,7 +16,6 @@ from evergrad_trainer.data.tokenizers import (
     load_directory,
     load_json,
 )
-from evergrad_trainer.errors import DataError
 
 THINK = ["<think>", "</think>"]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from evergrad_manifest.training import Training
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.prepare import check_prepared, check_unchanged
 from evergrad_trainer.data.prepared import Prepared
-from evergrad_trainer.errors import DataError
 
 Write = Callable[[Path, Sequence[str]], Path]
 Recipe = Callable[..., Training]

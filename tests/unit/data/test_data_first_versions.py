@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from evergrad_manifest.training import Training
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data import prepare as module
 from evergrad_trainer.data.preparation import publish
 from evergrad_trainer.data.preparation.publish import Recipe
 from evergrad_trainer.data.prepare import check_prepared, check_published, check_unchanged
 from evergrad_trainer.data.prepared import Prepared, PreparedSource
 from evergrad_trainer.data.tokenizers import ByteTokenizer
-from evergrad_trainer.errors import DataError
 
 TALK = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
 TALKS = [

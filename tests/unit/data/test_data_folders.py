@@ -11,13 +11,13 @@ import pytest
 import zstandard
 
 from evergrad_manifest.training import Training
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.preparation import chunk, sources
 from evergrad_trainer.data.preparation.content import Content
 from evergrad_trainer.data.preparation.sources import Scan, Span, Stat
 from evergrad_trainer.data.prepare import check_prepared, check_unchanged
 from evergrad_trainer.data.prepared import Prepared, PreparedSource, TokenSequence
 from evergrad_trainer.data.token_source import TokenSource
-from evergrad_trainer.errors import DataError
 
 Write = Callable[[Path, Sequence[str]], Path]
 Recipe = Callable[..., Training]

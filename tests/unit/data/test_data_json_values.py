@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from evergrad_manifest.training import Training
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.preparation import json_values
 from evergrad_trainer.data.preparation.json_values import (
     LongNumber,
@@ -18,7 +19,6 @@ from evergrad_trainer.data.preparation.json_values import (
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.data.token_files import TokenReader
 from evergrad_trainer.data.tokenizers import BYTE_END
-from evergrad_trainer.errors import DataError
 
 Recipe = Callable[..., Training]
 Prepare = Callable[..., Prepared]

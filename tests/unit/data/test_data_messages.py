@@ -10,12 +10,12 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from evergrad_manifest.training import Training
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.chat_template import ChatTemplate, ChatTemplateError
 from evergrad_trainer.data.marked_text import MarkedText
 from evergrad_trainer.data.preparation.documents import RowError
 from evergrad_trainer.data.preparation.rows import RowFormat
 from evergrad_trainer.data.prepared import Prepared
-from evergrad_trainer.errors import DataError
 
 Make = Callable[..., Training]
 Prepare = Callable[..., Prepared]

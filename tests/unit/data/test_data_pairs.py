@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from evergrad_manifest.training import Training
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.pair_source import PairSource
 from evergrad_trainer.data.preparation.pairs import read_format
 from evergrad_trainer.data.preparation.row_format import row_format
@@ -18,7 +19,6 @@ from evergrad_trainer.data.prepared import Prepared, TokenSequence
 from evergrad_trainer.data.row_source import RowReader
 from evergrad_trainer.data.token_source import IGNORE_INDEX
 from evergrad_trainer.data.tokenizers import BYTE_END
-from evergrad_trainer.errors import DataError
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role[0] }}:{{ message.content }}{{ eos_token }}{% endfor %}"

@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from evergrad_manifest.training import Training
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.preparation.parquet import read_row_groups
 from evergrad_trainer.data.prepared import Prepared, TokenSequence
 from evergrad_trainer.data.token_source import TokenSource
-from evergrad_trainer.errors import DataError
 
 Recipe = Callable[..., Training]
 Prepare = Callable[..., Prepared]

@@ -19,11 +19,11 @@ from evergrad_manifest.derive import derive_steps
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.training import Training
 from evergrad_trainer.data.build import Data, build_data
+from evergrad_trainer.data.epochs import PassMixture, count_passes, exhausted_after
 from evergrad_trainer.data.mixture import Mixture
 from evergrad_trainer.data.order import Permutation, SampleId
-from evergrad_trainer.data.passes import PassMixture, count_passes, exhausted_after
 from evergrad_trainer.data.prepared import Prepared
-from evergrad_trainer.recipes.opening import open_recipe
+from evergrad_trainer.recipes.setup import open_recipe
 
 Recipe = Callable[..., Training]
 Open = Callable[..., Data]

@@ -10,10 +10,15 @@ import torch
 
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_trainer.data.batch import Rows, Stage
+from evergrad_trainer.data.epochs import Order, PassMixture, exhausted_after
 from evergrad_trainer.data.mixture import Mixture
 from evergrad_trainer.data.order import Permutation, SampleId
-from evergrad_trainer.data.passes import Order, PassMixture, exhausted_after
-from evergrad_trainer.data.places import DataStart, Place, StartRecord, place_sources
+from evergrad_trainer.data.start_positions import (
+    DataStart,
+    Place,
+    StartRecord,
+    place_sources,
+)
 from evergrad_trainer.data.stream import Batching, TrainingStream
 
 BATCHING = Batching(global_batch_size=4, micro_batch_size=2)

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from evergrad_manifest.training import Training
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.preparation import chunk
 from evergrad_trainer.data.preparation.disk_errors import disk_problem
 from evergrad_trainer.data.preparation.files import SCANS
 from evergrad_trainer.data.prepare import PrepareProgress, check_published, check_unchanged
 from evergrad_trainer.data.prepared import Prepared, TokenSequence
-from evergrad_trainer.errors import DataError
 
 Write = Callable[[Path, Sequence[str]], Path]
 Recipe = Callable[..., Training]

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from evergrad_manifest.training import Training
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.data.row_source import RowReader
-from evergrad_trainer.errors import DataError
 
 Make = Callable[..., Training]
 Prepare = Callable[..., Prepared]

@@ -9,10 +9,10 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from evergrad_manifest.training import Training
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.preparation.row_format import row_format
 from evergrad_trainer.data.preparation.rows import RowFormat
 from evergrad_trainer.data.tokenizers import load_directory
-from evergrad_trainer.errors import DataError
 
 
 def sft(folder: Path, **rows: Any) -> Training:

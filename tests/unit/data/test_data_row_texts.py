@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from evergrad_manifest.training import Training
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.prepare import check_prepared, check_unchanged
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.data.tokenizers import ByteTokenizer, load_tokenizer
-from evergrad_trainer.errors import DataError
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
 Make = Callable[..., Training]

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from evergrad_manifest.training import Training
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.preparation.documents import RowError
 from evergrad_trainer.data.preparation.row_format import row_format
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.data.row_source import RowReader
 from evergrad_trainer.data.tokenizers import BYTE_END
-from evergrad_trainer.errors import DataError
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role[0] }}:{{ message.content }}{{ eos_token }}{% endfor %}"

@@ -13,9 +13,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from evergrad_manifest.training import Training
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.data.tokenizers import BackendTokenizer, load_directory
-from evergrad_trainer.errors import DataError
 
 Recipe = Callable[..., Training]
 Prepare = Callable[..., Prepared]

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from evergrad_manifest.errors import ConfigurationError
-from evergrad_trainer.cli.prepare import add_arguments, execute
+from evergrad_trainer.commands.prepare import add_arguments, execute
 from evergrad_trainer.data.batch import Batch
 from evergrad_trainer.data.order import SampleId
-from evergrad_trainer.data.shown import show_samples
+from evergrad_trainer.data.sample_preview import show_samples
 from evergrad_trainer.data.tokenizers import ByteTokenizer
 
 Write = Callable[[Path, Sequence[str]], Path]

@@ -14,6 +14,7 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.preparation import scan_cache, sources
 from evergrad_trainer.data.preparation.content import Content
 from evergrad_trainer.data.preparation.files import SourceEntry, find_files
@@ -22,7 +23,6 @@ from evergrad_trainer.data.preparation.sources import (
     raise_if_out_of_vocabulary,
     scan_file,
 )
-from evergrad_trainer.errors import DataError
 
 
 def source_of(path: Path, *, kind: str = "jsonl", dtype: str = "uint16") -> SourceEntry:

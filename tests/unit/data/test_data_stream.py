@@ -13,14 +13,14 @@ import torch
 
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.training import Training
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.batch import Batch
 from evergrad_trainer.data.build import Data
 from evergrad_trainer.data.order import SampleId, sample_hash
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.data.stream import TrainingStream
 from evergrad_trainer.data.token_source import IGNORE_INDEX
-from evergrad_trainer.errors import DataError
-from evergrad_trainer.recipes.opening import open_recipe
+from evergrad_trainer.recipes.setup import open_recipe
 
 Recipe = Callable[..., Training]
 Write = Callable[[Path, Sequence[str]], Path]

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from evergrad_trainer.base.errors import DataError, VolumeError
 from evergrad_trainer.data import token_files
 from evergrad_trainer.data.prepared import Dtype, Shard, TokenSequence
 from evergrad_trainer.data.token_files import TokenReader, count_windows
-from evergrad_trainer.errors import DataError, VolumeError
 
 END = 256
 
@@ -190,7 +190,7 @@ def test_threads_may_share_a_reader(
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses between tries, which take no time here."""
     made: list[float] = []
-    monkeypatch.setattr("evergrad_trainer.volume.time.sleep", made.append)
+    monkeypatch.setattr("evergrad_trainer.base.volume.time.sleep", made.append)
     return made
 
 
@@ -244,6 +244,6 @@ def test_a_file_that_seems_too_short_is_looked_at_again_before_it_is_called_so(
     os.truncate(path, 20)
     # The client learns of the whole file during the pause.
     monkeypatch.setattr(
-        "evergrad_trainer.volume.time.sleep", lambda seconds: path.write_bytes(whole)
+        "evergrad_trainer.base.volume.time.sleep", lambda seconds: path.write_bytes(whole)
     )
     assert reader_of(sequence, 8).read([1]).tokens.tolist() == [list(range(8, 17))]

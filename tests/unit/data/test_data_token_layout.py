@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from evergrad_manifest.training import Training
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.preparation.token_layout import find_layout
 from evergrad_trainer.data.prepared import Prepared
-from evergrad_trainer.errors import DataError
 
 Recipe = Callable[..., Training]
 Prepare = Callable[..., Prepared]

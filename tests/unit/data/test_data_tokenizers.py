@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from evergrad_manifest.training import Tokenizer
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.tokenizers import (
     BYTE_END,
     ByteTokenizer,
@@ -19,7 +20,6 @@ from evergrad_trainer.data.tokenizers import (
     load_tokenizer,
     replace_lone_surrogates,
 )
-from evergrad_trainer.errors import DataError
 
 ODD = [
     "",

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.preparation.unpacking import Unpacked, is_packed, open_content
-from evergrad_trainer.errors import DataError
 
 Pack = Callable[[bytes], bytes]
 

@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 
 from evergrad_manifest.errors import ConfigurationError
+from evergrad_trainer.base.errors import CheckpointError, VolumeError
 from evergrad_trainer.checkpoint.layout import Version
 from evergrad_trainer.checkpoint.manifest import Candidate, InvalidCheckpointError
-from evergrad_trainer.errors import CheckpointError, VolumeError
 from evergrad_trainer.evaluation.choice import choose_checkpoint, choose_sets
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from evergrad_manifest.errors import InputError
-from evergrad_trainer.cli import evaluate
-from evergrad_trainer.evaluation.comparing import compare_with_run
+from evergrad_trainer.base.records import EvaluationRecord
+from evergrad_trainer.commands import evaluate
+from evergrad_trainer.evaluation.comparison import compare_with_run
 from evergrad_trainer.observers.jsonl import RunLog
-from evergrad_trainer.records import EvaluationRecord
-from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.run.directory import RunDirectory
 
 
 @pytest.fixture

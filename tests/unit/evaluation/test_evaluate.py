@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from evergrad_trainer.base.errors import HostError, PeerLostError
 from evergrad_trainer.data.batch import Batch, Stage
 from evergrad_trainer.data.token_source import IGNORE_INDEX
-from evergrad_trainer.errors import HostError, PeerLostError
+from evergrad_trainer.distributed.world import World
 from evergrad_trainer.task import Loss, Tensors
 from evergrad_trainer.training import evaluation
 from evergrad_trainer.training.evaluation import EvaluationResult, EvaluationRunner, Measure
-from evergrad_trainer.training.tally import Tally
-from evergrad_trainer.world import World
+from evergrad_trainer.training.evaluation_counts import Tally
 
 
 @dataclass

@@ -8,13 +8,13 @@ from typing import Any, cast
 
 import pytest
 
+from evergrad_trainer.base.errors import CheckpointError, VolumeError
 from evergrad_trainer.checkpoint.layout import Version
 from evergrad_trainer.checkpoint.manifest import Candidate, InvalidCheckpointError
 from evergrad_trainer.checkpoint.reader import Reader
 from evergrad_trainer.checkpoint.store import open_store
-from evergrad_trainer.errors import CheckpointError, VolumeError
-from evergrad_trainer.evaluation import measuring
-from evergrad_trainer.evaluation.measuring import Evaluator
+from evergrad_trainer.evaluation import measurement
+from evergrad_trainer.evaluation.measurement import Evaluator
 
 MANIFEST: Any = SimpleNamespace(checksum="aa", version=Version(8, 1, 1))
 CANDIDATE = Candidate("step-8", MANIFEST.version, MANIFEST)
@@ -31,7 +31,7 @@ def evaluator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Evaluator:
         raise LoadedError
 
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(measuring, "load_newest", load)
+    monkeypatch.setattr(measurement, "load_newest", load)
     opened = SimpleNamespace(
         session=SimpleNamespace(identity=None, world=None),
         machinery=SimpleNamespace(state=dict),

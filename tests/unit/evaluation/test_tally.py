@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from evergrad_trainer.training.tally import Tally
+from evergrad_trainer.training.evaluation_counts import Tally
 
 SOURCE = random.Random(3)
 NUMBERS = [SOURCE.uniform(-1, 1) * 10 ** SOURCE.randint(-20, 20) for _ in range(500)]

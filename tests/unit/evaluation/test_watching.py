@@ -6,10 +6,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from evergrad_manifest.errors import Problem
+from evergrad_trainer.base.errors import CheckpointError
 from evergrad_trainer.checkpoint.layout import Version
 from evergrad_trainer.checkpoint.manifest import Candidate
-from evergrad_trainer.errors import CheckpointError
-from evergrad_trainer.evaluation.watching import watch
+from evergrad_trainer.evaluation.follower import watch
 
 
 def candidate(step: int, checksum: str = "a") -> Candidate:

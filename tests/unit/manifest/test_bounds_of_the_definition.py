@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from evergrad_cli.main import main
-from evergrad_manifest.fields import format_path
-from evergrad_manifest.raw import FieldPath
+from evergrad_manifest.model.fields import format_path
+from evergrad_manifest.model.raw import FieldPath
 from evergrad_manifest.reading.validation import check_run
 
 ROOT = Path(__file__).resolve().parents[3]

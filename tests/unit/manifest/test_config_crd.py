@@ -10,7 +10,7 @@ import pytest
 import yaml
 from bed import toolbox
 
-from evergrad_coordinator.contract import API_VERSION, KIND
+from evergrad_common.contract import API_VERSION, KIND
 from evergrad_manifest import generate
 from evergrad_manifest.crd.definition import (
     LARGEST_BYTES,
@@ -21,8 +21,8 @@ from evergrad_manifest.crd.definition import (
 )
 from evergrad_manifest.crd.rules import RULES
 from evergrad_manifest.envelope import TrainingRun
-from evergrad_manifest.fields import walk_fields
 from evergrad_manifest.generate import DEFINITION
+from evergrad_manifest.model.fields import walk_fields
 from evergrad_manifest.reading.validation import check_run
 from evergrad_manifest.structure.nodes import VALIDATIONS
 from evergrad_manifest.structure.sections import LEFT_OUT, SHOWN_DEFAULTS
@@ -234,7 +234,7 @@ def test_names_are_those_of_the_contract() -> None:
 
 
 def test_all_children_of_a_run_with_the_longest_name_have_names() -> None:
-    from evergrad_operator import names
+    from evergrad_operator.core.objects import names
 
     run = "x" * LONGEST_RUN_NAME
     assert LONGEST_RUN_NAME == names.LONGEST_RUN_NAME

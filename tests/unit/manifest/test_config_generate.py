@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from evergrad_coordinator.contract import API_VERSION, KIND
+from evergrad_common.contract import API_VERSION, KIND
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.example import (
     EDITS,
@@ -19,7 +19,6 @@ from evergrad_manifest.example import (
     SFT,
     TWO_STAGES,
 )
-from evergrad_manifest.fields import fields_of, walk_fields
 from evergrad_manifest.generate import (
     REFERENCE,
     SCHEMA,
@@ -27,6 +26,7 @@ from evergrad_manifest.generate import (
     build_schema,
     main,
 )
+from evergrad_manifest.model.fields import fields_of, walk_fields
 from evergrad_manifest.reading.validation import check_run
 from evergrad_manifest.training import Training
 

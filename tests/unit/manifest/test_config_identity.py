@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from evergrad_coordinator.contract import OPERATIONAL_SECTIONS
+from evergrad_common.contract import OPERATIONAL_SECTIONS
 from evergrad_manifest import identity
-from evergrad_manifest.differences import ABSENT, changed_fields, problems_of_changes
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError
-from evergrad_manifest.fields import walk_fields
 from evergrad_manifest.identity import (
     RECIPE_SECTIONS,
     changed_settings,
@@ -23,6 +21,8 @@ from evergrad_manifest.identity import (
     settings_hash,
     to_wire,
 )
+from evergrad_manifest.model.differences import ABSENT, changed_fields, problems_of_changes
+from evergrad_manifest.model.fields import walk_fields
 from evergrad_manifest.reading.loader import load_manifest
 from evergrad_manifest.training import Training
 from evergrad_manifest.validation import parse_object

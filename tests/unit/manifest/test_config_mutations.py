@@ -16,7 +16,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from evergrad_cli import validate
+from evergrad_cli.local import validate
 from evergrad_manifest.identity import config_hash, from_wire, to_wire
 from evergrad_manifest.reading.loader import load_manifest
 

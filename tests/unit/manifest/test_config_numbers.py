@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from evergrad_manifest.envelope import TrainingRun
-from evergrad_manifest.fields import walk_fields
+from evergrad_manifest.model.fields import walk_fields
 from evergrad_manifest.values.numbers import (
     Human,
     NumberError,

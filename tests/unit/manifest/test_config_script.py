@@ -7,10 +7,16 @@ from typing import Any
 import pytest
 import yaml
 
-from evergrad_manifest.differences import changed_fields
 from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.envelope.script import (
+    Program,
+    Script,
+    program_of,
+    program_path,
+    worker_command,
+    working_directory_of,
+)
 from evergrad_manifest.errors import ConfigurationError
-from evergrad_manifest.fields import fields_of
 from evergrad_manifest.identity import (
     OPERATIONAL_OF_SCRIPT,
     RECIPE_OF_SCRIPT,
@@ -19,16 +25,10 @@ from evergrad_manifest.identity import (
     recipe_of,
     to_wire,
 )
+from evergrad_manifest.model.differences import changed_fields
+from evergrad_manifest.model.fields import fields_of
+from evergrad_manifest.model.view import View, without_nulls
 from evergrad_manifest.reading.loader import load_manifest
-from evergrad_manifest.script import (
-    Program,
-    Script,
-    program_of,
-    program_path,
-    worker_command,
-    working_directory_of,
-)
-from evergrad_manifest.view import View, without_nulls
 
 FOLDER = Path(__file__).parent
 BASE = FOLDER / "base_manifest.yaml"

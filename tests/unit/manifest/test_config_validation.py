@@ -9,14 +9,14 @@ import pytest
 import yaml
 
 from evergrad_cli.main import main
-from evergrad_manifest.base import Section
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError
-from evergrad_manifest.fields import choices_of, fields_of
+from evergrad_manifest.model.base import Section
+from evergrad_manifest.model.fields import choices_of, fields_of
+from evergrad_manifest.model.view import UNKNOWN, View, without_nulls
 from evergrad_manifest.reading.loader import load_manifest
 from evergrad_manifest.reading.validation import check_run, parse_run
 from evergrad_manifest.training import Optimizer, Schedule, Source, Tokenizer, sft
-from evergrad_manifest.view import UNKNOWN, View, without_nulls
 
 FOLDER = Path(__file__).parent
 BASE = FOLDER / "base_manifest.yaml"

@@ -8,15 +8,15 @@ import pytest
 from pydantic import ValidationError
 
 from evergrad_cli.main import main
-from evergrad_manifest.base import Section
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError, Problem
-from evergrad_manifest.fields import find_field, walk_fields
+from evergrad_manifest.model.base import Section
+from evergrad_manifest.model.fields import find_field, walk_fields
+from evergrad_manifest.model.spelling import fold
 from evergrad_manifest.reading.foreign import FOREIGN
 from evergrad_manifest.reading.foreign_values import FOREIGN_VALUES
 from evergrad_manifest.reading.loader import load_manifest
 from evergrad_manifest.reading.problems import problems_of
-from evergrad_manifest.spelling import fold
 
 Refuse = Callable[[str], tuple[Problem, ...]]
 BASE = Path(__file__).parent / "base_manifest.yaml"

@@ -9,10 +9,7 @@ import yaml
 from pydantic import Field
 
 from evergrad_manifest import identity
-from evergrad_manifest.base import Section, Switch
-from evergrad_manifest.differences import changed_fields
 from evergrad_manifest.envelope import Spec, TrainingRun
-from evergrad_manifest.fields import walk_fields
 from evergrad_manifest.identity import (
     RECIPE_SECTIONS,
     changed_settings,
@@ -21,6 +18,9 @@ from evergrad_manifest.identity import (
     recipe_of,
     settings_hash,
 )
+from evergrad_manifest.model.base import Section, Switch
+from evergrad_manifest.model.differences import changed_fields
+from evergrad_manifest.model.fields import walk_fields
 from evergrad_manifest.reading.loader import load_manifest
 from evergrad_manifest.reading.validation import parse_run
 from evergrad_manifest.training import Data, Optimizer, Source, Training

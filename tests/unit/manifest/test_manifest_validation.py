@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from evergrad_manifest.errors import ConfigurationError
-from evergrad_manifest.nesting import MAX_DEPTH, cut_deep, find_too_deep
+from evergrad_manifest.model.nesting import MAX_DEPTH, cut_deep, find_too_deep
 from evergrad_manifest.reading import problems
 from evergrad_manifest.reading.document import Document
 from evergrad_manifest.reading.loader import load_manifest, read_document

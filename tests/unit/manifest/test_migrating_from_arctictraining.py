@@ -7,7 +7,7 @@ import yaml
 
 from evergrad_manifest.derive import slots_per_step
 from evergrad_manifest.envelope import TrainingRun
-from evergrad_manifest.fields import find_field
+from evergrad_manifest.model.fields import find_field
 from evergrad_manifest.reading.loader import load_manifest
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "migrating" / "arctictraining.md"

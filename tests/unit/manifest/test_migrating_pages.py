@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from evergrad_manifest.envelope import TrainingRun
-from evergrad_manifest.fields import find_field
+from evergrad_manifest.model.fields import find_field
 from evergrad_manifest.reading.loader import load_manifest
 from evergrad_manifest.training import Training
 from evergrad_manifest.training.latent_edit import published_mixture

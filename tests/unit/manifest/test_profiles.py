@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evergrad_cli import validate
+from evergrad_cli.local import validate
 from evergrad_manifest.identity import config_hash
 from evergrad_manifest.profile import (
     apply_defaults,

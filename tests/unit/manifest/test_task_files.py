@@ -7,7 +7,7 @@ import pytest
 
 from evergrad_manifest.crd.definition import build_root
 from evergrad_manifest.errors import ConfigurationError
-from evergrad_manifest.task_files import (
+from evergrad_manifest.files.task_files import (
     collect_task,
     task_folder,
     task_path,

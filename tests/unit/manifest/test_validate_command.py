@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from evergrad_cli import validate
+from evergrad_cli.local import validate
 from evergrad_manifest.reading.loader import (
     add_manifest_arguments,
     load_from,

@@ -12,7 +12,8 @@ from peft.tuners.lora import LoraLayer
 from torch.nn import functional
 
 from evergrad_manifest.training import Lora, Model
-from evergrad_trainer.errors import ModelError
+from evergrad_trainer.base.errors import ModelError
+from evergrad_trainer.distributed.world import World
 from evergrad_trainer.models.adapters import adapter_key, check_initial, merge_adapters
 from evergrad_trainer.models.build import build_empty_model, build_model, plan_model
 from evergrad_trainer.models.deferred import defer_model
@@ -20,7 +21,6 @@ from evergrad_trainer.state.providers import base_tensors, module_tensors
 from evergrad_trainer.task import Modules, Snapshot
 from evergrad_trainer.training.frozen import compare_frozen, find_bases, hash_frozen
 from evergrad_trainer.training.modules import module_problems
-from evergrad_trainer.world import World
 
 LLAMA = {
     "model_type": "llama",

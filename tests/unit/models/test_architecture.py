@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from evergrad_manifest.training import Model, Runtime
-from evergrad_trainer.errors import ModelError
+from evergrad_trainer.base.errors import ModelError
 from evergrad_trainer.models.build import build_model, plan_model
 from evergrad_trainer.models.deferred import defer_model
 from evergrad_trainer.models.kernels import attention_shape, choose_kernels

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from evergrad_trainer.distributed.transports import GlooTransport
+from evergrad_trainer.distributed.world import World
 from evergrad_trainer.models.compilation import compile_blocks
 from evergrad_trainer.models.gradients import BucketedSum
-from evergrad_trainer.transports import GlooTransport
-from evergrad_trainer.world import World
 
 LAYERS = 3
 # torch itself hides the warning, by a filter that does not stand where warnings are errors.

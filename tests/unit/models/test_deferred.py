@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from evergrad_manifest.training import Model
-from evergrad_trainer.errors import ModelError
+from evergrad_trainer.base.errors import ModelError
 from evergrad_trainer.models.build import ModelPlan, build_model, plan_model
 from evergrad_trainer.models.deferred import defer_model
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from evergrad_manifest.training.common import Reproducibility
-from evergrad_trainer.errors import ModelError
+from evergrad_trainer.base.errors import ModelError
 from evergrad_trainer.models.determinism import (
     choose_determinism,
     describe_determinism,

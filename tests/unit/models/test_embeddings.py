@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from evergrad_manifest.training import Model
-from evergrad_trainer.errors import ModelError
+from evergrad_trainer.base.errors import ModelError
 from evergrad_trainer.models.build import (
     ModelPlan,
     build_empty_model,

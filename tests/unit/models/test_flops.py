@@ -6,9 +6,9 @@ import pytest
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from evergrad_trainer.base.records import RunInfo, StepRecord
 from evergrad_trainer.models.flops import PEAKS, find_peak, flops_per_token
 from evergrad_trainer.observers.utilisation import flops_per_second, utilisation
-from evergrad_trainer.records import RunInfo, StepRecord
 
 SMALL = {
     "hidden_size": 32,

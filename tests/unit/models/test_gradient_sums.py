@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from evergrad_trainer.distributed.world import World
 from evergrad_trainer.models.gradients import BucketedSum, ExactSum, GradientSum, _partition
-from evergrad_trainer.world import World
 
 ALONE = World(generation=1, rank=0, size=1, device=torch.device("cpu"))
 

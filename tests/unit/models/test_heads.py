@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from evergrad_manifest.training import Model
-from evergrad_trainer.errors import ModelError
+from evergrad_trainer.base.errors import ModelError
 from evergrad_trainer.models.build import build_model, plan_model
 from evergrad_trainer.models.heads import make_full_precision
 from evergrad_trainer.objectives.causal_lm import causal_lm_loss

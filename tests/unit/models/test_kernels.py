@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from evergrad_manifest.training import Runtime
-from evergrad_trainer.errors import ModelError
+from evergrad_trainer.base.errors import ModelError
 from evergrad_trainer.models import kernels
 from evergrad_trainer.models.kernels import AttentionShape, choose_kernels
 

@@ -13,9 +13,9 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from evergrad_manifest.training import Model
 from evergrad_manifest.training.presets import PRESETS
-from evergrad_trainer.bytes_moved import MOVED
+from evergrad_trainer.base.bytes_moved import MOVED
+from evergrad_trainer.base.errors import ModelError
 from evergrad_trainer.data.token_source import IGNORE_INDEX
-from evergrad_trainer.errors import ModelError
 from evergrad_trainer.models.build import (
     ModelPlan,
     build_empty_model,
@@ -26,7 +26,7 @@ from evergrad_trainer.models.build import (
 from evergrad_trainer.models.configuration import translate_numbers
 from evergrad_trainer.models.experts import check_experts
 from evergrad_trainer.objectives.causal_lm import causal_lm_loss
-from evergrad_trainer.preflight_memory import model_facts
+from evergrad_trainer.preflight.memory import model_facts
 
 TINY = {
     "model_type": "llama",

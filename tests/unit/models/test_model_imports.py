@@ -38,7 +38,7 @@ def test_a_model_that_is_built_by_its_configuration_reads_no_source_of_the_other
 from pathlib import Path
 from evergrad_manifest.training import Model
 from evergrad_trainer.models.build import build_model, plan_model
-from evergrad_trainer.preflight_memory import model_facts
+from evergrad_trainer.preflight.memory import model_facts
 sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 settings = Model(config={"model_type": "llama", **sizes})
 plan = plan_model(settings, base_directory=Path(), vocab_size=32)

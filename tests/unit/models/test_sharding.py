@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from evergrad_manifest.errors import InputError
-from evergrad_trainer.errors import HostError
+from evergrad_trainer.base.errors import HostError
+from evergrad_trainer.distributed.world import World
 from evergrad_trainer.models.parallel import Cut, Sharding, shard
-from evergrad_trainer.world import World
 
 
 def test_a_group_that_lost_a_node_and_cannot_be_cut_into_copies_does_not_end_the_run() -> (

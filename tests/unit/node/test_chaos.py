@@ -17,7 +17,7 @@ from patience import PATIENCE
 
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.reading.loader import LoadedManifest
-from evergrad_trainer.cli.run import RunRequest, check_request_of_script
+from evergrad_trainer.commands.run import RunRequest, check_request_of_script
 from evergrad_trainer.node.chaos.nodes import DisturbedNodes
 from evergrad_trainer.node.chaos.plan import choose_victim, plan_events
 from evergrad_trainer.node.chaos.tally import Tally, count_repeated, describe_tally

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from evergrad_coordinator.contract import (
+from evergrad_common.contract import (
     MAX_TERMINATION_BYTES,
     ErrorKind,
     decode_termination,

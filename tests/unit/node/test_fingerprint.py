@@ -11,7 +11,7 @@ from evergrad_coordinator.protocol import Hello
 from evergrad_coordinator.rules.admission import refuse
 from evergrad_coordinator.rules.state import Settings
 from evergrad_manifest.envelope import TrainingRun
-from evergrad_manifest.script import Script
+from evergrad_manifest.envelope.script import Script
 from evergrad_trainer.node import fingerprint as module
 from evergrad_trainer.node.fingerprint import fingerprint, fingerprint_of_plan, hash_script
 from evergrad_trainer.worker.session import SessionPlan

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from evergrad.node_state import LEASE_LOST
-from evergrad_coordinator.contract import ErrorKind
+from evergrad_common.contract import ErrorKind
 from evergrad_coordinator.protocol import Broken, Done, Finished, Go, Message, Result, Up
 from evergrad_trainer.node import fresh
-from evergrad_trainer.node.ends import decide_why
 from evergrad_trainer.node.fresh import FreshWorkers, Stops
 from evergrad_trainer.node.reports import NoWorkers, Report, WorkersLeft, WorkersReady
 from evergrad_trainer.node.stragglers import Activity, Stragglers, observe_activity
+from evergrad_trainer.node.worker_ends import decide_why
 from evergrad_trainer.worker import channel as say
 
 DONE, USER_ERROR, SAVED, UNSAVED = 0, 64, 75, 76

@@ -8,13 +8,13 @@ from typing import Any, cast
 
 import pytest
 
-from evergrad_coordinator.contract import ErrorKind
+from evergrad_common.contract import ErrorKind
 from evergrad_manifest.errors import EvergradError, InputError, Problem
-from evergrad_trainer.errors import PeerLostError, SaveError, VolumeError
+from evergrad_trainer.base.errors import PeerLostError, SaveError, VolumeError
 from evergrad_trainer.node import run
 from evergrad_trainer.worker import run as launched
 from evergrad_trainer.worker.channel import Failed, channel_pair
-from evergrad_trainer.worker.heartbeat import WorkerHeartbeat
+from evergrad_trainer.worker.liveness import WorkerHeartbeat
 from evergrad_trainer.worker.session import SessionPlan
 
 

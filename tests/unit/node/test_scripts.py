@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from patience import PATIENCE
 
+from evergrad_manifest.envelope.script import Script
 from evergrad_manifest.reading.loader import load_manifest
-from evergrad_manifest.script import Script
 from evergrad_manifest.script_files import script_problems
-from evergrad_trainer.node.scripts import _names_from, preload
+from evergrad_trainer.node.script_worker import _names_from, preload
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -22,10 +22,10 @@ RUNNER = """
 import json, sys
 from pathlib import Path
 from evergrad_manifest.reading.loader import load_manifest
-from evergrad_manifest.script import Script
+from evergrad_manifest.envelope.script import Script
 from evergrad_trainer.worker.channel import channel_pair
-from evergrad_trainer.worker.heartbeat import WorkerHeartbeat
-from evergrad_trainer.node.scripts import run_script
+from evergrad_trainer.worker.liveness import WorkerHeartbeat
+from evergrad_trainer.node.script_worker import run_script
 ours, theirs = channel_pair()
 script = Script.model_validate(json.loads(sys.argv[1]))
 code = run_script(theirs, WorkerHeartbeat(), script=script, base_directory=Path(sys.argv[2]), is_warm=sys.argv[3] == "warm")
@@ -160,8 +160,8 @@ def test_the_model_class_that_a_script_takes_from_transformers_is_loaded_before_
         "from transformers import NoSuchClass, LlamaForCausalLM\n", "utf-8"
     )
     code = (
-        "import sys; from pathlib import Path; from evergrad_manifest.script import Script; "
-        "from evergrad_trainer.node.scripts import preload; "
+        "import sys; from pathlib import Path; from evergrad_manifest.envelope.script import Script; "
+        "from evergrad_trainer.node.script_worker import preload; "
         "preload(Script(command=('train.py',)), Path(sys.argv[1])); "
         "print('transformers.models.llama.modeling_llama' in sys.modules)"
     )

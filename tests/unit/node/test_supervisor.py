@@ -15,7 +15,8 @@ from typing import Any, TypeVar, cast
 import pytest
 from patience import PATIENCE
 
-from evergrad_coordinator.contract import ErrorKind, ExitCode, decode_termination
+from evergrad_common.codec import encode
+from evergrad_common.contract import ErrorKind, ExitCode, decode_termination
 from evergrad_coordinator.protocol import (
     Boundary,
     Broken,
@@ -39,8 +40,7 @@ from evergrad_coordinator.protocol import (
     Welcome,
     decode_from_node,
 )
-from evergrad_coordinator.wire import encode
-from evergrad_trainer.node import conversation, stopping, supervisor
+from evergrad_trainer.node import coordinator_link, stop_requests, supervisor
 from evergrad_trainer.node.metrics import NodeMetrics
 from evergrad_trainer.node.reports import NoWorkers, WorkersLeft, WorkersReady
 from evergrad_trainer.node.settings import NodeSettings
@@ -501,7 +501,7 @@ def test_a_node_without_workers_ends_as_their_trouble_says(
 def test_a_node_that_is_refused_asks_again_some_times_and_leaves_its_place_to_another_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conversation, "_REFUSED_SECONDS", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(coordinator_link, "_REFUSED_SECONDS", (0.01, 0.01, 0.01))
 
     async def script(scene: Scene) -> None:
         for _ in range(4):
@@ -520,7 +520,7 @@ def test_a_node_that_is_refused_asks_again_some_times_and_leaves_its_place_to_an
 def test_a_node_that_is_let_in_at_last_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conversation, "_REFUSED_SECONDS", (0.01,))
+    monkeypatch.setattr(coordinator_link, "_REFUSED_SECONDS", (0.01,))
 
     async def script(scene: Scene) -> None:
         for _ in range(2):
@@ -538,7 +538,7 @@ def test_a_node_that_is_let_in_at_last_serves(
 def test_a_node_that_is_refused_can_be_asked_to_leave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conversation, "_REFUSED_SECONDS", (3600.0,))
+    monkeypatch.setattr(coordinator_link, "_REFUSED_SECONDS", (3600.0,))
 
     async def script(scene: Scene) -> None:
         peer = await scene.accept()
@@ -660,7 +660,7 @@ def test_a_second_signal_ends_a_node_at_once_and_its_workers_with_it(
 def test_a_node_that_nobody_lets_go_ends_when_its_time_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stopping, "_ALONE_SECONDS", 0.0)
+    monkeypatch.setattr(stop_requests, "_ALONE_SECONDS", 0.0)
 
     async def script(scene: Scene) -> None:
         await scene.welcome()

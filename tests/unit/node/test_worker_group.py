@@ -9,16 +9,16 @@ from typing import Any, cast
 
 import pytest
 
-from evergrad_coordinator.contract import ErrorKind
+from evergrad_common.contract import ErrorKind
 from evergrad_coordinator.protocol import Broken, Go
 from evergrad_trainer.node import patience, worker_group
 from evergrad_trainer.node.reports import Report
-from evergrad_trainer.node.starts import RESTART_SECONDS
 from evergrad_trainer.node.worker_group import Bounds, InProcessWorkers
+from evergrad_trainer.node.worker_starts import RESTART_SECONDS
 from evergrad_trainer.node.workers import Worker
 from evergrad_trainer.worker import channel as say
 from evergrad_trainer.worker.channel import Channel
-from evergrad_trainer.worker.heartbeat import WorkerHeartbeat
+from evergrad_trainer.worker.liveness import WorkerHeartbeat
 
 
 @dataclass

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from evergrad_trainer.observers.account import Account, Record
-from evergrad_trainer.observers.accounting import account
+from evergrad_trainer.base.records import EvaluationRecord, Event, EventType, RunInfo
+from evergrad_trainer.observers.account_files import account
 from evergrad_trainer.observers.goodput import CAUSES, Goodput, WorldChange
 from evergrad_trainer.observers.history import History, read_history
-from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo
+from evergrad_trainer.observers.time_account import Account, Record
 
 
 def _account(history: History) -> Goodput:

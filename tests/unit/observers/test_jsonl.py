@@ -12,13 +12,19 @@ from typing import Any
 
 import pytest
 
-from evergrad_coordinator.metrics import COLUMNS
-from evergrad_trainer.errors import RunDirectoryError, VolumeError
+from evergrad_common.metrics import COLUMNS
+from evergrad_trainer.base.errors import RunDirectoryError, VolumeError
+from evergrad_trainer.base.records import (
+    EvaluationRecord,
+    Event,
+    EventType,
+    RunInfo,
+    StepRecord,
+)
 from evergrad_trainer.observers.events import event_row, parse_event_row, saved_step
 from evergrad_trainer.observers.history import last_step, read_before, read_history
 from evergrad_trainer.observers.jsonl import JsonLinesWriter, RunLog
-from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, StepRecord
-from evergrad_trainer.run_directory import JsonLines, RunDirectory
+from evergrad_trainer.run.directory import JsonLines, RunDirectory
 
 
 @pytest.fixture

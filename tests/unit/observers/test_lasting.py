@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from evergrad_trainer.base.records import Event, StepRecord
 from evergrad_trainer.observers.base import BaseObserver
-from evergrad_trainer.observers.lasting import MAX_STATE_BYTES, Lasting, Together
-from evergrad_trainer.records import Event, StepRecord
+from evergrad_trainer.observers.stateful_observers import MAX_STATE_BYTES, Lasting, Together
 
 
 class Counting(BaseObserver):

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from evergrad_manifest.training import Training
-from evergrad_trainer.errors import VolumeError
+from evergrad_trainer.base.errors import VolumeError
+from evergrad_trainer.base.records import EvaluationRecord, Event, RunInfo, StepRecord, Wish
 from evergrad_trainer.observers.base import BaseObserver, Observers
 from evergrad_trainer.observers.build import BUILT_IN, Surroundings, build_observers
 from evergrad_trainer.observers.history import read_history
 from evergrad_trainer.observers.jsonl import JsonLinesWriter, RunLog
-from evergrad_trainer.records import EvaluationRecord, Event, RunInfo, StepRecord, Wish
-from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.run.directory import RunDirectory
 
 TRAINING = {
     "model": {"config": {"model_type": "llama"}},

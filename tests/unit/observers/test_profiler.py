@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from evergrad_manifest.training import Profile
-from evergrad_trainer import torch_private
+from evergrad_trainer.base import torch_private
+from evergrad_trainer.base.records import RunInfo
 from evergrad_trainer.observers.profiler import (
     PARTIAL_SECONDS,
     Profiler,
@@ -18,7 +19,6 @@ from evergrad_trainer.observers.profiler import (
     is_first,
     prune,
 )
-from evergrad_trainer.records import RunInfo
 
 
 class FakeTrace:

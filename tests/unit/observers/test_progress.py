@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from evergrad_coordinator.text import (
+from evergrad_common.text import (
     compact,
     count,
     duration,
@@ -25,12 +25,12 @@ from evergrad_coordinator.text import (
     size,
     utc,
 )
+from evergrad_trainer.base.records import EvaluationRecord, Event, EventType, RunInfo
 from evergrad_trainer.observers.bar import ProgressBar, render_line
 from evergrad_trainer.observers.live_state import Rate, State
 from evergrad_trainer.observers.logs import EventLog, setup_logging
 from evergrad_trainer.observers.progress import ProgressLines, build_progress
-from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo
-from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.run.directory import RunDirectory
 
 INFO = RunInfo(
     "docs-lm",

@@ -18,16 +18,16 @@ import pytest
 from patience import PATIENCE
 from prometheus_client.parser import text_string_to_metric_families
 
-from evergrad_coordinator.causes import CHANGES, TROUBLES
+from evergrad_common.causes import CHANGES, TROUBLES
 from evergrad_manifest.errors import ConfigurationError
+from evergrad_trainer.base.records import EvaluationRecord, Event, EventType, RunInfo
 from evergrad_trainer.node.metrics import NodeMetrics
 from evergrad_trainer.observers.goodput import CAUSES
 from evergrad_trainer.observers.history import Before
 from evergrad_trainer.observers.instruments import PHASES
 from evergrad_trainer.observers.prometheus import PrometheusExporter
 from evergrad_trainer.observers.relay import Relay, deliver
-from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo
-from evergrad_trainer.worker.heartbeat import WorkerHeartbeat
+from evergrad_trainer.worker.liveness import WorkerHeartbeat
 
 INFO = RunInfo(
     "docs-lm",

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from patience import PATIENCE
 
-from evergrad_trainer.errors import RunDirectoryError, VolumeError
-from evergrad_trainer.run_directory import (
+from evergrad_trainer.base.errors import RunDirectoryError, VolumeError
+from evergrad_trainer.run.directory import (
     JsonLines,
     RunDirectory,
     dumps_strict,
@@ -24,8 +24,8 @@ from evergrad_trainer.run_directory import (
 
 _SMALL_DISK = """
 import os, pathlib, subprocess, sys
-from evergrad_trainer.errors import RunDirectoryError, VolumeError
-from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.base.errors import RunDirectoryError, VolumeError
+from evergrad_trainer.run.directory import RunDirectory
 disk = pathlib.Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k,nr_inodes=20", "none", str(disk)], check=True)
 """

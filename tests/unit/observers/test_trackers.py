@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 import pytest
 
 from evergrad_manifest.training import Tracker, Training
-from evergrad_trainer import lock
+from evergrad_trainer.base import lock
+from evergrad_trainer.base.records import EvaluationRecord, Event, EventType, RunInfo
 from evergrad_trainer.observers import build
 from evergrad_trainer.observers.base import BaseObserver, Observers
 from evergrad_trainer.observers.jsonl import RunLog
@@ -31,8 +32,7 @@ from evergrad_trainer.observers.trackers.interface import (
 from evergrad_trainer.observers.trackers.libraries import check_trackers
 from evergrad_trainer.observers.trackers.observer import Patience, TrackerObserver
 from evergrad_trainer.observers.trackers.rows import read_missed
-from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo
-from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.run.directory import RunDirectory
 
 TRAINING: dict[str, Any] = {
     "model": {"config": {"model_type": "llama"}},

@@ -11,12 +11,12 @@ import pytest
 
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.training import Training
+from evergrad_trainer.base.records import EvaluationRecord, Event
 from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.observers.build import build_lasting
-from evergrad_trainer.observers.lasting import MAX_STATE_BYTES, Lasting, Together
 from evergrad_trainer.observers.monitors import Monitors, build_monitors, check_watched
+from evergrad_trainer.observers.stateful_observers import MAX_STATE_BYTES, Lasting, Together
 from evergrad_trainer.observers.watches import Alert, Rule, Watch
-from evergrad_trainer.records import EvaluationRecord, Event
 
 TRAINING = {
     "model": {"config": {"model_type": "llama"}},

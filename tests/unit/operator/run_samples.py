@@ -14,8 +14,8 @@ import yaml
 from simulated_run import START, Simulation, make_progress, make_run
 
 from evergrad_manifest.crd.status import STATUS
-from evergrad_operator.observe import ApplyFailure
-from evergrad_operator.status import build_refused_status
+from evergrad_operator.core.observe.observe import ApplyFailure
+from evergrad_operator.core.status.run_status import build_refused_status
 
 Raw = dict[str, Any]
 ARGO: Final = (

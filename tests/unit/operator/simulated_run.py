@@ -12,21 +12,26 @@ from fake_kubernetes.recipe import TRAINING
 from evergrad_coordinator.protocol import Recovery
 from evergrad_coordinator.rules.progress import ProgressCounter
 from evergrad_coordinator.rules.state import Training
-from evergrad_operator import names
-from evergrad_operator.answer import Progress, parse_progress
-from evergrad_operator.changes import compare_settings, is_edited
-from evergrad_operator.config import Config
-from evergrad_operator.decision import Decision
-from evergrad_operator.events import Event, derive_events, describe_edit
-from evergrad_operator.kinds import Kind
-from evergrad_operator.observe import ApplyFailure, Observation, observe, observe_gone
-from evergrad_operator.plan import Plan, plan_children
-from evergrad_operator.policies import decide
-from evergrad_operator.profiles import NO_PROFILE
-from evergrad_operator.spec import SpecCache
-from evergrad_operator.status import Outcome, build_status, without_usage
-from evergrad_operator.times import format_time, parse_time
-from evergrad_operator.tokens import derive_token
+from evergrad_operator.core.decision import Decision
+from evergrad_operator.core.objects import names
+from evergrad_operator.core.objects.config import Config
+from evergrad_operator.core.objects.kinds import Kind
+from evergrad_operator.core.objects.times import format_time, parse_time
+from evergrad_operator.core.observe.coordinator_status import Progress, parse_progress
+from evergrad_operator.core.observe.observe import (
+    ApplyFailure,
+    Observation,
+    observe,
+    observe_gone,
+)
+from evergrad_operator.core.observe.profiles import NO_PROFILE
+from evergrad_operator.core.observe.spec import SpecCache
+from evergrad_operator.core.plan import Plan, plan_children
+from evergrad_operator.core.plan.changes import compare_settings, is_edited
+from evergrad_operator.core.policies import decide
+from evergrad_operator.core.status.events import Event, derive_events, describe_edit
+from evergrad_operator.core.status.run_status import Outcome, build_status, without_usage
+from evergrad_operator.edge.api.tokens import derive_token
 
 START = 1_900_000_000.0
 CONFIG = Config(

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from evergrad_operator.times import parse_time
+from evergrad_operator.core.objects.times import parse_time
 
 
 @functools.cache

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated_run import OperatorDiedError, Simulation, make_run
 
-from evergrad_operator.decision import Action
-from evergrad_operator.names import Phase
+from evergrad_operator.core.decision import Action
+from evergrad_operator.core.objects.names import Phase
 
 NODE = st.integers(0, 4)
 DISRUPTIONS = ("PreemptionByScheduler", "EvictionByEvictionAPI", "DeletionByTaintManager")

@@ -8,8 +8,8 @@ import pytest
 from fake_kubernetes.simulation import CONFIG, KEY, Simulation
 from simulated_run import make_run
 
-from evergrad_operator.admission import find_problems
-from evergrad_operator.installation import Installation, find_refusals
+from evergrad_operator.core.admission import find_problems
+from evergrad_operator.core.objects.installation import Installation, find_refusals
 
 IMAGES = ("registry.example.com/training/", "localhost/")
 BOUNDED = replace(CONFIG, allowed_images=IMAGES, allowed_priority_classes=("low", "middle"))

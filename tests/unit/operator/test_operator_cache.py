@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from evergrad_operator.cache import InformerCache
-from evergrad_operator.slim import slim_pod
-from evergrad_operator.store import CHILDREN, CLAIMS, PODS, RUNS
+from evergrad_operator.core.objects.slim import slim_pod
+from evergrad_operator.edge.cache.cache import InformerCache
+from evergrad_operator.edge.cache.store import CHILDREN, CLAIMS, PODS, RUNS
 
 KEY = ("ns", "run")
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from fake_kubernetes.simulation import KEY, Crash, Simulation, crash_at
 
-from evergrad_operator.errors import OperatorError
-from evergrad_operator.observe import Silence
-from evergrad_operator.progress import Coordinators
+from evergrad_operator.core.objects.errors import OperatorError
+from evergrad_operator.core.observe.observe import Silence
+from evergrad_operator.edge.reconcile.coordinator_poller import Coordinators
 
 
 def begin() -> Simulation:

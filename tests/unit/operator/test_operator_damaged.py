@@ -13,19 +13,19 @@ from prometheus_client import CollectorRegistry, generate_latest
 from simulated_run import make_run as make_docs_run
 from status_schema import problems_with, status_schema
 
-from evergrad_operator.cache import InformerCache
-from evergrad_operator.events import derive_events
-from evergrad_operator.facts import count_phases, read_runs
-from evergrad_operator.fleet import build_fleet
-from evergrad_operator.host_index import HostIndex
-from evergrad_operator.memory import parse_hosts, parse_memory
-from evergrad_operator.memory_status import build_memory
-from evergrad_operator.metrics import Facts, FactsCollector
-from evergrad_operator.observe import build_record, observe
-from evergrad_operator.pods import parse_pod
-from evergrad_operator.spec import parse_run
-from evergrad_operator.store import CHILDREN, CLAIMS, PODS, RUNS
-from evergrad_operator.times import format_time, parse_time
+from evergrad_operator.core.fleet import build_fleet
+from evergrad_operator.core.objects.times import format_time, parse_time
+from evergrad_operator.core.observe.facts import count_phases, read_runs
+from evergrad_operator.core.observe.memory import parse_hosts, parse_memory
+from evergrad_operator.core.observe.observe import build_record, observe
+from evergrad_operator.core.observe.pods import parse_pod
+from evergrad_operator.core.observe.spec import parse_run
+from evergrad_operator.core.status.events import derive_events
+from evergrad_operator.core.status.memory_status import build_memory
+from evergrad_operator.edge.cache.cache import InformerCache
+from evergrad_operator.edge.cache.host_index import HostIndex
+from evergrad_operator.edge.cache.store import CHILDREN, CLAIMS, PODS, RUNS
+from evergrad_operator.edge.metrics.operator_metrics import Facts, FactsCollector
 
 # ---- odd values --------------------------------------------------------------------------------------------
 

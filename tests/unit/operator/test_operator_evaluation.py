@@ -13,18 +13,18 @@ from pod_security import violations
 from prometheus_client import generate_latest
 from prometheus_client.registry import CollectorRegistry
 
-from evergrad_coordinator.contract import ErrorKind, encode_termination
-from evergrad_coordinator.evaluated import decode_evaluated, encode_evaluated
-from evergrad_operator.evaluation import (
+from evergrad_common.contract import ErrorKind, encode_termination
+from evergrad_common.evaluation_report import decode_evaluated, encode_evaluated
+from evergrad_operator.core.observe.evaluation import (
     Evaluation,
     Tries,
     pack_evaluation,
     parse_evaluation,
     show_evaluation,
 )
-from evergrad_operator.events import derive_events
-from evergrad_operator.facts import read_runs
-from evergrad_operator.metrics import Facts, FactsCollector
+from evergrad_operator.core.observe.facts import read_runs
+from evergrad_operator.core.status.events import derive_events
+from evergrad_operator.edge.metrics.operator_metrics import Facts, FactsCollector
 
 SECTION = {"resources": {"requests": {"cpu": "500m"}, "limits": {"memory": "2Gi"}}}
 ROW = {"name": "heldOut", "loss": 2.123456789012345, "perplexity": 8.359, "step": 2}

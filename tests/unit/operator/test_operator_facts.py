@@ -6,9 +6,14 @@ import pytest
 from fake_kubernetes.simulation import make_trained
 from prometheus_client import CollectorRegistry, generate_latest
 
-from evergrad_operator.facts import count_nodes, count_phases, read_run, read_runs
-from evergrad_operator.metrics import Facts, FactsCollector
-from evergrad_operator.spec import is_managed_here
+from evergrad_operator.core.observe.facts import (
+    count_nodes,
+    count_phases,
+    read_run,
+    read_runs,
+)
+from evergrad_operator.core.observe.spec import is_managed_here
+from evergrad_operator.edge.metrics.operator_metrics import Facts, FactsCollector
 
 KEY = ("ns", "run")
 WHO = 'run="run",run_namespace="ns"'
@@ -162,7 +167,9 @@ def test_a_scrape_reads_no_status_and_shows_what_reading_them_all_would(
     managed = {key: raw for key, raw in cache.runs().items() if is_managed_here(raw)}
     expected = read_runs(managed, now=simulation.now, pods_of=cache.pods)
     phases = count_phases(managed.values())
-    monkeypatch.setattr("evergrad_operator.facts_index.read_run", lambda *_: pytest.fail())
+    monkeypatch.setattr(
+        "evergrad_operator.edge.cache.facts_index.read_run", lambda *_: pytest.fail()
+    )
     index = cache.store.facts
     found = index.read(simulation.now)
     assert sorted(found, key=lambda one: one.name) == sorted(
@@ -183,7 +190,7 @@ def test_a_status_that_cannot_be_read_hides_its_own_series_and_not_the_run(
             raise ValueError("odd")
         return known(key, raw, nodes)
 
-    monkeypatch.setattr("evergrad_operator.facts_index.read_run", fail)
+    monkeypatch.setattr("evergrad_operator.edge.cache.facts_index.read_run", fail)
     simulation.store.change("trainingruns", *KEY, {"status": {"phase": "odd"}})
     kept = simulation.cache.run(KEY)
     assert kept is not None and kept["status"]["phase"] == "odd"

@@ -10,8 +10,8 @@ from urllib.error import HTTPError
 import pytest
 from patience import PATIENCE
 
-from evergrad_operator.fleet import MOST_RUNS, build_fleet
-from evergrad_operator.fleet_page import MOST_PAGES, FleetPage
+from evergrad_operator.core.fleet import MOST_RUNS, build_fleet
+from evergrad_operator.edge.metrics.fleet_page import MOST_PAGES, FleetPage
 
 
 def run(

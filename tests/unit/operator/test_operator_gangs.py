@@ -9,14 +9,18 @@ import simulated_run
 from fake_kubernetes.simulation import CONFIG, KEY, Simulation
 from fake_kubernetes.store import RefusedError, Write
 
-from evergrad_operator.config import Config
-from evergrad_operator.decision import EvaluationPod
-from evergrad_operator.errors import ApiError, OperatorError
-from evergrad_operator.gang_api import FOUND_SECONDS, MISSING_SECONDS, GangApi
-from evergrad_operator.kinds import POD_GROUPS, Kind, kind_of
-from evergrad_operator.plan.evaluation_pod import build_evaluation_pod
-from evergrad_operator.slim import slim_pod
-from evergrad_operator.store import CHILDREN
+from evergrad_operator.core.decision import EvaluationPod
+from evergrad_operator.core.objects.config import Config
+from evergrad_operator.core.objects.errors import ApiError, OperatorError
+from evergrad_operator.core.objects.kinds import POD_GROUPS, Kind, kind_of
+from evergrad_operator.core.objects.slim import slim_pod
+from evergrad_operator.core.plan.evaluation_pod import build_evaluation_pod
+from evergrad_operator.edge.cache.store import CHILDREN
+from evergrad_operator.edge.reconcile.gang_api import (
+    FOUND_SECONDS,
+    MISSING_SECONDS,
+    GangApi,
+)
 
 LABEL = "scheduling.x-k8s.io/pod-group"
 (COSCHEDULING,) = POD_GROUPS["coscheduling"]

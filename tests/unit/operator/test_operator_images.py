@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from simulated_run import CONFIG, Simulation, make_run
 
-from evergrad_operator.config import Config
-from evergrad_operator.images import is_same_image, pin_image
+from evergrad_operator.core.objects.config import Config
+from evergrad_operator.core.objects.images import is_same_image, pin_image
 
 A, B = "sha256:" + "a" * 64, "sha256:" + "b" * 64
 TAG = "registry.example/trainer:1"

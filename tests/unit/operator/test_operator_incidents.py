@@ -3,7 +3,7 @@
 import pytest
 from simulated_run import Simulation
 
-from evergrad_operator.memory import EndRecord, Memory, count_restart
+from evergrad_operator.core.observe.memory import EndRecord, Memory, count_restart
 
 
 @pytest.mark.parametrize(

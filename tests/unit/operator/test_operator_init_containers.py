@@ -9,13 +9,13 @@ import pytest
 from pod_security import violations
 from simulated_run import CONFIG, Simulation, make_run
 
-from evergrad_coordinator.causes import PodCause
-from evergrad_operator.decision import Action
-from evergrad_operator.installation import Installation, find_refusals
-from evergrad_operator.names import Reason
-from evergrad_operator.pods import parse_pod
-from evergrad_operator.slim import slim_pod
-from evergrad_operator.times import format_time
+from evergrad_common.causes import PodCause
+from evergrad_operator.core.decision import Action
+from evergrad_operator.core.objects.installation import Installation, find_refusals
+from evergrad_operator.core.objects.names import Reason
+from evergrad_operator.core.objects.slim import slim_pod
+from evergrad_operator.core.objects.times import format_time
+from evergrad_operator.core.observe.pods import parse_pod
 
 FETCH: dict[str, Any] = {
     "name": "fetch",

@@ -14,11 +14,12 @@ import pytest
 from aiohttp.http_parser import DeflateBuffer
 from webhook_samples import NAMES, Store, make_object, make_webhook, post
 
-from evergrad_operator import intake, webhook
-from evergrad_operator.admission import MAX_VALUES, review
-from evergrad_operator.intake import MAX_REQUEST_BYTES
-from evergrad_operator.logs import set_up_logging
-from evergrad_operator.webhook import Webhook
+from evergrad_operator.core.admission import MAX_VALUES, review
+from evergrad_operator.edge.logs import set_up_logging
+from evergrad_operator.edge.webhook import request_limits
+from evergrad_operator.edge.webhook import server as webhook
+from evergrad_operator.edge.webhook.request_limits import MAX_REQUEST_BYTES
+from evergrad_operator.edge.webhook.server import Webhook
 
 REVIEW = json.dumps({"request": {"uid": "r", "object": make_object()}}).encode()
 Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -119,7 +120,7 @@ async def read_status(client: Client) -> int:
 def test_requests_that_never_end_make_room_for_the_api_servers_the_oldest_first() -> None:
     async def run() -> None:
         async with serve() as port:
-            size = intake.MAX_REQUEST_BYTES
+            size = request_limits.MAX_REQUEST_BYTES
             slow = [await port.begin(size=size) for _ in range(6)]
             assert await read_status(slow[0]) == 503
             assert (await port.post())[0] == 200
@@ -133,7 +134,7 @@ def test_requests_that_never_end_make_room_for_the_api_servers_the_oldest_first(
 
 
 def test_a_body_that_comes_too_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "_READ_SECONDS", 0.05)
+    monkeypatch.setattr(request_limits, "_READ_SECONDS", 0.05)
 
     async def run() -> None:
         async with serve() as port:
@@ -145,7 +146,7 @@ def test_a_body_that_comes_too_slowly_is_given_up(monkeypatch: pytest.MonkeyPatc
 def test_a_body_above_the_bound_is_refused_before_it_is_read() -> None:
     async def run() -> None:
         async with serve() as port:
-            client = await port.begin(size=intake.MAX_REQUEST_BYTES + 1, sent=0)
+            client = await port.begin(size=request_limits.MAX_REQUEST_BYTES + 1, sent=0)
             assert await read_status(client) == 413
 
     asyncio.run(run())
@@ -214,7 +215,7 @@ def test_each_connection_gets_one_answer(path: str) -> None:
 def test_connections_that_nobody_uses_make_room_for_the_api_servers(
     monkeypatch: pytest.MonkeyPatch, has_tls: bool
 ) -> None:
-    monkeypatch.setattr(intake, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(request_limits, "MAX_CONNECTIONS", 3)
 
     async def run() -> None:
         async with serve() as port:
@@ -232,7 +233,7 @@ def test_connections_that_nobody_uses_make_room_for_the_api_servers(
 def test_a_connection_whose_request_is_checked_is_not_closed_for_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(intake, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(request_limits, "MAX_CONNECTIONS", 1)
     begun, goes_on = hold_checks(monkeypatch)
 
     async def run() -> None:
@@ -250,7 +251,7 @@ def test_a_connection_whose_request_is_checked_is_not_closed_for_another(
 def test_a_request_for_which_those_being_checked_leave_no_room_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(intake, "_BODY_ROOM", len(REVIEW) + 10)
+    monkeypatch.setattr(request_limits, "_BODY_ROOM", len(REVIEW) + 10)
     begun, goes_on = hold_checks(monkeypatch)
 
     async def run() -> None:

@@ -13,8 +13,12 @@ from run_samples import make_samples
 from simulated_run import START, Simulation, make_run
 
 from evergrad_manifest.crd.definition import build_root
-from evergrad_operator.names import Phase, Reason
-from evergrad_operator.status import Outcome, build_refused_status, build_status
+from evergrad_operator.core.objects.names import Phase, Reason
+from evergrad_operator.core.status.run_status import (
+    Outcome,
+    build_refused_status,
+    build_status,
+)
 
 EXPECTED = {
     "new": "InProgress",

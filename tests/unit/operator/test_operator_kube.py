@@ -12,11 +12,11 @@ from fake_kubernetes.server import FakeServer
 from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
 
-from evergrad_operator.connection import Connection, connect
-from evergrad_operator.errors import ApiError, LeaseLostError, SettingsError
-from evergrad_operator.kinds import CONFIG_MAP, POD, POD_GROUPS, RUN
-from evergrad_operator.kube import Kube
-from evergrad_operator.transport import Limits, build_trace
+from evergrad_operator.core.objects.errors import ApiError, LeaseLostError, SettingsError
+from evergrad_operator.core.objects.kinds import CONFIG_MAP, POD, POD_GROUPS, RUN
+from evergrad_operator.edge.api.connection import Connection, connect
+from evergrad_operator.edge.api.kube import Kube
+from evergrad_operator.edge.api.transport import Limits, build_trace
 
 FAST = Limits(first_pause=0.005, longest_pause=0.02, request_seconds=100.0)
 

@@ -9,9 +9,9 @@ import virtual_time
 from fake_kubernetes.cluster import FakeCluster
 from fake_kubernetes.store import RefusedError, Store
 
-from evergrad_operator.errors import ApiError
-from evergrad_operator.kinds import KINDS
-from evergrad_operator.lease import LeaseGate, LeaseSettings
+from evergrad_operator.core.objects.errors import ApiError
+from evergrad_operator.core.objects.kinds import KINDS
+from evergrad_operator.edge.api.lease import LeaseGate, LeaseSettings
 
 PLACE = "leases", "ns", "evergrad-operator"
 

@@ -6,11 +6,11 @@ import pytest
 from fake_kubernetes.simulation import KEY, Simulation
 from fake_kubernetes.store import Write
 
-from evergrad_operator.facts import count_phases
-from evergrad_operator.fleet import build_row
-from evergrad_operator.queue import WorkQueue
-from evergrad_operator.transport import OpenGate
-from evergrad_operator.vitals import Vitals
+from evergrad_operator.core.fleet import build_row
+from evergrad_operator.core.observe.facts import count_phases
+from evergrad_operator.edge.api.transport import OpenGate
+from evergrad_operator.edge.cache.queue import WorkQueue
+from evergrad_operator.edge.metrics.health_checks import Vitals
 
 OTHER = "kueue.x-k8s.io/multikueue"
 

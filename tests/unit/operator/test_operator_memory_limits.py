@@ -2,9 +2,9 @@
 
 from simulated_run import Simulation
 
-from evergrad_operator.observe import ApplyFailure
-from evergrad_operator.policies.waiting import explain_refusal
-from evergrad_operator.slim import slim_pod
+from evergrad_operator.core.objects.slim import slim_pod
+from evergrad_operator.core.observe.observe import ApplyFailure
+from evergrad_operator.core.policies.waiting import explain_refusal
 
 
 def end_out_of_memory(note: str) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 from fake_kubernetes.recipe import TRAINING
 from patience import PATIENCE
 
-from evergrad_operator.slim import slim_run
-from evergrad_operator.spec import parse_run
+from evergrad_operator.core.objects.slim import slim_run
+from evergrad_operator.core.observe.spec import parse_run
 
 READ = """
 import copy, json, sys

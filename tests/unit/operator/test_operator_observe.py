@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated_run import START, Simulation, make_run
 
-from evergrad_coordinator.causes import PodCause
-from evergrad_operator.answer import parse_progress
-from evergrad_operator.errors import OperatorError, ProgressError
-from evergrad_operator.observe import build_record, observe
-from evergrad_operator.pods import MAX_MESSAGE, describe_cause, parse_pod
-from evergrad_operator.spec import parse_run
-from evergrad_operator.times import format_time
+from evergrad_common.causes import PodCause
+from evergrad_operator.core.objects.errors import OperatorError, ProgressError
+from evergrad_operator.core.objects.times import format_time
+from evergrad_operator.core.observe.coordinator_status import parse_progress
+from evergrad_operator.core.observe.observe import build_record, observe
+from evergrad_operator.core.observe.pods import MAX_MESSAGE, describe_cause, parse_pod
+from evergrad_operator.core.observe.spec import parse_run
 
 LABELS = {
     "evergrad.dev/run": "docs-lm",

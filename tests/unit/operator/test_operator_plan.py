@@ -15,15 +15,15 @@ from pod_security import violations
 from simulated_run import CONFIG, START, Simulation, make_run
 
 from evergrad_coordinator.__main__ import find_problems, parse_arguments
-from evergrad_operator import names
-from evergrad_operator.config import Config
-from evergrad_operator.decision import Action
-from evergrad_operator.names import Reason
-from evergrad_operator.observe import Record
-from evergrad_operator.plan.claim import KEPT_RECORDS, StaleRecords, find_stale_records
-from evergrad_operator.plan.common import escape
-from evergrad_operator.times import format_time
-from evergrad_trainer.cli import node as node_command
+from evergrad_operator.core.decision import Action
+from evergrad_operator.core.objects import names
+from evergrad_operator.core.objects.config import Config
+from evergrad_operator.core.objects.names import Reason
+from evergrad_operator.core.objects.times import format_time
+from evergrad_operator.core.observe.observe import Record
+from evergrad_operator.core.plan.claim import KEPT_RECORDS, StaleRecords, find_stale_records
+from evergrad_operator.core.plan.common import escape
+from evergrad_trainer.commands import node as node_command
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from simulated_run import START, Simulation, make_progress, make_run
 
-from evergrad_coordinator.causes import PodCause
-from evergrad_coordinator.contract import ErrorKind, encode_termination
-from evergrad_operator.host_index import HostIndex
-from evergrad_operator.memory import (
+from evergrad_common.causes import PodCause
+from evergrad_common.contract import ErrorKind, encode_termination
+from evergrad_operator.core.objects.names import Phase, Reason
+from evergrad_operator.core.observe.memory import (
     REMEMBERED_SECONDS,
     HostFaults,
     Memory,
@@ -18,10 +18,10 @@ from evergrad_operator.memory import (
     parse_hosts,
     parse_memory,
 )
-from evergrad_operator.memory_status import build_memory
-from evergrad_operator.names import Phase, Reason
-from evergrad_operator.observe import ApplyFailure
-from evergrad_operator.policies.host_faults import forget_hosts
+from evergrad_operator.core.observe.observe import ApplyFailure
+from evergrad_operator.core.policies.host_faults import forget_hosts
+from evergrad_operator.core.status.memory_status import build_memory
+from evergrad_operator.edge.cache.host_index import HostIndex
 
 
 def begun(**spec: Any) -> Simulation:

@@ -9,10 +9,10 @@ from fake_kubernetes.recipe import TRAINING
 from simulated_run import CONFIG, START, Simulation, make_progress, make_run
 
 from evergrad_manifest.errors import Problem
-from evergrad_operator import names
-from evergrad_operator.decision import Action, Bounds
-from evergrad_operator.names import Phase, Reason
-from evergrad_operator.problems import list_problems
+from evergrad_operator.core.decision import Action, Bounds
+from evergrad_operator.core.objects import names
+from evergrad_operator.core.objects.names import Phase, Reason
+from evergrad_operator.core.objects.problems import list_problems
 
 
 def kinds(world: Simulation) -> list[str]:

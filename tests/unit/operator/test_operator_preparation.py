@@ -8,10 +8,14 @@ import pytest
 from fake_kubernetes.simulation import CONFIG, KEY, Simulation
 from pod_security import violations
 
-from evergrad_coordinator.contract import ErrorKind, encode_termination
-from evergrad_operator.observe import ApplyFailure
-from evergrad_operator.policies.waiting import explain_refusal
-from evergrad_operator.preparation import Preparation, pack_preparation, parse_preparation
+from evergrad_common.contract import ErrorKind, encode_termination
+from evergrad_operator.core.observe.observe import ApplyFailure
+from evergrad_operator.core.observe.preparation import (
+    Preparation,
+    pack_preparation,
+    parse_preparation,
+)
+from evergrad_operator.core.policies.waiting import explain_refusal
 
 SECTION = {"resources": {"requests": {"cpu": "1500m"}, "limits": {"memory": "2Gi"}}}
 REPORT = {

@@ -16,11 +16,9 @@ from fake_kubernetes.simulation import CONFIG, KEY, Simulation
 from pod_security import violations
 from simulated_run import make_run
 
-from evergrad_operator import namespace_profiles
-from evergrad_operator.errors import ApiError
-from evergrad_operator.installation import Granted
-from evergrad_operator.namespace_profiles import parse_profile
-from evergrad_operator.profiles import (
+from evergrad_operator.core.objects.errors import ApiError
+from evergrad_operator.core.objects.installation import Granted
+from evergrad_operator.core.observe.profiles import (
     LONGEST_NOTE,
     NO_PROFILE,
     NamespaceProfile,
@@ -29,7 +27,9 @@ from evergrad_operator.profiles import (
     parse_profiles,
     resolve,
 )
-from evergrad_operator.spec import SpecCache
+from evergrad_operator.core.observe.spec import SpecCache
+from evergrad_operator.edge.cache import namespace_profiles
+from evergrad_operator.edge.cache.namespace_profiles import parse_profile
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests/golden/plan_profile.yaml"

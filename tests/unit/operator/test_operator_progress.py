@@ -10,10 +10,19 @@ import pytest
 import virtual_time
 from patience import PATIENCE
 
-from evergrad_operator.decision import Bounds
-from evergrad_operator.errors import LeaseLostError, OperatorError, UnauthorizedError
-from evergrad_operator.progress import MAX_BYTES, Answer, Coordinators, PollSettings
-from evergrad_operator.transport import OpenGate
+from evergrad_operator.core.decision import Bounds
+from evergrad_operator.core.objects.errors import (
+    LeaseLostError,
+    OperatorError,
+    UnauthorizedError,
+)
+from evergrad_operator.edge.api.transport import OpenGate
+from evergrad_operator.edge.reconcile.coordinator_poller import (
+    MAX_BYTES,
+    Answer,
+    Coordinators,
+    PollSettings,
+)
 
 KEY = ("ns", "run")
 """Longest wait for anything; nothing here takes one on an idle machine."""

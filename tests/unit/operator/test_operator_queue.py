@@ -8,7 +8,7 @@ from typing import Any
 import virtual_time
 from patience import PATIENCE
 
-from evergrad_operator.queue import Backoff, WorkQueue
+from evergrad_operator.edge.cache.queue import Backoff, WorkQueue
 
 Work = Callable[[str], Awaitable[float | None]]
 ROUNDING = 1e-9

@@ -11,9 +11,9 @@ from fake_kubernetes.kueue import FINALIZER, GROUP, QUEUE, Kueue
 from fake_kubernetes.simulation import KEY, Crash, Simulation
 from fake_kubernetes.store import Write
 
-from evergrad_operator.config import Config
-from evergrad_operator.kueue import parse_place
-from evergrad_operator.observe import ApplyFailure
+from evergrad_operator.core.objects.config import Config
+from evergrad_operator.core.observe.kueue import parse_place
+from evergrad_operator.core.observe.observe import ApplyFailure
 
 PATIENCE_SECONDS = simulated_run.CONFIG.give_back_seconds
 LABELS = {QUEUE: "gpus", "kueue.x-k8s.io/priority-class": "normal"}

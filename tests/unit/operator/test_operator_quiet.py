@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fake_kubernetes.simulation import KEY, Simulation
 
-from evergrad_operator.vitals import STALLED_SECONDS
+from evergrad_operator.edge.metrics.health_checks import STALLED_SECONDS
 
 QUIET_SECONDS = 180.0
 

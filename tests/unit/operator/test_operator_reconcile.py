@@ -13,10 +13,10 @@ from fake_kubernetes.recipe import TRAINING
 from fake_kubernetes.simulation import KEY, Crash, Simulation, crash_at
 from fake_kubernetes.store import RefusedError, Write
 
-from evergrad_operator.decision import Bounds
-from evergrad_operator.errors import ApiError
-from evergrad_operator.observe import Record, build_record
-from evergrad_operator.times import format_time
+from evergrad_operator.core.decision import Bounds
+from evergrad_operator.core.objects.errors import ApiError
+from evergrad_operator.core.objects.times import format_time
+from evergrad_operator.core.observe.observe import Record, build_record
 
 Story = Callable[[Simulation], None]
 NONE_CONNECTED = {"min": 1, "max": 2, "ready": 0, "connected": 0, "members": []}
@@ -931,7 +931,9 @@ def test_a_reconcile_that_hangs_ends_with_its_time(
     async def hang(*_: Any, **__: Any) -> Any:
         await asyncio.sleep(60)
 
-    monkeypatch.setattr("evergrad_operator.reconcile.RECONCILE_SECONDS", 0.05)
+    monkeypatch.setattr(
+        "evergrad_operator.edge.reconcile.reconciler.RECONCILE_SECONDS", 0.05
+    )
     simulation.cluster.create = hang  # type: ignore[method-assign]
     with pytest.raises(TimeoutError):
         simulation.reconcile()

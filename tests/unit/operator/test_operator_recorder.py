@@ -7,7 +7,7 @@ import pytest
 from fake_kubernetes.cluster import FakeCluster
 from fake_kubernetes.store import RefusedError, Store
 
-from evergrad_operator.recorder import Recorder
+from evergrad_operator.edge.api.event_recorder import Recorder
 
 RUN = {"metadata": {"name": "run", "namespace": "ns", "uid": "u", "resourceVersion": "5"}}
 
@@ -54,7 +54,7 @@ def test_a_crash_loop_of_fifty_with_ever_new_messages_stays_below_fifteen_object
 def test_a_reason_keeps_its_bound_of_objects_among_thousands_of_other_events(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("evergrad_operator.recorder.MAX_REMEMBERED", 8)
+    monkeypatch.setattr("evergrad_operator.edge.api.event_recorder.MAX_REMEMBERED", 8)
 
     async def main(store: Store, others: int) -> None:
         recorder = Recorder(FakeCluster(store))

@@ -8,8 +8,8 @@ import pytest
 from fake_kubernetes.simulation import KEY, Simulation
 from fake_kubernetes.store import RefusedError, Write
 
-from evergrad_operator.errors import ApiError, OperatorError
-from evergrad_operator.kinds import CLAIM, POD
+from evergrad_operator.core.objects.errors import ApiError, OperatorError
+from evergrad_operator.core.objects.kinds import CLAIM, POD
 
 WEBHOOK = (
     'Internal error occurred: failed calling webhook "w.example.org": connection refused'
@@ -315,7 +315,7 @@ def test_a_webhook_that_never_answers_leaves_time_for_the_status(
         )
 
     simulation.cluster.create = hang  # type: ignore[method-assign]
-    monkeypatch.setattr("evergrad_operator.apply.APPLY_SECONDS", 0.1)
+    monkeypatch.setattr("evergrad_operator.edge.reconcile.apply.APPLY_SECONDS", 0.1)
     simulation.reconcile()
     assert (
         simulation.status["reason"] == "ApiUnavailable"

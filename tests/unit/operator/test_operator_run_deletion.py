@@ -9,12 +9,12 @@ from fake_kubernetes.simulation import KEY
 from fake_kubernetes.store import RefusedError, Write
 from simulated_run import CONFIG, Simulation, make_run
 
-from evergrad_operator.admission import find_problems
-from evergrad_operator.decision import Action
-from evergrad_operator.installation import Installation
-from evergrad_operator.names import Phase, Reason
-from evergrad_operator.plan import Deletion
-from evergrad_operator.profiles import RunProfile
+from evergrad_operator.core.admission import find_problems
+from evergrad_operator.core.decision import Action
+from evergrad_operator.core.objects.installation import Installation
+from evergrad_operator.core.objects.names import Phase, Reason
+from evergrad_operator.core.observe.profiles import RunProfile
+from evergrad_operator.core.plan import Deletion
 
 ALLOWED = replace(CONFIG, allow_run_deletion=True)
 REFUSAL = "spec.ttlDeletes: Run is not allowed in this installation"

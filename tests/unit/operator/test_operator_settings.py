@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import evergrad_operator
-from evergrad_operator import handlers
-from evergrad_operator.errors import SettingsError
-from evergrad_operator.handlers import build_registry, build_settings, check_kopf
-from evergrad_operator.settings import build_parser, parse_settings
+from evergrad_operator.core.objects.errors import SettingsError
+from evergrad_operator.edge import handlers
+from evergrad_operator.edge.handlers import build_registry, build_settings, check_kopf
+from evergrad_operator.edge.settings import build_parser, parse_settings
 
 IMAGES = ["--trainer-image", "t:1", "--operator-image", "o:1"]
 SOURCES = sorted(Path(evergrad_operator.__file__).parent.rglob("*.py"))

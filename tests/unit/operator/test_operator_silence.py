@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from fake_kubernetes.simulation import KEY, Simulation, make_trained
 
-from evergrad_operator.reconcile import SILENCE_SECONDS
+from evergrad_operator.edge.reconcile.reconciler import SILENCE_SECONDS
 
 
 @pytest.fixture

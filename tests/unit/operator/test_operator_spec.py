@@ -9,9 +9,9 @@ import yaml
 
 from evergrad_manifest import envelope
 from evergrad_manifest.reading.validation import check_run
-from evergrad_operator import spec as module
-from evergrad_operator.errors import OperatorError, SpecError
-from evergrad_operator.spec import SpecCache, parse_run
+from evergrad_operator.core.objects.errors import OperatorError, SpecError
+from evergrad_operator.core.observe import spec as module
+from evergrad_operator.core.observe.spec import SpecCache, parse_run
 
 BASE = Path(__file__).parent.parent / "manifest" / "base_manifest.yaml"
 FILE: dict[str, Any] = yaml.safe_load(BASE.read_text())

@@ -9,15 +9,9 @@ from hypothesis import strategies as st
 from simulated_run import START, Simulation, make_progress, make_run
 from status_schema import problems_with, status_schema
 
-from evergrad_coordinator.contract import ErrorKind, encode_termination
-from evergrad_operator.events import derive_events
-from evergrad_operator.facts import count_phases, read_runs
-from evergrad_operator.memory import (
-    parse_memory,
-)
-from evergrad_operator.names import Condition, Reason
-from evergrad_operator.observe import Observation
-from evergrad_operator.packing import (
+from evergrad_common.contract import ErrorKind, encode_termination
+from evergrad_operator.core.objects.names import Condition, Reason
+from evergrad_operator.core.objects.status_encoding import (
     format_rate,
     pack_counts,
     pack_ranges,
@@ -25,9 +19,15 @@ from evergrad_operator.packing import (
     unpack_counts,
     unpack_ranges,
 )
-from evergrad_operator.profiles import LONGEST_NOTE, RunProfile
-from evergrad_operator.status import should_write
-from evergrad_operator.times import format_duration, format_time, parse_time
+from evergrad_operator.core.objects.times import format_duration, format_time, parse_time
+from evergrad_operator.core.observe.facts import count_phases, read_runs
+from evergrad_operator.core.observe.memory import (
+    parse_memory,
+)
+from evergrad_operator.core.observe.observe import Observation
+from evergrad_operator.core.observe.profiles import LONGEST_NOTE, RunProfile
+from evergrad_operator.core.status.events import derive_events
+from evergrad_operator.core.status.run_status import should_write
 
 
 def statuses(world: Simulation) -> dict[str, str]:

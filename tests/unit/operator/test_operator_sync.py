@@ -11,13 +11,13 @@ from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
 from patience import PATIENCE
 
-from evergrad_operator.cache import InformerCache
-from evergrad_operator.kinds import POD, Kind
-from evergrad_operator.kube import Kube
-from evergrad_operator.names import Key
-from evergrad_operator.queue import WorkQueue
-from evergrad_operator.store import PODS
-from evergrad_operator.sync import CacheSync
+from evergrad_operator.core.objects.kinds import POD, Kind
+from evergrad_operator.core.objects.names import Key
+from evergrad_operator.edge.api.kube import Kube
+from evergrad_operator.edge.cache.cache import InformerCache
+from evergrad_operator.edge.cache.queue import WorkQueue
+from evergrad_operator.edge.cache.store import PODS
+from evergrad_operator.edge.cache.sync import CacheSync
 
 
 class Page(list[Any]):
@@ -70,7 +70,7 @@ def test_a_list_of_everything_is_slimmed_page_by_page() -> None:
 def test_the_search_for_what_vanished_holds_one_page_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("evergrad_operator.sync.PRUNE_SECONDS", 0.01)
+    monkeypatch.setattr("evergrad_operator.edge.cache.sync.PRUNE_SECONDS", 0.01)
     pages = Pages()
     cache, sync = build_sync(pages)
     cache.see(PODS, make_pod("r-9-0"), is_watched=True)

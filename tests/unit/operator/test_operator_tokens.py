@@ -14,9 +14,9 @@ from fake_kubernetes.cluster import FakeCluster
 from fake_kubernetes.simulation import KEY_OF_TOKENS, Crash, Simulation, crash_at
 from fake_kubernetes.store import RefusedError, Store, Write
 
-from evergrad_operator.errors import SettingsError
-from evergrad_operator.names import token_secret_name
-from evergrad_operator.tokens import derive_token, load_key
+from evergrad_operator.core.objects.errors import SettingsError
+from evergrad_operator.core.objects.names import token_secret_name
+from evergrad_operator.edge.api.tokens import derive_token, load_key
 
 
 @pytest.fixture

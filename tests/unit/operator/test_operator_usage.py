@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from simulated_run import CONFIG, Simulation, make_run
 
-from evergrad_coordinator.causes import OFF_HOST, USES, Use
-from evergrad_operator.facts import read_runs
-from evergrad_operator.metrics import Facts, FactsCollector
-from evergrad_operator.usage import (
+from evergrad_common.causes import OFF_HOST, USES, Use
+from evergrad_operator.core.observe.facts import read_runs
+from evergrad_operator.core.observe.time_accounting import (
     PodLife,
     Price,
     Reading,
@@ -23,6 +22,7 @@ from evergrad_operator.usage import (
     parse_usage,
     show_usage,
 )
+from evergrad_operator.edge.metrics.operator_metrics import Facts, FactsCollector
 
 SECOND = 1000
 

@@ -2,13 +2,13 @@
 
 import pytest
 
-from evergrad_operator.cache import InformerCache
-from evergrad_operator.lease import LeaseGate, LeaseSettings
-from evergrad_operator.names import Key
-from evergrad_operator.queue import WorkQueue
-from evergrad_operator.store import RUNS
-from evergrad_operator.transport import Gate, OpenGate
-from evergrad_operator.vitals import Vitals
+from evergrad_operator.core.objects.names import Key
+from evergrad_operator.edge.api.lease import LeaseGate, LeaseSettings
+from evergrad_operator.edge.api.transport import Gate, OpenGate
+from evergrad_operator.edge.cache.cache import InformerCache
+from evergrad_operator.edge.cache.queue import WorkQueue
+from evergrad_operator.edge.cache.store import RUNS
+from evergrad_operator.edge.metrics.health_checks import Vitals
 
 
 class Clock:

@@ -17,20 +17,20 @@ from fake_kubernetes.recipe import TRAINING
 from webhook_samples import NAMES, SETTINGS, Store, make_object, make_webhook, post
 
 from evergrad_manifest.validation import problems_of
-from evergrad_operator import certificates
-from evergrad_operator.admission import (
+from evergrad_operator.core.admission import (
     deny_size,
     find_problems,
     has_too_many_values,
     review,
 )
-from evergrad_operator.config import Config
-from evergrad_operator.errors import ApiError
-from evergrad_operator.installation import Installation
-from evergrad_operator.namespace_profiles import parse_profile
-from evergrad_operator.profiles import NamespaceProfile, resolve
-from evergrad_operator.spec import SpecCache
-from evergrad_operator.webhook import Webhook
+from evergrad_operator.core.objects.config import Config
+from evergrad_operator.core.objects.errors import ApiError
+from evergrad_operator.core.objects.installation import Installation
+from evergrad_operator.core.observe.profiles import NamespaceProfile, resolve
+from evergrad_operator.core.observe.spec import SpecCache
+from evergrad_operator.edge.cache.namespace_profiles import parse_profile
+from evergrad_operator.edge.webhook import certificates
+from evergrad_operator.edge.webhook.server import Webhook
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 

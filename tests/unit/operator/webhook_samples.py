@@ -10,9 +10,9 @@ from typing import Any
 import aiohttp
 from fake_kubernetes.recipe import TRAINING
 
-from evergrad_operator.errors import ApiError
-from evergrad_operator.kinds import EARLY_WEBHOOK, SECRET, WEBHOOK, Kind
-from evergrad_operator.webhook import WEBHOOK_NAME, Webhook, WebhookSettings
+from evergrad_operator.core.objects.errors import ApiError
+from evergrad_operator.core.objects.kinds import EARLY_WEBHOOK, SECRET, WEBHOOK, Kind
+from evergrad_operator.edge.webhook.server import WEBHOOK_NAME, Webhook, WebhookSettings
 
 NAMES = ("operator.evergrad.svc", "operator.evergrad.svc.cluster.local")
 

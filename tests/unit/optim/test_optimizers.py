@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from evergrad_manifest.fields import choices_of, fields_of
+from evergrad_manifest.model.fields import choices_of, fields_of
 from evergrad_manifest.training import Optimizer
-from evergrad_trainer.errors import ModelError
+from evergrad_trainer.base.errors import ModelError
 from evergrad_trainer.optim.build import OPTIMIZERS, build_optimizer
 from evergrad_trainer.optim.groups import set_learning_rate
 from evergrad_trainer.state.providers import OptimizerState

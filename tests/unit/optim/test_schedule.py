@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from evergrad_manifest.fields import choices_of, fields_of
+from evergrad_manifest.model.fields import choices_of, fields_of
 from evergrad_manifest.training import Piece, Schedule, StepOverride
 from evergrad_trainer.optim.schedule import (
     CURVES,

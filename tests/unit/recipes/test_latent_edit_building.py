@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from latent_corpus import bases, write_corpus
 
-from evergrad_trainer.errors import DataError
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.recipes.latent_edit.building import (
     is_kept,
     list_memberships,

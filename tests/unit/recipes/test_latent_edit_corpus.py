@@ -9,7 +9,7 @@ import pytest
 from latent_corpus import LENGTH, bases, seal, window_row, write_corpus, write_lines
 
 from evergrad_manifest.training.latent_edit import HoldOut
-from evergrad_trainer.errors import DataError
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.recipes.latent_edit.corpus import read_corpus, why_unsafe
 from evergrad_trainer.recipes.latent_edit.edits import Edit
 from evergrad_trainer.recipes.latent_edit.tables import read_tables

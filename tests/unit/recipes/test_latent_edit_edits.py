@@ -9,7 +9,7 @@ import pytest
 from latent_corpus import LENGTH, bases
 
 from evergrad_manifest.training.latent_edit import EditQuota, published_mixture
-from evergrad_trainer.errors import DataError
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.recipes.latent_edit.draws import Draws
 from evergrad_trainer.recipes.latent_edit.edits import (
     Edit,

@@ -17,8 +17,8 @@ from latent_corpus import ENCODER, seal, training, write_corpus, write_lines
 from torch import Tensor
 
 from evergrad_manifest.training import Training
+from evergrad_trainer.base.errors import DataError, ModelError
 from evergrad_trainer.data.prepared import Prepared
-from evergrad_trainer.errors import DataError, ModelError
 from evergrad_trainer.models.build import ModelPlan, build_model, plan_model
 from evergrad_trainer.models.randomness import Purpose, seed_generators
 from evergrad_trainer.recipes import load_task
@@ -34,7 +34,7 @@ from evergrad_trainer.recipes.latent_edit.source import (
     mers_of,
     types_of,
 )
-from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.run.directory import RunDirectory
 from evergrad_trainer.task import Modules, Setup
 
 NO_TEXT = Prepared((), (), tokenizer_identity="", vocab_size=0, end_of_document=0)

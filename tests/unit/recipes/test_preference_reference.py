@@ -10,13 +10,13 @@ from torch import nn
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.identity import from_wire, to_wire
-from evergrad_trainer.checkpoint.restoring import Restored
-from evergrad_trainer.errors import CheckpointError, RunDirectoryError
+from evergrad_trainer.base.errors import CheckpointError, RunDirectoryError
+from evergrad_trainer.checkpoint.restore import Restored
 from evergrad_trainer.recipes import load_task
 from evergrad_trainer.recipes.preference import Preference
 from evergrad_trainer.recipes.preference import task as preference_task
-from evergrad_trainer.run_directory import RunDirectory
-from evergrad_trainer.run_record import BegunFrom
+from evergrad_trainer.run.directory import RunDirectory
+from evergrad_trainer.run.record import BegunFrom
 
 BEGUN = BegunFrom("theirs", "step-4", 4, "hash", "weights")
 

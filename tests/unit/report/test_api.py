@@ -9,11 +9,11 @@ from types import ModuleType
 
 import pytest
 
-from evergrad_coordinator.contract import ExitCode
+from evergrad_common.contract import ExitCode
 from evergrad_manifest.errors import ConfigurationError, InputError
 from evergrad_trainer import api
-from evergrad_trainer.errors import RunDirectoryError
-from evergrad_trainer.provenance.redaction import public_path
+from evergrad_trainer.base.errors import RunDirectoryError
+from evergrad_trainer.run.redaction import public_path
 
 MANIFESTS = Path(__file__).parents[1] / "manifest"
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from evergrad_coordinator.causes import USES
-from evergrad_trainer.errors import RunDirectoryError
+from evergrad_common.causes import USES
+from evergrad_trainer.base.errors import RunDirectoryError
 from evergrad_trainer.report.build import write_report
 from evergrad_trainer.report.pod_time import read_pod_time
 

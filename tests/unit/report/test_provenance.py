@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from evergrad_manifest.envelope import TrainingRun
-from evergrad_trainer.errors import RunDirectoryError
-from evergrad_trainer.provenance.record import (
+from evergrad_trainer.base.errors import RunDirectoryError
+from evergrad_trainer.report.figures import environment_rows
+from evergrad_trainer.run.directory import RunDirectory
+from evergrad_trainer.run.provenance import (
     describe_process,
     read_processes,
     record_process,
 )
-from evergrad_trainer.provenance.redaction import hide_home, is_secret, redact_command
-from evergrad_trainer.provenance.request import record_request
-from evergrad_trainer.report.figures import environment_rows
-from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.run.redaction import hide_home, is_secret, redact_command
+from evergrad_trainer.run.start_request import record_request
 
 _RUN: dict[str, Any] = {
     "apiVersion": "evergrad.dev/v1alpha1",

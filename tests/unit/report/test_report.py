@@ -13,17 +13,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evergrad_trainer.cli import report as report_command
-from evergrad_trainer.errors import RunDirectoryError
+from evergrad_trainer.base.errors import RunDirectoryError
+from evergrad_trainer.base.records import (
+    EvaluationRecord,
+    Event,
+    EventType,
+    RunInfo,
+    record_row,
+)
+from evergrad_trainer.commands import report as report_command
 from evergrad_trainer.observers.jsonl import RunLog
-from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, record_row
 from evergrad_trainer.report.build import write_report
 from evergrad_trainer.report.facts import gather_facts
 from evergrad_trainer.report.html import render_html
 from evergrad_trainer.report.markdown import escape, render_markdown
 from evergrad_trainer.report.plots import build_plots
 from evergrad_trainer.report.series import broken, envelope, means, smooth
-from evergrad_trainer.run_directory import RunDirectory, dumps_strict, write_atomically
+from evergrad_trainer.run.directory import RunDirectory, dumps_strict, write_atomically
 
 HOSTILE = "<script>alert(1)</script>\"'&amp;$\\frac{x}$ | `x` *b* </style></title>"
 VOID = {"meta", "link", "br", "use", "path", "rect", "input"}

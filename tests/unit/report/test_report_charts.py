@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evergrad_coordinator.edge.page import CHART_SCRIPTS, build_page, read_web
+from evergrad_coordinator.edge.page_files import CHART_SCRIPTS, build_page, read_web
+from evergrad_trainer.base.records import EvaluationRecord
 from evergrad_trainer.observers.history import StepTable
 from evergrad_trainer.observers.jsonl import RunLog
-from evergrad_trainer.records import EvaluationRecord
 from evergrad_trainer.report import html as html_module
 from evergrad_trainer.report import plots as plots_module
 from evergrad_trainer.report.build import write_report
@@ -24,7 +24,7 @@ from evergrad_trainer.report.facts import Facts, gather_facts
 from evergrad_trainer.report.html import render_html
 from evergrad_trainer.report.plots import build_plots
 from evergrad_trainer.report.series import MOST_ROWS, Rows
-from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.run.directory import RunDirectory
 
 HOSTILE = "</script><script>alert(1)</script><!-- <style> ]]> \u2028 '\"&"
 MOST_BYTES = 1_000_000

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from evergrad_trainer.records import record_row
+from evergrad_trainer.base.records import record_row
 from evergrad_trainer.report.build import write_report
 
 

@@ -14,9 +14,9 @@ import yaml
 from bed import chart, toolbox
 from bed.shell import BedError
 
-from evergrad_operator import names
-from evergrad_operator.settings import parse_settings
-from evergrad_operator.webhook import PATH, WEBHOOK_NAME
+from evergrad_operator.core.objects import names
+from evergrad_operator.edge.settings import parse_settings
+from evergrad_operator.edge.webhook.server import PATH, WEBHOOK_NAME
 
 Object = dict[str, Any]
 CLUSTER_SCOPED = {
@@ -117,7 +117,7 @@ def test_the_charts_crd_is_the_one_in_crds(root: Path) -> None:
 
 def test_the_versions_of_chart_and_packages_agree(root: Path) -> None:
     described = yaml.safe_load((root / "charts/evergrad/Chart.yaml").read_text())
-    for package in ("coordinator", "operator", "trainer_image"):
+    for package in ("common", "coordinator", "operator", "trainer_image"):
         assert (
             f'\nversion = "{described["appVersion"]}"\n'
             in (root / package / "pyproject.toml").read_text()

@@ -7,7 +7,7 @@ import pytest
 
 
 def test_a_changed_module_chooses_the_tests_that_import_it(root: Path) -> None:
-    file = "operator/evergrad_operator/queue.py"
+    file = "operator/evergrad_operator/edge/cache/queue.py"
     assert (root / file).is_file()
     chosen = check.choose_tests([file])
     assert "tests/unit/operator/test_operator_queue.py" in chosen

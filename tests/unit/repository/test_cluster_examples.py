@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from evergrad_cli.cluster.placement import placement_problems, placement_warnings
+from evergrad_cli.cluster.commands.placement import placement_problems, placement_warnings
 from evergrad_manifest.reading.loader import load_manifest
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -104,7 +104,8 @@ def test_files_of_the_repository_that_a_command_names_exist(page: str) -> None:
         word.removeprefix("./")
         for word in words
         if re.match(
-            r"(\./)?(examples|charts|trainer_image|coordinator|docs|tests)(/|$)", word
+            r"(\./)?(examples|charts|trainer_image|common|coordinator|docs|tests)(/|$)",
+            word,
         )
     ]
     made = ("examples/latent-edit/corpus",)

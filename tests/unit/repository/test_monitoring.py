@@ -14,14 +14,14 @@ import yaml
 from bed import chart, toolbox
 from patience import PATIENCE
 
-from evergrad_coordinator.causes import CHANGES, ENDINGS, SKIPS
-from evergrad_coordinator.metrics import COORDINATOR, NODE, OPERATOR, PREFIX, TRAINER
+from evergrad_common.causes import CHANGES, ENDINGS, SKIPS
+from evergrad_common.metrics import COORDINATOR, NODE, OPERATOR, PREFIX, TRAINER
 from evergrad_monitoring.alerts import ALERTS, OF_RUNS, THRESHOLDS
 from evergrad_monitoring.dashboards import DASHBOARDS
 from evergrad_monitoring.generate import render_all
 from evergrad_monitoring.names import PROCESS, labels_of, metric, process
 from evergrad_monitoring.queries import Query, collect_queries
-from evergrad_operator.names import Phase
+from evergrad_operator.core.objects.names import Phase
 
 WHO = 'run_namespace="a", run="x"'
 OWN = f'namespace="{chart.NAMESPACE}", job="evergrad"'

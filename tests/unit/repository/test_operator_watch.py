@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-READY = "2026-01-02 03:04:05,678 INFO evergrad_operator.service: 0 runs, 0 pods found\n"
+READY = (
+    "2026-01-02 03:04:05,678 INFO evergrad_operator.edge.service: 0 runs, 0 pods found\n"
+)
 AWAY = (
     "2026-01-02 03:04:06,678 ERROR kopf.activities: Request attempt #1/9 failed; will retry: GET "
     "https://10.0.0.1/ -> x\n"
 )
 DEFECT = """\
-2026-01-02 03:04:07,678 ERROR evergrad_operator.reconcile: default/run: a defect of the operator; please report it
+2026-01-02 03:04:07,678 ERROR evergrad_operator.edge.reconcile.reconciler: default/run: a defect of the operator; please report it
 Traceback (most recent call last):
   File "reconcile.py", line 1, in reconcile
 KeyError: 'spec'

@@ -23,7 +23,7 @@ VERSION = version()
 EPOCH = 1_700_000_000
 WHEELS = {
     f"evergrad_{name}-{VERSION}-py3-none-any.whl"
-    for name in ("coordinator", "manifest", "cli", "operator", "trainer")
+    for name in ("common", "coordinator", "manifest", "cli", "operator", "trainer")
 }
 BILLS = {f"evergrad-{name}-{VERSION}.cdx.json" for name in ("operator", "trainer")}
 CHART = f"evergrad-{VERSION}.tgz"
@@ -185,7 +185,7 @@ def test_every_place_that_names_the_version_names_the_same_one(root: Path) -> No
         "trainer_image/evergrad_trainer/__init__.py",
     ):
         assert f'\n__version__ = "{VERSION}"\n' in (root / file).read_text()
-    for folder in ("coordinator", "manifest", "cli", "operator", "trainer_image"):
+    for folder in ("common", "coordinator", "manifest", "cli", "operator", "trainer_image"):
         project = tomllib.loads((root / folder / "pyproject.toml").read_text())["project"]
         groups = [
             project["dependencies"],

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 PRODUCT = (
+    "common",
     "coordinator",
     "manifest",
     "operator",
@@ -106,11 +107,11 @@ def test_no_tracked_file_is_large(tracked: list[Path], root: Path) -> None:
     ] == []
 
 
-def test_the_coordinator_imports_the_standard_library_and_itself_only(
+def test_common_and_coordinator_import_the_standard_library_and_each_other_only(
     texts: dict[Path, str], root: Path
 ) -> None:
     foreign = []
-    for name, text in python_files(texts, root, ("coordinator",)).items():
+    for name, text in python_files(texts, root, ("common", "coordinator")).items():
         for node in ast.walk(ast.parse(text)):
             modules = (
                 [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -119,7 +120,9 @@ def test_the_coordinator_imports_the_standard_library_and_itself_only(
             tops = {module.partition(".")[0] for module in modules}
             foreign += [
                 f"{name}: {top}"
-                for top in tops - sys.stdlib_module_names - {"evergrad_coordinator"}
+                for top in tops
+                - sys.stdlib_module_names
+                - {"evergrad_common", "evergrad_coordinator"}
             ]
     assert foreign == []
 

@@ -7,9 +7,9 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-from evergrad_coordinator.metrics import OPERATOR, PREFIX
-from evergrad_operator.metrics import Facts, FactsCollector, Metrics
-from evergrad_operator.settings import parse_settings
+from evergrad_common.metrics import OPERATOR, PREFIX
+from evergrad_operator.edge.metrics.operator_metrics import Facts, FactsCollector, Metrics
+from evergrad_operator.edge.settings import parse_settings
 
 
 def test_every_metric_of_the_operator_is_in_the_reference_with_its_type(root: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 PACKAGES = {
+    "common": "evergrad_common",
     "coordinator": "evergrad_coordinator",
     "manifest": "evergrad_manifest",
     "cli": "evergrad_cli",
@@ -102,6 +103,7 @@ def test_the_operators_wheel_asks_for_coordinator_and_manifest_and_never_for_tor
     assert names == [
         "aiohttp",
         "cryptography",
+        "evergrad-common",
         "evergrad-coordinator",
         "evergrad-manifest",
         "kopf",
@@ -111,10 +113,12 @@ def test_the_operators_wheel_asks_for_coordinator_and_manifest_and_never_for_tor
     assert "evergrad-coordinator==0.2.0" in asked
 
 
-def test_the_coordinators_wheel_asks_for_nothing(
+def test_the_coordinators_wheel_asks_for_common_and_common_for_nothing(
     wheel: Callable[[str], zipfile.ZipFile],
 ) -> None:
     with wheel("coordinator") as archive:
+        assert requirements(archive) == ["evergrad-common==0.2.0"]
+    with wheel("common") as archive:
         assert requirements(archive) == []
 
 
@@ -133,7 +137,7 @@ def test_the_trainers_wheel_carries_its_data_files_and_its_commands(
         (entry_points,) = (
             name for name in archive.namelist() if name.endswith("entry_points.txt")
         )
-        assert "run = evergrad_trainer.cli.run" in archive.read(entry_points).decode()
+        assert "run = evergrad_trainer.commands.run" in archive.read(entry_points).decode()
 
 
 def test_the_command_lines_wheel_brings_the_command_and_never_asks_for_torch(

@@ -24,7 +24,14 @@ def symptoms() -> list[str]:
 def said() -> str:
     """All texts of the product's code, with an ellipsis for what is filled in, and the Makefile."""
     found = [(_ROOT / "Makefile").read_text("utf-8")]
-    for package in ("coordinator", "manifest", "operator", "cli", "trainer_image"):
+    for package in (
+        "common",
+        "coordinator",
+        "manifest",
+        "operator",
+        "cli",
+        "trainer_image",
+    ):
         for module in (_ROOT / package).glob("evergrad*/**/*.py"):
             for node in ast.walk(ast.parse(module.read_text("utf-8"))):
                 if isinstance(node, ast.JoinedStr):

@@ -6,12 +6,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from evergrad_trainer.errors import PeerLostError
-from evergrad_trainer.records import Event
+from evergrad_trainer.base.errors import PeerLostError
+from evergrad_trainer.base.records import Event
+from evergrad_trainer.distributed.world import Interrupt, World
+from evergrad_trainer.training.components import Run
 from evergrad_trainer.training.loop import _anchor
 from evergrad_trainer.training.progress import Progress
-from evergrad_trainer.training.run import Run
-from evergrad_trainer.world import Interrupt, World
 
 STEP = 40
 

@@ -7,14 +7,14 @@ from typing import Any, cast
 import pytest
 from loop_run import STEPS, evaluator_of, make_run
 
-from evergrad_trainer.errors import FencedError, PeerLostError
+from evergrad_trainer.base.errors import FencedError, PeerLostError
+from evergrad_trainer.distributed.world import World
 from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.training import loop
+from evergrad_trainer.training.components import Best, Run
+from evergrad_trainer.training.evaluation_counts import Tally
 from evergrad_trainer.training.loop import train
 from evergrad_trainer.training.progress import Progress, adopt, describe_rank
-from evergrad_trainer.training.run import Best, Run
-from evergrad_trainer.training.tally import Tally
-from evergrad_trainer.world import World
 
 LOSSES = {3: 2.0, STEPS: 1.0}
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from evergrad_trainer.base.errors import TaskError, TaskInputError
 from evergrad_trainer.data.batch import Stage
-from evergrad_trainer.errors import TaskError, TaskInputError
-from evergrad_trainer.recipes.own import Code
+from evergrad_trainer.recipes.user_task import Code
 from evergrad_trainer.training.buffers import BufferWatch
 
 FIRST, SECOND = Stage({}), Stage({})

@@ -10,11 +10,11 @@ import torch
 
 from evergrad_manifest.training import Training
 from evergrad_trainer.data.batch import Stage
+from evergrad_trainer.distributed.world import World
 from evergrad_trainer.models.build import plan_model
 from evergrad_trainer.recipes import load_task
-from evergrad_trainer.recipes.opening import Opened
+from evergrad_trainer.recipes.setup import Opened
 from evergrad_trainer.training import build
-from evergrad_trainer.world import World
 
 TRAINING = Training.model_validate(
     {

@@ -9,12 +9,12 @@ from typing import Any, cast
 import pytest
 from loop_run import evaluator_of, make_run
 
+from evergrad_trainer.distributed.world import World
 from evergrad_trainer.observers.base import BaseObserver
+from evergrad_trainer.training.components import Run
+from evergrad_trainer.training.evaluation_counts import Tally
 from evergrad_trainer.training.loop import save_together, train
 from evergrad_trainer.training.progress import Progress
-from evergrad_trainer.training.run import Run
-from evergrad_trainer.training.tally import Tally
-from evergrad_trainer.world import World
 
 
 class Preempted:

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from evergrad_manifest.errors import InputError
-from evergrad_trainer.errors import TaskError, TaskInputError
-from evergrad_trainer.recipes.opening import Opened
-from evergrad_trainer.recipes.own import Code
+from evergrad_trainer.base.errors import TaskError, TaskInputError
+from evergrad_trainer.recipes.setup import Opened
+from evergrad_trainer.recipes.user_task import Code
 from evergrad_trainer.task import Evaluator, Loss, Modules, Stage
-from evergrad_trainer.training.calls import build_measures
+from evergrad_trainer.training.task_adapter import build_measures
 
 STAGE = Stage({})
 

@@ -14,6 +14,7 @@ from evergrad_manifest.training import Optimizer, Schedule
 from evergrad_trainer.data.batch import Batch, Stage
 from evergrad_trainer.data.order import SampleId
 from evergrad_trainer.data.prefetch import Prefetcher
+from evergrad_trainer.distributed.world import World
 from evergrad_trainer.models.gradients import BucketedSum, ExactSum
 from evergrad_trainer.objectives.linear_cross_entropy import linear_cross_entropy
 from evergrad_trainer.objectives.linear_kl import Penalty, linear_kl
@@ -26,7 +27,6 @@ from evergrad_trainer.training import exchange as exchange_module
 from evergrad_trainer.training.exchange import NUM_FLAGS
 from evergrad_trainer.training.step import Stepper
 from evergrad_trainer.training.step_parts import StepOutcome, StepParts, StepSettings
-from evergrad_trainer.world import World
 
 CPU = torch.device("cpu")
 SLOTS, LENGTH = 4, 6

@@ -7,17 +7,17 @@ from typing import Any, cast
 import pytest
 from loop_run import STEPS, Steps, evaluator_of, make_run
 
-from evergrad_trainer.errors import FencedError, PeerLostError
+from evergrad_trainer.base.errors import FencedError, PeerLostError
+from evergrad_trainer.base.records import EvaluationRecord, Wish
+from evergrad_trainer.distributed.world import World
 from evergrad_trainer.observers.base import BaseObserver
-from evergrad_trainer.observers.lasting import Lasting
-from evergrad_trainer.records import EvaluationRecord, Wish
+from evergrad_trainer.observers.stateful_observers import Lasting
+from evergrad_trainer.training.components import Rhythm
+from evergrad_trainer.training.evaluation_counts import Tally
 from evergrad_trainer.training.exchange import FLAG_FENCED, FLAG_OBSERVER_OFF, NUM_FLAGS
 from evergrad_trainer.training.loop import train
 from evergrad_trainer.training.progress import MOST_TALLIES_BYTES, Progress
-from evergrad_trainer.training.run import Rhythm
 from evergrad_trainer.training.step_parts import StepOutcome
-from evergrad_trainer.training.tally import Tally
-from evergrad_trainer.world import World
 
 
 class Asking(BaseObserver):

@@ -8,8 +8,8 @@ import pytest
 from loop_run import STEPS, make_run
 
 from evergrad_trainer.observers.base import BaseObserver
+from evergrad_trainer.training.components import Rhythm, Run
 from evergrad_trainer.training.loop import train
-from evergrad_trainer.training.run import Rhythm, Run
 
 
 def saves_of(run: Run) -> dict[int, dict[str, Any]]:

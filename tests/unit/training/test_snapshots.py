@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from evergrad_trainer.errors import CheckpointError, DivergedError, TaskInputError
-from evergrad_trainer.recipes.own import Code
+from evergrad_trainer.base.errors import CheckpointError, DivergedError, TaskInputError
+from evergrad_trainer.distributed.world import World
+from evergrad_trainer.recipes.user_task import Code
 from evergrad_trainer.state.providers import module_tensors
 from evergrad_trainer.task import Modules, Snapshot
 from evergrad_trainer.training.frozen import compare_frozen
 from evergrad_trainer.training.snapshots import Snapshots
-from evergrad_trainer.world import World
 
 ALONE = World(generation=1, rank=0, size=1, device=torch.device("cpu"))
 AFTER = 3

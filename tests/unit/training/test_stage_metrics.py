@@ -9,13 +9,13 @@ import torch
 
 from evergrad_manifest.errors import InputError
 from evergrad_trainer.data.batch import Batch, Stage
-from evergrad_trainer.recipes.opening import Opened
-from evergrad_trainer.recipes.own import Code
+from evergrad_trainer.distributed.world import World
+from evergrad_trainer.recipes.setup import Opened
+from evergrad_trainer.recipes.user_task import Code
 from evergrad_trainer.task import Loss
-from evergrad_trainer.training.calls import build_loss
 from evergrad_trainer.training.evaluation import Measure
 from evergrad_trainer.training.exchange import NUM_FLAGS, Sums
-from evergrad_trainer.world import World
+from evergrad_trainer.training.task_adapter import build_loss
 
 FIRST, SECOND = Stage({}, until=3, without=("kl",)), Stage({})
 LENGTHS: list[int] = []

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from evergrad_trainer.models.randomness import Purpose, seed_generators
-from evergrad_trainer.recipes.opening import Opened
-from evergrad_trainer.recipes.own import Code
+from evergrad_trainer.recipes.setup import Opened
+from evergrad_trainer.recipes.user_task import Code
 from evergrad_trainer.task import Modules
-from evergrad_trainer.training.calls import build_finish, enter_first
 from evergrad_trainer.training.step_parts import StepOutcome
+from evergrad_trainer.training.task_adapter import build_finish, enter_first
 
 
 class Noisy:

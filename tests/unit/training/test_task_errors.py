@@ -11,13 +11,13 @@ from typing import Any, cast
 import pytest
 
 from evergrad_manifest.errors import InputError
-from evergrad_manifest.task_files import hash_task
+from evergrad_manifest.files.task_files import hash_task
 from evergrad_manifest.training import Training
-from evergrad_trainer.errors import HostError, TaskError, TaskInputError
-from evergrad_trainer.recipes.opening import open_recipe
-from evergrad_trainer.recipes.own import Code, load_own
-from evergrad_trainer.worker.opening import open_plan
+from evergrad_trainer.base.errors import HostError, TaskError, TaskInputError
+from evergrad_trainer.recipes.setup import open_recipe
+from evergrad_trainer.recipes.user_task import Code, load_own
 from evergrad_trainer.worker.session import SessionPlan
+from evergrad_trainer.worker.setup import open_plan
 
 MANIFEST: dict[str, Any] = {
     "model": {"config": {"model_type": "llama"}},

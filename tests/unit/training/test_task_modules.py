@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from evergrad_manifest.training import Training
-from evergrad_trainer.errors import HostError, TaskInputError
+from evergrad_trainer.base.errors import HostError, TaskInputError
+from evergrad_trainer.distributed.world import World
 from evergrad_trainer.models import parallel
 from evergrad_trainer.models.build import ModelPlan
-from evergrad_trainer.recipes.opening import Opened
-from evergrad_trainer.recipes.own import Code
+from evergrad_trainer.recipes.setup import Opened
+from evergrad_trainer.recipes.user_task import Code
 from evergrad_trainer.task import Modules, Snapshot
 from evergrad_trainer.training import build
-from evergrad_trainer.training.calls import build_finish
 from evergrad_trainer.training.frozen import compare_frozen, hash_frozen
 from evergrad_trainer.training.modules import (
     check_modules,
@@ -27,8 +27,8 @@ from evergrad_trainer.training.modules import (
     trained_blocks,
 )
 from evergrad_trainer.training.step_parts import StepOutcome
-from evergrad_trainer.worker.settling import _check_frozen
-from evergrad_trainer.world import World
+from evergrad_trainer.training.task_adapter import build_finish
+from evergrad_trainer.worker.sync_state import _check_frozen
 
 MANIFEST: dict[str, Any] = {
     "model": {"config": {"model_type": "llama"}},

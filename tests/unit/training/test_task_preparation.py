@@ -13,12 +13,12 @@ import torch
 
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.training import Training
-from evergrad_trainer import lock
+from evergrad_trainer.base import lock
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.batch import Rows, Stage
 from evergrad_trainer.data.prepared import Prepared
-from evergrad_trainer.errors import DataError
-from evergrad_trainer.recipes import opening
-from evergrad_trainer.recipes.own import Code, load_own
+from evergrad_trainer.recipes import setup
+from evergrad_trainer.recipes.user_task import Code, load_own
 
 TRAINING = Training.model_validate(
     {
@@ -91,7 +91,7 @@ def open_with(
             metrics={},
         )
         local.task = task
-        opened = opening.open_recipe(
+        opened = setup.open_recipe(
             TRAINING, NO_TEXT, tmp_path, prepared_directory=tmp_path / "prepared"
         )
         assert opened.prepared is not None
@@ -99,7 +99,7 @@ def open_with(
 
     local = threading.local()
     monkeypatch.setattr(
-        opening, "load_task", lambda *args, **kwargs: (local.task, Code(tmp_path))
+        setup, "load_task", lambda *args, **kwargs: (local.task, Code(tmp_path))
     )
     return start
 

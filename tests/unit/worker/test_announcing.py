@@ -7,10 +7,10 @@ from typing import Any, cast
 import pytest
 
 from evergrad_manifest.derive import HorizonNumbers
-from evergrad_trainer.records import EventType
-from evergrad_trainer.run_directory import RunDirectory
-from evergrad_trainer.worker import announcing
-from evergrad_trainer.worker.announcing import _announce_versions, _changed_files
+from evergrad_trainer.base.records import EventType
+from evergrad_trainer.run.directory import RunDirectory
+from evergrad_trainer.worker import run_records
+from evergrad_trainer.worker.run_records import _announce_versions, _changed_files
 from evergrad_trainer.worker.session import Session
 
 
@@ -43,7 +43,7 @@ def test_a_run_records_its_model_at_each_start_and_keeps_the_one_that_it_began_w
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(
-        announcing, "resolved_record", lambda *_, model, **__: {"model": model}
+        run_records, "resolved_record", lambda *_, model, **__: {"model": model}
     )
     began = {"transformers": "5.0", "config": {"key": 1}}
     later = {"transformers": "5.1", "config": {"key": 1, "later": 2}}
@@ -65,7 +65,7 @@ def test_a_run_records_its_model_at_each_start_and_keeps_the_one_that_it_began_w
             "data": SimpleNamespace(train=SimpleNamespace(start=None)),
             "begun_from": None,
         }
-        written = announcing._build_record(cast(Session, SimpleNamespace(**facts)), before)
+        written = run_records._build_record(cast(Session, SimpleNamespace(**facts)), before)
         return {key: value for key, value in written.items() if "odel" in key}
 
     # The first one stands beside it only where it is another one.
@@ -112,26 +112,26 @@ def test_changes_that_a_killed_start_has_not_announced_are_announced_by_the_next
             release_events=lambda: None,
             emit=lambda type_, fields: said.append((type_, fields)),
         )
-        monkeypatch.setattr(announcing, "_build_record", lambda *parts: record)
+        monkeypatch.setattr(run_records, "_build_record", lambda *parts: record)
         monkeypatch.setattr(
-            announcing,
+            run_records,
             "changed_settings",
             lambda old, new: [("rate", old["rate"], rate)] if old["rate"] != rate else [],
         )
-        announcing.announce(cast(Any, session), cast(Any, SimpleNamespace(kernels={})))
+        run_records.announce(cast(Any, session), cast(Any, SimpleNamespace(kernels={})))
 
-    monkeypatch.setattr(announcing, "from_wire", lambda manifest: manifest)
-    monkeypatch.setattr(announcing, "describe_run", lambda *parts: None)
-    monkeypatch.setattr(announcing, "record_process", lambda *parts, **facts: {})
+    monkeypatch.setattr(run_records, "from_wire", lambda manifest: manifest)
+    monkeypatch.setattr(run_records, "describe_run", lambda *parts: None)
+    monkeypatch.setattr(run_records, "record_process", lambda *parts, **facts: {})
     monkeypatch.setattr(
-        announcing,
+        run_records,
         "_announce_extension",
         lambda session, from_steps: session.emit("extended", {"from": from_steps}),
     )
     start("low", 8)
     assert said == []
     with monkeypatch.context() as dying:
-        dying.setattr(announcing, "record_process", kill)
+        dying.setattr(run_records, "record_process", kill)
         with pytest.raises(KilledError):
             start("high", 10)
     recorded = directory.read_resolved()
@@ -167,8 +167,8 @@ def test_kernels_that_were_kept_once_are_not_written_again_in_the_next_world(
         known.append(loaded_bytes)
         return 700
 
-    monkeypatch.setattr(announcing, "save_compiled", save)
-    monkeypatch.setattr(announcing, "should_compile", lambda runtime, device: True)
+    monkeypatch.setattr(run_records, "save_compiled", save)
+    monkeypatch.setattr(run_records, "should_compile", lambda runtime, device: True)
     plan = SimpleNamespace(
         process_start=0.0, run=SimpleNamespace(training=SimpleNamespace(runtime=None))
     )
@@ -181,5 +181,5 @@ def test_kernels_that_were_kept_once_are_not_written_again_in_the_next_world(
     }
     session = cast(Session, SimpleNamespace(**facts, compiled_bytes=0, marks={}))
     for _ in range(2):
-        announcing.announce_first_step(session)
+        run_records.announce_first_step(session)
     assert known == [0, 700]

@@ -12,11 +12,12 @@ import torch
 
 from evergrad_manifest.errors import ConfigurationError, Problem
 from evergrad_manifest.training import Checkpoint, InitFrom, Model, Reproducibility
+from evergrad_trainer.base.errors import CheckpointError
 from evergrad_trainer.checkpoint.manifest import Identity
-from evergrad_trainer.checkpoint.restoring import Restored
-from evergrad_trainer.data.places import DataStart, Place
-from evergrad_trainer.errors import CheckpointError
-from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.checkpoint.restore import Restored
+from evergrad_trainer.data.start_positions import DataStart, Place
+from evergrad_trainer.distributed.world import World
+from evergrad_trainer.run.directory import RunDirectory
 from evergrad_trainer.state.registry import (
     COUNTERS,
     CURSOR,
@@ -27,9 +28,8 @@ from evergrad_trainer.state.registry import (
     to_extra,
 )
 from evergrad_trainer.training.progress import Progress
-from evergrad_trainer.worker import beginning
+from evergrad_trainer.worker import init_from
 from evergrad_trainer.worker.session import Session
-from evergrad_trainer.world import World
 
 RECIPE = {"data": {"sequenceLength": 16}, "optimizer": {"learningRate": 0.1}}
 COUNTED = {
@@ -121,11 +121,11 @@ class Fresh:
             opened=None,
             cut=lambda: (),
         )
-        monkeypatch.setattr(beginning, "load_weights", self._load)
-        monkeypatch.setattr(beginning, "enter_first", self._enter)
+        monkeypatch.setattr(init_from, "load_weights", self._load)
+        monkeypatch.setattr(init_from, "enter_first", self._enter)
 
     def begin(self) -> None:
-        beginning.begin(cast(Session, self.session), cast(Any, self.machinery))
+        init_from.begin(cast(Session, self.session), cast(Any, self.machinery))
 
     def _load(self, path: Path, state: Any, **options: Any) -> Restored:
         self.asked.append(options)

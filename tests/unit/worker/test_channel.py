@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from evergrad_coordinator.wire import MAX_TEXT
+from evergrad_common.codec import MAX_TEXT
 from evergrad_trainer.worker import channel as say
 from evergrad_trainer.worker.channel import channel_pair
 

@@ -7,8 +7,8 @@ from typing import Any, cast
 import pytest
 
 from evergrad_trainer import export
-from evergrad_trainer.run_directory import RunDirectory
-from evergrad_trainer.worker import ending
+from evergrad_trainer.run.directory import RunDirectory
+from evergrad_trainer.worker import teardown
 
 
 def write_export(directory: Path, *, step: int, output: Path, dtype: Any) -> None:
@@ -31,7 +31,7 @@ def test_an_export_at_the_end_removes_its_own_leftovers_alone(
         (directory.exports / name).write_text("x")
 
     session = cast(Any, SimpleNamespace(directory=directory))
-    assert ending._export(session, 8) == directory.exports / "step-8"
+    assert teardown._export(session, 8) == directory.exports / "step-8"
     found = {one.name for one in directory.exports.iterdir()}
     assert found == {*theirs, *files, "step-8"}
 
@@ -41,4 +41,4 @@ def test_a_first_export_makes_the_folder(
 ) -> None:
     monkeypatch.setattr(export, "export_checkpoint", write_export)
     session = cast(Any, SimpleNamespace(directory=RunDirectory(tmp_path)))
-    assert (ending._export(session, 8) / "config.json").is_file()
+    assert (teardown._export(session, 8) / "config.json").is_file()

@@ -6,9 +6,9 @@ import pytest
 import torch
 from patience import PATIENCE
 
-from evergrad_trainer.device_memory import report_device_memory
-from evergrad_trainer.worker import heartbeat as heartbeat_module
-from evergrad_trainer.worker.heartbeat import WorkerHeartbeat
+from evergrad_trainer.base.device_memory import report_device_memory
+from evergrad_trainer.worker import liveness as heartbeat_module
+from evergrad_trainer.worker.liveness import WorkerHeartbeat
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from evergrad_trainer.worker.life import Held, Life, Phase
+from evergrad_trainer.worker.states import Held, Life, Phase
 
 
 def test_a_life_goes_through_its_worlds_to_its_end() -> None:

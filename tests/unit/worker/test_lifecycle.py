@@ -8,20 +8,20 @@ from typing import Any, cast
 import pytest
 import torch
 
-from evergrad_coordinator.contract import ExitCode
-from evergrad_trainer.errors import PeerLostError
+from evergrad_common.contract import ExitCode
+from evergrad_trainer.base.errors import PeerLostError
+from evergrad_trainer.base.records import Event, EventType
+from evergrad_trainer.distributed.world import Membership, World
 from evergrad_trainer.observers.base import BaseObserver
-from evergrad_trainer.observers.lasting import Lasting
-from evergrad_trainer.records import Event, EventType
-from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.observers.stateful_observers import Lasting
+from evergrad_trainer.run.directory import RunDirectory
 from evergrad_trainer.training.progress import Progress
-from evergrad_trainer.worker import lifecycle, writing
+from evergrad_trainer.worker import rank_zero, worker_loop
 from evergrad_trainer.worker.channel import End, Go
-from evergrad_trainer.worker.life import Held, Life, Phase
-from evergrad_trainer.worker.lifecycle import Lifecycle
+from evergrad_trainer.worker.rank_zero import Writer
 from evergrad_trainer.worker.session import Session
-from evergrad_trainer.worker.writing import Writer
-from evergrad_trainer.world import Membership, World
+from evergrad_trainer.worker.states import Held, Life, Phase
+from evergrad_trainer.worker.worker_loop import Lifecycle
 
 CPU = torch.device("cpu")
 Settle = Callable[[Session], None]
@@ -94,10 +94,10 @@ def live(
         life.held = Held.WHOLE
         return True
 
-    monkeypatch.setattr(writing, "build_observers", build_observers)
-    monkeypatch.setattr(lifecycle, "announce", announce)
-    monkeypatch.setattr(lifecycle, "settle", settle)
-    monkeypatch.setattr(lifecycle, "train", lambda run: "change")
+    monkeypatch.setattr(rank_zero, "build_observers", build_observers)
+    monkeypatch.setattr(worker_loop, "announce", announce)
+    monkeypatch.setattr(worker_loop, "settle", settle)
+    monkeypatch.setattr(worker_loop, "train", lambda run: "change")
     run = SimpleNamespace(
         observers=None,
         checkpoints=SimpleNamespace(abandon=lambda patience_seconds: None),
@@ -168,11 +168,11 @@ def test_a_stop_file_is_there_until_others_know_that_the_run_has_stopped(
         look()
         return ExitCode.STOPPED_SAVED
 
-    monkeypatch.setattr(lifecycle, "close_run", close_run)
-    monkeypatch.setattr(lifecycle, "settle", lambda *parts: True)
-    monkeypatch.setattr(lifecycle, "announce", lambda *parts: None)
-    monkeypatch.setattr(lifecycle, "train", lambda run: "stop_file")
-    monkeypatch.setattr(lifecycle, "save_all", lambda run: True)
+    monkeypatch.setattr(worker_loop, "close_run", close_run)
+    monkeypatch.setattr(worker_loop, "settle", lambda *parts: True)
+    monkeypatch.setattr(worker_loop, "announce", lambda *parts: None)
+    monkeypatch.setattr(worker_loop, "train", lambda run: "stop_file")
+    monkeypatch.setattr(worker_loop, "save_all", lambda run: True)
     worlds = SimpleNamespace(
         are_replaced=others_go_on, trains=lambda world, step: None, agreed_end=look
     )
@@ -247,9 +247,9 @@ def test_a_start_that_nobody_may_have_announced_is_announced_in_the_next_world(
         take=lambda: True, announce_world=announce_world, is_on_duty=True
     )
     worlds = SimpleNamespace(are_replaced=True, trains=lambda world, step: None)
-    monkeypatch.setattr(lifecycle, "settle", lambda *parts: is_fresh)
-    monkeypatch.setattr(lifecycle, "announce", lambda *parts: said.append("start"))
-    monkeypatch.setattr(lifecycle, "train", lambda run: "change")
+    monkeypatch.setattr(worker_loop, "settle", lambda *parts: is_fresh)
+    monkeypatch.setattr(worker_loop, "announce", lambda *parts: said.append("start"))
+    monkeypatch.setattr(worker_loop, "train", lambda run: "change")
     life = Life(Held.FRESH)
     life.enter(Phase.SETUP)
     one = Lifecycle(

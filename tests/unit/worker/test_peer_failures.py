@@ -3,7 +3,7 @@
 import pytest
 from torch.distributed import DistNetworkError
 
-from evergrad_trainer.errors import PeerLostError
+from evergrad_trainer.base.errors import PeerLostError
 from evergrad_trainer.worker.peer_failures import (
     FAILURE_WORDS,
     is_peer_error,

@@ -9,17 +9,22 @@ import pytest
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import InputError
 from evergrad_manifest.identity import from_wire
+from evergrad_trainer.base.errors import CheckpointError, RunDirectoryError
 from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.checkpoint.search import Choice
-from evergrad_trainer.data.places import DATA_START, DataStart, Place, place_sources
 from evergrad_trainer.data.preparation.row_format import identify_texts
 from evergrad_trainer.data.prepared import Prepared, PreparedSource, TokenSequence
+from evergrad_trainer.data.start_positions import (
+    DATA_START,
+    DataStart,
+    Place,
+    place_sources,
+)
 from evergrad_trainer.data.tokenizers import ByteTokenizer
-from evergrad_trainer.errors import CheckpointError, RunDirectoryError
-from evergrad_trainer.resume import resolved_record
-from evergrad_trainer.run_directory import RunDirectory
-from evergrad_trainer.worker import position
-from evergrad_trainer.worker.position import (
+from evergrad_trainer.run.directory import RunDirectory
+from evergrad_trainer.run.resume import resolved_record
+from evergrad_trainer.worker import resume_position
+from evergrad_trainer.worker.resume_position import (
     OtherRun,
     check_content,
     find_fingerprints,
@@ -81,7 +86,7 @@ class Other:
             extra={"step": 6, "cursor": {"a": 18, "b": 7}},
         )
         monkeypatch.setattr(
-            position, "look_at", lambda path, step: (checkpoint, self.choice)
+            resume_position, "look_at", lambda path, step: (checkpoint, self.choice)
         )
         self.write()
 

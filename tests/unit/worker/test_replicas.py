@@ -4,7 +4,8 @@ wrong."""
 import pytest
 import torch
 
-from evergrad_trainer.errors import DivergedError
+from evergrad_trainer.base.errors import DivergedError
+from evergrad_trainer.distributed.world import World
 from evergrad_trainer.state.replicas import (
     compare_states,
     compare_steps,
@@ -13,7 +14,6 @@ from evergrad_trainer.state.replicas import (
     hash_state,
 )
 from evergrad_trainer.state.transfer import StateTransfer
-from evergrad_trainer.world import World
 
 
 def make_state(seed: int = 0) -> dict[str, torch.Tensor]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from evergrad.report_values import read_values
+from evergrad_common.codec import encode
 from evergrad_coordinator.protocol import Boundary, Evaluation, Progress
-from evergrad_coordinator.wire import encode
 from evergrad_trainer.node.metrics import NodeMetrics
 from evergrad_trainer.torchrun.agent_reports import WorkerReports
 

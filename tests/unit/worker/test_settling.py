@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from evergrad_coordinator.contract import ErrorKind
+from evergrad_common.contract import ErrorKind
 from evergrad_trainer.checkpoint.manager import CheckpointManager
 from evergrad_trainer.training.progress import Progress, choose_source, describe_rank
 from evergrad_trainer.training.progress import adopt as adopt_rows

@@ -7,12 +7,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from evergrad_coordinator.contract import ExitCode
-from evergrad_trainer.bytes_moved import MOVED
+from evergrad_common.contract import ExitCode
+from evergrad_trainer.base.bytes_moved import MOVED
 from evergrad_trainer.worker import run
 from evergrad_trainer.worker.channel import Failed, Warm
-from evergrad_trainer.worker.heartbeat import WorkerHeartbeat
-from evergrad_trainer.worker.life import Held, Life, LifeEnd, Phase
+from evergrad_trainer.worker.liveness import WorkerHeartbeat
+from evergrad_trainer.worker.states import Held, Life, LifeEnd, Phase
 
 
 def test_what_is_read_while_the_state_is_built_is_a_sign_of_life(

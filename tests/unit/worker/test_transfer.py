@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from evergrad_trainer.distributed.world import World
 from evergrad_trainer.state import transfer
 from evergrad_trainer.state.transfer import (
     StateTransfer,
@@ -15,7 +16,6 @@ from evergrad_trainer.state.transfer import (
     plan_transfers,
     transfer_state,
 )
-from evergrad_trainer.world import World
 
 
 @pytest.mark.parametrize(

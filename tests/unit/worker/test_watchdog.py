@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from patience import PATIENCE
 
-from evergrad_coordinator.contract import ExitCode
+from evergrad_common.contract import ExitCode
+from evergrad_trainer.distributed.world import Interrupt
 from evergrad_trainer.worker import channel as say
 from evergrad_trainer.worker import watchdog as guard_module
 from evergrad_trainer.worker.channel import Channel, channel_pair
 from evergrad_trainer.worker.watchdog import Watchdog
-from evergrad_trainer.world import Interrupt
 
 
 @dataclass

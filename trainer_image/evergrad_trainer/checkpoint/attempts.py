@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from evergrad_trainer.base.durable import fsync_directory, is_temporary, write_new
+from evergrad_trainer.base.errors import FencedError
 from evergrad_trainer.checkpoint import files, layout
 from evergrad_trainer.checkpoint.catalog import Catalog
 from evergrad_trainer.checkpoint.faults import (
@@ -20,8 +22,6 @@ from evergrad_trainer.checkpoint.layout import Version, parse_attempt_name
 from evergrad_trainer.checkpoint.manifest import FileEntry, Manifest, encode_manifest
 from evergrad_trainer.checkpoint.reader import Reader
 from evergrad_trainer.checkpoint.shard_file import ShardFile
-from evergrad_trainer.durable import fsync_directory, is_temporary, write_new
-from evergrad_trainer.errors import FencedError
 
 STALE_SECONDS = 3.0
 """How long another node's fresh file may stay unseen on a network volume before it counts as missing."""

@@ -9,7 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from evergrad_trainer.checkpoint import evaluated, files, layout, leases
+from evergrad_trainer.base.durable import fsync_directory, replace_durably
+from evergrad_trainer.checkpoint import evaluated_marks, files, layout, leases
 from evergrad_trainer.checkpoint.faults import RETENTION, FaultPoints
 from evergrad_trainer.checkpoint.layout import Version, parse_checkpoint_name
 from evergrad_trainer.checkpoint.manifest import (
@@ -18,7 +19,6 @@ from evergrad_trainer.checkpoint.manifest import (
     UnknownFormatError,
 )
 from evergrad_trainer.checkpoint.reader import Reader
-from evergrad_trainer.durable import fsync_directory, replace_durably
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class Catalog:
         if not self._keep_waiting:
             return set()
         try:
-            marks = evaluated.list_marks(self._directory)
+            marks = evaluated_marks.list_marks(self._directory)
         except PermissionError as error:
             _log.warning(
                 "retention waits for no evaluation: its marks cannot be read: %s", error
@@ -92,7 +92,9 @@ class Catalog:
             return set()
         return {
             one.name
-            for one in evaluated.find_waiting(candidates, marks)[-self._keep_waiting :]
+            for one in evaluated_marks.find_waiting(candidates, marks)[
+                -self._keep_waiting :
+            ]
         }
 
     def set_aside(self) -> list[str]:

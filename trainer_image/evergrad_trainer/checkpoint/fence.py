@@ -5,9 +5,9 @@ import time
 from pathlib import Path
 
 from evergrad_manifest.errors import Problem
+from evergrad_trainer.base.errors import FencedError
 from evergrad_trainer.checkpoint.generations import check_fence
-from evergrad_trainer.errors import FencedError
-from evergrad_trainer.world import Membership
+from evergrad_trainer.distributed.world import Membership
 
 FENCE_SECONDS = 5.0
 """How often rank 0 looks between saves whether a newer process has claimed the directory."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import xxhash
 
-from evergrad_trainer.bytes_moved import MOVED
+from evergrad_trainer.base.bytes_moved import MOVED
 
 HASH_ALGORITHM = "xxh3-128"
 """About 12 GB/s on one core where sha256 does 2 and crc32 does 3: free beside any disk."""

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Final
 
 from evergrad_manifest.errors import Problem
+from evergrad_trainer.base.durable import fsync_directory, write_new
+from evergrad_trainer.base.errors import FencedError, RunDirectoryError, VolumeError
+from evergrad_trainer.base.host_errors import is_no_space
+from evergrad_trainer.base.volume import retry, volume_error
 from evergrad_trainer.checkpoint.layout import (
     GENERATIONS,
     generation_name,
     parse_generation_name,
 )
-from evergrad_trainer.durable import fsync_directory, write_new
-from evergrad_trainer.errors import FencedError, RunDirectoryError, VolumeError
-from evergrad_trainer.host_trouble import is_no_space
-from evergrad_trainer.volume import retry, volume_error
 
 
 def claim_generation(directory: Path) -> int:

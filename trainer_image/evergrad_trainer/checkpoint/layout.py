@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from evergrad_coordinator.contract import CheckpointFile
+from evergrad_common.contract import CheckpointFile
 
 GENERATIONS = "gen"
 ATTEMPTS = CheckpointFile.ATTEMPTS

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from evergrad_trainer.base.durable import unique_suffix, write_new
 from evergrad_trainer.checkpoint.files import list_entries
 from evergrad_trainer.checkpoint.layout import LATEST, LEASES
-from evergrad_trainer.durable import unique_suffix, write_new
 
 LEASE_SECONDS: Final = 120.0
 """How long a lease lasts after it was touched: a volume may be away for a while."""

@@ -11,15 +11,17 @@ from typing import Any
 
 import torch
 
-from evergrad_coordinator.contract import ErrorKind
+from evergrad_common.contract import ErrorKind
 from evergrad_manifest.training import Checkpoint
+from evergrad_trainer.base.errors import PeerLostError, SaveError
+from evergrad_trainer.base.records import EventType
+from evergrad_trainer.checkpoint.cached_files import HeldFiles
 from evergrad_trainer.checkpoint.dcp_storage import plan_snapshot
 from evergrad_trainer.checkpoint.fence import Fence
-from evergrad_trainer.checkpoint.held import HeldFiles
 from evergrad_trainer.checkpoint.layout import Version
 from evergrad_trainer.checkpoint.manifest import Identity
-from evergrad_trainer.checkpoint.restoring import Restored, load_newest
-from evergrad_trainer.checkpoint.saving import (
+from evergrad_trainer.checkpoint.restore import Restored, load_newest
+from evergrad_trainer.checkpoint.save import (
     BackgroundSave,
     Outcome,
     Published,
@@ -31,9 +33,7 @@ from evergrad_trainer.checkpoint.saving import (
 from evergrad_trainer.checkpoint.search import Search
 from evergrad_trainer.checkpoint.staging import HostStager, require_tensors
 from evergrad_trainer.checkpoint.store import Store, open_store
-from evergrad_trainer.errors import PeerLostError, SaveError
-from evergrad_trainer.records import EventType
-from evergrad_trainer.world import Membership, World
+from evergrad_trainer.distributed.world import Membership, World
 
 _JOIN_SECONDS = 0.02
 """How often a wait for a save looks whether its world was given up."""

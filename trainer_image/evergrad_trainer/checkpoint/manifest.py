@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from evergrad_coordinator.causes import Trouble
-from evergrad_coordinator.contract import CheckpointFile
+from evergrad_common.causes import Trouble
+from evergrad_common.contract import CheckpointFile
 from evergrad_manifest.errors import EvergradError
 from evergrad_trainer.checkpoint.files import HASH_ALGORITHM, hash_bytes
 from evergrad_trainer.checkpoint.layout import MANIFEST, Version

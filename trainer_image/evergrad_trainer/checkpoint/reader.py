@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
-from evergrad_trainer.bytes_moved import MOVED
+from evergrad_trainer.base.bytes_moved import MOVED
 from evergrad_trainer.checkpoint import files, layout
-from evergrad_trainer.checkpoint.held import HeldFiles
+from evergrad_trainer.checkpoint.cached_files import HeldFiles
 from evergrad_trainer.checkpoint.layout import parse_checkpoint_name
 from evergrad_trainer.checkpoint.manifest import (
     FileEntry,

@@ -12,11 +12,13 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
 
-from evergrad_manifest.differences import changed_fields, problems_of_changes
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.identity import hash_recipe
+from evergrad_manifest.model.differences import changed_fields, problems_of_changes
+from evergrad_trainer.base.errors import VolumeError
+from evergrad_trainer.base.volume import retry, volume_error
+from evergrad_trainer.checkpoint.cached_files import HeldFiles
 from evergrad_trainer.checkpoint.files import Meter
-from evergrad_trainer.checkpoint.held import HeldFiles
 from evergrad_trainer.checkpoint.layout import QUARANTINE
 from evergrad_trainer.checkpoint.manifest import (
     Candidate,
@@ -26,10 +28,8 @@ from evergrad_trainer.checkpoint.manifest import (
     UnknownFormatError,
 )
 from evergrad_trainer.checkpoint.store import Store
-from evergrad_trainer.errors import VolumeError
+from evergrad_trainer.distributed.world import World
 from evergrad_trainer.state.registry import recipe_in
-from evergrad_trainer.volume import retry, volume_error
-from evergrad_trainer.world import World
 
 BEAT_SECONDS = 1.0
 """How often rank 0 says that it is still at it while it validates checkpoints."""

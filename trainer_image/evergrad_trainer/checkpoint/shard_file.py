@@ -9,11 +9,11 @@ from pathlib import Path
 
 import xxhash
 
+from evergrad_trainer.base.durable import naming, write_all
 from evergrad_trainer.checkpoint import files
 from evergrad_trainer.checkpoint.faults import BEFORE_FSYNC, MID_SHARD, FaultPoints
 from evergrad_trainer.checkpoint.layout import ALIGNMENT
 from evergrad_trainer.checkpoint.manifest import FileEntry
-from evergrad_trainer.durable import naming, write_all
 
 
 class ShardFile:

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from evergrad_coordinator.contract import RunFile
+from evergrad_common.contract import RunFile
 from evergrad_manifest.errors import Problem
+from evergrad_trainer.base.errors import CheckpointError, VolumeError
 from evergrad_trainer.checkpoint.layout import MANIFEST, parse_checkpoint_name
 from evergrad_trainer.checkpoint.manifest import InvalidCheckpointError, UnknownFormatError
 from evergrad_trainer.checkpoint.reader import Reader
-from evergrad_trainer.checkpoint.restoring import (
+from evergrad_trainer.checkpoint.restore import (
     Restored,
     load_newest,
     open_table,
@@ -23,8 +24,7 @@ from evergrad_trainer.checkpoint.restoring import (
 from evergrad_trainer.checkpoint.search import Choice, Search, choose_together
 from evergrad_trainer.checkpoint.store import open_store, suggest_steps
 from evergrad_trainer.checkpoint.tensor_table import Table
-from evergrad_trainer.errors import CheckpointError, VolumeError
-from evergrad_trainer.world import World
+from evergrad_trainer.distributed.world import World
 
 WEIGHTS = "model."
 """Keys of a state that are the model's begin so."""

@@ -8,7 +8,7 @@ from evergrad_manifest.derive import HorizonNumbers, derive_steps
 from evergrad_manifest.training import Training
 from evergrad_trainer.data.batch import Source, Stage
 from evergrad_trainer.data.evaluation_sets import EvaluationSet
-from evergrad_trainer.data.places import DataStart
+from evergrad_trainer.data.start_positions import DataStart
 from evergrad_trainer.data.stream import Batching, TrainingStream
 
 

@@ -12,8 +12,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from evergrad_trainer.data.places import Place
-from evergrad_trainer.mixing import GAMMA, MASK, mix
+from evergrad_trainer.base.mixing import GAMMA, MASK, mix
+from evergrad_trainer.data.start_positions import Place
 
 Integers = npt.NDArray[np.uint64]
 

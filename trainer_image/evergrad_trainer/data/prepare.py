@@ -8,6 +8,8 @@ from typing import Final, TypeVar
 
 from evergrad_manifest.errors import Problem, raise_if
 from evergrad_manifest.training import TEXT_TYPES, Training
+from evergrad_trainer.base.errors import DataError
+from evergrad_trainer.base.machine import usable_cores
 from evergrad_trainer.data.preparation.disk_errors import disk_errors
 from evergrad_trainer.data.preparation.files import (
     SCANS,
@@ -40,8 +42,6 @@ from evergrad_trainer.data.prepared import (
     open_published,
 )
 from evergrad_trainer.data.tokenizers import load_tokenizer
-from evergrad_trainer.errors import DataError
-from evergrad_trainer.machine import usable_cores
 
 __all__ = [
     "PrepareProgress",

@@ -9,8 +9,8 @@ from typing import Any, Final, Literal
 
 from evergrad_manifest.errors import Problem, raise_if
 from evergrad_manifest.training import HELD_OUT
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.preparation.documents import HARMLESS
-from evergrad_trainer.errors import DataError
 
 INDEX: Final = "index.json"
 FORMAT: Final = 1

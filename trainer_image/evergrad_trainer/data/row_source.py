@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.batch import Rows
 from evergrad_trainer.data.marked_text import split_marks
 from evergrad_trainer.data.packing import one_each, pack
@@ -22,7 +23,6 @@ from evergrad_trainer.data.token_source import (
     POSITIONS,
     place_of_line,
 )
-from evergrad_trainer.errors import DataError
 
 _MOST_PLACES = 3
 

@@ -15,10 +15,10 @@ import xxhash
 
 from evergrad_manifest.errors import ConfigurationError, Problem
 from evergrad_trainer.data.batch import Batch, Rows, Source, Stage
+from evergrad_trainer.data.epochs import Order, PassMixture, count_passes, exhausted_after
 from evergrad_trainer.data.mixture import Mixture
 from evergrad_trainer.data.order import SampleId, absorb, sample_hash
-from evergrad_trainer.data.passes import Order, PassMixture, count_passes, exhausted_after
-from evergrad_trainer.data.places import DataStart, Place, place_sources
+from evergrad_trainer.data.start_positions import DataStart, Place, place_sources
 
 
 @dataclass(frozen=True)

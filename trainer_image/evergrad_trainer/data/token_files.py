@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from evergrad_manifest.errors import Problem
+from evergrad_trainer.base.errors import DataError
+from evergrad_trainer.base.volume import retry, volume_error
 from evergrad_trainer.data.prepared import WIDTH, Shard, TokenSequence
-from evergrad_trainer.errors import DataError
-from evergrad_trainer.volume import retry, volume_error
 
 _OPEN_FILES: Final = 128
 _STALE_SECONDS: Final = 0.2

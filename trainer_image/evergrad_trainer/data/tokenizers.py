@@ -20,6 +20,7 @@ from tokenizers import Tokenizer as Backend
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Tokenizer
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.auto_tokenizer import (
     Difference,
     encoder_of,
@@ -30,7 +31,6 @@ from evergrad_trainer.data.auto_tokenizer import (
     probe_texts,
 )
 from evergrad_trainer.data.chat_template import TEMPLATE_FOLDER
-from evergrad_trainer.errors import DataError
 
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 

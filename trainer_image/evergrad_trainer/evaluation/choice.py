@@ -4,7 +4,9 @@ import functools
 from collections.abc import Collection, Sequence
 
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
-from evergrad_manifest.spelling import nearest
+from evergrad_manifest.model.spelling import nearest
+from evergrad_trainer.base.errors import CheckpointError
+from evergrad_trainer.base.volume import retry
 from evergrad_trainer.checkpoint.layout import BEST
 from evergrad_trainer.checkpoint.manifest import (
     Candidate,
@@ -14,9 +16,7 @@ from evergrad_trainer.checkpoint.manifest import (
 from evergrad_trainer.checkpoint.retention import choose_best
 from evergrad_trainer.checkpoint.store import Store
 from evergrad_trainer.data.evaluation_sets import EvaluationSet
-from evergrad_trainer.errors import CheckpointError
-from evergrad_trainer.run_directory import reported
-from evergrad_trainer.volume import retry
+from evergrad_trainer.run.directory import reported
 
 _MOST_NAMED = 10
 """Steps that a message lists."""

@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from evergrad_coordinator.contract import RunFile
-from evergrad_coordinator.publishing import publish_once
-from evergrad_trainer.durable import (
+from evergrad_common.contract import RunFile
+from evergrad_common.publishing import publish_once
+from evergrad_trainer.base.durable import (
     fsync_directory,
     replace_durably,
     unique_suffix,
     write_new,
 )
-from evergrad_trainer.run_directory import (
+from evergrad_trainer.run.directory import (
     dumps_strict,
     encode_text,
     read_json_object,

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from evergrad_manifest.errors import Problem, raise_if
-from evergrad_manifest.spelling import nearest
+from evergrad_manifest.model.spelling import nearest
 from evergrad_manifest.training import Lora
-from evergrad_trainer.errors import ModelError
+from evergrad_trainer.base.errors import ModelError
 from evergrad_trainer.models.randomness import Purpose, seed_generators
 from evergrad_trainer.state.providers import mark_base
 

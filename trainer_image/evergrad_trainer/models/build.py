@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from evergrad_manifest.errors import Problem, raise_if
 from evergrad_manifest.training import Model
-from evergrad_trainer.bytes_moved import MOVED
-from evergrad_trainer.errors import ModelError
+from evergrad_trainer.base.bytes_moved import MOVED
+from evergrad_trainer.base.errors import ModelError
 from evergrad_trainer.models.adapters import add_adapters
 from evergrad_trainer.models.architecture import (
     NOT_CAUSAL,
@@ -38,7 +38,7 @@ from evergrad_trainer.models.heads import make_full_precision
 from evergrad_trainer.models.imports import import_transformers
 from evergrad_trainer.models.randomness import Purpose, seed_generators
 from evergrad_trainer.models.stored_files import find_ambiguity
-from evergrad_trainer.run_record import CORRECTED
+from evergrad_trainer.run.record import CORRECTED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

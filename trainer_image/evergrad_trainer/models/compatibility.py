@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from evergrad_manifest.differences import Change, changed_fields, show_value
 from evergrad_manifest.errors import Problem
-from evergrad_trainer.run_record import comparable_configs
+from evergrad_manifest.model.differences import Change, changed_fields, show_value
+from evergrad_trainer.run.record import comparable_configs
 
 _HARMLESS: Final = re.compile(
     r"""

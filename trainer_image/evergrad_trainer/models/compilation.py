@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from evergrad_manifest.training import Runtime
-from evergrad_trainer.machine import has_cpp_compiler
+from evergrad_trainer.base.machine import has_cpp_compiler
 from evergrad_trainer.models.parallel import transformer_blocks
 
 

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from evergrad_trainer.durable import is_temporary, replace_durably
+from evergrad_trainer.base.durable import is_temporary, replace_durably
 
 MAX_BYTES: Final = 512 * 2**20
 """Most bytes of one file. The kernels of a model compiled block by block are a few megabytes."""

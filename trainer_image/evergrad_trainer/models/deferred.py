@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from evergrad_trainer.base.torch_private import TorchDispatchMode, tensors_in
 from evergrad_trainer.models.build import DTYPES, ModelPlan, change_model
 from evergrad_trainer.models.randomness import Purpose, keyed_seed
 from evergrad_trainer.models.stored_files import INDEX, SINGLE
-from evergrad_trainer.torch_private import TorchDispatchMode, tensors_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

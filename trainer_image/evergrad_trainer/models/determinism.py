@@ -6,7 +6,7 @@ import torch
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training.common import Reproducibility
-from evergrad_trainer.errors import ModelError
+from evergrad_trainer.base.errors import ModelError
 
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 """Read by cuBLAS with its first handle, so that it must be set before the process begins."""

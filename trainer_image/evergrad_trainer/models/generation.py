@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from evergrad_manifest.errors import Problem
-from evergrad_trainer.errors import ModelError
+from evergrad_trainer.base.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 
 from evergrad_manifest.errors import Problem
-from evergrad_trainer.transports import Pending
-from evergrad_trainer.world import World
+from evergrad_trainer.distributed.transports import Pending
+from evergrad_trainer.distributed.world import World
 
 
 class GradientSum(Protocol):

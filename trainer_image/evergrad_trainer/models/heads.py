@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from evergrad_manifest.errors import Problem
-from evergrad_trainer.errors import ModelError
+from evergrad_trainer.base.errors import ModelError
 
 
 class FullPrecisionHead(nn.Linear):

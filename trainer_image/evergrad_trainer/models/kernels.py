@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Runtime
-from evergrad_trainer import torch_private
-from evergrad_trainer.errors import ModelError
+from evergrad_trainer.base import torch_private
+from evergrad_trainer.base.errors import ModelError
 from evergrad_trainer.models.build import DTYPES, PRODUCTS, ModelPlan
 
 SWITCHES: Final[dict[str, Callable[[bool], object]]] = {

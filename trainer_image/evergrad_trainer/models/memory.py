@@ -6,7 +6,7 @@ docs/model-sizes.md has what was calculated and what was measured.
 
 from dataclasses import dataclass, replace
 
-from evergrad_coordinator.text import size
+from evergrad_common.text import size
 from evergrad_manifest.derive import loss_chunk, num_logits, num_references
 from evergrad_manifest.training import Optimizer, Runtime, Training
 

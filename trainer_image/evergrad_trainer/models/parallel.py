@@ -12,11 +12,11 @@ from torch import nn
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Training
-from evergrad_trainer import torch_private
-from evergrad_trainer.errors import HostError
+from evergrad_trainer.base import torch_private
+from evergrad_trainer.base.errors import HostError
+from evergrad_trainer.distributed.world import World
 from evergrad_trainer.models.build import DTYPES, PRODUCTS
 from evergrad_trainer.models.gradients import BucketedSum, ExactSum, GradientSum, ShardedSum
-from evergrad_trainer.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -6,7 +6,7 @@ from enum import IntEnum
 import numpy as np
 import torch
 
-from evergrad_trainer.mixing import GAMMA, MASK, mix
+from evergrad_trainer.base.mixing import GAMMA, MASK, mix
 
 
 class Purpose(IntEnum):

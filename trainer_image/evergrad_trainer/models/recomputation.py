@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from evergrad_trainer import torch_private
+from evergrad_trainer.base import torch_private
 
 if TYPE_CHECKING:
     from torch.utils.checkpoint import CheckpointPolicy

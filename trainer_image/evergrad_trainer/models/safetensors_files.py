@@ -15,8 +15,8 @@ from typing import Final
 import torch
 
 from evergrad_manifest.errors import Problem, raise_if
-from evergrad_trainer.durable import naming, write_all
-from evergrad_trainer.errors import ModelError
+from evergrad_trainer.base.durable import naming, write_all
+from evergrad_trainer.base.errors import ModelError
 from evergrad_trainer.models.stored_files import INDEX, SINGLE
 
 _DTYPES: Final = {

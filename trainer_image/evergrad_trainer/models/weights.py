@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from evergrad_manifest.errors import Problem, raise_if
-from evergrad_trainer.errors import ModelError
+from evergrad_trainer.base.errors import ModelError
 from evergrad_trainer.models.build import ModelPlan, load_directory, plan_directory
 from evergrad_trainer.models.compatibility import compare_functions
 from evergrad_trainer.state.providers import module_tensors

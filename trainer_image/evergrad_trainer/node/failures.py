@@ -4,8 +4,8 @@ import contextlib
 import signal
 from pathlib import Path
 
-from evergrad_coordinator.causes import BreakCause
-from evergrad_coordinator.contract import ErrorKind, encode_termination
+from evergrad_common.causes import BreakCause
+from evergrad_common.contract import ErrorKind, encode_termination
 from evergrad_coordinator.protocol import Broken
 
 _CGROUP = Path("/sys/fs/cgroup")

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.envelope.script import Script, program_path, working_directory_of
+from evergrad_manifest.files.sources import existing, files_of_module, hash_sources
+from evergrad_manifest.files.task_files import hash_task
 from evergrad_manifest.identity import config_hash, settings_hash
-from evergrad_manifest.script import Script, program_path, working_directory_of
-from evergrad_manifest.sources import existing, files_of_module, hash_sources
-from evergrad_manifest.task_files import hash_task
 from evergrad_trainer import __version__
-from evergrad_trainer.distributed import count_accelerators
+from evergrad_trainer.distributed.process_groups import count_accelerators
 
 if TYPE_CHECKING:
     from evergrad_trainer.worker.session import SessionPlan

@@ -6,17 +6,17 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from evergrad_coordinator.contract import ErrorKind, ExitCode
+from evergrad_common.contract import ErrorKind, ExitCode
 from evergrad_coordinator.protocol import Done, Finished, Go, Result, Up
-from evergrad_trainer.node.ends import (
+from evergrad_trainer.node.reports import NoWorkers, Report, WorkersLeft, WorkersReady
+from evergrad_trainer.node.stragglers import FINISH_SECONDS, Stragglers
+from evergrad_trainer.node.worker_ends import (
     HostTrouble,
     Why,
     WorkerEnd,
     build_broken,
     describe_worker_end,
 )
-from evergrad_trainer.node.reports import NoWorkers, Report, WorkersLeft, WorkersReady
-from evergrad_trainer.node.stragglers import FINISH_SECONDS, Stragglers
 from evergrad_trainer.node.workers import Worker
 from evergrad_trainer.worker import channel as say
 

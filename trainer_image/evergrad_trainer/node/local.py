@@ -21,10 +21,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from evergrad_coordinator.contract import ExitCode, RunFile
+from evergrad_common.contract import ExitCode, RunFile
+from evergrad_common.secret import obtain_token
 from evergrad_coordinator.edge.stacks import register_stacks
 from evergrad_coordinator.rules.status import ENDED_PHASES
-from evergrad_coordinator.secret import obtain_token
 from evergrad_manifest.errors import EvergradError
 from evergrad_trainer.worker.processes import (
     die_with_parent,

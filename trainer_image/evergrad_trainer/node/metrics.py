@@ -16,20 +16,20 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 
 from evergrad.report_values import read_values
-from evergrad_coordinator.causes import read_trouble
-from evergrad_coordinator.metrics import NODE
-from evergrad_coordinator.pace import Pace
+from evergrad_common.causes import read_trouble
+from evergrad_common.metrics import NODE
+from evergrad_common.step_rate import Pace
 from evergrad_coordinator.protocol import MAX_GENERATION, Evaluation, Progress
+from evergrad_trainer.base.device_memory import KINDS as MEMORY_KINDS
+from evergrad_trainer.base.device_memory import Sizes
+from evergrad_trainer.base.records import EventType
 from evergrad_trainer.checkpoint.layout import parse_checkpoint_name
-from evergrad_trainer.device_memory import KINDS as MEMORY_KINDS
-from evergrad_trainer.device_memory import Sizes
 from evergrad_trainer.node.workers import Worker
 from evergrad_trainer.observers.events import parse_event_row, seconds_of
 from evergrad_trainer.observers.instruments import build_series
 from evergrad_trainer.observers.live_state import SHORT_WINDOW_SECONDS, Rate
 from evergrad_trainer.observers.prometheus import PrometheusExporter
 from evergrad_trainer.observers.relay import deliver
-from evergrad_trainer.records import EventType
 
 _log = logging.getLogger(__name__)
 _SHOWN = ("learning_rate", "grad_norm")

@@ -4,10 +4,10 @@ import asyncio
 import socket
 import sys
 
-from evergrad_coordinator.contract import ErrorKind, ExitCode
+from evergrad_common.contract import ErrorKind, ExitCode
 from evergrad_coordinator.protocol import Broken, End
 from evergrad_manifest.errors import EvergradError
-from evergrad_trainer.host_trouble import is_host_trouble, trouble_of
+from evergrad_trainer.base.host_errors import is_host_trouble, trouble_of
 from evergrad_trainer.node.failures import kind_of, write_termination_message
 from evergrad_trainer.node.settings import NodeSettings
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from evergrad_trainer.bounded_file import BoundedFile
+from evergrad_trainer.base.bounded_file import BoundedFile
 
 _log = logging.getLogger(__name__)
 _BLOCK = 1 << 16

@@ -5,7 +5,7 @@ import contextlib
 import os
 from collections.abc import Callable
 
-from evergrad_coordinator.contract import ExitCode
+from evergrad_common.contract import ExitCode
 from evergrad_trainer.node.output import WorkerOutput
 from evergrad_trainer.node.settings import NodeSettings
 from evergrad_trainer.node.tasks import TaskWatch

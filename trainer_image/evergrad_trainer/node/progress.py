@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from evergrad_coordinator.protocol import Boundary, Message, Progress
+from evergrad_trainer.base.records import EventType
 from evergrad_trainer.node.metrics import NodeMetrics
 from evergrad_trainer.observers.events import parse_event_row, saved_step
-from evergrad_trainer.records import EventType
 
 PROGRESS_SECONDS = 0.5
 """Shortest time between two reports."""

@@ -7,7 +7,7 @@ to know the other's methods, and a test reads a list.
 
 from dataclasses import dataclass
 
-from evergrad_coordinator.contract import ErrorKind, ExitCode
+from evergrad_common.contract import ErrorKind, ExitCode
 from evergrad_coordinator.protocol import (
     Broken,
     Capacity,

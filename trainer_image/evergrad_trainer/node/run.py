@@ -14,11 +14,11 @@ from typing import Literal
 
 import torch
 
-from evergrad_coordinator.addresses import join_address
-from evergrad_coordinator.edge.heartbeat import Heartbeat
+from evergrad_common.addresses import join_address
+from evergrad_coordinator.edge.heartbeat_process import Heartbeat
 from evergrad_coordinator.protocol import Beat
 from evergrad_manifest.training import Metrics
-from evergrad_trainer import torch_private
+from evergrad_trainer.base import torch_private
 from evergrad_trainer.node.fresh import FreshWorkers, Stops
 from evergrad_trainer.node.log import speaking_as, warn_of_silence
 from evergrad_trainer.node.metrics import NodeMetrics
@@ -36,12 +36,12 @@ from evergrad_trainer.node.workers import (
 from evergrad_trainer.observers.history import read_before
 from evergrad_trainer.observers.prometheus import PrometheusExporter
 from evergrad_trainer.observers.relay import Relay
-from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.run.directory import RunDirectory
 from evergrad_trainer.worker.channel import Channel
-from evergrad_trainer.worker.heartbeat import WorkerHeartbeat
-from evergrad_trainer.worker.opening import open_plan
+from evergrad_trainer.worker.liveness import WorkerHeartbeat
 from evergrad_trainer.worker.run import run_session, run_worker
 from evergrad_trainer.worker.session import SessionPlan
+from evergrad_trainer.worker.setup import open_plan
 
 _log = logging.getLogger(__name__)
 _SETUP_SECONDS = 5.0

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from evergrad.node_state import STOP_SECONDS_VARIABLE
+from evergrad_manifest.envelope.script import Script
 from evergrad_manifest.errors import ConfigurationError
-from evergrad_manifest.script import Script
 from evergrad_trainer.node.fresh import FreshWorkers, Stops
 from evergrad_trainer.node.log import speaking_as
 from evergrad_trainer.node.metrics import NodeMetrics
 from evergrad_trainer.node.run import build_metrics, serve
-from evergrad_trainer.node.scripts import can_fork, run_script
+from evergrad_trainer.node.script_worker import can_fork, run_script
 from evergrad_trainer.node.settings import NodeSettings
 from evergrad_trainer.node.stragglers import Stragglers
 from evergrad_trainer.node.supervisor import Supervisor

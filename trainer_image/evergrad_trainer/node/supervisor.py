@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from evergrad_coordinator.contract import ErrorKind, ExitCode
+from evergrad_common.contract import ErrorKind, ExitCode
 from evergrad_coordinator.edge.stacks import read_stacks_of
 from evergrad_coordinator.protocol import (
     Broken,
@@ -41,16 +41,16 @@ from evergrad_coordinator.protocol import (
     Result,
     Up,
 )
-from evergrad_trainer.errors import HostError
-from evergrad_trainer.node.conversation import Conversation
-from evergrad_trainer.node.departure import Departure
+from evergrad_trainer.base.errors import HostError
+from evergrad_trainer.node.coordinator_link import Conversation
+from evergrad_trainer.node.drain import Departure
 from evergrad_trainer.node.metrics import NodeMetrics
 from evergrad_trainer.node.node_end import NodeEnd
 from evergrad_trainer.node.processes import WorkerProcesses
 from evergrad_trainer.node.progress import ProgressSender, RecordReader
 from evergrad_trainer.node.reports import NoWorkers, Report, WorkersLeft, WorkersReady
 from evergrad_trainer.node.settings import NodeSettings
-from evergrad_trainer.node.stopping import StopRequests
+from evergrad_trainer.node.stop_requests import StopRequests
 from evergrad_trainer.node.tasks import TaskWatch
 from evergrad_trainer.node.worker_group import WorkerGroup
 from evergrad_trainer.node.workers import Worker, adopt_orphans, name_process

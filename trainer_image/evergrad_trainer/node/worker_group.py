@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from evergrad_coordinator.causes import BreakCause
-from evergrad_coordinator.contract import ErrorKind
+from evergrad_common.causes import BreakCause
+from evergrad_common.contract import ErrorKind
 from evergrad_coordinator.protocol import Broken, Capacity, Go, Restoring, Up
-from evergrad_trainer.node.ends import build_broken, describe_lasting_end
 from evergrad_trainer.node.patience import Patience
 from evergrad_trainer.node.reports import Report, WorkersLeft, WorkersReady
-from evergrad_trainer.node.starts import WorkerStarts
+from evergrad_trainer.node.worker_ends import build_broken, describe_lasting_end
+from evergrad_trainer.node.worker_starts import WorkerStarts
 from evergrad_trainer.node.workers import Worker
 from evergrad_trainer.worker import channel as say
 

@@ -18,7 +18,7 @@ from evergrad_coordinator.edge.stacks import register_stacks
 from evergrad_trainer.node.failures import count_oom_kills
 from evergrad_trainer.node.log import fall_silent
 from evergrad_trainer.worker.channel import Channel, Failed, channel_pair
-from evergrad_trainer.worker.heartbeat import WorkerHeartbeat
+from evergrad_trainer.worker.liveness import WorkerHeartbeat
 from evergrad_trainer.worker.processes import (
     die_with_client,
     die_with_parent,

@@ -10,12 +10,18 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from evergrad_coordinator.causes import describe_ending
-from evergrad_coordinator.text import compact, count, duration, real, short_count
+from evergrad_common.causes import describe_ending
+from evergrad_common.text import compact, count, duration, real, short_count
+from evergrad_trainer.base.records import (
+    EvaluationRecord,
+    Event,
+    EventType,
+    RunInfo,
+    StepRecord,
+)
 from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.observers.events import describe_event
 from evergrad_trainer.observers.live_state import State
-from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, StepRecord
 
 _REDRAW_SECONDS = 0.2
 _SHORTEST_BAR = 8

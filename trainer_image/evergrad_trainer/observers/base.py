@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, get_args
 
-from evergrad_trainer.records import (
+from evergrad_trainer.base.records import (
     EvaluationRecord,
     Event,
     EventType,
@@ -14,7 +14,7 @@ from evergrad_trainer.records import (
     StepRecord,
     Wish,
 )
-from evergrad_trainer.run_directory import run_directory_error
+from evergrad_trainer.run.directory import run_directory_error
 
 _log = logging.getLogger(__name__)
 

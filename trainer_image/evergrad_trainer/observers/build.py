@@ -14,14 +14,14 @@ from evergrad_manifest.training import Training
 from evergrad_trainer.observers.base import Observer, Observers
 from evergrad_trainer.observers.history import read_before
 from evergrad_trainer.observers.jsonl import RunLog
-from evergrad_trainer.observers.lasting import Announcer, Lasting
 from evergrad_trainer.observers.logs import EventLog
 from evergrad_trainer.observers.monitors import build_monitors
 from evergrad_trainer.observers.profiler import Profiler
 from evergrad_trainer.observers.progress import build_progress
+from evergrad_trainer.observers.stateful_observers import Announcer, Lasting
 from evergrad_trainer.observers.trackers.libraries import find_opener
 from evergrad_trainer.observers.trackers.observer import Patience, TrackerObserver
-from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.run.directory import RunDirectory
 
 if TYPE_CHECKING:
     from evergrad_trainer.observers.prometheus import PrometheusExporter

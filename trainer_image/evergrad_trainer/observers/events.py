@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from evergrad_coordinator.contract import step_of_checkpoint
-from evergrad_coordinator.text import size
-from evergrad_trainer.records import Event, EventType
+from evergrad_common.contract import step_of_checkpoint
+from evergrad_common.text import size
+from evergrad_trainer.base.records import Event, EventType
 
 _KEYS = ("type", "time", "step", "generation")
 

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from evergrad_coordinator.causes import LOSSES, ChangeCause
+from evergrad_common.causes import LOSSES, ChangeCause
 
 CAUSES = tuple(LOSSES)
 """Causes of lost time.

@@ -16,11 +16,11 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from evergrad_coordinator.late_rows import Beginnings, InTime
-from evergrad_coordinator.metrics.columns import COLUMNS, Kind
+from evergrad_common.metrics.columns import COLUMNS, Kind
+from evergrad_common.stale_records import Beginnings, InTime
+from evergrad_trainer.base.records import EvaluationRecord, Event, StepRecord
 from evergrad_trainer.observers.events import parse_event_row
-from evergrad_trainer.records import EvaluationRecord, Event, StepRecord
-from evergrad_trainer.run_directory import (
+from evergrad_trainer.run.directory import (
     JsonLines,
     RunDirectory,
     parse_object,

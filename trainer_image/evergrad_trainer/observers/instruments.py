@@ -1,13 +1,13 @@
 """The trainer's Prometheus metrics of one run, made from the catalogue:
-evergrad_coordinator.metrics.TRAINER."""
+evergrad_common.metrics.TRAINER."""
 
 from collections.abc import Iterable
 from dataclasses import replace
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from evergrad_coordinator.causes import CHANGES, LOSSES, SKIPS, TROUBLES
-from evergrad_coordinator.metrics import TRAINER, Series
+from evergrad_common.causes import CHANGES, LOSSES, SKIPS, TROUBLES
+from evergrad_common.metrics import TRAINER, Series
 
 KINDS = ("collapse", "divergence", "plateau", "early stop")
 """Kinds of monitors."""

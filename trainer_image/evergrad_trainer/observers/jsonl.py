@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from evergrad_manifest.errors import Problem
-from evergrad_trainer.errors import RunDirectoryError, VolumeError
-from evergrad_trainer.observers.base import BaseObserver
-from evergrad_trainer.observers.events import event_row
-from evergrad_trainer.records import (
+from evergrad_trainer.base.errors import RunDirectoryError, VolumeError
+from evergrad_trainer.base.records import (
     TOKENS,
     EvaluationRecord,
     Event,
@@ -24,14 +22,16 @@ from evergrad_trainer.records import (
     StepRecord,
     record_row,
 )
-from evergrad_trainer.run_directory import (
+from evergrad_trainer.base.volume import retry, volume_error
+from evergrad_trainer.observers.base import BaseObserver
+from evergrad_trainer.observers.events import event_row
+from evergrad_trainer.run.directory import (
     RunDirectory,
     dumps_strict,
     encode_text,
     mend_last_line,
     reported,
 )
-from evergrad_trainer.volume import retry, volume_error
 
 LONGEST_WAITING_BYTES = 16 * 2**20
 """Lines that wait for a volume: tens of thousands of steps, days of a large model."""

@@ -4,9 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from evergrad_trainer.observers.events import saved_step, words_of
-from evergrad_trainer.observers.utilisation import utilisation
-from evergrad_trainer.records import (
+from evergrad_trainer.base.records import (
     TOKENS,
     EvaluationRecord,
     Event,
@@ -14,6 +12,8 @@ from evergrad_trainer.records import (
     RunInfo,
     StepRecord,
 )
+from evergrad_trainer.observers.events import saved_step, words_of
+from evergrad_trainer.observers.utilisation import utilisation
 
 SHORT_WINDOW_SECONDS = 60.0
 LONG_WINDOW_SECONDS = 300.0

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from evergrad_trainer.bases import hide_bases
-from evergrad_trainer.bounded_file import BoundedFile
+from evergrad_trainer.base.bounded_file import BoundedFile
+from evergrad_trainer.base.records import EvaluationRecord, Event, RunInfo, record_row
+from evergrad_trainer.base.redact_sequences import hide_bases
 from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.observers.events import event_row
-from evergrad_trainer.records import EvaluationRecord, Event, RunInfo, record_row
-from evergrad_trainer.run_directory import RunDirectory, dumps_strict, reported
+from evergrad_trainer.run.directory import RunDirectory, dumps_strict, reported
 
 _log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from evergrad_coordinator.addresses import open_listener
+from evergrad_common.addresses import open_listener
 from evergrad_manifest.errors import ConfigurationError, Problem
 
 _FIELD = "spec.training.metrics.port"

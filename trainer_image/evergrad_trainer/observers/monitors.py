@@ -5,12 +5,18 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from evergrad_manifest.errors import ConfigurationError, Problem
-from evergrad_manifest.spelling import nearest
+from evergrad_manifest.model.spelling import nearest
 from evergrad_manifest.training import Training
 from evergrad_manifest.training.observing import STEP_METRICS
+from evergrad_trainer.base.records import (
+    EvaluationRecord,
+    Event,
+    EventType,
+    StepRecord,
+    Wish,
+)
 from evergrad_trainer.observers.base import BaseObserver, Observer
 from evergrad_trainer.observers.watches import Alert, Watch, rule_of, rule_of_early_stop
-from evergrad_trainer.records import EvaluationRecord, Event, EventType, StepRecord, Wish
 
 
 class Monitors(BaseObserver):

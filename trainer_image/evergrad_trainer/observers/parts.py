@@ -6,11 +6,11 @@ Pure: a part takes records and answers from what it has taken.
 import math
 from dataclasses import dataclass, field
 
-from evergrad_coordinator.text import duration
+from evergrad_common.text import duration
+from evergrad_trainer.base.records import EvaluationRecord, Event, EventType
 from evergrad_trainer.observers.events import saved_step, seconds_of
 from evergrad_trainer.observers.goodput import ProcessAccount
 from evergrad_trainer.observers.worlds import Changes, is_positive
-from evergrad_trainer.records import EvaluationRecord, Event, EventType
 
 _CLOCK_TOLERANCE_SECONDS = 0.001
 _CLOCKS_APART_SECONDS = 1.0

@@ -12,9 +12,9 @@ from typing import Any, Final, Protocol
 import torch
 
 from evergrad_manifest.training import Profile
-from evergrad_trainer import torch_private
+from evergrad_trainer.base import torch_private
+from evergrad_trainer.base.records import RunInfo, StepRecord
 from evergrad_trainer.observers.base import BaseObserver
-from evergrad_trainer.records import RunInfo, StepRecord
 
 _log = logging.getLogger(__name__)
 

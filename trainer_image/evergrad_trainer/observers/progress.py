@@ -4,11 +4,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
-from evergrad_coordinator.text import compact, duration, real, short_count
+from evergrad_common.text import compact, duration, real, short_count
+from evergrad_trainer.base.records import EvaluationRecord, Event, RunInfo, StepRecord
 from evergrad_trainer.observers.base import BaseObserver, Observer
 from evergrad_trainer.observers.events import describe_event
 from evergrad_trainer.observers.live_state import State
-from evergrad_trainer.records import EvaluationRecord, Event, RunInfo, StepRecord
 
 
 def build_progress(

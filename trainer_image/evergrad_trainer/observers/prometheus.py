@@ -13,10 +13,16 @@ from prometheus_client import (
     disable_created_metrics,
 )
 
-from evergrad_coordinator.addresses import ANY
-from evergrad_coordinator.causes import SKIPS, read_change, read_trouble
+from evergrad_common.addresses import ANY
+from evergrad_common.causes import SKIPS, read_change, read_trouble
 from evergrad_trainer import __version__
-from evergrad_trainer.observers.account import Account
+from evergrad_trainer.base.records import (
+    EvaluationRecord,
+    Event,
+    EventType,
+    RunInfo,
+    StepRecord,
+)
 from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.observers.events import describe_metrics, saved_step, seconds_of
 from evergrad_trainer.observers.goodput import CAUSES
@@ -24,14 +30,8 @@ from evergrad_trainer.observers.history import Before
 from evergrad_trainer.observers.instruments import KINDS, NON_FINITE, Instruments
 from evergrad_trainer.observers.live_state import SHORT_WINDOW_SECONDS, Rate
 from evergrad_trainer.observers.metrics_server import MetricsServer
+from evergrad_trainer.observers.time_account import Account
 from evergrad_trainer.observers.utilisation import flops_per_second, utilisation
-from evergrad_trainer.records import (
-    EvaluationRecord,
-    Event,
-    EventType,
-    RunInfo,
-    StepRecord,
-)
 
 LOSS_WINDOW_STEPS = 10
 """The training loss is a mean of this many steps: a scrape sees one step of many, and a single

@@ -6,18 +6,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from evergrad_trainer.errors import RunDirectoryError, VolumeError
-from evergrad_trainer.observers.base import BaseObserver, Observer
-from evergrad_trainer.observers.events import event_row, parse_event_row
-from evergrad_trainer.observers.history import read_before
-from evergrad_trainer.records import (
+from evergrad_trainer.base.errors import RunDirectoryError, VolumeError
+from evergrad_trainer.base.records import (
     EvaluationRecord,
     Event,
     RunInfo,
     StepRecord,
     record_row,
 )
-from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.observers.base import BaseObserver, Observer
+from evergrad_trainer.observers.events import event_row, parse_event_row
+from evergrad_trainer.observers.history import read_before
+from evergrad_trainer.run.directory import RunDirectory
 
 _log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 import math
 
-from evergrad_trainer.records import RunInfo, StepRecord
+from evergrad_trainer.base.records import RunInfo, StepRecord
 
 
 def flops_per_second(info: RunInfo, record: StepRecord) -> float | None:

@@ -3,10 +3,10 @@
 import math
 from dataclasses import dataclass, field
 
-from evergrad_coordinator.causes import read_change
+from evergrad_common.causes import read_change
+from evergrad_trainer.base.records import Event
 from evergrad_trainer.observers.events import words_of
 from evergrad_trainer.observers.goodput import WorldChange
-from evergrad_trainer.records import Event
 
 
 @dataclass

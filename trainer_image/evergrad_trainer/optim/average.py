@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Ema, Training
-from evergrad_trainer.errors import RunDirectoryError
+from evergrad_trainer.base.errors import RunDirectoryError
 from evergrad_trainer.state.registry import Values
 
 UPDATES: Final = "updates"

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from evergrad_manifest.errors import Problem, raise_if
-from evergrad_manifest.spelling import nearest
+from evergrad_manifest.model.spelling import nearest
 from evergrad_manifest.training import Optimizer, ParameterGroup
-from evergrad_trainer.errors import ModelError
+from evergrad_trainer.base.errors import ModelError
 
 Group = dict[str, Any]
 """A group of parameters as torch has them, with the ratio of its learning rate to the schedule's."""

@@ -4,11 +4,11 @@ from pathlib import Path
 
 from evergrad_manifest.training import Training
 from evergrad_trainer.recipes.latent_edit import LatentEdit
-from evergrad_trainer.recipes.own import Code, load_own
 from evergrad_trainer.recipes.preference import Preference
 from evergrad_trainer.recipes.pretrain import Pretrain
 from evergrad_trainer.recipes.sft import Sft
 from evergrad_trainer.recipes.two_stage_kl import TwoStageKl
+from evergrad_trainer.recipes.user_task import Code, load_own
 from evergrad_trainer.task import Setup, Task
 
 __all__ = ["RECIPES", "load_task"]

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evergrad_coordinator.contract import RunFile
-from evergrad_coordinator.text import utc
+from evergrad_common.contract import RunFile
+from evergrad_common.text import utc
 from evergrad_trainer.report.facts import gather_facts
 from evergrad_trainer.report.html import render_html
 from evergrad_trainer.report.markdown import render_markdown
 from evergrad_trainer.report.plots import build_plots
 from evergrad_trainer.report.summary import hash_files, summarise
-from evergrad_trainer.run_directory import (
+from evergrad_trainer.run.directory import (
     RunDirectory,
     dumps_strict,
     reported,

@@ -10,10 +10,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from evergrad_coordinator.metrics import COLUMNS
+from evergrad_common.metrics import COLUMNS
+from evergrad_trainer.base.records import EvaluationRecord
 from evergrad_trainer.observers.events import FieldChange, changes_of
 from evergrad_trainer.observers.history import History, Integers, Reals, StepTable
-from evergrad_trainer.records import EvaluationRecord
 
 Mask = npt.NDArray[np.bool_]
 _Key: TypeAlias = tuple[int, str]

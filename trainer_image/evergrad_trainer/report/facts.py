@@ -8,18 +8,16 @@ from typing import Any
 import numpy as np
 import yaml
 
-from evergrad_trainer.observers.accounting import account
-from evergrad_trainer.observers.goodput import Goodput
-from evergrad_trainer.observers.history import History, StepTable, read_history
-from evergrad_trainer.provenance.record import read_processes
-from evergrad_trainer.provenance.redaction import hide_home
-from evergrad_trainer.records import (
+from evergrad_trainer.base.records import (
     TOKENS,
     EvaluationRecord,
     Event,
     EventType,
     unit_read,
 )
+from evergrad_trainer.observers.account_files import account
+from evergrad_trainer.observers.goodput import Goodput
+from evergrad_trainer.observers.history import History, StepTable, read_history
 from evergrad_trainer.report.figures import (
     Figure,
     Share,
@@ -43,7 +41,9 @@ from evergrad_trainer.report.tables import (
     world_cause_table,
     world_table,
 )
-from evergrad_trainer.run_directory import RunDirectory, reported
+from evergrad_trainer.run.directory import RunDirectory, reported
+from evergrad_trainer.run.provenance import read_processes
+from evergrad_trainer.run.redaction import hide_home
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from evergrad_coordinator.causes import CHANGES, describe_ending
-from evergrad_coordinator.text import count, duration, percent, real, short_count, size, utc
+from evergrad_common.causes import CHANGES, describe_ending
+from evergrad_common.text import count, duration, percent, real, short_count, size, utc
+from evergrad_trainer.base.records import TOKENS
 from evergrad_trainer.observers.goodput import Goodput
 from evergrad_trainer.observers.history import History, StepTable
-from evergrad_trainer.provenance.redaction import hide_home
-from evergrad_trainer.records import TOKENS
 from evergrad_trainer.report.tables import CAUSE_TEXTS, best_evaluations, last_evaluations
+from evergrad_trainer.run.redaction import hide_home
 
 FINAL_LOSS_STEPS = 20
 """The final training loss is also given as a mean of this many steps: a single step's is noise."""

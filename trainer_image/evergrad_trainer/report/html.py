@@ -9,7 +9,7 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
-from evergrad_coordinator.edge.page import (
+from evergrad_coordinator.edge.page_files import (
     CHART_SCRIPTS,
     CHART_STYLES,
     build_policy,

@@ -6,8 +6,9 @@ Where scripts may run, a browser draws charts in their place.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from evergrad_coordinator.rules.track import plain_numbers
-from evergrad_trainer.report.drafts import (
+from evergrad_coordinator.rules.downsampled_series import plain_numbers
+from evergrad_trainer.report.facts import Facts
+from evergrad_trainer.report.plot_specs import (
     Draft,
     Legend,
     evaluation_plot,
@@ -19,7 +20,6 @@ from evergrad_trainer.report.drafts import (
     split_plot,
     world_plot,
 )
-from evergrad_trainer.report.facts import Facts
 from evergrad_trainer.report.svg import draw
 from evergrad_trainer.report.tables import last_evaluations
 

@@ -10,10 +10,10 @@ from typing import Any, Final
 
 import yaml
 
-from evergrad_coordinator.causes import USEFUL, USES
-from evergrad_coordinator.text import duration, percent
+from evergrad_common.causes import USEFUL, USES
+from evergrad_common.text import duration, percent
 from evergrad_manifest.errors import Problem
-from evergrad_trainer.errors import RunDirectoryError
+from evergrad_trainer.base.errors import RunDirectoryError
 from evergrad_trainer.report.figures import as_mapping
 from evergrad_trainer.report.tables import Table, build_table
 

@@ -5,11 +5,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from evergrad_trainer.base.records import EventType, record_row
 from evergrad_trainer.observers.events import changes_of
-from evergrad_trainer.records import EventType, record_row
 from evergrad_trainer.report.facts import Facts
 from evergrad_trainer.report.tables import last_evaluations
-from evergrad_trainer.run_directory import RunDirectory, reported
+from evergrad_trainer.run.directory import RunDirectory, reported
 
 FORMAT = 1
 

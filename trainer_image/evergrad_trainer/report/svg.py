@@ -7,7 +7,7 @@ from collections.abc import Callable
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from evergrad_coordinator.text import short_count
+from evergrad_common.text import short_count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

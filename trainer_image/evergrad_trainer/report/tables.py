@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from evergrad_coordinator.causes import CHANGES, LOSSES, describe_ending
-from evergrad_coordinator.text import count, duration, real, size, utc
+from evergrad_common.causes import CHANGES, LOSSES, describe_ending
+from evergrad_common.text import count, duration, real, size, utc
+from evergrad_trainer.base.records import TOKENS, EvaluationRecord, Event, EventType
 from evergrad_trainer.observers.events import changes_of, saved_step, seconds_of
 from evergrad_trainer.observers.goodput import Goodput
 from evergrad_trainer.observers.history import History, StepTable
-from evergrad_trainer.records import TOKENS, EvaluationRecord, Event, EventType
 
 _FIRST_ROWS, _LAST_ROWS = 10, 40
 _MOST_WARNINGS = 100

@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from evergrad_trainer.errors import DivergedError
+from evergrad_trainer.base.errors import DivergedError
+from evergrad_trainer.distributed.world import World
 from evergrad_trainer.state.transfer import StateTransfer
-from evergrad_trainer.world import World
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORD_BYTES = 8

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from evergrad_trainer.bytes_moved import MOVED
-from evergrad_trainer.world import World
+from evergrad_trainer.base.bytes_moved import MOVED
+from evergrad_trainer.distributed.world import World
 
 _CHUNK_BYTES = 32 * 1024 * 1024
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from evergrad_coordinator.contract import ExitCode
+from evergrad_common.contract import ExitCode
 from evergrad_coordinator.protocol import Done, Go, Left, Placement, Plan, Ready, Up
 from evergrad_trainer.torchrun.agent_loop import AgentLoop
 from evergrad_trainer.torchrun.agent_state import AgentState, NodeSettings

@@ -10,9 +10,11 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from evergrad_coordinator.contract import ExitCode
+from evergrad_common.codec import ProtocolError
+from evergrad_common.contract import ExitCode
+from evergrad_common.secret import read_token
 from evergrad_coordinator.edge.client import CoordinatorClient
-from evergrad_coordinator.edge.heartbeat import Heartbeat
+from evergrad_coordinator.edge.heartbeat_process import Heartbeat
 from evergrad_coordinator.protocol import (
     Beat,
     Done,
@@ -29,8 +31,6 @@ from evergrad_coordinator.protocol import (
     Refused,
     Welcome,
 )
-from evergrad_coordinator.secret import read_token
-from evergrad_coordinator.wire import ProtocolError
 from evergrad_trainer.torchrun.agent_members import AgentMembers
 from evergrad_trainer.torchrun.agent_state import AgentState, NodeSettings
 from evergrad_trainer.torchrun.agent_workers import say

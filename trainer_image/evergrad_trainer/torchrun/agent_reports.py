@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping
 
 from evergrad.report_values import read_values
-from evergrad_coordinator.pace import Pace
+from evergrad_common.step_rate import Pace
 from evergrad_coordinator.protocol import Boundary, Message, Progress
 
 _log = logging.getLogger(__name__)

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from evergrad.node_state import LEASE_LOST
-from evergrad_coordinator.causes import BreakCause
-from evergrad_coordinator.contract import ExitCode
+from evergrad_common.causes import BreakCause
+from evergrad_common.codec import MAX_TEXT
+from evergrad_common.contract import ExitCode
 from evergrad_coordinator.protocol import Broken
-from evergrad_coordinator.wire import MAX_TEXT
 from evergrad_trainer.worker.peer_failures import is_peer_failure
 
 _FIND_SECONDS = 20.0

@@ -53,7 +53,7 @@ def entry_point() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     """The handler of this agent. Raises SystemExit(64) with all that is wrong with the arguments."""
-    from evergrad_coordinator.contract import ExitCode
+    from evergrad_common.contract import ExitCode
 
     try:
         settings = parse_settings(parameters, dict(os.environ))
@@ -72,7 +72,7 @@ def parse_settings(
     """
     from importlib.metadata import version
 
-    from evergrad_coordinator.addresses import split_address
+    from evergrad_common.addresses import split_address
     from evergrad_trainer.torchrun.agent_state import NodeSettings
 
     given = {str(key): value for key, value in parameters.config.items()}
@@ -272,7 +272,7 @@ class _Silence:
 
         Raises RendezvousTimeoutError when that has lasted too long.
         """
-        from evergrad_coordinator.addresses import join_address
+        from evergrad_common.addresses import join_address
         from evergrad_trainer.worker.silence import SAY_SECONDS, describe_silence
 
         settings, waited = self._settings, min(seconds_since_contact, now - self._began)

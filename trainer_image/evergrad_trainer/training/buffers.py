@@ -10,7 +10,7 @@ from torch import nn
 
 from evergrad_manifest.errors import Problem
 from evergrad_trainer.data.batch import Stage
-from evergrad_trainer.recipes.own import Code
+from evergrad_trainer.recipes.user_task import Code
 from evergrad_trainer.state.providers import module_buffers
 
 _MOST_NAMED: Final = 4

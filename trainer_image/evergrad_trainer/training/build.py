@@ -16,6 +16,7 @@ from evergrad_manifest.training import Runtime, Training
 from evergrad_trainer.data.batch import pin
 from evergrad_trainer.data.prefetch import Prefetcher
 from evergrad_trainer.data.stream import TrainingStream
+from evergrad_trainer.distributed.world import Membership, World
 from evergrad_trainer.models.build import ModelPlan, build_model
 from evergrad_trainer.models.compilation import compile_blocks, should_compile
 from evergrad_trainer.models.deferred import DeferredModel, Reads, defer_model
@@ -32,7 +33,7 @@ from evergrad_trainer.optim.average import Average
 from evergrad_trainer.optim.build import build_optimizer
 from evergrad_trainer.optim.loss_scale import LossScale, build_loss_scale
 from evergrad_trainer.optim.schedule import build_schedule
-from evergrad_trainer.recipes.opening import Opened
+from evergrad_trainer.recipes.setup import Opened
 from evergrad_trainer.state.providers import (
     KeptTensors,
     ModuleState,
@@ -43,7 +44,6 @@ from evergrad_trainer.state.registry import EMA, KEPT, LOSS_SCALE, OPTIMIZER, Re
 from evergrad_trainer.state.replicas import compare_states
 from evergrad_trainer.task import Modules
 from evergrad_trainer.training.buffers import BufferWatch
-from evergrad_trainer.training.calls import GuardedStream, build_loss, build_measures
 from evergrad_trainer.training.evaluation import EvaluationRunner
 from evergrad_trainer.training.frozen import (
     WholeHashes,
@@ -62,7 +62,7 @@ from evergrad_trainer.training.phase_clock import build_clock
 from evergrad_trainer.training.snapshots import Snapshots
 from evergrad_trainer.training.step import Stepper
 from evergrad_trainer.training.step_parts import LossOf, StepParts, StepSettings
-from evergrad_trainer.world import Membership, World
+from evergrad_trainer.training.task_adapter import GuardedStream, build_loss, build_measures
 
 
 @dataclass(frozen=True)

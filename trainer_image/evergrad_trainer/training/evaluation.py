@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from evergrad_trainer.base.errors import HostError
 from evergrad_trainer.data.batch import Batch, Stage
 from evergrad_trainer.data.evaluation_sets import EvaluationSet
-from evergrad_trainer.errors import HostError
+from evergrad_trainer.distributed.world import World
 from evergrad_trainer.models.parallel import reshard
 from evergrad_trainer.state.replicas import find_suspects
 from evergrad_trainer.task import Loss, Tensors
-from evergrad_trainer.training.tally import Tally
-from evergrad_trainer.world import World
+from evergrad_trainer.training.evaluation_counts import Tally
 
 _ROUNDS_BETWEEN_EXCHANGES = 4
 """Batches of each rank between two exchanges of what was measured: at most so many are measured again where a

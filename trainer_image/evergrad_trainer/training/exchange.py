@@ -8,10 +8,10 @@ import torch
 
 from evergrad_manifest.errors import Problem
 from evergrad_trainer.data.batch import Batch
+from evergrad_trainer.distributed.world import World
 from evergrad_trainer.state.replicas import compare_steps
 from evergrad_trainer.task import Loss
 from evergrad_trainer.training.step_parts import StepOutcome
-from evergrad_trainer.world import World
 
 NUM_FLAGS = 8
 (

@@ -8,12 +8,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from evergrad_manifest.errors import Problem
-from evergrad_trainer.errors import HostError
-from evergrad_trainer.recipes.own import Code
+from evergrad_trainer.base.errors import HostError
+from evergrad_trainer.distributed.world import World
+from evergrad_trainer.recipes.user_task import Code
 from evergrad_trainer.state.providers import base_tensors, module_tensors
 from evergrad_trainer.state.replicas import hash_state, hash_sums, sum_words
 from evergrad_trainer.task import Modules
-from evergrad_trainer.world import World
 
 
 class WholeHashes:

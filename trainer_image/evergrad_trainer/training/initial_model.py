@@ -7,8 +7,8 @@ from typing import Any
 from evergrad_manifest.training import RECIPES, Model, Training
 from evergrad_trainer.checkpoint.weights import look_at
 from evergrad_trainer.models.build import ModelPlan, plan_directory, plan_model
-from evergrad_trainer.run_directory import RunDirectory, find_record
-from evergrad_trainer.run_record import ModelRecord, read_optional
+from evergrad_trainer.run.directory import RunDirectory, find_record
+from evergrad_trainer.run.record import ModelRecord, read_optional
 from evergrad_trainer.state.registry import DESCRIPTION, from_extra
 
 _FIELD = "spec.training.initFrom.path"

@@ -1,7 +1,7 @@
 """When the loop evaluates, saves and stops, and which checkpoint is the best, as the file says."""
 
 from evergrad_manifest.training import SaveEvery, Training
-from evergrad_trainer.training.run import Best, Limits, Rhythm
+from evergrad_trainer.training.components import Best, Limits, Rhythm
 
 
 def build_limits(

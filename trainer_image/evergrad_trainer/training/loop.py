@@ -5,17 +5,17 @@ import functools
 import time
 
 from evergrad_manifest.errors import Problem
+from evergrad_trainer.base.errors import FencedError
+from evergrad_trainer.base.records import EvaluationRecord, EventType, StopReason
 from evergrad_trainer.checkpoint.manifest import PERMANENT
 from evergrad_trainer.data.evaluation_sets import EvaluationSet
-from evergrad_trainer.errors import FencedError
-from evergrad_trainer.records import EvaluationRecord, EventType, StopReason
 from evergrad_trainer.state.registry import to_extra
-from evergrad_trainer.training.due import (
-    agree_limits,
-    due_sets,
-    find_stop_reason,
-    is_due,
-    is_save_due,
+from evergrad_trainer.training.components import (
+    Limits,
+    Run,
+    build_evaluation_record,
+    build_record,
+    emit,
 )
 from evergrad_trainer.training.exchange import (
     FLAG_CHANGE,
@@ -29,12 +29,12 @@ from evergrad_trainer.training.exchange import (
     NUM_FLAGS,
 )
 from evergrad_trainer.training.progress import published_step
-from evergrad_trainer.training.run import (
-    Limits,
-    Run,
-    build_evaluation_record,
-    build_record,
-    emit,
+from evergrad_trainer.training.schedule import (
+    agree_limits,
+    due_sets,
+    find_stop_reason,
+    is_due,
+    is_save_due,
 )
 from evergrad_trainer.training.step_parts import StepOutcome
 

@@ -8,12 +8,12 @@ from torch import nn
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Training
-from evergrad_trainer import torch_private
-from evergrad_trainer.errors import ModelError
+from evergrad_trainer.base import torch_private
+from evergrad_trainer.base.errors import ModelError
 from evergrad_trainer.models import parallel
 from evergrad_trainer.models.deferred import DeferredModel
 from evergrad_trainer.models.parallel import Cut, find_shared, transformer_blocks
-from evergrad_trainer.recipes.own import Code
+from evergrad_trainer.recipes.user_task import Code
 from evergrad_trainer.state.providers import base_tensors, module_tensors
 from evergrad_trainer.state.registry import EMA, LOSS_SCALE, RESERVED
 from evergrad_trainer.task import Modules

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from evergrad_trainer.base.records import StepRecord
 from evergrad_trainer.checkpoint.manager import CheckpointManager
-from evergrad_trainer.records import StepRecord
 from evergrad_trainer.state.registry import MAX_VALUES_BYTES
 
 MOST_TALLIES_BYTES = MAX_VALUES_BYTES // 2

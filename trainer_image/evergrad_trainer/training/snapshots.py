@@ -12,7 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from evergrad_manifest.errors import Problem
-from evergrad_trainer.errors import CheckpointError, DivergedError
+from evergrad_trainer.base.errors import CheckpointError, DivergedError
+from evergrad_trainer.distributed.world import World
 from evergrad_trainer.state.providers import module_tensors
 from evergrad_trainer.state.registry import Values
 from evergrad_trainer.state.replicas import (
@@ -24,7 +25,6 @@ from evergrad_trainer.state.replicas import (
 from evergrad_trainer.state.transfer import plan_transfers, transfer_state
 from evergrad_trainer.task import Modules, Snapshot, full_tensor
 from evergrad_trainer.training.frozen import hash_frozen, written
-from evergrad_trainer.world import World
 
 Read = Callable[[Snapshot, Mapping[str, torch.Tensor], Callable[[], bool]], None]
 """Fills tensors, by their names in a checkpoint, from that of the snapshot's step for which the last argument

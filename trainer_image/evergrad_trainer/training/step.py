@@ -10,17 +10,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from evergrad_manifest.errors import Problem
-from evergrad_trainer import torch_private
+from evergrad_trainer.base import torch_private
+from evergrad_trainer.base.device_memory import Sizes, report_device_memory
+from evergrad_trainer.base.errors import PeerLostError
 from evergrad_trainer.data.batch import Batch
-from evergrad_trainer.device_memory import Sizes, report_device_memory
-from evergrad_trainer.errors import PeerLostError
+from evergrad_trainer.distributed.transports import mark_launched
+from evergrad_trainer.distributed.world import World
 from evergrad_trainer.models.determinism import raise_if_not_deterministic
 from evergrad_trainer.models.randomness import Purpose, seed_generators
 from evergrad_trainer.optim.groups import set_learning_rate
 from evergrad_trainer.optim.schedule import value_at
 from evergrad_trainer.task import Loss
 from evergrad_trainer.training.exchange import Sums, Totals
-from evergrad_trainer.training.refusal import refuse
 from evergrad_trainer.training.step_parts import (
     NoHeartbeat,
     StepHeartbeat,
@@ -28,8 +29,7 @@ from evergrad_trainer.training.step_parts import (
     StepParts,
     StepSettings,
 )
-from evergrad_trainer.transports import mark_launched
-from evergrad_trainer.world import World
+from evergrad_trainer.training.step_refusal import refuse
 
 _EPSILON = 1e-6
 """As torch's own clipping adds to a norm before it divides by it."""

@@ -13,8 +13,8 @@ import socket
 from dataclasses import dataclass, field
 from typing import Any
 
-from evergrad_coordinator.contract import ErrorKind
-from evergrad_coordinator.wire import MAX_INTEGER, MAX_TEXT, Codec, LongText, ProtocolError
+from evergrad_common.codec import MAX_INTEGER, MAX_TEXT, Codec, LongText, ProtocolError
+from evergrad_common.contract import ErrorKind
 
 _LONGEST = 64 * 1024
 LOCAL_GENERATION = MAX_INTEGER

@@ -11,7 +11,7 @@ count only in messages of torch.distributed, gloo or NCCL, and never in a world 
 
 import re
 
-from evergrad_trainer.errors import PeerLostError
+from evergrad_trainer.base.errors import PeerLostError
 
 FAILURE_WORDS = "the connection to another process was lost"
 """Words that a typed run's worker prints instead of a collective's error."""

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from evergrad_coordinator.contract import ExitCode
+from evergrad_common.contract import ExitCode
 
 _PR_SET_PDEATHSIG = 1
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

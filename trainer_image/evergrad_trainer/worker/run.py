@@ -7,44 +7,44 @@ import sys
 import time
 from collections.abc import Callable
 
-from evergrad_coordinator.contract import ExitCode
-from evergrad_trainer.bytes_moved import MOVED
+from evergrad_common.contract import ExitCode
+from evergrad_trainer.base.bytes_moved import MOVED
+from evergrad_trainer.base.device_memory import Sizes
+from evergrad_trainer.base.errors import is_agreed
 from evergrad_trainer.checkpoint.generations import claim_exactly, claim_generation
-from evergrad_trainer.device_memory import Sizes
-from evergrad_trainer.distributed import (
+from evergrad_trainer.distributed.process_groups import (
     choose_device,
     join_world,
     read_launch,
     set_threads,
     with_generation,
 )
-from evergrad_trainer.errors import is_agreed
+from evergrad_trainer.distributed.transports import choose_transport
+from evergrad_trainer.distributed.world import Membership, World
 from evergrad_trainer.models.compilation import should_compile
 from evergrad_trainer.models.compile_cache import load_compiled
 from evergrad_trainer.observers.base import Observer
 from evergrad_trainer.observers.logs import setup_logging
 from evergrad_trainer.observers.relay import Relay
-from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.run.directory import RunDirectory
 from evergrad_trainer.training.build import Machinery, build_machinery
-from evergrad_trainer.transports import choose_transport
 from evergrad_trainer.worker.channel import Channel, Failed, Warm
-from evergrad_trainer.worker.heartbeat import WorkerHeartbeat
-from evergrad_trainer.worker.life import Held, Life, LifeEnd, Phase
-from evergrad_trainer.worker.lifecycle import Lifecycle
-from evergrad_trainer.worker.opening import (
+from evergrad_trainer.worker.error_reports import build_last_words, report_failure
+from evergrad_trainer.worker.liveness import WorkerHeartbeat
+from evergrad_trainer.worker.rank_zero import Writer
+from evergrad_trainer.worker.session import Session, SessionPlan
+from evergrad_trainer.worker.setup import (
     build_checkpoints,
     build_run,
     has_checkpoints,
     open_plan,
 )
-from evergrad_trainer.worker.reporting import build_last_words, report_failure
-from evergrad_trainer.worker.restoring import register_state
-from evergrad_trainer.worker.session import Session, SessionPlan
 from evergrad_trainer.worker.signals import StopSignals
+from evergrad_trainer.worker.start_state import register_state
+from evergrad_trainer.worker.states import Held, Life, LifeEnd, Phase
 from evergrad_trainer.worker.watchdog import Watchdog
+from evergrad_trainer.worker.worker_loop import Lifecycle
 from evergrad_trainer.worker.worlds import OnlyWorld, SupervisedWorlds
-from evergrad_trainer.worker.writing import Writer
-from evergrad_trainer.world import Membership, World
 
 _STOPPED_WELL = (ExitCode.DONE, ExitCode.STOPPED_SAVED)
 

@@ -10,18 +10,18 @@ from typing import Any
 from evergrad_manifest.derive import HorizonNumbers
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.identity import hashed_recipe
-from evergrad_trainer.checkpoint.held import HeldFiles
+from evergrad_trainer.base.records import Event
+from evergrad_trainer.checkpoint.cached_files import HeldFiles
 from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.data.build import Data
-from evergrad_trainer.data.places import DataStart
 from evergrad_trainer.data.prepared import Prepared
+from evergrad_trainer.data.start_positions import DataStart
+from evergrad_trainer.distributed.world import Membership, World
 from evergrad_trainer.models.build import ModelPlan
 from evergrad_trainer.observers.base import Observer
-from evergrad_trainer.recipes.opening import Opened
-from evergrad_trainer.records import Event
-from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.recipes.setup import Opened
+from evergrad_trainer.run.directory import RunDirectory
 from evergrad_trainer.training.progress import Progress
-from evergrad_trainer.world import Membership, World
 
 
 @dataclass(frozen=True)

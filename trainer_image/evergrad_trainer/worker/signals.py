@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from evergrad_coordinator.contract import ExitCode, step_of_checkpoint
+from evergrad_common.contract import ExitCode, step_of_checkpoint
 
 _log = logging.getLogger(__name__)
 _SAME_SECONDS = 1.0

@@ -18,10 +18,10 @@ import os
 import threading
 import time
 
-from evergrad_coordinator.contract import ExitCode
+from evergrad_common.contract import ExitCode
+from evergrad_trainer.distributed.world import Interrupt
 from evergrad_trainer.worker.channel import Channel, End, Go, Leave, Ping, Plan, Pong, Ready
 from evergrad_trainer.worker.sockets import connected_sockets, cut_sockets
-from evergrad_trainer.world import Interrupt
 
 _log = logging.getLogger(__name__)
 _CUT_SECONDS = 0.02

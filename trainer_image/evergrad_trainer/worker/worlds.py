@@ -3,14 +3,19 @@
 from typing import Protocol
 
 from evergrad_manifest.errors import EvergradError
+from evergrad_trainer.base.errors import PeerLostError
 from evergrad_trainer.checkpoint.generations import claim_exactly
-from evergrad_trainer.distributed import Place, abandon_world, form_world, leave_world
-from evergrad_trainer.errors import PeerLostError
-from evergrad_trainer.run_directory import RunDirectory
-from evergrad_trainer.transports import Transport, choose_transport
+from evergrad_trainer.distributed.process_groups import (
+    Place,
+    abandon_world,
+    form_world,
+    leave_world,
+)
+from evergrad_trainer.distributed.transports import Transport, choose_transport
+from evergrad_trainer.distributed.world import Interrupt, World
+from evergrad_trainer.run.directory import RunDirectory
 from evergrad_trainer.worker.channel import Broken, Channel, End, Go, Result, Up, fit_text
 from evergrad_trainer.worker.watchdog import Order, Watchdog
-from evergrad_trainer.world import Interrupt, World
 
 
 class Worlds(Protocol):

@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from evergrad_manifest.training import HELD_OUT
+from evergrad_trainer.base.durable import unique_suffix, write_json
 from evergrad_trainer.data.preparation.content import Chunk
 from evergrad_trainer.data.preparation.documents import Reason, Tally
 from evergrad_trainer.data.preparation.texts import TextFormat, TextReader
 from evergrad_trainer.data.prepared import TRAIN, documents_path, tokens_path
 from evergrad_trainer.data.tokenizers import TextTokenizer
-from evergrad_trainer.durable import unique_suffix, write_json
 
 WHOLE: Final = "whole"
 """Name of a chunk's token file while held-out documents are still in it."""

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Final
 
 from evergrad_manifest.errors import Problem
-from evergrad_trainer.errors import DataError
-from evergrad_trainer.host_trouble import is_no_space
+from evergrad_trainer.base.errors import DataError
+from evergrad_trainer.base.host_errors import is_no_space
 
 _FORBIDDEN: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 

@@ -10,16 +10,16 @@ from typing import Final, Literal
 
 import numpy as np
 
-from evergrad_coordinator.contract import RunFile
+from evergrad_common.contract import RunFile
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Source, Training
+from evergrad_trainer.base.host_errors import is_host_trouble
 from evergrad_trainer.data.preparation.token_layout import (
     HEAD_BYTES,
     conversion,
     describe_header,
     find_layout,
 )
-from evergrad_trainer.host_trouble import is_host_trouble
 
 MOST_FILES: Final = 65_536
 """Files of one source at most: the name and hash of each are kept in ``run.json``, which every node reads."""

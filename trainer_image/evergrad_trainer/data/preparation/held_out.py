@@ -9,13 +9,13 @@ import numpy as np
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import HeldOut
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.order import Permutation
 from evergrad_trainer.data.preparation.chunk import WHOLE, Attempt, Outcome, SplitJob
 from evergrad_trainer.data.preparation.content import Content
 from evergrad_trainer.data.preparation.files import SourceEntry
 from evergrad_trainer.data.preparation.sources import raise_if_out_of_vocabulary
 from evergrad_trainer.data.prepared import WIDTH, Shard, TokenSequence
-from evergrad_trainer.errors import DataError
 
 _HELD_OUT: Final = "spec.training.data.heldOut"
 

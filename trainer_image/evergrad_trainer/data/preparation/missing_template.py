@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Training
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.preparation.documents import Tally
 from evergrad_trainer.data.preparation.files import (
     SourceEntry,
@@ -20,7 +21,6 @@ from evergrad_trainer.data.preparation.parquet import find_row_groups, read_obje
 from evergrad_trainer.data.preparation.row_format import TEMPLATE_FIELD, row_format
 from evergrad_trainer.data.preparation.rows import RowFormat
 from evergrad_trainer.data.preparation.unpacking import open_content
-from evergrad_trainer.errors import DataError
 
 EXAMPLE: Final = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from evergrad_manifest.errors import Problem
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.preparation.documents import LineProblem, Reason, RowError, Tally
-from evergrad_trainer.errors import DataError
 
 _BATCH_BYTES: Final = 2**20
 _MOST_ROWS: Final = 4096

@@ -12,10 +12,10 @@ from selectors import EVENT_READ, DefaultSelector
 from typing import Any, Final, Protocol
 
 from evergrad_manifest.errors import EvergradError, Problem
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.preparation.chunk import Job, Outcome, execute
 from evergrad_trainer.data.preparation.worker import describe_tokenizer
 from evergrad_trainer.data.tokenizers import TextTokenizer
-from evergrad_trainer.errors import DataError
 
 _MODULE: Final = "evergrad_trainer.data.preparation.worker"
 _PIPE_BYTES: Final = 2**16

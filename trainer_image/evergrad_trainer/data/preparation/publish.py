@@ -17,6 +17,9 @@ import xxhash
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import HELD_OUT, TEXT_TYPES, HeldOut
+from evergrad_trainer.base.durable import fsync_directory, write_json
+from evergrad_trainer.base.errors import DataError
+from evergrad_trainer.base.lock import exclusive
 from evergrad_trainer.data.chat_template import FIRST_RENDERING, RENDERING
 from evergrad_trainer.data.marked_text import MARKS
 from evergrad_trainer.data.preparation.chunk import (
@@ -55,9 +58,6 @@ from evergrad_trainer.data.prepared import (
     tokens_path,
 )
 from evergrad_trainer.data.tokenizers import TextTokenizer
-from evergrad_trainer.durable import fsync_directory, write_json
-from evergrad_trainer.errors import DataError
-from evergrad_trainer.lock import exclusive
 
 _SAMPLE: Final = 32
 """Documents at most that are prepared twice: enough for any chance to show, and a few milliseconds."""

@@ -9,6 +9,7 @@ import xxhash
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Training
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.chat_template import (
     TEMPLATE_FILE,
     TEMPLATE_FOLDER,
@@ -18,7 +19,6 @@ from evergrad_trainer.data.chat_template import (
 from evergrad_trainer.data.preparation.pairs import PairFormat
 from evergrad_trainer.data.preparation.rows import RowFormat
 from evergrad_trainer.data.tokenizers import BYTE_END_TOKEN
-from evergrad_trainer.errors import DataError
 
 TEMPLATE_FIELD: Final = "spec.training.rows.chatTemplate"
 _CONFIG: Final = "tokenizer_config.json"

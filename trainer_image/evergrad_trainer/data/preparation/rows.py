@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import CONVERSATIONS, MESSAGES
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.chat_template import (
     ASSISTANT,
     FIRST_RENDERING,
@@ -34,7 +35,6 @@ from evergrad_trainer.data.tokenizers import (
     replace_lone_surrogates,
     smallest_dtype,
 )
-from evergrad_trainer.errors import DataError
 
 DATE_FIELD: Final = "spec.training.rows.date"
 NO_TEMPLATE: Final = "the tokenizer has no chat template, and the manifest gives none"

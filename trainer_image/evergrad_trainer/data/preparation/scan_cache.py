@@ -9,6 +9,7 @@ from typing import Final
 
 import xxhash
 
+from evergrad_trainer.base.durable import write_json
 from evergrad_trainer.data.preparation.content import Content
 from evergrad_trainer.data.preparation.files import SourceEntry
 from evergrad_trainer.data.preparation.sources import (
@@ -18,7 +19,6 @@ from evergrad_trainer.data.preparation.sources import (
     observe_stat,
     scan_file,
 )
-from evergrad_trainer.durable import write_json
 
 _FORMAT: Final = 2
 _KEPT_EVERY: Final = 2**32

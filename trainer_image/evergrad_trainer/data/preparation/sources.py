@@ -11,6 +11,7 @@ import numpy.typing as npt
 import xxhash
 
 from evergrad_manifest.errors import Problem, raise_if
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.preparation.files import (
     LARGEST_DOCUMENT,
     SourceEntry,
@@ -18,7 +19,6 @@ from evergrad_trainer.data.preparation.files import (
 )
 from evergrad_trainer.data.preparation.parquet import find_row_groups, read_row_groups
 from evergrad_trainer.data.preparation.unpacking import Unpacked, is_packed, open_content
-from evergrad_trainer.errors import DataError
 
 OnBytes = Callable[[int], None]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from evergrad_manifest.errors import Problem
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.preparation.content import Chunk
 from evergrad_trainer.data.preparation.documents import (
     DocumentReader,
@@ -21,7 +22,6 @@ from evergrad_trainer.data.preparation.pairs import PairFormat, read_format
 from evergrad_trainer.data.preparation.parquet import read_objects, read_rows
 from evergrad_trainer.data.preparation.rows import RowFormat
 from evergrad_trainer.data.preparation.unpacking import open_content
-from evergrad_trainer.errors import DataError
 
 _BLOCK: Final = 2**20
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from evergrad_manifest.errors import Problem
-from evergrad_trainer.errors import DataError
+from evergrad_trainer.base.errors import DataError
 
 _GZIP: Final = b"\x1f\x8b"
 _ZSTANDARD: Final = b"\x28\xb5\x2f\xfd"

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.preparation.chunk import execute, job_from_json
 from evergrad_trainer.data.tokenizers import (
     BackendTokenizer,
@@ -17,7 +18,6 @@ from evergrad_trainer.data.tokenizers import (
     TextTokenizer,
     load_json,
 )
-from evergrad_trainer.errors import DataError
 
 
 def describe_tokenizer(tokenizer: TextTokenizer) -> dict[str, Any]:

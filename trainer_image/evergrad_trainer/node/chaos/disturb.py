@@ -18,7 +18,7 @@ from evergrad_trainer.node.chaos.plan import (
 from evergrad_trainer.node.chaos.recovery import PATIENCE_SECONDS, Recovery
 from evergrad_trainer.node.chaos.tally import Tally, count_repeated, describe_tally
 from evergrad_trainer.node.local import LocalCoordinator, run_local
-from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.run.directory import RunDirectory
 
 _STATUS_SECONDS = 0.1
 

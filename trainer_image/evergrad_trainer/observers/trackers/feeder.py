@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from evergrad_coordinator.contract import CheckpointFile
+from evergrad_common.contract import CheckpointFile
 from evergrad_manifest.training import Tracker
 from evergrad_manifest.values.urls import hide_credentials
-from evergrad_trainer.lock import exclusive
+from evergrad_trainer.base.lock import exclusive
+from evergrad_trainer.base.records import RunInfo
 from evergrad_trainer.observers.trackers.interface import End, Library, Shown, TrackedRun
 from evergrad_trainer.observers.trackers.rows import (
     Record,
@@ -29,8 +30,7 @@ from evergrad_trainer.observers.trackers.rows import (
     read_missed,
     values_of,
 )
-from evergrad_trainer.records import RunInfo
-from evergrad_trainer.run_directory import (
+from evergrad_trainer.run.directory import (
     RunDirectory,
     dumps_strict,
     read_json_object,

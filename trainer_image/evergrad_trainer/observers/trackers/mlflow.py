@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from evergrad_coordinator.publishing import publish_once
+from evergrad_common.publishing import publish_once
 from evergrad_manifest.training.observing import DEFAULT_PROJECT
-from evergrad_trainer.durable import unique_suffix
+from evergrad_trainer.base.durable import unique_suffix
 from evergrad_trainer.observers.trackers.interface import (
     End,
     Shown,

@@ -6,11 +6,17 @@ from collections.abc import Callable
 from typing import Final, NoReturn
 
 from evergrad_manifest.training import Tracker
+from evergrad_trainer.base.records import (
+    EvaluationRecord,
+    Event,
+    EventType,
+    RunInfo,
+    StepRecord,
+)
 from evergrad_trainer.observers.base import BaseObserver, GivesUp
 from evergrad_trainer.observers.trackers.feeder import Feeder, Finish, Item, Opener, Saved
 from evergrad_trainer.observers.trackers.interface import CLOSING_SECONDS, End
-from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, StepRecord
-from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.run.directory import RunDirectory
 
 HANG_SECONDS: Final = 360.0
 """Longest time that a library may take for one record, or to open. Above the four minutes for which MLflow's

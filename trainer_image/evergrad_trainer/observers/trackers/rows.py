@@ -5,11 +5,11 @@ import math
 from collections.abc import Iterator, Mapping
 from heapq import merge
 
+from evergrad_trainer.base.records import EvaluationRecord, RunInfo, StepRecord
 from evergrad_trainer.observers.history import read_evaluations_in_time, read_steps
 from evergrad_trainer.observers.trackers.interface import Shown
 from evergrad_trainer.observers.utilisation import flops_per_second, utilisation
-from evergrad_trainer.records import EvaluationRecord, RunInfo, StepRecord
-from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.run.directory import RunDirectory
 
 Record = StepRecord | EvaluationRecord
 

@@ -12,7 +12,7 @@ import socket
 import time
 from typing import Any, BinaryIO, Final
 
-from evergrad_trainer.durable import unique_suffix
+from evergrad_trainer.base.durable import unique_suffix
 from evergrad_trainer.observers.trackers.interface import End, Shown, TrackedRun, Values
 
 _PREFIX: Final = "events.out.tfevents."

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from evergrad_manifest.errors import Problem, raise_if
-from evergrad_trainer.durable import replace_durably
-from evergrad_trainer.errors import DataError
+from evergrad_trainer.base.durable import replace_durably
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.recipes.latent_edit.corpus import MANIFEST, hash_file, read_corpus
 from evergrad_trainer.recipes.latent_edit.windows import Window
 

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 from evergrad_manifest.errors import Problem, raise_if
 from evergrad_manifest.training.pretrain import HELD_OUT, NAME_PATTERN
-from evergrad_trainer.errors import DataError
+from evergrad_trainer.base.errors import DataError
 
 MANIFEST: Final = "dataset_manifest.json"
 TRAIN: Final = "train"

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from evergrad_trainer.mixing import GAMMA, MASK, mix
+from evergrad_trainer.base.mixing import GAMMA, MASK, mix
 
 LONGEST_INDEL: Final = 15
 """Bases that a synthetic edit adds or takes: a sixteenth is the anchor."""

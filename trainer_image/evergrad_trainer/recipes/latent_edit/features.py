@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 
 from evergrad_manifest.errors import Problem
+from evergrad_trainer.base.errors import DataError, ModelError
 from evergrad_trainer.data.preparation.disk_errors import disk_errors
-from evergrad_trainer.errors import DataError, ModelError
 from evergrad_trainer.recipes.latent_edit.encoder import (
     Encoder,
     Tokens,

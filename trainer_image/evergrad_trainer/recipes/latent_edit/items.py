@@ -17,8 +17,8 @@ from evergrad_manifest.training.latent_edit import (
     SHORTEST_MNV,
     EditQuota,
 )
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.order import Permutation, absorb
-from evergrad_trainer.errors import DataError
 from evergrad_trainer.recipes.latent_edit.draws import Draws
 from evergrad_trainer.recipes.latent_edit.edits import (
     BASES,

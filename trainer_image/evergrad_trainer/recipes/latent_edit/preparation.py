@@ -21,9 +21,9 @@ import numpy.typing as npt
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training.latent_edit import HoldOut, LatentEdit, published_mixture
 from evergrad_manifest.training.pretrain import HELD_OUT
+from evergrad_trainer.base.errors import DataError
+from evergrad_trainer.base.lock import exclusive
 from evergrad_trainer.data.preparation.disk_errors import disk_errors
-from evergrad_trainer.errors import DataError
-from evergrad_trainer.lock import exclusive
 from evergrad_trainer.recipes.latent_edit.corpus import (
     MANIFEST,
     TRAIN,

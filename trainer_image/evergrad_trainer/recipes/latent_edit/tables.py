@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from evergrad_manifest.errors import Problem, raise_if
-from evergrad_trainer.errors import DataError
+from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.recipes.latent_edit.corpus import TRAIN, CorpusFile
 from evergrad_trainer.recipes.latent_edit.edits import Edit, EditError, EditType, type_of
 from evergrad_trainer.recipes.latent_edit.windows import HoldOutPolicy

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from evergrad_manifest.errors import InputError, Problem
 from evergrad_manifest.training import LatentEdit as EditSection
+from evergrad_trainer.base.errors import ModelError
 from evergrad_trainer.data.prepared import Prepared
-from evergrad_trainer.errors import ModelError
 from evergrad_trainer.recipes.latent_edit.corpus import TRAIN, read_corpus
 from evergrad_trainer.recipes.latent_edit.encoder import Encoder, encode
 from evergrad_trainer.recipes.latent_edit.loss import measure_spread, prediction_losses

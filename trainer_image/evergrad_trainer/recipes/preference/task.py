@@ -12,20 +12,20 @@ from evergrad_manifest.errors import Problem, raise_if
 from evergrad_manifest.training import REFERENCE_FIELD
 from evergrad_manifest.training import Preference as PreferenceSection
 from evergrad_manifest.training.preference import METRICS
+from evergrad_trainer.base.errors import CheckpointError, ModelError
 from evergrad_trainer.checkpoint.weights import WEIGHTS, load_weights
 from evergrad_trainer.data.pair_source import PairSource
 from evergrad_trainer.data.prepared import Prepared, PreparedSource, TokenSequence
 from evergrad_trainer.data.row_source import RowReader
 from evergrad_trainer.data.token_source import IGNORE_INDEX, INPUT_IDS, LABELS
-from evergrad_trainer.errors import CheckpointError, ModelError
 from evergrad_trainer.models.build import ModelPlan
 from evergrad_trainer.models.compatibility import compare_functions
 from evergrad_trainer.models.weights import load_model_directory
 from evergrad_trainer.objectives.token_log_probs import row_log_probs
 from evergrad_trainer.recipes.preference.loss import LogProbs, pair_losses, pair_metrics
 from evergrad_trainer.recipes.pretrain import Pretrain
-from evergrad_trainer.run_directory import RunDirectory, find_record
-from evergrad_trainer.run_record import (
+from evergrad_trainer.run.directory import RunDirectory, find_record
+from evergrad_trainer.run.record import (
     BEGUN_FROM,
     BegunFrom,
     read_base,

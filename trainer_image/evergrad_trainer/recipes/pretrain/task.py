@@ -10,15 +10,15 @@ from torch import nn
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import HELD_OUT
-from evergrad_trainer.data.chosen import choose_samples
+from evergrad_trainer.base.errors import DataError
+from evergrad_trainer.base.records import TOKENS
 from evergrad_trainer.data.prepared import Prepared, PreparedSource, TokenSequence
+from evergrad_trainer.data.sample_subset import choose_samples
 from evergrad_trainer.data.token_source import INPUT_IDS, LABELS, POSITIONS, TokenSource
 from evergrad_trainer.data.tokenizers import TextTokenizer, load_tokenizer
-from evergrad_trainer.errors import DataError
 from evergrad_trainer.objectives.causal_lm import causal_lm_loss
 from evergrad_trainer.observers.base import Observer
 from evergrad_trainer.recipes.pretrain.options import PretrainOptions
-from evergrad_trainer.records import TOKENS
 from evergrad_trainer.task import (
     Evaluator,
     Loss,

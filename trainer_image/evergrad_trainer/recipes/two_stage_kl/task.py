@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final
 from torch import Tensor, nn
 
 from evergrad_manifest.derive import loss_chunk, stage_ends
-from evergrad_manifest.fields import format_path
+from evergrad_manifest.model.fields import format_path
 from evergrad_manifest.training import TwoStageKl as StageSection
 from evergrad_manifest.training.two_stage_kl import DEFAULT_BETA, STAGE_SETS
 from evergrad_trainer.data.mixture import quantise_weights

@@ -1,0 +1,173 @@
+"""``evergrad logs``: shows the output of a run's pods, also while they are replaced."""
+
+import argparse
+import sys
+from functools import partial
+
+from evergrad_cli.cluster.client.api_client import KubernetesCluster, connect
+from evergrad_cli.cluster.client.arguments import (
+    add_cluster_arguments,
+    add_run_name,
+    given_place,
+    note,
+    say,
+)
+from evergrad_cli.cluster.client.errors import (
+    ClusterInputError,
+    NotFoundError,
+    RefusedError,
+)
+from evergrad_cli.cluster.commands.log_following import (
+    Follower,
+    Reader,
+    Selection,
+    choose,
+    list_pods,
+    show_line,
+)
+from evergrad_cli.cluster.commands.waiting import Goal, judge, read_run
+from evergrad_common.contract import ExitCode
+from evergrad_manifest.errors import Problem
+
+NAME = "logs"
+EXAMPLES = """\
+  evergrad logs docs-lm -f                  # the first node across its replaced pods, until the run ends
+  evergrad logs docs-lm --all -f            # every node
+  evergrad logs docs-lm --node 2 --previous # output of the previous attempt of node 2
+  evergrad logs docs-lm --coordinator --tail 50
+  evergrad logs docs-lm --all --json | jq -r 'select(.node == 1) | .line'
+
+exit codes: 0 done; with -f the run is complete or deleted · 64 no such run or no output; with -f the run
+failed because of its configuration or data, or waits for you · 70 the cluster does not answer; with -f the
+run failed in another way"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the command's arguments."""
+    add_run_name(parser)
+    parser.add_argument(
+        "-f",
+        "--follow",
+        action="store_true",
+        help="follow the output across replaced pods until the run ends",
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--node",
+        type=int,
+        metavar="I",
+        help="node with this index (default: the first node)",
+    )
+    which.add_argument("--all", action="store_true", help="all nodes")
+    which.add_argument("--coordinator", action="store_true", help="the coordinator")
+    parser.add_argument(
+        "--previous",
+        action="store_true",
+        help="show the previous attempt of each node",
+    )
+    parser.add_argument(
+        "--tail",
+        type=int,
+        metavar="N",
+        help="start with the last N lines of each pod (default: all lines)",
+    )
+    parser.add_argument(
+        "--timestamps", action="store_true", help="show the time of each line"
+    )
+    add_cluster_arguments(
+        parser,
+        json_help="print a JSON object for each line: node, role, attempt, pod, time, line",
+    )
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Returns 0, 64 or 70."""
+    if args.follow and args.previous:
+        raise ClusterInputError(
+            Problem(
+                "--previous",
+                "cannot be followed",
+                "it has ended",
+                "Leave out -f or --previous",
+            )
+        )
+    if args.tail is not None and args.tail < 0:
+        raise ClusterInputError(
+            Problem("--tail", f"{args.tail} is negative", "", "Give the number of lines")
+        )
+    # Lines name their node where more than one can be shown: with -f, another may become the lowest.
+    selection = Selection(args.node, args.all, args.coordinator)
+    with connect(args) as cluster:
+        shown = partial(
+            show_line,
+            prefix=args.all or args.follow,
+            with_time=args.timestamps,
+            as_json=args.json,
+        )
+        reader = Reader(cluster, lambda line: say(shown(line)), tail=args.tail)
+        if not args.follow:
+            return _show_once(cluster, args, selection, reader)
+
+        # Follow to the end of the run, whose outcome then is the command's. A run deleted by then needs none.
+        stall = Follower(cluster, args.name, selection, reader, remark=note).follow()
+        try:
+            outcome = stall or judge(read_run(cluster, args.name), Goal.COMPLETE)
+        except NotFoundError:
+            return int(ExitCode.DONE)
+    note(f"trainingrun/{args.name} {outcome.text}")
+    sys.stdout.flush()
+    return int(outcome.exit_code or 0)
+
+
+def _show_once(
+    cluster: KubernetesCluster,
+    args: argparse.Namespace,
+    selection: Selection,
+    reader: Reader,
+) -> int:
+    run = read_run(cluster, args.name)
+    pods = list_pods(cluster, args.name)
+    chosen = choose(pods, selection, is_previous=args.previous)
+
+    # No pod to read: the reason is in the question, in the run's phase, or in the past.
+    if not chosen:
+        status = f"evergrad status {args.name}{given_place(args)}"
+        where, what, why = f"trainingrun {args.name}", "has no pods", f"it is {run.phase}"
+        remedy = "What it printed earlier is on its volume, in logs/"
+        if args.previous:
+            what, why = "has no earlier attempt whose pod still exists", ""
+            remedy = "Older output is on its volume, in logs/"
+        elif args.node is not None and pods:
+            where, what, why = "--node", f"there is no pod of node {args.node}", ""
+            remedy = f"Those there are: {status}"
+        elif run.phase in ("Pending", "Preparing", "Starting", "Waiting"):
+            what, remedy = "has no pods yet", f"See why: {status}"
+        raise ClusterInputError(Problem(where, what, why, remedy))
+
+    # One pod after the other, so that their lines do not mix.
+    newest = {pod.name for pod in choose(pods, Selection(None, True, args.coordinator))}
+    failures: list[Problem] = []
+    for pod in chosen:
+        if not pod.has_started:
+            failures.append(
+                Problem(
+                    f"pod {pod.name}",
+                    "has no output yet",
+                    pod.message or f"it is {pod.phase}",
+                )
+            )
+            continue
+        try:
+            # A coordinator is started again inside its pod; nodes get new pods.
+            reader.read(
+                pod, is_previous=args.previous and pod.name in newest and not pod.is_over
+            )
+        except (NotFoundError, RefusedError) as error:
+            failures += error.problems
+
+    # One pod without output is a remark; no output at all is an error, so that a script sees it.
+    if failures and len(failures) == len(chosen):
+        raise ClusterInputError(*failures)
+    for failure in failures:
+        note(f"warning: {failure}")
+    return int(ExitCode.DONE)

@@ -1,0 +1,61 @@
+"""``evergrad restart``: new pods for a run, from its newest checkpoint; also for one that has failed."""
+
+import argparse
+from typing import Any
+
+from evergrad_cli.cluster.client.arguments import given_place
+from evergrad_cli.cluster.commands.field_switch import (
+    Switch,
+    add_switch_arguments,
+    flip,
+    new_nonce,
+)
+from evergrad_cli.cluster.commands.waiting import Goal
+from evergrad_cli.cluster.render.runs import Run
+from evergrad_manifest.errors import Problem
+
+NAME = "restart"
+EXAMPLES = """\
+  evergrad restart docs-lm                       # a failed run starts again; a running run gets new pods
+  evergrad restart docs-lm --wait --timeout 5m   # until it trains again"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the command's arguments."""
+    add_switch_arguments(parser, wait_help="wait until the run trains again")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Sets a new spec.restartNonce. Returns 0, or of a wait 64, 70 or 124."""
+    # Never done already: each use of the command asks for new pods. The wait begins once the operator has
+    # seen it.
+    nonce = new_nonce()
+
+    def choose(run: Run) -> Switch:
+        spec: dict[str, Any] = {"restartNonce": nonce}
+        verb = "restarted"
+        # Only a failed run gets here suspended: with the nonce alone it would wait for another command.
+        if run.wants_suspension:
+            spec["suspend"] = False
+            verb = "restarted; its spec.suspend is taken back"
+        return Switch(
+            verb,
+            spec,
+            Goal.RUNNING,
+            lambda run: False,
+            lambda run: run.restart_nonce == nonce,
+        )
+
+    def check(run: Run) -> Problem | None:
+        where = f"trainingrun {run.name}"
+        if run.is_true("Complete"):
+            remedy = "To train on, start a new run whose spec.training.initFrom names this one's checkpoints"
+            return Problem(
+                where, "is complete; a complete run never trains again", "", remedy
+            )
+        if run.wants_suspension and not run.has_failed:
+            remedy = f"To go on: evergrad resume {run.name}{given_place(args)}"
+            return Problem(where, "is suspended; it has no pods to restart", "", remedy)
+        return None
+
+    return flip(args, choose, check=check)

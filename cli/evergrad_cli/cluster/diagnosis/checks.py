@@ -1,0 +1,577 @@
+"""The checks of ``evergrad doctor``: one answer for each thing that was looked at, with a remedy. Pure."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Final
+
+from evergrad_cli.cluster.client.raw import part
+from evergrad_cli.cluster.render.text import age, parse_time
+
+OLDEST_KUBERNETES: Final = (1, 30)
+CRD_NAME: Final = "trainingruns.evergrad.dev"
+VERSION: Final = "v1alpha1"
+_DEFAULT_CLASS: Final = "storageclass.kubernetes.io/is-default-class"
+_ENFORCE: Final = "pod-security.kubernetes.io/enforce"
+# Known by name, because a StorageClass has no field for the access modes of its volumes.
+_ONE_NODE_PROVISIONERS: Final = (
+    "ebs.csi.aws.com",
+    "kubernetes.io/aws-ebs",
+    "pd.csi.storage.gke.io",
+    "kubernetes.io/gce-pd",
+    "disk.csi.azure.com",
+    "kubernetes.io/azure-disk",
+    "rancher.io/local-path",
+    "docker.io/hostpath",
+    "k8s.io/minikube-hostpath",
+    "kubernetes.io/no-provisioner",
+    "topolvm.io",
+    "dobs.csi.digitalocean.com",
+    "csi.hetzner.cloud",
+    "cinder.csi.openstack.org",
+)
+"""Provisioners of volumes that one node at a time may write."""
+
+_DEMANDED: Final = frozenset(
+    f"{kind}{name}" for kind in ("", "requests.", "limits.") for name in ("cpu", "memory")
+)
+"""Resources of a quota under which Kubernetes refuses pods that do not set them. Others, such as storage
+and accelerators, are only counted."""
+
+
+class State(StrEnum):
+    """Outcome of a check; ``skip`` was not looked at, for the reason in the message."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+    SKIP = "skip"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of ``doctor``. ``remedy`` is empty where nothing needs to be done."""
+
+    name: str
+    state: State
+    message: str
+    remedy: str = ""
+
+
+def check_version(raw: Mapping[str, Any], host: str) -> Check:
+    """The API server's ``/version``."""
+    text = str(raw.get("gitVersion", "unknown"))
+
+    # Digits alone: vendors add marks of their own, such as 34+ for the minor version.
+    marked = [str(raw.get(key, "")) for key in ("major", "minor")]
+    numbers = ["".join(filter(str.isdigit, text)) for text in marked]
+    if not all(numbers):
+        return Check(
+            "api server",
+            State.WARN,
+            f"{host} answers without a version",
+            "Evergrad needs Kubernetes 1.30 or newer",
+        )
+    if tuple(int(number) for number in numbers) < OLDEST_KUBERNETES:
+        return Check(
+            "api server",
+            State.FAIL,
+            f"Kubernetes {text} is too old",
+            "Evergrad needs 1.30 or newer",
+        )
+    return Check("api server", State.OK, f"Kubernetes {text} at {host}")
+
+
+def check_crd(raw: Mapping[str, Any] | None, *, is_served: bool, may_read: bool) -> Check:
+    """The CustomResourceDefinition. ``is_served``: whether discovery knows TrainingRuns of our version."""
+    install = (
+        "Install or upgrade the chart: helm upgrade --install evergrad charts/evergrad"
+    )
+    # Discovery counts, and not the object: a CRD may be stored and not be served, such as one being deleted.
+    if not is_served:
+        what = (
+            f"{CRD_NAME} is not installed"
+            if raw is None
+            else f"{CRD_NAME} does not serve {VERSION}"
+        )
+        return Check("crd", State.FAIL, what, install)
+    if raw is None:
+        why = "" if may_read else "; this user may not read its schema"
+        return Check("crd", State.OK, f"{VERSION} is served{why}")
+    versions = part(raw, "spec").get("versions") or ()
+    ours: Mapping[str, Any] = next(
+        (version for version in versions if version.get("name") == VERSION), {}
+    )
+    schema = part(ours, "schema", "openAPIV3Schema", "properties")
+    known = part(schema, "spec", "properties")
+
+    # A field that the stored CRD lacks is refused or dropped at submit. Imported here, since the models take
+    # longer to import than the other checks take together.
+    from evergrad_manifest.envelope import Spec
+    from evergrad_manifest.model.fields import fields_of
+
+    missing = sorted(set(fields_of(Spec)) - set(known)) if known else []
+    if missing:
+        what = f"it is older than this command: it lacks spec.{', spec.'.join(missing)}"
+        return Check("crd", State.WARN, what, install)
+    # Without it the API server refuses each status that the operator writes.
+    if "status" not in (ours.get("subresources") or {}):
+        return Check("crd", State.FAIL, "it has no status subresource", install)
+    return Check("crd", State.OK, f"{VERSION} is served, with every field of this command")
+
+
+def check_operator(deployments: Sequence[Mapping[str, Any]] | None, version: str) -> Check:
+    """The operator's Deployments, None where this user may not list them. ``version`` is this command's."""
+    if deployments is None:
+        return Check(
+            "operator",
+            State.SKIP,
+            "this user may not list Deployments",
+            "Name its namespace: --operator-namespace",
+        )
+    if not deployments:
+        remedy = "Install the chart: helm upgrade --install evergrad charts/evergrad"
+        return Check(
+            "operator", State.FAIL, "no Deployment of the operator was found", remedy
+        )
+    for raw in deployments:
+        if (part(raw, "status").get("availableReplicas") or 0) < 1:
+            remedy = f"kubectl -n {_namespace(raw)} describe deployment {_name(raw)}"
+            return Check(
+                "operator",
+                State.FAIL,
+                f"{_namespace(raw)}/{_name(raw)} is not available",
+                remedy,
+            )
+
+    # A warning and no failure: training that runs does not depend on either version.
+    shown = ", ".join(f"{_namespace(raw)}/{_name(raw)}" for raw in deployments)
+    labels = part(deployments[0], "metadata", "labels")
+    other = labels.get("app.kubernetes.io/version")
+    if other and other != version:
+        remedy = "Upgrade the older of the two; running training is not restarted"
+        return Check(
+            "operator",
+            State.WARN,
+            f"{shown} is of version {other}, this command of {version}",
+            remedy,
+        )
+    return Check("operator", State.OK, f"{shown} is available")
+
+
+def check_lease(leases: Sequence[Mapping[str, Any]] | None, *, now: float) -> Check:
+    """The operator's lease in its namespace: somebody renews it. ``now`` in Unix seconds, of this machine."""
+    if leases is None:
+        return Check("operator lease", State.SKIP, "this user may not read Leases")
+    if not leases:
+        remedy = "Is the operator just starting? If not, look at its log"
+        return Check(
+            "operator lease", State.WARN, "no operator has taken its lease", remedy
+        )
+    # Leases of operators for other namespaces may be there, or one that an old installation left behind.
+    newest = max(
+        leases, key=lambda raw: parse_time(part(raw, "spec").get("renewTime")) or 0.0
+    )
+    spec = newest.get("spec") or {}
+    renewed, seconds = (
+        parse_time(spec.get("renewTime")),
+        spec.get("leaseDurationSeconds") or 15,
+    )
+    holder = spec.get("holderIdentity") or "nobody"
+    # An operator that ends clears the holder, so that another need not wait for the time to pass.
+    if renewed is None or not spec.get("holderIdentity"):
+        return Check(
+            "operator lease",
+            State.WARN,
+            "nobody holds it",
+            "Is the operator just starting? If not, look at its log",
+        )
+    # Three times the duration, since the clocks of two machines differ: only a long silence counts.
+    if now - renewed > 3 * seconds:
+        remedy = f"Look at the operator's log: kubectl -n {_namespace(newest)} get pods"
+        return Check(
+            "operator lease",
+            State.FAIL,
+            f"{holder} renewed it {age(now - renewed)} ago; nobody acts on runs",
+            remedy,
+        )
+    return Check(
+        "operator lease", State.OK, f"held by {holder}, renewed {age(now - renewed)} ago"
+    )
+
+
+@dataclass(frozen=True)
+class Right:
+    """One thing a user may need to do. ``is_needed``: a run cannot be used without."""
+
+    verb: str
+    group: str
+    resource: str
+    subresource: str = ""
+    purpose: str = ""
+    is_needed: bool = False
+
+    def __str__(self) -> str:
+        resource = (
+            f"{self.resource}/{self.subresource}" if self.subresource else self.resource
+        )
+        return f"{self.verb} {resource}"
+
+
+_RUNS: Final = ("evergrad.dev", "trainingruns")
+# With the command that needs it, so that a user can see whether the lack of it matters.
+RIGHTS: Final = (
+    Right("get", *_RUNS, purpose="status, wait", is_needed=True),
+    Right("list", *_RUNS, purpose="list, top, prune", is_needed=True),
+    Right("create", *_RUNS, purpose="submit", is_needed=True),
+    Right("patch", *_RUNS, purpose="submit, suspend, resume, restart", is_needed=True),
+    Right("delete", *_RUNS, purpose="prune, kubectl delete"),
+    Right("list", "", "pods", purpose="status, logs, open, prune"),
+    Right("get", "", "pods", "log", purpose="logs"),
+    Right("list", "", "events", purpose="status"),
+    Right("get", "", "persistentvolumeclaims", purpose="checkpoints"),
+    Right("list", "", "persistentvolumeclaims", purpose="prune"),
+    Right("delete", "", "persistentvolumeclaims", purpose="prune"),
+    Right("get", "", "secrets", purpose="open"),
+    Right("get", "", "pods", "portforward", purpose="open"),
+    Right("create", "", "pods", "portforward", purpose="open"),
+)
+
+
+def check_rights(allowed: Mapping[Right, bool | None], namespace: str) -> Check:
+    """The API server's answer about each right, None where there was no answer."""
+    name = "your rights"
+
+    def show(answer: bool | None) -> str:
+        found = [right for right, is_allowed in allowed.items() if is_allowed is answer]
+        return ", ".join(f"{right} (for {right.purpose})" for right in found)
+
+    lacking, unasked = show(False), show(None)
+    if not lacking and not unasked:
+        what = f"all commands are allowed in namespace {namespace}"
+        return Check(name, State.OK, what)
+    unasked = f"could not be asked: {unasked}" if unasked else ""
+    if not lacking:
+        return Check(name, State.SKIP, unasked, "Try again")
+    # A warning where only some commands lack a right: who may only watch a run can still use the others.
+    is_failure = any(right.is_needed for right in allowed if allowed[right] is False)
+    message = f"not allowed in namespace {namespace}: {lacking}"
+    return Check(
+        name,
+        State.FAIL if is_failure else State.WARN,
+        f"{message}; {unasked}" if unasked else message,
+        "Ask for a RoleBinding to the ClusterRole edit in this namespace",
+    )
+
+
+def check_storage(classes: Sequence[Mapping[str, Any]] | None) -> Check:
+    """The StorageClasses: a default one, which several nodes may write."""
+    if classes is None:
+        return Check("storage", State.SKIP, "this user may not list StorageClasses")
+    shared = (
+        "Name one that allows ReadWriteMany in spec.storage.storageClassName, or an existing claim "
+        "in spec.storage.claimName"
+    )
+    defaults = [
+        raw
+        for raw in classes
+        if part(raw, "metadata", "annotations").get(_DEFAULT_CLASS) == "true"
+    ]
+    if not classes:
+        return Check(
+            "storage",
+            State.FAIL,
+            "there is no StorageClass",
+            "Install one that allows ReadWriteMany, or use spec.storage.claimName",
+        )
+    if not defaults:
+        return Check(
+            "storage",
+            State.WARN,
+            f"none of {', '.join(map(_name, classes))} is the default",
+            shared,
+        )
+
+    # Kubernetes takes the newest of several defaults. No class has a field for its access modes.
+    name, provisioner = _name(defaults[-1]), str(defaults[-1].get("provisioner", ""))
+    if provisioner in _ONE_NODE_PROVISIONERS:
+        what = (
+            f"volumes of the default {name} ({provisioner}) belong to one node; runs of several need "
+            "ReadWriteMany"
+        )
+        return Check("storage", State.WARN, what, shared)
+    text = (
+        f"default {name} ({provisioner}); a class does not show whether it allows ReadWriteMany, its "
+        "first volume will"
+    )
+    return Check("storage", State.OK, text)
+
+
+def check_namespace(
+    raw: Mapping[str, Any] | None, namespace: str, *, may_read: bool
+) -> Check:
+    """The namespace and its Pod Security labels; a run's pods meet the strictest level."""
+    if not may_read:
+        return Check(
+            "namespace", State.SKIP, f"this user may not read namespace {namespace}"
+        )
+    if raw is None:
+        return Check(
+            "namespace",
+            State.FAIL,
+            f"{namespace} does not exist",
+            f"kubectl create namespace {namespace}",
+        )
+    if part(raw, "status").get("phase") == "Terminating":
+        return Check(
+            "namespace", State.FAIL, f"{namespace} is being deleted", "Name another with -n"
+        )
+
+    # Shown and not judged: the pods of a run are built for the strictest level.
+    level = part(raw, "metadata", "labels").get(_ENFORCE)
+    told = f"enforces Pod Security {level}" if level else "enforces no Pod Security level"
+    return Check("namespace", State.OK, f"{namespace} {told}; a run's pods meet restricted")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the LimitRanges of a namespace say of each container: the defaults that they set, and the bounds
+    that they enforce. Resources by name, such as ``limits.memory``."""
+
+    defaults: frozenset[str] = frozenset()
+    most: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """By resource: the bound, and the LimitRange that has it."""
+
+
+def read_limits(ranges: Sequence[Mapping[str, Any]]) -> Limits:
+    """Read the LimitRanges of a namespace."""
+    defaults: set[str] = set()
+    most: dict[str, tuple[str, str]] = {}
+    for raw in ranges:
+        for item in part(raw, "spec").get("limits") or ():
+            if item.get("type") not in ("Container", "Pod"):
+                continue
+            # A default limit is the default request, too, where none is named.
+            asked = set(item.get("defaultRequest") or ()) | set(item.get("default") or ())
+            defaults |= {f"limits.{name}" for name in item.get("default") or ()}
+            defaults |= {f"requests.{name}" for name in asked} | asked
+            for name, bound in (item.get("max") or {}).items():
+                known = most.get(name)
+                if known is None or quantity_of(bound) < quantity_of(known[0]):
+                    most[name] = str(bound), _name(raw)
+    return Limits(frozenset(defaults), most)
+
+
+def check_limits(
+    ranges: Sequence[Mapping[str, Any]] | None, coordinator: Mapping[str, str]
+) -> Check:
+    """LimitRanges of the namespace: whether a run's coordinator fits, whose limits are the installation's.
+
+    ``coordinator``: its limits by resource.
+    """
+    if ranges is None:
+        return Check("limit range", State.SKIP, "this user may not list LimitRanges")
+    if not ranges:
+        return Check("limit range", State.OK, "there is none")
+    limits = read_limits(ranges)
+    refused = [
+        f"{limits.most[name][1]} allows at most {limits.most[name][0]} of {name}, and the coordinator of "
+        f"each run has a limit of {amount}"
+        for name, amount in sorted(coordinator.items())
+        if name in limits.most and quantity_of(amount) > quantity_of(limits.most[name][0])
+    ]
+    if refused:
+        remedy = (
+            "Raise the LimitRange's max, or lower runs.coordinator.memoryLimit of the chart"
+        )
+        return Check("limit range", State.FAIL, "; ".join(refused), remedy)
+    shown = [
+        f"at most {bound} of {name} ({of})"
+        for name, (bound, of) in sorted(limits.most.items())
+    ]
+    if limits.defaults:
+        shown.append("containers that set no limits get the defaults of the LimitRange")
+    return Check("limit range", State.OK, "; ".join(shown) or "it bounds no container")
+
+
+def check_quotas(
+    quotas: Sequence[Mapping[str, Any]] | None,
+    *,
+    defaults: Collection[str] = (),
+    waiting: Sequence[tuple[str, str]] = (),
+) -> Check:
+    """ResourceQuotas of the namespace: whether there is room.
+
+    ``defaults``: resources that a LimitRange sets where a run does not. ``waiting``: runs that wait for room,
+    each with its message.
+    """
+    if quotas is None:
+        return Check("quota", State.SKIP, "this user may not list ResourceQuotas")
+    if not quotas:
+        return Check("quota", State.OK, "there is none")
+    # The status, which a controller fills in, and the spec until it has done so.
+    full, wanted = [], set()
+    for raw in quotas:
+        used = part(raw, "status", "used")
+        limits = part(raw, "status", "hard") or part(raw, "spec", "hard")
+        for resource, hard in limits.items():
+            wanted.add(resource)
+            if quantity_of(used.get(resource, "0")) >= quantity_of(hard):
+                full.append(
+                    f"{resource} ({used.get(resource, 0)} of {hard} in {_name(raw)})"
+                )
+    if full:
+        return Check(
+            "quota",
+            State.WARN,
+            f"used up: {', '.join(full)}",
+            "Runs wait until some is free; or have it raised",
+        )
+
+    # A quota can have room, and too little of it for what a run asks.
+    if waiting:
+        name, message = waiting[0]
+        others = f", and {len(waiting) - 1} more runs" if len(waiting) > 1 else ""
+        return Check(
+            "quota",
+            State.WARN,
+            f"run {name} waits for room{others}: {message}",
+            "Free some, have it raised, or lower spec.resources or spec.nodes.min",
+        )
+
+    demanded = ", ".join(sorted((wanted & _DEMANDED) - set(defaults)))
+    what = f"; each run must set {demanded} in spec.resources" if demanded else ""
+    return Check("quota", State.OK, f"there is room{what}")
+
+
+def quantity_of(text: Any) -> float:
+    """A quantity as a number; 0 for what is none."""
+    from evergrad_manifest.values.quantities import quantity_value
+
+    try:
+        return float(quantity_value(str(text)))
+    except ValueError:
+        return 0.0
+
+
+def check_network(policies: Sequence[Mapping[str, Any]] | None) -> Check:
+    """NetworkPolicies of the namespace that could cut a run's pods off from each other or from DNS."""
+    if policies is None:
+        return Check("network", State.SKIP, "this user may not list NetworkPolicies")
+    # The policies of runs are the operator's, and let the pods of a run reach each other.
+    others = [
+        raw for raw in policies if "evergrad.dev/run" not in part(raw, "metadata", "labels")
+    ]
+    closing = [
+        _name(raw) for raw in others if _selects_all(raw) and "Egress" in _types(raw)
+    ]
+    if closing:
+        what = f"{', '.join(closing)} limits what all pods may reach"
+        remedy = (
+            "Let pods with the label evergrad.dev/run reach each other (all ports) and DNS"
+        )
+        return Check("network", State.WARN, what, remedy)
+    # Policies add up: traffic that any of them allows is allowed, and each run's own lets its pods in.
+    incoming = [
+        _name(raw) for raw in others if _selects_all(raw) and "Ingress" in _types(raw)
+    ]
+    if incoming:
+        what = (
+            f"{', '.join(incoming)} limits what may reach pods; the policy of each run lets "
+            "its own pods in"
+        )
+        return Check("network", State.OK, what)
+    return Check("network", State.OK, "no NetworkPolicy is in the way")
+
+
+def _selects_all(raw: Mapping[str, Any]) -> bool:
+    selector = part(raw, "spec", "podSelector")
+    return not selector.get("matchLabels") and not selector.get("matchExpressions")
+
+
+def _types(raw: Mapping[str, Any]) -> Collection[str]:
+    # The default of Kubernetes for a policy that names no types.
+    spec = part(raw, "spec")
+    default = ("Ingress", "Egress") if "egress" in spec else ("Ingress",)
+    return spec.get("policyTypes") or default
+
+
+def check_nodes(nodes: Sequence[Mapping[str, Any]] | None) -> Check:
+    """The cluster's machines: how many are ready, and with which accelerators."""
+    if nodes is None:
+        return Check("nodes", State.SKIP, "this user may not list nodes")
+    ready = [
+        raw
+        for raw in nodes
+        if not part(raw, "spec").get("unschedulable")
+        and any(
+            (one.get("type"), one.get("status")) == ("Ready", "True")
+            for one in part(raw, "status").get("conditions") or ()
+        )
+    ]
+    # A cordoned node may be ready and gets no new pod, so that it does not count.
+    if not ready:
+        return Check(
+            "nodes", State.FAIL, f"none of {len(nodes)} is ready", "kubectl get nodes"
+        )
+    # Extended resources have a vendor's prefix; those of a node that is not ready cannot be used.
+    devices: dict[str, float] = {}
+    for raw in ready:
+        for resource, number in part(raw, "status", "allocatable").items():
+            if "/" in resource and quantity_of(number) > 0:
+                devices[resource] = devices.get(resource, 0.0) + quantity_of(number)
+    shown = (
+        ", ".join(f"{number:g} {resource}" for resource, number in sorted(devices.items()))
+        or "no accelerators"
+    )
+    state = State.OK if len(ready) == len(nodes) else State.WARN
+    remedy = "" if state is State.OK else "kubectl get nodes"
+    return Check("nodes", state, f"{len(ready)} of {len(nodes)} ready; {shown}", remedy)
+
+
+def check_groups(groups: Collection[str]) -> list[Check]:
+    """Extras of the cluster, by its API groups: metrics, Prometheus' operator, gang schedulers."""
+    # None of them is needed, so that nothing here is a failure.
+    metrics = (
+        Check("metrics api", State.OK, "evergrad top shows CPU and memory")
+        if "metrics.k8s.io" in groups
+        else Check(
+            "metrics api",
+            State.WARN,
+            "none: evergrad top shows no CPU and memory",
+            "Install metrics-server if you want them",
+        )
+    )
+    monitoring = (
+        Check(
+            "monitoring",
+            State.OK,
+            "a Prometheus operator is here; the chart brings no monitors: select the port named metrics",
+        )
+        if "monitoring.coreos.com" in groups
+        else Check(
+            "monitoring",
+            State.OK,
+            "no Prometheus operator; metrics can be scraped from the pods' port named metrics",
+        )
+    )
+
+    # Only the schedulers that change how a run's pods are placed.
+    gangs = {"kueue.x-k8s.io": "Kueue", "scheduling.x-k8s.io": "coscheduling"}
+    found = [name for group, name in gangs.items() if group in groups]
+    text = (
+        f"{', '.join(found)} found"
+        if found
+        else "none; the pods of a run are scheduled one by one, which is all it needs"
+    )
+    if "scheduling.volcano.sh" in groups:
+        text += "; Volcano is here too, but runs do not use it"
+    return [metrics, monitoring, Check("gang scheduling", State.OK, text)]
+
+
+def _name(raw: Mapping[str, Any]) -> str:
+    return str((raw.get("metadata") or {}).get("name", ""))
+
+
+def _namespace(raw: Mapping[str, Any]) -> str:
+    return str((raw.get("metadata") or {}).get("namespace", ""))

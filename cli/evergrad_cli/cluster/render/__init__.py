@@ -1,0 +1,1 @@
+"""Runs, pods and events as values, and as text for a terminal. Pure."""

@@ -1,0 +1,1 @@
+"""Commands and pages for files and runs of this machine."""

@@ -1,0 +1,239 @@
+"""A run directory as the course of its run, for its page: read from the files of every run, as they grow."""
+
+import contextlib
+import json
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from evergrad_common.causes import describe_ending
+from evergrad_common.contract import RunFile, step_of_checkpoint
+from evergrad_common.stale_records import Beginnings, InTime
+from evergrad_common.text import duration
+from evergrad_coordinator.rules.downsampled_series import Track
+from evergrad_coordinator.rules.history import History
+from evergrad_coordinator.rules.state import MOST_SETS
+
+_MOST_BYTES: Final = 64 * 1024 * 1024
+"""Bytes of a file that are read at once; the rest is read by the next look."""
+_HEAD_BYTES: Final = 4096
+"""Beginning of a file by which another one in its place is noticed, since lines have their times."""
+_RECENT: Final = 50
+"""Number of newest steps that the speed is computed from."""
+_SHOWN: Final = ("loss", "learning_rate", "grad_norm")
+_TEXTS: Final[Mapping[str, str]] = {
+    "start": "a process started with {world_size} processes in all",
+    "world": "training goes on with {world_size} processes: {cause}",
+    "save_failed": "a save failed: {reason}",
+    "warning": "{message}",
+    "alert": "{message}",
+    "skipped": "{message}",
+    "non_finite": "{message}",
+    "failed": "it failed: {message}",
+    "stop": "it stops: {reason}",
+    "complete": "it is complete",
+}
+"""Events of events.jsonl that are shown, by type."""
+
+
+class _Lines:
+    """The whole lines that a growing file of JSON objects got since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._head = b""
+
+    def is_another_file(self) -> bool:
+        """Whether another file is where this one was, or this one has lost lines that were read."""
+        # Not by the inode, which a new file may have again. While there is none, what was read stays.
+        with contextlib.suppress(OSError), self._path.open("rb") as file:
+            begins_alike = file.read(len(self._head)) == self._head
+            return not begins_alike or file.seek(0, os.SEEK_END) < self._offset
+        return False
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        with contextlib.suppress(OSError), self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read(_MOST_BYTES)
+            # The last line may be half written; it is read with its end.
+            data = data[: data.rfind(b"\n") + 1]
+            self._offset += len(data)
+            self._head = (self._head + data)[:_HEAD_BYTES]
+            for line in data.splitlines():
+                with contextlib.suppress(ValueError):
+                    found = json.loads(line)
+                    if isinstance(found, dict):
+                        yield found
+
+
+class RunFiles:
+    """Reads a run directory into ``history``, and what is newest of it as a status."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        names = (RunFile.EVENTS, RunFile.METRICS, RunFile.EVALUATION)
+        self._events, self._metrics, self._evaluations = (
+            _Lines(directory / one) for one in names
+        )
+        self._beginnings = Beginnings()
+        self._steps_in_time, self._evaluations_in_time = (
+            InTime(self._beginnings) for _ in range(2)
+        )
+        self._recent: deque[Mapping[str, Any]] = deque(maxlen=_RECENT)
+        self._newest: dict[str, Any] = {}
+        """The newest event of each type."""
+        self._last_type, self._last_event_at = "", 0.0
+        self._restarts: dict[str, int] = {}
+        self._lost_seconds: dict[str, float] = {}
+        self.newest_time = 0.0
+        """Unix time up to which the run is known: now, or its last sign of life where it has ended."""
+        self.history = History(began_at=0.0)
+        """Its times are Unix seconds until the first event says when the run began."""
+
+    def is_another_run(self) -> bool:
+        """Whether the directory was begun anew: what was read so far is of a run that is gone."""
+        files = (self._events, self._metrics, self._evaluations)
+        return any(one.is_another_file() for one in files)
+
+    def look(self, now: float) -> dict[str, Any]:
+        """Read new lines of the files, and return the status as of Unix time ``now``."""
+        # Events come first: they say when the run began, from which all other times count.
+        for row in self._events.read():
+            self._beginnings.note(row.get("type"), row.get("generation"), row.get("time"))
+            self._note_event(row)
+        for row in self._metrics.read():
+            step = row.get("step")
+            if not isinstance(step, int) or not _is_in_time(row, self._steps_in_time):
+                continue
+            self._recent.append(row)
+            values = {name: row.get(name) for name in _SHOWN}
+            values |= dict(row.get("metrics") or {})
+            if (seconds := row.get("step_seconds")) and row.get("tokens"):
+                values["tokens_per_second"] = row["tokens"] / seconds
+            self.history.steps.add(step, _numbers(values))
+            self._note_size(row)
+        # The number of sets is bounded, because the history keeps a track of each in memory.
+        for row in self._evaluations.read():
+            if not _is_in_time(row, self._evaluations_in_time):
+                continue
+            name, step = str(row.get("name")), row.get("step")
+            tracks = self.history.evaluations
+            if isinstance(step, int) and (name in tracks or len(tracks) < MOST_SETS):
+                values = {"loss": row.get("loss"), **(row.get("metrics") or {})}
+                tracks.setdefault(name, Track()).add(step, _numbers(values))
+
+        # Speed and time left are those of the newest steps: a mean of all would hide a change of nodes.
+        last: Mapping[str, Any] = self._recent[-1] if self._recent else {}
+        start = self._newest.get("start", {})
+        total, step = start.get("total_steps"), last.get("step")
+        tokens = sum(row.get("tokens") or 0 for row in self._recent)
+        seconds = sum(row.get("step_seconds") or 0.0 for row in self._recent)
+        phase, message = self._find_phase(now)
+        left: float | None = None
+        # A run that has ended keeps the time of its last sign of life.
+        if phase == "Running":
+            self.newest_time = max(self.newest_time, now)
+            if isinstance(total, int) and isinstance(step, int) and seconds:
+                left = (total - step) * seconds / len(self._recent)
+        age = round(max(0.0, now - last["time"]), 1) if "time" in last else None
+        return {
+            "run": str(start.get("run") or self._directory.name),
+            "phase": phase,
+            "message": message,
+            "worldSize": last.get("world_size", start.get("world_size", 0)),
+            "step": step,
+            "totalSteps": total,
+            "loss": last.get("loss"),
+            "tokensPerSecond": tokens / seconds if seconds else None,
+            "etaSeconds": left,
+            "checkpointStep": _saved_step(self._newest.get("save", {})),
+            "restarts": dict(self._restarts),
+            "lostSeconds": dict(self._lost_seconds),
+            "lastFailure": None,
+            "updatedSecondsAgo": age,
+        }
+
+    def _note_event(self, row: dict[str, Any]) -> None:
+        kind, at = str(row.get("type")), row.get("time")
+        if not isinstance(at, int | float):
+            return
+        # A clock that goes back makes no time negative: nothing is earlier than the event before it.
+        at = max(float(at), self._last_event_at)
+        if not self.history.began_at:
+            # Steps that were read before it have other times.
+            self.history.began_at, self.history.times = at, Track()
+        elapsed = round(at - self.history.began_at, 1)
+        self.newest_time = max(self.newest_time, at)
+        # A start after the first one is a restart; a change of the world is one, too, and says what it cost.
+        cause = str(row.get("cause") or "process_started")
+        if kind == "world" or (kind == "start" and "start" in self._newest):
+            self._restarts[cause] = self._restarts.get(cause, 0) + 1
+            # Steps that a killed process trained after its last event, such as a save, are lost, too.
+            lost = (
+                at - self._last_event_at
+                if kind == "start"
+                else row.get("paused_seconds") or 0.0
+            )
+            self._lost_seconds[cause] = round(self._lost_seconds.get(cause, 0.0) + lost, 1)
+        self._newest[kind], self._last_type, self._last_event_at = row, kind, at
+        self._note_size(row)
+        if kind == "save":
+            self.history.checkpoints.add([elapsed, _saved_step(row)])
+        if kind in _TEXTS:
+            with contextlib.suppress(KeyError):
+                known = {key: str(value) for key, value in row.items()}
+                text = _TEXTS[kind].format_map(known | {"cause": cause.replace("_", " ")})
+                self.history.events.add([elapsed, kind, text[:300]])
+
+    def _note_size(self, row: Mapping[str, Any]) -> None:
+        at, size = row.get("time"), row.get("world_size")
+        times = self.history.times
+        if isinstance(at, int | float) and isinstance(size, int):
+            elapsed = round(max(0.0, at - self.history.began_at), 1)
+            # Clocks of two hosts may differ: what seems to be earlier is left out.
+            if not times.x or elapsed > times.x[-1]:
+                times.add(elapsed, {"processes": size})
+
+    def _find_phase(self, now: float) -> tuple[str, str]:
+        """Return phase and message, as far as the files show them."""
+        if (self._directory / RunFile.COMPLETE).exists():
+            return "Complete", "all steps are trained"
+        failed, end = self._newest.get("failed", {}), self._newest.get("end", {})
+        if self._last_type == "failed" or (
+            self._last_type == "end" and end.get("exit_code") in (64, 70)
+        ):
+            return "Failed", str(
+                failed.get("message") or f"exit code {end.get('exit_code')}"
+            )[:1000]
+        if self._last_type in ("stop", "end"):
+            reason = str(self._newest.get("stop", {}).get("reason") or "")
+            return "Stopped", describe_ending(reason) or f"exit code {end.get('exit_code')}"
+        if not self._newest:
+            return "Waiting", "no process has written anything yet"
+        # A process that was killed writes no end: the time of its last step is all there is.
+        if not self._recent:
+            return "Running", "no step is trained yet"
+        age = max(0.0, now - self._recent[-1]["time"])
+        return "Running", f"its last step was {duration(age)} ago"
+
+
+def _saved_step(save: Mapping[str, Any]) -> Any:
+    """Return the step that was saved; the event's own is that at which a background save was reported."""
+    step = step_of_checkpoint(str(save.get("checkpoint", "")))
+    return save.get("step") if step is None else step
+
+
+def _is_in_time(row: Mapping[str, Any], judge: InTime) -> bool:
+    return judge.accepts(row.get("generation"), row.get("time"))
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the values that are numbers; a loss that is none stands as null in the file."""
+    return {
+        name: float(value)
+        for name, value in values.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }

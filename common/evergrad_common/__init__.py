@@ -1,0 +1,1 @@
+"""Names, exit codes, codec, causes, texts and the metrics catalogue, shared by all. Standard library only."""

@@ -1,0 +1,111 @@
+"""Uses of time of each node of a run, found from the group. Pure.
+
+Every node that could train is in exactly one use at a time. An event closes the interval before it and opens
+the next one:
+
+================================================  =================  =======
+state of the group                                member, or planned  others
+================================================  =================  =======
+over                                              end                end
+adopting: nodes that name a place they have       training           waiting
+running or draining, and no member is lost        training, repeated idle
+fewer nodes are here than are needed              waiting            waiting
+rendezvous, waiting                               waiting            waiting
+any other: a plan, a start, a group that broke    recovery           idle
+the same before any group has been up             startup            idle
+================================================  =================  =======
+
+A node that may go is in ``end``, and the one that saves for all in ``saving``.
+"""
+
+from typing import Final
+
+from evergrad_common.causes import Use
+from evergrad_coordinator.rules.group import Group
+from evergrad_coordinator.rules.ledger import OPEN
+from evergrad_coordinator.rules.phase import Phase, find_phase
+from evergrad_coordinator.rules.planning import find_lost
+from evergrad_coordinator.rules.state import Node
+
+_UP: Final = (Phase.RUNNING, Phase.DRAINING)
+_WAITING: Final = (Phase.RENDEZVOUS, Phase.WAITING)
+RECOUNT_SECONDS: Final = 0.25
+"""Time after which nodes are counted anew within a phase. Not at each event: a thousand nodes that come at
+once would be counted a thousand times."""
+
+
+def advance(group: Group, *, now: float) -> None:
+    """Count the time since the last event, and find what each node does from now on."""
+    ledger, training = group.ledger, group.training
+    ledger.close_interval(now=now)
+
+    # A highest step that is reached again ends the steps that were trained before.
+    phase = find_phase(group)
+    is_caught_up = "repeated" in ledger.nodes and training.step >= ledger.highest_step
+    ledger.highest_step = max(ledger.highest_step, training.step)
+    is_same = phase is ledger.phase and not is_caught_up
+    if is_same and now - ledger.recounted_at < RECOUNT_SECONDS:
+        return
+
+    # A step needs every rank: a group stands still without one, though it may not have broken yet.
+    world = group.world
+    trains = (
+        phase in _UP
+        and world is not None
+        and not find_lost(world, group.nodes.values())
+        and world.out <= world.done
+    )
+    if not trains:
+        # Outside of training no report claims anything any more.
+        ledger.settle()
+    ledger.has_formed = ledger.has_formed or trains
+    ledger.phase, ledger.recounted_at = phase, now
+
+    # One use for all nodes that neither leave nor save, where the phase decides it.
+    is_short = sum(node.is_candidate for node in group.nodes.values()) < group.num_needed
+    of_all: Use | None = None
+    if phase is Phase.OVER:
+        of_all = "end"
+    elif phase in _WAITING or (is_short and not trains and phase is not Phase.ADOPTING):
+        of_all = "waiting"
+
+    joined: dict[str, float] = {}
+    nodes: dict[Use, int] = {}
+    is_repeated = training.step < ledger.highest_step
+    for node in group.nodes.values():
+        # Until it has workers its pod starts: that is counted where pods are seen.
+        if node.workers == 0 and node.address not in ledger.joined:
+            continue
+        # A node that names its place has trained before this coordinator came.
+        first = ledger.began_at if node.had else now
+        joined[node.address] = ledger.joined.get(node.address, first)
+        use = _find_use(group, node, of_all, trains=trains)
+        if use in OPEN and is_repeated:
+            use = "repeated"
+        nodes[use] = nodes.get(use, 0) + 1
+    ledger.nodes, ledger.joined = nodes, joined
+
+
+def _find_use(group: Group, node: Node, of_all: Use | None, *, trains: bool) -> Use:
+    """Find what a node does; ``of_all``: what all do that neither leave nor save."""
+    world, proposal = group.world, group.proposal
+    if of_all == "end":
+        return "end"
+    if group.departures.saver == node.key:
+        return "saving"
+    if node.is_done or node.released_at is not None:
+        return "end"
+    if of_all is not None:
+        return of_all
+    if group.rendezvous is not None:
+        # A group may be running that has not been adopted yet.
+        return "training" if node.had else "waiting"
+
+    is_member = world is not None and node.key in world.places and not world.is_over
+    if trains:
+        is_in = world is not None and is_member and node.key not in world.out
+        return "training" if is_in else "idle"
+    is_planned = proposal is not None and node.key in proposal.members
+    if not (is_member or is_planned):
+        return "idle"
+    return "recovery" if group.ledger.has_formed else "startup"

@@ -1,0 +1,1 @@
+"""The Python files of a task, with the local modules that they import."""

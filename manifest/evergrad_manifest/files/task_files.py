@@ -1,0 +1,128 @@
+"""Finds the Python files of a task of the user's own: beside the manifest, or in it.
+
+``recipe: module:attr`` names a file beside the manifest. On a cluster there is no such place: there the files
+travel in ``spec.training.files``, which ``evergrad submit`` fills, and are written beside the run.
+"""
+
+import hashlib
+import json
+import os
+import secrets
+from pathlib import Path
+
+from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
+from evergrad_manifest.files.sources import find_sources, hash_each, hash_sources
+from evergrad_manifest.training import RECIPES, Training
+from evergrad_manifest.training.own_task import MOST_FILE_BYTES
+
+_FIELD = "spec.training.recipe"
+
+
+def task_folder(training: Training, base_directory: Path) -> Path:
+    """The folder of the task's files: the manifest's own, or one for this very content below it."""
+    if not training.files:
+        return base_directory
+    content = json.dumps(dict(training.files), sort_keys=True).encode()
+    return base_directory / f".task-{hashlib.sha256(content).hexdigest()[:16]}"
+
+
+def task_path(training: Training, base_directory: Path) -> Path | None:
+    """The file that the recipe names, whether or not it is there; None for a recipe that has a
+    name of ours."""
+    if training.recipe in RECIPES:
+        return None
+    module = task_folder(training, base_directory).joinpath(
+        *training.recipe.partition(":")[0].split(".")
+    )
+    package = module / "__init__.py"
+    return package if package.is_file() else module.with_name(f"{module.name}.py")
+
+
+def task_problems(training: Training, *, base_directory: Path) -> list[Problem]:
+    """Why the task's file cannot be read here."""
+    path = task_path(training, base_directory)
+    # Files that the run carries are checked by a rule of the manifest, which needs no folder.
+    if path is None or training.files or path.is_file():
+        return []
+    module = training.recipe.partition(":")[0]
+    what, why = f"the module {module} was not found", f"there is no {path}"
+    return [
+        Problem(_FIELD, what, why, "Put the file beside the manifest, or correct its name")
+    ]
+
+
+def collect_task(training: Training, base_directory: Path) -> dict[str, str]:
+    """The task's file with the modules beside it that it imports, for ``spec.training.files``; empty for
+    ours.
+
+    Raises ConfigurationError for files that are missing, too large, or no text.
+    """
+    path = task_path(training, base_directory)
+    if path is None or training.files:
+        return dict(training.files)
+    raise_if(task_problems(training, base_directory=base_directory), ConfigurationError)
+    try:
+        files = {
+            Path(name).as_posix(): file.read_text("utf-8")
+            for name, file in find_sources([path], base_directory).items()
+        }
+    except (OSError, UnicodeDecodeError) as error:
+        remedy = "Look at the files beside the manifest"
+        raise ConfigurationError(
+            Problem(_FIELD, "cannot be read", str(error), remedy)
+        ) from error
+
+    # Refused here, where the names of the files are known: the API server would only say that the object is
+    # too large.
+    size = sum(len(text.encode()) for text in files.values())
+    if size > MOST_FILE_BYTES:
+        what = f"{', '.join(files)} are {size:,} bytes together"
+        why = f"a run carries at most {MOST_FILE_BYTES:,}"
+        raise ConfigurationError(
+            Problem(
+                _FIELD,
+                what,
+                why,
+                "Put them on the run's volume, in the run's directory, or in the image",
+            )
+        )
+    return files
+
+
+def hash_task(training: Training, base_directory: Path) -> str:
+    """A hash of the task's file with the modules beside it that it imports, written out if the manifest
+    carries them; empty for ours."""
+    # Written first: whether its module is a file or a package shows only where the files are.
+    write_task(training, base_directory)
+    path = task_path(training, base_directory)
+    return (
+        "" if path is None else hash_sources([path], task_folder(training, base_directory))
+    )
+
+
+def hash_task_files(training: Training, base_directory: Path) -> dict[str, str]:
+    """The same file by file: 16 hex digits by the path from the task's folder; empty for ours."""
+    write_task(training, base_directory)
+    path = task_path(training, base_directory)
+    if path is None:
+        return {}
+    each = hash_each([path], task_folder(training, base_directory))
+    return {name: own[:16] for name, own in each.items()}
+
+
+def write_task(training: Training, base_directory: Path) -> None:
+    """Write the files that the manifest carries.
+
+    Any number of nodes may do so at once: all write the same.
+    """
+    folder = task_folder(training, base_directory)
+    for name, text in training.files.items():
+        path, content = folder / name, text.encode()
+        # Looked into: a host that lost its power may have kept a file's name and not its text.
+        if path.is_file() and path.read_bytes() == content:
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Whole or not at all: another node may be reading it.
+        unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+        unfinished.write_bytes(content)
+        os.replace(unfinished, path)

@@ -1,0 +1,1 @@
+"""The parts of every section: base class, fields, nesting, descriptions, containers and claims."""

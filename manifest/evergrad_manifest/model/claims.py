@@ -1,0 +1,58 @@
+"""Claims (PersistentVolumeClaims) that a run names: one answer for the operator and all commands. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from evergrad_common.contract import LABEL_PREFIX
+from evergrad_manifest.model.raw import value_at
+
+RECORD_PREFIX: Final = f"run.{LABEL_PREFIX}"
+"""Prefix of an annotation of a claim, followed by a run's name: the record of that run."""
+DROPPED_UNFINISHED: Final = f"{LABEL_PREFIX}dropped-unfinished-runs"
+"""Annotation of a claim: the number of records of runs that are gone and were not complete, and for which
+there was no room. The checkpoints of these runs may still be on the claim."""
+
+
+@dataclass(frozen=True)
+class Claims:
+    """The claims of one run.
+
+    ``storage``: the claim with its run directory, an existing one or the one that the operator makes, which
+    has the run's name. ``mounted``: claims that its pods mount in addition, in the order of the file.
+    """
+
+    storage: str
+    mounted: tuple[str, ...] = ()
+
+    @property
+    def all(self) -> frozenset[str]:
+        """All claims that the run needs."""
+        return frozenset((self.storage, *self.mounted))
+
+
+def claims_of(run: Mapping[str, Any]) -> Claims:
+    """Return the claims that ``run`` names, an object as the API server has it; never raises.
+
+    A profile may add volumes. The operator lists their claims in ``status.volume.profileClaims``, because it
+    alone knows the profile of a run that has no pods.
+    """
+    existing = value_at(run, ("spec", "storage", "claimName"))
+    name = value_at(run, ("metadata", "name"))
+    storage = existing if isinstance(existing, str) and existing else str(name or "")
+
+    mounted = dict.fromkeys(mounted_claims(value_at(run, ("spec", "template"))))
+    listed = value_at(run, ("status", "volume", "profileClaims"))
+    if isinstance(listed, list | tuple):
+        mounted |= dict.fromkeys(one for one in listed if isinstance(one, str) and one)
+    return Claims(storage, tuple(mounted))
+
+
+def mounted_claims(template: Any) -> tuple[str, ...]:
+    """Return the claims under ``volumes`` of a pod, or of the template of one."""
+    volumes = value_at(template, ("volumes",))
+    found = (
+        value_at(volume, ("persistentVolumeClaim", "claimName"))
+        for volume in (volumes if isinstance(volumes, list | tuple) else ())
+    )
+    return tuple(name for name in found if isinstance(name, str) and name)

@@ -1,0 +1,135 @@
+"""Walks the manifest's model: which fields there are, under which path, and which of them hold sections."""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from evergrad_manifest.model.base import Section
+from evergrad_manifest.model.raw import FieldPath
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Shape of a field's value: ``section`` when that is a section or (``is_list``) a list of sections."""
+
+    section: type[Section] | None
+    is_list: bool
+    is_optional: bool
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of the model with its place in it. ``path`` has ``[]`` where a list is entered."""
+
+    path: str
+    key: str
+    info: FieldInfo
+    shape: Shape
+
+
+def shape_of(info: FieldInfo) -> Shape:
+    """The shape of a field, without looking inside mappings that are not ours."""
+    members: tuple[Any, ...] = (info.annotation,)
+    if get_origin(info.annotation) in (Union, UnionType):
+        members = get_args(info.annotation)
+    is_optional = type(None) in members
+    for member in members:
+        if get_origin(member) is tuple:
+            first = get_args(member)[0]
+            if inspect.isclass(first) and issubclass(first, Section):
+                return Shape(first, True, is_optional)
+        elif inspect.isclass(member) and issubclass(member, Section):
+            return Shape(member, False, is_optional)
+    return Shape(None, False, is_optional)
+
+
+@cache
+def fields_of(section: type[Section]) -> Mapping[str, FieldInfo]:
+    """Key on the wire → field."""
+    return {info.alias or name: info for name, info in section.model_fields.items()}
+
+
+@cache
+def shapes_of(section: type[Section]) -> Mapping[str, Shape]:
+    """Key on the wire → shape of the field."""
+    # Kept: to find a shape takes longer than to read the value, and a manifest has hundreds of fields.
+    return {key: shape_of(info) for key, info in fields_of(section).items()}
+
+
+@cache
+def defaults_of(section: type[Section]) -> Mapping[str, Any]:
+    """Key on the wire → default of each field that may be left out. No default is ever changed."""
+    return {
+        key: info.get_default(call_default_factory=True, validated_data={})
+        for key, info in fields_of(section).items()
+        if not info.is_required()
+    }
+
+
+def walk_fields(section: type[Section], prefix: str = "") -> Iterator[Field]:
+    """Every field below ``section``, depth first, in the order of definition."""
+    for key, info in fields_of(section).items():
+        path, shape = f"{prefix}{key}", shape_of(info)
+        yield Field(path, key, info, shape)
+        if shape.section is not None:
+            yield from walk_fields(
+                shape.section, f"{path}[]." if shape.is_list else f"{path}."
+            )
+
+
+def find_section(root: type[Section], path: FieldPath) -> type[Section] | None:
+    """The section that ``path`` leads to, or None where the model has none."""
+    section: type[Section] | None = root
+    for part in path:
+        if section is None or isinstance(part, int):
+            continue
+        info = fields_of(section).get(part)
+        section = shape_of(info).section if info is not None else None
+    return section
+
+
+def find_field(root: type[Section], path: FieldPath) -> FieldInfo | None:
+    """The field that ``path`` leads to or into (an item of a list belongs to the list's field)."""
+    # The last name: numbers behind it are items of that list.
+    names = [index for index, part in enumerate(path) if isinstance(part, str)]
+    if not names:
+        return None
+    section = find_section(root, path[: names[-1]])
+    return fields_of(section).get(str(path[names[-1]])) if section is not None else None
+
+
+def choices_of(info: FieldInfo) -> tuple[str, ...]:
+    """The words a field may take, or nothing when it is not a choice."""
+    found: list[str] = []
+    pending = [info.annotation]
+    while pending:
+        annotation = pending.pop(0)
+        if get_origin(annotation) is Literal:
+            found += [str(choice) for choice in get_args(annotation)]
+        elif get_origin(annotation) in (Union, UnionType, Annotated):
+            pending += [
+                argument
+                for argument in get_args(annotation)
+                if not isinstance(argument, FieldInfo)
+            ]
+    return tuple(found)
+
+
+def format_path(path: FieldPath) -> str:
+    """``("spec", "sources", 0, "path")`` → ``spec.sources[0].path``; keys that are no plain words
+    are quoted."""
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif part.isascii() and part.replace("-", "_").isidentifier():
+            text += f".{part}" if text else part
+        else:
+            shown = part if len(part) <= 60 else f"{part[:50]}…"
+            text += f"[{shown!a}]"
+    return text

@@ -1,0 +1,1 @@
+"""The operator's decisions, pure: ``observe`` → ``policies`` → ``plan`` and ``status``."""

@@ -1,0 +1,1 @@
+"""Names, kinds, times and safe reads of raw Kubernetes objects."""

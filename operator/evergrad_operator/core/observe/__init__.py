@@ -1,0 +1,1 @@
+"""Raw objects of a run → one Observation and the run's memory."""

@@ -1,0 +1,198 @@
+"""Raw runs → the facts about them that are exported as metrics. Pure."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+from evergrad_operator.core.objects.names import (
+    LABEL_ROLE,
+    QUEUE_GATE,
+    ROLE_NODE,
+    Condition,
+    Key,
+    Phase,
+    Reason,
+)
+from evergrad_operator.core.objects.raw import get_map, get_maps, get_natural, get_text
+from evergrad_operator.core.objects.times import parse_time
+from evergrad_operator.core.observe.evaluation import parse_evaluation
+from evergrad_operator.core.observe.preparation import parse_preparation
+from evergrad_operator.core.observe.time_accounting import Usage, parse_usage
+
+FINISHED_SECONDS: Final = 86400.0
+"""Time, in seconds, for which a run that is over is still exported."""
+_REASONS: Final = frozenset(reason.value for reason in Reason)
+NO_NODES: Final[Mapping[str, int]] = MappingProxyType({})
+_OTHER_REASON: Final = "Other"
+"""Any reason that is none of the operator's: label values must be bounded."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Facts about one run. Times are epoch seconds, None where it has not happened."""
+
+    namespace: str
+    name: str
+    phase: str
+    restarts: Mapping[str, int]
+    created_at: float | None
+    started_at: float | None
+    completed_at: float | None
+    progress: float | None
+    """Share of the steps that are done, 0 to 1."""
+    progressed_at: float | None
+    evaluated_step: int | None = None
+    """Newest checkpoint that a pod has evaluated."""
+    evaluated: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """Its results by set and metric."""
+    waiting: int | None = None
+    """Checkpoints that wait for a pod; None where the run asks for none."""
+    replaced: int = 0
+    """Pods that were replaced, whatever the cause."""
+    nodes: Mapping[str, int] = field(default_factory=dict)
+    """Live pods of its nodes by state: queued, unscheduled, starting or running."""
+    nodes_max: int | None = None
+    """Most nodes that it may have."""
+    work: str = ""
+    """Present work of preparing its data, empty for none."""
+    prepared: float = 0.0
+    """Share of that work that is done, 0 to 1."""
+    prepared_tokens: int = 0
+    usage: Usage = field(default_factory=Usage)
+    """Time of its pods by use."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """All labels of the run."""
+    kind: Literal["training", "script"] = "training"
+    """The part of its spec that says what it does."""
+    waiting_reason: str = ""
+    """Why it waits, where that is its phase."""
+    stalled_reason: str = ""
+    """Why a person has to act; empty where none has, and for a run that is over."""
+    uid: str = ""
+    """The run's own, since another one may have its name later."""
+
+
+def count_phases(runs: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Count the runs in each phase, however long they have been over."""
+    counts = {phase.value: 0 for phase in Phase}
+    for raw in runs:
+        phase = find_phase(raw)
+        counts[phase] = counts.get(phase, 0) + 1
+    return counts
+
+
+def count_nodes(pods: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Count the live pods of nodes in each state that has any."""
+    counts: dict[str, int] = {}
+    for raw in pods:
+        state = find_node_state(raw)
+        if state:
+            counts[state] = counts.get(state, 0) + 1
+    return counts
+
+
+def find_node_state(raw: Mapping[str, Any]) -> str:
+    """Return the state of a live pod of a node; empty for any other pod."""
+    # Read for each event of a pod: parsing it as a pass does would take ten times as long.
+    metadata, spec = get_map(raw, "metadata"), get_map(raw, "spec")
+    phase = get_text(get_map(raw, "status"), "phase")
+    is_node = get_map(metadata, "labels").get(LABEL_ROLE) == ROLE_NODE
+    if not is_node or "deletionTimestamp" in metadata or phase in ("Succeeded", "Failed"):
+        return ""
+    if get_text(spec, "nodeName"):
+        return "running" if phase == "Running" else "starting"
+    gates = get_maps(spec, "schedulingGates")
+    is_queued = any(gate.get("name") == QUEUE_GATE for gate in gates)
+    return "queued" if is_queued else "unscheduled"
+
+
+def read_runs(
+    runs: Mapping[Key, Mapping[str, Any]],
+    *,
+    now: float,
+    pods_of: Callable[[Key], Sequence[Mapping[str, Any]]] = lambda key: (),
+) -> tuple[RunFacts, ...]:
+    """Return the facts of all runs that are not long over. ``now``: epoch seconds."""
+    facts = (read_run(key, raw, count_nodes(pods_of(key))) for key, raw in runs.items())
+    return tuple(one for one in facts if not is_long_over(one, now))
+
+
+def is_long_over(facts: RunFacts, now: float) -> bool:
+    """Whether a run is not exported any more. ``now``: epoch seconds."""
+    # A thousand finished runs would be ten thousand series for ever.
+    at = facts.completed_at
+    return at is not None and now - at >= FINISHED_SECONDS
+
+
+def read_run(
+    key: Key, raw: Mapping[str, Any], nodes: Mapping[str, int] = NO_NODES
+) -> RunFacts:
+    """Return the facts of one run. ``nodes``: live pods of its nodes by state."""
+    namespace, name = key
+    status = get_map(raw, "status")
+    phase = find_phase(raw)
+    is_over = phase in (Phase.COMPLETE.value, Phase.FAILED.value)
+
+    # A status may be written by anybody who may patch it, so that nothing in it is taken for granted.
+    progress = get_map(status, "progress")
+    step, total = (get_natural(progress, key) for key in ("step", "totalSteps"))
+    share = step / total if step is not None and total else None
+    shown = get_map(status, "evaluation")
+    evaluation = parse_evaluation(shown, "")
+    preparation = parse_preparation(get_map(status, "preparation"), "")
+    return RunFacts(
+        namespace=namespace,
+        name=name,
+        phase=phase,
+        restarts=_count_restarts(status),
+        created_at=parse_time(get_map(raw, "metadata").get("creationTimestamp")),
+        started_at=parse_time(status.get("startTime")),
+        completed_at=parse_time(status.get("completionTime")) if is_over else None,
+        progress=share,
+        progressed_at=parse_time(progress.get("updatedAt")),
+        evaluated_step=evaluation.step,
+        evaluated=evaluation.numbers,
+        waiting=get_natural(shown, "waiting"),
+        replaced=get_natural(get_map(status, "restarts"), "total") or 0,
+        nodes=nodes,
+        nodes_max=get_natural(get_map(status, "nodes"), "max"),
+        work=preparation.work,
+        prepared=preparation.share,
+        prepared_tokens=preparation.tokens,
+        usage=parse_usage(get_text(get_map(status, "memory"), "usage")),
+        labels={
+            str(label): str(value)
+            for label, value in get_map(raw, "metadata", "labels").items()
+        },
+        kind="script" if "script" in get_map(raw, "spec") else "training",
+        waiting_reason=_bound_reason(status) if phase == Phase.WAITING else "",
+        stalled_reason="" if is_over else _find_stalled_reason(status),
+        uid=get_text(get_map(raw, "metadata"), "uid"),
+    )
+
+
+def _count_restarts(status: Mapping[str, Any]) -> dict[str, int]:
+    restarts = get_map(status, "restarts", "byCause")
+    return {
+        str(cause): count
+        for cause in restarts
+        if (count := get_natural(restarts, cause)) is not None
+    }
+
+
+def _find_stalled_reason(status: Mapping[str, Any]) -> str:
+    for condition in get_maps(status, "conditions"):
+        if (condition.get("type"), condition.get("status")) == (Condition.STALLED, "True"):
+            return _bound_reason(condition)
+    return ""
+
+
+def _bound_reason(holder: Mapping[str, Any]) -> str:
+    reason = get_text(holder, "reason")
+    return reason if reason in _REASONS else _OTHER_REASON
+
+
+def find_phase(raw: Mapping[str, Any]) -> str:
+    """Return the phase that a run's status has."""
+    return get_text(get_map(raw, "status"), "phase") or Phase.PENDING.value

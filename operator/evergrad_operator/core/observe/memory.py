@@ -1,0 +1,514 @@
+"""The part of a run that the operator keeps in the run's own status: counters, and decisions that are not
+taken twice. Pure."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from evergrad_common.causes import PodCause
+from evergrad_operator.core.objects.names import (
+    MAX_ATTEMPT,
+    MAX_EPOCH,
+    MAX_NODES,
+    Condition,
+    Phase,
+    Reason,
+)
+from evergrad_operator.core.objects.raw import (
+    NOTHING,
+    get_float,
+    get_hosts,
+    get_int,
+    get_map,
+    get_maps,
+    get_natural,
+    get_pairs,
+    get_text,
+    is_host,
+    to_int,
+)
+from evergrad_operator.core.objects.status_encoding import (
+    parse_rate,
+    unpack_counts,
+    unpack_ranges,
+)
+from evergrad_operator.core.objects.times import LATEST, parse_time
+from evergrad_operator.core.observe.evaluation import Evaluation, parse_evaluation
+from evergrad_operator.core.observe.preparation import Preparation, parse_preparation
+from evergrad_operator.core.observe.time_accounting import Usage, parse_notes
+
+MAX_ENDS: Final = 10
+"""Ends of pods that the status lists: enough to see a pattern, and a small part of its 16 KiB."""
+MAX_CAUSES: Final = 16
+LONGEST_CAUSE: Final = 32
+LONGEST_SAVE_MESSAGE: Final = 512
+"""Longest reason of a failed save in a status, in characters: one error with its path."""
+_MOST_SHOWN: Final = 2**31 - 1
+"""Largest number of most fields of a status: what is read here is written again."""
+_MOST_VALUE: Final = 1e15
+MAX_HOSTS: Final = 8
+"""Hosts that are remembered for their faults: a node that avoids more of them might fit nowhere."""
+REMEMBERED_SECONDS: Final = 24 * 3600.0
+"""Time for which a host is avoided after its last fault: long enough for a person to look at it, short enough
+that one that was mended, or replaced under its name, comes back by itself."""
+
+
+@dataclass(frozen=True)
+class EndRecord:
+    """One pod's end, as the status lists it. ``at``: seconds since 1970."""
+
+    pod: str
+    cause: str
+    exit_code: int | None
+    at: float
+
+
+@dataclass(frozen=True)
+class LastFailure:
+    """The newest failure and its root cause. ``rank`` and ``step`` are None where nothing reported them."""
+
+    cause: str
+    node: int | None
+    message: str
+    at: float
+    rank: int | None = None
+    step: int | None = None
+    exit_code: int | None = None
+
+
+@dataclass(frozen=True)
+class Finish:
+    """How the run ended: phase Complete or Failed."""
+
+    phase: Phase
+    reason: str
+    message: str
+    at: float
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Failures in a row without progress. Times in seconds since 1970.
+
+    ``step`` and ``checkpoint_step``: the newest that were finished before the last failure. ``since``: the
+    first answer of a coordinator from after it, as its pod's attempt and its steps of progress; None while
+    there is no such answer, and nothing counts as progress.
+    ``short_lives``: free ends in a row of pods that had hardly begun. No replacement is made before
+    ``retry_at``.
+    """
+
+    failures: int = 0
+    step: int = -1
+    checkpoint_step: int = -1
+    at: float = 0.0
+    short_lives: int = 0
+    retry_at: float = 0.0
+    since: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class HostFaults:
+    """Ends of pods whose cause is a host or a moment, not the run. Times in seconds since 1970.
+
+    ``hosts``: number of faults of each host; the host of the last fault comes last. ``seen``: when each of
+    them failed last; one that is missing, as in the status of an older release, did at ``at``. ``nodes``:
+    those that have not been well since their fault; they get no pod before ``retry_at``. ``in_a_row``: faults
+    since all nodes were well. ``at``: creation time of the youngest pod that existed when the last fault was
+    counted.
+    """
+
+    hosts: tuple[tuple[str, int], ...] = ()
+    nodes: frozenset[int] = frozenset()
+    in_a_row: int = 0
+    at: float = 0.0
+    retry_at: float = 0.0
+    seen: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def avoided(self) -> tuple[str, ...]:
+        """Hosts that new pods should keep away from."""
+        return tuple(host for host, _ in self.hosts)
+
+
+@dataclass(frozen=True)
+class InputError:
+    """A node that ended with exit code 64 on a host before any group had formed."""
+
+    node: int
+    host: str
+
+
+@dataclass(frozen=True)
+class Coordinator:
+    """The newest coordinator pod that was made (-1: none so far), and its counters as last read.
+
+    ``is_recorded``: its end is counted. ``is_queued``: Kueue admits no coordinator without a queue.
+    ``restarts`` and ``lost_seconds``: counters that begin at 0 with each coordinator pod.
+    """
+
+    attempt: int = -1
+    image: str = ""
+    is_recorded: bool = False
+    is_queued: bool = False
+    restarts: Mapping[str, int] = field(default_factory=dict)
+    lost_seconds: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Training:
+    """The training itself, as last known. Times in seconds since 1970.
+
+    ``updated_at``: when the step last changed; ``checkpoint_at``: when the newest checkpoint was first
+    reported. ``failed_saves``: in a row; ``save_trouble`` and ``save_message``: why the last of them failed.
+    """
+
+    generation: int | None = None
+    step: int | None = None
+    total_steps: int | None = None
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    eta_seconds: float | None = None
+    checkpoint_step: int | None = None
+    checkpoint_at: float | None = None
+    ready: int = 0
+    updated_at: float | None = None
+    failed_saves: int | None = None
+    save_trouble: str = ""
+    save_message: str = ""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The part of a run's status that decisions rest on. Times in seconds since 1970.
+
+    ``attempts[i]``: highest attempt made of node i, -1 for none. ``recorded``: nodes whose newest attempt's
+    end is counted. ``restart``: how often ``restartNonce`` or other settings have restarted the run;
+    ``restart_nonce``, ``settings_hash``: those acted upon. ``stop_reason``: why the run itself has stopped,
+    empty if it has not. ``has_formed``: a group has been up since the run was started, resumed or restarted.
+    ``input_errors``: the exit codes 64 before that. ``given_back``: how often a run below its minimum has
+    given its pods back since it trained last; none is made before ``come_again_at``. ``gang``: number of the
+    newest group of nodes that a queue admits together, -1 for none; it only grows. ``min_nodes`` (that of the
+    spec), ``phase``, ``reason`` and ``message``: as last shown.
+    ``image``: as the run asks for it; ``image_id``: as the kubelet names it in the first pod of this restart;
+    ``image_pin``: the same by digest, where later pods ask for that. ``told_changes``: hash of the edited
+    fields that an event named last. ``profile``: names of the profiles that the run began with;
+    ``profile_note``: their content.
+    """
+
+    is_known: bool = False
+    image: str = ""
+    image_id: str = ""
+    image_pin: str = ""
+    profile: str = ""
+    profile_note: str = ""
+    recipe_hash: str = ""
+    restart: int = 0
+    restart_nonce: str | None = None
+    settings_hash: str = ""
+    told_changes: str = ""
+    start_time: float | None = None
+    finishing_since: float | None = None
+    finish: Finish | None = None
+    stop_reason: str = ""
+    coordinator: Coordinator = field(default_factory=Coordinator)
+    attempts: tuple[int, ...] = ()
+    recorded: frozenset[int] = frozenset()
+    restarts: Mapping[str, int] = field(default_factory=dict)
+    lost_seconds: Mapping[str, int] = field(default_factory=dict)
+    budget: Budget = Budget()
+    faults: HostFaults = HostFaults()
+    min_nodes: int | None = None
+    given_back: int = 0
+    come_again_at: float = 0.0
+    input_errors: tuple[InputError, ...] = ()
+    has_formed: bool = False
+    last_failure: LastFailure | None = None
+    ends: tuple[EndRecord, ...] = ()
+    training: Training = Training()
+    preparation: Preparation = field(default_factory=Preparation)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    gang: int = -1
+    usage: Usage = field(default_factory=Usage)
+    phase: str = ""
+    reason: str = ""
+    message: str = ""
+    conditions: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run has ended well."""
+        return self.finish is not None and self.finish.phase == Phase.COMPLETE
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the run itself has stopped, and waits for a person to resume it."""
+        return bool(self.stop_reason)
+
+    def attempt_of(self, index: int) -> int:
+        """Return the highest attempt made of a node, -1 for none."""
+        return self.attempts[index] if index < len(self.attempts) else -1
+
+    def has_recorded(self, index: int, attempt: int) -> bool:
+        """Whether the end of a node's attempt is counted, or belongs to the past."""
+        newest = self.attempt_of(index)
+        return attempt < newest or (attempt == newest and index in self.recorded)
+
+
+_TOGETHER_SECONDS: Final = 30.0
+"""Time between the ends of a node's pod and of the coordinator that count as one incident, such as the drain
+of the host that both were on: the marks of such an incident come within seconds."""
+_FROM_OUTSIDE: Final = frozenset(
+    {PodCause.NODE_LOST, PodCause.PREEMPTED, PodCause.EVICTED, PodCause.DELETED}
+)
+
+
+def count_restart(memory: Memory, end: EndRecord) -> Memory:
+    """Write down one end and count it as a restart. The coordinator's loss counts only by itself: a node's
+    pod that went in the same incident is the restart."""
+    near = [one for one in memory.ends if abs(end.at - one.at) <= _TOGETHER_SECONDS]
+    coordinators = [one for one in near if one.cause == PodCause.COORDINATOR_LOST]
+    nodes = [one for one in near if one.cause in _FROM_OUTSIDE]
+    restarts = dict(memory.restarts)
+
+    is_counted = end.cause != PodCause.COORDINATOR_LOST or not nodes
+    if is_counted:
+        restarts[end.cause] = restarts.get(end.cause, 0) + 1
+    # The coordinator's end was seen first, and counted.
+    lost = restarts.get(PodCause.COORDINATOR_LOST, 0)
+    if end.cause in _FROM_OUTSIDE and coordinators and not nodes and lost:
+        restarts[PodCause.COORDINATOR_LOST] = lost - 1
+        if lost == 1:
+            del restarts[PodCause.COORDINATOR_LOST]
+    return replace(memory, restarts=restarts, ends=(*memory.ends, end)[-MAX_ENDS:])
+
+
+def begin_anew(memory: Memory) -> Memory:
+    """Forget what a pause ends: time and budget begin anew, and faults of hosts are kept."""
+    faults = memory.faults
+    return replace(
+        memory,
+        start_time=None,
+        budget=Budget(at=memory.budget.at),
+        faults=HostFaults(hosts=faults.hosts, at=faults.at, seen=faults.seen),
+        given_back=0,
+        come_again_at=0.0,
+        has_formed=False,
+        input_errors=(),
+    )
+
+
+def add_hosts(memory: Memory, hosts: Sequence[str]) -> Memory:
+    """Return the memory with hosts that other runs have had trouble with, for the plan of new pods alone.
+
+    The run's own count more: they come last, and stay where there are too many.
+    """
+    known = dict(memory.faults.hosts)
+    further = [(host, 0) for host in hosts if host not in known]
+    if not further:
+        return memory
+    both = (*further, *memory.faults.hosts)[-MAX_HOSTS:]
+    return replace(memory, faults=replace(memory.faults, hosts=both))
+
+
+def parse_memory(status: Mapping[str, Any]) -> Memory:
+    """Return the memory in a run's ``status``. Values that are missing or not understood count as unknown."""
+    # Texts under ``memory`` are the operator's own. All others are shown to people, and read back here.
+    conditions = tuple(get_maps(status, "conditions"))
+    notes = get_map(status, "memory")
+    gang = unpack_counts(get_text(notes, "gang"), most=MAX_ATTEMPT) or (-1,)
+    given_back = unpack_counts(get_text(notes, "givenBack"), most=LATEST) or (0,)
+    # An older release noted only that the run had stopped, which then was always on request.
+    stopped = get_text(notes, "stopped")
+    stop_reason = Reason.STOPPED.value if stopped == "true" else stopped
+    if stop_reason not in (Reason.STOPPED, Reason.NON_FINITE):
+        stop_reason = ""
+    preparation, evaluation = (
+        (get_map(status, name), get_text(notes, name))
+        for name in ("preparation", "evaluation")
+    )
+    return Memory(
+        is_known=bool(conditions),
+        image=get_text(status, "image"),
+        image_id=get_text(notes, "imageID"),
+        image_pin=get_text(notes, "imagePin"),
+        profile=get_text(status, "profile"),
+        profile_note=get_text(notes, "profile"),
+        recipe_hash=get_text(status, "recipeHash"),
+        restart=get_natural(status, "attempt", most=MAX_ATTEMPT) or 0,
+        restart_nonce=get_text(status, "restartNonce") or None,
+        settings_hash=get_text(notes, "settings"),
+        told_changes=get_text(notes, "toldChanges"),
+        start_time=parse_time(status.get("startTime")),
+        finishing_since=parse_time(notes.get("finishingTime")),
+        finish=_parse_finish(status, conditions),
+        stop_reason=stop_reason,
+        coordinator=_parse_coordinator(get_map(status, "coordinator"), notes),
+        attempts=unpack_counts(get_text(notes, "attempts"), most=MAX_ATTEMPT),
+        recorded=frozenset(unpack_ranges(get_text(notes, "ended"))),
+        restarts=_parse_counters(get_map(status, "restarts", "byCause")),
+        lost_seconds=_parse_counters(get_map(status, "lostSeconds")),
+        budget=_parse_budget(get_map(status, "failures"), _unpack(notes, "budget")),
+        faults=_parse_faults(_unpack(notes, "hostFaults"), get_text(notes, "faultyNodes")),
+        min_nodes=get_natural(get_map(status, "nodes"), "min", most=MAX_NODES),
+        given_back=max(0, given_back[0]),
+        come_again_at=float(max(0, given_back[-1])),
+        input_errors=_parse_input_errors(_unpack(notes, "inputErrors")),
+        # An older release did not note it; a phase Running says the same.
+        has_formed=notes.get("formed") == "true" or status.get("phase") == Phase.RUNNING,
+        last_failure=_parse_failure(get_map(status, "lastFailure")),
+        ends=tuple(map(_parse_end, get_maps(status, "attempts")[-MAX_ENDS:])),
+        training=_parse_training(status),
+        preparation=parse_preparation(*preparation),
+        evaluation=parse_evaluation(*evaluation),
+        usage=parse_notes(notes),
+        gang=gang[-1],  # an older release wrote the group's size before its number
+        phase=get_text(status, "phase"),
+        reason=get_text(status, "reason"),
+        message=get_text(status, "message"),
+        conditions=conditions,
+    )
+
+
+def _parse_end(raw: Mapping[str, Any]) -> EndRecord:
+    at = parse_time(raw.get("at")) or 0.0
+    return EndRecord(
+        pod=get_text(raw, "pod"),
+        cause=get_text(raw, "cause"),
+        exit_code=get_int(raw, "exitCode", most=_MOST_SHOWN),
+        at=at,
+    )
+
+
+def _parse_finish(
+    status: Mapping[str, Any], conditions: Iterable[Mapping[str, Any]]
+) -> Finish | None:
+    for condition in conditions:
+        kind = condition.get("type")
+        is_final = kind in (Condition.COMPLETE, Condition.FAILED)
+        if not is_final or condition.get("status") != "True":
+            continue
+        # A status that an earlier release or a person wrote may lack the completion time.
+        moved_at = parse_time(condition.get("lastTransitionTime"))
+        at = parse_time(status.get("completionTime")) or moved_at
+        return Finish(
+            phase=Phase.COMPLETE if kind == Condition.COMPLETE else Phase.FAILED,
+            reason=get_text(condition, "reason"),
+            message=get_text(condition, "message"),
+            at=at or 0.0,
+        )
+    return None
+
+
+def _parse_coordinator(raw: Mapping[str, Any], notes: Mapping[str, Any]) -> Coordinator:
+    attempt = get_natural(raw, "attempt", most=MAX_EPOCH)
+    return Coordinator(
+        attempt=-1 if attempt is None else attempt,
+        image=get_text(notes, "coordinatorImage"),
+        is_recorded=notes.get("coordinatorEnded") == "true",
+        is_queued=notes.get("coordinatorQueued") == "true",
+        restarts=_parse_counters(_unpack(notes, "coordinatorRestarts")),
+        lost_seconds=_parse_counters(_unpack(notes, "coordinatorLostSeconds")),
+    )
+
+
+def _parse_budget(shown: Mapping[str, Any], raw: Mapping[str, Any]) -> Budget:
+    step = get_natural(raw, "step")
+    checkpoint = get_natural(shown, "checkpointStep")
+    return Budget(
+        failures=get_natural(shown, "withoutProgress", most=MAX_ATTEMPT) or 0,
+        step=-1 if step is None else step,
+        checkpoint_step=-1 if checkpoint is None else checkpoint,
+        at=parse_time(raw.get("at")) or 0.0,
+        short_lives=get_natural(raw, "shortLives", most=MAX_ATTEMPT) or 0,
+        retry_at=parse_time(raw.get("retryAt")) or 0.0,
+        since=_parse_since(raw),
+    )
+
+
+def _parse_since(raw: Mapping[str, Any]) -> tuple[int, int] | None:
+    attempt = get_natural(raw, "sinceAttempt", most=MAX_ATTEMPT)
+    new_steps = get_natural(raw, "sinceSteps")
+    return None if attempt is None or new_steps is None else (attempt, new_steps)
+
+
+def parse_hosts(text: str) -> dict[str, float]:
+    """Return when each host has failed a run last, from ``memory.hostFaults`` of the run's status."""
+    faults = _parse_faults(_unpack({"": text}, ""), "")
+    times = dict(faults.seen)
+    return {host: times.get(host, faults.at) for host in faults.avoided}
+
+
+def _parse_faults(raw: Mapping[str, Any], nodes: str) -> HostFaults:
+    # The newest come last, and are the ones that are kept.
+    hosts = dict(get_hosts(raw, "hosts", most=MAX_ATTEMPT)[-MAX_HOSTS:])
+    seen = dict(get_hosts(raw, "seen", most=LATEST))
+    return HostFaults(
+        seen=tuple((host, float(at)) for host, at in seen.items() if host in hosts),
+        hosts=tuple(hosts.items()),
+        nodes=frozenset(unpack_ranges(nodes)),
+        in_a_row=get_natural(raw, "inARow", most=MAX_ATTEMPT) or 0,
+        at=parse_time(raw.get("at")) or 0.0,
+        retry_at=parse_time(raw.get("retryAt")) or 0.0,
+    )
+
+
+def _parse_input_errors(raw: Mapping[str, Any]) -> tuple[InputError, ...]:
+    errors = [
+        InputError(node, host)
+        for node, host in get_pairs(raw, "said")
+        if to_int(node, most=MAX_NODES) is not None and is_host(host)
+    ]
+    return tuple(errors[-MAX_HOSTS:])
+
+
+def _parse_failure(raw: Mapping[str, Any]) -> LastFailure | None:
+    if not raw:
+        return None
+    return LastFailure(
+        cause=get_text(raw, "cause"),
+        node=get_natural(raw, "node", most=_MOST_SHOWN),
+        message=get_text(raw, "message"),
+        at=parse_time(raw.get("at")) or 0.0,
+        rank=get_natural(raw, "rank", most=_MOST_SHOWN),
+        step=get_natural(raw, "step"),
+        exit_code=get_int(raw, "exitCode", most=_MOST_SHOWN),
+    )
+
+
+def _parse_training(status: Mapping[str, Any]) -> Training:
+    raw, checkpoint = get_map(status, "progress"), get_map(status, "checkpoint")
+    return Training(
+        generation=get_natural(raw, "generation"),
+        step=get_natural(raw, "step"),
+        total_steps=get_natural(raw, "totalSteps"),
+        loss=get_float(raw, "loss", least=-_MOST_VALUE, most=_MOST_VALUE),
+        tokens_per_second=parse_rate(get_text(raw, "tokensPerSecond")),
+        eta_seconds=get_float(raw, "etaSeconds", least=0, most=_MOST_VALUE),
+        checkpoint_step=get_natural(checkpoint, "step"),
+        checkpoint_at=parse_time(checkpoint.get("savedAt")),
+        failed_saves=get_natural(checkpoint, "failedSaves", most=_MOST_SHOWN),
+        save_trouble=get_text(checkpoint, "trouble"),
+        save_message=get_text(checkpoint, "message"),
+        ready=get_natural(get_map(status, "nodes"), "ready", most=MAX_NODES) or 0,
+        updated_at=parse_time(raw.get("updatedAt")),
+    )
+
+
+def _unpack(notes: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return a mapping that was written as one text, empty where it is not readable."""
+    try:
+        value = json.loads(get_text(notes, key) or "{}")
+    except (ValueError, RecursionError):
+        return NOTHING
+    return value if isinstance(value, dict) else NOTHING
+
+
+def _parse_counters(raw: Mapping[str, Any]) -> dict[str, int]:
+    # Bounded, since every value that is read here is written again.
+    found: dict[str, int] = {}
+    for key in raw:
+        value = get_natural(raw, key, most=MAX_ATTEMPT)
+        if value is not None and len(found) < MAX_CAUSES:
+            found[str(key)[:LONGEST_CAUSE]] = value
+    return found

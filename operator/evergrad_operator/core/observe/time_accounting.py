@@ -1,0 +1,387 @@
+"""Counts the time of a run's pods by use, in pod-milliseconds, from values. Pure.
+
+A pod's time begins when it is created and ends with its container; each millisecond of it has one use:
+
+=======================================  =====================================================================
+state of a pod                           use
+=======================================  =====================================================================
+has no host                              queue
+has a host, and has not joined           startup; evaluation in a pod that evaluates
+has joined the coordinator's group       what the coordinator says that its nodes did, in proportion
+has joined, and the run is over          end
+has ended, or is gone                    none any more
+=======================================  =====================================================================
+
+A pass counts every open pod from the time of the pass before, and a new one from its creation. A status that
+was not written is counted again from the one that was, so that nothing counts twice.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Final, get_args
+
+from evergrad_common.causes import OFF_HOST, USEFUL, Use
+from evergrad_coordinator.rules.ledger import apportion
+from evergrad_operator.core.objects.names import MAX_ATTEMPT
+from evergrad_operator.core.objects.raw import (
+    get_int,
+    get_map,
+    get_natural,
+    get_text,
+    to_int,
+)
+from evergrad_operator.core.objects.status_encoding import (
+    pack_ranges,
+    unpack_counts,
+    unpack_ranges,
+)
+
+HOUR: Final = 3_600_000
+"""In milliseconds."""
+USE_NAMES: Final[tuple[Use, ...]] = get_args(Use)
+_LETTERS: Final = re.compile(r"([ojc-])([0-9]{0,5})")
+_MOST_OTHERS: Final = 256
+"""Groups of pods that are no newest attempt of a node, in some 3 KiB of the status."""
+_LONGEST_NAME: Final = 63
+_MOST: Final = 10**15
+"""Larger counts are not believed."""
+Counts = Mapping[Use, int]
+
+
+@dataclass(frozen=True)
+class PodLife:
+    """The life of one pod, in milliseconds since 1970. ``name``: without that of its run.
+
+    ``bound``: when it got a host; ``joined``: when its node could train first; ``ended``: None while it may
+    run. ``use``: its use on a host before it has joined. ``is_gone``: nobody will see it again once the
+    status is written.
+    """
+
+    name: str
+    created: int
+    bound: int | None = None
+    joined: int | None = None
+    ended: int | None = None
+    use: Use = "startup"
+    num_accelerators: int = 0
+    is_gone: bool = False
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Counters of a coordinator, which begin at 0 with it. ``attempt``: of its pod."""
+
+    attempt: int
+    counted: Counts
+
+    def grown_since(self, earlier: "Reading") -> dict[Use, int]:
+        """Find what the coordinator has counted since it was read last."""
+        before = earlier.counted if earlier.attempt == self.attempt else {}
+        grown = {use: amount - before.get(use, 0) for use, amount in self.counted.items()}
+        return {use: amount for use, amount in grown.items() if amount > 0}
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Time of a run's pods up to ``at``, milliseconds since 1970.
+
+    ``pods`` and ``accelerators``: milliseconds by use. ``pending``: the same two of pods that have joined,
+    whose use is not known yet; below 0 where a pod had ended before it was seen. ``seen``: the coordinator's
+    counters as last read. ``open``, ``joined`` and ``closed``: names of the pods that exist, by what was
+    counted of them.
+    """
+
+    at: int = 0
+    pods: Counts = field(default_factory=dict)
+    accelerators: Counts = field(default_factory=dict)
+    pending: tuple[int, int] = (0, 0)
+    seen: Reading = field(default_factory=lambda: Reading(-1, {}))
+    open: frozenset[str] = frozenset()
+    joined: frozenset[str] = frozenset()
+    closed: frozenset[str] = frozenset()
+
+    @property
+    def pod_milliseconds(self) -> int:
+        """Time of all pods together."""
+        return sum(self.pods.values())
+
+    @property
+    def wasted(self) -> float | None:
+        """Share of the time on hosts that no useful step, evaluation or save had; None before there was
+        any."""
+        held = self.pod_milliseconds - self.pods.get(OFF_HOST, 0)
+        if held <= 0:
+            return None
+        return 1.0 - sum(self.pods.get(use, 0) for use in USEFUL) / held
+
+
+def count(
+    usage: Usage,
+    lives: Sequence[PodLife],
+    *,
+    now: int,
+    reading: Reading | None,
+    fallback: Use | None = None,
+) -> Usage:
+    """Count the time up to ``now``.
+
+    ``reading``: of the run's coordinator; None where it has not answered. ``fallback``: the use of pods that
+    have joined where no reading shall be waited for.
+    """
+    now = max(now, usage.at)
+    tally = _Tally(dict(usage.pods), dict(usage.accelerators), *usage.pending)
+    for life in lives:
+        if life.name not in usage.closed:
+            since = usage.at if life.name in usage.open else life.created
+            until = max(life.created, now if life.ended is None else life.ended)
+            has_joined = life.name in usage.joined
+            for use, amount in _divide(life, since, until, has_joined=has_joined):
+                tally.add(use, amount, life.num_accelerators)
+
+    # The use of joined nodes is known once the coordinator has reported it.
+    weights = {} if reading is None else reading.grown_since(usage.seen)
+    if not weights and fallback is not None:
+        weights = {fallback: 1}
+    if weights:
+        tally.settle(weights)
+    still_open = {
+        life.name: life
+        for life in lives
+        if life.ended is None and life.name not in usage.closed
+    }
+    if not still_open:
+        tally.take_back()
+    closed = {
+        life.name
+        for life in lives
+        if not life.is_gone and (life.ended is not None or life.name in usage.closed)
+    }
+    return Usage(
+        # Without pods nothing is counted: a run at rest keeps its status as it is.
+        at=now if still_open or usage.open or closed != usage.closed else usage.at,
+        pods=tally.pods,
+        accelerators=tally.accelerators,
+        pending=(tally.pending_pods, tally.pending_accelerators),
+        seen=usage.seen if reading is None else reading,
+        open=frozenset(still_open),
+        joined=frozenset(
+            name
+            for name, life in still_open.items()
+            if name in usage.joined or life.joined is not None
+        ),
+        closed=frozenset(closed),
+    )
+
+
+def _divide(
+    life: PodLife, since: int, until: int, *, has_joined: bool
+) -> Iterable[tuple[Use | None, int]]:
+    """Divide the time from ``since`` to ``until`` by the pod's states; None for the use of one that has
+    joined."""
+    # One that had ended before a pass counted it as open gives back what was too much.
+    if until <= since or has_joined:
+        yield None, until - since
+        return
+    bound = until if life.bound is None else min(max(life.bound, since), until)
+    joined = until if life.joined is None else min(max(life.joined, bound), until)
+    yield OFF_HOST, bound - since
+    yield life.use, joined - bound
+    yield None, until - joined
+
+
+@dataclass
+class _Tally:
+    """The counts of a pass while they are made."""
+
+    pods: dict[Use, int]
+    accelerators: dict[Use, int]
+    pending_pods: int
+    pending_accelerators: int
+
+    def add(self, use: Use | None, amount: int, num_accelerators: int) -> None:
+        """Add the time of a pod; None for a use that is not known yet."""
+        held = amount * num_accelerators
+        if use is None:
+            self.pending_pods += amount
+            self.pending_accelerators += held
+        elif amount:
+            self.pods[use] = self.pods.get(use, 0) + amount
+            if use != OFF_HOST:
+                self.accelerators[use] = self.accelerators.get(use, 0) + held
+
+    def settle(self, weights: Counts) -> None:
+        """Count what is pending by the weights; what is below 0 waits until other time makes up for it."""
+        if self.pending_pods > 0:
+            _add(self.pods, apportion(self.pending_pods, weights))
+            self.pending_pods = 0
+        if self.pending_accelerators > 0:
+            _add(self.accelerators, apportion(self.pending_accelerators, weights))
+            self.pending_accelerators = 0
+
+    def take_back(self) -> None:
+        """Take what is pending below 0 out of the largest counts: no time will come to make up for it."""
+        self.pending_pods = _take_back(self.pods, self.pending_pods)
+        self.pending_accelerators = _take_back(self.accelerators, self.pending_accelerators)
+
+
+def _add(counts: dict[Use, int], more: Counts) -> None:
+    for use, amount in more.items():
+        counts[use] = counts.get(use, 0) + amount
+
+
+def _take_back(counts: dict[Use, int], pending: int) -> int:
+    for use in sorted(counts, key=lambda one: -counts[one]):
+        amount = min(counts[use], max(0, -pending))
+        counts[use] -= amount
+        pending += amount
+    return pending
+
+
+# ---- to the wire, and back ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Price:
+    """Prices of an hour on a host; 0 for none."""
+
+    accelerator_hour: float = 0.0
+    pod_hour: float = 0.0
+    currency: str = ""
+
+
+NO_PRICE: Final = Price()
+
+
+def show_usage(usage: Usage, price: Price) -> dict[str, Any]:
+    """Build the part of the status that people read."""
+    if not usage.pods:
+        return {}
+    held = sum(usage.accelerators.values()) / HOUR
+    on_hosts = (usage.pod_milliseconds - usage.pods.get(OFF_HOST, 0)) / HOUR
+    cost = None
+    if price.accelerator_hour or price.pod_hour:
+        amount = held * price.accelerator_hour + on_hosts * price.pod_hour
+        cost = f"{amount:.2f} {price.currency}".rstrip()
+    return {
+        "podHours": f"{usage.pod_milliseconds / HOUR:.2f}",
+        "gpuHours": f"{held:.2f}",
+        "waste": None if usage.wasted is None else f"{100 * usage.wasted:.0f}%",
+        "cost": cost,
+        "byCause": {
+            use: round(usage.pods[use] / 1000) for use in USE_NAMES if usage.pods.get(use)
+        },
+    }
+
+
+def pack_usage(usage: Usage) -> str:
+    """Pack the counters as one text."""
+    if not usage.at:
+        return ""
+    content = {
+        "at": usage.at,
+        "pods": dict(usage.pods),
+        "gpus": {use: amount for use, amount in usage.accelerators.items() if amount},
+        "pending": list(usage.pending),
+        "attempt": usage.seen.attempt,
+        "seen": dict(usage.seen.counted),
+    }
+    return json.dumps(content, sort_keys=True, separators=(",", ":"))
+
+
+def pack_pods(usage: Usage, attempts: Sequence[int]) -> str:
+    """Pack the names of the pods, by what was counted of them: ``o`` open, ``j`` joined, ``c`` closed.
+
+    First the newest attempt of each node, as letters with how often each comes: ``j3o-2c``; then all others:
+    nodes by attempt, ``o:0/0-3,7``, and other pods by their names.
+    """
+    states = dict.fromkeys(usage.open, "o") | dict.fromkeys(usage.joined, "j")
+    states |= dict.fromkeys(usage.closed, "c")
+    letters = "".join(
+        states.pop(f"{index}-{attempt}", "-") for index, attempt in enumerate(attempts)
+    )
+    groups = [(letter, len(list(same))) for letter, same in groupby(letters.rstrip("-"))]
+    packed = "".join(
+        letter if times == 1 else f"{letter}{times}" for letter, times in groups
+    )
+
+    # Older attempts that still end, and pods that are no nodes: few.
+    others = []
+    for state in "ojc":
+        by_attempt: dict[str, set[int]] = {}
+        for name in sorted(name for name, of in states.items() if of == state):
+            index, dash, number = name.partition("-")
+            if dash and index.isdecimal() and number.isdecimal():
+                by_attempt.setdefault(number, set()).add(int(index))
+            else:
+                others.append(f"{state}:{name}")
+        for number, indices in sorted(by_attempt.items()):
+            others.append(f"{state}:{number}/{pack_ranges(indices)}")
+    return " ".join([packed or "-", *others[:_MOST_OTHERS]]) if packed or others else ""
+
+
+def pack_notes(usage: Usage, attempts: Sequence[int]) -> dict[str, str]:
+    """Pack the part of the status that only ``parse_notes`` reads. ``attempts``: the newest of each node."""
+    return {"usage": pack_usage(usage), "usagePods": pack_pods(usage, attempts)}
+
+
+def parse_notes(notes: Mapping[str, Any]) -> Usage:
+    """Parse the notes of a status, of which ``attempts`` is another."""
+    attempts = unpack_counts(get_text(notes, "attempts"), most=MAX_ATTEMPT)
+    return parse_usage(get_text(notes, "usage"), get_text(notes, "usagePods"), attempts)
+
+
+def parse_usage(counters: str, pods: str = "", attempts: Sequence[int] = ()) -> Usage:
+    """Parse the two texts, of the same status as ``attempts``; nothing is known of other texts."""
+    try:
+        raw = json.loads(counters or "{}")
+    except (ValueError, RecursionError):
+        raw = {}
+    if not isinstance(raw, dict):
+        raw = {}
+    at = get_int(raw, "at", most=_MOST) or 0
+    if at <= 0:
+        return Usage()
+    attempt = get_natural(raw, "attempt")
+    pending = raw.get("pending")
+    listed = pending if isinstance(pending, list) else []
+    amounts = [one for one in listed if to_int(one, most=_MOST) is not None]
+
+    # Names by state, as ``pack_pods`` writes them; the nodes under "-" have no pod.
+    found: dict[str, set[str]] = {state: set() for state in "ojc-"}
+    packed, *others = pods.split() or [""]
+    index = 0
+    for letter, times in _LETTERS.findall(packed):
+        # Nothing is read beyond the nodes that there are, whatever the text says.
+        last = min(index + int(times or 1), len(attempts))
+        found[letter] |= {f"{one}-{attempts[one]}" for one in range(index, last)}
+        index = last
+    for part in others[:_MOST_OTHERS]:
+        state, _, name = part.partition(":")
+        number, slash, ranges = name.partition("/")
+        if state in found and slash:
+            found[state] |= {f"{one}-{number}" for one in unpack_ranges(ranges)}
+        elif state in found and len(name) <= _LONGEST_NAME:
+            found[state].add(name)
+    return Usage(
+        at=at,
+        pods=parse_counts(get_map(raw, "pods")),
+        accelerators=parse_counts(get_map(raw, "gpus")),
+        pending=(amounts[0], amounts[1]) if len(amounts) == 2 else (0, 0),
+        seen=Reading(
+            -1 if attempt is None else attempt, parse_counts(get_map(raw, "seen"))
+        ),
+        open=frozenset(found["o"] | found["j"]),
+        joined=frozenset(found["j"]),
+        closed=frozenset(found["c"]),
+    )
+
+
+def parse_counts(raw: Mapping[str, Any]) -> dict[Use, int]:
+    """Parse counts by use; others, and what is no count, are left out."""
+    found = {use: get_int(raw, use, most=_MOST) for use in USE_NAMES}
+    return {
+        use: amount for use, amount in found.items() if amount is not None and amount >= 0
+    }

@@ -1,0 +1,52 @@
+"""Compares an edited run with the manifest that its pods were given. Pure."""
+
+import json
+
+from evergrad_manifest.identity import changed_settings, settings_hash
+from evergrad_manifest.model.differences import show_value
+from evergrad_manifest.validation import read_object, with_plain_numbers
+from evergrad_operator.core.observe.observe import AppliedSettings, Observation
+from evergrad_operator.core.observe.spec import TrainingRun
+from evergrad_operator.core.plan.config_map import build_manifest
+
+
+def is_edited(observation: Observation) -> bool:
+    """Return whether a typed run that has begun was edited since its last status.
+
+    Only then is the manifest that its pods have worth a request.
+    """
+    run, memory = observation.run, observation.status
+    return (
+        memory.is_known
+        and bool(memory.recipe_hash)
+        and memory.finish is None
+        and run.parsed.is_typed
+        and not run.parsed.problems
+        and not run.is_deleting
+        and run.has_new_spec
+    )
+
+
+def compare_settings(applied: str, run: TrainingRun) -> AppliedSettings | None:
+    """Compare the manifest in the run's ConfigMap with the one that the run asks for now.
+
+    None where today's models cannot read the former as a typed run: an older version wrote it, or another
+    writer.
+    """
+    try:
+        # Both may be in an earlier version's spelling, which is read here as it is when a run is parsed.
+        texts = (applied, build_manifest(run))
+        manifests = [with_plain_numbers(json.loads(text))[0] for text in texts]
+        before, after = (read_object(one) for one in manifests)
+        changes = changed_settings(before, after)
+        return AppliedSettings(
+            settings_hash(before),
+            tuple(
+                f"{path}: {show_value(old)} → {show_value(new)}"
+                for path, old, new in changes
+            ),
+        )
+    # The text may be any JSON, such as a number or a script's manifest. Unknown is not "unchanged": the
+    # policies then have all pods leave and come again.
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None

@@ -1,0 +1,305 @@
+"""A decision → the whole set of objects to apply, create and delete."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from evergrad_operator.core.decision import Action, Bounds, Decision
+from evergrad_operator.core.objects import names
+from evergrad_operator.core.objects.config import Config
+from evergrad_operator.core.objects.kinds import POD_GROUP
+from evergrad_operator.core.objects.raw import get_map, get_text
+from evergrad_operator.core.observe.memory import add_hosts
+from evergrad_operator.core.observe.observe import Observation, is_deleted_with
+from evergrad_operator.core.plan.claim import (
+    NOTHING_STALE,
+    StaleRecords,
+    build_claim,
+    find_stale_records,
+    is_for_one_host,
+)
+from evergrad_operator.core.plan.common import JsonObject, pass_labels, with_hash
+from evergrad_operator.core.plan.config_map import build_config_map
+from evergrad_operator.core.plan.coordinator_pod import Epoch, build_coordinator_pod
+from evergrad_operator.core.plan.disruption_budget import (
+    build_coordinator_budget,
+    build_disruption_budget,
+)
+from evergrad_operator.core.plan.evaluation_pod import build_evaluation_pod
+from evergrad_operator.core.plan.network_policy import build_network_policy
+from evergrad_operator.core.plan.node_pod import Node, build_node_pod
+from evergrad_operator.core.plan.pod_group import (
+    build_pod_group,
+    is_fixed,
+    is_of_kubernetes,
+)
+from evergrad_operator.core.plan.preparation_pod import build_preparation_pod
+from evergrad_operator.core.plan.service import build_service
+from evergrad_operator.core.plan.token import build_token_secret
+
+Object = Mapping[str, Any]
+OWNED_KINDS: Final = (
+    "ConfigMap",
+    "Service",
+    "PodDisruptionBudget",
+    "NetworkPolicy",
+    POD_GROUP,
+)
+"""Kinds of the children that are no pods, and not the PVC."""
+_SWITCHED: Final = ("PodDisruptionBudget", "NetworkPolicy")
+"""Those that an installation, or the phase of a run, switches on and off."""
+
+
+@dataclass(frozen=True)
+class Deletion:
+    """One object to delete.
+
+    ``uid`` and ``resource_version``: preconditions, empty for none. ``grace_seconds``: None leaves it to the
+    object. ``version``: of a kind that several API groups have.
+    """
+
+    kind: str
+    name: str
+    uid: str = ""
+    grace_seconds: int | None = None
+    version: str = ""
+    resource_version: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The steps of a pass, in the order of the fields.
+
+    ``claim``: to apply, by ``claim_manager``, once the ``stale_records`` are off it. ``token``:
+    the run's Secret, to POST before any pod; that it exists already is as well. ``apply``: whole objects to
+    apply, by the operator's own manager. ``bounds``: for the coordinator. ``create``: pods to POST; that one
+    exists already means to observe again.
+    """
+
+    claim: Object | None = None
+    claim_manager: str = ""
+    stale_records: StaleRecords = NOTHING_STALE
+    token: Object | None = None
+    apply: tuple[Object, ...] = ()
+    bounds: Bounds | None = None
+    delete: tuple[Deletion, ...] = ()
+    create: tuple[Object, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is to be done."""
+        return not (self.claim or self.apply or self.bounds or self.delete or self.create)
+
+
+def plan_children(
+    observation: Observation, decision: Decision, config: Config, *, token: str
+) -> Plan:
+    """Plan everything that is to be applied, deleted and created for the decision, and nothing that is as it
+    should be already.
+
+    ``token``: the run's.
+    """
+    run, live = observation.run, observation.claim
+    claim: JsonObject | None = None
+    stale_records = NOTHING_STALE
+    # A run that waits or is being deleted changes nothing on its volume. But one that only waits gives up a
+    # claim that is to stay: it may be deleted as it is, and nothing is lost if it takes the claim back later.
+    is_owned = is_deleted_with(run, live, observation.claim_users)
+    mark = live.annotations.get(names.ANNOTATION_DELETED_WITH) if live is not None else None
+    is_given_up = mark == run.uid and not is_owned and not run.is_deleting
+    if decision.action != Action.HOLD or is_given_up:
+        claim = build_claim(run, decision.record, config, live, is_owned=is_owned)
+    if claim is not None:
+        stale_records = find_stale_records(run, live, observation.claim_users)
+
+    # Applying an object is a write: one whose hash shows that nothing differs is left alone.
+    is_running = decision.action == Action.RUN
+    wanted = _build_wanted(observation, decision, config) if is_running else {}
+    apply = tuple(
+        child
+        for key, child in wanted.items()
+        if observation.hashes.get(key)
+        != child["metadata"]["annotations"][names.ANNOTATION_HASH]
+    )
+
+    # Secrets are not watched: the Secret is made before pods are, whether it exists or not. A pod that has a
+    # host and does not run may wait for it, because somebody has deleted it.
+    create = tuple(
+        pass_labels(pod, run, config)
+        for pod in _build_pods(observation, decision, config, token)
+    )
+    everything = (
+        *observation.nodes,
+        *observation.coordinators,
+        *observation.preparations,
+    )
+    waits_for_volumes = is_running and any(
+        pod.is_live and pod.node_name and not pod.is_running for pod in everything
+    )
+    return Plan(
+        claim=claim,
+        claim_manager=names.claim_field_manager(run.name),
+        stale_records=stale_records,
+        token=build_token_secret(run, token) if create or waits_for_volumes else None,
+        apply=apply,
+        bounds=decision.bounds,
+        delete=_plan_deletions(
+            observation, decision, frozenset(wanted), is_claim_due=claim is not None
+        ),
+        create=create,
+    )
+
+
+def _plan_deletions(
+    observation: Observation,
+    decision: Decision,
+    wanted: frozenset[tuple[str, str]],
+    *,
+    is_claim_due: bool,
+) -> tuple[Deletion, ...]:
+    # A run that goes takes everything it owns along. Its claim first follows storage.whenDeleted: one that is
+    # to stay must have no owner by then. A run that was changed since it was looked at stays, too.
+    if decision.deletes_run:
+        run = observation.run
+        version = get_text(get_map(run.raw, "metadata"), "resourceVersion")
+        the_run = Deletion(names.KIND, run.name, run.uid, resource_version=version)
+        return () if is_claim_due else (the_run,)
+
+    is_running = decision.action == Action.RUN
+    # The uid is a precondition: a successor of the same name must not be deleted in its place.
+    delete = [
+        Deletion("Pod", pod.name, pod.uid, pod.grace_seconds)
+        for pod in decision.pods_to_delete
+    ]
+    # All children go at the end; before that, only one that was switched off, and Kubernetes' PodGroup of a
+    # run that is suspended, or restarted as a whole: its priority class cannot change. A missing ConfigMap or
+    # Service is applied, never deleted.
+    is_idle = decision.action == Action.STOP and all(pod.end for pod in observation.nodes)
+    for kind, name in observation.hashes:
+        group = observation.group_kind if kind == POD_GROUP else None
+        is_switched_off = kind in _SWITCHED and is_running and (kind, name) not in wanted
+        is_renewed = is_idle and group is not None and is_of_kubernetes(group)
+        # A group goes with its type, and without that nothing could be asked for.
+        is_there = kind != POD_GROUP or group is not None
+        is_over = decision.action == Action.CLEAN and kind in OWNED_KINDS and is_there
+        if is_switched_off or is_renewed or is_over:
+            delete.append(Deletion(kind, name, version=group.version if group else ""))
+    return tuple(delete)
+
+
+def _build_wanted(
+    observation: Observation, decision: Decision, config: Config
+) -> dict[tuple[str, str], JsonObject]:
+    """Build all children of a running run that are no pods, and not the PVC, by kind and name."""
+    run, live = observation.run, observation.live_coordinator
+    attempt = decision.coordinator_attempt
+    if attempt is None and live is not None:
+        attempt = live.attempt
+    wanted = [build_config_map(run)]
+    if attempt is not None:
+        wanted.append(build_service(run, attempt=attempt))
+
+    # Before a group has formed, a budget protects no work, and costs: all budgets of a namespace are looked
+    # at for each pod.
+    has_budgets = any(kind == "PodDisruptionBudget" for kind, _ in observation.hashes)
+    if config.disruption_budgets and (decision.phase == names.Phase.RUNNING or has_budgets):
+        budget = build_disruption_budget(run)
+        if budget:
+            wanted.append(budget)
+        # A change of the group can only be completed by the coordinator that has begun it.
+        progress = observation.progress
+        is_regrouping = (
+            progress is not None
+            and live is not None
+            and progress.attempt == live.attempt
+            and progress.phase in ("Starting", "Draining")
+        )
+        wanted.append(build_coordinator_budget(run, is_needed=is_regrouping))
+    if config.network_policies:
+        wanted.append(build_network_policy(run, config))
+
+    # A group that is there follows nodes.min, also down to 1, as long as its version lets it.
+    group = observation.group_kind
+    has_group = (POD_GROUP, run.name) in observation.hashes
+    is_ours = has_group or decision.joins_group
+    if group is not None and is_ours and not (has_group and is_fixed(group)):
+        priority = _find_group_priority(observation)
+        # It stays that of the restart that it was made at, which shows that it is to be made anew.
+        restart = observation.group_restart if has_group else decision.memory.restart
+        wanted.append(build_pod_group(run, group, priority_class=priority, restart=restart))
+    return {
+        (child["kind"], child["metadata"]["name"]): with_hash(
+            pass_labels(child, run, config)
+        )
+        for child in wanted
+    }
+
+
+def _build_pods(
+    observation: Observation,
+    decision: Decision,
+    config: Config,
+    token: str,
+) -> Iterator[JsonObject]:
+    """Build the pods to create, the coordinator first: nodes look for it."""
+    run, attempt = observation.run, decision.preparation_attempt
+    memory = add_hosts(decision.memory, observation.troubled_hosts)
+    if attempt is not None:
+        yield build_preparation_pod(run, memory, config, attempt, token=token)
+    if decision.evaluation is not None:
+        yield build_evaluation_pod(run, memory, config, decision.evaluation)
+
+    attempt = decision.coordinator_attempt
+    if attempt is not None:
+        # The start of a queued run waits for nodes that are on their way, and not for those above the minimum
+        # that the queue admits later: they join, which costs steps only where workers begin anew.
+        expect = run.spec.nodes.largest
+        is_queued = bool(run.queue)
+        coming = {
+            pod.index for pod in observation.nodes if pod.is_live and not pod.place.is_gated
+        }
+        coming |= {index for index, _ in decision.nodes_to_create}
+        # A successor waits for the nodes that run now: it takes over a group as it is.
+        running = sum(pod.is_live and pod.is_running for pod in observation.nodes)
+        if running or (is_queued and coming and run.parsed.recovery == "in-process"):
+            expect = min(max(running or len(coming), run.spec.nodes.min), expect)
+        # A pod that waits in a queue has never run.
+        all_ended = all(
+            pod.end is not None or pod.place.is_gated for pod in observation.nodes
+        )
+        epoch = Epoch(
+            attempt,
+            expect,
+            nothing_runs=all_ended and attempt > 0,
+        )
+        yield build_coordinator_pod(
+            run,
+            memory,
+            config,
+            epoch,
+            token=token,
+        )
+
+    is_on_one_host = is_for_one_host(run, config, observation.claim)
+    # A coordinator that an operator before tokens has made turns away whoever brings one.
+    serving = [pod for pod in observation.coordinators if pod.is_live]
+    if decision.coordinator_attempt is None and not all(pod.has_token for pod in serving):
+        token = ""
+    for index, attempt in decision.nodes_to_create:
+        node = Node(
+            index,
+            attempt,
+            is_on_one_host=is_on_one_host,
+            gang=decision.gang,
+            joins_group=decision.joins_group,
+            group_priority=_find_group_priority(observation),
+        )
+        yield build_node_pod(run, memory, config, node, token=token)
+
+
+def _find_group_priority(observation: Observation) -> str:
+    """Return the priority class of the run's PodGroup: that of the template, unless the group is there
+    already, which keeps its own."""
+    if (POD_GROUP, observation.run.name) in observation.hashes:
+        return observation.group_priority
+    return observation.run.spec.template.priority_class_name or ""

@@ -1,0 +1,153 @@
+"""The common parts of all children: metadata, owner, security and the hash of what was applied."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from evergrad_operator.core.objects import names
+from evergrad_operator.core.objects.config import Config
+from evergrad_operator.core.objects.recipe_hash import hash_json
+from evergrad_operator.core.observe.spec import TrainingRun
+
+JsonObject = dict[str, Any]
+
+
+def build_labels(run: TrainingRun, *, role: str = "") -> dict[str, str]:
+    """Build the labels of a child. ``role``: for pods, and for children that select pods by it."""
+    labels = {
+        names.LABEL_MANAGED_BY: names.MANAGED_BY,
+        names.LABEL_RUN: run.name,
+    }
+    return {**labels, names.LABEL_ROLE: role} if role else labels
+
+
+def build_metadata(run: TrainingRun, name: str, *, is_owned: bool = True) -> JsonObject:
+    """Build the metadata of a child."""
+    metadata: JsonObject = {
+        "name": name,
+        "namespace": run.namespace,
+        "labels": build_labels(run),
+    }
+    if is_owned:
+        owner = {
+            "apiVersion": names.API_VERSION,
+            "kind": names.KIND,
+            "name": run.name,
+            "uid": run.uid,
+        }
+        # The garbage collector deletes an owned child with its run, also where no operator is left.
+        metadata["ownerReferences"] = [
+            {**owner, "controller": True, "blockOwnerDeletion": True}
+        ]
+    return metadata
+
+
+def pass_labels(child: JsonObject, run: TrainingRun, config: Config) -> JsonObject:
+    """Return the object with the labels of the run that the installation passes on; its own win."""
+    passed = {key: run.labels[key] for key in config.propagated_labels if key in run.labels}
+    if not passed:
+        return child
+    metadata = dict(child["metadata"])
+    metadata["labels"] = {**passed, **metadata["labels"]}
+    return {**child, "metadata": metadata}
+
+
+def with_hash(child: JsonObject) -> JsonObject:
+    """Return the object with the hash of its intent, by which a later pass sees that nothing differs."""
+    metadata = child["metadata"]
+    annotations = {
+        **metadata.get("annotations", {}),
+        names.ANNOTATION_HASH: hash_json(child)[:16],
+    }
+    return {
+        **child,
+        "metadata": {**metadata, "annotations": annotations},
+    }
+
+
+def build_scrape_annotations(port: int, config: Config) -> dict[str, str]:
+    """Build the annotations by which a Prometheus without Prometheus Operator finds a pod's metrics; none
+    where the installation does not ask for them, or ``port`` is 0."""
+    if not (config.scrape_annotations and port):
+        return {}
+    return {
+        "prometheus.io/scrape": "true",
+        "prometheus.io/port": str(port),
+        "prometheus.io/path": "/metrics",
+    }
+
+
+def build_pod_security(config: Config) -> JsonObject:
+    """Build a pod's security context, as Pod Security's level *restricted* asks for."""
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": config.user_id,
+        "runAsGroup": config.group_id,
+        "fsGroup": config.group_id,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def build_container_security(*, locks_memory: bool = False) -> JsonObject:
+    """Build a container's security context, as level *restricted* asks for, with nothing to write on but its
+    volumes.
+
+    ``locks_memory``: with the capability that RDMA devices need, which only level *privileged* admits.
+    """
+    added = {"add": ["IPC_LOCK"]} if locks_memory else {}
+    return {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"], **added},
+        "readOnlyRootFilesystem": True,
+    }
+
+
+def build_tolerations(
+    given: tuple[Mapping[str, Any], ...], seconds: int
+) -> list[Mapping[str, Any]]:
+    """Return the given tolerations, and ours for nodes that went silent, unless these are among them."""
+    # Kubernetes itself would add 300 s for both: a node that fell silent would hold its place for five
+    # minutes.
+    tolerations = list(given)
+    for key in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"):
+        # A toleration without a key covers all keys, one without an effect all effects.
+        covering = [
+            one
+            for one in given
+            if one.get("key") == key
+            or (not one.get("key") and one.get("operator") == "Exists")
+        ]
+        if all(one.get("effect") not in (None, "", "NoExecute") for one in covering):
+            ours = {
+                "key": key,
+                "operator": "Exists",
+                "effect": "NoExecute",
+                "tolerationSeconds": seconds,
+            }
+            tolerations.append(ours)
+    return tolerations
+
+
+def build_pull_secrets(run: TrainingRun, config: Config) -> list[dict[str, str]]:
+    """Return the pull secrets of the installation and of the run, each once."""
+    own = [secret.get("name") for secret in run.spec.template.image_pull_secrets]
+    found = dict.fromkeys(
+        name
+        for name in (*config.image_pull_secrets, *own)
+        if isinstance(name, str) and name
+    )
+    return [{"name": name} for name in found]
+
+
+def escape(text: str) -> str:
+    """Escape a text for the kubelet, which replaces ``$(NAME)`` in arguments."""
+    return text.replace("$", "$$")
+
+
+def without_none(value: JsonObject) -> JsonObject:
+    """Return the object without keys that are None or empty, on the first level."""
+    return {
+        key: item
+        for key, item in value.items()
+        if item is not None and item != {} and item != [] and item != ""
+    }

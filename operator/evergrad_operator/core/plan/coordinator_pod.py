@@ -1,0 +1,171 @@
+"""The pod of a run's coordinator, which alone decides who trains."""
+
+from dataclasses import dataclass
+
+from evergrad_common.contract import build_soft_limit
+from evergrad_manifest.envelope.resources import Resources
+from evergrad_operator.core.objects import names
+from evergrad_operator.core.objects.config import Config
+from evergrad_operator.core.observe.memory import Memory
+from evergrad_operator.core.observe.spec import TrainingRun
+from evergrad_operator.core.plan.common import (
+    JsonObject,
+    build_container_security,
+    build_labels,
+    build_metadata,
+    build_pod_security,
+    build_pull_secrets,
+    build_scrape_annotations,
+    build_tolerations,
+    without_none,
+)
+from evergrad_operator.core.plan.node_pod import grace_seconds
+from evergrad_operator.core.plan.resources import bound_disk, build_resources
+from evergrad_operator.core.plan.template import (
+    build_coordinator_metadata,
+    build_coordinator_placement,
+)
+from evergrad_operator.core.plan.token import (
+    build_token_arguments,
+    build_token_mount,
+    build_token_volume,
+)
+
+_STATE_SIZE = "16Mi"
+"""Bound of the coordinator's only volume, which holds one small file."""
+_MARGIN_SECONDS = 20
+"""Time from the moment when a node leaves by itself until the coordinator waits for it no longer."""
+_LINGER_SECONDS = 10**8
+"""Time that the coordinator stays after the end: the operator reads how the run ended, and deletes it."""
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One coordinator pod in the life of a run.
+
+    ``expect``: number of nodes to wait for at the start. ``nothing_runs``: whether no earlier group can be at
+    work, so that none is waited for.
+    """
+
+    attempt: int
+    expect: int
+    nothing_runs: bool = False
+
+
+def build_coordinator_pod(
+    run: TrainingRun,
+    memory: Memory,
+    config: Config,
+    epoch: Epoch,
+    *,
+    token: str,
+) -> JsonObject:
+    """Build the pod of one coordinator. ``token``: the run's."""
+    template = run.spec.template
+    metadata = build_metadata(run, names.coordinator_pod_name(run.name, epoch.attempt))
+    labels, annotations = build_coordinator_metadata(run)
+    ours = {
+        **build_labels(run, role=names.ROLE_COORDINATOR),
+        names.LABEL_ATTEMPT: str(epoch.attempt),
+    }
+    # It costs quota of the queue, also while its nodes wait, and is in the queue only where Kueue holds every
+    # pod that is in none. It is never in the nodes' group, which it outlives.
+    queue = {}
+    if memory.coordinator.is_queued:
+        queue = {
+            key: run.labels[key] for key in names.PROPAGATED_LABELS if key in run.labels
+        }
+    # Ours come last: a template must not take a pod out of its run.
+    metadata["labels"] = {**labels, **queue, **ours}
+    # Where the policies of runs let nobody to coordinators, a target there would be down for ever.
+    is_reached = bool(config.metrics_from) or not config.network_policies
+    metadata["annotations"] = {
+        **build_scrape_annotations(names.STATUS_PORT if is_reached else 0, config),
+        **annotations,
+        names.ANNOTATION_RESTART: str(memory.restart),
+    }
+    spec: JsonObject = {
+        # A coordinator that crashes goes on from its state; one whose pod is lost is replaced by one of a
+        # higher epoch.
+        "restartPolicy": "OnFailure",
+        "terminationGracePeriodSeconds": 5,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": build_pod_security(config),
+        **build_coordinator_placement(run),
+        "tolerations": build_tolerations(
+            template.tolerations, config.node_loss_toleration_seconds
+        ),
+        "imagePullSecrets": build_pull_secrets(run, config),
+        "containers": [_build_container(run, memory, config, epoch)],
+        "volumes": [
+            {"name": "evergrad-state", "emptyDir": {"sizeLimit": _STATE_SIZE}},
+            build_token_volume(run, token),
+        ],
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": metadata,
+        "spec": without_none(spec),
+    }
+
+
+def _build_container(
+    run: TrainingRun, memory: Memory, config: Config, epoch: Epoch
+) -> JsonObject:
+    """Build the coordinator's container, with its arguments."""
+    nodes = run.spec.nodes
+    arguments = [
+        *("--run", run.name),
+        *("--min", str(nodes.min)),
+        *("--max", str(nodes.largest)),
+        *("--expect", str(epoch.expect)),
+        *("--port", str(names.JOIN_PORT)),
+        *("--status-port", str(names.STATUS_PORT)),
+        *("--state", f"{names.STATE_PATH}/generation"),
+        *build_token_arguments(),
+        *("--epoch", str(epoch.attempt)),
+        *(("--nothing-runs",) if epoch.nothing_runs else ()),
+        *("--recovery", run.parsed.recovery),
+        *("--max-failures", str(run.spec.failure_policy.max_failures_without_progress)),
+        # The coordinator waits for a leaving node for a little longer than its pod has to leave.
+        *build_soft_limit(grace_seconds(run) + _MARGIN_SECONDS),
+        *("--linger", str(_LINGER_SECONDS)),
+    ]
+    requests = {"cpu": config.coordinator_cpu, "memory": config.coordinator_memory}
+    limits = {
+        "cpu": config.coordinator_cpu_limit,
+        "memory": config.coordinator_memory_limit,
+    }
+    resources = bound_disk(
+        Resources.model_construct(requests=requests, limits=limits),
+        config.coordinator_ephemeral_storage,
+        config.coordinator_ephemeral_storage_limit,
+    )
+    return {
+        "name": names.CONTAINERS[names.ROLE_COORDINATOR],
+        "image": memory.coordinator.image or config.operator_image,
+        "imagePullPolicy": config.operator_image_pull_policy,
+        "command": ["python", "-m", "evergrad_coordinator"],
+        "args": arguments,
+        "ports": [
+            {"name": "join", "containerPort": names.JOIN_PORT, "protocol": "TCP"},
+            {"name": "status", "containerPort": names.STATUS_PORT, "protocol": "TCP"},
+        ],
+        # A coordinator that hangs holds up the whole run, so that the kubelet restarts it after a minute.
+        "livenessProbe": {
+            "httpGet": {"path": "/healthz", "port": "status"},
+            "initialDelaySeconds": 10,
+            "periodSeconds": 10,
+            "timeoutSeconds": 5,
+            "failureThreshold": 6,
+        },
+        "resources": build_resources(resources),
+        "securityContext": build_container_security(),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [
+            {"name": "evergrad-state", "mountPath": names.STATE_PATH},
+            build_token_mount(),
+        ],
+    }

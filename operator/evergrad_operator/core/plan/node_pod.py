@@ -1,0 +1,290 @@
+"""The pod of one node: it trains."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from evergrad_common import contract
+from evergrad_manifest.envelope.resources import Resources
+from evergrad_operator.core.decision import Gang
+from evergrad_operator.core.objects import names
+from evergrad_operator.core.objects.config import Config
+from evergrad_operator.core.observe.memory import Memory
+from evergrad_operator.core.observe.spec import TrainingRun
+from evergrad_operator.core.plan.common import (
+    JsonObject,
+    build_container_security,
+    build_labels,
+    build_metadata,
+    build_pod_security,
+    build_pull_secrets,
+    build_scrape_annotations,
+    build_tolerations,
+    escape,
+    without_none,
+)
+from evergrad_operator.core.plan.init_containers import CACHES, build_init_containers
+from evergrad_operator.core.plan.pod_group import COSCHEDULING
+from evergrad_operator.core.plan.resources import (
+    EPHEMERAL_STORAGE,
+    bound_disk,
+    build_resources,
+)
+from evergrad_operator.core.plan.template import (
+    build_scheduling,
+    build_user_labels,
+    merge_env,
+)
+from evergrad_operator.core.plan.token import (
+    TOKEN_OPTION,
+    build_token_arguments,
+    build_token_mount,
+    build_token_volume,
+)
+
+GRACE_SECONDS: Final = 30
+"""Time from SIGTERM to the end of a pod, where neither the run nor its script sets one."""
+_MARGIN_SECONDS: Final = 5
+"""Time for the supervisor to end after its workers, before the kubelet kills it."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """The node of a run that a pod is to be.
+
+    ``is_on_one_host``: whether all of the run's pods must be on the same host. ``gang``: of a run in a queue.
+    ``joins_group``: whether it is in the run's PodGroup, whose priority class is ``group_priority``.
+    """
+
+    index: int
+    attempt: int
+    is_on_one_host: bool = False
+    gang: Gang | None = None
+    joins_group: bool = False
+    group_priority: str = ""
+
+
+def build_node_pod(
+    run: TrainingRun, memory: Memory, config: Config, node: Node, *, token: str
+) -> JsonObject:
+    """Build the pod of one node. ``token``: the run's, empty where its coordinator has none."""
+    template, grace, port = run.spec.template, grace_seconds(run), metrics_port(run)
+    arguments = _build_arguments(run, config, index=node.index, grace=grace, token=token)
+    ports = [{"name": "metrics", "containerPort": port, "protocol": "TCP"}] if port else []
+    resources = bound_disk(
+        run.spec.resources,
+        config.node_ephemeral_storage,
+        config.node_ephemeral_storage_limit,
+    )
+    pod: JsonObject = {
+        # A node that ends is replaced by a new pod, perhaps elsewhere: its host may be broken.
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": grace + _MARGIN_SECONDS,
+        # Also beside an account: a token comes by a projected volume, for those who asked for it.
+        "automountServiceAccountToken": False,
+        "serviceAccountName": template.service_account_name,
+        # A namespace with many Services would give each pod as many variables.
+        "enableServiceLinks": False,
+        "securityContext": build_pod_security(config),
+        **build_scheduling(
+            run, is_on_one_host=node.is_on_one_host, avoided=memory.faults.avoided
+        ),
+        "schedulerName": template.scheduler_name or config.scheduler_name,
+        "tolerations": build_tolerations(
+            template.tolerations, config.node_loss_toleration_seconds
+        ),
+        "imagePullSecrets": build_pull_secrets(run, config),
+        "initContainers": build_init_containers(run, memory, config, resources),
+        "containers": [
+            build_trainer_container(
+                run, memory, config, resources, arguments=arguments, ports=ports
+            )
+        ],
+        "volumes": build_trainer_volumes(run, config, resources, token=token),
+    }
+
+    # scheduler-plugins find a pod's group by a label, Kubernetes itself by a field.
+    has_label = node.joins_group and config.gang == COSCHEDULING
+    if node.joins_group and not has_label:
+        pod["schedulingGroup"] = {"podGroupName": run.name}
+        pod["priorityClassName"] = node.group_priority
+
+    labels = {names.LABEL_GANG: run.name} if has_label else {}
+    metadata = _build_node_metadata(run, memory, config, node, labels=labels)
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": metadata,
+        "spec": without_none(pod),
+    }
+
+
+def _build_node_metadata(
+    run: TrainingRun, memory: Memory, config: Config, node: Node, *, labels: JsonObject
+) -> JsonObject:
+    # Ours come last: a template must not take a pod out of its run.
+    metadata = build_metadata(run, names.node_pod_name(run.name, node.index, node.attempt))
+    queue_labels, queue_annotations = _build_queue(run, node)
+    metadata["labels"] = {
+        **build_user_labels(run),
+        **labels,
+        **queue_labels,
+        **build_labels(run, role=names.ROLE_NODE),
+        names.LABEL_INDEX: str(node.index),
+        names.LABEL_ATTEMPT: str(node.attempt),
+    }
+    # The team's own annotations win over those of scraping.
+    metadata["annotations"] = {
+        **build_scrape_annotations(metrics_port(run), config),
+        **run.spec.template.annotations,
+        **queue_annotations,
+        names.ANNOTATION_RESTART: str(memory.restart),
+    }
+    return metadata
+
+
+def build_trainer_volumes(
+    run: TrainingRun, config: Config, resources: Resources, *, token: str
+) -> list[Mapping[str, Any]]:
+    """Build the volumes that ``build_trainer_container`` mounts. ``resources``: the container's; ``token``:
+    the run's, empty for none."""
+    # One bound on the host's disk is enough: a limit of the container covers /tmp, too.
+    is_bounded = EPHEMERAL_STORAGE in resources.limits
+    scratch = without_none({"sizeLimit": None if is_bounded else config.scratch_size})
+    shared_memory = without_none(
+        {"medium": "Memory", "sizeLimit": config.shared_memory_size}
+    )
+    return [
+        {"name": "evergrad-volume", "persistentVolumeClaim": {"claimName": run.claim_name}},
+        {"name": "evergrad-config", "configMap": {"name": names.config_name(run.name)}},
+        {"name": "evergrad-tmp", "emptyDir": scratch},
+        {"name": "evergrad-shm", "emptyDir": shared_memory},
+        *([build_token_volume(run, token)] if token else []),
+        *run.spec.template.volumes,
+    ]
+
+
+def build_trainer_container(
+    run: TrainingRun,
+    memory: Memory,
+    config: Config,
+    resources: Resources,
+    *,
+    arguments: list[str],
+    ports: list[JsonObject],
+) -> JsonObject:
+    """Build a container of the trainer's image, which runs ``evergrad`` with these arguments."""
+    spec = run.spec
+    # The root file system cannot be written: everything that libraries cache goes to /tmp.
+    env = merge_env(CACHES, spec.template.env)
+    if spec.script is not None:
+        sources = spec.script.value_from.items()
+        env += [{"name": name, "valueFrom": source} for name, source in sources]
+    return without_none(
+        {
+            "name": names.CONTAINERS[names.ROLE_NODE],
+            "image": memory.image_pin or memory.image,
+            "imagePullPolicy": spec.image_pull_policy or config.image_pull_policy,
+            "command": ["evergrad"],
+            "args": arguments,
+            "env": [
+                {
+                    "name": "EVERGRAD_POD_IP",
+                    "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}},
+                },
+                *env,
+            ],
+            # Keys of these lose against the variables above: Kubernetes lets named ones win.
+            "envFrom": list(spec.template.env_from),
+            "ports": ports,
+            "resources": build_resources(resources),
+            # Devices are asked for by their limits; requests of them alone are refused.
+            "securityContext": build_container_security(
+                locks_memory=any(name in run.profile.rdma for name in resources.limits)
+            ),
+            "terminationMessagePath": names.TERMINATION_LOG,
+            # A process that was killed leaves no message: the end of its log stands in for it.
+            "terminationMessagePolicy": "FallbackToLogsOnError",
+            "volumeMounts": [
+                {"name": "evergrad-volume", "mountPath": contract.VOLUME_PATH},
+                {
+                    "name": "evergrad-config",
+                    "mountPath": contract.CONFIG_PATH,
+                    "readOnly": True,
+                },
+                *([build_token_mount()] if TOKEN_OPTION in arguments else []),
+                {"name": "evergrad-tmp", "mountPath": "/tmp"},
+                {"name": "evergrad-shm", "mountPath": "/dev/shm"},
+                *spec.template.volume_mounts,
+            ],
+        }
+    )
+
+
+def _build_arguments(
+    run: TrainingRun, config: Config, *, index: int, grace: int, token: str
+) -> list[str]:
+    """Build the arguments of ``evergrad``: the node of this index, on the run's volume."""
+    host = f"{names.coordinator_service_name(run.name)}.{run.namespace}.{config.cluster_domain or 'svc'}"
+    # The kubelet would replace ``$(NAME)`` in the folder's name.
+    folder = escape(f"{contract.VOLUME_PATH}/{run.volume_path}")
+    return [
+        "node",
+        f"{contract.CONFIG_PATH}/{names.CONFIG_FILE}",
+        *("--join", f"{host}:{names.JOIN_PORT}"),
+        *(build_token_arguments() if token else ()),
+        *("--node", str(index)),
+        *("--address", "$(EVERGRAD_POD_IP)"),
+        *("--run-directory", folder),
+        *("--base-directory", folder),
+        *("--grace", str(grace)),
+        *("--termination-log", names.TERMINATION_LOG),
+    ]
+
+
+def _build_queue(run: TrainingRun, node: Node) -> tuple[dict[str, str], dict[str, str]]:
+    """Build labels and annotations for Kueue, whose groups of pods have a fixed size.
+
+    The nodes a run cannot do without are one group, admitted together; each node above them is admitted
+    alone, whenever there is room, and given back alone.
+    """
+    gang = node.gang
+    if gang is None:
+        return {}, {}
+    if node.index not in gang.members:
+        priority = run.annotations.get(names.ANNOTATION_ELASTIC_PRIORITY)
+        if priority and node.index >= gang.minimum:
+            return {names.LABEL_QUEUE_PRIORITY: priority}, {}
+        return {}, {}
+    annotations = {
+        names.ANNOTATION_QUEUE_GROUP_SIZE: str(gang.size),
+        # Without it Kueue keeps quota and pods of a group that has failed, is suspended or is deleted. It is
+        # there from the beginning: after a deletion no operator may be left to add it. A group with a live
+        # pod takes replacements all the same.
+        names.ANNOTATION_QUEUE_GROUP_RETRIABLE: "false",
+        # Kueue takes a pod of other affinities for one of another role, which its group has no place for: a
+        # replacement that keeps away from a faulty host would never be admitted.
+        names.ANNOTATION_QUEUE_ROLE: names.ROLE_NODE,
+        # A node that went silent is fenced off: Kueue, if it is configured to, need not wait for its host.
+        names.ANNOTATION_QUEUE_FORCED: "true",
+    }
+    # Neighbours in rank are placed next to each other, where a topology is asked for. Kueue refuses a group
+    # with an index beyond its size, as of one that was begun beside a node that lives.
+    if max(gang.members) < gang.size:
+        annotations[names.ANNOTATION_QUEUE_INDEX] = names.LABEL_INDEX
+    group = names.queue_group_name(run.name, run.uid, gang.number)
+    return {names.LABEL_QUEUE_GROUP: group}, annotations
+
+
+def grace_seconds(run: TrainingRun) -> int:
+    """Return the seconds from SIGTERM until a node leaves by itself."""
+    given, script = run.spec.template.termination_grace_period_seconds, run.spec.script
+    if script is None:
+        return (given or GRACE_SECONDS) - _MARGIN_SECONDS
+    return max((given or 0) - _MARGIN_SECONDS, script.grace_period_seconds)
+
+
+def metrics_port(run: TrainingRun) -> int:
+    """Return the port on which a node serves its metrics; 0 where the run asked for any free port."""
+    given = run.parsed.metrics_port
+    return names.METRICS_PORT if given is None else given

@@ -1,0 +1,48 @@
+"""The Secret with a run's token, by which its nodes, its coordinator and the operator prove who they are."""
+
+from typing import Final
+
+from evergrad_operator.core.objects import names
+from evergrad_operator.core.observe.spec import TrainingRun
+from evergrad_operator.core.plan.common import JsonObject, build_metadata
+
+TOKEN_OPTION: Final = "--token-file"
+"""Option of a coordinator or node that names the token's file."""
+
+
+def build_token_secret(run: TrainingRun, token: str) -> JsonObject:
+    """Build the Secret, which is deleted with its run.
+
+    It is only ever created: the operator may not read or change Secrets of runs.
+    """
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": build_metadata(run, names.token_secret_name(run.name, token)),
+        "type": "Opaque",
+        # The kubelet need not watch an immutable Secret, and no token is replaced under live pods.
+        "immutable": True,
+        "stringData": {names.TOKEN_KEY: token},
+    }
+
+
+def build_token_volume(run: TrainingRun, token: str) -> JsonObject:
+    """Build the volume of a pod that holds the token."""
+    return {
+        "name": names.TOKEN_VOLUME,
+        "secret": {"secretName": names.token_secret_name(run.name, token)},
+    }
+
+
+def build_token_mount() -> JsonObject:
+    """Build the mount of that volume in a container."""
+    return {
+        "name": names.TOKEN_VOLUME,
+        "mountPath": names.TOKEN_PATH,
+        "readOnly": True,
+    }
+
+
+def build_token_arguments() -> tuple[str, str]:
+    """Return the arguments that name the token's file, of a coordinator or node."""
+    return TOKEN_OPTION, f"{names.TOKEN_PATH}/{names.TOKEN_KEY}"

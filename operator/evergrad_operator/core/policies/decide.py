@@ -1,0 +1,372 @@
+"""The order of the policies: the first that returns a decision decides."""
+
+from dataclasses import replace
+
+from evergrad_common.contract import SOME_FINISHED
+from evergrad_operator.core.decision import Action, Decision
+from evergrad_operator.core.objects import names
+from evergrad_operator.core.objects.config import Config
+from evergrad_operator.core.objects.names import Phase, Reason
+from evergrad_operator.core.objects.problems import list_problems
+from evergrad_operator.core.objects.times import format_time, parse_time
+from evergrad_operator.core.observe.evaluation import Evaluation
+from evergrad_operator.core.observe.observe import Observation
+from evergrad_operator.core.observe.preparation import Preparation
+from evergrad_operator.core.policies.completion import (
+    complete_if_done,
+    complete_if_recorded,
+)
+from evergrad_operator.core.policies.conflict import refuse_if_taken
+from evergrad_operator.core.policies.context import ReconcileContext
+from evergrad_operator.core.policies.evaluation import evaluate_beside
+from evergrad_operator.core.policies.failure import (
+    describe_failure,
+    describe_host_faults,
+    fail_if_due,
+    is_backing_off,
+)
+from evergrad_operator.core.policies.gang import find_newest_gang, joins_pod_group
+from evergrad_operator.core.policies.host_faults import MANY_FAULTS
+from evergrad_operator.core.policies.lifecycle import (
+    conclude,
+    drain_older,
+    earliest,
+    fail_at_deadline,
+    remove,
+    seconds_to_deadline,
+    stop_if_asked,
+)
+from evergrad_operator.core.policies.memory_update import remember
+from evergrad_operator.core.policies.preparation import fail_if_unprepared, prepare_first
+from evergrad_operator.core.policies.record import is_recorded, plan_record
+from evergrad_operator.core.policies.release_capacity import (
+    describe_give_back,
+    give_back_if_short,
+)
+from evergrad_operator.core.policies.scale import Scale, decide_scale
+from evergrad_operator.core.policies.waiting import (
+    Obstacle,
+    explain_refusal,
+    find_claim_obstacle,
+    find_group_obstacle,
+    find_leftover_obstacle,
+    find_obstacle,
+    find_profile_obstacle,
+)
+
+_CLAIM_RETRY_SECONDS = 10.0
+_PROFILE_RETRY_SECONDS = 30.0
+_LONGEST_PROFILE_RETRY_SECONDS = 300.0
+"""Most seconds between two looks at a profile that is wrong.
+
+The pause is a quarter of the time for which the run has been held: a profile that is corrected within two
+minutes is seen after 30 s, and one that stays wrong costs little.
+"""
+_WARM_UP_SECONDS = 180.0
+"""For a node's pod to start, import its libraries and join."""
+_GROUP_PHASES = {
+    "Running": Phase.RUNNING,
+    "Draining": Phase.RUNNING,
+    "Starting": Phase.STARTING,
+    "Waiting": Phase.WAITING,
+}
+"""Phases of a run that wants to train, by what its coordinator says of the group."""
+
+
+def decide(observation: Observation, config: Config, now: float) -> Decision:
+    """Decide what to do with the run at ``now``, seconds since 1970.
+
+    The same arguments give the same decision.
+    """
+    # The garbage collector takes the owner from the children of such a run: they have not ended.
+    memory = observation.status
+    if not observation.run.is_orphaning:
+        memory = remember(observation, config, now)
+    context = ReconcileContext(observation, memory, config, now)
+    decision = evaluate_beside(context, _decide(context))
+
+    # Pods in which only an injected sidecar runs go, too: they would hold their hosts' resources for ever.
+    # The end of a pod is written into the status before the pod is deleted: an operator that starts anew
+    # could not find it out any more.
+    if decision.action != Action.HOLD:
+        chosen, known = {pod.name for pod in decision.pods_to_delete}, observation.status
+        beside = (*observation.preparations, *observation.evaluations)
+        left = [
+            pod
+            for pod in (*context.nodes, *beside)
+            if pod.end is not None and pod.has_sidecar and pod.name not in chosen
+        ]
+        recorded = []
+        newest_of: dict[str, Preparation | Evaluation] = {
+            names.ROLE_PREPARATION: known.preparation,
+            names.ROLE_EVALUATION: known.evaluation,
+        }
+        for pod in left:
+            is_recorded = known.has_recorded(pod.index, pod.attempt)
+            newest = newest_of.get(pod.role)
+            if newest is not None:
+                # The status names the newest of these alone; older ones belong to the past.
+                is_recorded = pod.attempt < newest.attempt or (
+                    pod.attempt == newest.attempt and newest.is_recorded
+                )
+            if is_recorded or (
+                known.finish is not None and pod.role != names.ROLE_EVALUATION
+            ):
+                recorded.append(pod)
+        # The pass that follows the status write deletes the others.
+        seconds = 1.0 if len(recorded) < len(left) else None
+        decision = replace(
+            decision,
+            pods_to_delete=decision.pods_to_delete + remove(recorded),
+            requeue_after=earliest(decision.requeue_after, seconds),
+        )
+
+    # A run that comes to rest says why its pods cannot leave, as one that trains says why they cannot come.
+    if decision.action in (Action.RUN, Action.HOLD) or not observation.failures:
+        return decision
+    refusal = explain_refusal(observation.failures[0], observation.run.name)
+    return replace(decision, message=f"{decision.message}; {refusal.message}")
+
+
+def _decide(context: ReconcileContext) -> Decision:
+    finish = context.memory.finish
+    if context.run.is_deleting:
+        # The garbage collector takes everything; what is over stays what it was.
+        if finish is not None:
+            return context.hold(finish.phase, finish.reason, finish.message)
+        text = "the run is being deleted; its pods save and leave"
+        if context.run.is_orphaning:
+            text = (
+                "the run is being deleted without its children (--cascade=orphan); its pods keep running, "
+                "and no operator looks after them"
+            )
+        return context.hold(Phase.RUNNING, Reason.DELETING, text)
+    if finish is not None:
+        return conclude(context)
+
+    # Ends come first, in this order: a run that the volume says is complete must neither train nor fail.
+    for end in (complete_if_recorded, refuse_if_taken):
+        if (over := end(context)) is not None:
+            return conclude(over)
+    done = complete_if_done(context)
+    if done is not None and done.memory.finish is not None:
+        return conclude(done)
+    if done is not None:
+        # All steps are done. Pods at work write the report and end; one that does not run yet is not needed.
+        since = done.memory.finishing_since or done.now
+        return Decision(
+            Action.FINISH,
+            Phase.RUNNING,
+            Reason.FINISHING,
+            "all steps are done; the last pods write the report and end",
+            done.memory,
+            pods_to_delete=remove(pod for pod in done.live if not pod.is_running),
+            requeue_after=earliest(since + done.config.finish_grace_seconds - done.now),
+        )
+    for end in (fail_if_unprepared, fail_if_due, fail_at_deadline):
+        if (over := end(context)) is not None:
+            return conclude(over)
+
+    # The clock of the run's deadline runs while it waits, too. A pause before it is no time without a step.
+    started = context
+    memory = context.memory
+    if memory.start_time is None:
+        training = memory.training
+        if training.updated_at == context.observation.status.training.updated_at:
+            training = replace(training, updated_at=None)
+        memory = replace(memory, start_time=context.now, training=training)
+        started = replace(context, memory=memory)
+
+    # Then pauses, what is wrong with the file, pods of before a restart; and only then training.
+    decision = (
+        stop_if_asked(context)
+        or _hold_if_wrong(started)
+        or drain_older(context)
+        or _run(started)
+    )
+    return replace(
+        decision,
+        requeue_after=earliest(decision.requeue_after, seconds_to_deadline(context)),
+    )
+
+
+def _hold_if_wrong(context: ReconcileContext) -> Decision | None:
+    """Make no pod for a run that ``evergrad validate`` would refuse.
+
+    The webhook may have been down when it was stored, or is not installed.
+    """
+    known = context.observation.status
+    problems = context.run.find_obstacles(has_begun=bool(known.recipe_hash))
+    is_read = context.run.profile.is_read
+    if not problems and is_read:
+        return None
+    reason, message, is_blocked = Reason.INVALID_SPEC, list_problems(problems), True
+    if not problems:
+        obstacle = find_profile_obstacle(context)
+        reason, message = obstacle.reason, obstacle.message
+        is_blocked = obstacle.needs_person_at is not None
+    held = context.hold(Phase.WAITING, reason, message)
+    if not known.recipe_hash:
+        # Nothing of a run that has not begun is settled: the corrected file may name another recipe and
+        # another image.
+        memory = replace(
+            held.memory,
+            recipe_hash="",
+            image="",
+            start_time=None,
+            coordinator=known.coordinator,
+        )
+        held = replace(held, memory=memory)
+    # No watch shows that somebody corrects a profile.
+    is_of_profile = bool(context.run.profile.problems) or not is_read
+    return replace(
+        held,
+        is_blocked=is_blocked,
+        requeue_after=_seconds_to_profile(context) if is_of_profile else None,
+    )
+
+
+def _seconds_to_profile(context: ReconcileContext) -> float:
+    """Return the seconds until a profile that is wrong, or could not be read, is looked at again."""
+    conditions = context.observation.status.conditions
+    since = next(
+        (
+            parse_time(one.get("lastTransitionTime"))
+            for one in conditions
+            if (one.get("type"), one.get("status")) == (names.Condition.STALLED, "True")
+        ),
+        None,
+    )
+    held = 0.0 if since is None else context.now - since
+    return min(_LONGEST_PROFILE_RETRY_SECONDS, max(_PROFILE_RETRY_SECONDS, held / 4))
+
+
+def _run(context: ReconcileContext) -> Decision:
+    """Decide on the claim, the coordinator and the nodes of a run that wants to train."""
+    # Without its volume no pod can start: none is made, and no record either.
+    obstacle = (
+        find_leftover_obstacle(context)
+        or find_claim_obstacle(context)
+        or find_group_obstacle(context)
+    )
+    if obstacle is not None:
+        held = context.hold(Phase.WAITING, obstacle.reason, obstacle.message)
+        person_at = obstacle.needs_person_at
+        is_blocked = person_at is not None and context.now >= person_at
+        return replace(held, is_blocked=is_blocked, requeue_after=_CLAIM_RETRY_SECONDS)
+
+    preparing = prepare_first(context)
+    if preparing is not None:
+        return preparing
+
+    context, seconds_to_pause = give_back_if_short(context)
+    scale = decide_scale(context)
+    memory = replace(
+        context.memory,
+        recorded=context.memory.recorded | scale.withdrawn,
+        gang=find_newest_gang(context),
+    )
+    record = plan_record(context, scale.epoch)
+    has_record = is_recorded(context, record)
+
+    # A refusal is an obstacle only where it concerns something that is wanted now.
+    wanted = [
+        names.node_pod_name(context.run.name, *node) for node in scale.nodes_to_create
+    ]
+    if scale.coordinator_attempt is not None:
+        wanted.append(
+            names.coordinator_pod_name(context.run.name, scale.coordinator_attempt)
+        )
+    if not has_record:
+        wanted.append(context.run.claim_name)
+    obstacle = find_obstacle(context, wanted)
+    phase, reason, message, person_at = _describe(context, scale, obstacle)
+
+    # The condition Stalled becomes true at that time, also where nothing else changes until then.
+    seconds_to_person = None if person_at is None else person_at - context.now
+    is_blocked = seconds_to_person is not None and seconds_to_person <= 0
+    return Decision(
+        Action.RUN,
+        phase,
+        reason,
+        message,
+        memory,
+        nodes_to_create=scale.nodes_to_create,
+        gang=scale.gang,
+        joins_group=joins_pod_group(context),
+        pods_to_delete=scale.pods_to_delete + remove(context.preparing),
+        coordinator_attempt=scale.coordinator_attempt,
+        bounds=scale.bounds,
+        record=None if has_record else record,
+        is_blocked=is_blocked,
+        requeue_after=earliest(
+            scale.requeue_after,
+            seconds_to_pause,
+            None if is_blocked else seconds_to_person,
+        ),
+    )
+
+
+def _describe(
+    context: ReconcileContext, scale: Scale, obstacle: Obstacle | None
+) -> tuple[Phase, str, str, float | None]:
+    """Return phase, reason, message, and the time from which on a person has to act; None for never."""
+    progress, memory = context.progress, context.memory
+    # The phase is what the coordinator says, else what was known.
+    if progress is not None:
+        phase = _GROUP_PHASES.get(progress.phase, Phase.STARTING)
+        # The coordinator waits for nodes that are only young: every pod is there and has not had its time.
+        newest = max((pod.created_at for pod in context.live), default=0.0)
+        is_warming_up = scale.missing == 0 and context.now - newest < _WARM_UP_SECONDS
+        if phase == Phase.WAITING and obstacle is None and is_warming_up:
+            phase = Phase.STARTING
+    # It was not polled yet, as after a start of the operator: the last known phase still holds.
+    elif (
+        memory.phase in _GROUP_PHASES.values()
+        and context.observation.live_coordinator is not None
+    ):
+        phase = Phase(memory.phase)
+    # Nodes train on without a coordinator, until its successor takes the group over.
+    else:
+        is_training = memory.phase == Phase.RUNNING and context.live
+        phase = Phase.RUNNING if is_training else Phase.STARTING
+
+    if phase == Phase.RUNNING:
+        # A run that trains needs no person: an obstacle is only added to its message.
+        behind = obstacle.message if obstacle else ""
+        reason = Reason.TRAINING
+        text = f"{context.ready} of {context.run.spec.nodes.largest} nodes train"
+        if scale.coordinator_attempt is not None:
+            reason = Reason.COORDINATOR_LOST
+            text = "the coordinator is being replaced; training goes on"
+        elif progress is not None and progress.reason == SOME_FINISHED:
+            text = progress.message
+        elif scale.faulty and not behind:
+            behind = describe_host_faults(context)
+        if memory.training.failed_saves and not behind:
+            # The condition CheckpointHealthy has the reason and the remedy.
+            failed = memory.training.failed_saves
+            times = "the last save" if failed == 1 else f"the last {failed} saves"
+            behind = f"{times} failed (CheckpointHealthy)"
+        return phase, reason, f"{text}; {behind}" if behind else text, None
+
+    if context.now < memory.come_again_at:
+        return Phase.WAITING, Reason.GIVEN_BACK, describe_give_back(context), None
+    # Obstacles are named in this order: what a person or the cluster can mend, hosts, pauses, and only
+    # then what the coordinator waits for.
+    if obstacle is not None:
+        is_starting = obstacle.reason == Reason.STARTING
+        found = Phase.STARTING if is_starting else Phase.WAITING
+        return found, obstacle.reason, obstacle.message, obstacle.needs_person_at
+    has_many_faults = memory.faults.in_a_row >= MANY_FAULTS
+    if scale.faulty or has_many_faults:
+        text = describe_host_faults(context)
+        return Phase.WAITING, Reason.HOST_FAULTS, text, 0.0 if has_many_faults else None
+    if is_backing_off(context):
+        text = f"the next pods come at {format_time(memory.budget.retry_at)}"
+        if memory.last_failure:
+            text += f". Last: {describe_failure(memory.last_failure)}"
+        return Phase.WAITING, Reason.BACKING_OFF, text, None
+    if progress is not None and phase == Phase.WAITING:
+        return phase, Reason.WAITING_FOR_NODES, progress.message, None
+    return phase, Reason.STARTING, "pods are on their way, or the group is forming", None

@@ -1,0 +1,184 @@
+"""Ends of the pods that evaluate checkpoints: each is counted once, and none ends the run. Pure.
+
+| end of its pod | then |
+|---|---|
+| exit code 0 with a report | its results stand in the status; the next checkpoint that waits has its turn |
+| exit code 0 without a report, exit code 64 | nothing more is evaluated until the run is edited |
+| crash, out of memory, volume full, not started | a failure of a budget of its own; another pod goes on |
+| trouble of its host | another pod goes on, later each time, elsewhere if there is room |
+| any other | another pod goes on, at no cost |
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from evergrad_common.causes import PodCause
+from evergrad_common.evaluation_report import decode_evaluated
+from evergrad_operator.core.objects.config import Config
+from evergrad_operator.core.objects.names import Reason
+from evergrad_operator.core.observe.evaluation import (
+    Evaluation,
+    Tries,
+    take_report,
+    take_up,
+)
+from evergrad_operator.core.observe.memory import Budget, HostFaults, LastFailure, Memory
+from evergrad_operator.core.observe.observe import Observation
+from evergrad_operator.core.observe.pod_messages import (
+    describe_disk_remedy,
+    describe_end,
+    quote,
+    stop,
+)
+from evergrad_operator.core.observe.pods import PodState, describe_cause
+from evergrad_operator.core.policies.budget import count_failures
+from evergrad_operator.core.policies.host_faults import forget_hosts, note_host_faults
+
+NONE_AFTER: Final = (Reason.DEADLINE_EXCEEDED, Reason.OUTPUT_CONFLICT)
+"""Ends of a run after which nothing of it may go on."""
+_OF_HOST: Final = (PodCause.HOST_FAULT, PodCause.REFUSED_BY_NODE)
+_REMEDIES: Final = {
+    PodCause.OUT_OF_MEMORY: "Raise spec.evaluation.resources.limits.memory",
+    PodCause.OUT_OF_EPHEMERAL_STORAGE: describe_disk_remedy(
+        "spec.evaluation.resources", then="edit spec.evaluation"
+    ),
+    PodCause.VOLUME_FULL: "Enlarge the PersistentVolumeClaim, then edit spec.evaluation",
+}
+_REMEDY: Final = "Read that pod's log (kubectl logs); to try again, edit spec.evaluation"
+
+
+def note_evaluation(
+    memory: Memory, observation: Observation, config: Config, now: float
+) -> Memory:
+    """Return the memory with every end of an evaluating pod that was not counted before."""
+    known, pods = memory.evaluation, observation.evaluations
+    # An older release noted no times of hosts: each is avoided for as long as after a fault.
+    tries, times = known.tries, dict(known.tries.seen)
+    timed = ((host, times.get(host, tries.at or now)) for host, _ in tries.hosts)
+    faults = forget_hosts(_read_faults(replace(tries, seen=tuple(timed))), now)
+    tries = replace(tries, hosts=faults.hosts, seen=faults.seen)
+    known = replace(known, tries=tries)
+    attempt, is_counted = known.attempt, known.is_recorded
+    # A pod that was known and is gone has ended unseen: what it has measured lies on the volume.
+    if attempt >= 0 and all(pod.attempt != attempt for pod in pods):
+        is_counted = True
+    ended: list[PodState] = []
+    for pod in pods:
+        if pod.attempt < attempt or (pod.attempt == attempt and is_counted):
+            continue
+        attempt, is_counted = pod.attempt, pod.is_over
+        if pod.is_over and pod.restart == memory.restart:
+            ended.append(pod)
+    known = replace(known, attempt=attempt, is_recorded=is_counted)
+
+    # An edit of the run takes back that it was given up.
+    run = observation.run
+    if known.failed and known.failed != run.generation:
+        known = replace(known, failed=0, failure="", tries=known.tries.begin_anew())
+    for pod in ended:
+        cause, message = describe_cause(pod), pod.end.message if pod.end else ""
+        report = decode_evaluated(message) if cause == PodCause.DONE else None
+        failure = ""
+        if report is not None:
+            known = take_report(known, report)
+        elif cause == PodCause.DONE:
+            failure = (
+                f"pod {pod.name} ended with exit code 0 and left no results. Does its image have this "
+                "version of Evergrad? Correct spec.image or edit spec.evaluation"
+            )
+        elif cause == PodCause.USER_ERROR:
+            said = stop(quote(message) or "it left no message")
+            failure = (
+                f"pod {pod.name} ended with exit code 64: {said} "
+                "Correct it, then edit spec.evaluation"
+            )
+        # Neither another try nor the next checkpoint would end differently before an edit.
+        if failure:
+            known = replace(known, failed=run.generation, failure=failure)
+    is_sent_away = run.spec.suspend or memory.is_stopped or run.spec.evaluation is None
+    if ended and not is_sent_away:
+        known = _count(memory, known, ended, observation, config, now)
+    return replace(memory, evaluation=known)
+
+
+def _read_faults(tries: Tries) -> HostFaults:
+    """Return the faults of hosts as those of nodes are kept, for the same rules."""
+    return HostFaults(
+        tries.hosts,
+        in_a_row=tries.faults,
+        at=tries.at,
+        retry_at=tries.retry_at,
+        seen=tries.seen,
+    )
+
+
+def is_evaluation_due(memory: Memory, observation: Observation) -> bool:
+    """Whether checkpoints of the run wait for a pod that may still be made for them."""
+    run, finish = observation.run, memory.finish
+    if run.spec.evaluation is None or not run.parsed.is_typed:
+        return False
+    if finish is not None and finish.reason in NONE_AFTER:
+        return False
+    known = take_up(memory.evaluation, memory.training.checkpoint_step)
+    return bool(known.pending) and known.failed != run.generation
+
+
+def _count(
+    memory: Memory,
+    known: Evaluation,
+    ended: Sequence[PodState],
+    observation: Observation,
+    config: Config,
+    now: float,
+) -> Evaluation:
+    """Count failures and faults of hosts by the rules that hold for nodes, in a budget of their own."""
+    tries = known.tries
+    scratch = Memory(
+        has_formed=True,
+        budget=Budget(
+            tries.failures,
+            at=tries.at,
+            short_lives=tries.short_lives,
+            retry_at=tries.retry_at,
+        ),
+        faults=_read_faults(tries),
+    )
+    newest = max(pod.created_at for pod in observation.evaluations)
+    # A long life is no progress: each pod might die at the same batch, for ever.
+    by_progress = replace(config, undisturbed_seconds=math.inf)
+    scratch = count_failures(scratch, ended, newest=newest, config=by_progress, now=now)
+    faulty = [pod for pod in ended if describe_cause(pod) in _OF_HOST]
+    scratch = note_host_faults(scratch, faulty, newest=newest, config=config, now=now)
+    budget, faults = scratch.budget, scratch.faults
+    known = replace(
+        known,
+        tries=Tries(
+            failures=budget.failures,
+            short_lives=budget.short_lives,
+            faults=faults.in_a_row,
+            hosts=faults.hosts,
+            seen=faults.seen,
+            at=max(budget.at, faults.at),
+            retry_at=max(budget.retry_at, faults.retry_at),
+        ),
+    )
+    last = ended[-1]
+    cause = describe_cause(last)
+    if cause in (PodCause.DONE, PodCause.USER_ERROR):
+        return known
+    code, message = (last.end.exit_code, last.end.message) if last.end else (None, "")
+    said = describe_end(LastFailure(cause, None, message, now, exit_code=code))
+    most = observation.run.spec.failure_policy.max_failures_without_progress
+    if budget.failures <= most:
+        return replace(known, failure=said)
+    text = stop(
+        f"pods failed {budget.failures} times without a result; {most} such failures are allowed. "
+        f"Last: {said}"
+    )
+    return replace(
+        known,
+        failed=observation.run.generation,
+        failure=f"{text} {_REMEDIES.get(cause, _REMEDY)}",
+    )

@@ -1,0 +1,444 @@
+"""Names what is in the way of a run that wants to train, and whether a person has to act.
+
+The run goes on by itself once nothing is in the way any more.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from evergrad_manifest.profile import NAMESPACE_PROFILE
+from evergrad_operator.core.objects import names
+from evergrad_operator.core.objects.kinds import API_RESOURCES, POD_GROUP, POD_GROUPS
+from evergrad_operator.core.objects.names import Reason
+from evergrad_operator.core.observe.observe import (
+    BOUNDS_NOT_TAKEN,
+    NAME_LEFT,
+    NAME_TAKEN,
+    ApplyFailure,
+)
+from evergrad_operator.core.observe.pod_messages import quote
+from evergrad_operator.core.observe.pods import PodState
+from evergrad_operator.core.policies.context import ReconcileContext
+from evergrad_operator.core.policies.gang import describe_wait, joins_pod_group
+
+_START: Final = frozenset(
+    {
+        "CreateContainerConfigError",
+        "CreateContainerError",
+        "RunContainerError",
+        "StartError",
+        "CrashLoopBackOff",
+    }
+)
+_MISSING_CLAIM: Final = re.compile(
+    r'persistentvolumeclaim "[^"]*" (?:not found|is being deleted)'
+)
+_PENDING_CLAIM: Final = re.compile(
+    r"unbound immediate PersistentVolumeClaims|didn't find available persistent volumes"
+)
+_SLOW_SECONDS: Final = 120.0
+_PERSON_AT_ONCE: Final = frozenset(
+    {
+        Reason.ADMISSION_REFUSED,
+        Reason.INVALID_OBJECT,
+        Reason.COORDINATOR_UNAUTHORIZED,
+        Reason.GANG_UNAVAILABLE,
+        Reason.NAME_TAKEN,
+        Reason.VOLUME_LOST,
+        Reason.VOLUME_RECORD_REFUSED,
+    }
+)
+_PERSON_LATER: Final = frozenset(
+    {
+        Reason.COORDINATOR_UNREACHABLE,
+        Reason.IMAGE_PULL_FAILED,
+        Reason.START_ERROR,
+        Reason.VOLUME_MISSING,
+        Reason.VOLUME_PENDING,
+    }
+)
+"""A registry comes back, a claim or a Secret may follow the run a moment later: these often heal by
+themselves.
+
+Reasons in neither set heal sooner or later: a queue admits, an autoscaler brings nodes, a quota becomes
+free.
+"""
+_LIMIT_RANGE: Final = re.compile(
+    r"(?:maximum|minimum) \S+ usage per (?:Container|Pod) is |max limit to request ratio per "
+)
+"""The API server's words for a container that a LimitRange of the namespace refuses."""
+_NEEDED_BY_NAME: Final = ("Pod", "PersistentVolumeClaim")
+"""Kinds whose objects are in the way only while they are wanted; others are wanted until they exist."""
+PATIENCE_SECONDS: Final = 300.0
+"""Time after which an obstacle that often heals by itself needs a person: most outages of a registry are
+shorter."""
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """One thing that is in the way, and what to do about it.
+
+    ``since``: seconds since 1970, 0 where unknown. ``is_for_person``: nothing but a person can mend it,
+    though others of its reason heal.
+    """
+
+    reason: Reason
+    message: str
+    since: float = 0.0
+    is_for_person: bool = False
+
+    @property
+    def needs_person_at(self) -> float | None:
+        """Time from which on a person has to act, in seconds since 1970; None for never."""
+        if self.reason in _PERSON_AT_ONCE or self.is_for_person:
+            return self.since
+        return self.since + PATIENCE_SECONDS if self.reason in _PERSON_LATER else None
+
+
+def find_obstacle(context: ReconcileContext, wanted: Iterable[str]) -> Obstacle | None:
+    """Return the obstacle that explains most; None where nothing is in the way.
+
+    ``wanted``: names of the pods that should be made now, and of a claim to be written.
+    """
+    # Refusals of the API server come first: nothing else can be said about pods that do not exist.
+    names_wanted = frozenset(wanted)
+    for failure in context.observation.failures:
+        # A refusal of something that is not needed any more may be remembered for long.
+        if failure.verb not in ("create", "apply"):
+            is_relevant = True
+        elif failure.kind in _NEEDED_BY_NAME:
+            is_relevant = failure.name in names_wanted
+        else:
+            is_relevant = (failure.kind, failure.name) not in context.observation.hashes
+        if not is_relevant:
+            continue
+        if failure.reason == NAME_LEFT:
+            return explain_leftovers(context)
+        # A claim that exists is written for the run's record alone.
+        is_record = (failure.verb, failure.kind) == ("apply", "PersistentVolumeClaim")
+        if is_record and context.observation.claim is not None and not _is_passing(failure):
+            return _explain_record(failure)
+        return explain_refusal(failure, context.run.name)
+
+    # Then pods that exist and do not run; the reason that is rarest and most certain counts.
+    coordinators = [pod for pod in context.observation.coordinators if pod.is_live]
+    obstacles = []
+    preparing = [pod for pod in context.preparing if pod.is_live]
+    for pod in (*preparing, *coordinators, *context.live):
+        found = None if pod.is_running else explain_pod(pod, context)
+        if found is not None:
+            obstacles.append(replace(found, since=pod.created_at))
+    if obstacles:
+        return min(obstacles, key=lambda one: _ORDER.index(one.reason))
+
+    # Where all pods run, the coordinator may still not answer.
+    silence = context.observation.unreachable
+    if silence is None:
+        return None
+    return Obstacle(
+        Reason(silence.reason),
+        silence.text,
+        context.now - silence.seconds,
+    )
+
+
+_ORDER: Final = (
+    Reason.IMAGE_PULL_FAILED,
+    Reason.START_ERROR,
+    Reason.VOLUME_LOST,
+    Reason.VOLUME_MISSING,
+    Reason.VOLUME_PENDING,
+    Reason.UNSCHEDULABLE,
+    Reason.QUEUED,
+    Reason.STARTING,
+)
+
+
+_LEFTOVER_KINDS: Final = "pods,services,configmaps,secrets,networkpolicies"
+"""Kinds of a run's children, except the claim, which has the checkpoints."""
+_MOST_LEFTOVERS: Final = 8
+"""Leftovers that a message names; the command removes all of them."""
+
+
+def find_leftover_obstacle(context: ReconcileContext) -> Obstacle | None:
+    """Find pods that an earlier run of this name has left: they may train, and write in the same folder."""
+    # Pods of this run that are at work show that nothing was in their way.
+    if not context.observation.leftovers or context.live:
+        return None
+    return explain_leftovers(context)
+
+
+def explain_leftovers(context: ReconcileContext) -> Obstacle:
+    """Return everything that is known to be left by an earlier run of this name, and one command against
+    it."""
+    run = context.run
+    left = [f"Pod {name}" for name in context.observation.leftovers]
+    left += [
+        f"{one.kind} {one.name}"
+        for one in context.observation.failures
+        if one.reason == NAME_LEFT and one.kind != "Pod"
+    ]
+    shown = ", ".join(left[:_MOST_LEFTOVERS])
+    if len(left) > _MOST_LEFTOVERS:
+        shown += f" and {len(left) - _MOST_LEFTOVERS} more"
+    # The group of a gang is there only where the cluster has such a kind.
+    kinds = _LEFTOVER_KINDS
+    if any(name.startswith(f"{POD_GROUP} ") for name in left):
+        kinds += ",podgroups"
+    selector = f"{names.LABEL_MANAGED_BY}={names.MANAGED_BY},{names.LABEL_RUN}={run.name}"
+    command = f"kubectl delete {kinds} -n {run.namespace} -l {selector}"
+    text = (
+        f"an earlier run {run.name}, which was deleted with --cascade=orphan, has left {shown}. No pod is "
+        f"made before they are gone, since both would write in {run.volume_path}. Remove all of them with: "
+        f"{command} (the claim with the checkpoints stays)"
+    )
+    return Obstacle(Reason.NAME_TAKEN, text)
+
+
+def explain_refusal(failure: ApplyFailure, run: str) -> Obstacle:
+    """Return a refusal of the API server, or of a coordinator, in words. ``run``: name of the run."""
+    what, said = f"{failure.kind} {failure.name}", failure.message
+    # Only the run's own name tells its pods from the nodes of a run whose name ends with "-evaluate".
+    of_pod = "spec.resources"
+    if failure.name.startswith(names.preparation_pod_name(run, 0).removesuffix("0")):
+        of_pod = "spec.preparation.resources"
+    elif failure.name.startswith(names.evaluation_pod_name(run, 0, 0).removesuffix("0-0")):
+        of_pod = "spec.evaluation.resources"
+    if failure.reason == NAME_TAKEN:
+        remedy = "Delete or rename it, or give the run another name"
+        return Obstacle(
+            Reason.NAME_TAKEN,
+            f"{what} exists already and belongs to somebody else. {remedy}; it is tried again",
+        )
+    if failure.reason == BOUNDS_NOT_TAKEN:
+        return Obstacle(
+            Reason.BOUNDS_NOT_TAKEN,
+            f"the new bounds are not in force: {quote(said)}. They are sent again",
+        )
+
+    # Nothing was refused: it may go through at the next try.
+    if _is_passing(failure):
+        could_not = f"could not {failure.verb} {what}"
+        words = quote(said) or failure.reason
+        # 409 without a name that is taken: another write came first, and the next try will do.
+        if failure.status == 409:
+            return Obstacle(Reason.STARTING, f"{could_not} yet: {words}. It is tried again")
+        if "failed calling webhook" in said:
+            remedy = "See the webhook's pods and its failurePolicy; it is tried again"
+            text = f"{could_not}: an admission webhook does not answer: {words}. {remedy}"
+            return Obstacle(Reason.WEBHOOK_FAILED, text)
+        code = f" (HTTP {failure.status})" if failure.status else ""
+        text = f"{could_not}: the API server does not answer, or not now: {words}{code}"
+        return Obstacle(Reason.API_UNAVAILABLE, f"{text}. It is tried again")
+
+    # The texts of the API server are read last: they are prose, and a wrong guess is wrong only about the
+    # remedy.
+    text = f"the API server refuses {what}: {quote(said) or failure.reason} (HTTP {failure.status})"
+    if "exceeded quota" in said or "insufficient quota" in said:
+        return Obstacle(
+            Reason.QUOTA_EXCEEDED,
+            f"{text}. Free or raise the ResourceQuota; it is tried again",
+        )
+    if "must specify" in said and "quota" in said:
+        remedy = f"Set these under {of_pod}; it is tried again"
+        return Obstacle(Reason.ADMISSION_REFUSED, f"{text}. {remedy}")
+    if "violates PodSecurity" in said:
+        remedy = "Remove from spec.template what the namespace's Pod Security level forbids"
+        return Obstacle(Reason.ADMISSION_REFUSED, f"{text}. {remedy}; it is tried again")
+    if _LIMIT_RANGE.search(said):
+        # The coordinator's resources are the installation's: no field of the run changes them.
+        coordinator = names.coordinator_pod_name(run, 0).removesuffix("0")
+        field = f"{of_pod}.limits"
+        if failure.name.startswith(coordinator):
+            field = "the chart's values runs.coordinator"
+        remedy = f"Change the LimitRange of the namespace, or {field}; it is tried again"
+        return Obstacle(Reason.ADMISSION_REFUSED, f"{text}. {remedy}")
+    if failure.status == 422:
+        remedy = f"Correct spec.template or {of_pod}; it is tried again"
+        return Obstacle(Reason.INVALID_OBJECT, f"{text}. {remedy}")
+    if failure.status in (400, 403):
+        remedy = "Change the run, or the policy or rights that forbid it; it is tried again"
+        return Obstacle(Reason.ADMISSION_REFUSED, f"{text}. {remedy}")
+    return Obstacle(Reason.CREATE_FAILED, f"{text}. It is tried again")
+
+
+def _is_passing(failure: ApplyFailure) -> bool:
+    """Whether the object was not refused: something did not answer, was busy, or another write was first."""
+    return failure.status in (0, 401, 409, 429) or failure.status >= 500
+
+
+def _explain_record(failure: ApplyFailure) -> Obstacle:
+    """Return in words that the run's record on an existing claim is refused.
+
+    The record is written before any pod is made, or two runs could share a folder.
+    """
+    text = (
+        f"the API server refuses the run's record on PersistentVolumeClaim {failure.name}: "
+        f"{quote(failure.message) or failure.reason} (HTTP {failure.status}). No pod is made before it stands"
+    )
+    if "annotations" in failure.message and "long" in failure.message.lower():
+        remedy = (
+            f"Delete TrainingRuns that are over and use this claim, and annotations of it that begin with "
+            f"{names.CLAIM_ANNOTATION_PREFIX} and name no run any more, or use another claim"
+        )
+    elif failure.status == 403:
+        remedy = "Allow the operator to patch the claim: see its rights, quotas and admission policies"
+    else:
+        remedy = (
+            "See what the API server or a webhook has against an annotation of the claim"
+        )
+    return Obstacle(Reason.VOLUME_RECORD_REFUSED, f"{text}. {remedy}; it is tried again")
+
+
+_SMALLER_NODES: Final = (
+    "Lower spec.resources, widen spec.template's node selection, or add nodes"
+)
+_ROLES: Final = {
+    names.ROLE_COORDINATOR: ("the coordinator", _SMALLER_NODES),
+    names.ROLE_PREPARATION: (
+        "the preparation",
+        (
+            "Lower spec.preparation.resources or widen the node selection, and set "
+            "spec.restartNonce to a new text; or add nodes"
+        ),
+    ),
+    names.ROLE_EVALUATION: (
+        "the evaluation",
+        "Lower spec.evaluation.resources or widen the node selection, and delete the pod; or add nodes",
+    ),
+}
+"""How a pod is called that is no node, by role, and how it finds a host."""
+_REFUSED: Final = (
+    "The scheduler tries again; where pods of one PodGroup differ in scheduler or priority, another "
+    "spec.restartNonce makes all of them anew"
+)
+
+
+def explain_pod(pod: PodState, context: ReconcileContext) -> Obstacle | None:
+    """Return why a pod does not run; None where that needs no explanation yet."""
+    who, smaller = _ROLES.get(pod.role, (f"node {pod.index}", _SMALLER_NODES))
+    where, said = f"{who} (pod {pod.name})", quote(pod.waiting_message)
+    reason = pod.waiting_reason
+    if pod.is_image_missing:
+        remedy = "Check the image's name, the registry and spec.template.imagePullSecrets; it is tried again"
+        return Obstacle(
+            Reason.IMAGE_PULL_FAILED, f"{where}: {reason}: {said or 'no details'}. {remedy}"
+        )
+    if reason in _START:
+        remedy = (
+            "Check what spec.template refers to, such as Secrets and ConfigMaps, and the image's "
+            "command; it is tried again"
+        )
+        return Obstacle(
+            Reason.START_ERROR, f"{where}: {reason}: {said or 'no details'}. {remedy}"
+        )
+    if pod.place.is_gated:
+        # Only a person can name a queue, and only a pod that is in none needs one.
+        has_queue = names.LABEL_QUEUE in context.run.labels or bool(pod.place.queue)
+        text, is_for_person = describe_wait(pod, context, where), not has_queue
+        return Obstacle(Reason.QUEUED, text, is_for_person=is_for_person)
+    if reason == "SchedulingGated":
+        return Obstacle(
+            Reason.QUEUED,
+            f"{where} waits to be admitted by a queue: {said or 'a scheduling gate is set'}",
+        )
+    # The scheduler's words are the only sign of a claim that is missing or not bound.
+    if reason == "Unschedulable" and _MISSING_CLAIM.search(said):
+        remedy = "Create the PersistentVolumeClaim; the pod waits for it"
+        return Obstacle(Reason.VOLUME_MISSING, f"{where}: {said}. {remedy}")
+    if reason == "Unschedulable" and _PENDING_CLAIM.search(said):
+        remedy = "Check its StorageClass, which must allow writing from several nodes; the pod waits for it"
+        return Obstacle(Reason.VOLUME_PENDING, f"{where}: {said}. {remedy}")
+    if reason == "Unschedulable":
+        return Obstacle(
+            Reason.UNSCHEDULABLE,
+            f"{where}: no node fits: {said or 'no details'}. {smaller}; the pod waits for them",
+        )
+    if reason == "SchedulerError":
+        text = f"{where}: the scheduler refuses it: {said or 'no details'}. {_REFUSED}"
+        return Obstacle(Reason.UNSCHEDULABLE, text)
+    if (
+        reason == "PodInitializing"
+        and said
+        and context.now - pod.created_at > _SLOW_SECONDS
+    ):
+        remedy = f"See kubectl logs {pod.name} -c, with its name; the pod waits for it"
+        return Obstacle(Reason.STARTING, f"{where}: {said}. {remedy}")
+    if reason == "ContainerCreating" and context.now - pod.created_at > _SLOW_SECONDS:
+        remedy = (
+            f"See kubectl describe pod {pod.name}: a volume, a Secret or a ConfigMap may be "
+            "missing or slow"
+        )
+        return Obstacle(
+            Reason.STARTING,
+            f"{where} has been created for {int(_SLOW_SECONDS)} seconds and more. {remedy}",
+        )
+    return None
+
+
+_MISSING_GROUP: Final = {
+    "coscheduling": "Install the PodGroup and the scheduler of scheduler-plugins",
+    "podGroup": "Switch the feature gate GenericWorkload and this API group on, in Kubernetes 1.36 or later",
+}
+"""How a cluster gets the PodGroup, by the installation's kind of gang."""
+
+
+def find_group_obstacle(context: ReconcileContext) -> Obstacle | None:
+    """Find out whether the PodGroup is missing that the run's first pods need.
+
+    Without it a scheduler would place them one by one, which this installation has asked not to do.
+    """
+    is_missing = context.observation.group_kind is None
+    if not is_missing or context.live or not joins_pod_group(context):
+        return None
+    # An API server that was not heard may have it.
+    for failure in context.observation.failures:
+        if failure.kind == API_RESOURCES:
+            return explain_refusal(failure, context.run.name)
+    gang = context.config.gang
+    group = POD_GROUPS[gang][0].version.partition("/")[0]
+    text = f"the API server has no PodGroup of {group}, by which this installation places the nodes of a run"
+    remedy = f"{_MISSING_GROUP[gang]}, or set runs.gang of the chart to none; it is looked for again"
+    return Obstacle(Reason.GANG_UNAVAILABLE, f"{text}. {remedy}")
+
+
+def find_profile_obstacle(context: ReconcileContext) -> Obstacle:
+    """Return why the namespace's profile could not be read, without which no run begins."""
+    for failure in context.observation.failures:
+        if (failure.verb, failure.name) == ("list", NAMESPACE_PROFILE):
+            return explain_refusal(failure, context.run.name)
+    text = (
+        f"ConfigMap {NAMESPACE_PROFILE} of namespace {context.run.namespace} was not read"
+    )
+    return Obstacle(Reason.API_UNAVAILABLE, f"{text}. It is tried again")
+
+
+def find_claim_obstacle(context: ReconcileContext) -> Obstacle | None:
+    """Find what is wrong with the PVC itself, before any pod needs it."""
+    claim, name = context.observation.claim, context.run.claim_name
+    since = context.memory.start_time or context.now
+    # A claim of the run's own is made with its pods; only one that the user names can be missing.
+    if claim is None:
+        if not context.run.spec.storage.claim_name:
+            return None
+        # A claim that could not be read may exist.
+        for failure in context.observation.failures:
+            if (failure.verb, failure.name) == ("get", name):
+                return explain_refusal(failure, context.run.name)
+        text = f"PersistentVolumeClaim {name} does not exist in namespace {context.run.namespace}"
+        remedy = "Create it, or leave out spec.storage.claimName in a new TrainingRun"
+        return Obstacle(Reason.VOLUME_MISSING, f"{text}. {remedy}", since)
+    if claim.phase == "Lost":
+        text = f"PersistentVolumeClaim {name} has lost its volume"
+        return Obstacle(
+            Reason.VOLUME_LOST,
+            f"{text}. Restore the volume, or start a new TrainingRun on another",
+            since,
+        )
+    # While pods use a claim, its deletion waits for them.
+    if claim.is_deleting and not context.live:
+        text = f"PersistentVolumeClaim {name} is being deleted. Wait for that, or create another"
+        return Obstacle(Reason.VOLUME_MISSING, text, since)
+    return None

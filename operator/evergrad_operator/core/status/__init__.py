@@ -1,0 +1,1 @@
+"""The status, conditions and events of a run."""

@@ -1,0 +1,305 @@
+"""The status of a run: observation, decision and what came of it → the object on the wire, and when to write
+it. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from evergrad_manifest.model.claims import mounted_claims
+from evergrad_operator.core.decision import Action, Decision
+from evergrad_operator.core.objects import names
+from evergrad_operator.core.objects.problems import LONGEST_LIST
+from evergrad_operator.core.objects.raw import (
+    get_int,
+    get_map,
+    get_maps,
+    get_text,
+    keep_start,
+)
+from evergrad_operator.core.objects.status_encoding import format_rate, without_empty
+from evergrad_operator.core.objects.times import format_duration, format_time, parse_time
+from evergrad_operator.core.observe.evaluation import show_evaluation
+from evergrad_operator.core.observe.memory import Coordinator, Memory, Training
+from evergrad_operator.core.observe.observe import Observation, is_deleted_with
+from evergrad_operator.core.observe.pods import MAX_MESSAGE
+from evergrad_operator.core.observe.preparation import show_preparation
+from evergrad_operator.core.observe.time_accounting import NO_PRICE, Price, show_usage
+from evergrad_operator.core.status.conditions import (
+    build_conditions,
+    build_refused_conditions,
+)
+from evergrad_operator.core.status.memory_status import build_memory
+
+PROGRESS_SECONDS: Final = 10.0
+"""Seconds between two writes in which only progress differs."""
+COUNTS_SECONDS: Final = 1.0
+"""Seconds between two writes in which only counts of pods differ: a run's pods start one after another."""
+PROGRESS_TIMEOUT_SECONDS: Final = 900.0
+"""Time without a step after which a training group counts as stalled."""
+_PROGRESS: Final = ("progress", "preparation", "checkpoint", "lostSeconds", "usage")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a plan. ``created``: names of pods that now exist."""
+
+    created: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class WriteDecision:
+    """Whether the status is written now; if not, ``after``: seconds until then, or None for not at all."""
+
+    write: bool
+    after: float | None = None
+
+
+def build_status(
+    observation: Observation,
+    decision: Decision,
+    outcome: Outcome,
+    now: float,
+    price: Price = NO_PRICE,
+) -> dict[str, Any]:
+    """Build the whole ``status``, at most 16 KiB. ``now``: seconds since 1970."""
+    run = observation.run
+    memory = _note_created(decision, outcome, run.name)
+
+    # The coordinator's count is as old as its last answer: pods that have ended since do not train.
+    live = [pod for pod in observation.nodes if pod.is_live]
+    running = sum(pod.is_running for pod in live)
+    is_at_rest = decision.action in (Action.STOP, Action.CLEAN) or memory.finish is not None
+    ready = min(memory.training.ready, running)
+    if is_at_rest and not running:
+        ready = 0
+    training = replace(memory.training, ready=ready)
+    memory = replace(memory, training=training)
+
+    # All problems of a file are shown at once, wherever that is possible.
+    is_invalid = decision.reason == names.Reason.INVALID_SPEC
+    longest = LONGEST_LIST if is_invalid else MAX_MESSAGE
+    # A run that is over needs no nodes: none is missing.
+    summary = None if memory.finish else f"{ready}/{run.spec.nodes.largest}"
+    saved_at = training.checkpoint_at
+    nodes = {
+        "summary": summary,
+        "min": run.spec.nodes.min,
+        "max": run.spec.nodes.largest,
+    }
+    status = {
+        "observedGeneration": run.generation,
+        "phase": decision.phase.value,
+        "reason": str(decision.reason),
+        "message": keep_start(decision.message, longest),
+        **build_memory(memory),
+        "nodes": {**nodes, "ready": ready, "running": running},
+        "progress": _build_progress(training, is_running=not is_at_rest),
+        "volume": _build_volume(observation),
+        "preparation": show_preparation(memory.preparation),
+        "evaluation": show_evaluation(memory.evaluation),
+        "usage": show_usage(memory.usage, price),
+        "checkpoint": {
+            "step": training.checkpoint_step,
+            "savedAt": None if saved_at is None else format_time(saved_at),
+            "failedSaves": training.failed_saves,
+            "trouble": training.save_trouble or None,
+            "message": training.save_message or None,
+        },
+    }
+    cleaned: dict[str, Any] = without_empty(status)
+    # Conditions come from the same memory as the rest, or the two would contradict each other.
+    cleaned["conditions"] = build_conditions(
+        observation,
+        replace(decision, memory=memory),
+        now=now,
+        progress_timeout=PROGRESS_TIMEOUT_SECONDS,
+    )
+    return cleaned
+
+
+def build_refused_status(
+    raw: Mapping[str, Any],
+    message: str,
+    now: float,
+) -> dict[str, Any]:
+    """Build the status of a run whose spec cannot be read: its present one, with the reason.
+
+    A run that is over stays as it is.
+    """
+    old = get_map(raw, "status")
+    if get_text(old, "phase") in (names.Phase.COMPLETE, names.Phase.FAILED):
+        return dict(old)
+
+    text = keep_start(message, LONGEST_LIST)
+    generation = get_int(get_map(raw, "metadata"), "generation") or 0
+    conditions = build_refused_conditions(raw, text, now=now)
+    return {
+        **old,
+        # Without it, tools would wait for a look at this generation, and never find that a person must act.
+        "observedGeneration": generation,
+        "phase": get_text(old, "phase") or names.Phase.WAITING.value,
+        "reason": names.Reason.INVALID_SPEC.value,
+        "message": text,
+        "conditions": conditions,
+    }
+
+
+def _note_created(decision: Decision, outcome: Outcome, run: str) -> Memory:
+    """Return the memory with the pods of this pass, so that their loss before the next look is noticed."""
+    memory = decision.memory
+    created = frozenset(outcome.created)
+
+    # Only pods that were really made count: the number of one that was refused is used again.
+    attempts = list(memory.attempts)
+    recorded = set(memory.recorded)
+    for index, number in decision.nodes_to_create:
+        if names.node_pod_name(run, index, number) in created:
+            attempts += [-1] * (index + 1 - len(attempts))
+            attempts[index] = number
+            recorded.discard(index)
+            # The number of a group is used once a pod of it exists.
+            if decision.gang is not None and index in decision.gang.members:
+                memory = replace(memory, gang=decision.gang.number)
+
+    # A new coordinator's counters begin at 0: those of the one before are already in the run's own.
+    coordinator = memory.coordinator
+    attempt = decision.coordinator_attempt
+    if attempt is not None and names.coordinator_pod_name(run, attempt) in created:
+        coordinator = Coordinator(
+            attempt, coordinator.image, is_queued=coordinator.is_queued
+        )
+    preparation = memory.preparation
+    attempt = decision.preparation_attempt
+    if attempt is not None and names.preparation_pod_name(run, attempt) in created:
+        preparation = replace(preparation, attempt=attempt, is_recorded=False)
+    evaluation, made = memory.evaluation, decision.evaluation
+    if (
+        made is not None
+        and names.evaluation_pod_name(run, made.step, made.attempt) in created
+    ):
+        evaluation = replace(evaluation, attempt=made.attempt, is_recorded=False)
+    return replace(
+        memory,
+        attempts=tuple(attempts),
+        recorded=frozenset(recorded),
+        coordinator=coordinator,
+        preparation=preparation,
+        evaluation=evaluation,
+    )
+
+
+def _build_volume(observation: Observation) -> dict[str, Any]:
+    """Build what only the operator knows of a run's volumes: claims that its profile adds, and whether its
+    own claim is deleted with it."""
+    run, claim = observation.run, observation.claim
+    shown: dict[str, Any] = {
+        "profileClaims": list(mounted_claims(run.profile.defaults.get("template")))
+    }
+    # The decision counts, and what the claim says: until the claim has changed, it still goes with the run.
+    goes = is_deleted_with(run, claim, observation.claim_users)
+    mark = (
+        claim.annotations.get(names.ANNOTATION_DELETED_WITH) if claim is not None else None
+    )
+    if goes or mark == run.uid or run.spec.storage.when_deleted == "Delete":
+        shown["goesWithRun"] = goes or mark == run.uid
+    return shown
+
+
+def _build_progress(training: Training, *, is_running: bool) -> dict[str, Any]:
+    step = training.step
+    total = training.total_steps
+    loss = training.loss
+    rate = training.tokens_per_second
+    # A run that is suspended or over has no end to come.
+    eta = training.eta_seconds if is_running else None
+    shown: dict[str, Any] = {
+        "generation": training.generation,
+        "step": step,
+        "totalSteps": total,
+        "summary": None if step is None else str(step),
+        "loss": None if loss is None else f"{loss:.3f}",
+        "tokensPerSecond": None if rate is None else format_rate(rate),
+        "eta": None if eta is None else format_duration(eta),
+        "etaSeconds": None if eta is None else int(eta),
+        "updatedAt": format_time(training.updated_at) if training.updated_at else None,
+    }
+    if step is not None and total:
+        shown["summary"] = f"{step}/{total}"
+        # The horizon may be edited to one that the run has already passed.
+        shown["percent"] = min(100, 100 * step // total)
+    return shown
+
+
+def should_write(
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    *,
+    now: float,
+    last_progress_write: float | None,
+) -> WriteDecision:
+    """Decide whether ``new`` is written now.
+
+    Progress alone is written every 10 s at most, counts of pods every second, everything else at once.
+    ``last_progress_write``: when a status was written last, in seconds since 1970.
+    """
+    # Time alone is no news: it is written with what is, or every run that waits would be written for ever.
+    if without_usage(old) == without_usage(new):
+        return WriteDecision(False)
+
+    # The API server can carry a write every ten seconds for each of 1,000 runs, but not one for every step.
+    pause = PROGRESS_SECONDS
+    before = _without_progress(old)
+    after = _without_progress(new)
+    if before != after:
+        pause = COUNTS_SECONDS
+        if _without_counts(before) != _without_counts(after):
+            return WriteDecision(True)
+
+    last = last_progress_write
+    if last is None:
+        # The operator has just started: the present status was written at this time, or later.
+        last = parse_time(get_text(get_map(old, "progress"), "updatedAt"))
+    left = 0.0 if last is None else last + pause - now
+    if left <= 0:
+        return WriteDecision(True)
+    # A clock that was set back must not hold up the write for longer than one pause.
+    return WriteDecision(False, min(left, pause))
+
+
+def without_usage(status: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the status less the time of its pods, which grows whatever happens."""
+    rest = {key: value for key, value in status.items() if key != "usage"}
+    notes = {
+        key: value for key, value in get_map(status, "memory").items() if key != "usage"
+    }
+    return {**rest, "memory": notes}
+
+
+def _without_counts(status: Mapping[str, Any]) -> dict[str, Any]:
+    nodes = get_map(status, "nodes")
+    # Messages hold counts, too; the reasons beside them do not.
+    conditions = [
+        {**condition, "message": ""} for condition in get_maps(status, "conditions")
+    ]
+    notes = {
+        key: value for key, value in get_map(status, "memory").items() if key != "usagePods"
+    }
+    return {
+        **status,
+        "memory": notes,
+        "message": "",
+        "evaluation": {**get_map(status, "evaluation"), "message": ""},
+        "nodes": [nodes.get("min"), nodes.get("max")],
+        "conditions": conditions,
+    }
+
+
+def _without_progress(status: Mapping[str, Any]) -> dict[str, Any]:
+    rest = {key: value for key, value in status.items() if key not in _PROGRESS}
+    # The coordinator's own count of lost seconds grows with the time, too.
+    rest["memory"] = {
+        key: value
+        for key, value in get_map(status, "memory").items()
+        if key not in ("coordinatorLostSeconds", "usage")
+    }
+    return rest

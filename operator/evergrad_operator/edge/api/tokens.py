@@ -1,0 +1,102 @@
+"""The tokens of runs, and the installation's key that they are derived from.
+
+A run's token is HMAC-SHA256(key, uid of the run), so an operator that starts anew knows every token without
+reading the Secrets of runs, for which it has no right.
+"""
+
+import base64
+import binascii
+import hashlib
+import hmac
+import logging
+import secrets
+from typing import Final, Protocol
+
+from evergrad_operator.core.objects.errors import ApiError, SettingsError
+from evergrad_operator.core.objects.kinds import SECRET, Kind, Raw
+from evergrad_operator.core.objects.names import LABEL_MANAGED_BY, MANAGED_BY
+
+log = logging.getLogger(__name__)
+KEY_BYTES: Final = 32
+_FIELD: Final = "key"
+_TRIES: Final = 3
+"""Another operator may create the key, or a person delete it, between a read and a write. If that happens
+more often than this, it is no race."""
+
+
+class KeyStore(Protocol):
+    """The part of the API server that reading the key needs; ``Kube`` is one. All raise ApiError."""
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Raw | None:
+        """Return the object, or None."""
+
+    async def create(
+        self,
+        body: Raw,
+        *,
+        is_fenced: bool = True,
+        is_brief: bool = False,
+    ) -> Raw:
+        """Create an object. ApiError 409: one of that name exists."""
+
+
+def derive_token(key: bytes, uid: str) -> str:
+    """Return the token of the run with this uid, 64 hex digits."""
+    return hmac.new(key, uid.encode(), hashlib.sha256).hexdigest()
+
+
+async def load_key(store: KeyStore, namespace: str, name: str) -> bytes:
+    """Return the installation's key from its Secret, which is created where there is none.
+
+    Replicas that start together agree: the first Secret counts. Raises SettingsError for a Secret that holds
+    no key, ApiError.
+    """
+    # Two writers may race here: the one that is refused with 409 reads the other's key.
+    for _ in range(_TRIES):
+        try:
+            raw = await store.get(SECRET, namespace, name)
+            if raw is not None:
+                try:
+                    text = (raw.get("data") or {}).get(_FIELD) or ""
+                    known = base64.b64decode(text, validate=True)
+                except (binascii.Error, TypeError, ValueError):
+                    known = b""
+                # A short key is refused, and not padded: every token of the installation rests on it.
+                if len(known) < KEY_BYTES:
+                    raise SettingsError(
+                        f"Secret {namespace}/{name}: it has no {_FIELD!r} of at least {KEY_BYTES} bytes, "
+                        "from which the tokens of runs are derived. Delete it, so that the operator makes "
+                        "one; runs at work then need a new spec.restartNonce."
+                    )
+                return known
+
+            # The Secret has no owner: the tokens of runs at work are derived from it also while the operator
+            # is being installed anew.
+            key = base64.b64encode(secrets.token_bytes(KEY_BYTES)).decode()
+            body = {
+                "apiVersion": SECRET.version,
+                "kind": SECRET.kind,
+                "metadata": {
+                    "name": name,
+                    "namespace": namespace,
+                    "labels": {LABEL_MANAGED_BY: MANAGED_BY},
+                },
+                "type": "Opaque",
+                "immutable": True,
+                "data": {_FIELD: key},
+            }
+            await store.create(body, is_brief=True)
+            log.info("made the installation's key, Secret %s/%s", namespace, name)
+        except ApiError as error:
+            if error.status == 403:
+                text = (
+                    f"it may not be read or created; {error.message}. Install the chart's roles for "
+                    "this namespace."
+                )
+                raise SettingsError(f"Secret {namespace}/{name}: {text}") from error
+            if error.status != 409:
+                raise
+    raise SettingsError(
+        f"Secret {namespace}/{name}: it can neither be read nor created; somebody deletes it "
+        "again and again. Leave it alone."
+    )

@@ -1,0 +1,1 @@
+"""Metrics, health checks and pages that the operator serves."""

@@ -1,0 +1,91 @@
+"""The operator's health: whether work stands still, whether it is ready, and the facts that are exported."""
+
+import asyncio
+import time
+from typing import Final
+
+from evergrad_operator.core.objects.names import Key
+from evergrad_operator.edge.api.lease import LeaseGate
+from evergrad_operator.edge.api.transport import Gate
+from evergrad_operator.edge.cache.cache import InformerCache
+from evergrad_operator.edge.cache.queue import WorkQueue
+from evergrad_operator.edge.metrics.operator_metrics import Facts, Metrics
+
+STALLED_SECONDS: Final = 100.0
+"""Seconds without any progress after which /healthz fails: longer than a pass may take, which is 60 s."""
+_LAG_SECONDS: Final = 0.25
+
+
+class Vitals:
+    """Reads the state of the operator's parts, and changes none."""
+
+    def __init__(
+        self,
+        *,
+        queue: WorkQueue[Key],
+        cache: InformerCache,
+        gate: Gate,
+    ) -> None:
+        self._queue = queue
+        self._cache = cache
+        self._gate = gate
+        self.is_standing_by = False
+        """Whether another process holds the lease."""
+        self.is_synced = False
+        """Whether the watches have begun."""
+
+    def find_stall(self) -> str | None:
+        """Describe, for /healthz, the work that stands still until a restart; None if all is well."""
+        # Without its lease the process waits, and a restart would not bring the lease back.
+        if isinstance(self._gate, LeaseGate) and self._gate.remaining() <= 0:
+            return None
+
+        # The number of keys that wait says nothing: after a start all runs are due together.
+        state = self._queue.observe()
+        if state.stalled > STALLED_SECONDS:
+            return (
+                f"work stands still: for {state.stalled:.0f} s no pass has finished, and {state.depth} runs "
+                "wait for one"
+            )
+        # A pass ends itself earlier. If it did not, its run would never be looked at again.
+        if state.longest_work > STALLED_SECONDS:
+            return f"work stands still: {state.longest_work:.0f} s on one run, longer than a pass may take"
+
+        # Before the watches have begun, nothing owes the versions of the first list.
+        lags = self._cache.expectations.lag().items() if self.is_synced else ()
+        late = [(resource, lag) for resource, lag in lags if lag > STALLED_SECONDS]
+        if late:
+            behind = ", ".join(f"{resource} by {lag:.0f} s" for resource, lag in late)
+            return f"a watch is behind: {behind}"
+        return None
+
+    def find_unready(self) -> str | None:
+        """Describe, for /readyz, why the process is not ready; None if it is, also while it stands by."""
+        if self.is_synced or self.is_standing_by:
+            return None
+        return "not in step with the API server yet"
+
+    async def measure_lag(self, metrics: Metrics) -> None:
+        """Measure, for ever, how late the event loop is: everything else waits for it."""
+        while True:
+            started = time.monotonic()
+            await asyncio.sleep(_LAG_SECONDS)
+            passed = time.monotonic() - started
+            metrics.loop_lag.observe(max(0.0, passed - _LAG_SECONDS))
+
+    def read_facts(self) -> Facts:
+        """Return the facts about the operator's insides at this moment."""
+        state = self._queue.observe()
+        # While another replica holds the lease, the series of runs are its own: both together would count
+        # each run twice.
+        is_led_elsewhere = isinstance(self._gate, LeaseGate) and self._gate.has_other_holder
+        index = self._cache.store.facts
+        return Facts(
+            queue_depth=state.depth,
+            queue_oldest_age=state.oldest_age,
+            queue_adds=state.added,
+            watch_lag=self._cache.expectations.lag(),
+            objects=self._cache.store.count(),
+            phases={} if is_led_elsewhere else index.count_phases(),
+            runs=() if is_led_elsewhere else index.read(time.time()),
+        )

@@ -1,0 +1,264 @@
+"""The operator's own metrics, made from the catalogue: evergrad_common.metrics.OPERATOR.
+
+Metrics of runs are read off the informer cache at each scrape, so that none outlives its run.
+"""
+
+import platform
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Final
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from evergrad_common.metrics import OPERATOR, Series
+from evergrad_operator.core.observe.facts import RunFacts
+
+_CATALOGUE: Final[Mapping[str, Series]] = {
+    one.name.removeprefix("operator_"): one for one in OPERATOR
+}
+_TIMES: Final[tuple[str, ...]] = ("created", "started", "completed", "last_progress")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts about the operator's insides at one moment."""
+
+    queue_depth: int
+    queue_oldest_age: float
+    queue_adds: int
+    watch_lag: Mapping[str, float]
+    objects: Mapping[str, int]
+    phases: Mapping[str, int]
+    runs: tuple[RunFacts, ...]
+
+
+class Metrics:
+    """Metrics that are counted as things happen, in a registry of their own."""
+
+    def __init__(self, *, revision: str = "unknown") -> None:
+        """``revision``: the commit that this program was built from."""
+        # A second series for each counter, with its time of creation, would double the scrape for nothing.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry()
+        # Memory and processor time of this process, under the names that every client library gives them.
+        ProcessCollector(registry=self.registry)
+        build = self._gauge("build_info")
+        build.labels(
+            metadata.version("evergrad-operator"),
+            revision,
+            platform.python_version(),
+            metadata.version("kopf"),
+        ).set(1)
+        self.leader = self._gauge("leader")
+        self.last_event = self._gauge("watch_last_event_timestamp_seconds")
+        self.reconciles = self._counter("reconcile_total")
+        self.reconcile_seconds = self._histogram("reconcile_duration_seconds")
+        self.reconcile_errors = self._counter("reconcile_errors_total")
+        self.loop_lag = self._histogram("event_loop_lag_seconds")
+        self.api_requests = self._counter("api_requests_total")
+        self.api_seconds = self._histogram("api_request_duration_seconds")
+        self.queue_seconds = self._histogram("run_queue_seconds")
+        self.startup_seconds = self._histogram("run_startup_seconds")
+        self.recovery_seconds = self._histogram("pod_replacement_seconds")
+        self.poll_failures = self._counter("coordinator_poll_failures_total")
+        self.events = self._counter("events_total")
+        self.reviews = self._counter("admission_reviews_total")
+        self.status_writes = self._counter("status_writes_total")
+        # A counter that first appears above 0 hides that increase from ``rate``.
+        for result in ("success", "requeue", "error"):
+            self.reconciles.labels(result)
+
+    def observe_request(
+        self,
+        verb: str,
+        resource: str,
+        code: str,
+        seconds: float,
+    ) -> None:
+        """Count one request to the API server."""
+        self.api_requests.labels(verb, resource, code).inc()
+        self.api_seconds.labels(verb, resource).observe(seconds)
+
+    def render(self) -> bytes:
+        """Return Prometheus' text."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str) -> Counter:
+        one = _CATALOGUE[name]
+        return Counter(
+            one.exported,
+            _help(one),
+            one.labels,
+            registry=self.registry,
+        )
+
+    def _gauge(self, name: str) -> Gauge:
+        one = _CATALOGUE[name]
+        return Gauge(
+            one.exported,
+            _help(one),
+            one.labels,
+            registry=self.registry,
+        )
+
+    def _histogram(self, name: str) -> Histogram:
+        one = _CATALOGUE[name]
+        return Histogram(
+            one.exported,
+            _help(one),
+            one.labels,
+            buckets=one.buckets,
+            registry=self.registry,
+        )
+
+
+class FactsCollector:
+    """Turns ``facts``, as they were when last set, into metrics at each scrape."""
+
+    def __init__(self, facts: Facts, *, labels: Sequence[str] = ()) -> None:
+        """``labels``: names of the labels of runs that are shown."""
+        self.facts = facts
+        self._labels = tuple(labels)
+        self._shown: dict[tuple[str, ...], float] = {}
+        """Seconds of each use as last shown."""
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing: the names are fixed, and a scrape would be too much work to learn them."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the metrics of the operator's insides, then those of the runs."""
+        facts = self.facts
+        yield _gauge_family("queue_depth", {(): facts.queue_depth})
+        yield _gauge_family("queue_oldest_age_seconds", {(): facts.queue_oldest_age})
+        adds = _CATALOGUE["queue_adds_total"]
+        yield CounterMetricFamily(adds.exported, _help(adds), value=facts.queue_adds)
+        for name, values in (
+            ("watch_lag_seconds", facts.watch_lag),
+            ("mirror_objects", facts.objects),
+            ("runs", facts.phases),
+        ):
+            yield _gauge_family(name, {(key,): value for key, value in values.items()})
+        yield from self._collect_runs(facts.runs)
+        yield from self._collect_usage(facts.runs)
+        yield self._collect_labels(facts.runs)
+
+    @staticmethod
+    def _collect_runs(runs: Iterable[RunFacts]) -> Iterable[Metric]:
+        """Return what the status of each run says."""
+        # One family each for all runs: Prometheus takes a family only once in a scrape.
+        restarts = _counter_family("run_restarts_total")
+        replaced = _counter_family("run_pods_replaced_total")
+        phase = _gauge_family("run_phase")
+        info = _gauge_family("run_info")
+        waits = _gauge_family("run_waiting")
+        stalled = _gauge_family("run_stalled")
+        ratio = _gauge_family("run_progress_ratio")
+        times = [_gauge_family(f"run_{name}_timestamp_seconds") for name in _TIMES]
+        evaluated = _gauge_family("run_evaluation_value")
+        step = _gauge_family("run_evaluation_step")
+        waiting = _gauge_family("run_evaluations_waiting")
+        nodes = _gauge_family("run_nodes")
+        most = _gauge_family("run_nodes_max")
+        prepared = _gauge_family("run_preparation_ratio")
+        tokens = _gauge_family("run_preparation_tokens")
+        for run in runs:
+            labels = (run.namespace, run.name)
+            phase.add_metric((*labels, run.phase), 1)
+            info.add_metric((*labels, run.kind), 1)
+            if run.waiting_reason:
+                waits.add_metric((*labels, run.waiting_reason), 1)
+            if run.stalled_reason:
+                stalled.add_metric((*labels, run.stalled_reason), 1)
+            replaced.add_metric(labels, run.replaced)
+            for cause, count in run.restarts.items():
+                restarts.add_metric((*labels, cause), count)
+            moments = (run.created_at, run.started_at, run.completed_at, run.progressed_at)
+            # A time that has not come yet has no sample: 0 would be a date in 1970.
+            for family, at in zip(times, moments, strict=True):
+                if at is not None:
+                    family.add_metric(labels, at)
+            if run.progress is not None:
+                ratio.add_metric(labels, run.progress)
+            if run.evaluated_step is not None:
+                step.add_metric(labels, run.evaluated_step)
+            if run.waiting is not None:
+                waiting.add_metric(labels, run.waiting)
+            for (name, metric), value in run.evaluated.items():
+                evaluated.add_metric((*labels, name, metric), value)
+            for state, count in run.nodes.items():
+                nodes.add_metric((*labels, state), count)
+            if run.nodes_max is not None:
+                most.add_metric(labels, run.nodes_max)
+            if run.work:
+                prepared.add_metric((*labels, run.work), run.prepared)
+                tokens.add_metric(labels, run.prepared_tokens)
+        yield from (phase, info, waits, stalled, restarts, replaced, *times, ratio)
+        yield from (nodes, most, prepared, tokens, step, evaluated, waiting)
+
+    def _collect_usage(self, runs: Iterable[RunFacts]) -> Iterable[Metric]:
+        """Return the seconds of pods and accelerators.
+
+        A pod whose end is seen late gives time back. A counter must not go back: it stands still until the
+        time has come again.
+        """
+        shown: dict[tuple[str, ...], float] = {}
+        for kind in ("pod", "gpu"):
+            entry = _CATALOGUE[f"run_{kind}_seconds_total"]
+            family = CounterMetricFamily(entry.exported, _help(entry), labels=entry.labels)
+            for run in runs:
+                usage = run.usage
+                counts = usage.pods if kind == "pod" else usage.accelerators
+                for cause, milliseconds in counts.items():
+                    # A run that was made anew begins at 0, as any other.
+                    place = (kind, run.namespace, run.name, run.uid, cause)
+                    shown[place] = max(milliseconds / 1000, self._shown.get(place, 0.0))
+                    family.add_metric((run.namespace, run.name, cause), shown[place])
+            yield family
+        self._shown = shown
+
+    def _collect_labels(self, runs: Iterable[RunFacts]) -> Metric:
+        """Return the labels of the runs, each under its name as Prometheus can have it."""
+        entry = _CATALOGUE["run_labels"]
+        by_column = {
+            "label_" + re.sub(r"\W", "_", key, flags=re.ASCII): key for key in self._labels
+        }
+        family = GaugeMetricFamily(
+            entry.exported, _help(entry), labels=(*entry.labels, *by_column)
+        )
+        for run in runs:
+            values = [run.labels.get(key, "") for key in by_column.values()]
+            if any(values):
+                family.add_metric((run.namespace, run.name, *values), 1)
+        return family
+
+
+def _counter_family(name: str) -> CounterMetricFamily:
+    one = _CATALOGUE[name]
+    return CounterMetricFamily(one.exported, _help(one), labels=one.labels)
+
+
+def _gauge_family(
+    name: str, values: Mapping[tuple[str, ...], float] | None = None
+) -> GaugeMetricFamily:
+    one = _CATALOGUE[name]
+    family = GaugeMetricFamily(one.exported, _help(one), labels=one.labels)
+    for labels, value in (values or {}).items():
+        family.add_metric(labels, value)
+    return family
+
+
+def _help(one: Series) -> str:
+    return f"{one.help}."

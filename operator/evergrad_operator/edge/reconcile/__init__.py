@@ -1,0 +1,1 @@
+"""The reconciliation of one run: observe, decide, plan, apply, write the status."""

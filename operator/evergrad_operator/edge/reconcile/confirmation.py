@@ -1,0 +1,247 @@
+"""Lists a run's objects on the API server before pods are made or deleted: the informer cache is only a
+hint."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from typing import Final
+
+from evergrad_operator.core.objects import names
+from evergrad_operator.core.objects.config import Config
+from evergrad_operator.core.objects.errors import ApiError
+from evergrad_operator.core.objects.kinds import (
+    CLAIM,
+    CONFIG_MAP,
+    POD,
+    POD_GROUP,
+    SERVICE,
+    Kind,
+)
+from evergrad_operator.core.objects.names import Key
+from evergrad_operator.core.objects.raw import get_map, get_text
+from evergrad_operator.core.observe.observe import AppliedSettings, is_claim_ours, owns
+from evergrad_operator.core.observe.profiles import (
+    UNREAD_PROFILE,
+    NamespaceProfile,
+    find_kept,
+    resolve,
+)
+from evergrad_operator.core.observe.spec import TrainingRun
+from evergrad_operator.core.plan import Plan
+from evergrad_operator.core.plan.changes import compare_settings
+from evergrad_operator.edge.cache.cache import InformerCache, find_vanished
+from evergrad_operator.edge.cache.claim_index import existing_claim
+from evergrad_operator.edge.cache.namespace_profiles import NamespaceProfiles
+from evergrad_operator.edge.cache.store import CHILDREN, CLAIMS, PODS, uid_of
+from evergrad_operator.edge.metrics.operator_metrics import Metrics
+from evergrad_operator.edge.reconcile.apply import Cluster, build_failure
+from evergrad_operator.edge.reconcile.gang_api import GangApi
+from evergrad_operator.edge.reconcile.reconcile_context import (
+    STEP_OF_PROFILE,
+    Pass,
+    step_of_claim,
+    step_of_discovery,
+    step_of_list,
+)
+from evergrad_operator.edge.reconcile.reconcile_metrics import note_failure
+from evergrad_operator.edge.reconcile.refusals import Step
+
+READ_SECONDS: Final = 15.0
+"""Longest time of each of these reads. All of a pass share ``Pass.reads_until``: it has time left to write
+why it could do no more."""
+
+
+@contextlib.asynccontextmanager
+async def _time_for(work: Pass) -> AsyncIterator[None]:
+    """Bound one read. Raises TimeoutError, at once if earlier reads have taken the time of the pass."""
+    now = asyncio.get_running_loop().time()
+    if now >= work.reads_until:
+        raise TimeoutError
+    async with asyncio.timeout_at(min(now + READ_SECONDS, work.reads_until)):
+        yield
+
+
+class Confirmer:
+    """Brings the cache up to date for one run. ``clock``: epoch seconds."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        cache: InformerCache,
+        gang_api: GangApi,
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._profiles = NamespaceProfiles(cluster)
+        self._gang_api = gang_api
+        self._cluster, self._cache, self._metrics, self._clock = (
+            cluster,
+            cache,
+            metrics,
+            clock,
+        )
+
+    async def confirm(self, work: Pass, plan: Plan) -> bool:
+        """List the objects that the plan rests on; return whether pods may be made and ended now."""
+        key, applied = work.key, work.hints.applied
+        selector = f"{names.LABEL_RUN}={key[1]}"
+
+        async def look() -> None:
+            pods, version = await self._cluster.list_all(POD, key[0], selector=selector)
+            # Listed pods are added before missing ones are dropped: a pod may have been made anew.
+            for pod in pods:
+                self._cache.see(PODS, pod)
+            listed = {uid_of(pod) for pod in pods}
+            for pod in find_vanished(self._cache.pods(key), listed, version=version):
+                self._cache.forget(PODS, pod)
+            # New pods need the ConfigMap, the Service and their group; no watch shows that one is gone.
+            for kind in (CONFIG_MAP, SERVICE) if plan.create else ():
+                await self._look_at_children(key, kind)
+
+        async def look_at_group() -> None:
+            group = work.group_kind
+            if group is None:
+                return
+            try:
+                await self._look_at_children(key, group)
+            except ApiError as error:
+                if error.status != 404:
+                    raise
+                # The API server has dropped this version. It may have the same group in another.
+                self._gang_api.forget()
+                other = await self._gang_api.find()
+                if other is not None and other != group:
+                    await self._look_at_children(key, other)
+
+        # A run that was never seen, without a pod or an open question, has no pods, and a list is spared. If
+        # a pod of its name exists all the same, creating ours is refused, and the pass after it looks.
+        has_status = bool(get_map(work.raw, "status").get("conditions"))
+        if has_status or self._cache.pods(key) or applied.is_in_doubt:
+            if not await self._read(work, step_of_list(key), look):
+                return False
+            group_step = step_of_list(key, POD_GROUP)
+            is_group_due = plan.create or work.refusals.has(group_step)
+            if is_group_due and not await self._read(work, group_step, look_at_group):
+                return False
+            applied.is_in_doubt = False
+        return await self.look_at_claim(work, oldest=0.0)
+
+    async def _look_at_children(self, key: Key, kind: Kind) -> None:
+        """Drop the run's known objects of this kind that the API server no longer has. Raises ApiError."""
+        children = self._cache.children(key).items()
+        known = [child for (of, _), child in children if of == kind.kind]
+        if not known:
+            return
+        found, version = await self._cluster.list_all(
+            kind,
+            key[0],
+            selector=f"{names.LABEL_RUN}={key[1]}",
+            metadata_only=True,
+        )
+        listed = {uid_of(child) for child in found}
+        for child in find_vanished(known, listed, version=version):
+            self._cache.forget(CHILDREN, child)
+
+    async def fetch_applied(self, work: Pass, run: TrainingRun) -> AppliedSettings | None:
+        """Return the settings that the run's pods read, from its ConfigMap; None if there is none.
+
+        Raises ApiError and TimeoutError: without it nothing may be decided about an edit of the run.
+        """
+        namespace, name = work.key
+        async with _time_for(work):
+            found, _ = await self._cluster.list_all(
+                CONFIG_MAP,
+                namespace,
+                name=names.config_name(name),
+            )
+        data = (get_map(raw, "data") for raw in found if owns(run.uid, raw))
+        manifest = next((get_text(one, names.CONFIG_FILE) for one in data), None)
+        return None if manifest is None else compare_settings(manifest, run)
+
+    async def fill_in(self, work: Pass, config: Config) -> Pass:
+        """Return the pass with the PodGroup and the profile that hold for it.
+
+        Where discovery is refused, the PodGroup is the last known one. Where the namespace's profile cannot
+        be read, the run's is one by which no run begins.
+        """
+
+        async def find_group() -> None:
+            await self._gang_api.find()
+
+        if self._gang_api.group:
+            await self._read(work, step_of_discovery(self._gang_api.group), find_group)
+        work = replace(work, group_kind=self._gang_api.known)
+
+        # The profile that the run began with, or else the one that it begins with now.
+        kept = find_kept(work.raw, config.profiles)
+        if kept is not None:
+            work.refusals.clear(STEP_OF_PROFILE)
+            return replace(work, profile=kept)
+        own: NamespaceProfile | None = None
+
+        async def fetch_own() -> None:
+            nonlocal own
+            own = await self._profiles.fetch(work.key[0])
+
+        is_read = await self._read(work, STEP_OF_PROFILE, fetch_own)
+        if not is_read:
+            return replace(work, profile=UNREAD_PROFILE)
+        profile = resolve(work.raw, config.profiles, own, config.installation)
+        return replace(work, profile=profile)
+
+    async def look_at_claim(self, work: Pass, *, oldest: float) -> bool:
+        """Fetch the existing claim that the run names, unless it was seen less than ``oldest`` seconds ago.
+
+        No watch shows it, so that all runs that name it share one answer. False if there was none.
+        """
+        namespace, name = work.key[0], existing_claim(work.raw)
+        if name is None:
+            # No watch shows one that somebody else has made under the run's name either.
+            own = self._cache.claim(*work.key)
+            if own is None or is_claim_ours(own):
+                return True
+            name = work.key[1]
+        step = step_of_claim(name)
+        age = self._clock() - self._cache.claim_index.fetched_at(namespace, name)
+        if age < oldest and not work.refusals.has(step):
+            return True
+
+        async def look() -> None:
+            claim = await self._cluster.get(CLAIM, namespace, name)
+            self._cache.claim_index.note_fetched(namespace, name, self._clock())
+            if claim is not None:
+                self._cache.see(CLAIMS, claim)
+            elif (known := self._cache.claim(namespace, name)) is not None:
+                self._cache.forget(CLAIMS, known)
+
+        return await self._read(work, step, look)
+
+    async def _read(
+        self, work: Pass, step: Step, look: Callable[[], Awaitable[None]]
+    ) -> bool:
+        """Whether the API server answered.
+
+        If not, the refusal is noted like that of a write, so that the status names it and the step waits for
+        its turn.
+        """
+        refusals, generation = work.refusals, work.generation
+        # A refusal of a moment ago still holds: to ask again at each pass would only load the API server.
+        held = refusals.find_waiting(
+            step,
+            generation=generation,
+            now=self._clock(),
+        )
+        if held is not None:
+            return False
+        try:
+            async with _time_for(work):
+                await look()
+        except (ApiError, TimeoutError) as error:
+            failure = build_failure(step, error, at=self._clock())
+            refusals.note(failure, generation=generation)
+            note_failure(self._metrics, work.key, failure)
+            return False
+        refusals.clear(step)
+        return True

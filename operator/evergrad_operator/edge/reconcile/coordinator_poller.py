@@ -1,0 +1,394 @@
+"""Polls the coordinators of running runs for their status, and posts new bounds to them. Over plain HTTP to
+the pods' addresses.
+
+Answers are not trusted: size, time and number are bounded, and one that cannot be read counts as none.
+"""
+
+import asyncio
+import contextlib
+import errno
+import json
+import logging
+import random
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, Final
+
+from evergrad_operator.core.decision import Bounds
+from evergrad_operator.core.objects.errors import OperatorError, UnauthorizedError
+from evergrad_operator.core.objects.names import STATUS_PORT, Key, Reason
+from evergrad_operator.core.observe.observe import UNREACHABLE_SECONDS, Silence
+from evergrad_operator.edge.api.transport import Gate, OpenGate, check_gate
+from evergrad_operator.edge.cache.queue import Backoff, WorkQueue
+
+log = logging.getLogger(__name__)
+MAX_BYTES: Final = 256 * 1024
+_FAST_CHANGES = (
+    "step",
+    "loss",
+    "tokensPerSecond",
+    "etaSeconds",
+    "updatedSecondsAgo",
+    "lostSeconds",
+    "usage",
+    "newSteps",
+    "preparation",
+)
+SILENCES: Final = (10.0, 15.0, 30.0, UNREACHABLE_SECONDS, 120.0, 240.0, 480.0)
+"""Seconds of silence at which a run is looked at: its coordinator may be gone, and no watch has shown it."""
+_JUST_AFTER: Final = 0.1
+_NO_WAY: Final = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
+
+
+@dataclass(frozen=True)
+class PollSettings:
+    """Bounds of polling. Times in seconds.
+
+    Up to 200 runs are polled ``every`` 5 s. With more runs the interval grows, so that there are
+    ``per_second`` polls, but only up to ``longest``: beyond 800 runs the rate grows with the number of runs.
+    """
+
+    every: float = 5.0
+    """Between two polls of one coordinator."""
+    longest: float = 20.0
+    """Between two polls of one coordinator, however many there are: what is known of a run's progress is at
+    most 30 s old, also if a poll fails once."""
+    per_second: float = 40.0
+    """Polls that an operator of few runs makes at most."""
+    timeout: float = 3.0
+    """For one answer."""
+    at_once: int = 256
+    """Polls under way: at 10,000 runs there are 500 a second, and if every tenth coordinator does not answer,
+    150 wait for their timeout."""
+    port: int = STATUS_PORT
+
+    def find_interval(self, followed: int) -> float:
+        """Return the seconds between two polls of each of so many coordinators."""
+        return max(self.every, min(self.longest, followed / self.per_second))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The last answer of a coordinator: its JSON, of which attempt it was, and when it was asked for (the
+    clock of ``Coordinators``)."""
+
+    raw: Mapping[str, Any]
+    attempt: int
+    at: float
+
+
+@dataclass
+class _Followed:
+    address: str
+    attempt: int
+    token: str = field(repr=False)
+    answer: Answer | None = None
+    has_answered: bool = False
+    failures: int = 0
+    silent_since: float | None = None
+    """When the first poll failed after the last answer.
+
+    Between two polls of many coordinators minutes may pass.
+    """
+    reported: float = 0.0
+    """The last of ``SILENCES`` that was news."""
+    error: OperatorError | None = None
+
+
+class Coordinators:
+    """The coordinators that are followed, and their answers.
+
+    ``on_news`` is called for each that is news, with whether it is more than progress.
+    """
+
+    def __init__(
+        self,
+        settings: PollSettings | None = None,
+        *,
+        on_news: Callable[[Key, bool], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings, self.clock = settings or PollSettings(), clock
+        self.on_news: Callable[[Key, bool], None] = on_news or (lambda key, is_urgent: None)
+        self.on_failure: Callable[[str], None] = lambda cause: None
+        """Called for each failed poll with its cause: timeout, refused, unreachable, unauthorized or
+        bad_answer."""
+        self.gate: Gate = OpenGate()
+        """Asked before anything is posted: without the lease, another operator decides about the run."""
+        self._followed: dict[Key, _Followed] = {}
+        self._silent: set[Key] = set()
+        """Those of them that are silent: counted by each pass over a silent run, of which there may be
+        thousands."""
+        self._queue: WorkQueue[Key] = WorkQueue(backoff=Backoff(1.0, 30.0), clock=clock)
+
+    def follow(
+        self,
+        key: Key,
+        address: str,
+        attempt: int,
+        *,
+        token: str,
+    ) -> None:
+        """Poll the coordinator at this address from now on, and no other one of the run.
+
+        ``token``: the run's.
+        """
+        known = self._followed.get(key)
+        if known is None or (known.address, known.attempt) != (address, attempt):
+            self._followed[key] = _Followed(address, attempt, token)
+            self._silent.discard(key)
+            self._queue.drop(key)
+            self._queue.add(key)
+
+    def leave(self, key: Key) -> None:
+        """Stop polling the run's coordinator."""
+        if self._followed.pop(key, None) is not None:
+            self._silent.discard(key)
+            self._queue.drop(key)
+
+    def leave_all(self) -> None:
+        """Stop polling all coordinators: the runs are another operator's for now."""
+        for key in list(self._followed):
+            self.leave(key)
+
+    def count(self) -> int:
+        """Return the number of coordinators that are followed."""
+        return len(self._followed)
+
+    def answer(self, key: Key) -> Answer | None:
+        """Return the newest answer of the coordinator that is followed."""
+        followed = self._followed.get(key)
+        return followed.answer if followed else None
+
+    def silence(self, key: Key) -> Silence | None:
+        """Return the silence of the coordinator that is followed; None if it answers."""
+        followed = self._followed.get(key)
+        if followed is None or followed.silent_since is None or followed.error is None:
+            return None
+        reason = Reason.COORDINATOR_UNREACHABLE
+        if _name_cause(followed.error) == "unauthorized":
+            reason = Reason.COORDINATOR_UNAUTHORIZED
+
+        # Where nothing came back at all, the host of the pod may be lost. Where most coordinators are silent,
+        # it may be the operator that is cut off.
+        failed = followed.error.__cause__
+        has_no_way = isinstance(failed, OSError) and failed.errno in _NO_WAY
+        silent = len(self._silent)
+        return Silence(
+            attempt=followed.attempt,
+            seconds=self.clock() - followed.silent_since,
+            reason=reason,
+            message=str(followed.error),
+            has_answered=followed.has_answered,
+            has_timed_out=has_no_way or isinstance(failed, TimeoutError),
+            is_alone=2 * silent <= len(self._followed) or len(self._followed) == 1,
+        )
+
+    async def run(self) -> None:
+        """Poll until cancelled."""
+        await self._queue.run(self._poll, workers=self._settings.at_once)
+
+    async def close(self) -> None:
+        """Stop all polls."""
+        await self._queue.close(seconds=0.0)
+
+    async def ask(self, key: Key) -> None:
+        """Poll the run's coordinator now; its answer causes no news, because a pass waits for it."""
+        followed = self._followed.get(key)
+        if followed is not None:
+            with contextlib.suppress(OperatorError):
+                self._take_answer(key, followed, await self._read_status(key, followed))
+
+    async def post_bounds(self, key: Key, bounds: Bounds) -> None:
+        """Post to the run's coordinator how many nodes may train, and how many failures are borne.
+
+        Raises OperatorError, and LeaseLostError without the lease.
+        """
+        seconds = min(self._settings.timeout, check_gate(self.gate))
+        followed = self._followed.get(key)
+        if followed is None:
+            raise OperatorError(
+                f"{key[0]}/{key[1]}: no coordinator is running that could take the new bounds"
+            )
+        body = json.dumps(
+            {
+                "min": bounds.min,
+                "max": bounds.max,
+                "maxFailures": bounds.max_failures,
+            }
+        ).encode()
+        status, answer = await self._request(
+            followed, "POST", "/bounds", body, seconds=seconds
+        )
+        if status != 200:
+            said = answer[:200].decode("utf-8", "replace").strip()
+            raise OperatorError(
+                f"{key[0]}/{key[1]}: the coordinator refuses the new bounds: {said}"
+            )
+        # The next answer has the new bounds, without which they would be posted again.
+        self._queue.add(key)
+
+    async def _poll(self, key: Key) -> float | None:
+        followed = self._followed.get(key)
+        if followed is None:
+            return None
+        try:
+            answer = await self._read_status(key, followed)
+        except OperatorError as error:
+            # One that was left meanwhile, as its run was deleted, is not polled again, and its silence is no
+            # news.
+            if self._followed.get(key) is not followed:
+                return None
+            return self._note_failure(key, followed, error)
+
+        # The run may have another coordinator by now, whose answers this one's must not replace.
+        if self._followed.get(key) is not followed:
+            return None
+        old, was_silent = followed.answer, followed.reported > 0
+        self._take_answer(key, followed, answer)
+        # A pass costs more than a poll: only news cause one, and mere progress a late one.
+        if old is None or was_silent:
+            self.on_news(key, True)
+        elif old.raw != answer.raw:
+            is_urgent = _without_progress(old.raw) != _without_progress(answer.raw)
+            self.on_news(key, is_urgent)
+        return self._settings.find_interval(len(self._followed))
+
+    def _take_answer(self, key: Key, followed: _Followed, answer: Answer) -> None:
+        # A poll that began before a pass asked may be answered after it, with an older answer.
+        if followed.answer is None or answer.at >= followed.answer.at:
+            followed.answer = answer
+        followed.has_answered = True
+        followed.failures, followed.error = 0, None
+        followed.silent_since, followed.reported = None, 0.0
+        # It may have been left while it was asked.
+        if self._followed.get(key) is followed:
+            self._silent.discard(key)
+
+    def _note_failure(self, key: Key, followed: _Followed, error: OperatorError) -> float:
+        """Note the silence, which is news when it reaches another of ``SILENCES``; return the seconds until
+        the next poll."""
+        log.debug("%s", error)
+        self.on_failure(_name_cause(error))
+        now = self.clock()
+        followed.failures, followed.error = followed.failures + 1, error
+        followed.silent_since = (
+            now if followed.silent_since is None else followed.silent_since
+        )
+        self._silent.add(key)
+        silence = now - followed.silent_since
+
+        # After a minute of silence the last answer is dropped: it may be long out of date.
+        if silence >= UNREACHABLE_SECONDS:
+            followed.answer = None
+        reached = max((one for one in SILENCES if one <= silence), default=0.0)
+        if reached > followed.reported:
+            followed.reported = reached
+            self.on_news(key, True)
+
+        # One lost answer is most often an accident: the second poll shows it.
+        if followed.failures == 1:
+            return 1.0
+        # Those that fell silent together are not polled together again and again.
+        backoff = min(30.0, 2.0 ** min(followed.failures - 1, 5))
+        pause = max(backoff, self._settings.find_interval(len(self._followed)))
+        pause *= random.uniform(0.7, 1.3)
+        # A later poll would report a silence late.
+        marks = [one - silence + _JUST_AFTER for one in SILENCES if one > silence]
+        return min((pause, *marks))
+
+    async def _read_status(self, key: Key, followed: _Followed) -> Answer:
+        """Ask for the status once. Raises OperatorError for any answer that is none."""
+        asked_at = self.clock()
+        status, data = await self._request(
+            followed, "GET", "/status", b"", seconds=self._settings.timeout
+        )
+        try:
+            raw = json.loads(data) if status == 200 else None
+        except (ValueError, RecursionError):
+            raw = None
+        if not isinstance(raw, dict):
+            raise OperatorError(
+                f"{key[0]}/{key[1]}: the coordinator answers {status}, and not with a JSON object"
+            )
+        return Answer(raw, followed.attempt, asked_at)
+
+    async def _request(
+        self,
+        followed: _Followed,
+        method: str,
+        path: str,
+        body: bytes,
+        *,
+        seconds: float,
+    ) -> tuple[int, bytes]:
+        """Send one request on a connection of its own, as the coordinator serves them.
+
+        Returns status and body. Raises OperatorError.
+        """
+        address = followed.address
+        # By hand: a thousand connections a few seconds apart are not worth a pool, and nothing of the
+        # answer may be unbounded.
+        lines = (
+            f"{method} {path} HTTP/1.1",
+            f"Host: {f'[{address}]' if ':' in address else address}",
+            f"Authorization: Bearer {followed.token}",
+            f"Content-Length: {len(body)}",
+            "Connection: close",
+        )
+        writer = None
+        try:
+            async with asyncio.timeout(seconds):
+                reader, writer = await asyncio.open_connection(
+                    address, self._settings.port, limit=MAX_BYTES
+                )
+                writer.write("\r\n".join((*lines, "", "")).encode("latin-1") + body)
+                await writer.drain()
+                answer = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+                status = int(answer.split(" ", 2)[1])
+                if status == HTTPStatus.UNAUTHORIZED:
+                    raise UnauthorizedError(
+                        f"the coordinator at {address} does not take the token that the operator "
+                        "derives for its run: the key of "
+                        "the installation was another when it was started. Set spec.restartNonce "
+                        "to a new text."
+                    )
+                lengths = re.findall(r"(?im)^content-length:\s*(\d+)\s*$", answer)
+                length = int(lengths[0])
+                if length > MAX_BYTES:
+                    raise ValueError("longer than any status")
+                return status, await reader.readexactly(length)
+        except (
+            TimeoutError,
+            OSError,
+            EOFError,
+            ValueError,
+            IndexError,
+            asyncio.LimitOverrunError,
+        ) as error:
+            raise OperatorError(
+                f"the coordinator at {address} did not answer {method} {path}: {type(error).__name__}"
+            ) from error
+        finally:
+            # Aborted, not closed: a peer that does not answer would keep the socket for minutes.
+            if writer is not None:
+                writer.transport.abort()
+
+
+def _name_cause(error: OperatorError) -> str:
+    """Return the kind of a failed poll, of few values: it is a label of a metric."""
+    cause = error.__cause__
+    if isinstance(error, UnauthorizedError):
+        return "unauthorized"
+    if isinstance(cause, TimeoutError):
+        return "timeout"
+    if isinstance(cause, ConnectionRefusedError):
+        return "refused"
+    return "unreachable" if isinstance(cause, OSError) else "bad_answer"
+
+
+def _without_progress(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {key: value for key, value in raw.items() if key not in _FAST_CHANGES}

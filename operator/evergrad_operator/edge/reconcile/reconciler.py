@@ -1,0 +1,349 @@
+"""One run, level-triggered: observe → decide → plan → apply → one status write.
+
+No event is an argument: a pass that was cut short between two writes is simply repeated.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from evergrad_manifest.model.claims import claims_of
+from evergrad_operator.core.objects import names
+from evergrad_operator.core.objects.config import Config
+from evergrad_operator.core.objects.errors import OperatorError, SpecError
+from evergrad_operator.core.objects.kinds import CLAIM, POD, POD_GROUP, Raw
+from evergrad_operator.core.objects.names import Key
+from evergrad_operator.core.observe.coordinator_status import Progress, parse_progress
+from evergrad_operator.core.observe.observe import Observation, observe, observe_gone
+from evergrad_operator.core.observe.preparation import Report, find_report
+from evergrad_operator.core.observe.spec import SpecCache, is_managed_here
+from evergrad_operator.core.observe.time_accounting import Price
+from evergrad_operator.core.plan import Plan, plan_children
+from evergrad_operator.core.plan.changes import is_edited
+from evergrad_operator.core.policies import Decision, decide
+from evergrad_operator.core.status.run_status import Outcome
+from evergrad_operator.edge.api.event_recorder import Recorder
+from evergrad_operator.edge.cache.cache import InformerCache
+from evergrad_operator.edge.cache.store import uid_of
+from evergrad_operator.edge.metrics.operator_metrics import Metrics
+from evergrad_operator.edge.reconcile.apply import (
+    TOKEN_SECONDS,
+    UNFINISHED_SECONDS,
+    Applier,
+    Cluster,
+    is_pod_work_due,
+    list_steps,
+)
+from evergrad_operator.edge.reconcile.confirmation import Confirmer
+from evergrad_operator.edge.reconcile.coordinator_poller import Coordinators
+from evergrad_operator.edge.reconcile.gang_api import GangApi
+from evergrad_operator.edge.reconcile.poll_schedule import Follower
+from evergrad_operator.edge.reconcile.reconcile_context import (
+    Hints,
+    Pass,
+    list_reads,
+    step_of_list,
+)
+from evergrad_operator.edge.reconcile.reconcile_metrics import (
+    list_created,
+    note_error,
+    note_results,
+)
+from evergrad_operator.edge.reconcile.status_writer import StatusWriter
+
+log = logging.getLogger(__name__)
+RECONCILE_SECONDS: Final = 60.0
+"""Longest time of one pass: a run whose requests hang must not keep a worker of the queue for ever."""
+STATUS_SECONDS: Final = 12.0
+"""The end of that time, for the write of the status alone: it says why the pass could do no more."""
+READS_SECONDS: Final = 15.0
+"""Longest time of all reads of one pass together. With the question to the coordinator, events and the
+steps, all at their longest, the time of the status is still left."""
+CLAIM_SECONDS: Final = 30.0
+"""Age up to which a claim that no watch covers, such as a user's own, is trusted without another request."""
+SILENCE_SECONDS: Final = 15.0
+"""Silence of a coordinator after which its pod is looked for: an object that vanishes in a gap of a watch
+causes no event."""
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """A run at one moment: the observation, the decision, and the objects that should exist."""
+
+    seen: Observation
+    decision: Decision
+    plan: Plan
+
+
+class Reconciler:
+    """Brings each run to the state that its spec asks for. ``clock``: epoch seconds."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        cache: InformerCache,
+        coordinators: Coordinators,
+        recorder: Recorder,
+        config: Config,
+        metrics: Metrics,
+    ) -> None:
+        self._cache = cache
+        self._coordinators = coordinators
+        self._config = config
+        self._metrics = metrics
+        self._hints: dict[Key, Hints] = {}
+        self._specs = SpecCache(config.installation)
+        self.clock: Callable[[], float] = time.time
+        self.token_of: Callable[[str], str] = _refuse_token
+        self.on_forget: Callable[[Key], None] = lambda key: None
+
+        # The parts read clock and tokens through this object, where they are set later.
+        def now() -> float:
+            return self.clock()
+
+        def token_of(uid: str) -> str:
+            return self.token_of(uid)
+
+        self.gang_api = GangApi(cluster, config.gang, clock=now)
+        self._follower = Follower(coordinators, token_of)
+        self._confirmer = Confirmer(
+            cluster, cache=cache, gang_api=self.gang_api, metrics=metrics, clock=now
+        )
+        self._applier = Applier(cluster, cache=cache, coordinators=coordinators, clock=now)
+        self.statuses = StatusWriter(
+            cluster,
+            cache=cache,
+            recorder=recorder,
+            metrics=metrics,
+            clock=now,
+            price=Price(
+                config.price_gpu_hour, config.price_pod_hour, config.price_currency
+            ),
+        )
+
+    def forget_hints(self) -> None:
+        """Forget all hints, as a new process would: another operator may have written since."""
+        self._hints.clear()
+        self.gang_api.forget()
+
+    async def reconcile(self, key: Key) -> float | None:
+        """Work on one run, and return the seconds until its next pass, or None if only news causes one.
+
+        Raises for faults that a later try may mend.
+        """
+        started = time.perf_counter()
+        result = "success"
+        try:
+            raw = self._cache.run(key)
+            known = self._hints.get(key)
+            if raw is None or (known is not None and known.uid != uid_of(raw)):
+                # The run is gone, and another may have its name already: to that one, refusals and progress
+                # would look like its own.
+                self._hints.pop(key, None)
+                self._coordinators.leave(key)
+            if raw is None:
+                # Anything still kept under the name would stay as long as this process.
+                self._specs.forget(key)
+                self.on_forget(key)
+                return None
+            if not is_managed_here(raw):
+                # Another controller has all of the run, its status, too.
+                self._specs.forget(key)
+                return None
+            kept = self._hints.get(key)
+            if kept is not None and kept.applied.is_run_deleted:
+                # The watch is yet to show it, or a finalizer of somebody else holds it.
+                return None
+
+            async with asyncio.timeout(RECONCILE_SECONDS):
+                delay = await self._reconcile(key, raw)
+            result = "success" if delay is None else "requeue"
+            return delay
+        except Exception as error:
+            result = "error"
+            note_error(self._metrics, key, error)
+            raise
+        finally:
+            self._metrics.reconciles.labels(result).inc()
+            self._metrics.reconcile_seconds.observe(time.perf_counter() - started)
+
+    async def _reconcile(self, key: Key, raw: Raw) -> float | None:
+        # Observe, decide and plan from what is known. The claim comes first: no watch shows a user's own.
+        started = asyncio.get_running_loop().time()
+        hints = self._hints.setdefault(key, Hints(uid_of(raw)))
+        work = Pass(key, raw, hints, reads_until=started + READS_SECONDS)
+        await self._confirmer.look_at_claim(work, oldest=CLAIM_SECONDS)
+        work = await self._confirmer.fill_in(work, self._config)
+        try:
+            found = self._assess(work)
+        except SpecError as error:
+            return await self.statuses.refuse(work, error)
+        if found.seen.status.finish is None and not found.seen.run.is_deleting:
+            # Nobody edits a run that is over, or on its way out.
+            await self.statuses.warn_of_spelling(work, found.seen.run.parsed.outdated)
+
+        # Ask for what no watch shows, and assess again only if there was something to ask.
+        is_news = await self._follower.ask_about_ends(work, found.seen)
+        if is_edited(found.seen):
+            # Before the ConfigMap is applied anew it still has the settings of the pods.
+            applied = await self._confirmer.fetch_applied(work, found.seen.run)
+            work = replace(work, applied=applied)
+            is_news = True
+        if is_news:
+            found = self._assess(work)
+        await self.statuses.announce_edit(work, found.seen)
+
+        # The cache is a hint: before a pod is created or deleted, the API server is asked which pods exist.
+        is_confirmed = False
+        if self._is_look_due(work, found):
+            is_confirmed = await self._confirmer.confirm(work, found.plan)
+        if is_confirmed:
+            raw = self._cache.run(key) or work.raw
+            work = replace(work, raw=raw, group_kind=self.gang_api.known)
+            found = self._assess(work)
+
+        # A refused step holds up no other. This pass reports it; it is tried again after a pause of its own.
+        seen, decision, plan = found.seen, found.decision, found.plan
+        doable = plan if is_confirmed else replace(plan, create=(), delete=())
+        results = await self._applier.apply(
+            key,
+            seen,
+            doable,
+            work.hints.applied,
+            until=started + RECONCILE_SECONDS - STATUS_SECONDS,
+        )
+        if work.hints.applied.is_run_deleted:
+            return None
+        self.gang_api.note(results)
+        note_results(
+            self._metrics, key, seen, plan=doable, results=results, now=self.clock()
+        )
+        work.refusals.keep({*list_steps(plan), *list_reads(work, self.gang_api.group)})
+        if work.refusals.failures() != seen.failures:
+            # Only the refusals are new: a fresh look would take pods that this pass ended for lost ones.
+            seen = replace(seen, failures=work.refusals.failures())
+            decision = decide(seen, self._config, self.clock())
+        self._follower.follow(key, seen)
+
+        # The time of the next retry is read before the status is written: a retry that falls due during the
+        # write would otherwise count as one that waits behind another step, and cause no pass.
+        retry_after = work.refusals.seconds_to_next(self.clock())
+        token_after = None if plan.token is None else TOKEN_SECONDS
+        more_after = UNFINISHED_SECONDS if work.hints.applied.is_unfinished else None
+
+        # One write of the status at the end, so that no half of a pass is ever seen.
+        outcome = Outcome(created=list_created(results))
+        write_after = await self.statuses.write(work, seen, decision, outcome)
+        delays = (
+            decision.requeue_after,
+            retry_after,
+            token_after,
+            more_after,
+            write_after,
+        )
+        return min((delay for delay in delays if delay is not None), default=None)
+
+    # ---- observe, decide, plan: values in, values out ------------------------------------------------------
+
+    def _assess(self, work: Pass) -> Assessment:
+        """Return what is seen of the run now, and what follows from it. Raises SpecError."""
+        key = work.key
+        parsed = self._specs.parse(work.raw, work.profile)
+
+        # An unreadable answer of its coordinator must not keep a run from being looked after.
+        answer = self._coordinators.answer(key)
+        progress: Progress | None = None
+        report: Report | None = None
+        if answer is not None:
+            report = find_report(answer.raw, attempt=answer.attempt)
+        if answer is not None and report is None:
+            try:
+                progress = parse_progress(answer.raw, attempt=answer.attempt)
+            except OperatorError as error:
+                log.warning("%s/%s: %s", *key, error)
+
+        # The run's claim and other children, by kind and name.
+        children: dict[tuple[str, str], Raw] = {}
+        claim_name = claims_of(work.raw).storage
+        claim = self._cache.claim(key[0], claim_name)
+        if claim is not None:
+            children[CLAIM.kind, claim_name] = claim
+        for name, child in self._cache.children(key).items():
+            metadata = child["metadata"]
+            version = work.hints.applied.versions.get(name)
+            if version is not None and version != metadata.get("resourceVersion"):
+                # Somebody else has changed it since our last apply, and left the hash of what was applied as
+                # it was. Without that hash it is applied again.
+                annotations = dict(metadata.get("annotations") or {})
+                annotations.pop(names.ANNOTATION_HASH, None)
+                child = {**child, "metadata": {**metadata, "annotations": annotations}}
+            children[name] = child
+
+        observed = observe(
+            parsed,
+            pods=self._cache.pods(key),
+            others=self._cache.others(key),
+            children=children,
+            progress=progress,
+            failures=work.refusals.failures(),
+        )
+        ended_at = work.hints.note_ends(observed, self._coordinators.clock())
+        users = self._cache.claim_index.users_of(key[0], claim_name)
+        seen = replace(
+            observed,
+            claim_users=frozenset(name for _, name in users),
+            silence=self._coordinators.silence(key),
+            troubled_hosts=self._cache.host_index.find_troubled(self.clock()),
+            applied=work.applied,
+            report=report,
+            group_kind=work.group_kind,
+            gone=observe_gone(parsed, self._cache.gone(key)),
+            leaving_since=work.hints.note_leaving(observed, self.clock()),
+            is_answer_new=answer is not None and answer.at >= ended_at,
+        )
+
+        decision = decide(seen, self._config, self.clock())
+        token = self.token_of(seen.run.uid)
+        plan = plan_children(seen, decision, self._config, token=token)
+        return Assessment(seen, decision, plan)
+
+    def _is_look_due(self, work: Pass, found: Assessment) -> bool:
+        """Whether this pass asks the API server which pods exist.
+
+        A pass that tries nothing, such as one of a run that waits for its quota, asks for nothing.
+        """
+        # The coordinator may be silent because it is gone, and its watch had a gap. A list is due each time
+        # the silence has doubled, so that a coordinator that is silent for hours costs few lists.
+        hints = work.hints
+        silence = found.seen.silence
+        seconds = silence.seconds if silence is not None else 0.0
+        is_silent = seconds >= max(SILENCE_SECONDS, 2.0 * hints.silence_listed)
+        if is_silent:
+            hints.silence_listed = seconds
+        elif seconds < SILENCE_SECONDS:
+            hints.silence_listed = 0.0
+
+        # A list that was refused is tried again also where nothing needs it any more, or its refusal would
+        # stay in the status for ever.
+        is_refused = any(
+            work.refusals.has(step_of_list(work.key, kind))
+            for kind in (POD.kind, POD_GROUP)
+        )
+        is_work_due = is_pod_work_due(
+            found.plan,
+            work.refusals,
+            generation=found.seen.run.generation,
+            now=self.clock(),
+        )
+        return is_silent or is_refused or is_work_due
+
+
+def _refuse_token(uid: str) -> str:
+    raise OperatorError(
+        f"run {uid}: the installation's key has not been read. This is a defect of the operator; "
+        "please report it."
+    )

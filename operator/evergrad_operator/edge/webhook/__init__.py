@@ -1,0 +1,1 @@
+"""The validating webhook: server, certificate and request limits."""

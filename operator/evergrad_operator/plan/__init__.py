@@ -1,5 +1,0 @@
-"""The objects that a decision asks for: one builder a kind, and ``plan_children`` for the whole set. Pure."""
-
-from evergrad_operator.plan.children import Deletion, Plan, plan_children
-
-__all__ = ["Deletion", "Plan", "plan_children"]

@@ -1,0 +1,315 @@
+"""``evergrad run``: the same file as on a cluster, trained on this machine."""
+
+import argparse
+import contextlib
+import dataclasses
+import gc
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from evergrad_common.contract import ExitCode
+from evergrad_coordinator.edge.stacks import register_stacks
+from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
+from evergrad_manifest.reading.loader import LoadedManifest, load_from
+from evergrad_trainer.base.machine import has_accelerator_driver, usable_memory_bytes
+from evergrad_trainer.checkpoint.cached_files import HeldFiles
+from evergrad_trainer.checkpoint.read_ahead import read_ahead
+from evergrad_trainer.commands.pod import sigterm_interrupts
+from evergrad_trainer.commands.run_arguments import (
+    add_run_arguments,
+    delay_compiler,
+    machine_and_workers,
+    run_directory_of,
+    world_sizes_of,
+)
+from evergrad_trainer.commands.session_plan import PlanRequest, plan_session
+from evergrad_trainer.run.directory import RunDirectory
+from evergrad_trainer.run.owner import (
+    TAKE_OVER,
+    own_run_directory,
+    refuse_second_run,
+    take_over,
+)
+from evergrad_trainer.run.resume import RunState, inspect_directory
+
+NAME = "run"
+EXAMPLES = """\
+  evergrad run trainingrun.yaml
+  evergrad run trainingrun.yaml --workers 2
+  evergrad run trainingrun.yaml --nodes 3            # elastic: nodes can join, leave and fail
+  evergrad run trainingrun.yaml --nodes 3 --chaos 7  # demonstration: random kills and freezes
+  evergrad run trainingrun.yaml --set spec.training.optimizer.learningRate=3e-4 --set metadata.name=docs-lm-2
+  evergrad run trainingrun.yaml --set spec.training.horizon.tokens=40M --extend
+  evergrad run trainingrun.yaml --take-over          # stop the process that trains this run, then continue
+  touch runs/docs-lm/stop        # save and stop at the next step boundary, exit 75"""
+
+_SAVE_SECONDS = 300.0
+"""For a process that is taken over: the step that it is in, and the save of a large model."""
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """Arguments of ``evergrad run``, checked and with names for what they mean."""
+
+    loaded: LoadedManifest
+    directory: Path
+    """The run directory."""
+    num_workers: int | None = None
+    """Training processes of a node; None: as the manifest says."""
+    num_nodes: int | None = None
+    """Nodes on this machine; None: one that nobody joins."""
+    chaos_seed: int | None = None
+    """Processes are killed and frozen at random, drawn by this seed; None: they are not."""
+    stop_after_steps: int | None = None
+    is_extension: bool = False
+    """The manifest's horizon may be longer than the run's was."""
+    ignores_preflight: bool = False
+    requires_prepared: bool = False
+    """Data that are not prepared are refused, and not prepared now."""
+    takes_over: bool = False
+    """A process of this machine that trains this run is ended first, and not a reason to refuse."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define what decides how this process trains; the manifest has what is trained."""
+    add_run_arguments(parser)
+    parser.add_argument(
+        "--nodes",
+        type=int,
+        metavar="N",
+        help="run N elastic nodes, all of them on this machine",
+    )
+    parser.add_argument(
+        "--chaos",
+        type=int,
+        metavar="SEED",
+        help="with --nodes: kill and freeze processes at random",
+    )
+    parser.add_argument(
+        "--stop-after-steps",
+        type=int,
+        metavar="N",
+        help="save and stop after N steps of this process",
+    )
+    parser.add_argument(
+        "--extend",
+        action="store_true",
+        help="allow a longer horizon than at the previous start",
+    )
+    parser.add_argument(
+        "--no-preflight",
+        action="store_true",
+        help="train even if the estimates of preflight predict a failure",
+    )
+    parser.add_argument(
+        "--require-prepared",
+        action="store_true",
+        help="refuse sources that `evergrad prepare` has not prepared, for example on expensive machines",
+    )
+    parser.add_argument(
+        TAKE_OVER,
+        action="store_true",
+        help="if a process of this machine trains this run, let it save and stop first; without this option "
+        "the command is refused",
+    )
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Check → prepare → train; the exit code says how it ended (0, 64, 70, 75, 76)."""
+    register_stacks()
+    request = _read_request(args)
+    run, directory = request.loaded.run, RunDirectory(request.directory)
+    _check_alone(request, directory)
+    if run.spec.script is not None:
+        from evergrad_trainer.commands.nodes import run_script
+
+        return run_script(
+            request.loaded,
+            directory,
+            num_nodes=request.num_nodes or 1,
+            asked_workers=request.num_workers,
+        )
+    run_state = inspect_directory(
+        directory,
+        run,
+        extend=request.is_extension,
+        base_directory=request.loaded.base_directory,
+    )
+    if run_state.state == "complete":
+        step, name = (directory.read_complete() or {}).get("step"), run.metadata.name
+        print(f"{name} is complete: {step} steps, in {directory.path}. Nothing to do.")
+        print("To train longer, raise the horizon and use --extend.")
+        return int(ExitCode.DONE)
+    return _train(request, directory, run_state)
+
+
+def _check_alone(request: RunRequest, directory: RunDirectory) -> None:
+    """Refuse, or end first, a process of this machine that trains this run. Raises RunDirectoryError.
+
+    Called before the directory is read: the state of a run that is taken over is known only once its process
+    has ended.
+    """
+    # Of the processes that torchrun starts, rank 0 answers for all.
+    if not _is_rank_0():
+        return
+    if request.takes_over:
+        script = request.loaded.run.spec.script
+        grace_seconds = float(script.grace_period_seconds) if script is not None else 0.0
+        take_over(directory, grace_seconds=grace_seconds + _SAVE_SECONDS)
+    elif not directory.is_complete():
+        refuse_second_run(directory)
+
+
+def _is_rank_0() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _train(request: RunRequest, directory: RunDirectory, run_state: RunState) -> int:
+    """Plan a typed run that is not complete, and train it: in this process, or on nodes of this machine."""
+    run = request.loaded.run
+    ahead: HeldFiles | None = None
+    # Before anything is read ahead: preflight would take what that holds for a want of memory.
+    memory_bytes = usable_memory_bytes()
+    if _restores_here(request):
+        # The disk reads while the processor imports.
+        ahead = read_ahead(directory.checkpoints, memory_bytes=memory_bytes)
+    # Imports make objects that stay: to collect among them costs a tenth of the start-up.
+    gc.disable()
+    # Heavy imports, only for a run that will train; before workers are forked, so that these start warm.
+    from evergrad_trainer.distributed.process_groups import read_launch
+
+    # torchrun may have started this process as one of several.
+    is_launched = read_launch().world_size > 1
+    forks_above = None if is_launched else 1 if request.num_nodes is None else 0
+    machine, num_workers = machine_and_workers(
+        request.num_workers, run, forks_above=forks_above
+    )
+    machine = dataclasses.replace(machine, memory_bytes=memory_bytes)
+    is_alone = request.num_nodes is None and (num_workers == 1 or is_launched)
+    delay_compiler(run, machine, forks=not is_alone)
+    from evergrad_trainer.worker.run import run_session
+
+    num_nodes = request.num_nodes or 1
+    asked = PlanRequest(
+        request.loaded,
+        directory,
+        run_state,
+        machine,
+        num_workers * num_nodes,
+        world_sizes=world_sizes_of(run, num_workers=num_workers, num_nodes=num_nodes),
+        stop_after_steps=request.stop_after_steps,
+        ignores_preflight=request.ignores_preflight,
+        requires_prepared=request.requires_prepared,
+    )
+    try:
+        with sigterm_interrupts():
+            plan = plan_session(asked)
+    except KeyboardInterrupt:
+        what = "there is nothing to save, and prepared data is kept"
+        print(f"stopped before the first step: {what}", file=sys.stderr)
+        return int(ExitCode.STOPPED_SAVED)
+    # Only now: a command that is refused before its first step writes nothing.
+    with own_run_directory(directory) if _is_rank_0() else contextlib.nullcontext():
+        if is_alone:
+            if not is_launched:
+                # No coordinator serves a page of it: another process makes one of its files.
+                print(f"page: evergrad open {shlex.quote(str(directory.path))}", flush=True)
+            return run_session(dataclasses.replace(plan, ahead=ahead))
+        # Several processes are several members of one elastic run, whether they are on one node or on many.
+        from evergrad_trainer.commands.nodes import run_nodes
+
+        return run_nodes(
+            plan,
+            num_nodes=request.num_nodes,
+            chaos_seed=request.chaos_seed,
+            num_workers=num_workers,
+            num_accelerators=machine.num_accelerators,
+        )
+
+
+def _read_request(args: argparse.Namespace) -> RunRequest:
+    """Check the arguments and give them their meanings.
+
+    Raises ConfigurationError, and as ``load_from`` does.
+    """
+    loaded = load_from(args)
+    # All of them at once: one at a time would take as many tries.
+    problems = [
+        Problem(f"--{name}", f"{value} is below 1", "", "Give a positive number")
+        for name, value in (
+            ("nodes", args.nodes),
+            ("workers", args.workers),
+            ("stop-after-steps", args.stop_after_steps),
+        )
+        if value is not None and value < 1
+    ]
+    if args.chaos is not None and args.nodes is None:
+        problems.append(
+            Problem(
+                "--chaos",
+                "needs several nodes",
+                "there is nobody to go on",
+                "Add --nodes 3",
+            )
+        )
+    raise_if(problems, ConfigurationError)
+    request = RunRequest(
+        loaded,
+        directory=run_directory_of(args.run_directory, loaded.run),
+        num_workers=args.workers,
+        num_nodes=args.nodes,
+        chaos_seed=args.chaos,
+        stop_after_steps=args.stop_after_steps,
+        is_extension=args.extend,
+        ignores_preflight=args.no_preflight,
+        requires_prepared=args.require_prepared,
+        takes_over=args.take_over,
+    )
+    if loaded.run.spec.script is not None:
+        check_request_of_script(request)
+    return request
+
+
+def check_request_of_script(request: RunRequest) -> None:
+    """Refuse what only a typed run knows. Raises ConfigurationError."""
+    why = "the steps of a script are its own"
+    problems = [
+        Problem(
+            option,
+            "has no meaning for spec.script",
+            why,
+            "Leave it out, or give the script an argument of its own",
+        )
+        for option, is_given in (
+            ("--stop-after-steps", request.stop_after_steps is not None),
+            ("--extend", request.is_extension),
+            ("--chaos", request.chaos_seed is not None),
+            ("--require-prepared", request.requires_prepared),
+        )
+        if is_given
+    ]
+    raise_if(problems, ConfigurationError)
+
+
+def _restores_here(request: RunRequest) -> bool:
+    """Whether this process will read the run's checkpoint itself, as far as can be seen before torch is
+    imported.
+
+    A process that forks workers must have no threads; it forks one for each accelerator where nobody says how
+    many. Ranks that torchrun has started get the state from rank 0, or read their own part of a model that is
+    cut.
+    """
+    run = request.loaded.run
+    runtime = run.training.runtime
+    if request.num_nodes is not None or os.environ.get("RANK", "0") != "0":
+        return False
+    if runtime.parallelism == "fsdp2" and os.environ.get("WORLD_SIZE", "1") != "1":
+        return False
+    is_on_cpu = runtime.device == "cpu" or not has_accelerator_driver()
+    num_workers = (
+        request.num_workers or run.spec.workers_per_node or (1 if is_on_cpu else 0)
+    )
+    return num_workers == 1

@@ -1,0 +1,72 @@
+"""Compares what a reloaded checkpoint gives with what the run measured when it saved it."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from evergrad_trainer.observers.history import read_beginnings, read_evaluations_in_time
+from evergrad_trainer.run.directory import RunDirectory
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The verdict on one evaluation set: ``is_equal``, and in words. ``live``: the run's own loss."""
+
+    name: str
+    live: float | None
+    reloaded: float | None
+    is_equal: bool
+    verdict: str
+
+
+def compare_with_run(
+    directory: RunDirectory, rows: Sequence[Mapping[str, Any]], *, tolerance: float
+) -> list[Compared]:
+    """Compare each result in ``rows`` with the newest one that the run itself has of the same step and set.
+
+    ``tolerance``: largest relative difference. A set that the run has not measured at that step is no
+    agreement: nothing was compared.
+    """
+    # The last row of a step counts, as everywhere.
+    rows_of_run = read_evaluations_in_time(
+        directory.evaluation, [], read_beginnings(directory)
+    )
+    live = {(one.step, one.name): one for one in rows_of_run}
+    found = []
+    for row in rows:
+        name, step, loss = row["name"], row["step"], row["loss"]
+        own = live.get((step, name))
+        if own is None:
+            verdict = (
+                f"the run itself has not measured it at step {step:,}; nothing to compare"
+            )
+            found.append(Compared(name, None, loss, is_equal=False, verdict=verdict))
+            continue
+        is_known = loss is not None and math.isfinite(loss) and math.isfinite(own.loss)
+        is_equal = own.tokens == row["tokens"] and (
+            math.isclose(loss, own.loss, rel_tol=tolerance, abs_tol=0.0)
+            if is_known
+            else loss is None and not math.isfinite(own.loss)
+        )
+        how = (
+            "bit by bit"
+            if is_known and loss == own.loss
+            else f"within {tolerance:g} relative"
+        )
+        verdict = (
+            f"as the run measured it, {how}"
+            if is_equal
+            else f"differs: {loss!r} over {row['tokens']:,} tokens, and the run measured {own.loss!r} over "
+            f"{own.tokens:,}"
+        )
+        found.append(
+            Compared(
+                name,
+                own.loss if math.isfinite(own.loss) else None,
+                loss,
+                is_equal=is_equal,
+                verdict=verdict,
+            )
+        )
+    return found

@@ -1,0 +1,114 @@
+"""Requests to stop as a node receives them: SIGTERM or SIGINT once to leave in order, twice to
+end at once."""
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+from evergrad_common.contract import ExitCode
+from evergrad_trainer.worker.signals import StopCount
+
+_ALONE_SECONDS = 3.0
+"""For a node whose grace period is over to leave without a coordinator; a pod has five before its kubelet
+kills it."""
+_LAST_SECONDS = 1.5
+"""For a node that ends at once to kill its workers; then the process is ended whatever its event
+loop does."""
+
+
+class StopRequests:
+    """Listens in a thread: the event loop may stand still, and must not keep the process from its end.
+
+    ``on_first`` and ``on_last`` are called on ``loop``: at the first signal, and at the second or when the
+    time is over.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        on_first: Callable[[], None],
+        on_last: Callable[[], None],
+        grace_seconds: float,
+    ) -> None:
+        self._loop = loop
+        self._on_first, self._on_last = on_first, on_last
+        self._seconds = grace_seconds + _ALONE_SECONDS
+        self._count = StopCount()
+        self._deadline: float | None = None
+        self._is_last = False
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._write_end, False)
+        self._previous: dict[int, object] = {}
+        self._previous_wakeup = -1
+        self._thread = threading.Thread(
+            target=self._listen, name="evergrad-signals", daemon=True
+        )
+
+    def install(self) -> None:
+        """Start listening. Only for the main thread."""
+        # The handlers do nothing; they make Python write each signal's number into the pipe, from C and at
+        # once.
+        self._previous_wakeup = signal.set_wakeup_fd(
+            self._write_end, warn_on_full_buffer=False
+        )
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._previous[number] = signal.signal(number, lambda *_: None)
+        self._thread.start()
+
+    def uninstall(self) -> None:
+        """Put back what was there before."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        signal.set_wakeup_fd(self._previous_wakeup)
+        os.write(self._write_end, b"\0")
+        self._thread.join()
+        os.close(self._read_end)
+        os.close(self._write_end)
+
+    def _listen(self) -> None:
+        while True:
+            timeout = (
+                None
+                if self._deadline is None
+                else max(0.0, self._deadline - time.monotonic())
+            )
+            if not select.select([self._read_end], [], [], timeout)[0]:
+                self._end_at_once("its time is over")
+                continue
+            # Zero is ``uninstall``; other signals, such as the end of a child, are written here, too.
+            for number in os.read(self._read_end, 64):
+                if number == 0:
+                    return
+                if number not in (signal.SIGTERM, signal.SIGINT):
+                    continue
+                request = self._count.note(number, now=time.monotonic())
+                if request == "first":
+                    self._deadline = time.monotonic() + self._seconds
+                    self._call(self._on_first)
+                elif request == "second" and not self._is_last:
+                    self._end_at_once("it was asked twice")
+
+    def _end_at_once(self, why: str) -> None:
+        if self._is_last:
+            # The loop has not done it. Workers die with this process.
+            os.write(
+                2,
+                b"evergrad: the node does not answer; it is ended without a word to its coordinator\n",
+            )
+            os._exit(int(ExitCode.STOPPED_UNSAVED))
+        os.write(
+            2,
+            f"evergrad: the node leaves at once, since {why}; what was not saved is lost\n".encode(),
+        )
+        self._is_last, self._deadline = True, time.monotonic() + _LAST_SECONDS
+        self._call(self._on_last)
+
+    def _call(self, act: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(act)

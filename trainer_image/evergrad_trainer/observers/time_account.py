@@ -1,0 +1,273 @@
+"""Fold of a run's records into its accounts of time: productive seconds, and lost ones by cause.
+
+The exporter asks it after each record, the report after the last one of the files. Pure.
+"""
+
+import math
+from array import array
+
+from evergrad_trainer.base.records import (
+    EvaluationRecord,
+    Event,
+    EventType,
+    RunInfo,
+    StepRecord,
+)
+from evergrad_trainer.observers.goodput import CAUSES, Goodput, ProcessAccount, Restart
+from evergrad_trainer.observers.parts import Part
+
+Record = RunInfo | StepRecord | EvaluationRecord | Event
+
+
+class Account:
+    """Accounts of a run up to the last record: productive seconds, and lost ones by cause.
+
+    Goodput = time in steps that were kept / elapsed time, as in Google's ml-goodput-measurement. A step is
+    kept until training begins again before it.
+    """
+
+    def __init__(
+        self,
+        *,
+        highest_step: int = 0,
+        last_time: float | None = None,
+        most_steps: int | None = None,
+    ) -> None:
+        """Begin after ``highest_step`` and ``last_time`` (Unix s), up to which earlier processes of the run
+        have accounted for everything.
+
+        ``most_steps``: number of newest steps whose seconds are remembered, at 16 bytes a step; a restart
+        from further back leaves the older ones productive. None: all of them.
+        """
+        self._parts: list[Part] = []
+        self._last_time = last_time
+        self._elsewhere = [(1, highest_step)] if highest_step else []
+        """First and last steps that other accounts hold as productive: here they are repeated ones."""
+        self._highest_step = highest_step
+        self._takes_over = False
+        self._most_steps = most_steps
+        self._kept_steps = array("q")
+        self._kept_seconds = array("d")
+        self._waiting: list[Event | EvaluationRecord] = []
+        """Records of a generation of which nobody knows yet whether it is a new start or goes on."""
+
+    def add(self, record: Record) -> None:
+        """Take the next record, in the order in which things happened."""
+        if isinstance(record, StepRecord):
+            self.add_step(
+                record.step,
+                record.generation,
+                record.world_size,
+                record.step_seconds,
+                record.time,
+            )
+        elif isinstance(record, RunInfo):
+            # A new rank 0: others hold the accounts of the time since the last one here. Steps above the
+            # newest one here were counted as productive where rank 0 was meanwhile.
+            if record.highest_step is not None and record.highest_step > self._highest_step:
+                self._elsewhere.append((self._highest_step + 1, record.highest_step))
+                self._highest_step = record.highest_step
+            if record.last_time is not None:
+                self._last_time = record.last_time
+            self._takes_over = record.takes_over
+        elif isinstance(record, EvaluationRecord):
+            self._add_owned(record)
+        elif record.type == EventType.START:
+            # The state comes from a checkpoint or from nothing, and newer steps are lost. Lines that the
+            # process wrote before its start event, such as of what it read, are its own.
+            mine = [one for one in self._waiting if one.generation == record.generation]
+            self._waiting = [
+                one for one in self._waiting if one.generation < record.generation
+            ]
+            self.finish()
+            part = Part(record.generation, record, after=self._last_time)
+            self._last_time, self._takes_over = None, False
+            if part.resumed_from is not None:
+                part.steps_lost_before = self._take_back(part.resumed_from)
+            self._append(part)
+            for one in mine:
+                _give(part, one)
+        elif record.type == EventType.WORLD:
+            part = self._go_on(record.generation)
+            self._take_back(record.step)
+            part.add_world(record, takes_over=self._takes_over)
+            self._takes_over = False
+        else:
+            if record.type == EventType.STOP:
+                self._go_on(record.generation)
+            self._add_owned(record)
+
+    def add_step(
+        self, step: int, generation: int, world_size: int, seconds: float, time: float
+    ) -> None:
+        """Take a finished step; as ``add`` of its record."""
+        part = self._parts[-1] if self._parts else None
+        if part is None or generation > part.newest:
+            part = self._go_on(generation)
+
+        # A process that was frozen while others went on may still write a step: it is nobody's progress.
+        is_late = generation < part.newest
+        seconds = seconds if 0 < seconds < math.inf else 0.0
+        part.add_step(step, world_size, seconds, time, is_late=is_late)
+        if is_late:
+            part.recompute += seconds
+            return
+
+        # A step comes again where training went back without a word; what was newer is lost with it.
+        if self._kept_steps and self._kept_steps[-1] >= step:
+            self._take_back(step - 1)
+        if step <= self._highest_step and any(
+            first <= step <= last for first, last in self._elsewhere
+        ):
+            # Its first training is productive in another account; the sum over all must count it once.
+            part.recompute += seconds
+            return
+        part.productive += seconds
+        self._kept_steps.append(step)
+        self._kept_seconds.append(seconds)
+        self._highest_step = max(self._highest_step, step)
+        if self._most_steps is not None and len(self._kept_steps) > 2 * self._most_steps:
+            # Seldom and many at once, since the front of an array is dear to take away.
+            number = len(self._kept_steps) - self._most_steps
+            del self._kept_steps[:number], self._kept_seconds[:number]
+            for one in self._parts:
+                one.first_kept = max(0, one.first_kept - number)
+
+    def finish(self) -> None:
+        """Give the records that still wait to a part: nothing comes after them."""
+        waiting, self._waiting = self._waiting, []
+        has_started = any(part.start is not None for part in self._parts)
+        # A generation that only failed is a process of its own: nobody went on with its state. Without any
+        # start event nobody knows, and each generation is one.
+        own = {
+            one.generation
+            for one in waiting
+            if isinstance(one, Event) and one.type in (EventType.FAILED, EventType.END)
+        }
+        for record in sorted(waiting, key=lambda one: one.generation):
+            generation = record.generation
+            is_own = generation in own or not has_started
+            is_new = not self._parts or self._parts[-1].generation < generation
+            if is_own and is_new:
+                self._append(Part(generation))
+            part = self._parts[-1]
+            part.newest = max(part.newest, generation)
+            _give(part, record)
+
+    def seconds(self, *, only_settled: bool = False) -> dict[str, float]:
+        """Sum the seconds so far of every cause of CAUSES, and ``productive``; in constant time for each
+        start.
+
+        ``only_settled``: without the time since the last step of which it is not known yet what it is for.
+        """
+        totals = dict.fromkeys(("productive", *CAUSES), 0.0)
+        previous_end = None
+        for part in self._parts:
+            # Where another account has the time before, the last sign of the run comes from there.
+            previous_end = previous_end if part.after is None else part.after
+            is_open = only_settled and part is self._parts[-1]
+            for cause, seconds in part.seconds(previous_end, only_settled=is_open).items():
+                totals[cause] += seconds
+            previous_end = max(part.begin_after(previous_end), part.end)
+        return totals
+
+    def goodput(self) -> Goodput:
+        """Return the accounts so far, with each process, restart and change of the world."""
+        processes: list[ProcessAccount] = []
+        restarts: list[Restart] = []
+        notes: list[str] = []
+        previous_end = None
+        for index, part in enumerate(self._parts):
+            previous_end = previous_end if part.after is None else part.after
+            is_last = index == len(self._parts) - 1
+            now = part.result(previous_end, is_last=is_last)
+            notes.extend(part.odd_clocks(previous_end))
+            if processes:
+                before = processes[-1]
+                restart = Restart(
+                    cause=before.ended,
+                    detail=before.detail,
+                    time=now.begin,
+                    generation=now.generation,
+                    resumed_from=now.resumed_from,
+                    downtime_seconds=now.seconds["downtime"],
+                    repeated_steps=part.steps_lost_before,
+                )
+                restarts.append(restart)
+            processes.append(now)
+            previous_end = now.end
+
+        def total(name: str) -> float:
+            return math.fsum(one.seconds[name] for one in processes)
+
+        return Goodput(
+            productive_seconds=total("productive"),
+            lost_seconds={cause: total(cause) for cause in CAUSES},
+            processes=tuple(processes),
+            restarts=tuple(restarts),
+            notes=tuple(notes),
+        )
+
+    def _go_on(self, generation: int) -> Part:
+        """Find the part that trains, stops or changes its world in ``generation``: the last one, as a
+        rule."""
+        is_known = any(part.start is not None or part.changes.all for part in self._parts)
+        if not self._parts or (not is_known and generation > self._parts[-1].newest):
+            # No start event is left: each generation is taken for a process of its own.
+            self.finish()
+            if not self._parts or generation > self._parts[-1].newest:
+                # The time before this process took over from others is in their accounts.
+                after = None if self._takes_over else self._last_time
+                self._append(Part(generation, after=after))
+                self._last_time = None
+            return self._parts[-1]
+        part = self._parts[-1]
+        waiting = [one for one in self._waiting if one.generation <= generation]
+        self._waiting = [one for one in self._waiting if one.generation > generation]
+        for record in waiting:
+            # Also a failure: its peers have gone on without the process that failed.
+            _give(part, record)
+        part.newest = max(part.newest, generation)
+        return part
+
+    def _add_owned(self, record: Event | EvaluationRecord) -> None:
+        """Give a record to the part of its generation, or let it wait where there is none yet."""
+        if not self._parts or record.generation > self._parts[-1].newest:
+            self._waiting.append(record)
+            return
+        # A process that was overtaken may report something when a newer one has begun.
+        owners = [part for part in self._parts if part.generation <= record.generation]
+        _give(owners[-1] if owners else self._parts[0], record)
+
+    def _append(self, part: Part) -> None:
+        part.first_kept = len(self._kept_steps)
+        self._parts.append(part)
+
+    def _take_back(self, step: int) -> int:
+        """Take back the steps after ``step``, which are lost: their seconds are no longer productive.
+
+        Returns how many of them the last part had trained.
+        """
+        lost = 0
+        owners = iter(reversed(self._parts))
+        owner = next(owners, None)
+        # From the newest step down: each belongs to the last part that began before its place.
+        while self._kept_steps and self._kept_steps[-1] > step:
+            self._kept_steps.pop()
+            seconds = self._kept_seconds.pop()
+            place = len(self._kept_steps)
+            while owner is not None and owner.first_kept > place:
+                owner.first_kept = place
+                owner = next(owners, None)
+            if owner is not None:
+                owner.productive -= seconds
+                owner.recompute += seconds
+                lost += owner is self._parts[-1]
+        return lost
+
+
+def _give(part: Part, record: Event | EvaluationRecord) -> None:
+    if isinstance(record, Event):
+        part.add_event(record)
+    else:
+        part.add_evaluation(record)

@@ -1,0 +1,1 @@
+"""Checks that need the machine, made before the first step."""

@@ -1,1 +1,0 @@
-"""Provenance: the versions, hardware and commands of a run, kept beside its results."""

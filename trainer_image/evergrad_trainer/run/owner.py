@@ -1,0 +1,136 @@
+"""Records which ``evergrad run`` of this machine trains in a run directory, and refuses a second one.
+
+Between processes of several machines or containers the newest one wins, by its claim on the checkpoints.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterator
+
+from evergrad_common.contract import RunFile
+from evergrad_coordinator.edge.training_process import (
+    Owner,
+    describe_self,
+    locked_record,
+    parse_owner,
+    read_owner,
+    write_owner,
+)
+from evergrad_manifest.errors import Problem
+from evergrad_trainer.base.errors import RunDirectoryError
+from evergrad_trainer.run.directory import RunDirectory, parse_object
+
+TAKE_OVER = "--take-over"
+_TAIL_BYTES = 1 << 16
+"""The end of ``metrics.jsonl`` that is read for its last row. A row has less than 4 KiB."""
+_KILL_SECONDS = 10.0
+"""For a process to end after SIGKILL, with all that it started."""
+
+
+@contextlib.contextmanager
+def own_run_directory(directory: RunDirectory) -> Iterator[None]:
+    """Record this process as the one that trains in ``directory`` for as long as the body runs.
+
+    Raises RunDirectoryError if another process of this machine trains there. A directory in which no record
+    can be written is used without one: what is wrong with it is reported by its own checks.
+    """
+    owner = describe_self()
+    if owner is not None:
+        with contextlib.suppress(OSError):
+            directory.path.mkdir(parents=True, exist_ok=True)
+            with locked_record(directory.path, create=True) as file:
+                _refuse_living(directory, parse_owner(file))
+                write_owner(file, owner)
+    try:
+        yield
+    finally:
+        # A later process may own it by now.
+        if owner is not None:
+            with contextlib.suppress(OSError), locked_record(directory.path) as file:
+                if parse_owner(file) == owner:
+                    (directory.path / RunFile.OWNER).unlink(missing_ok=True)
+
+
+def refuse_second_run(directory: RunDirectory) -> None:
+    """Raise RunDirectoryError if another process of this machine trains in ``directory``. Writes nothing."""
+    _refuse_living(directory, read_owner(directory.path))
+
+
+def take_over(directory: RunDirectory, *, grace_seconds: float) -> None:
+    """End the process of this machine that trains in ``directory``, if there is one, and wait for its end.
+
+    SIGTERM asks it to save its state and to leave; SIGKILL ends it after ``grace_seconds``. Raises
+    RunDirectoryError if it may not be signalled, or does not end.
+    """
+    owner = read_owner(directory.path)
+    if owner is None:
+        return
+    where = str(directory.path)
+    try:
+        # The descriptor means this process even if its number is given out again.
+        process = os.pidfd_open(owner.pid)
+    except ProcessLookupError:
+        return
+    try:
+        if not owner.is_alive:
+            return
+        for number, seconds, what in (
+            (signal.SIGTERM, grace_seconds, "is asked to save and to leave"),
+            (
+                signal.SIGKILL,
+                _KILL_SECONDS,
+                f"has not left within {grace_seconds:g} s and is killed",
+            ),
+        ):
+            print(
+                f"pid {owner.pid}, which trains this run, {what}",
+                file=sys.stderr,
+                flush=True,
+            )
+            signal.pidfd_send_signal(process, number)
+            if select.select([process], [], [], seconds)[0]:
+                return
+    except PermissionError as error:
+        what, why = f"pid {owner.pid} cannot be ended", "it belongs to another user"
+        remedy = "Let its user stop it"
+        raise RunDirectoryError(Problem(where, what, why, remedy)) from error
+    except ProcessLookupError:
+        return
+    finally:
+        os.close(process)
+    what, why = f"pid {owner.pid} does not end", "a device or a file system keeps it"
+    raise RunDirectoryError(Problem(where, what, why, "Wait for its end, and start again"))
+
+
+def _refuse_living(directory: RunDirectory, owner: Owner | None) -> None:
+    if owner is None or not owner.is_alive:
+        return
+    step = _read_last_step(directory)
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner.time))
+    at = "before its first recorded step" if step is None else f"at step {step}"
+    raise RunDirectoryError(
+        Problem(
+            str(directory.path),
+            f"pid {owner.pid} trains this run already, {at}, since {began}",
+            "two processes would train the same steps",
+            f"Wait for its end, stop it with `kill {owner.pid}` (it saves its state), or start this one with "
+            f"{TAKE_OVER}, which does so first",
+        )
+    )
+
+
+def _read_last_step(directory: RunDirectory) -> int | None:
+    """The step of the newest row of ``metrics.jsonl``; None where there is none."""
+    try:
+        with directory.metrics.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return None
+    rows = (parse_object(line) for line in reversed(lines))
+    steps = (row.get("step") for row in rows if row is not None)
+    return next((step for step in steps if isinstance(step, int)), None)

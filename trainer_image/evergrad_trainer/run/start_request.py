@@ -1,0 +1,79 @@
+"""Records what a start was asked for and what preflight found, before anything is trained: a start that fails
+leaves both."""
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.errors import Problem, describe_problem
+from evergrad_manifest.identity import to_wire
+from evergrad_trainer.base.errors import RunDirectoryError
+from evergrad_trainer.run.directory import (
+    RunDirectory,
+    dumps_strict,
+    read_json_object,
+    write_atomically,
+)
+from evergrad_trainer.run.redaction import hide_home, redact_command
+
+FORMAT = 1
+
+_log = logging.getLogger(__name__)
+
+
+def record_request(
+    directory: RunDirectory, run: TrainingRun, *, command: Sequence[str]
+) -> None:
+    """Write the manifest with all defaults into ``requested.json``, with the words of the command line.
+
+    Every node of a run does so before it joins, and finds the file as it would write it; only another
+    manifest replaces it. Raises RunDirectoryError or VolumeError.
+    """
+    manifest = to_wire(run)
+    try:
+        before = read_json_object(directory.requested)
+    except RunDirectoryError:
+        # A record only, which nothing reads to train: a damaged one is no reason not to start.
+        _log.warning("%s: is damaged, and written anew", directory.requested)
+        before = None
+    if before is not None and before.get("manifest") == manifest:
+        return
+    document = {
+        "format": FORMAT,
+        "time": time.time(),
+        "command": redact_command(command),
+        "working_directory": hide_home(str(Path.cwd())),
+        "manifest": manifest,
+    }
+    write_atomically(directory.requested, dumps_strict(document, indent=2) + "\n")
+
+
+def record_findings(
+    directory: RunDirectory,
+    findings: Sequence[tuple[str, Problem]],
+    *,
+    num_workers: int,
+    is_overruled: bool,
+) -> None:
+    """Write the newest start's findings, pairs of a level and what was found, into ``preflight.json``.
+
+    ``num_workers``: of the machine they are about. ``is_overruled``: training goes on although there are
+    errors. Raises RunDirectoryError or VolumeError.
+    """
+    document = {
+        "format": FORMAT,
+        "time": time.time(),
+        "workers": num_workers,
+        "overruled": is_overruled,
+        **describe_findings(findings),
+    }
+    write_atomically(directory.preflight, dumps_strict(document, indent=2) + "\n")
+
+
+def describe_findings(findings: Sequence[tuple[str, Problem]]) -> dict[str, Any]:
+    """Findings as JSON values, and whether none of them is an error."""
+    rows = [{"level": level, **describe_problem(problem)} for level, problem in findings]
+    return {"fine": all(row["level"] != "error" for row in rows), "findings": rows}

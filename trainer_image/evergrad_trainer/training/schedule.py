@@ -1,0 +1,98 @@
+"""Decisions on what is due after the newest finished step: pure functions of counts and of flags that all
+ranks have agreed on, so that each rank finds the same."""
+
+from dataclasses import replace
+
+from evergrad_trainer.base.records import StopReason
+from evergrad_trainer.data.evaluation_sets import EvaluationSet
+from evergrad_trainer.distributed.world import World
+from evergrad_trainer.training.components import Limits, Run
+from evergrad_trainer.training.exchange import (
+    FLAG_CHANGE,
+    FLAG_SIGNAL,
+    FLAG_STOP,
+    FLAG_STOP_FILE,
+)
+from evergrad_trainer.training.progress import Progress
+
+
+def agree_limits(limits: Limits, world: World) -> Limits:
+    """The limits as all ranks take them.
+
+    Some processes may have read the file before it was edited in place.
+    """
+    own = [limits.non_finite_in_a_row, sorted(limits.skip_steps), limits.compare_every]
+    # Collective: once a world, before its first step.
+    rows = world.gather_json(own)
+
+    in_a_row = max(number for number, _, _ in rows)
+    skip_steps = frozenset(step for _, steps, _ in rows for step in steps)
+    # Rank 0's: a comparison that only some make would wait for the others for ever.
+    compare_every = rows[0][2]
+    return replace(
+        limits,
+        non_finite_in_a_row=in_a_row,
+        skip_steps=skip_steps,
+        compare_every=compare_every,
+    )
+
+
+def find_stop_reason(
+    limits: Limits, progress: Progress, flags: tuple[bool, ...]
+) -> StopReason | None:
+    """Why all ranks leave; None where they go on."""
+    if progress.finished_steps >= limits.total_steps:
+        return "complete"
+    if flags[FLAG_SIGNAL]:
+        return "signal"
+    if flags[FLAG_STOP_FILE]:
+        return "stop_file"
+    if limits.after_step is not None and progress.finished_steps >= limits.after_step:
+        return "after_step"
+    if (
+        limits.stop_after_steps is not None
+        and progress.steps_here >= limits.stop_after_steps
+    ):
+        return "stop_after_steps"
+    if flags[FLAG_STOP]:
+        return "observer"
+    if flags[FLAG_CHANGE]:
+        return "change"
+    return None
+
+
+def is_due(step: int, every: int | None) -> bool:
+    """Whether ``step`` is one of every so many; None: never."""
+    return every is not None and step % every == 0
+
+
+def due_sets(run: Run) -> tuple[EvaluationSet, ...]:
+    """The sets to evaluate, before the first step or after the newest one.
+
+    An evaluation that a stop or a lost peer has cut short is due until it has ended.
+    """
+    progress, limits = run.progress, run.limits
+    step = progress.finished_steps
+    if progress.evaluated_step >= step:
+        return ()
+    if step == 0:
+        return run.evaluation_sets if limits.evaluate_at_start else ()
+    if step in (limits.total_steps, progress.evaluation_asked, *limits.anchors):
+        return run.evaluation_sets
+    own = limits.evaluate_sets_every
+    return tuple(
+        one
+        for one in run.evaluation_sets
+        if is_due(step, own.get(one.name, limits.evaluate_every))
+    )
+
+
+def is_save_due(run: Run) -> bool:
+    """The one rule of when to save, but for the end of the run and the best checkpoint."""
+    progress = run.progress
+    if progress.save_asked == progress.finished_steps:
+        return True
+    if progress.is_save_lost:
+        return True
+    rhythms = (run.limits.save_every, run.limits.keep_every)
+    return any(one is not None and one.is_due(progress.finished_steps) for one in rhythms)

@@ -1,0 +1,140 @@
+"""The one way to end a run: save what is not saved, then mark, report and close as rank 0; the exit code says
+how.
+
+All ranks of a world come here together when they have agreed to stop; a worker that leaves the run alone
+comes in a world of its own. An error ends a worker by way of ``worker.reporting`` instead: nothing is saved
+then.
+"""
+
+import logging
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from evergrad_common.contract import ExitCode
+from evergrad_trainer.base.durable import fsync_directory
+from evergrad_trainer.base.records import EventType, StopReason
+from evergrad_trainer.run.directory import reported
+from evergrad_trainer.training.components import Run
+from evergrad_trainer.training.loop import save_together
+from evergrad_trainer.worker.rank_zero import Writer
+from evergrad_trainer.worker.session import Session
+
+_log = logging.getLogger(__name__)
+_LEFTOVER = re.compile(r"\.step-\d+\.(new|old)|\.\.step-\d+\.new\.[0-9a-f]+\.tmp")
+"""Names that ``_export`` and ``export_checkpoint`` give to an export of this run until it is whole."""
+
+
+def save_all(run: Run) -> bool:
+    """Save what no checkpoint holds yet, with all ranks of this world; whether all is saved.
+
+    Raises SaveError or FencedError on all ranks together.
+    """
+    progress = run.progress
+    save_together(run)
+    if progress.finished_steps == 0:
+        # The state before the first step follows from the manifest: there is nothing to lose.
+        progress.saved_step = 0
+    return progress.saved_step == progress.finished_steps
+
+
+def close_run(
+    session: Session,
+    writer: Writer,
+    reason: StopReason,
+    *,
+    is_saved: bool,
+    is_alone: bool = False,
+) -> ExitCode:
+    """Write down how the run ended, as rank 0, and close the observers; every rank gets the exit code.
+
+    ``is_alone``: this worker leaves a run that others may go on with, so no complete mark and no page is
+    made.
+    """
+    is_complete = reason == "complete"
+    code = ExitCode.DONE if is_complete else ExitCode.STOPPED_SAVED
+    if not is_saved:
+        code = ExitCode.INTERNAL if is_complete else ExitCode.STOPPED_UNSAVED
+    if not session.world.is_main:
+        return code
+
+    if is_alone:
+        # It may never have trained in a world in which it was the one to write the start event.
+        session.release_events()
+    step = session.progress.finished_steps
+    # Before its first step a run has nothing to save: no checkpoint is there, and none is missing.
+    session.emit(EventType.STOP, {"reason": reason, "saved": is_saved and step > 0})
+    if code == ExitCode.DONE:
+        if session.plan.run.training.checkpoint.export_at_end:
+            # Before the run is marked: one that is killed, or finds no space, in here ends again.
+            print(f"exported: {_export(session, step)}", flush=True)
+        session.emit(EventType.COMPLETE, {"total_steps": step})
+        facts = {"run": session.plan.run.metadata.name, "step": step, "time": time.time()}
+        session.directory.mark_complete({**facts, "best": session.progress.best})
+    session.emit(EventType.END, {"exit_code": int(code)})
+    # Before anything is printed or drawn: whoever asked to stop may kill next.
+    writer.release()
+
+    if reason == "non_finite":
+        print(f"error: {session.progress.refusal}", file=sys.stderr)
+    later = f"evergrad report {session.directory.path}"
+    if reason == "signal":
+        # The state is saved. Figures and text take milliseconds; a page with plots can be drawn at any time,
+        # and the sender of the signal may not wait for it.
+        _write_summary(session)
+        print(f"stopped after step {step}; for a report: {later}", flush=True)
+    else:
+        from evergrad_trainer.report.build import write_report
+
+        try:
+            print(f"report: {write_report(session.directory.path).html}", flush=True)
+        except Exception as error:  # noqa: BLE001 - the training is done and saved; a report can be made again at any time
+            _log.exception("the report could not be written")
+            print(
+                f"warning: no report was made: {str(error).rstrip('.')}. Try: {later}",
+                file=sys.stderr,
+            )
+    if code == ExitCode.STOPPED_SAVED and reason != "non_finite":
+        print(f"to go on behind step {step}: the same command", flush=True)
+    if not is_saved:
+        message = "error: the state of the last steps could not be saved; the newest checkpoint is older"
+        print(message, file=sys.stderr)
+    return code
+
+
+def _write_summary(session: Session) -> None:
+    """Write the run's figures and text, without its page. A failure is reported and ends nothing."""
+    from evergrad_trainer.report.build import write_report
+
+    try:
+        write_report(session.directory.path, has_page=False)
+    except Exception as error:  # noqa: BLE001 - the training is saved; a report can be made again at any time
+        _log.exception("the summary could not be written")
+        print(f"warning: summary.json is not current: {error}", file=sys.stderr)
+
+
+def _export(session: Session, step: int) -> Path:
+    """Write the final weights as a transformers directory, in the place of an older export of that step.
+
+    Raises VolumeError, RunDirectoryError or CheckpointError.
+    """
+    from evergrad_trainer.export import export_checkpoint
+
+    target = session.directory.exports / f"step-{step}"
+    with reported(target, what="cannot be written"):
+        # Folders that a killed process has left of its own. A volume or a desktop keeps hidden files
+        # there, and a user may export beside this.
+        for rest in session.directory.exports.glob(".*"):
+            if _LEFTOVER.fullmatch(rest.name) and rest.is_dir():
+                shutil.rmtree(rest)
+    fresh, old = (target.with_name(f".{target.name}.{name}") for name in ("new", "old"))
+    export_checkpoint(session.directory.path, step=step, output=fresh, dtype=None)
+    with reported(target, what="cannot be written"):
+        if target.exists():
+            target.rename(old)
+        fresh.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+        fsync_directory(target.parent)
+    return target
