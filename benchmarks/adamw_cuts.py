@@ -23,7 +23,7 @@ import time
 
 import torch
 
-from evergrad_trainer.optim.parts import Part, update_parts
+from evergrad_trainer.optim.parts import TensorPart, update_parts
 
 ELEMENTS = 1_000_003
 CUTS = {
@@ -67,7 +67,9 @@ def update(
                 begins,
                 strict=True,
             )
-            parts = [Part(*four, begin=begin, total=ELEMENTS) for *four, begin in cuts]
+            parts = [
+                TensorPart(*four, begin=begin, total=ELEMENTS) for *four, begin in cuts
+            ]
             update_parts(
                 parts,
                 updates=done,

@@ -22,7 +22,7 @@ from common import Row, print_rows
 from evergrad_trainer.data.batch import Stage
 from evergrad_trainer.data.mixture import Mixture
 from evergrad_trainer.data.prepared import PreparedSource, Shard, TokenSequence
-from evergrad_trainer.data.stream import Batching, TrainingStream
+from evergrad_trainer.data.stream import BatchShape, TrainingStream
 from evergrad_trainer.data.token_source import TokenSource
 
 SHARD_TOKENS = 8 * 2**20
@@ -59,7 +59,7 @@ def build_stream(
     items = TokenSource(
         source, source.train, sequence_length=sequence_length, end_of_document=256
     )
-    batching = Batching(global_batch_size=batch, micro_batch_size=batch)
+    batching = BatchShape(global_batch_size=batch, micro_batch_size=batch)
     return TrainingStream([Stage({"docs": (items, 1.0)})], seed=0, batching=batching)
 
 

@@ -144,7 +144,7 @@ def check_fsdp2(device: str, is_tiny: bool) -> list[Row]:
 
     from evergrad_trainer.distributed.world import World
     from evergrad_trainer.models.deferred import defer_model
-    from evergrad_trainer.models.parallel import Cut, Sharding, shard
+    from evergrad_trainer.models.parallel import Sharding, ShardPlan, shard
     from evergrad_trainer.objectives.causal_lm import causal_lm_loss
 
     _alone_in_a_group(device)
@@ -155,7 +155,7 @@ def check_fsdp2(device: str, is_tiny: bool) -> list[Row]:
         deferred is not None, "the model could not be built without memory for its weights"
     )
     assert deferred is not None  # noqa: S101 - for the type checker
-    shard([Cut(deferred.model)], world, Sharding(precision="bf16-autocast"))
+    shard([ShardPlan(deferred.model)], world, Sharding(precision="bf16-autocast"))
     deferred.materialise(where)
     ids = torch.arange(64, device=where).reshape(1, 64)
     loss = causal_lm_loss(deferred.model)(ids, ids) / 64

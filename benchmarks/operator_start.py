@@ -212,16 +212,19 @@ def measure_polls(runs: int) -> dict[str, float]:
     """Longest time, in seconds of a virtual clock, between two polls of one coordinator."""
     import virtual_time
 
-    from evergrad_operator.edge.reconcile.coordinator_poller import Answer, Coordinators
+    from evergrad_operator.edge.reconcile.coordinator_poller import (
+        CoordinatorResponse,
+        Coordinators,
+    )
 
     asked: dict[Any, list[float]] = {}
 
     class Answering(Coordinators):
-        async def _read_status(self, key: Any, followed: Any) -> Answer:
+        async def _read_status(self, key: Any, followed: Any) -> CoordinatorResponse:
             now = asyncio.get_running_loop().time()
             asked.setdefault(key, []).append(now)
             await asyncio.sleep(0.01)
-            return Answer({}, followed.attempt, now)
+            return CoordinatorResponse({}, followed.attempt, now)
 
     async def poll() -> float:
         loop = asyncio.get_running_loop()

@@ -7,10 +7,10 @@ import torch
 
 from evergrad_trainer.distributed.world import Membership, World
 from evergrad_trainer.observers.base import BaseObserver
-from evergrad_trainer.training.components import Limits, Rhythm, Run
-from evergrad_trainer.training.evaluation_counts import Tally
+from evergrad_trainer.training.components import LoopLimits, Rhythm, TrainingComponents
+from evergrad_trainer.training.evaluation_counts import EvaluationCounts
 from evergrad_trainer.training.exchange import NUM_FLAGS
-from evergrad_trainer.training.progress import Progress
+from evergrad_trainer.training.progress import TrainingProgress
 from evergrad_trainer.training.step_parts import StepOutcome
 
 STEPS = 6
@@ -32,19 +32,19 @@ class Steps:
 def evaluator_of(run: Any) -> Any:
     """An evaluator that measures nothing by itself."""
 
-    def open_tally(one: Any, values: Any, *, stage: Any) -> Tally:
-        return Tally.from_json(values, key=one.name, names=())
+    def open_tally(one: Any, values: Any, *, stage: Any) -> EvaluationCounts:
+        return EvaluationCounts.from_json(values, key=one.name, names=())
 
     return cast(Any, SimpleNamespace(run=run, open_tally=open_tally))
 
 
-def make_run(observer: BaseObserver, done: list[tuple[str, int]]) -> Run:
-    progress = Progress()
+def make_run(observer: BaseObserver, done: list[tuple[str, int]]) -> TrainingComponents:
+    progress = TrainingProgress()
 
     def save(step: int, tensors: Any, **options: Any) -> None:
         done.append(("save", step))
 
-    def evaluate(one: Any, world: World, tally: Tally, **options: Any) -> Any:
+    def evaluate(one: Any, world: World, tally: EvaluationCounts, **options: Any) -> Any:
         done.append(("evaluate", progress.finished_steps))
         return SimpleNamespace(loss=1.0, metrics={}, weight=1, seconds=0.0)
 
@@ -59,7 +59,9 @@ def make_run(observer: BaseObserver, done: list[tuple[str, int]]) -> Run:
     )
     world = World(generation=1, rank=0, size=1, device=torch.device("cpu"))
     parts: dict[str, Any] = {
-        "limits": Limits(total_steps=STEPS, save_every=Rhythm(100), evaluate_every=None),
+        "limits": LoopLimits(
+            total_steps=STEPS, save_every=Rhythm(100), evaluate_every=None
+        ),
         "membership": Membership(world),
         "stepper": Steps(),
         "stream": SimpleNamespace(entered_after=lambda step: None, stage=lambda step: None),
@@ -77,4 +79,4 @@ def make_run(observer: BaseObserver, done: list[tuple[str, int]]) -> Run:
         "finish_state": lambda outcome, entered: None,
         "snapshots": None,
     }
-    return cast(Any, Run)(**parts, progress=progress)  # type: ignore[no-any-return]
+    return cast(Any, TrainingComponents)(**parts, progress=progress)  # type: ignore[no-any-return]

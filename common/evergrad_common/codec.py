@@ -3,7 +3,7 @@ naming its field.
 
 A field may be an int, float, str, bool, enum or Literal, any of them or None, a dataclass, a tuple or a
 mapping of such values, or ``Any`` for JSON that somebody else checks. ``Annotated`` carries what a type
-cannot say: ``Bounds`` of a number, ``Cut`` of a text.
+cannot say: ``FieldBounds`` of a number, ``MaxLength`` of a text.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ R = TypeVar("R", bound=Record)
 
 
 @dataclass(frozen=True)
-class Bounds:
+class FieldBounds:
     """Least and greatest value of a number: ``Annotated[int, Bounds(0, 65535)]``."""
 
     least: int
@@ -51,13 +51,13 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class Cut:
+class MaxLength:
     """Longest text, in characters. The sender cuts a longer one; the receiver refuses it."""
 
     most: int
 
 
-LongText = typing.Annotated[str, Cut(MAX_TEXT)]
+LongText = typing.Annotated[str, MaxLength(MAX_TEXT)]
 """Text of unknown length, such as the last words of a failure."""
 
 
@@ -210,7 +210,7 @@ def _writer(hint: Any) -> _Writer:
     """Choose how a value of this type becomes JSON. ``_reader`` has refused types that are not known."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
-        cut = next((one for one in arguments[1:] if isinstance(one, Cut)), None)
+        cut = next((one for one in arguments[1:] if isinstance(one, MaxLength)), None)
         return _writer(arguments[0]) if cut is None else lambda value: value[: cut.most]
     if origin in _UNIONS:
         inner = _writer(next(one for one in arguments if one is not types.NoneType))
@@ -237,11 +237,14 @@ def _reader(hint: Any) -> _Reader:
         def read_limited(value: Any, where: str) -> Any:
             known = plain(value, where)
             for limit in limits:
-                if isinstance(limit, Bounds) and not limit.least <= known <= limit.most:
+                if (
+                    isinstance(limit, FieldBounds)
+                    and not limit.least <= known <= limit.most
+                ):
                     raise ProtocolError(
                         f"{where}: {known} is not within {limit.least} and {limit.most}"
                     )
-                if isinstance(limit, Cut) and len(known) > limit.most:
+                if isinstance(limit, MaxLength) and len(known) > limit.most:
                     raise ProtocolError(f"{where}: longer than {limit.most} characters")
             return known
 

@@ -26,7 +26,7 @@ from evergrad_coordinator.edge.server import Server
 from evergrad_coordinator.protocol import MAX_GENERATION
 from evergrad_coordinator.rules.budget import MAX_FAILURES
 from evergrad_coordinator.rules.group import new_group
-from evergrad_coordinator.rules.state import Settings
+from evergrad_coordinator.rules.state import GroupSettings
 
 _TIMES = {
     "start_wait": "to wait for --expect nodes at the start",
@@ -138,7 +138,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _add_bounds(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that bound something: failures, members and times, with the rules' own defaults."""
-    most = Settings.max_failures_without_progress
+    most = GroupSettings.max_failures_without_progress
     parser.add_argument(
         "--max-failures",
         type=int,
@@ -148,8 +148,8 @@ def _add_bounds(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-members",
         type=int,
-        default=Settings.max_members,
-        help=f"nodes that can be connected, including spares ({Settings.max_members})",
+        default=GroupSettings.max_members,
+        help=f"nodes that can be connected, including spares ({GroupSettings.max_members})",
     )
     parser.add_argument(
         "--linger",
@@ -158,7 +158,7 @@ def _add_bounds(parser: argparse.ArgumentParser) -> None:
         help="seconds to wait for late joiners after the end (3)",
     )
     for name, text in _TIMES.items():
-        default = getattr(Settings, f"{name}_seconds")
+        default = getattr(GroupSettings, f"{name}_seconds")
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             type=float,
@@ -221,9 +221,9 @@ def find_problems(options: argparse.Namespace) -> list[str]:
     return problems
 
 
-def build_settings(options: argparse.Namespace, token: str) -> Settings:
+def build_settings(options: argparse.Namespace, token: str) -> GroupSettings:
     """Build the settings of the rules from the arguments."""
-    return Settings(
+    return GroupSettings(
         run=options.run,
         min_nodes=options.min,
         max_nodes=options.max,
@@ -241,7 +241,10 @@ def build_settings(options: argparse.Namespace, token: str) -> Settings:
 
 
 async def serve(
-    options: argparse.Namespace, settings: Settings, store: GenerationStore, generation: int
+    options: argparse.Namespace,
+    settings: GroupSettings,
+    store: GenerationStore,
+    generation: int,
 ) -> int:
     """Serve until the run is over and its nodes have been told, or until SIGTERM. Returns the exit code."""
     # A change of a thousand nodes makes many short-lived objects and no circles: look for those seldom.

@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
 from evergrad_common.causes import BreakCause
-from evergrad_common.codec import MAX_INTEGER, Bounds, Codec, LongText
+from evergrad_common.codec import MAX_INTEGER, Codec, FieldBounds, LongText
 
 PROTOCOL_VERSION = 1
 MAX_GENERATION = 2**52
 """Generations stay below: a node that claims more is refused, so that there is always room above."""
 MAX_WORKERS = 4096
 
-Generation = Annotated[int, Bounds(0, MAX_GENERATION)]
-Workers = Annotated[int, Bounds(0, MAX_WORKERS)]
-Step = Annotated[int, Bounds(-1, MAX_GENERATION)]
+Generation = Annotated[int, FieldBounds(0, MAX_GENERATION)]
+Workers = Annotated[int, FieldBounds(0, MAX_WORKERS)]
+Step = Annotated[int, FieldBounds(-1, MAX_GENERATION)]
 """-1: no step has been finished."""
 
 Recovery = Literal["in-process", "fresh"]
@@ -115,7 +115,7 @@ class Ready(Message):
     TYPE = "ready"
     generation: Generation
     workers: Workers
-    port: Annotated[int, Bounds(0, 65535)]
+    port: Annotated[int, FieldBounds(0, 65535)]
     step: Step = -1
 
 
@@ -140,12 +140,12 @@ class Broken(Message):
     TYPE = "broken"
     generation: Generation
     cause: BreakCause
-    rank: Annotated[int, Bounds(-1, MAX_GENERATION)] = -1
+    rank: Annotated[int, FieldBounds(-1, MAX_GENERATION)] = -1
     step: Step = -1
     exit_code: int | None = None
     message: LongText = ""
     is_final: bool = False
-    time_since: Annotated[float, Bounds(0, MAX_GENERATION)] = 0.0
+    time_since: Annotated[float, FieldBounds(0, MAX_GENERATION)] = 0.0
     trouble: str = ""
     """One of causes.TROUBLES, where the worker met one; a newer node may have more of them."""
 
@@ -193,7 +193,7 @@ class Finished(Message):
 
     TYPE = "finished"
     generation: Generation
-    rank: Annotated[int, Bounds(0, MAX_GENERATION)]
+    rank: Annotated[int, FieldBounds(0, MAX_GENERATION)]
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class Result(Message):
 
 
 @dataclass(frozen=True)
-class Evaluation(Message):
+class EvaluationReport(Message):
     """The newest results of one evaluation set: ``loss``, and what its evaluator measures besides."""
 
     TYPE = "evaluation"
@@ -224,20 +224,20 @@ class Progress(Message):
     TYPE = "progress"
     generation: Generation
     step: Step
-    total_steps: Annotated[int, Bounds(0, MAX_GENERATION)] | None = None
+    total_steps: Annotated[int, FieldBounds(0, MAX_GENERATION)] | None = None
     loss: float | None = None
     tokens_per_second: float | None = None
     eta_seconds: float | None = None
     checkpoint_step: Step | None = None
     values: dict[str, float] = field(default_factory=dict)
     """Further numbers of the step, by the names of their columns: rates, norms, the recipe's metrics."""
-    evaluations: dict[str, Evaluation] = field(default_factory=dict)
+    evaluations: dict[str, EvaluationReport] = field(default_factory=dict)
     """The newest results of each evaluation set that this node has seen."""
-    evaluation_seconds: Annotated[float, Bounds(0, MAX_GENERATION)] | None = None
+    evaluation_seconds: Annotated[float, FieldBounds(0, MAX_GENERATION)] | None = None
     """Time that training has stood still for evaluations, since this node's process began."""
-    saving_seconds: Annotated[float, Bounds(0, MAX_GENERATION)] | None = None
+    saving_seconds: Annotated[float, FieldBounds(0, MAX_GENERATION)] | None = None
     """The same for saves."""
-    failed_saves: Annotated[int, Bounds(0, MAX_INTEGER)] | None = None
+    failed_saves: Annotated[int, FieldBounds(0, MAX_INTEGER)] | None = None
     """Saves that have failed in a row; 0 after one that has succeeded."""
     save_trouble: str = ""
     """One of causes.TROUBLES: why the last of them failed; a newer node may have more of them."""
@@ -255,7 +255,7 @@ class Restoring(Message):
 
     TYPE = "restoring"
     generation: Generation
-    num_bytes: Annotated[int, Bounds(0, MAX_INTEGER)]
+    num_bytes: Annotated[int, FieldBounds(0, MAX_INTEGER)]
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ class Allows(Section):
     capability IPC_LOCK."""
 
 
-class Profile(Section):
+class ProfileSpec(Section):
     """A profile. Only those of the installation have ``namespaces`` and ``allows``."""
 
     namespaces: tuple[str, ...] = ()
@@ -133,12 +133,12 @@ def check_profile(raw: Any, *, of_namespace: bool = False) -> tuple[Problem, ...
         return (too_deep,)
 
     # The model first, then the rules that a run's own file has to satisfy, of the same values.
-    pruned = without_nulls(raw, Profile)
+    pruned = without_nulls(raw, ProfileSpec)
     problems: list[Problem] = []
     try:
-        Profile.model_validate(pruned)
+        ProfileSpec.model_validate(pruned)
     except ValidationError as error:
-        problems += problems_of(error, pruned, root=Profile)
+        problems += problems_of(error, pruned, root=ProfileSpec)
     for key in ("namespaces", "allows") if of_namespace else ():
         if key in pruned:
             why = "only the installation's profiles say what is allowed, and to whom"

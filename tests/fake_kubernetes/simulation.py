@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from evergrad_operator.core.decision import Bounds
+from evergrad_operator.core.decision import NodeBounds
 from evergrad_operator.core.objects.config import Config
 from evergrad_operator.core.objects.errors import ApiError, OperatorError
 from evergrad_operator.core.objects.kinds import KINDS
@@ -19,8 +19,11 @@ from evergrad_operator.edge.api.event_recorder import Recorder
 from evergrad_operator.edge.api.tokens import derive_token
 from evergrad_operator.edge.cache.cache import InformerCache
 from evergrad_operator.edge.cache.store import CHILDREN, CLAIMS, PODS, RUNS
-from evergrad_operator.edge.metrics.operator_metrics import Metrics
-from evergrad_operator.edge.reconcile.coordinator_poller import Answer, Coordinators
+from evergrad_operator.edge.metrics.operator_metrics import OperatorMetrics
+from evergrad_operator.edge.reconcile.coordinator_poller import (
+    CoordinatorResponse,
+    Coordinators,
+)
 from evergrad_operator.edge.reconcile.reconciler import Reconciler
 from fake_kubernetes.cluster import FakeCluster
 from fake_kubernetes.recipe import TRAINING
@@ -54,15 +57,15 @@ class FakeCoordinators(Coordinators):
         self.answers: dict[Key, Mapping[str, Any]] = {}
         self.unheard: dict[Key, Mapping[str, Any]] = {}
         self.asked_at: dict[Key, float] = {}
-        self.bounds: list[Bounds] = []
+        self.bounds: list[NodeBounds] = []
         self.silent_since: dict[Key, float] = {}
         self.has_timed_out = False
 
-    def answer(self, key: Key) -> Answer | None:
+    def answer(self, key: Key) -> CoordinatorResponse | None:
         followed = self._followed.get(key)
         raw = self.answers.get(key)
         return (
-            Answer(raw, followed.attempt, self.asked_at.get(key, 0.0))
+            CoordinatorResponse(raw, followed.attempt, self.asked_at.get(key, 0.0))
             if followed is not None and raw is not None
             else None
         )
@@ -88,7 +91,7 @@ class FakeCoordinators(Coordinators):
         self.answers.update(self.unheard)
         self.asked_at[key] = self.clock()
 
-    async def post_bounds(self, key: Key, bounds: Bounds) -> None:
+    async def post_bounds(self, key: Key, bounds: NodeBounds) -> None:
         if key not in self._followed:
             raise OperatorError("no coordinator")
         self.bounds.append(bounds)
@@ -111,7 +114,7 @@ class Simulation:
 
     def start_operator(self) -> None:
         """A new process: nothing is remembered, everything is listed."""
-        self.cache, self.metrics = InformerCache(clock=lambda: self.now), Metrics()
+        self.cache, self.metrics = InformerCache(clock=lambda: self.now), OperatorMetrics()
         self.shown_later.clear()
         answers, self.coordinators = self.coordinators.answers, FakeCoordinators()
         self.coordinators.now = lambda: self.now

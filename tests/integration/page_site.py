@@ -26,7 +26,7 @@ from evergrad_coordinator.edge.http import StatusServer
 from evergrad_coordinator.edge.journal import MemoryStore
 from evergrad_coordinator.edge.live_feed import LiveFeed
 from evergrad_coordinator.edge.server import Server
-from evergrad_coordinator.protocol import Evaluation
+from evergrad_coordinator.protocol import EvaluationReport
 from evergrad_operator.core.objects.times import format_duration
 from evergrad_operator.edge.metrics.fleet_page import FleetPage
 
@@ -138,8 +138,8 @@ class Site:
         if evaluated := step - step % 50:
             loss = 2.2 + 3.2 * math.exp(-evaluated / 300)
             training.evaluations = {
-                "held_out": Evaluation(evaluated, {"loss": loss, "exact": 1 - math.exp(-evaluated / 500)}),
-                "code": Evaluation(evaluated, {"loss": loss + 0.3}),
+                "held_out": EvaluationReport(evaluated, {"loss": loss, "exact": 1 - math.exp(-evaluated / 500)}),
+                "code": EvaluationReport(evaluated, {"loss": loss + 0.3}),
             }  # fmt: skip
 
     def note(self, event: str, **fields: Any) -> None:

@@ -25,7 +25,7 @@ from evergrad_trainer.distributed.process_groups import Place, abandon_world, fo
 from evergrad_trainer.distributed.transports import GlooTransport
 from evergrad_trainer.distributed.world import Interrupt, World
 from evergrad_trainer.run.directory import RunDirectory
-from evergrad_trainer.worker.channel import Go, Plan, channel_pair
+from evergrad_trainer.worker.channel import WorkerGo, WorkerPlan, channel_pair
 from evergrad_trainer.worker.watchdog import Watchdog
 from evergrad_trainer.worker.worlds import SupervisedWorlds
 
@@ -115,7 +115,7 @@ def lose_a_frozen_peer(
     if rank == size - 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     if hears:
-        threading.Timer(0.5, lambda: supervisor.send(Plan(1, hard=True))).start()
+        threading.Timer(0.5, lambda: supervisor.send(WorkerPlan(1, hard=True))).start()
     else:
         threading.Timer(0.5, interrupt.set).start()
     begun = time.monotonic()
@@ -124,7 +124,7 @@ def lose_a_frozen_peer(
             total_of(world, value=1.0)
     was_leaked = abandon_world(world, GlooTransport())
     watchdog.leave()
-    supervisor.send(Go(1, rank, size - 1, "", 0, 1.0, cause=""))
+    supervisor.send(WorkerGo(1, rank, size - 1, "", 0, 1.0, cause=""))
     if hears:
         watchdog.await_order(step=1)
     interrupt = Interrupt()
@@ -172,7 +172,7 @@ def keep_an_own_connection(
         path = Path(ports[generation])
         until(path.exists, "the store")
         port = int(path.read_text())
-        begin = Go(generation, rank, size, "127.0.0.1", port, 100.0, cause="test")
+        begin = WorkerGo(generation, rank, size, "127.0.0.1", port, 100.0, cause="test")
         return worlds.meet(begin, World(0, rank=0, size=1, device=CPU))
 
     world = meet_again(1, size=size)
@@ -184,7 +184,7 @@ def keep_an_own_connection(
         socket.create_connection(server.getsockname()) as own,
         server.accept()[0] as service,
     ):
-        supervisor.send(Plan(2, hard=True))
+        supervisor.send(WorkerPlan(2, hard=True))
         with pytest.raises(PeerLostError):
             for _ in range(3):
                 total_of(world, value=1.0)

@@ -27,7 +27,7 @@ from evergrad_cli.cluster.commands import open as command
 from evergrad_cli.cluster.commands.open import wait_for_interrupt
 from evergrad_cli.main import main
 from evergrad_common.contract import INSTANCE_HEADER
-from evergrad_coordinator.edge.http import Answer, StatusServer
+from evergrad_coordinator.edge.http import HttpResponse, StatusServer
 
 RUN = {"metadata": {"name": "docs-lm"}, "spec": {}, "status": {"phase": "Running"}}
 
@@ -310,10 +310,10 @@ def test_another_run_at_the_port_of_a_killed_coordinator_is_not_taken_for_its_ow
     is_ours: bool,
     status: int,
 ) -> None:
-    def answer(server: StatusServer, path: str, *, is_read: bool) -> Answer:
+    def answer(server: StatusServer, path: str, *, is_read: bool) -> HttpResponse:
         headers = {} if answered is None else {INSTANCE_HEADER: answered}
         # One that is not well shows what it still knows.
-        return Answer(status, "text/plain", "ok\n", headers)
+        return HttpResponse(status, "text/plain", "ok\n", headers)
 
     monkeypatch.setattr(StatusServer, "_page", answer)
     file = tmp_path / "coordinator" / "address.json"

@@ -17,7 +17,7 @@ from patience import PATIENCE
 
 from evergrad_operator.edge.api.connection import connect
 from evergrad_operator.edge.service import Service
-from evergrad_operator.edge.settings import Settings, parse_settings
+from evergrad_operator.edge.settings import OperatorSettings, parse_settings
 
 CHILDREN = ["r-0-0", "r-1-0", "r-coordinator-0"]
 
@@ -315,7 +315,7 @@ def test_missing_rights_are_said_at_once(
         assert text in operator.text()
 
 
-def settings(**more: str) -> Settings:
+def settings(**more: str) -> OperatorSettings:
     options = [
         "--namespace",
         "ns",

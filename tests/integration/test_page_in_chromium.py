@@ -13,7 +13,7 @@ from patience import PATIENCE
 from evergrad_common.causes import USES
 from evergrad_common.evaluation_report import MOST_SETS
 from evergrad_coordinator.edge.live_feed import MOST_PAGES, encode_event
-from evergrad_coordinator.protocol import Evaluation
+from evergrad_coordinator.protocol import EvaluationReport
 from evergrad_coordinator.rules.downsampled_series import MOST_COLUMNS, MOST_ROWS
 
 MOST_BYTES = 50 * 1024 * 1024
@@ -273,7 +273,7 @@ class RichSite(Site):
         training.values = {"learning_rate": 1e-3, **numbers}
         scores = {f"score_{one:02}": 1.0 for one in range(30)}
         training.evaluations = {
-            f"set_{one:02}": Evaluation(self.step, {"loss": 2.0 + one, **scores})
+            f"set_{one:02}": EvaluationReport(self.step, {"loss": 2.0 + one, **scores})
             for one in range(self.num_sets)
         }
 
@@ -333,7 +333,8 @@ class OddSite(Site):
         training.values = dict.fromkeys(NAMES_OF_OBJECTS, 1.0)
         results = {"loss": 2.0, "loss/x": 1.0, **dict.fromkeys(NAMES_OF_OBJECTS, 3.0)}
         training.evaluations = {
-            name: Evaluation(self.step, results) for name in ("held_out", *NAMES_OF_OBJECTS)
+            name: EvaluationReport(self.step, results)
+            for name in ("held_out", *NAMES_OF_OBJECTS)
         }
 
 

@@ -23,8 +23,12 @@ from patience import PATIENCE
 from evergrad_monitoring.alerts import ALERTS
 from evergrad_monitoring.queries import collect_queries
 from evergrad_operator.core.observe.facts import RunFacts
-from evergrad_operator.core.observe.time_accounting import Usage
-from evergrad_operator.edge.metrics.operator_metrics import Facts, FactsCollector, Metrics
+from evergrad_operator.core.observe.time_accounting import PodTimeAccount
+from evergrad_operator.edge.metrics.operator_metrics import (
+    FactsCollector,
+    OperatorMetrics,
+    RunFactsSource,
+)
 from evergrad_trainer.base.records import EvaluationRecord, Event, EventType, RunInfo
 from evergrad_trainer.node.metrics import NodeMetrics
 from evergrad_trainer.node.workers import Worker
@@ -139,7 +143,7 @@ class World:
         self.coordinator = Coordinator(folder, run="docs-lm")
         stack.callback(self.coordinator.end)
         self.coordinator.wait_until_listening()
-        self.operators = [Metrics(), Metrics()]
+        self.operators = [OperatorMetrics(), OperatorMetrics()]
         self.servers = [
             stack.enter_context(
                 closing(MetricsServer(one.registry, port=0, host="127.0.0.1"))
@@ -183,7 +187,7 @@ class World:
             ),
         ]
 
-    def facts(self, *, has_failed: bool = False) -> Facts:
+    def facts(self, *, has_failed: bool = False) -> RunFactsSource:
         now = time.time()
         runs = [
             RunFacts(
@@ -205,7 +209,7 @@ class World:
                 work="done",
                 prepared=1.0,
                 prepared_tokens=1000,
-                usage=Usage(
+                usage=PodTimeAccount(
                     at=1,
                     pods={"training": 9000, "startup": 2000},
                     accelerators={"training": 18_000, "startup": 4000},
@@ -215,7 +219,7 @@ class World:
             for namespace in ("team-a", "team-b")
         ]
         lag = {"pods": 0.0}
-        return Facts(1, 0.5, 3, lag, {"pods": 3}, {"Running": 2}, tuple(runs))
+        return RunFactsSource(1, 0.5, 3, lag, {"pods": 3}, {"Running": 2}, tuple(runs))
 
     def train(self, first: int, last: int) -> None:
         now = time.time()

@@ -26,7 +26,7 @@ from evergrad_trainer.distributed.transports import (
 )
 from evergrad_trainer.distributed.world import Interrupt, World
 from evergrad_trainer.worker import watchdog as watchdog_module
-from evergrad_trainer.worker.channel import Ping, Plan, Pong, channel_pair
+from evergrad_trainer.worker.channel import WorkerPing, WorkerPlan, WorkerPong, channel_pair
 from evergrad_trainer.worker.watchdog import Watchdog
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -160,9 +160,9 @@ def test_the_watchdog_hears_on_after_a_hard_change_that_comes_during_set_up(
     transport = make()
     interrupt = Interrupt(transport.give_up)
     watchdog.enter(1, interrupt)
-    supervisor.send(Plan(2, hard=True))
-    supervisor.send(Ping())
-    assert supervisor.receive(30.0) == Pong()
+    supervisor.send(WorkerPlan(2, hard=True))
+    supervisor.send(WorkerPing())
+    assert supervisor.receive(30.0) == WorkerPong()
     assert interrupt.is_set and exits == []
     watchdog.leave()
     transport.close()

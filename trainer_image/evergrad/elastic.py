@@ -23,7 +23,7 @@ from evergrad.node_messages import (
     CommitRequest,
     Guard,
     NodeMessage,
-    Report,
+    ScriptReport,
     Stopping,
 )
 from evergrad.node_state import (
@@ -149,7 +149,7 @@ class _Worker:
             if self._reports is None:
                 self._reports = self.connect(waits=False)
             self._reports.sendall(
-                CODEC.encode(Report(self.generation, rank_number, **found))
+                CODEC.encode(ScriptReport(self.generation, rank_number, **found))
             )
         except BlockingIOError:
             pass  # the node is behind: a later report says more than this one

@@ -15,7 +15,7 @@ MAX_LINE_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class Report:
+class ScriptReport:
     """Where training is; not answered.
 
     Values are of any kind here: the node reads each by itself, so that a wrong one does not cost the others.
@@ -69,9 +69,9 @@ class Stopping:
     generation: int
 
 
-NodeMessage = Report | CommitRequest | CommitAnswer | Guard | Stopping
+NodeMessage = ScriptReport | CommitRequest | CommitAnswer | Guard | Stopping
 KINDS: tuple[type[NodeMessage], ...] = (
-    Report,
+    ScriptReport,
     CommitRequest,
     CommitAnswer,
     Guard,

@@ -13,7 +13,7 @@ from evergrad_common.contract import RunFile, step_of_checkpoint
 from evergrad_common.stale_records import Beginnings, InTime
 from evergrad_common.text import duration
 from evergrad_coordinator.rules.downsampled_series import Track
-from evergrad_coordinator.rules.history import History
+from evergrad_coordinator.rules.history import RunHistory
 from evergrad_coordinator.rules.state import MOST_SETS
 
 _MOST_BYTES: Final = 64 * 1024 * 1024
@@ -90,7 +90,7 @@ class RunFiles:
         self._lost_seconds: dict[str, float] = {}
         self.newest_time = 0.0
         """Unix time up to which the run is known: now, or its last sign of life where it has ended."""
-        self.history = History(began_at=0.0)
+        self.history = RunHistory(began_at=0.0)
         """Its times are Unix seconds until the first event says when the run began."""
 
     def is_another_run(self) -> bool:

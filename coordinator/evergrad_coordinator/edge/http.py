@@ -46,7 +46,7 @@ _REASONS = {
 
 
 @dataclass(frozen=True)
-class Answer:
+class HttpResponse:
     """An answer before it is bytes. ``headers``: beside those that every answer has."""
 
     status: int
@@ -155,7 +155,7 @@ class StatusServer:
             with contextlib.suppress(OSError):
                 writer.close()
 
-    def _answer(self, head: bytes, content: bytes) -> Answer:
+    def _answer(self, head: bytes, content: bytes) -> HttpResponse:
         """Answer a request. Without the token it is refused before anything is looked up."""
         words = head.split(b"\r\n", 1)[0].decode("latin-1").split(" ")
         path = words[1].partition("?")[0] if len(words) == 3 else ""
@@ -167,19 +167,19 @@ class StatusServer:
         is_own = self._is_local and is_own_request(_find_header(head, "host"), site)
         is_open = path in _OPEN or (path == _LIVE and is_own)
         if len(words) != 3 or not words[2].startswith("HTTP/1."):
-            return Answer(400, _TEXT, "not an HTTP/1.1 request\n")
+            return HttpResponse(400, _TEXT, "not an HTTP/1.1 request\n")
         if not is_open and not is_ours:
             text = "the run's token is needed: Authorization: Bearer TOKEN\n"
-            return Answer(401, _TEXT, text, {"WWW-Authenticate": "Bearer"})
+            return HttpResponse(401, _TEXT, text, {"WWW-Authenticate": "Bearer"})
         if path == _BOUNDS and words[0] == "POST":
             return self._set_bounds(content)
         if words[0] not in ("GET", "HEAD") or path == _BOUNDS:
             text = f"only GET and HEAD, and POST of {_BOUNDS}\n"
             allowed = "POST" if path == _BOUNDS else "GET, HEAD"
-            return Answer(405, _TEXT, text, {"Allow": allowed})
+            return HttpResponse(405, _TEXT, text, {"Allow": allowed})
         return self._page(path, is_read=words[0] == "GET")
 
-    def _set_bounds(self, content: bytes) -> Answer:
+    def _set_bounds(self, content: bytes) -> HttpResponse:
         """Take ``{"min": 2, "max": 4}`` as the new bounds of the number of nodes.
 
         ``"maxFailures": 3`` beside them sets the number of failures that are allowed.
@@ -188,40 +188,46 @@ class StatusServer:
             bounds = json.loads(content)
             low, high, failures = bounds["min"], bounds["max"], bounds.get("maxFailures", 0)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return Answer(
+            return HttpResponse(
                 400, _TEXT, 'bounds: not a JSON object such as {"min": 2, "max": 4}\n'
             )
         # Not isinstance: True is an int, too.
         if type(low) is not int or type(high) is not int:
-            return Answer(400, _TEXT, "bounds: min and max are whole numbers\n")
+            return HttpResponse(400, _TEXT, "bounds: min and max are whole numbers\n")
         if type(failures) is not int:
-            return Answer(400, _TEXT, "bounds: maxFailures is a whole number, at least 0\n")
+            return HttpResponse(
+                400, _TEXT, "bounds: maxFailures is a whole number, at least 0\n"
+            )
         fault = self._server.set_bounds(
             low, high, failures if "maxFailures" in bounds else None
         )
-        return Answer(400, _TEXT, f"{fault}\n") if fault else Answer(200, _TEXT, "ok\n")
+        return (
+            HttpResponse(400, _TEXT, f"{fault}\n")
+            if fault
+            else HttpResponse(200, _TEXT, "ok\n")
+        )
 
-    def _page(self, path: str, *, is_read: bool) -> Answer:
+    def _page(self, path: str, *, is_read: bool) -> HttpResponse:
         """One of the pages, made anew for each request; what it costs is bounded by MAX_CONNECTIONS."""
         server, counters = self._server, self._server.counters
         if path == "/healthz":
             stall, headers = server.find_stall(), {INSTANCE_HEADER: self.instance}
-            return Answer(503 if stall else 200, _TEXT, f"{stall or 'ok'}\n", headers)
+            return HttpResponse(503 if stall else 200, _TEXT, f"{stall or 'ok'}\n", headers)
         if path == "/readyz":
             obstacle = server.find_obstacle()
-            return Answer(503 if obstacle else 200, _TEXT, f"{obstacle or 'ok'}\n")
+            return HttpResponse(503 if obstacle else 200, _TEXT, f"{obstacle or 'ok'}\n")
         if path == "/status":
             status = build_status(server.group, now=time.monotonic())
-            return Answer(200, _JSON, json.dumps(status, allow_nan=False) + "\n")
+            return HttpResponse(200, _JSON, json.dumps(status, allow_nan=False) + "\n")
         if path == _PAGE:
             page = build_page("run", needs_token=not self._is_local)
-            return Answer(200, _HTML, page.text, page.headers)
+            return HttpResponse(200, _HTML, page.text, page.headers)
         if path == _LIVE and is_read:
             if self._feed.is_full:
-                return Answer(503, _TEXT, f"{MOST_PAGES} pages are open; close one\n")
-            return Answer(200, _EVENTS, is_live=True)
+                return HttpResponse(503, _TEXT, f"{MOST_PAGES} pages are open; close one\n")
+            return HttpResponse(200, _EVENTS, is_live=True)
         if path != "/metrics":
-            return Answer(404, _TEXT, f"there are {', '.join((*_PAGES, _BOUNDS))}\n")
+            return HttpResponse(404, _TEXT, f"there are {', '.join((*_PAGES, _BOUNDS))}\n")
         # Connections, refusals and the journal are the server's own counts: the rules do not see them.
         edge = EdgeFacts(
             connections=server.num_connections,
@@ -232,6 +238,6 @@ class StatusServer:
             journal_writable=int(server.effects.is_writable),
             rejected_total=counters.rejected,
         )
-        return Answer(
+        return HttpResponse(
             200, _METRICS, build_metrics(server.group, edge, now=time.monotonic())
         )

@@ -16,7 +16,7 @@ from evergrad_coordinator.rules.group import Group
 from evergrad_coordinator.rules.history import (
     MOST_EVENTS,
     SHOWN_EVENTS,
-    History,
+    RunHistory,
     build_page_status,
     note_event,
     observe,
@@ -66,7 +66,7 @@ class LiveFeed:
     ) -> None:
         self._pass_on = pass_on
         self._clock = clock
-        self._history = History(began_at=clock())
+        self._history = RunHistory(began_at=clock())
         self._began_at_unix = round(time.time(), 1)
         self._group: Group | None = None
         self._heard: deque[tuple[float, str, dict[str, object]]] = deque(maxlen=MOST_EVENTS)

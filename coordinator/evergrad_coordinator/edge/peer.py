@@ -13,7 +13,7 @@ from evergrad_coordinator.rules.state import Key
 
 
 @dataclass(frozen=True)
-class Limits:
+class ConnectionLimits:
     """Bounds of one connection, and of all that have not said hello."""
 
     hello_seconds: float = 5.0
@@ -42,7 +42,7 @@ class PeerOwner(typing.Protocol):
 class Peer(asyncio.Protocol):
     """One connection: bytes to lines, and nothing that grows without bound."""
 
-    def __init__(self, server: PeerOwner, limits: Limits) -> None:
+    def __init__(self, server: PeerOwner, limits: ConnectionLimits) -> None:
         self._server = server
         self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None

@@ -17,7 +17,7 @@ from evergrad_common.secret import is_token
 from evergrad_coordinator.edge.bounded_log import BoundedLog, LogLine
 from evergrad_coordinator.edge.effects import EffectQueue
 from evergrad_coordinator.edge.journal import GenerationStore
-from evergrad_coordinator.edge.peer import Limits, Peer
+from evergrad_coordinator.edge.peer import ConnectionLimits, Peer
 from evergrad_coordinator.protocol import Beat, Hello, Message, Ping, Pong, decode_from_node
 from evergrad_coordinator.rules import events
 from evergrad_coordinator.rules.budget import MAX_FAILURES
@@ -57,10 +57,10 @@ class Server:
         store: GenerationStore,
         *,
         log: LogLine,
-        limits: Limits | None = None,
+        limits: ConnectionLimits | None = None,
     ) -> None:
         self.group = group
-        self.limits = limits or Limits()
+        self.limits = limits or ConnectionLimits()
         self.counters = Counters()
         self.finished: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._log = BoundedLog(log, lines_per_second=self.limits.log_lines_per_second)

@@ -9,14 +9,14 @@ from evergrad_coordinator.protocol import (
     Hello,
     Refused,
 )
-from evergrad_coordinator.rules.state import Settings
+from evergrad_coordinator.rules.state import GroupSettings
 
 MAX_NAME = 63
 MAX_ADDRESS = 255
 
 
 def refuse(
-    hello: Hello, settings: Settings, *, fingerprint: dict[str, str] | None
+    hello: Hello, settings: GroupSettings, *, fingerprint: dict[str, str] | None
 ) -> Refused | None:
     """Why this node cannot join, or None. ``fingerprint`` is that of the group's first member."""
     # First of all: the other refusals name values of the group, which a stranger must not learn.
@@ -64,7 +64,7 @@ def refuse(
     return None
 
 
-def refuse_crowd(settings: Settings) -> Refused:
+def refuse_crowd(settings: GroupSettings) -> Refused:
     """Build the refusal of one node more than there may be."""
     return _build(
         "TooManyMembers",

@@ -4,11 +4,11 @@ Pure functions."""
 from evergrad_coordinator.protocol import Commit, Permit
 from evergrad_coordinator.rules.changes import drop_node
 from evergrad_coordinator.rules.group import Group
-from evergrad_coordinator.rules.phase import Phase, find_phase
+from evergrad_coordinator.rules.phase import GroupPhase, find_phase
 from evergrad_coordinator.rules.planning import find_newest_running
 from evergrad_coordinator.rules.rendezvous import Rendezvous
 from evergrad_coordinator.rules.reports import handle_report
-from evergrad_coordinator.rules.state import Node, World
+from evergrad_coordinator.rules.state import GroupWorld, Node
 
 _LEASE_MARGIN_SECONDS = 1.0
 """A node's last contact may be that much older than the coordinator's, which is two pings."""
@@ -36,7 +36,7 @@ def try_to_adopt(group: Group, now: float) -> None:
     # boundary.
     group.rendezvous = None
     group.generation = group.newest_known
-    group.world = World(generation, places, started_at=now, up_at=now, up=set(places))
+    group.world = GroupWorld(generation, places, started_at=now, up_at=now, up=set(places))
     group.log("adopted", adopted=generation, nodes=len(places), worldSize=group.world.size)
     group.accounting.end(now=now)
     _answer_kept(group, rendezvous, now)
@@ -60,7 +60,7 @@ def give_up(group: Group, rendezvous: Rendezvous, now: float) -> None:
 def answer_commit(group: Group, node: Node, message: Commit) -> None:
     """Answer whether a generation may write; while one may be adopted, as soon as that is known."""
     # A refusal now would cost the save of a group that goes on in a moment, and a permission two writers.
-    if find_phase(group) is Phase.ADOPTING and group.rendezvous:
+    if find_phase(group) is GroupPhase.ADOPTING and group.rendezvous:
         group.rendezvous.commits[node.peer] = message
         return
 

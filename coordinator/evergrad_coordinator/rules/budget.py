@@ -6,7 +6,7 @@ from evergrad_common.causes import ChangeCause, specify_break
 from evergrad_common.contract import SEE_LOGS, UNDISTURBED_SECONDS
 from evergrad_coordinator.protocol import Broken, Recovery
 from evergrad_coordinator.rules.progress import ProgressCounter
-from evergrad_coordinator.rules.state import Key, Training
+from evergrad_coordinator.rules.state import Key, TrainingState
 
 MAX_FAILURES = 2**31
 """Most failures that may be allowed: a bound for what is read, and no limit in practice."""
@@ -18,7 +18,7 @@ trains nothing."""
 
 
 @dataclass(frozen=True)
-class Failure:
+class GenerationFailure:
     """One report of a broken generation. ``at``: when it happened, by the coordinator's clock."""
 
     node: str
@@ -74,7 +74,7 @@ def describe_step(step: int) -> str:
     return f"after step {step}" if step >= 0 else "before a step was reported"
 
 
-def find_root_cause(failures: list[Failure]) -> Failure | None:
+def find_root_cause(failures: list[GenerationFailure]) -> GenerationFailure | None:
     """The earliest that is no mere consequence; else the earliest."""
     return min(failures, key=lambda one: (one.is_consequence, one.at), default=None)
 
@@ -99,14 +99,14 @@ class FailureBudget:
     recovery: InitVar[Recovery]
     progress: ProgressCounter = field(init=False)
     """What counts as progress is decided there; this budget only compares its number of steps."""
-    last: Failure | None = None
+    last: GenerationFailure | None = None
     step: int = -1
     """Newest step when the last failure was counted, for its words."""
     _used: int = 0
     """Failures in a row up to the last one that counted, at which there had been …"""
     _mark: int = 0
     """… so many steps of progress."""
-    _reports: list[Failure] = field(default_factory=list)
+    _reports: list[GenerationFailure] = field(default_factory=list)
     _counted: int = -1
     _counted_at: float = float("-inf")
     _unexplained: tuple[int, float] | None = None
@@ -127,7 +127,7 @@ class FailureBudget:
         """Failures in a row without progress."""
         return 0 if self.progress.num_steps > self._mark else self._used
 
-    def report(self, failure: Failure, training: Training) -> None:
+    def report(self, failure: GenerationFailure, training: TrainingState) -> None:
         """Note one report; the first of a generation that is no consequence is counted."""
         # What the group had reached by then is progress since the failure before this one, not since this.
         self.observe(training)
@@ -148,7 +148,7 @@ class FailureBudget:
         ):
             self._count(failure, training)
 
-    def conclude(self, ending: Break, training: Training) -> None:
+    def conclude(self, ending: Break, training: TrainingState) -> None:
         """Judge a generation that broke, once all members are out of it and the next is about to begin."""
         before, self._away = self._unexplained, None
         if ending.lost or ending.has_left:
@@ -186,7 +186,7 @@ class FailureBudget:
             )
             self._count_silent(ending, last, text, training)
 
-    def note_return(self, key: Key, training: Training) -> None:
+    def note_return(self, key: Key, training: TrainingState) -> None:
         """Note that the same process of a node is back.
 
         If that holds for all that the last break lost, they were silent and not lost.
@@ -204,7 +204,7 @@ class FailureBudget:
         self,
         ending: Break,
         before: tuple[int, float] | None,
-        training: Training,
+        training: TrainingState,
         silent: str = "",
     ) -> None:
         """Count a break of a whole group that has no cause, unless it is the first at this place."""
@@ -242,15 +242,15 @@ class FailureBudget:
         self._count_silent(ending, silent, text, training)
 
     def _count_silent(
-        self, ending: Break, node: str, text: str, training: Training
+        self, ending: Break, node: str, text: str, training: TrainingState
     ) -> None:
         """Count a break that no node has reported."""
         report = Broken(ending.generation, "peer_lost", step=training.step, message=text)
-        self.last = Failure(node, ending.at, report)
+        self.last = GenerationFailure(node, ending.at, report)
         self._count(self.last, training)
         self._told = text
 
-    def _count(self, failure: Failure, training: Training) -> None:
+    def _count(self, failure: GenerationFailure, training: TrainingState) -> None:
         # Scripts may report no progress at all: enough time since the last failure replaces it.
         is_told = max(training.step, training.checkpoint_step, failure.report.step) >= 0
         has_lasted = not is_told and failure.at - self._counted_at >= UNDISTURBED_SECONDS
@@ -260,7 +260,7 @@ class FailureBudget:
         self._mark = self.progress.num_steps
         self.step = max(self.step, training.step, failure.report.step)
 
-    def observe(self, training: Training, *, is_whole: bool = True) -> None:
+    def observe(self, training: TrainingState, *, is_whole: bool = True) -> None:
         """Take what members have reported: after progress, failures count from 0 again."""
         self.progress.note_training(training, is_whole=is_whole)
 

@@ -8,10 +8,10 @@ takes what comes.
 from evergrad_common.contract import ExitCode
 from evergrad_coordinator.protocol import End, Leave, Plan
 from evergrad_coordinator.rules import planning
-from evergrad_coordinator.rules.budget import Failure, describe_worker
+from evergrad_coordinator.rules.budget import GenerationFailure, describe_worker
 from evergrad_coordinator.rules.group import Group
 from evergrad_coordinator.rules.rendezvous import JoinHold, Rendezvous
-from evergrad_coordinator.rules.state import Finish, Node, Proposal, World
+from evergrad_coordinator.rules.state import Finish, GroupWorld, Node, Proposal
 
 # ---- a node goes -------------------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ def release_leavers(group: Group, now: float, *, staying: list[Node] | None) -> 
 # ---- a generation breaks, or the run ends ------------------------------------------------------------------
 
 
-def break_world(group: Group, failure: Failure, *, now: float) -> None:
+def break_world(group: Group, failure: GenerationFailure, *, now: float) -> None:
     """Note that the newest generation cannot go on, and count why."""
     world = group.world
     if world is None:
@@ -225,7 +225,7 @@ def settle(group: Group, now: float) -> None:
 
     # From here on the group exists: reports about it count, and reports about older ones do not.
     places = planning.assign_places(members)
-    group.world = World(group.generation, places, started_at=now)
+    group.world = GroupWorld(group.generation, places, started_at=now)
     group.proposal, group.rendezvous, group.joins = None, None, JoinHold()
     group.members.steps.clear()
     group.log("go", nodes=len(places), worldSize=group.world.size)

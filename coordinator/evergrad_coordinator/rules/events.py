@@ -36,7 +36,7 @@ from evergrad_coordinator.rules.changes import announce, drop_node, remove_node
 from evergrad_coordinator.rules.group import Group
 from evergrad_coordinator.rules.limits import check_limits
 from evergrad_coordinator.rules.members import REPLACED
-from evergrad_coordinator.rules.phase import Phase, find_phase
+from evergrad_coordinator.rules.phase import GroupPhase, find_phase
 from evergrad_coordinator.rules.reports import handle_report
 from evergrad_coordinator.rules.review import review
 from evergrad_coordinator.rules.state import Effect, Key, Node
@@ -51,7 +51,7 @@ unread, and silence means nothing."""
 def on_hello(group: Group, peer: int, hello: Hello, *, now: float) -> list[Effect]:
     """Take the first message of a connection: refuse the node, or take it in, in the place of the connection
     or process that it had before."""
-    is_adopting = find_phase(group) is Phase.ADOPTING
+    is_adopting = find_phase(group) is GroupPhase.ADOPTING
     refusal = group.members.refuse(hello, finished=group.finished, is_adopting=is_adopting)
     if refusal is not None:
         group.send(peer, refusal)

@@ -17,13 +17,13 @@ from evergrad_coordinator.rules.rendezvous import JoinHold, Rendezvous
 from evergrad_coordinator.rules.state import (
     Close,
     Effect,
+    GroupSettings,
+    GroupWorld,
     Log,
     Node,
     Proposal,
     Send,
-    Settings,
-    Training,
-    World,
+    TrainingState,
 )  # fmt: skip
 
 _GATHERING_SECONDS = 0.005
@@ -35,7 +35,7 @@ beside the start of a group."""
 class Group:
     """One run's group: who is connected, what runs, what is planned, and what has been counted."""
 
-    settings: Settings
+    settings: GroupSettings
     generation: int
     """Newest number: durable before any effect behind its Persist."""
     members: Members
@@ -46,13 +46,13 @@ class Group:
     """Uses that the time of the nodes went to."""
     rendezvous: Rendezvous | None = None
     """Nodes are waited for before the first plan; None once that is over."""
-    world: World | None = None
+    world: GroupWorld | None = None
     """The newest group that was told to go, or was found running."""
     proposal: Proposal | None = None
     """A plan that was announced and has not gone yet."""
     finished: End | None = None
     """How the run ended."""
-    training: Training = field(default_factory=Training)
+    training: TrainingState = field(default_factory=TrainingState)
     accounting: Accounting = field(default_factory=Accounting)
     departures: Departures = field(default_factory=Departures)
     joins: JoinHold = field(default_factory=JoinHold)
@@ -139,7 +139,7 @@ class Group:
         self.ask_review(max(gathered, self.planned_at + debounce))
 
 
-def new_group(settings: Settings, *, generation: int, now: float) -> Group:
+def new_group(settings: GroupSettings, *, generation: int, now: float) -> Group:
     """The group of a coordinator that starts and knows ``generation``, the newest durable number."""
     # A group that may run unseen gets a whole lease from now: its last contact may be a moment old.
     may_run = planning.may_run_unseen(settings, generation)

@@ -61,7 +61,7 @@ class _Ring:
 
 
 @dataclass
-class History:
+class RunHistory:
     """Course of a run that the page shows beside the newest status. Times are seconds since ``began_at``."""
 
     began_at: float
@@ -83,7 +83,7 @@ class History:
     """The status as it was sent."""
 
 
-def observe(history: History, group: Group, *, now: float) -> None:
+def observe(history: RunHistory, group: Group, *, now: float) -> None:
     """Read the group once: nothing is added where nothing is new, but to the series over the time."""
     training = group.training
     elapsed = round(now - history.began_at, 1)
@@ -119,7 +119,7 @@ def observe(history: History, group: Group, *, now: float) -> None:
 
 
 def note_event(
-    history: History, event: str, fields: Mapping[str, object], *, now: float
+    history: RunHistory, event: str, fields: Mapping[str, object], *, now: float
 ) -> None:
     """Note a line of the coordinator's log, one of SHOWN_EVENTS."""
     # Every text finds its fields: a line of the log that has not all of them is no reason to fail.
@@ -149,7 +149,7 @@ def build_page_status(group: Group, *, now: float) -> dict[str, Any]:
     return status
 
 
-def rewind(history: History) -> None:
+def rewind(history: RunHistory) -> None:
     """Forget what was sent: the next update is all there is, for a page that has just been opened."""
     for track in (history.steps, history.times, *history.evaluations.values()):
         track.rewind()
@@ -158,7 +158,7 @@ def rewind(history: History) -> None:
 
 
 def take_update(
-    history: History, status: Mapping[str, Any], *, now: float
+    history: RunHistory, status: Mapping[str, Any], *, now: float
 ) -> dict[str, Any]:
     """Return what has changed since the last call, as JSON values; parts without a change are left out.
 

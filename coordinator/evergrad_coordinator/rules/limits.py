@@ -1,7 +1,7 @@
 """How long silence, getting ready, coming up and leaving may take. Pure functions."""
 
 from evergrad_coordinator.protocol import Broken
-from evergrad_coordinator.rules.budget import Failure
+from evergrad_coordinator.rules.budget import GenerationFailure
 from evergrad_coordinator.rules.changes import break_world, drop_node, has_boundary_ahead
 from evergrad_coordinator.rules.group import Group
 from evergrad_coordinator.rules.state import Proposal, node_order
@@ -43,7 +43,7 @@ def check_limits(group: Group, now: float) -> None:
     report = Broken(
         world.generation, "setup_failed", step=group.training.step, message=text
     )
-    break_world(group, Failure(missing, now, report), now=now)
+    break_world(group, GenerationFailure(missing, now, report), now=now)
 
 
 def _check_answers(group: Group, proposal: Proposal, now: float) -> None:

@@ -3,7 +3,7 @@
 from evergrad_common.contract import ExitCode
 from evergrad_coordinator.protocol import End, Hello, Refused
 from evergrad_coordinator.rules import admission
-from evergrad_coordinator.rules.state import Key, Node, Settings
+from evergrad_coordinator.rules.state import GroupSettings, Key, Node
 
 REPLACED = End(
     ExitCode.STOPPED_SAVED, "replaced", "a newer process of this node has taken its place"
@@ -13,7 +13,7 @@ REPLACED = End(
 class Members:
     """The connected nodes, by name and by connection."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: GroupSettings) -> None:
         self.nodes: dict[str, Node] = {}
         self.peers: dict[int, Node] = {}
         self.steps: dict[Key, int] = {}

@@ -5,7 +5,7 @@ from enum import Enum
 from evergrad_coordinator.rules.group import Group
 
 
-class Phase(Enum):
+class GroupPhase(Enum):
     """Exactly one holds. ``events`` has the table of what happens in which."""
 
     ADOPTING = "adopting"
@@ -29,18 +29,24 @@ class Phase(Enum):
     """The run has ended for all."""
 
 
-def find_phase(group: Group) -> Phase:
+def find_phase(group: Group) -> GroupPhase:
     """The phase of what ``group`` knows now."""
     world, proposal, rendezvous = group.world, group.proposal, group.rendezvous
     if group.finished:
-        return Phase.OVER
+        return GroupPhase.OVER
     if rendezvous is not None:
-        return Phase.RENDEZVOUS if rendezvous.adopts_until is None else Phase.ADOPTING
+        return (
+            GroupPhase.RENDEZVOUS
+            if rendezvous.adopts_until is None
+            else GroupPhase.ADOPTING
+        )
     is_alive = world is not None and not world.is_over
     if proposal is not None:
-        return Phase.DRAINING if is_alive and not proposal.hard else Phase.PREPARING
+        return (
+            GroupPhase.DRAINING if is_alive and not proposal.hard else GroupPhase.PREPARING
+        )
     if world is None or world.is_over:
-        return Phase.WAITING
+        return GroupPhase.WAITING
     if world.is_broken:
-        return Phase.BROKEN
-    return Phase.RUNNING if world.is_up else Phase.STARTING
+        return GroupPhase.BROKEN
+    return GroupPhase.RUNNING if world.is_up else GroupPhase.STARTING

@@ -6,18 +6,22 @@ from evergrad_common.causes import ChangeCause
 from evergrad_coordinator.protocol import Go
 from evergrad_coordinator.rules.budget import Break
 from evergrad_coordinator.rules.state import (
+    GroupSettings,
+    GroupWorld,
     Key,
     Node,
-    Place,
     Proposal,
-    Settings,
-    World,
+    RankPlacement,
     node_order,
 )
 
 
 def choose_members(
-    nodes: Iterable[Node], *, world: World | None, proposal: Proposal | None, max_nodes: int
+    nodes: Iterable[Node],
+    *,
+    world: GroupWorld | None,
+    proposal: Proposal | None,
+    max_nodes: int,
 ) -> tuple[Node, ...]:
     """Members of the running world first, then those already planned, then spares; sorted by index.
 
@@ -54,7 +58,7 @@ def takes_part(node: Node, proposal: Proposal) -> bool:
     )
 
 
-def find_lost(world: World, connected: Iterable[Node]) -> set[Key]:
+def find_lost(world: GroupWorld, connected: Iterable[Node]) -> set[Key]:
     """Members that are gone although nobody knows that their workers are.
 
     One that had ended well is not missed.
@@ -62,7 +66,9 @@ def find_lost(world: World, connected: Iterable[Node]) -> set[Key]:
     return world.places.keys() - {node.key for node in connected} - world.out - world.done
 
 
-def find_break(world: World, connected: Collection[Node], *, now: float) -> Break | None:
+def find_break(
+    world: GroupWorld, connected: Collection[Node], *, now: float
+) -> Break | None:
     """How a generation ended, for the budget of failures; None if it did not break."""
     lost = world.lost | find_lost(world, connected)
     if not lost and not world.is_broken:
@@ -71,7 +77,7 @@ def find_break(world: World, connected: Collection[Node], *, now: float) -> Brea
     return Break(world.generation, now, lost=gone, has_left=world.has_left)
 
 
-def must_be_hard(world: World | None, connected: Collection[Node]) -> bool:
+def must_be_hard(world: GroupWorld | None, connected: Collection[Node]) -> bool:
     """Whether the running group cannot reach a step boundary any more."""
     # With no worker in it there is nobody to stop in whichever way.
     if (
@@ -83,7 +89,7 @@ def must_be_hard(world: World | None, connected: Collection[Node]) -> bool:
     return world.is_broken or not world.is_up or bool(find_lost(world, connected))
 
 
-def is_intact(world: World, members: Sequence[Node]) -> bool:
+def is_intact(world: GroupWorld, members: Sequence[Node]) -> bool:
     """Whether ``members`` are exactly those that run, with as many workers each."""
     wanted = {node.key: node.workers for node in members}
     return wanted == {
@@ -91,34 +97,34 @@ def is_intact(world: World, members: Sequence[Node]) -> bool:
     }
 
 
-def holds_its_place(world: World, node: Node) -> bool:
+def holds_its_place(world: GroupWorld, node: Node) -> bool:
     """Whether a member that has come back still has the ranks it was given."""
     had = node.had
     return (
         had is not None
         and had.generation == world.generation
-        and Place(had.first_rank, had.workers) == world.places[node.key]
+        and RankPlacement(had.first_rank, had.workers) == world.places[node.key]
     )
 
 
-def is_growth(world: World, members: Sequence[Node]) -> bool:
+def is_growth(world: GroupWorld, members: Sequence[Node]) -> bool:
     """Whether every running worker stays and only some are added."""
     wanted = {node.key: node.workers for node in members}
     return all(wanted.get(key, 0) >= place.workers for key, place in world.places.items())
 
 
-def assign_places(members: Sequence[Node]) -> dict[Key, Place]:
+def assign_places(members: Sequence[Node]) -> dict[Key, RankPlacement]:
     """Give out consecutive ranks, in the order of ``members``."""
     places, first = {}, 0
     for node in members:
         workers = node.ready.workers if node.ready else node.workers
-        places[node.key] = Place(first, workers)
+        places[node.key] = RankPlacement(first, workers)
         first += workers
     return places
 
 
 def build_go(
-    generation: int, members: Sequence[Node], places: dict[Key, Place]
+    generation: int, members: Sequence[Node], places: dict[Key, RankPlacement]
 ) -> list[tuple[Node, Go]]:
     """Build the messages that start a group; the store is that of its first node."""
     # Each node has opened a store before its ``ready``: the first one's is there before anybody connects.
@@ -144,14 +150,16 @@ def build_go(
     ]
 
 
-def find_running(nodes: Iterable[Node], *, generation: int) -> dict[Key, Place] | None:
+def find_running(
+    nodes: Iterable[Node], *, generation: int
+) -> dict[Key, RankPlacement] | None:
     """The places of ``generation`` as its nodes report them; None unless they cover every rank
     exactly once."""
     members = [
         node for node in nodes if node.had is not None and node.had.generation == generation
     ]
     places = {
-        node.key: Place(node.had.first_rank, node.had.workers)
+        node.key: RankPlacement(node.had.first_rank, node.had.workers)
         for node in members
         if node.had
     }
@@ -166,7 +174,9 @@ def find_running(nodes: Iterable[Node], *, generation: int) -> dict[Key, Place] 
     return places if sizes == {first} else None
 
 
-def find_newest_running(nodes: Collection[Node]) -> tuple[int, dict[Key, Place]] | None:
+def find_newest_running(
+    nodes: Collection[Node],
+) -> tuple[int, dict[Key, RankPlacement]] | None:
     """The newest generation whose members are all here, and their places; None if there is none."""
     # Downwards: of two that are whole the older one has lost its lease, as ``adoption`` explains.
     for generation in sorted(
@@ -177,7 +187,7 @@ def find_newest_running(nodes: Collection[Node]) -> tuple[int, dict[Key, Place]]
     return None
 
 
-def may_run_unseen(settings: Settings, generation: int) -> bool:
+def may_run_unseen(settings: GroupSettings, generation: int) -> bool:
     """Whether a coordinator that starts, knowing ``generation``, may have a group of its run somewhere.
 
     A later epoch follows another coordinator, whose journal may be lost with its pod. That nothing runs was
@@ -206,7 +216,7 @@ def choose_saver(
     )
 
 
-def choose_patience(proposal: Proposal, settings: Settings) -> float:
+def choose_patience(proposal: Proposal, settings: GroupSettings) -> float:
     """How long the running group may go on for a save in flight: a newcomer can wait; a node that leaves, or
     was lost, cannot."""
     # At most half of the limit: the rest is for the step boundary that comes after the save.
@@ -216,7 +226,7 @@ def choose_patience(proposal: Proposal, settings: Settings) -> float:
 
 
 def describe_change(
-    world: World | None, members: Sequence[Node], nodes: Iterable[Node]
+    world: GroupWorld | None, members: Sequence[Node], nodes: Iterable[Node]
 ) -> tuple[ChangeCause, str]:
     """Cause and reason (for people) of a plan that makes ``members`` out of ``world``."""
     nodes = list(nodes)

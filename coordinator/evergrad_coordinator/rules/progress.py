@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from evergrad_coordinator.protocol import Recovery
-from evergrad_coordinator.rules.state import Training
+from evergrad_coordinator.rules.state import TrainingState
 
 
 @dataclass
@@ -29,7 +29,7 @@ class ProgressCounter:
     num_steps: int = 0
     """Steps that have counted since this coordinator began."""
 
-    def note_training(self, training: Training, *, is_whole: bool) -> None:
+    def note_training(self, training: TrainingState, *, is_whole: bool) -> None:
         """Take what members have reported. ``is_whole``: their group is up, and no member of it is gone."""
         is_fresh = self.recovery == "fresh"
         self._take(training.checkpoint_step if is_fresh else training.step, is_whole)

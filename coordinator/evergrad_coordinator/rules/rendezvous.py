@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from evergrad_coordinator.protocol import Commit
-from evergrad_coordinator.rules.state import Node, Settings
+from evergrad_coordinator.rules.state import GroupSettings, Node
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Rendezvous:
     commits: dict[int, Commit] = field(default_factory=dict)
     """Questions by connection, the newest of each: answered once it is known whose group runs."""
 
-    def ends_at(self, nodes: Iterable[Node], settings: Settings) -> float:
+    def ends_at(self, nodes: Iterable[Node], settings: GroupSettings) -> float:
         """When plans may be made: -inf for now, infinity if only an event can end the wait."""
         nodes = list(nodes)
         num_candidates = sum(node.is_candidate for node in nodes)
@@ -51,7 +51,7 @@ class JoinHold:
     has_boundary: bool = False
     """A checkpoint stands since then."""
 
-    def ends_at(self, settings: Settings, *, now: float) -> float:
+    def ends_at(self, settings: GroupSettings, *, now: float) -> float:
         """Until when they wait; ``now`` or earlier if they do not any more."""
         # Only a checkpoint after the join counts: the steps since an older one would be trained again.
         if self.since is None:

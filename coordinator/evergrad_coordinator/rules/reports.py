@@ -20,11 +20,11 @@ from evergrad_coordinator.protocol import (
     Result,
     Up,
 )  # fmt: skip
-from evergrad_coordinator.rules.budget import Failure, describe_worker
+from evergrad_coordinator.rules.budget import GenerationFailure, describe_worker
 from evergrad_coordinator.rules.changes import break_world, drop_node, finish, settle
 from evergrad_coordinator.rules.group import Group
-from evergrad_coordinator.rules.phase import Phase, find_phase
-from evergrad_coordinator.rules.state import MOST_SETS, Node, World
+from evergrad_coordinator.rules.phase import GroupPhase, find_phase
+from evergrad_coordinator.rules.state import MOST_SETS, GroupWorld, Node
 
 
 def handle_report(group: Group, node: Node, message: Message, now: float) -> None:
@@ -32,7 +32,7 @@ def handle_report(group: Group, node: Node, message: Message, now: float) -> Non
     # A report of a group that may be adopted in a moment is kept until then: ignored now, it would be lost,
     # since a node repeats it only on its next connection. A final failure ends the run in any case.
     if (
-        find_phase(group) is Phase.ADOPTING
+        find_phase(group) is GroupPhase.ADOPTING
         and node.had is not None
         and isinstance(message, Up | Broken | Done | Boundary | Progress)
         and node.had.generation == message.generation
@@ -82,7 +82,7 @@ def handle_report(group: Group, node: Node, message: Message, now: float) -> Non
                 _note_course(group, world, node, message, now)
 
 
-def _find_world(group: Group, node: Node, generation: int) -> World | None:
+def _find_world(group: Group, node: Node, generation: int) -> GroupWorld | None:
     """The newest group, if ``generation`` is its number and the node is a member."""
     world = group.world
     return (
@@ -125,7 +125,7 @@ def _on_ready(group: Group, node: Node, message: Ready, now: float) -> None:
 
 
 def _note_course(
-    group: Group, world: World, node: Node, message: Message, now: float
+    group: Group, world: GroupWorld, node: Node, message: Message, now: float
 ) -> None:
     """Note how the newest group gets on, as one of its members reports it."""
     training = group.training
@@ -197,7 +197,7 @@ def _note_course(
             group.ledger.note_progress(message)
 
 
-def _note_finished(group: Group, world: World, ranks: Iterable[int]) -> None:
+def _note_finished(group: Group, world: GroupWorld, ranks: Iterable[int]) -> None:
     """Note ranks whose workers have ended with 0, and tell the nodes of the others when it is the first."""
     is_first = not world.finished
     world.finished.update(ranks)
@@ -212,7 +212,7 @@ def _note_finished(group: Group, world: World, ranks: Iterable[int]) -> None:
 def _on_broken(group: Group, node: Node, message: Broken, now: float) -> None:
     # A final failure is not kept until the group is adopted; its node shows by its place that it was in it.
     is_early = (
-        find_phase(group) is Phase.ADOPTING
+        find_phase(group) is GroupPhase.ADOPTING
         and node.had is not None
         and node.had.generation == message.generation
     )
@@ -229,7 +229,7 @@ def _on_broken(group: Group, node: Node, message: Broken, now: float) -> None:
     )
 
     # Noted before the run ends for it, so that /status names the failure.
-    failure = Failure(node.name, now - message.time_since, message)
+    failure = GenerationFailure(node.name, now - message.time_since, message)
     break_world(group, failure, now=now)
     if message.is_final:
         text = message.message or (
@@ -250,7 +250,8 @@ def _on_result(group: Group, node: Node, message: Result, now: float) -> None:
     # The newest number decides, not the place that the node names: fresh workers may have ended with the run
     # while no coordinator was there, and their node has no place any more.
     is_adoptable = (
-        find_phase(group) is Phase.ADOPTING and message.generation == group.newest_known
+        find_phase(group) is GroupPhase.ADOPTING
+        and message.generation == group.newest_known
     )
     if world is None and not is_adoptable:
         return

@@ -13,7 +13,7 @@ from evergrad_coordinator.rules.changes import (
     settle,
 )
 from evergrad_coordinator.rules.group import Group
-from evergrad_coordinator.rules.phase import Phase, find_phase
+from evergrad_coordinator.rules.phase import GroupPhase, find_phase
 from evergrad_coordinator.rules.rendezvous import JoinHold
 from evergrad_coordinator.rules.state import Node, Persist, Proposal
 
@@ -30,7 +30,7 @@ def review(group: Group, now: float) -> None:
         return
 
     # A group that may run unseen comes first: a plan against it would stop workers that are well.
-    if find_phase(group) is Phase.ADOPTING:
+    if find_phase(group) is GroupPhase.ADOPTING:
         adoption.try_to_adopt(group, now)
 
     # Then the wait for the nodes of a start: each one that came after a plan would cost another plan.

@@ -4,11 +4,17 @@ from dataclasses import dataclass, field
 
 from evergrad_common.causes import ChangeCause
 from evergrad_common.contract import SOFT_LIMIT_SECONDS
-from evergrad_coordinator.protocol import Evaluation, Message, Placement, Ready, Recovery
+from evergrad_coordinator.protocol import (
+    EvaluationReport,
+    Message,
+    Placement,
+    Ready,
+    Recovery,
+)
 
 
 @dataclass(frozen=True)
-class Settings:
+class GroupSettings:
     """Bounds and times of one run. Times in seconds."""
 
     run: str
@@ -128,7 +134,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlacement:
     """A member's ranks: ``first_rank`` … ``first_rank + workers - 1``."""
 
     first_rank: int
@@ -136,11 +142,11 @@ class Place:
 
 
 @dataclass
-class World:
+class GroupWorld:
     """The newest group that was told to go (or was found running)."""
 
     generation: int
-    places: dict[Key, Place]
+    places: dict[Key, RankPlacement]
     started_at: float
     up_at: float | None = None
     moved_at: float = float("-inf")
@@ -199,7 +205,7 @@ class Proposal:
 
 
 @dataclass
-class Training:
+class TrainingState:
     """Progress of the training itself, as nodes report it."""
 
     step: int = -1
@@ -216,7 +222,7 @@ class Training:
     """Why the last of them failed: one of causes.TROUBLES, and in words."""
     values: dict[str, float] = field(default_factory=dict)
     """Further numbers of the newest step that was reported."""
-    evaluations: dict[str, Evaluation] = field(default_factory=dict)
+    evaluations: dict[str, EvaluationReport] = field(default_factory=dict)
     """The newest results of each evaluation set, of MOST_SETS at most."""
 
 

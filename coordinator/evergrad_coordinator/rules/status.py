@@ -12,7 +12,7 @@ from evergrad_common.contract import SOME_FINISHED, ExitCode
 from evergrad_common.metrics import COORDINATOR
 from evergrad_coordinator.rules.group import Group
 from evergrad_coordinator.rules.planning import find_lost
-from evergrad_coordinator.rules.state import World, node_order
+from evergrad_coordinator.rules.state import GroupWorld, node_order
 
 MAX_LISTED = 64
 """Members and other nodes in /status; the rest is only counted."""
@@ -21,7 +21,7 @@ MAX_RANGES = 8
 
 
 @dataclass(frozen=True)
-class Condition:
+class GroupCondition:
     """Where the run stands and why."""
 
     phase: str
@@ -40,18 +40,18 @@ ENDED_PHASES = ("Complete", "Stopped", "Failed")
 _ALL_PHASES = ("Waiting", "Starting", "Running", "Draining", *ENDED_PHASES)
 
 
-def describe_condition(group: Group, *, now: float) -> Condition:
+def describe_condition(group: Group, *, now: float) -> GroupCondition:
     """Phase (Waiting, Starting, Running, Draining, Complete, Stopped, Failed), reason and message."""
     if group.finished:
         end = group.finished
         # Nodes give reasons in words of their own; in a status a reason is one word in CamelCase.
         words = end.reason.replace("-", " ").replace("_", " ").split()
         reason = "".join(word[:1].upper() + word[1:] for word in words)
-        return Condition(_PHASES.get(end.exit_code, "Failed"), reason, end.message)
+        return GroupCondition(_PHASES.get(end.exit_code, "Failed"), reason, end.message)
     # A wait for a lease hides all else: whatever is planned, nothing can begin before it ends.
     if group.nodes and group.fence_until > now:
         text = "no node of the last group is left: its workers stop by themselves when their lease ends"
-        return Condition("Waiting", "WaitingForLease", text)
+        return GroupCondition("Waiting", "WaitingForLease", text)
     if group.proposal:
         proposal, waits_for = group.proposal, len(group.proposal.waits_for)
         if len(proposal.members) < group.settings.min_nodes:
@@ -59,12 +59,12 @@ def describe_condition(group: Group, *, now: float) -> Condition:
         # All are ready and the group has not begun: only a save can be in its way.
         if not waits_for and group.departures.saver:
             text = f"node {group.departures.saver[0]} saves before it leaves"
-            return Condition("Draining", "WaitingForSave", text)
+            return GroupCondition("Draining", "WaitingForSave", text)
         is_draining = (
             group.world is not None and not group.world.is_over and not proposal.hard
         )
         text = f"{proposal.reason}; waiting for {waits_for} nodes to be ready"
-        return Condition(
+        return GroupCondition(
             "Draining" if is_draining else "Starting", "MembersGettingReady", text
         )
     if group.world and not group.world.is_over and group.nodes and not group.rendezvous:
@@ -72,21 +72,21 @@ def describe_condition(group: Group, *, now: float) -> Condition:
 
     # No group, and no plan: what is waited for, the most particular reason first.
     if not group.nodes and group.departures.was_left:
-        return Condition(
+        return GroupCondition(
             "Stopped",
             "AllNodesLeft",
             "all nodes have left; the run goes on when enough are here again",
         )
     if group.nodes and group.departures.saver:
         text = f"node {group.departures.saver[0]} saves before it leaves"
-        return Condition("Waiting", "WaitingForSave", text)
+        return GroupCondition("Waiting", "WaitingForSave", text)
     if (
         group.rendezvous
         and group.rendezvous.adopts_until is not None
         and group.rendezvous.adopts_until > now
         and group.nodes
     ):
-        return Condition(
+        return GroupCondition(
             "Waiting",
             "WaitingForReconnects",
             "a group may be running; its nodes have a lease's time to report it",
@@ -94,7 +94,7 @@ def describe_condition(group: Group, *, now: float) -> Condition:
     return _describe_shortage(group)
 
 
-def _describe_world(group: Group, world: World) -> Condition:
+def _describe_world(group: Group, world: GroupWorld) -> GroupCondition:
     # Anything that people can mend comes first: nodes that are missing, then a broken group.
     is_short = (
         sum(node.is_candidate for node in group.nodes.values()) < group.settings.min_nodes
@@ -103,25 +103,25 @@ def _describe_world(group: Group, world: World) -> Condition:
     if is_short and is_broken:
         return _describe_shortage(group)
     if is_broken:
-        return Condition(
+        return GroupCondition(
             "Starting",
             "GroupBroken",
             f"generation {world.generation} broke; a new one is about to be planned",
         )
     if not world.is_up:
-        return Condition(
+        return GroupCondition(
             "Starting",
             "MembersStarting",
             f"{len(world.up)} of {len(world.places)} nodes are up",
         )
     if 0 < len(world.finished) < world.size:
-        return Condition("Running", SOME_FINISHED, _describe_finished(world))
-    return Condition(
+        return GroupCondition("Running", SOME_FINISHED, _describe_finished(world))
+    return GroupCondition(
         "Running", "AllMembersUp", f"{len(world.places)} nodes, {world.size} workers"
     )
 
 
-def _describe_finished(world: World) -> str:
+def _describe_finished(world: GroupWorld) -> str:
     """``rank 0 has finished, ranks 1-3 have not``."""
     others = sorted(set(range(world.size)) - world.finished)
     done, rest = describe_ranks(sorted(world.finished)), describe_ranks(others)
@@ -142,18 +142,18 @@ def describe_ranks(ranks: list[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(texts)}{more}"
 
 
-def _describe_shortage(group: Group) -> Condition:
+def _describe_shortage(group: Group) -> GroupCondition:
     ready, settings = (
         sum(node.is_candidate for node in group.nodes.values()),
         group.settings,
     )
     if group.rendezvous and settings.min_nodes <= ready < settings.expect:
-        return Condition(
+        return GroupCondition(
             "Waiting",
             "WaitingForNodes",
             f"{ready} nodes of the {settings.expect} expected are here",
         )
-    return Condition(
+    return GroupCondition(
         "Waiting",
         "WaitingForNodes",
         f"{ready} nodes are here; at least {settings.min_nodes} are needed",

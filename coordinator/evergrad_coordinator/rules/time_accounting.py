@@ -23,12 +23,12 @@ from typing import Final
 from evergrad_common.causes import Use
 from evergrad_coordinator.rules.group import Group
 from evergrad_coordinator.rules.ledger import OPEN
-from evergrad_coordinator.rules.phase import Phase, find_phase
+from evergrad_coordinator.rules.phase import GroupPhase, find_phase
 from evergrad_coordinator.rules.planning import find_lost
 from evergrad_coordinator.rules.state import Node
 
-_UP: Final = (Phase.RUNNING, Phase.DRAINING)
-_WAITING: Final = (Phase.RENDEZVOUS, Phase.WAITING)
+_UP: Final = (GroupPhase.RUNNING, GroupPhase.DRAINING)
+_WAITING: Final = (GroupPhase.RENDEZVOUS, GroupPhase.WAITING)
 RECOUNT_SECONDS: Final = 0.25
 """Time after which nodes are counted anew within a phase. Not at each event: a thousand nodes that come at
 once would be counted a thousand times."""
@@ -64,9 +64,11 @@ def advance(group: Group, *, now: float) -> None:
     # One use for all nodes that neither leave nor save, where the phase decides it.
     is_short = sum(node.is_candidate for node in group.nodes.values()) < group.num_needed
     of_all: Use | None = None
-    if phase is Phase.OVER:
+    if phase is GroupPhase.OVER:
         of_all = "end"
-    elif phase in _WAITING or (is_short and not trains and phase is not Phase.ADOPTING):
+    elif phase in _WAITING or (
+        is_short and not trains and phase is not GroupPhase.ADOPTING
+    ):
         of_all = "waiting"
 
     joined: dict[str, float] = {}

@@ -25,7 +25,7 @@ _OCTAL_ALLOWED: Final = ("spec", "template")
 
 
 @dataclass(frozen=True)
-class Place:
+class YamlLocation:
     """Where a value was written: a line of a file, or an argument of the command."""
 
     source: str
@@ -48,7 +48,7 @@ class Document:
     """
 
     value: Any = None
-    places: dict[FieldPath, Place] = field(default_factory=dict)
+    places: dict[FieldPath, YamlLocation] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     lost: set[str] = field(default_factory=set)
 
@@ -227,7 +227,9 @@ class _Construction:
 
         # The first place stays: a key's line is noted before its value, and `<<` must not move what it
         # merges.
-        place = self._document.places.setdefault(path, Place(self._source, _line(node)))
+        place = self._document.places.setdefault(
+            path, YamlLocation(self._source, _line(node))
+        )
         if isinstance(node, yaml.ScalarNode) and path not in self._read:
             written = str(node.value) if node.style is None else None
             self._document.places[path] = replace(place, written=written)
@@ -269,7 +271,7 @@ class _Construction:
         why: str = "",
         remedy: str = "",
     ) -> None:
-        where = Place(self._source, _line(node))
+        where = YamlLocation(self._source, _line(node))
         self._document.problems.append(
             Problem(format_path(path) or self._label, f"{what} ({where})", why, remedy)
         )
@@ -318,7 +320,9 @@ class _Construction:
                 )
                 continue
             first[key] = _line(key_node)
-            self._document.places.setdefault(here, Place(self._source, _line(key_node)))
+            self._document.places.setdefault(
+                here, YamlLocation(self._source, _line(key_node))
+            )
             result[key] = self.value(value_node, here)
         # Last: keys beside `<<` win over those that are merged, whatever their order in the file.
         for merged in self._merged(merges, path):

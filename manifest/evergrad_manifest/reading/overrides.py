@@ -9,7 +9,7 @@ from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.model.fields import find_field, format_path
 from evergrad_manifest.model.raw import FieldPath
-from evergrad_manifest.reading.document import Document, Place, parse_document
+from evergrad_manifest.reading.document import Document, YamlLocation, parse_document
 from evergrad_manifest.values.numbers import show
 
 _SEGMENT = re.compile(r"""([^.\[\]"'=\s]+)|\[([0-9]{1,6})\]|\[(?:"([^"]*)"|'([^']*)')\]""")
@@ -22,7 +22,7 @@ class Override:
 
     path: FieldPath
     value: Any
-    places: dict[FieldPath, Place] = field(default_factory=dict)
+    places: dict[FieldPath, YamlLocation] = field(default_factory=dict)
 
 
 def apply_overlay(base: Document, overlay: Document) -> Document:
@@ -74,7 +74,7 @@ class _Merging:
         return merged
 
 
-def check_removal(path: FieldPath, place: Place | None) -> list[Problem]:
+def check_removal(path: FieldPath, place: YamlLocation | None) -> list[Problem]:
     """The problem of removing a key that is not there: none if a manifest may have it, else a slip of the
     pen."""
     # One overlay is used for many manifests, of which some do not set what it removes.
@@ -92,10 +92,10 @@ def check_removal(path: FieldPath, place: Place | None) -> list[Problem]:
 
 
 def _replace_places(
-    places: Mapping[FieldPath, Place],
-    new: Mapping[FieldPath, Place],
+    places: Mapping[FieldPath, YamlLocation],
+    new: Mapping[FieldPath, YamlLocation],
     replaced: Collection[FieldPath],
-) -> dict[FieldPath, Place]:
+) -> dict[FieldPath, YamlLocation]:
     """The places after a change: those at and below a path that was ``replaced`` are taken from ``new``."""
 
     def is_replaced(path: FieldPath) -> bool:
@@ -159,7 +159,7 @@ def parse_override(text: str) -> Override | Problem:
         path,
         document.value,
         {
-            (*path, *keys): Place("--set", written=place.written)
+            (*path, *keys): YamlLocation("--set", written=place.written)
             for keys, place in document.places.items()
         },
     )
@@ -218,7 +218,7 @@ def apply_override(base: Document, override: Override) -> Document:
             elif isinstance(node, list) and isinstance(part, int) and part < len(node):
                 node = node[part]
             else:
-                problems += check_removal(path, Place("--set"))
+                problems += check_removal(path, YamlLocation("--set"))
                 break
     places = _replace_places(
         base.places, override.places if override.value is not None else {}, {path}

@@ -5,7 +5,7 @@ from enum import StrEnum
 
 from evergrad_operator.core.objects.names import Phase
 from evergrad_operator.core.observe.memory import Memory
-from evergrad_operator.core.observe.observe import Record
+from evergrad_operator.core.observe.observe import VolumeRecord
 
 
 class Action(StrEnum):
@@ -24,7 +24,7 @@ class Action(StrEnum):
 
 
 @dataclass(frozen=True)
-class Bounds:
+class NodeBounds:
     """Numbers of nodes that may train and of allowed failures, for POST /bounds of the coordinator."""
 
     min: int
@@ -87,8 +87,8 @@ class Decision:
     coordinator_attempt: int | None = None
     preparation_attempt: int | None = None
     evaluation: EvaluationPod | None = None
-    bounds: Bounds | None = None
-    record: Record | None = None
+    bounds: NodeBounds | None = None
+    record: VolumeRecord | None = None
     deletes_run: bool = False
     is_blocked: bool = False
     requeue_after: float | None = None

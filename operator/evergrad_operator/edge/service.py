@@ -23,7 +23,7 @@ from evergrad_operator.edge.api.event_recorder import Recorder
 from evergrad_operator.edge.api.kube import Kube
 from evergrad_operator.edge.api.lease import LeaseGate, LeaseSettings
 from evergrad_operator.edge.api.tokens import derive_token, load_key
-from evergrad_operator.edge.api.transport import Gate, Limits, OpenGate
+from evergrad_operator.edge.api.transport import Gate, OpenGate, RequestLimits
 from evergrad_operator.edge.cache.cache import InformerCache
 from evergrad_operator.edge.cache.namespace_profiles import NamespaceProfiles
 from evergrad_operator.edge.cache.queue import WorkQueue
@@ -38,10 +38,10 @@ from evergrad_operator.edge.handlers import (
 from evergrad_operator.edge.metrics.endpoint import HealthServer
 from evergrad_operator.edge.metrics.fleet_page import FleetPage
 from evergrad_operator.edge.metrics.health_checks import Vitals
-from evergrad_operator.edge.metrics.operator_metrics import FactsCollector, Metrics
+from evergrad_operator.edge.metrics.operator_metrics import FactsCollector, OperatorMetrics
 from evergrad_operator.edge.reconcile.coordinator_poller import Coordinators, PollSettings
 from evergrad_operator.edge.reconcile.reconciler import Reconciler
-from evergrad_operator.edge.settings import Settings
+from evergrad_operator.edge.settings import OperatorSettings
 from evergrad_operator.edge.webhook.server import Webhook, WebhookSettings
 
 log = logging.getLogger(__name__)
@@ -59,10 +59,10 @@ _RETRY_SECONDS = 2.0
 class Service:
     """One operator process."""
 
-    def __init__(self, settings: Settings, connection: Connection) -> None:
+    def __init__(self, settings: OperatorSettings, connection: Connection) -> None:
         self._settings = settings
         self._connection = connection
-        self.metrics = metrics = Metrics(revision=settings.revision)
+        self.metrics = metrics = OperatorMetrics(revision=settings.revision)
         self._stop = asyncio.Event()
         self._tasks: list[asyncio.Task[Any]] = []
         self._fault: BaseException | None = None
@@ -70,8 +70,8 @@ class Service:
         # The way to the API server. The lease has connections of its own: a queue of requests of the runs
         # must not keep it from being renewed.
         self.gate = _build_gate(settings)
-        self.kube = self._build_kube(Limits(in_flight=settings.in_flight), self.gate)
-        limits = Limits(in_flight=2, request_seconds=5.0, tries=2)
+        self.kube = self._build_kube(RequestLimits(in_flight=settings.in_flight), self.gate)
+        limits = RequestLimits(in_flight=2, request_seconds=5.0, tries=2)
         self._lease_kube = self._build_kube(limits, OpenGate())
 
         # The cluster as it is known, and the queue of runs that news concern.
@@ -318,7 +318,7 @@ class Service:
         self._collector.facts = self.vitals.read_facts()
         return self.metrics.render
 
-    def _build_kube(self, limits: Limits, gate: Gate) -> Kube:
+    def _build_kube(self, limits: RequestLimits, gate: Gate) -> Kube:
         return Kube(
             self._connection.build_client(),
             gate=gate,
@@ -359,7 +359,7 @@ class Service:
                     await one
 
 
-def _build_gate(settings: Settings) -> LeaseGate | OpenGate:
+def _build_gate(settings: OperatorSettings) -> LeaseGate | OpenGate:
     if not settings.lease:
         return OpenGate()
     lease = LeaseSettings(
@@ -372,7 +372,7 @@ def _build_gate(settings: Settings) -> LeaseGate | OpenGate:
 
 
 def _build_coordinators(
-    settings: Settings, queue: WorkQueue[Key], gate: Gate, metrics: Metrics
+    settings: OperatorSettings, queue: WorkQueue[Key], gate: Gate, metrics: OperatorMetrics
 ) -> Coordinators:
     poll = PollSettings(every=settings.poll_seconds, port=settings.coordinator_port)
     coordinators = Coordinators(poll)
@@ -388,10 +388,10 @@ def _build_coordinators(
 
 
 def _build_webhook(
-    settings: Settings,
+    settings: OperatorSettings,
     kube: Kube,
     gate: Gate,
-    metrics: Metrics,
+    metrics: OperatorMetrics,
 ) -> Webhook | None:
     if not settings.webhook:
         return None
@@ -421,7 +421,7 @@ def _build_webhook(
     return webhook
 
 
-async def run_operator(settings: Settings, environ: Mapping[str, str]) -> int:
+async def run_operator(settings: OperatorSettings, environ: Mapping[str, str]) -> int:
     """Build and run one operator. Raises SettingsError for mistakes that no new start mends."""
     check_kopf(describe_kopf())
     connection = await connect(environ)

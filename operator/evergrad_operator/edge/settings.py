@@ -100,7 +100,7 @@ _FALSE: Final = ("0", "false", "no", "off", "")
 
 
 @dataclass(frozen=True)
-class Settings:
+class OperatorSettings:
     """Settings of this process. ``namespaces``: those it serves, none for all. Times in seconds."""
 
     namespaces: tuple[str, ...]
@@ -141,7 +141,9 @@ class Settings:
         return not self.namespaces or namespace in self.namespaces
 
 
-def parse_settings(arguments: Sequence[str], environ: Mapping[str, str]) -> Settings:
+def parse_settings(
+    arguments: Sequence[str], environ: Mapping[str, str]
+) -> OperatorSettings:
     """Return the settings. Raises SystemExit with a message for arguments that are wrong."""
     parser = build_parser(environ)
     parsed = parser.parse_args(arguments)
@@ -184,8 +186,8 @@ def parse_settings(arguments: Sequence[str], environ: Mapping[str, str]) -> Sett
         identity = f"{environ['POD_NAME']}_{environ.get('POD_UID', '')}"
 
     derived = {"namespaces", "config", "identity", "lease_namespace", "key_namespace"}
-    own = {field.name for field in dataclasses.fields(Settings)} - derived
-    return Settings(
+    own = {field.name for field in dataclasses.fields(OperatorSettings)} - derived
+    return OperatorSettings(
         namespaces=namespaces,
         config=Config(**config),
         identity=identity,

@@ -16,7 +16,7 @@ from evergrad_trainer.checkpoint.cached_files import HeldFiles
 from evergrad_trainer.checkpoint.files import hash_bytes
 from evergrad_trainer.checkpoint.manifest import InvalidCheckpointError
 from evergrad_trainer.checkpoint.read_ahead import read_ahead
-from evergrad_trainer.checkpoint.reader import FileSource, MemorySource, Reader
+from evergrad_trainer.checkpoint.reader import CheckpointReader, FileSource, MemorySource
 from evergrad_trainer.checkpoint.search import choose_together
 
 MakeSolo = Callable[..., Any]
@@ -204,7 +204,7 @@ def test_files_of_any_length_are_read_to_their_ends(
 def test_a_reader_holds_nothing_outside_of_a_restore(make_solo: MakeSolo) -> None:
     solo = make_solo()
     solo.save(10)
-    reader: Reader = solo.manager._store.reader
+    reader: CheckpointReader = solo.manager._store.reader
     held = HeldFiles(limit_bytes=2**20)
     with reader.holding(held):
         reader.validate("step-10", checksums=True)

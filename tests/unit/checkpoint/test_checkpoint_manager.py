@@ -28,7 +28,7 @@ from evergrad_trainer.base.host_errors import trouble_of
 from evergrad_trainer.checkpoint import catalog, faults, files, leases, save
 from evergrad_trainer.checkpoint.generations import claim_generation
 from evergrad_trainer.checkpoint.manifest import Candidate, Identity, Manifest
-from evergrad_trainer.training.progress import Progress, published_step
+from evergrad_trainer.training.progress import TrainingProgress, published_step
 
 MakeSolo = Callable[..., Any]
 MakeState = Callable[[int], dict[str, torch.Tensor]]
@@ -766,9 +766,9 @@ def test_a_checkpoint_that_was_set_aside_no_longer_counts_as_published(
     solo.save(40)
     flip_bit(solo.directory / "step-40" / "rank-00000.bin")
     assert solo.restore() == 30
-    assert published_step(Progress(resumed_step=30), solo.manager) == 30
+    assert published_step(TrainingProgress(resumed_step=30), solo.manager) == 30
     solo.save(40)
-    assert published_step(Progress(resumed_step=30), solo.manager) == 40
+    assert published_step(TrainingProgress(resumed_step=30), solo.manager) == 40
     assert make_solo().restore() == 40
 
 

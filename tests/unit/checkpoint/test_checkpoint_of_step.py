@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from evergrad_trainer.base.errors import CheckpointError, VolumeError
-from evergrad_trainer.checkpoint.reader import Reader
+from evergrad_trainer.checkpoint.reader import CheckpointReader
 from evergrad_trainer.checkpoint.restore import load_of_step
 from evergrad_trainer.checkpoint.search import Search
 from evergrad_trainer.distributed.world import World
@@ -38,7 +38,7 @@ def refuse(
     monkeypatch: pytest.MonkeyPatch, solo: Any, method: str, *, times: int
 ) -> list[str]:
     """Have a method of the reader fail this often; the names that it was called with then."""
-    reader: Reader = solo.manager._store.reader
+    reader: CheckpointReader = solo.manager._store.reader
     original, refused = getattr(reader, method), list[str]()
 
     def fail(name: str, *args: Any, **options: Any) -> Any:

@@ -16,7 +16,7 @@ from evergrad_trainer.base.errors import CheckpointError
 from evergrad_trainer.checkpoint.catalog import Catalog
 from evergrad_trainer.checkpoint.leases import find_leased
 from evergrad_trainer.checkpoint.manifest import Identity
-from evergrad_trainer.checkpoint.reader import Reader
+from evergrad_trainer.checkpoint.reader import CheckpointReader
 from evergrad_trainer.checkpoint.weights import (
     hold_checkpoint,
     load_weights,
@@ -230,21 +230,21 @@ def test_a_run_that_trains_on_does_not_retire_what_is_read(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run, real = tmp_path / "run", Reader.validate
+    run, real = tmp_path / "run", CheckpointReader.validate
     solo = make_solo(directory=run / "checkpoints", keep=1)
     solo.save(10)
 
-    def validate(reader: Reader, name: str, **options: Any) -> Any:
+    def validate(reader: CheckpointReader, name: str, **options: Any) -> Any:
         # As slow as a large one is: the run saves meanwhile.
         found = real(reader, name, **options)
-        monkeypatch.setattr(Reader, "validate", real)
+        monkeypatch.setattr(CheckpointReader, "validate", real)
         solo.save(next(steps))
         return found
 
     steps = iter((20, 30))
-    monkeypatch.setattr(Reader, "validate", validate)
+    monkeypatch.setattr(CheckpointReader, "validate", validate)
     assert load_weights(run, make_state(0)).step == 10
-    monkeypatch.setattr(Reader, "validate", validate)
+    monkeypatch.setattr(CheckpointReader, "validate", validate)
     with hold_checkpoint(run) as checkpoint:
         assert checkpoint.name == "step-20"
         assert read_plain_state(checkpoint).keys() == make_state(20).keys()

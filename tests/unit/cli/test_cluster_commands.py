@@ -784,7 +784,7 @@ def test_a_wait_outlives_an_outage_and_ends_with_a_deletion(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(
-        waiting.Patience, "after", lambda self, error: setattr(self, "_pause", 0.01)
+        waiting.WaitLimits, "after", lambda self, error: setattr(self, "_pause", 0.01)
     )
     gone = {
         "kind": "Status",

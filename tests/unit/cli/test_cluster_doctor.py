@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from evergrad_cli.cluster.diagnosis import checks, webhook_checks
-from evergrad_cli.cluster.diagnosis.checks import Check, State
+from evergrad_cli.cluster.diagnosis.checks import Check, CheckState
 from evergrad_cli.cluster.diagnosis.claim_checks import check_claims
 from evergrad_cli.main import main
 from evergrad_manifest.envelope import Spec
@@ -200,10 +200,10 @@ def test_claims_that_runs_name_and_cannot_mount_warn() -> None:
 
     mounts = {"volumes": [{"name": "d", "persistentVolumeClaim": {"claimName": "data"}}]}
     runs = [run("a"), run("b", template=mounts), run("c", storage={"claimName": "disk"})]
-    assert check_claims(runs[:1], []).state is State.OK, "its own is yet to be made"
+    assert check_claims(runs[:1], []).state is CheckState.OK, "its own is yet to be made"
     missing = check_claims(runs, [])
     assert (missing.state, missing.message) == (
-        State.WARN,
+        CheckState.WARN,
         "claim data of run b does not exist; claim disk of run c does not exist",
     )
     claims: list[dict[str, Any]] = [
@@ -214,8 +214,8 @@ def test_claims_that_runs_name_and_cannot_mount_warn() -> None:
         "claim data of run b is being deleted; claim disk of run c has lost its volume"
     )
     over = {"conditions": [{"type": "Complete", "status": "True"}]}
-    assert check_claims([{**runs[1], "status": over}], []).state is State.OK
-    assert check_claims(runs, None).state is State.SKIP
+    assert check_claims([{**runs[1], "status": over}], []).state is CheckState.OK
+    assert check_claims(runs, None).state is CheckState.SKIP
 
 
 def test_a_quota_that_is_used_up_warns() -> None:
@@ -401,7 +401,7 @@ def test_doctor_ends_with_1_when_something_fails(
     cluster.refuse("GET", CRD, 404, "not found", name="trainingruns.evergrad.dev")
     assert main(["doctor", "--kubeconfig", cluster.kubeconfig, "--json"]) == 1
     shown = json.loads(capsys.readouterr().out)
-    (failed,) = [check for check in shown["checks"] if check["state"] == State.FAIL]
+    (failed,) = [check for check in shown["checks"] if check["state"] == CheckState.FAIL]
     assert (shown["healthy"], failed["name"]) == (False, "crd")
     assert "helm upgrade --install" in failed["remedy"]
 
@@ -438,8 +438,8 @@ def configured(bundle: str | None) -> list[dict[str, Any]]:
 
 READY = [{"endpoints": [{"conditions": {"ready": False}}, {"conditions": {"ready": True}}]}]
 ACCEPTED, FAILED = (
-    webhook_checks.Asked(webhook_checks.Answer.ACCEPTED),
-    webhook_checks.Asked(webhook_checks.Answer.FAILED),
+    webhook_checks.Asked(webhook_checks.WebhookAnswer.ACCEPTED),
+    webhook_checks.Asked(webhook_checks.WebhookAnswer.FAILED),
 )
 
 
@@ -455,17 +455,17 @@ def test_a_webhook_that_refuses_the_question_is_all_right() -> None:
         ["spec.training.schedule.warmup", "metadata.name"], ""
     )
     found = webhook_checks.check_webhook(asked, None, None, None, now=NOW)
-    assert (found.state, found.remedy) == (State.OK, "")
+    assert (found.state, found.remedy) == (CheckState.OK, "")
     # A quota, a policy, or no right to make runs.
     other = webhook_checks.judge_refusal(["a trainingrun"], "is not allowed")
     found = webhook_checks.check_webhook(other, None, None, None, now=NOW)
     assert (found.state, found.message) == (
-        State.SKIP,
+        CheckState.SKIP,
         "it could not be asked; is not allowed",
     )
     assert (
         webhook_checks.judge_failure("500; etcd is down").answer
-        is webhook_checks.Answer.UNKNOWN
+        is webhook_checks.WebhookAnswer.UNKNOWN
     )
 
 
@@ -502,7 +502,7 @@ def test_a_webhook_that_does_not_answer_says_why_and_what_to_do() -> None:
         found = webhook_checks.check_webhook(
             ACCEPTED, configurations, slices, secret, now=NOW
         )
-        assert found.state is State.WARN and why in found.message, (why, found.message)
+        assert found.state is CheckState.WARN and why in found.message, (why, found.message)
         assert remedy in found.remedy, (why, found.remedy)
     same = {"data": {**now, "tls.crt": now["tls.crt"]}}
     right = configured(now["ca.crt"])
@@ -512,7 +512,7 @@ def test_a_webhook_that_does_not_answer_says_why_and_what_to_do() -> None:
     )
     # One that may not be passed over keeps all runs from being made.
     failed = webhook_checks.check_webhook(FAILED, ours, [], None, now=NOW)
-    assert failed.state is State.FAIL and "no run can be created" in failed.message
+    assert failed.state is CheckState.FAIL and "no run can be created" in failed.message
 
 
 def among(*namespaces: str) -> dict[str, Any]:
@@ -532,9 +532,9 @@ def test_the_webhook_that_is_looked_at_is_the_one_of_this_namespace() -> None:
         for namespace in ("rose", "blue", "green")
     ]
     assert found == ["red", "blue", ""]
-    asked = webhook_checks.Asked(webhook_checks.Answer.ACCEPTED, namespace="green")
+    asked = webhook_checks.Asked(webhook_checks.WebhookAnswer.ACCEPTED, namespace="green")
     shown = webhook_checks.check_webhook(asked, both, None, None, now=NOW)
-    assert shown.state is State.WARN
+    assert shown.state is CheckState.WARN
     assert shown.message.startswith(
         "no webhook covers this namespace, green; a wrong file is"
     )
@@ -561,7 +561,7 @@ def test_doctor_looks_for_the_fault_of_a_webhook_that_fails(
     assert main(["doctor", "--kubeconfig", cluster.kubeconfig, "--json"]) == 1
     found = {one["name"]: one for one in json.loads(capsys.readouterr().out)["checks"]}
     assert (
-        found["webhook"]["state"] == State.FAIL
+        found["webhook"]["state"] == CheckState.FAIL
         and "no endpoint that is" in found["webhook"]["message"]
     )
     [asked] = [request for request in cluster.requests if request.path == slices]

@@ -9,7 +9,12 @@ import pytest
 
 from evergrad_cli.cluster.client.errors import UnreachableError
 from evergrad_cli.cluster.commands import log_following, waiting
-from evergrad_cli.cluster.commands.log_following import Follower, Line, Reader, Selection
+from evergrad_cli.cluster.commands.log_following import (
+    Line,
+    LogFollower,
+    LogReader,
+    Selection,
+)
 from evergrad_cli.main import main
 
 RUN = "/apis/evergrad.dev/v1alpha1/namespaces/lab/trainingruns/docs-lm"
@@ -23,7 +28,7 @@ COMPLETE = {"type": "Complete", "status": "True", "reason": "Complete"}
 def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_POLL_SECONDS", "_RETRY_SECONDS"):
         monkeypatch.setattr(log_following, name, 0.02)
-    monkeypatch.setattr(waiting.Patience, "after", lambda self, error: None)
+    monkeypatch.setattr(waiting.WaitLimits, "after", lambda self, error: None)
 
 
 def call(api: Api, *arguments: str) -> int:
@@ -376,8 +381,8 @@ class BreakingCluster:
 def follow(cluster: Any, show: Callable[[Line], None]) -> list[str]:
     """Follow all of ``cluster``'s run; returns the remarks."""
     remarks: list[str] = []
-    reader = Reader(cluster, show, tail=None)
-    Follower(cluster, "docs-lm", Selection(), reader, remark=remarks.append).follow()
+    reader = LogReader(cluster, show, tail=None)
+    LogFollower(cluster, "docs-lm", Selection(), reader, remark=remarks.append).follow()
     return remarks
 
 

@@ -24,7 +24,7 @@ from evergrad_cli.cluster.commands.log_following import (
     show_line,
     split_line,
 )
-from evergrad_cli.cluster.commands.status import Facts, render
+from evergrad_cli.cluster.commands.status import StatusFacts, render
 from evergrad_cli.cluster.commands.status import document as status_document
 from evergrad_cli.cluster.render import advice, runs
 from evergrad_cli.cluster.render.advice import advise
@@ -197,7 +197,7 @@ def test_a_status_of_any_shape_can_be_shown(make_run: Make) -> None:
         },
     ):
         raw = {**make_run(), "status": broken}
-        assert render(Facts(parse_run(raw), (), (), ()), now=NOW)
+        assert render(StatusFacts(parse_run(raw), (), (), ()), now=NOW)
 
 
 def test_how_far_the_data_are_prepared_is_shown_until_there_is_a_step(
@@ -221,8 +221,10 @@ def test_how_far_the_data_are_prepared_is_shown_until_there_is_a_step(
 
 def facts(
     run: dict[str, Any], *pods: dict[str, Any], events: tuple[dict[str, Any], ...] = ()
-) -> Facts:
-    return Facts(parse_run(run), tuple(parse_pods(pods)), tuple(parse_events(events)), ())
+) -> StatusFacts:
+    return StatusFacts(
+        parse_run(run), tuple(parse_pods(pods)), tuple(parse_events(events)), ()
+    )
 
 
 def raw_pod(
@@ -421,7 +423,7 @@ def test_of_a_run_that_is_being_deleted_it_is_said_whether_its_checkpoints_go(
 def test_a_run_of_another_controller_is_shown_with_that_controller(make_run: Make) -> None:
     raw = make_run(spec={"managedBy": "kueue.x-k8s.io/multikueue"})
     del raw["status"]
-    facts = Facts(parse_run(raw), (), (), ())
+    facts = StatusFacts(parse_run(raw), (), (), ())
     lines = render(facts, now=NOW)
     assert "Managed by: kueue.x-k8s.io/multikueue" in lines
     assert "kueue.x-k8s.io/multikueue has this run (spec.managedBy)" in advice_of(raw)
@@ -432,7 +434,8 @@ def test_a_run_of_another_controller_is_shown_with_that_controller(make_run: Mak
     # The operator's own name is as none.
     ours = make_run(spec={"managedBy": "evergrad.dev/operator"})
     assert not any(
-        "Managed by" in line for line in render(Facts(parse_run(ours), (), (), ()), now=NOW)
+        "Managed by" in line
+        for line in render(StatusFacts(parse_run(ours), (), (), ()), now=NOW)
     )
 
 

@@ -11,7 +11,7 @@ from evergrad_manifest.reading.loader import load_manifest
 from evergrad_trainer.base.errors import CheckpointError
 from evergrad_trainer.commands import prepare, session_plan
 from evergrad_trainer.commands.session_plan import PlanRequest
-from evergrad_trainer.data.start_positions import DATA_START, DataStart, Place
+from evergrad_trainer.data.start_positions import DATA_START, DataStart, SourcePosition
 from evergrad_trainer.recipes import setup
 from evergrad_trainer.run.directory import RunDirectory
 from evergrad_trainer.run.resume import RunState
@@ -54,8 +54,8 @@ def test_a_run_that_others_have_trained_while_a_node_prepared_its_data_has_train
     assert said == [is_one_of_many]
 
 
-BEGUN = DataStart((Place("a", "A", 0, 18),), 4, (), "theirs")
-NEWER = DataStart((Place("a", "A", 0, 24),), 6, (), "theirs")
+BEGUN = DataStart((SourcePosition("a", "A", 0, 18),), 4, (), "theirs")
+NEWER = DataStart((SourcePosition("a", "A", 0, 24),), 6, (), "theirs")
 
 
 class Node:

@@ -34,8 +34,15 @@ from evergrad_coordinator.protocol import (
 )
 from evergrad_coordinator.rules import events
 from evergrad_coordinator.rules.group import new_group
-from evergrad_coordinator.rules.state import Close, Finish, Log, Persist, Send, Settings
-from evergrad_coordinator.rules.status import Condition, describe_condition
+from evergrad_coordinator.rules.state import (
+    Close,
+    Finish,
+    GroupSettings,
+    Log,
+    Persist,
+    Send,
+)
+from evergrad_coordinator.rules.status import GroupCondition, describe_condition
 
 TOKEN = "the run's token"
 TICK = 0.1
@@ -51,7 +58,7 @@ QUICK = {
 """Times that make a simulation short; their order is that of the defaults."""
 
 
-def make_settings(**changes: Any) -> Settings:
+def make_settings(**changes: Any) -> GroupSettings:
     """Two to four nodes, three expected."""
     values: dict[str, Any] = {
         "run": "r",
@@ -62,7 +69,7 @@ def make_settings(**changes: Any) -> Settings:
         **QUICK,
         **changes,
     }
-    return Settings(**values)
+    return GroupSettings(**values)
 
 
 @dataclass
@@ -250,7 +257,9 @@ class FakeNode:
 class Cluster:
     """All nodes and one coordinator at a time."""
 
-    def __init__(self, settings: Settings | None = None, *, generation: int = 0) -> None:
+    def __init__(
+        self, settings: GroupSettings | None = None, *, generation: int = 0
+    ) -> None:
         self.settings = settings or make_settings()
         self.now = 1000.0
         self.nodes: list[FakeNode] = []
@@ -369,7 +378,7 @@ class Cluster:
         return max((node.step for node in self.nodes if node.is_alive), default=-1)
 
     @property
-    def condition(self) -> Condition:
+    def condition(self) -> GroupCondition:
         """Phase, reason and message."""
         return describe_condition(self.group, now=self.now)
 

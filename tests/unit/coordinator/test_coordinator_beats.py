@@ -8,7 +8,7 @@ import pytest
 from simulated_cluster import make_settings
 
 from evergrad_coordinator.edge import heartbeat_sender
-from evergrad_coordinator.edge.peer import Limits, Peer, PeerOwner
+from evergrad_coordinator.edge.peer import ConnectionLimits, Peer, PeerOwner
 from evergrad_coordinator.edge.server import find_silent_beats
 from evergrad_coordinator.rules.events import STANDSTILL_SECONDS
 from evergrad_coordinator.rules.group import new_group
@@ -18,7 +18,7 @@ NOW = 1000.0
 
 
 def make_peer(heard_at: float, *, beats: bool = True) -> Peer:
-    peer = Peer(cast(PeerOwner, None), Limits())
+    peer = Peer(cast(PeerOwner, None), ConnectionLimits())
     peer.heard_at = heard_at
     peer.beats_for = ("0", "i0") if beats else None
     return peer

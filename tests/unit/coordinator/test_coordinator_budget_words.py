@@ -1,13 +1,13 @@
 """What a failure is called: a full volume is one cause, and no sentinel of the protocol reaches a message."""
 
 from evergrad_coordinator.protocol import Broken
-from evergrad_coordinator.rules.budget import Failure, FailureBudget
-from evergrad_coordinator.rules.state import Training
+from evergrad_coordinator.rules.budget import FailureBudget, GenerationFailure
+from evergrad_coordinator.rules.state import TrainingState
 
 
 def describe(report: Broken) -> str:
     budget = FailureBudget(limit=0, recovery="fresh")
-    budget.report(Failure("0", 1.0, report), Training())
+    budget.report(GenerationFailure("0", 1.0, report), TrainingState())
     return budget.describe()
 
 
@@ -26,9 +26,12 @@ def test_a_full_volume_is_a_cause_of_its_own_and_costs_what_trouble_of_a_host_co
     None
 ):
     report = Broken(1, "environment", rank=0, step=7, exit_code=70, trouble="no_space")
-    failure = Failure("0", 1.0, report)
+    failure = GenerationFailure("0", 1.0, report)
     assert failure.cause == "volume_full" and failure.is_of_host
-    other = Failure("0", 1.0, Broken(1, "environment", trouble="io"))
+    other = GenerationFailure("0", 1.0, Broken(1, "environment", trouble="io"))
     assert other.cause == "environment"
     # A newer node may send a trouble that this version does not know.
-    assert Failure("0", 1.0, Broken(1, "environment", trouble="new")).cause == "environment"
+    assert (
+        GenerationFailure("0", 1.0, Broken(1, "environment", trouble="new")).cause
+        == "environment"
+    )

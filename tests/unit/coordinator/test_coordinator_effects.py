@@ -12,7 +12,7 @@ from simulated_cluster import TOKEN, make_settings
 
 from evergrad_common.codec import encode
 from evergrad_coordinator.edge.journal import MemoryStore
-from evergrad_coordinator.edge.peer import Limits, Peer
+from evergrad_coordinator.edge.peer import ConnectionLimits, Peer
 from evergrad_coordinator.edge.server import Server
 from evergrad_coordinator.protocol import Commit, Hello, Message, Ping
 from evergrad_coordinator.rules import events
@@ -91,7 +91,7 @@ def with_server(
             group,
             store or MemoryStore(),
             log=lambda *_, **__: None,
-            limits=Limits(persist_retry_seconds=0.01, **limits),
+            limits=ConnectionLimits(persist_retry_seconds=0.01, **limits),
         )
         await work(server)
         await server.close()

@@ -19,7 +19,7 @@ from evergrad_coordinator import __main__ as command
 from evergrad_coordinator.edge import server as edge
 from evergrad_coordinator.edge.http import StatusServer
 from evergrad_coordinator.edge.journal import MemoryStore
-from evergrad_coordinator.edge.peer import Limits
+from evergrad_coordinator.edge.peer import ConnectionLimits
 from evergrad_coordinator.edge.server import Server
 from evergrad_coordinator.protocol import Beat, Hello, Message, Ping
 from evergrad_coordinator.rules import events
@@ -105,7 +105,7 @@ def serving(
             new_group(settings, generation=0, now=time.monotonic()),
             store or MemoryStore(),
             log=lambda event, **fields: logged.append((event, fields)),
-            limits=Limits(persist_retry_seconds=0.01),
+            limits=ConnectionLimits(persist_retry_seconds=0.01),
         )
         status = StatusServer(server)
         place = Place(

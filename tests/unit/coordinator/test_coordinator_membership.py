@@ -33,8 +33,8 @@ from evergrad_coordinator.protocol import (
 )
 from evergrad_coordinator.rules import events
 from evergrad_coordinator.rules.group import new_group
-from evergrad_coordinator.rules.phase import Phase, find_phase
-from evergrad_coordinator.rules.state import Finish, Send, Settings
+from evergrad_coordinator.rules.phase import GroupPhase, find_phase
+from evergrad_coordinator.rules.state import Finish, GroupSettings, Send
 from evergrad_coordinator.rules.status import build_status
 
 
@@ -687,7 +687,10 @@ def test_without_the_token_a_refusal_says_nothing_of_the_run_and_changes_nothing
 
 
 def test_a_coordinator_that_was_given_no_token_lets_nobody_in() -> None:
-    for settings in (Settings("r", 1, 2, 2, token=""), Settings("r", 1, 2, 2, token=TOKEN)):
+    for settings in (
+        GroupSettings("r", 1, 2, 2, token=""),
+        GroupSettings("r", 1, 2, 2, token=TOKEN),
+    ):
         effects = events.on_hello(
             new_group(settings, generation=0, now=0.0),
             1,
@@ -1529,7 +1532,7 @@ def test_a_group_that_may_run_unseen_is_waited_for_although_the_first_node_to_co
     cluster.start("7")  # replaces the only connected node: for a moment nobody is there
     cluster.start("8")
     cluster.run(0.5)
-    assert find_phase(cluster.group) is Phase.ADOPTING
+    assert find_phase(cluster.group) is GroupPhase.ADOPTING
     cluster.run_until_running()
     assert cluster.gone > 1 and {
         node.name for node in cluster.members_of(cluster.gone)

@@ -8,8 +8,8 @@ from evergrad_coordinator.protocol import Broken, Placement
 from evergrad_coordinator.rules.budget import (
     LOSSES_PER_FAILURE,
     Break,
-    Failure,
     FailureBudget,
+    GenerationFailure,
     find_root_cause,
 )
 from evergrad_coordinator.rules.interruptions import Accounting
@@ -19,7 +19,13 @@ from evergrad_coordinator.rules.planning import (
     choose_saver,
     find_running,
 )
-from evergrad_coordinator.rules.state import Node, Place, Training, World, node_order
+from evergrad_coordinator.rules.state import (
+    GroupWorld,
+    Node,
+    RankPlacement,
+    TrainingState,
+    node_order,
+)
 
 
 def build_node(
@@ -37,7 +43,9 @@ def test_indices_are_sorted_as_numbers_and_other_names_come_last() -> None:
 
 
 def test_members_are_kept_before_spares_of_a_lower_index() -> None:
-    world = World(1, {("5", "i"): Place(0, 1), ("6", "i"): Place(1, 1)}, 0.0)
+    world = GroupWorld(
+        1, {("5", "i"): RankPlacement(0, 1), ("6", "i"): RankPlacement(1, 1)}, 0.0
+    )
     nodes = [build_node(name) for name in ("1", "5", "6", "2")]
     assert names(choose_members(nodes, world=world, proposal=None, max_nodes=3)) == [
         "1",
@@ -48,7 +56,11 @@ def test_members_are_kept_before_spares_of_a_lower_index() -> None:
 
 def test_places_are_consecutive() -> None:
     nodes = [build_node("0", workers=2), build_node("1", workers=3), build_node("2")]
-    assert list(assign_places(nodes).values()) == [Place(0, 2), Place(2, 3), Place(5, 1)]
+    assert list(assign_places(nodes).values()) == [
+        RankPlacement(0, 2),
+        RankPlacement(2, 3),
+        RankPlacement(5, 1),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -105,8 +117,8 @@ def test_one_leaver_saves_what_nobody_else_goes_on_with(
 
 def build_failure(
     cause: BreakCause, at: float, *, generation: int = 1, step: int = 3
-) -> Failure:
-    return Failure("0", at, Broken(generation, cause, step=step))
+) -> GenerationFailure:
+    return GenerationFailure("0", at, Broken(generation, cause, step=step))
 
 
 def test_the_root_cause_is_the_earliest_that_is_no_consequence() -> None:
@@ -123,18 +135,18 @@ def test_the_root_cause_is_the_earliest_that_is_no_consequence() -> None:
 def test_a_broken_generation_counts_once() -> None:
     budget = FailureBudget(1, "in-process")
     for at in (1.0, 2.0, 3.0):
-        budget.report(build_failure("worker_crash", at), Training())
-    budget.report(build_failure("peer_lost", 0.0, generation=2), Training())
+        budget.report(build_failure("worker_crash", at), TrainingState())
+    budget.report(build_failure("peer_lost", 0.0, generation=2), TrainingState())
     assert (budget.used, budget.is_exhausted) == (1, False)
-    budget.report(build_failure("stuck", 4.0, generation=3), Training())
+    budget.report(build_failure("stuck", 4.0, generation=3), TrainingState())
     assert budget.is_exhausted
 
 
 def test_the_root_cause_is_found_behind_the_consequences_of_a_thousand_nodes() -> None:
     budget = FailureBudget(3, "in-process")
     for at in range(1000):
-        budget.report(build_failure("peer_lost", 1.0 + at / 1000), Training())
-    budget.report(build_failure("out_of_memory", 0.5), Training())
+        budget.report(build_failure("peer_lost", 1.0 + at / 1000), TrainingState())
+    budget.report(build_failure("out_of_memory", 0.5), TrainingState())
     assert budget.last is not None
     assert budget.last.report.cause == "out_of_memory"
     assert "out_of_memory on a worker without a rank" in budget.describe()
@@ -145,21 +157,22 @@ def test_the_trouble_of_a_host_is_no_failure_of_the_run_in_a_large_group_either(
     for generation in (1, 2):
         for at in range(100):
             budget.report(
-                build_failure("peer_lost", float(at), generation=generation), Training()
+                build_failure("peer_lost", float(at), generation=generation),
+                TrainingState(),
             )
         budget.report(
-            build_failure("environment", 200.0, generation=generation), Training()
+            build_failure("environment", 200.0, generation=generation), TrainingState()
         )
-        budget.conclude(Break(generation, 300.0), Training(step=3))
+        budget.conclude(Break(generation, 300.0), TrainingState(step=3))
     assert budget.used == 0
 
 
 def test_progress_is_a_step_above_all_that_were_ever_reached() -> None:
     budget = FailureBudget(3, "in-process")
-    budget.report(build_failure("stuck", 1.0, step=3), Training(step=10))
-    budget.observe(Training(step=10))
+    budget.report(build_failure("stuck", 1.0, step=3), TrainingState(step=10))
+    budget.observe(TrainingState(step=10))
     assert budget.used == 1
-    budget.observe(Training(step=11))
+    budget.observe(TrainingState(step=11))
     assert budget.used == 0
 
 
@@ -168,18 +181,21 @@ def test_what_reports_nothing_makes_progress_by_running_long() -> None:
     at = 0.0
     for generation in range(1, 6):
         budget.report(
-            build_failure("worker_crash", at, generation=generation, step=-1), Training()
+            build_failure("worker_crash", at, generation=generation, step=-1),
+            TrainingState(),
         )
         assert (budget.used, budget.is_exhausted) == (1, False)
         at += UNDISTURBED_SECONDS
-    budget.report(build_failure("worker_crash", at - 1, generation=6, step=-1), Training())
+    budget.report(
+        build_failure("worker_crash", at - 1, generation=6, step=-1), TrainingState()
+    )
     assert budget.is_exhausted
 
 
 def conclude(
     budget: FailureBudget,
     generation: int,
-    training: Training,
+    training: TrainingState,
     *,
     at: float = 0.0,
     is_whole: bool = True,
@@ -193,25 +209,27 @@ def conclude(
 def test_a_loss_of_a_node_begins_the_count_of_unexplained_breaks_anew() -> None:
     budget = FailureBudget(3, "fresh")
     for generation, is_whole in enumerate((True, False, True, True, True), start=1):
-        conclude(budget, generation, Training(step=9, checkpoint_step=5), is_whole=is_whole)
+        conclude(
+            budget, generation, TrainingState(step=9, checkpoint_step=5), is_whole=is_whole
+        )
     assert budget.used == 2
 
 
 def test_with_fresh_workers_an_unexplained_break_after_a_newer_checkpoint_is_free() -> None:
     budget = FailureBudget(3, "fresh")
-    conclude(budget, 1, Training(step=9, checkpoint_step=5))
-    conclude(budget, 2, Training(step=12, checkpoint_step=10))
+    conclude(budget, 1, TrainingState(step=9, checkpoint_step=5))
+    conclude(budget, 2, TrainingState(step=12, checkpoint_step=10))
     assert budget.used == 0
-    conclude(budget, 3, Training(step=14, checkpoint_step=10))
+    conclude(budget, 3, TrainingState(step=14, checkpoint_step=10))
     assert budget.used == 1
 
 
 def test_unexplained_breaks_long_apart_are_free_where_nothing_is_reported() -> None:
     budget = FailureBudget(3, "fresh")
     for generation in range(1, 4):
-        conclude(budget, generation, Training(), at=generation * UNDISTURBED_SECONDS)
+        conclude(budget, generation, TrainingState(), at=generation * UNDISTURBED_SECONDS)
     assert budget.used == 0
-    conclude(budget, 4, Training(), at=3 * UNDISTURBED_SECONDS + 1)
+    conclude(budget, 4, TrainingState(), at=3 * UNDISTURBED_SECONDS + 1)
     assert budget.used == 1
     assert (
         "before a step was reported although no node was lost; 1 failure without"
@@ -224,12 +242,12 @@ def test_trouble_of_a_host_counts_a_tenth_also_where_others_only_saw_it_fail() -
     for generation in range(1, LOSSES_PER_FAILURE + 1):
         assert not budget.is_exhausted
         budget.report(
-            build_failure("peer_lost", 0.0, generation=generation), Training(step=3)
+            build_failure("peer_lost", 0.0, generation=generation), TrainingState(step=3)
         )
         budget.report(
-            build_failure("environment", 1.0, generation=generation), Training(step=3)
+            build_failure("environment", 1.0, generation=generation), TrainingState(step=3)
         )
-        budget.conclude(Break(generation, 2.0), Training(step=3))
+        budget.conclude(Break(generation, 2.0), TrainingState(step=3))
     assert budget.is_exhausted
     assert (
         "nodes or their hosts were lost 10 times in a row without progress"
@@ -241,12 +259,12 @@ def test_a_generation_that_has_a_cause_counts_once_and_only_for_that() -> None:
     budget = FailureBudget(3, "in-process")
     for generation in (1, 2):
         budget.report(
-            build_failure("peer_lost", 0.0, generation=generation), Training(step=3)
+            build_failure("peer_lost", 0.0, generation=generation), TrainingState(step=3)
         )
         budget.report(
-            build_failure("worker_crash", 1.0, generation=generation), Training(step=3)
+            build_failure("worker_crash", 1.0, generation=generation), TrainingState(step=3)
         )
-        budget.conclude(Break(generation, 2.0), Training(step=3))
+        budget.conclude(Break(generation, 2.0), TrainingState(step=3))
     assert budget.used == 2
     assert "worker_crash" in budget.describe()
 

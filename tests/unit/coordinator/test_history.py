@@ -8,13 +8,13 @@ from simulated_cluster import Cluster, make_settings
 
 from evergrad_common.causes import USES
 from evergrad_common.metrics.columns import MOST_DECLARED
-from evergrad_coordinator.protocol import Evaluation, Progress
+from evergrad_coordinator.protocol import EvaluationReport, Progress
 from evergrad_coordinator.rules.downsampled_series import MOST_COLUMNS, MOST_ROWS, Track
 from evergrad_coordinator.rules.group import Group, new_group
 from evergrad_coordinator.rules.history import (
     MOST_CHECKPOINTS,
     MOST_EVENTS,
-    History,
+    RunHistory,
     build_page_status,
     note_event,
     observe,
@@ -139,7 +139,7 @@ def report(group: Group, step: int, *, now: float, **values: Any) -> None:
         setattr(training, name, value)
 
 
-def read(history: History, group: Group, *, now: float) -> dict[str, Any]:
+def read(history: RunHistory, group: Group, *, now: float) -> dict[str, Any]:
     observe(history, group, now=now)
     return take_update(history, build_page_status(group, now=now), now=now)
 
@@ -150,7 +150,7 @@ def test_a_report_of_a_node_is_seen_with_all_of_its_numbers() -> None:
         cluster.start(name)
     cluster.run_until_running()
     group, now = cluster.group, cluster.now
-    history = History(began_at=now)
+    history = RunHistory(began_at=now)
     cluster.nodes[0].say(
         Progress(
             group.generation,
@@ -159,7 +159,7 @@ def test_a_report_of_a_node_is_seen_with_all_of_its_numbers() -> None:
             tokens_per_second=9.0,
             checkpoint_step=30,
             values={"learning_rate": 0.5, "kl": 0.25},
-            evaluations={"held out": Evaluation(20, {"loss": 2.0})},
+            evaluations={"held out": EvaluationReport(20, {"loss": 2.0})},
         )
     )
     update = read(history, group, now=now + 1)
@@ -177,7 +177,7 @@ def test_a_report_of_a_node_is_seen_with_all_of_its_numbers() -> None:
 
 
 def test_the_same_report_is_read_once() -> None:
-    group, history = make_group(), History(began_at=0.0)
+    group, history = make_group(), RunHistory(began_at=0.0)
     report(group, 5, now=1.0, loss=1.0)
     read(history, group, now=1.0)
     update = read(history, group, now=2.0)
@@ -186,20 +186,20 @@ def test_the_same_report_is_read_once() -> None:
 
 
 def test_a_step_that_is_reported_again_with_an_evaluation_changes_no_curve() -> None:
-    group, history = make_group(), History(began_at=0.0)
+    group, history = make_group(), RunHistory(began_at=0.0)
     for second in range(2 * MOST_ROWS):
         report(group, second, now=float(second), loss=1.0)
         read(history, group, now=float(second))
     before = [len(history.steps.x), *history.steps.columns["loss"].num]
     report(group, 2 * MOST_ROWS - 1, now=1e6, loss=1.0)
-    group.training.evaluations = {"held out": Evaluation(5, {"loss": 2.0})}
+    group.training.evaluations = {"held out": EvaluationReport(5, {"loss": 2.0})}
     update = read(history, group, now=1e6)
     assert "steps" not in update and "held out" in update["evaluations"]
     assert [len(history.steps.x), *history.steps.columns["loss"].num] == before
 
 
 def test_only_the_parts_of_the_status_that_differ_are_sent() -> None:
-    group, history = make_group(), History(began_at=0.0)
+    group, history = make_group(), RunHistory(began_at=0.0)
     read(history, group, now=0.0)
     report(group, 5, now=1.0, loss=1.0)
     assert read(history, group, now=1.0)["status"] == {
@@ -210,7 +210,7 @@ def test_only_the_parts_of_the_status_that_differ_are_sent() -> None:
 
 
 def test_a_page_gets_what_the_time_of_nodes_was_used_for_and_the_texts_once() -> None:
-    group, history = make_group(), History(began_at=0.0)
+    group, history = make_group(), RunHistory(began_at=0.0)
     ledger = group.ledger
     ledger.nodes = {"training": 3, "idle": 1}
     ledger.close_interval(now=10.0)
@@ -228,7 +228,7 @@ def test_a_page_gets_what_the_time_of_nodes_was_used_for_and_the_texts_once() ->
 
 
 def test_a_page_that_is_opened_later_gets_all_there_is() -> None:
-    group, history = make_group(), History(began_at=0.0)
+    group, history = make_group(), RunHistory(began_at=0.0)
     for second in range(50):
         report(group, second, now=float(second), loss=1.0, checkpoint_step=second)
         note_event(history, "gone", {"node": second, "why": "silence"}, now=second)
@@ -242,7 +242,7 @@ def test_a_page_that_is_opened_later_gets_all_there_is() -> None:
 
 
 def test_an_event_without_its_fields_fails_nothing() -> None:
-    history = History(began_at=0.0)
+    history = RunHistory(began_at=0.0)
     note_event(history, "broken", {}, now=1.0)
     note_event(history, "gone", {"node": "{x}" * 1000, "why": "y"}, now=1.0)
     _, [at, kind, text] = list(history.events.newest)
@@ -254,7 +254,7 @@ def test_an_event_without_its_fields_fails_nothing() -> None:
 )
 def test_eight_hours_at_ten_steps_a_second_stay_within_the_bounds(num_metrics: int) -> None:
     """288,000 steps, of which one a second is read, with evaluations, saves and nodes that come and go."""
-    group, history = make_group(), History(began_at=0.0)
+    group, history = make_group(), RunHistory(began_at=0.0)
     largest = 0
     for second in range(8 * 3600):
         values = {
@@ -267,7 +267,7 @@ def test_eight_hours_at_ten_steps_a_second_stay_within_the_bounds(num_metrics: i
             loss=12.345678 / (second + 1), tokens_per_second=54321.987, eta_seconds=1.0,
             checkpoint_step=10 * (second - second % 60),
             evaluations={
-                f"set_{number}": Evaluation(10 * (second - second % 120), results)
+                f"set_{number}": EvaluationReport(10 * (second - second % 120), results)
                 for number in range(MOST_SETS)
             },
         )  # fmt: skip

@@ -23,10 +23,10 @@ from evergrad_coordinator.edge.journal import MemoryStore
 from evergrad_coordinator.edge.live_feed import MOST_PAGES, LiveFeed, pause_after
 from evergrad_coordinator.edge.page_files import build_page, is_own_request
 from evergrad_coordinator.edge.server import Server
-from evergrad_coordinator.protocol import Evaluation, Progress, decode_from_node
+from evergrad_coordinator.protocol import EvaluationReport, Progress, decode_from_node
 from evergrad_coordinator.rules.events import on_message
 from evergrad_coordinator.rules.group import new_group
-from evergrad_coordinator.rules.history import History
+from evergrad_coordinator.rules.history import RunHistory
 from evergrad_coordinator.rules.state import MOST_SETS
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -251,7 +251,7 @@ def test_an_opening_that_costs_much_holds_up_no_update_and_is_shared_for_long(
     """A reload of the page of a long run made it stand still for minutes."""
     spent, rewound, rewind = [0.0], list[object](), live_feed.rewind
 
-    def rewind_slowly(history: History) -> None:
+    def rewind_slowly(history: RunHistory) -> None:
         rewound.append(1)
         spent[0] += 10.0
         rewind(history)
@@ -403,7 +403,7 @@ def test_eight_hours_at_ten_steps_a_second_take_below_a_percent_of_a_core(
             checkpoint_step=10 * (second - second % 60) or -1,
             values={f"metric_{number}": 1 / (second + number) for number in range(num_metrics)},
             evaluations={
-                f"set_{number}": Evaluation(10 * (second - second % 120), results(second))
+                f"set_{number}": EvaluationReport(10 * (second - second % 120), results(second))
                 for number in range(MOST_SETS)
             },
             evaluation_seconds=second / 20, saving_seconds=second / 40,

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from evergrad_trainer.data.preparation.documents import (
     DocumentReader,
-    Reason,
-    Tally,
+    LineCounts,
+    SkipReason,
     read_blocks,
 )
 
 
 def read(
     data: bytes, *, size: int = 2**20, field: str = "text"
-) -> tuple[list[str], list[int], Tally]:
+) -> tuple[list[str], list[int], LineCounts]:
     """The texts of a whole file, their lines, and what was passed over."""
     reader = DocumentReader(text_field=field, first_line=1)
     texts: list[str] = []
@@ -51,7 +51,7 @@ def test_every_text_comes_back_whatever_the_block_size(
         for text in texts
     )
     data = (b"\xef\xbb\xbf" if mark else b"") + b"".join(line + newline for line in lines)
-    assert read(data, size=size) == (texts, list(range(1, len(texts) + 1)), Tally())
+    assert read(data, size=size) == (texts, list(range(1, len(texts) + 1)), LineCounts())
 
 
 def test_the_last_line_needs_no_newline() -> None:
@@ -73,7 +73,7 @@ def test_white_space_around_an_object_is_no_error() -> None:
 def test_blank_lines_and_empty_texts_are_counted_and_no_error() -> None:
     texts, lines, tally = read(b'\n  \n{"text": ""}\n\r\n{"text": "x"}\n\t\n')
     assert (texts, lines) == (["x"], [5])
-    assert tally.skipped == {Reason.BLANK_LINE: 4, Reason.EMPTY_TEXT: 1}
+    assert tally.skipped == {SkipReason.BLANK_LINE: 4, SkipReason.EMPTY_TEXT: 1}
     assert (tally.malformed, tally.problems) == (0, [])
 
 
@@ -82,99 +82,99 @@ def test_blank_lines_and_empty_texts_are_counted_and_no_error() -> None:
     [
         (
             b"{",
-            Reason.NOT_JSON,
+            SkipReason.NOT_JSON,
             "the line is not JSON",
             "Expecting property name enclosed in double quotes at column 2",
         ),
         (
             b'{"text": "a"} x',
-            Reason.NOT_JSON,
+            SkipReason.NOT_JSON,
             "the line is not JSON",
             "Extra data at column 15",
         ),
         (
             b'{"text": "a"}{"text": "b"}',
-            Reason.NOT_JSON,
+            SkipReason.NOT_JSON,
             "the line is not JSON",
             "Extra data at column 14",
         ),
         (
             b"plain text",
-            Reason.NOT_JSON,
+            SkipReason.NOT_JSON,
             "the line is not JSON",
             "Expecting value at column 1",
         ),
         (
             b"[" * 100_000,
-            Reason.NOT_JSON,
+            SkipReason.NOT_JSON,
             "the line is not JSON",
             "Expecting value at column 100001",
         ),
         (
             b'{"text": ' + b"1" * 5000 + b"}",
-            Reason.NO_TEXT,
+            SkipReason.NO_TEXT,
             "the field 'text' holds a number",
             "a text is a JSON string",
         ),
         (
             b'{"text": "\xff"}',
-            Reason.NOT_UTF8,
+            SkipReason.NOT_UTF8,
             "the line is not UTF-8",
             "a byte in it starts no character",
         ),
         (
             b'{"text": "\xed\xa0\x80"}',
-            Reason.NOT_UTF8,
+            SkipReason.NOT_UTF8,
             "the line is not UTF-8",
             "a byte in it starts no character",
         ),
         (
             b"[1]",
-            Reason.NOT_AN_OBJECT,
+            SkipReason.NOT_AN_OBJECT,
             "the line holds a list",
             "each line is one JSON object",
         ),
         (
             b'"a"',
-            Reason.NOT_AN_OBJECT,
+            SkipReason.NOT_AN_OBJECT,
             "the line holds a string",
             "each line is one JSON object",
         ),
         (
             b"null",
-            Reason.NOT_AN_OBJECT,
+            SkipReason.NOT_AN_OBJECT,
             "the line holds null",
             "each line is one JSON object",
         ),
         (
             b'{"body": "a"}',
-            Reason.NO_TEXT,
+            SkipReason.NO_TEXT,
             "the object has no field 'text'",
             "it has 'body'",
         ),
-        (b"{}", Reason.NO_TEXT, "the object has no field 'text'", "it has none"),
+        (b"{}", SkipReason.NO_TEXT, "the object has no field 'text'", "it has none"),
         (
             b'{"text": 3}',
-            Reason.NO_TEXT,
+            SkipReason.NO_TEXT,
             "the field 'text' holds a number",
             "a text is a JSON string",
         ),
         (
             b'{"text": null}',
-            Reason.NO_TEXT,
+            SkipReason.NO_TEXT,
             "the field 'text' holds null",
             "a text is a JSON string",
         ),
         (
             b'{"text": ["a"]}',
-            Reason.NO_TEXT,
+            SkipReason.NO_TEXT,
             "the field 'text' holds a list",
             "a text is a JSON string",
         ),
     ],
 )
 def test_a_malformed_line_is_counted_and_described(
-    line: bytes, reason: Reason, what: str, why: str
+    line: bytes, reason: SkipReason, what: str, why: str
 ) -> None:
     texts, lines, tally = read(jsonl(["before"]) + line + b"\n" + jsonl(["after"]))
     assert (texts, lines) == (["before", "after"], [1, 3])
@@ -196,7 +196,10 @@ def test_a_last_line_that_is_cut_off_is_known_as_torn(cut: int) -> None:
 def test_a_last_line_cut_within_a_character_is_known_as_torn() -> None:
     whole = json.dumps({"text": "aé"}, ensure_ascii=False).encode()
     _, _, tally = read(whole[:-3])
-    assert (tally.problems[0].is_torn, dict(tally.skipped)) == (True, {Reason.NOT_UTF8: 1})
+    assert (tally.problems[0].is_torn, dict(tally.skipped)) == (
+        True,
+        {SkipReason.NOT_UTF8: 1},
+    )
 
 
 def test_only_the_first_problems_are_kept_and_all_are_counted() -> None:
@@ -210,9 +213,9 @@ def test_only_the_first_problems_are_kept_and_all_are_counted() -> None:
 def test_tallies_of_chunks_add_up_in_the_order_of_lines() -> None:
     later, earlier = read(b"\n" * 10 + b"bad\n" * 3)[2], read(b"bad\n" * 4)[2]
     later.add(earlier)
-    assert later.skipped == {Reason.NOT_JSON: 7, Reason.BLANK_LINE: 10}
+    assert later.skipped == {SkipReason.NOT_JSON: 7, SkipReason.BLANK_LINE: 10}
     assert [problem.line for problem in later.problems] == [1, 2, 3, 4, 11]
-    assert Tally.from_json(json.loads(json.dumps(later.to_json()))) == later
+    assert LineCounts.from_json(json.loads(json.dumps(later.to_json()))) == later
 
 
 def test_half_surrogate_pairs_are_replaced_and_counted_and_whole_ones_kept() -> None:

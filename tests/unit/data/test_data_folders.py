@@ -14,7 +14,7 @@ from evergrad_manifest.training import Training
 from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.preparation import chunk, sources
 from evergrad_trainer.data.preparation.content import Content
-from evergrad_trainer.data.preparation.sources import Scan, Span, Stat
+from evergrad_trainer.data.preparation.sources import FileSpan, Scan, Stat
 from evergrad_trainer.data.prepare import check_prepared, check_unchanged
 from evergrad_trainer.data.prepared import Prepared, PreparedSource, TokenSequence
 from evergrad_trainer.data.token_source import TokenSource
@@ -456,7 +456,7 @@ def test_chunks_of_many_files_are_of_a_like_size_and_bounded_in_number(
     stat = Stat(0, 0, 0)
 
     def file(number: int, *sizes: int) -> tuple[Path, Scan]:
-        spans = tuple(Span(0, size, 1, size) for size in sizes)
+        spans = tuple(FileSpan(0, size, 1, size) for size in sizes)
         return Path(str(number)), Scan(stat, "x", sum(sizes), lines=len(sizes), spans=spans)
 
     files = tuple(file(number, *[300] * (number % 7)) for number in range(500))

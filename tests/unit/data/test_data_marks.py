@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from evergrad_manifest.training import Generation, Training
 from evergrad_trainer.data.chat_template import ChatTemplate
-from evergrad_trainer.data.marked_text import MarkedText, Span, marks_of
+from evergrad_trainer.data.marked_text import MarkedSpan, MarkedText, marks_of
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.data.row_source import RowReader
 from evergrad_trainer.data.tokenizers import BackendTokenizer
@@ -106,7 +106,7 @@ def test_the_marks_of_a_token_across_a_border_are_those_of_transformers() -> Non
 def test_tokens_of_a_part_of_a_character_and_of_none_are_marked_by_where_they_stand() -> (
     None
 ):
-    text = MarkedText("aébc", (Span(1, 2), Span(2, 2), Span(3, 4)))
+    text = MarkedText("aébc", (MarkedSpan(1, 2), MarkedSpan(2, 2), MarkedSpan(3, 4)))
     offsets = [(0, 0), (0, 1), (1, 2), (1, 2), (2, 2), (2, 3), (3, 3), (3, 4), (4, 4)]
     assert marks_of(text, offsets).astype(int).tolist() == [0, 0, 1, 1, 0, 0, 1, 1, 0]
     assert marks_of(MarkedText("ab"), [(0, 1), (1, 2)]).tolist() == [False, False]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from evergrad_manifest.derive import derive_steps
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.training import Training
-from evergrad_trainer.data.build import Data, build_data
+from evergrad_trainer.data.build import DataStreams, build_data
 from evergrad_trainer.data.epochs import PassMixture, count_passes, exhausted_after
 from evergrad_trainer.data.mixture import Mixture
 from evergrad_trainer.data.order import Permutation, SampleId
@@ -26,7 +26,7 @@ from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.recipes.setup import open_recipe
 
 Recipe = Callable[..., Training]
-Open = Callable[..., Data]
+Open = Callable[..., DataStreams]
 Write = Callable[[Path, Sequence[str]], Path]
 
 # 401 and 161 tokens are 25 and 10 samples of 16.
@@ -39,12 +39,12 @@ SOURCES: list[dict[str, Any]] = [
 @pytest.fixture
 def opened(
     tmp_path: Path, training: Recipe, prepared_in: Callable[..., Prepared]
-) -> Callable[..., tuple[Training, Data]]:
+) -> Callable[..., tuple[Training, DataStreams]]:
     """A recipe over a source of 25 samples and one of 10, and its data."""
     for name, tokens in (("large", 401), ("small", 161)):
         (np.arange(tokens) % 257).astype("<u2").tofile(tmp_path / f"{name}.bin")
 
-    def run(**sections: Any) -> tuple[Training, Data]:
+    def run(**sections: Any) -> tuple[Training, DataStreams]:
         recipe = training(
             **{**sections, "data": {"sources": SOURCES, **sections.get("data", {})}}
         )
@@ -107,7 +107,7 @@ SETTINGS_OF_ORDER = pytest.mark.parametrize(
 
 @SETTINGS_OF_ORDER
 def test_a_step_has_the_same_samples_whoever_reads_its_slots_and_wherever_a_run_begins(
-    opened: Callable[..., tuple[Training, Data]], data: dict[str, Any]
+    opened: Callable[..., tuple[Training, DataStreams]], data: dict[str, Any]
 ) -> None:
     batching = {"globalBatchSize": 12, "microBatchSize": 1}
     _, whole = opened(data=data, batching=batching)
@@ -129,7 +129,7 @@ def test_a_step_has_the_same_samples_whoever_reads_its_slots_and_wherever_a_run_
 
 @SETTINGS_OF_ORDER
 def test_the_cursor_of_each_step_is_what_its_steps_have_read(
-    opened: Callable[..., tuple[Training, Data]], data: dict[str, Any]
+    opened: Callable[..., tuple[Training, DataStreams]], data: dict[str, Any]
 ) -> None:
     _, found = opened(data=data)
     counted = Counter(dict.fromkeys((0, 1), 0))
@@ -141,7 +141,7 @@ def test_the_cursor_of_each_step_is_what_its_steps_have_read(
 
 
 def test_runs_of_before_keep_their_fingerprint_and_their_order(
-    opened: Callable[..., tuple[Training, Data]],
+    opened: Callable[..., tuple[Training, DataStreams]],
 ) -> None:
     _, data = opened()
     stream = data.train
@@ -219,7 +219,7 @@ def test_a_mixture_ends_where_its_first_source_or_the_last_of_them_is_exhausted(
 
 @pytest.mark.capability("C-32", "O-78")
 def test_a_horizon_ends_before_a_sample_comes_again_or_once_all_have_come(
-    opened: Callable[..., tuple[Training, Data]],
+    opened: Callable[..., tuple[Training, DataStreams]],
 ) -> None:
     lengths = {}
     for which in ("first", "all"):
@@ -241,7 +241,7 @@ def test_a_horizon_ends_before_a_sample_comes_again_or_once_all_have_come(
 
 
 def test_a_source_that_ends_within_the_first_step_is_refused(
-    opened: Callable[..., tuple[Training, Data]],
+    opened: Callable[..., tuple[Training, DataStreams]],
 ) -> None:
     recipe, data = opened(
         horizon={"epochs": 1, "exhausted": "first"},
@@ -255,7 +255,7 @@ def test_a_source_that_ends_within_the_first_step_is_refused(
 
 @pytest.mark.capability("A-43")
 def test_passes_give_each_source_exactly_as_often_as_it_is_weighted(
-    opened: Callable[..., tuple[Training, Data]],
+    opened: Callable[..., tuple[Training, DataStreams]],
 ) -> None:
     sources = [{**SOURCES[0], "weight": 1}, {**SOURCES[1], "weight": 3}]
     recipe, data = opened(
@@ -289,7 +289,7 @@ def test_passes_are_rounded_to_whole_samples_and_never_to_none() -> None:
 @pytest.mark.acceptance("number-A-43")
 @pytest.mark.capability("A-43")
 def test_a_part_of_a_source_is_the_same_in_each_epoch_and_follows_the_seed(
-    opened: Callable[..., tuple[Training, Data]],
+    opened: Callable[..., tuple[Training, DataStreams]],
 ) -> None:
     def windows(samples: Any, **settings: Any) -> set[int]:
         sources = [{**SOURCES[0], "samples": samples}]
@@ -317,7 +317,7 @@ def test_a_part_of_a_source_is_the_same_in_each_epoch_and_follows_the_seed(
 
 @pytest.mark.capability("A-33")
 def test_the_first_batch_alone_is_trained_on_and_its_hash_says_so(
-    opened: Callable[..., tuple[Training, Data]],
+    opened: Callable[..., tuple[Training, DataStreams]],
 ) -> None:
     _, plain = opened()
     _, data = opened(data={"overfitFirstBatch": True})
@@ -333,7 +333,7 @@ def test_the_first_batch_alone_is_trained_on_and_its_hash_says_so(
 
 
 def test_the_fingerprint_follows_each_of_these_and_stays_without_them(
-    opened: Callable[..., tuple[Training, Data]],
+    opened: Callable[..., tuple[Training, DataStreams]],
 ) -> None:
     _, base = opened()
     same = [
@@ -353,7 +353,7 @@ def test_the_fingerprint_follows_each_of_these_and_stays_without_them(
 
 
 def test_sources_of_several_stages_are_exhausted_by_no_common_count(
-    opened: Callable[..., tuple[Training, Data]],
+    opened: Callable[..., tuple[Training, DataStreams]],
 ) -> None:
     recipe, data = opened(horizon={"epochs": 1, "exhausted": "all"})
     (stage,) = data.train.stages

@@ -15,14 +15,14 @@ from evergrad_trainer.data.mixture import Mixture
 from evergrad_trainer.data.order import Permutation, SampleId
 from evergrad_trainer.data.start_positions import (
     DataStart,
-    Place,
+    SourcePosition,
     StartRecord,
     place_sources,
 )
-from evergrad_trainer.data.stream import Batching, TrainingStream
+from evergrad_trainer.data.stream import BatchShape, TrainingStream
 
-BATCHING = Batching(global_batch_size=4, micro_batch_size=2)
-BOTH = DataStart((Place("a", "A", 0), Place("b", "B", 1)))
+BATCHING = BatchShape(global_batch_size=4, micro_batch_size=2)
+BOTH = DataStart((SourcePosition("a", "A", 0), SourcePosition("b", "B", 1)))
 LEFT = BOTH.go_on(6, cursor={"a": 18, "b": 7}, data_fingerprint="before")
 
 
@@ -91,17 +91,20 @@ def test_the_content_of_a_source_is_kept_while_runs_leave_it_out() -> None:
     third = DataStart.from_record(StartRecord.model_validate(written)).go_on(
         9, cursor={"b": 19}, data_fingerprint="two"
     )
-    assert third.left_out == (Place("a", "A", 0, 18, "files"),)
-    assert third.sources == (Place("b", "B", 1, 19, "more"),)
+    assert third.left_out == (SourcePosition("a", "A", 0, 18, "files"),)
+    assert third.sources == (SourcePosition("b", "B", 1, 19, "more"),)
 
 
 def test_a_source_is_known_by_its_content_and_goes_on_under_any_name() -> None:
     placed = place_sources(LEFT, [("new", "C"), ("renamed", "B")])
-    assert placed.sources == (Place("new", "C", 2, 0), Place("renamed", "B", 1, 7))
-    assert placed.left_out == (Place("a", "A", 0, 18),)
+    assert placed.sources == (
+        SourcePosition("new", "C", 2, 0),
+        SourcePosition("renamed", "B", 1, 7),
+    )
+    assert placed.left_out == (SourcePosition("a", "A", 0, 18),)
     assert (placed.after_step, placed.data_before) == (6, "before")
     # A name alone is nothing: other content under it is another source.
-    assert place_sources(LEFT, [("b", "D")]).sources == (Place("b", "D", 2, 0),)
+    assert place_sources(LEFT, [("b", "D")]).sources == (SourcePosition("b", "D", 2, 0),)
 
 
 def test_a_resume_finds_the_places_that_the_run_began_with() -> None:
@@ -114,8 +117,15 @@ def test_a_resume_finds_the_places_that_the_run_began_with() -> None:
 def test_a_source_that_kept_its_name_goes_on_as_itself_beside_one_with_the_same_items() -> (
     None
 ):
-    twins = DataStart((Place("one", "A", 0, 5), Place("two", "A", 1, 9)), 3, (), "before")
-    assert place_sources(twins, [("two", "A")]).sources == (Place("two", "A", 1, 9),)
+    twins = DataStart(
+        (SourcePosition("one", "A", 0, 5), SourcePosition("two", "A", 1, 9)),
+        3,
+        (),
+        "before",
+    )
+    assert place_sources(twins, [("two", "A")]).sources == (
+        SourcePosition("two", "A", 1, 9),
+    )
     placed = place_sources(twins, [("other", "A"), ("two", "A"), ("third", "A")])
     assert [(one.number, one.taken) for one in placed.sources] == [(0, 5), (1, 9), (2, 0)]
 
@@ -125,11 +135,11 @@ def test_a_source_that_was_left_out_goes_on_in_a_later_run() -> None:
     third = second.go_on(9, cursor={"b": 13, "c": 6}, data_fingerprint="second")
     placed = place_sources(third, [("a", "A"), ("c", "C"), ("d", "D")])
     assert placed.sources == (
-        Place("a", "A", 0, 18),
-        Place("c", "C", 2, 6),
-        Place("d", "D", 3, 0),
+        SourcePosition("a", "A", 0, 18),
+        SourcePosition("c", "C", 2, 6),
+        SourcePosition("d", "D", 3, 0),
     )
-    assert placed.left_out == (Place("b", "B", 1, 13),)
+    assert placed.left_out == (SourcePosition("b", "B", 1, 13),)
 
 
 def test_a_cursor_of_other_sources_is_no_position() -> None:
@@ -140,7 +150,7 @@ def test_a_cursor_of_other_sources_is_no_position() -> None:
 @pytest.mark.parametrize("passes", [False, True])
 def test_mixtures_that_begin_elsewhere_are_as_they_are_by_hand(passes: bool) -> None:
     """B of 5 items has given 7: it goes on with the third of its second pass, keyed by its old number."""
-    places = [Place("b", "B", 1, 7), Place("c", "C", 2, 0)]
+    places = [SourcePosition("b", "B", 1, 7), SourcePosition("c", "C", 2, 0)]
     mixture: Order = Mixture([5, 4], weights=[1, 1], seed=3, places=places)
     if passes:
         mixture = PassMixture([5, 4], counts=[1, 1], seed=3, places=places)
@@ -204,7 +214,7 @@ def test_the_fingerprint_has_the_position_and_is_as_it_was_without_one() -> None
 
 def test_the_end_of_a_source_counts_what_it_gave_before() -> None:
     # In turns from source 0 on, which has given 7 of its 10 items; the other has given all of its 4.
-    places = [Place("b", "B", 0, 7), Place("a", "A", 1, 18)]
+    places = [SourcePosition("b", "B", 0, 7), SourcePosition("a", "A", 1, 18)]
     mixture = Mixture([10, 4], weights=[1, 1], seed=0, places=places)
     assert exhausted_after(mixture, Fraction(1), "first") == 0
     assert exhausted_after(mixture, Fraction(1), "all") == 5

@@ -9,7 +9,7 @@ import pytest
 from process_state import children_of
 
 from evergrad_trainer.data.preparation.chunk import Attempt, TokenizeJob
-from evergrad_trainer.data.preparation.content import Chunk, Piece
+from evergrad_trainer.data.preparation.content import Chunk, ContentPiece
 from evergrad_trainer.data.preparation.pool import ProcessPool
 from evergrad_trainer.data.preparation.texts import TextFormat
 from evergrad_trainer.data.tokenizers import ByteTokenizer
@@ -34,7 +34,7 @@ def job(folder: Path, number: int, lines: int, *, is_gone: bool = False) -> Toke
     for directory in () if is_gone else (attempt.data, attempt.chunks, attempt.partial):
         directory.mkdir(parents=True, exist_ok=True)
     size = path.stat().st_size
-    chunk = Chunk(number, (Piece(path, 0, size, 1, size),))
+    chunk = Chunk(number, (ContentPiece(path, 0, size, 1, size),))
     form = TextFormat("jsonl", "text", "file")
     return TokenizeJob(form, attempt.directory, (chunk,), is_whole=False)
 

@@ -622,7 +622,7 @@ def test_an_interrupted_preparation_goes_on_with_the_chunks_it_has(
     done: list[object] = []
     real = chunk.execute
 
-    def interrupted(job: chunk.Job, tokenizer: object) -> chunk.Outcome:
+    def interrupted(job: chunk.Job, tokenizer: object) -> chunk.ChunkResult:
         if len(done) == limit:
             raise KeyboardInterrupt
         done.append(job)

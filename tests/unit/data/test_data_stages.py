@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from evergrad_trainer.data.batch import Rows, Stage
-from evergrad_trainer.data.stream import Batching, TrainingStream
+from evergrad_trainer.data.stream import BatchShape, TrainingStream
 
-BATCHING = Batching(global_batch_size=4, micro_batch_size=2)
+BATCHING = BatchShape(global_batch_size=4, micro_batch_size=2)
 
 
 class Numbers:

@@ -15,7 +15,7 @@ from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.training import Training
 from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.batch import Batch
-from evergrad_trainer.data.build import Data
+from evergrad_trainer.data.build import DataStreams
 from evergrad_trainer.data.order import SampleId, sample_hash
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.data.stream import TrainingStream
@@ -38,12 +38,12 @@ def build(
     documents: Write,
     topics: list[str],
     prepared_in: Callable[..., Prepared],
-) -> Callable[..., Data]:
+) -> Callable[..., DataStreams]:
     """Data of two sources, ``docs`` and ``flat``."""
     documents(tmp_path / "docs.jsonl", topics)
     (np.arange(401) % 257).astype("<u2").tofile(tmp_path / "ids.bin")
 
-    def run(**sections: Any) -> Data:
+    def run(**sections: Any) -> DataStreams:
         recipe = training(
             **{**sections, "data": {"sources": SOURCES, **sections.get("data", {})}}
         )
@@ -64,7 +64,9 @@ def equal(first: Batch, second: Batch) -> bool:
 
 
 @pytest.mark.capability("T-9")
-def test_a_slot_has_inputs_shifted_labels_and_its_hash(build: Callable[..., Data]) -> None:
+def test_a_slot_has_inputs_shifted_labels_and_its_hash(
+    build: Callable[..., DataStreams],
+) -> None:
     stream = build().train
     assert (stream.slots_per_step, list(stream.cursor(0))) == (4, ["docs", "flat"])
     for step, slot in ((1, 0), (1, 3), (7, 2), (10**7, 1)):
@@ -88,7 +90,7 @@ def test_a_slot_has_inputs_shifted_labels_and_its_hash(build: Callable[..., Data
 
 @pytest.mark.acceptance("8d-12a")
 def test_a_slot_is_the_same_whenever_and_in_whatever_order_it_is_read(
-    build: Callable[..., Data],
+    build: Callable[..., DataStreams],
 ) -> None:
     first, second = build().train, build().train
     keys = [(step, slot) for step in range(1, 30) for slot in range(4)]
@@ -97,7 +99,7 @@ def test_a_slot_is_the_same_whenever_and_in_whatever_order_it_is_read(
     assert all(equal(batches[key], second.slot(*key)) for key in keys)
 
 
-def test_batches_do_not_share_memory(build: Callable[..., Data]) -> None:
+def test_batches_do_not_share_memory(build: Callable[..., DataStreams]) -> None:
     stream = build().train
     batch = stream.slot(1, 0)
     batch.tensors["input_ids"].fill_(7)
@@ -109,7 +111,7 @@ def test_batches_do_not_share_memory(build: Callable[..., Data]) -> None:
 
 @pytest.mark.acceptance("8d-12b")
 def test_every_token_of_a_source_is_a_label_once_an_epoch(
-    build: Callable[..., Data],
+    build: Callable[..., DataStreams],
 ) -> None:
     stream = build(data={"sources": SOURCES[1:]}).train
     steps = -(-stream.num_samples // 8)
@@ -126,7 +128,7 @@ def test_every_token_of_a_source_is_a_label_once_an_epoch(
 
 @pytest.mark.capability("C-57", "A-32")
 def test_the_step_that_ends_an_epoch_is_full_and_goes_on_with_the_next(
-    build: Callable[..., Data],
+    build: Callable[..., DataStreams],
 ) -> None:
     stream = build(data={"sources": SOURCES[1:]}).train
     assert stream.num_samples == 25
@@ -170,7 +172,7 @@ class ElasticRun:
 @pytest.mark.acceptance("8d-12c")
 @pytest.mark.capability("G-51")
 def test_three_hundred_elastic_plans_train_the_same_samples_in_the_same_steps(
-    build: Callable[..., Data],
+    build: Callable[..., DataStreams],
 ) -> None:
     stream = build(batching={"globalBatchSize": 12, "microBatchSize": 1}).train
     total = 8
@@ -194,7 +196,7 @@ def test_three_hundred_elastic_plans_train_the_same_samples_in_the_same_steps(
 
 @pytest.mark.acceptance("8d-12c", "8d-17b")
 def test_each_sample_appears_once_an_epoch_under_every_plan(
-    build: Callable[..., Data],
+    build: Callable[..., DataStreams],
 ) -> None:
     stream = build(
         data={"sources": SOURCES[:1]}, batching={"globalBatchSize": 12, "microBatchSize": 1}
@@ -219,7 +221,7 @@ def test_each_sample_appears_once_an_epoch_under_every_plan(
 @pytest.mark.acceptance("8d-12a")
 @pytest.mark.capability("G-26", "O-35")
 def test_the_cursor_is_each_sources_next_index_after_a_finished_step(
-    build: Callable[..., Data],
+    build: Callable[..., DataStreams],
 ) -> None:
     stream = build().train
     assert stream.cursor(0) == {"docs": 0, "flat": 0}
@@ -234,7 +236,7 @@ def test_the_cursor_is_each_sources_next_index_after_a_finished_step(
 
 
 def test_the_fingerprint_follows_everything_that_changes_a_step(
-    build: Callable[..., Data],
+    build: Callable[..., DataStreams],
 ) -> None:
     base = build().fingerprint
     assert build().fingerprint == base
@@ -253,7 +255,7 @@ def test_the_fingerprint_follows_everything_that_changes_a_step(
 
 
 def test_a_sample_is_described_by_its_place_in_the_source_file(
-    build: Callable[..., Data], topics: list[str]
+    build: Callable[..., DataStreams], topics: list[str]
 ) -> None:
     stream = build().train
     starts = np.cumsum([0, *(len(topic.encode()) + 1 for topic in topics)])
@@ -274,7 +276,7 @@ def test_a_sample_is_described_by_its_place_in_the_source_file(
 
 
 def test_positions_before_the_first_and_slots_beyond_the_last_are_refused(
-    build: Callable[..., Data],
+    build: Callable[..., DataStreams],
 ) -> None:
     stream = build().train
     for step, slot in ((0, 0), (1, 4), (1, -1)):
@@ -284,7 +286,7 @@ def test_positions_before_the_first_and_slots_beyond_the_last_are_refused(
 
 @pytest.mark.capability("O-66", "T-26", "C-8")
 def test_held_out_documents_and_evaluation_sources_become_sets(
-    tmp_path: Path, build: Callable[..., Data], documents: Write
+    tmp_path: Path, build: Callable[..., DataStreams], documents: Write
 ) -> None:
     documents(tmp_path / "eval.jsonl", ["x" * 100])
     evaluation = {"sources": [{"name": "other", "path": "eval.jsonl"}]}
@@ -310,7 +312,9 @@ def test_data_of_another_tokenizer_is_refused(
         open_recipe(training(), prepared, tmp_path)
 
 
-def test_a_weight_that_would_never_be_drawn_is_refused(build: Callable[..., Data]) -> None:
+def test_a_weight_that_would_never_be_drawn_is_refused(
+    build: Callable[..., DataStreams],
+) -> None:
     with pytest.raises(
         ConfigurationError, match=r"spec\.training\.data\.sources\[1\]\.weight"
     ):

@@ -19,7 +19,7 @@ from evergrad_trainer.distributed.world import World
 from evergrad_trainer.task import Loss, Tensors
 from evergrad_trainer.training import evaluation
 from evergrad_trainer.training.evaluation import EvaluationResult, EvaluationRunner, Measure
-from evergrad_trainer.training.evaluation_counts import Tally
+from evergrad_trainer.training.evaluation_counts import EvaluationCounts
 
 
 @dataclass
@@ -105,7 +105,7 @@ def run(
     result = evaluator.run(
         samples,
         where or world(),
-        Tally("", ("right",)),
+        EvaluationCounts("", ("right",)),
         stage=Stage({}),
         is_stopping=lambda: False,
         on_progress=lambda done, total: None,
@@ -174,7 +174,7 @@ def test_a_stop_ends_it_without_a_result_and_with_the_mode_put_back() -> None:
     result = make(model, 1).run(
         Samples(rows(), 1),
         world(),
-        Tally("", ("right",)),
+        EvaluationCounts("", ("right",)),
         stage=Stage({}),
         is_stopping=lambda: True,
         on_progress=lambda done, total: None,
@@ -187,7 +187,7 @@ def test_progress_counts_batches_of_all_ranks() -> None:
     make(Table(), 2).run(
         Samples(rows(), 2),
         world(0, 4),
-        Tally("", ("right",)),
+        EvaluationCounts("", ("right",)),
         stage=Stage({}),
         is_stopping=lambda: False,
         on_progress=lambda *one: told.append(one),
@@ -264,7 +264,7 @@ def test_a_stop_is_heard_after_each_batch_of_a_measure_of_ones_own(
     runner = make(Table(), 1)
     measure = replace(runner.measures["some"], is_own=is_own)
     looks = iter(range(100))
-    tally = Tally("key", ("right",))
+    tally = EvaluationCounts("key", ("right",))
     found = replace(runner, measures={"some": measure}).run(
         cast(Any, Samples(rows(), 1)),
         world(),
@@ -310,7 +310,7 @@ def test_a_rank_whose_set_is_not_that_of_the_others_measures_nothing(
         runner.run(
             cast(Any, Samples(rows(), 1)),
             where,
-            Tally("key", ("right",), done=3),
+            EvaluationCounts("key", ("right",), done=3),
             stage=Stage({}),
             is_stopping=lambda: False,
             on_progress=lambda *one: told.append(one),
@@ -333,7 +333,7 @@ def test_an_evaluation_that_is_cut_goes_on_in_another_world_with_the_same_bits(
     model, samples = Table(), Samples(rows(61), 1)
     whole = run(make(model, 1), samples)
     looks = iter(range(100))
-    tally = Tally("key", ("right",))
+    tally = EvaluationCounts("key", ("right",))
     found = make(model, 1).run(
         samples,
         world(),
@@ -345,7 +345,7 @@ def test_an_evaluation_that_is_cut_goes_on_in_another_world_with_the_same_bits(
     assert found is None and 0 < tally.done == 4 * cut < 61
 
     written = json.loads(json.dumps(tally.to_json()))
-    again = Tally.from_json(written, key="key", names=("right",))
+    again = EvaluationCounts.from_json(written, key="key", names=("right",))
     told: list[tuple[int, int]] = []
     ended = make(model, 1).run(
         samples,

@@ -11,10 +11,10 @@ import pytest
 from evergrad_trainer.base.errors import CheckpointError, VolumeError
 from evergrad_trainer.checkpoint.layout import Version
 from evergrad_trainer.checkpoint.manifest import Candidate, InvalidCheckpointError
-from evergrad_trainer.checkpoint.reader import Reader
+from evergrad_trainer.checkpoint.reader import CheckpointReader
 from evergrad_trainer.checkpoint.store import open_store
 from evergrad_trainer.evaluation import measurement
-from evergrad_trainer.evaluation.measurement import Evaluator
+from evergrad_trainer.evaluation.measurement import CheckpointEvaluator
 
 MANIFEST: Any = SimpleNamespace(checksum="aa", version=Version(8, 1, 1))
 CANDIDATE = Candidate("step-8", MANIFEST.version, MANIFEST)
@@ -26,7 +26,7 @@ class LoadedError(Exception):
 
 
 @pytest.fixture
-def evaluator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Evaluator:
+def evaluator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointEvaluator:
     def load(*_: Any, **__: Any) -> None:
         raise LoadedError
 
@@ -36,7 +36,7 @@ def evaluator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Evaluator:
         session=SimpleNamespace(identity=None, world=None),
         machinery=SimpleNamespace(state=dict),
     )
-    return Evaluator(
+    return CheckpointEvaluator(
         cast(Any, opened), open_store(tmp_path), lambda: False, lambda *_: None
     )
 
@@ -45,17 +45,17 @@ def answer(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> None:
     """Let a manifest be read with these answers, the last one for good."""
     left = list(answers)
 
-    def read_manifest(self: Reader, name: str, **_: Any) -> Any:
+    def read_manifest(self: CheckpointReader, name: str, **_: Any) -> Any:
         one = left.pop(0) if len(left) > 1 else left[0]
         if isinstance(one, Exception):
             raise one
         return one
 
-    monkeypatch.setattr(Reader, "read_manifest", read_manifest)
+    monkeypatch.setattr(CheckpointReader, "read_manifest", read_manifest)
 
 
 def test_a_volume_that_refuses_for_a_moment_is_tried_again(
-    evaluator: Evaluator, monkeypatch: pytest.MonkeyPatch
+    evaluator: CheckpointEvaluator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer(monkeypatch, EIO, EIO, MANIFEST)
     with pytest.raises(LoadedError):
@@ -63,7 +63,7 @@ def test_a_volume_that_refuses_for_a_moment_is_tried_again(
 
 
 def test_a_volume_that_refuses_for_long_does_not_say_that_the_checkpoint_is_gone(
-    evaluator: Evaluator, monkeypatch: pytest.MonkeyPatch
+    evaluator: CheckpointEvaluator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer(monkeypatch, EIO)
     with pytest.raises(VolumeError, match="step-8: the checkpoint cannot be read; Input"):
@@ -79,7 +79,7 @@ def test_a_volume_that_refuses_for_long_does_not_say_that_the_checkpoint_is_gone
     ids=["removed", "another one of its name"],
 )
 def test_a_checkpoint_that_is_gone_or_another_by_now_is_refused(
-    evaluator: Evaluator, monkeypatch: pytest.MonkeyPatch, now: Any
+    evaluator: CheckpointEvaluator, monkeypatch: pytest.MonkeyPatch, now: Any
 ) -> None:
     answer(monkeypatch, now)
     with pytest.raises(

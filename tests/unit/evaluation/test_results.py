@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from evergrad_trainer.evaluation.results import (
-    Place,
+    ResultPlace,
     place_of,
     read_cut,
     read_result,
@@ -21,7 +21,7 @@ from evergrad_trainer.evaluation.results import (
 FACTS = {"checkpoint": "step-8", "checksum": "aa", "name": "heldOut", "key": "bb"}
 
 
-def place(directory: Path, **changes: str) -> Place:
+def place(directory: Path, **changes: str) -> ResultPlace:
     facts = {**FACTS, **changes}
     return place_of(
         directory,

@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from evergrad_trainer.training.evaluation_counts import Tally
+from evergrad_trainer.training.evaluation_counts import EvaluationCounts
 
 SOURCE = random.Random(3)
 NUMBERS = [SOURCE.uniform(-1, 1) * 10 ** SOURCE.randint(-20, 20) for _ in range(500)]
 
 
-def through_json(tally: Tally) -> Tally:
-    return Tally.from_json(
+def through_json(tally: EvaluationCounts) -> EvaluationCounts:
+    return EvaluationCounts.from_json(
         json.loads(json.dumps(tally.to_json())), key=tally.key, names=tally.names
     )
 
@@ -22,7 +22,7 @@ def through_json(tally: Tally) -> Tally:
 def test_the_mean_is_that_of_the_exactly_rounded_sum_wherever_it_was_cut(
     width: int,
 ) -> None:
-    tally = Tally("key")
+    tally = EvaluationCounts("key")
     for first in range(0, len(NUMBERS), width):
         part = NUMBERS[first : first + width]
         tally.add([part], num_batches=len(part), weight=len(part))
@@ -32,7 +32,7 @@ def test_the_mean_is_that_of_the_exactly_rounded_sum_wherever_it_was_cut(
 
 
 def test_sums_do_not_depend_on_the_order() -> None:
-    forward, backward = Tally("key"), Tally("key")
+    forward, backward = EvaluationCounts("key"), EvaluationCounts("key")
     forward.add([NUMBERS], num_batches=500, weight=9)
     backward.add([NUMBERS[::-1]], num_batches=500, weight=9)
     assert forward.to_json()["sums"] == backward.to_json()["sums"]
@@ -51,7 +51,7 @@ def test_sums_do_not_depend_on_the_order() -> None:
 def test_numbers_that_are_not_finite_show_in_the_mean(
     numbers: list[float], mean: float
 ) -> None:
-    tally = Tally("key")
+    tally = EvaluationCounts("key")
     for number in numbers:
         tally.add([[number]], num_batches=1, weight=1)
         tally = through_json(tally)
@@ -60,7 +60,7 @@ def test_numbers_that_are_not_finite_show_in_the_mean(
 
 
 def test_a_set_that_weighs_nothing_has_no_mean() -> None:
-    tally = Tally("key", ("a",))
+    tally = EvaluationCounts("key", ("a",))
     tally.add([[0.0], [0.0]], num_batches=1, weight=0)
     assert all(math.isnan(mean) for mean in tally.means())
 
@@ -69,8 +69,8 @@ def test_a_set_that_weighs_nothing_has_no_mean() -> None:
 def test_what_was_measured_otherwise_counts_nothing(
     key: str, names: tuple[str, ...]
 ) -> None:
-    tally = Tally("key", ("a",))
+    tally = EvaluationCounts("key", ("a",))
     tally.add([[1.0], [2.0]], num_batches=1, weight=1)
-    found = Tally.from_json(tally.to_json(), key=key, names=names)
+    found = EvaluationCounts.from_json(tally.to_json(), key=key, names=names)
     assert (found.done, found.weight, len(found.sums)) == (0, 0, 1 + len(names))
-    assert Tally.from_json({}, key=key, names=names).done == 0
+    assert EvaluationCounts.from_json({}, key=key, names=names).done == 0

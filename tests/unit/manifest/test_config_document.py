@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evergrad_manifest.reading.document import Document, Place, parse_document
+from evergrad_manifest.reading.document import Document, YamlLocation, parse_document
 
 
 def parse(text: str) -> Document:
@@ -253,7 +253,7 @@ def test_every_value_has_its_line() -> None:
     assert lines[("a", "c", 0)] == 4
     assert lines[("a", "c", 1, "d")] == 5
     assert str(document.places[("a", "b")]) == "over.yaml line 2"
-    assert str(Place("", 7)) == "line 7"
+    assert str(YamlLocation("", 7)) == "line 7"
 
 
 def test_a_value_that_cannot_be_read_is_marked_as_lost() -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from evergrad_manifest.errors import InputError
 from evergrad_trainer.base.errors import HostError
 from evergrad_trainer.distributed.world import World
-from evergrad_trainer.models.parallel import Cut, Sharding, shard
+from evergrad_trainer.models.parallel import Sharding, ShardPlan, shard
 
 
 def test_a_group_that_lost_a_node_and_cannot_be_cut_into_copies_does_not_end_the_run() -> (
@@ -21,5 +21,5 @@ def test_a_group_that_lost_a_node_and_cannot_be_cut_into_copies_does_not_end_the
     with pytest.raises(
         HostError, match="3 workers cannot be cut into copies of 2"
     ) as caught:
-        shard([Cut(nn.Linear(2, 2))], three, Sharding("fp32", shards=2))
+        shard([ShardPlan(nn.Linear(2, 2))], three, Sharding("fp32", shards=2))
     assert not isinstance(caught.value, InputError)

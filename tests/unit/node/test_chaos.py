@@ -20,7 +20,7 @@ from evergrad_manifest.reading.loader import LoadedManifest
 from evergrad_trainer.commands.run import RunRequest, check_request_of_script
 from evergrad_trainer.node.chaos.nodes import DisturbedNodes
 from evergrad_trainer.node.chaos.plan import choose_victim, plan_events
-from evergrad_trainer.node.chaos.tally import Tally, count_repeated, describe_tally
+from evergrad_trainer.node.chaos.tally import ChaosTally, count_repeated, describe_tally
 from evergrad_trainer.node.local import fetch_status
 
 EVENTS = 600
@@ -112,7 +112,7 @@ def test_repeated_steps_are_counted_from_the_rows(tmp_path: Path) -> None:
 
 
 def test_lost_seconds_go_on_when_the_coordinator_that_counted_them_is_gone() -> None:
-    tally = Tally()
+    tally = ChaosTally()
     tally.note_status({"generation": 4, "lostSeconds": {"node_lost": 1.5}})
     tally.end_coordinator()
     tally.note_status(
@@ -123,7 +123,7 @@ def test_lost_seconds_go_on_when_the_coordinator_that_counted_them_is_gone() -> 
 
 
 def test_the_summary_names_events_generations_and_causes() -> None:
-    tally = Tally(
+    tally = ChaosTally(
         num_events=3,
         generation=9,
         kinds={"kill_node": 2, "join": 1},

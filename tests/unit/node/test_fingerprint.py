@@ -9,7 +9,7 @@ import pytest
 
 from evergrad_coordinator.protocol import Hello
 from evergrad_coordinator.rules.admission import refuse
-from evergrad_coordinator.rules.state import Settings
+from evergrad_coordinator.rules.state import GroupSettings
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.envelope.script import Script
 from evergrad_trainer.node import fingerprint as module
@@ -159,7 +159,7 @@ def test_nodes_whose_data_sets_or_length_differ_are_refused_by_name_and_both_val
             "docs", "0", "i", "127.0.0.1", 1, "in-process", fingerprint=shared, token="t"
         )
 
-    settings = Settings("docs", min_nodes=1, max_nodes=2, expect=2, token="t")
+    settings = GroupSettings("docs", min_nodes=1, max_nodes=2, expect=2, token="t")
     first = hello("aaaa", 100, "eeee")
     assert (
         refuse(hello("aaaa", 100, "eeee"), settings, fingerprint=first.fingerprint) is None

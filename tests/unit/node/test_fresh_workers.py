@@ -18,7 +18,7 @@ from evergrad_trainer.node.fresh import FreshWorkers, Stops
 from evergrad_trainer.node.reports import NoWorkers, Report, WorkersLeft, WorkersReady
 from evergrad_trainer.node.stragglers import Activity, Stragglers, observe_activity
 from evergrad_trainer.node.worker_ends import decide_why
-from evergrad_trainer.worker import channel as say
+from evergrad_trainer.worker import channel
 
 DONE, USER_ERROR, SAVED, UNSAVED = 0, 64, 75, 76
 
@@ -30,7 +30,7 @@ class FakeWorker:
     state: str = "starting"
     rank: int = -1
     inside_generation: int = -1
-    failure: say.Failed | None = None
+    failure: channel.Failed | None = None
     last_lines: Any = None
     signals: list[int] = field(default_factory=list)
     kills: int = 0
@@ -115,7 +115,7 @@ class Scene:
         self, generation: int = 1, first_rank: int = 2, world_size: int = 4
     ) -> list[FakeWorker]:
         if self.group._answered < generation:
-            self.group.change(say.Plan(generation, hard=False), cause="")
+            self.group.change(channel.WorkerPlan(generation, hard=False), cause="")
             assert self.heard.take() == [("ready", generation, 2, -1)]
         self.group.begin(Go(generation, first_rank, 2, world_size, 1, 2, "10.0.0.1", 1234))
         assert self.heard.take() == [("up", generation)]
@@ -235,7 +235,7 @@ def test_the_activity_of_a_process_includes_what_it_has_started() -> None:
 def test_a_worker_that_fails_takes_its_siblings_with_it_and_is_the_cause() -> None:
     scene = Scene()
     first, second = scene.begin(3)
-    second.failure = say.Failed(
+    second.failure = channel.Failed(
         -1, -1, 1, "ValueError", "no such label", is_final=False, is_agreed=False
     )
     (report,) = scene.end(second, 1)
@@ -249,7 +249,7 @@ def test_a_worker_that_fails_takes_its_siblings_with_it_and_is_the_cause() -> No
     assert "no such label" in report.message
     assert first.signals == [signal.SIGTERM]
     assert scene.end(first, -15) == []
-    scene.group.change(say.Plan(4, hard=True), cause="")
+    scene.group.change(channel.WorkerPlan(4, hard=True), cause="")
     assert scene.heard.take() == [("ready", 4, 2, -1)]
 
 
@@ -265,7 +265,7 @@ def test_an_error_that_a_worker_reports_has_the_kind_it_had_where_it_arose(
 ) -> None:
     scene = Scene()
     first, _ = scene.begin(world_size=4)
-    first.failure = say.Failed(
+    first.failure = channel.Failed(
         -1, -1, 1, "RuntimeError", GLOO, is_final=False, is_agreed=False, kind=kind
     )
     (report,) = scene.end(first, 1)
@@ -308,7 +308,7 @@ def test_a_lost_lease_is_no_stop_that_the_run_itself_wanted() -> None:
     assert scene.group.place is None, (
         "nor is a place claimed in a group that this node has left"
     )
-    scene.group.change(say.Plan(6, hard=True), cause="")
+    scene.group.change(channel.WorkerPlan(6, hard=True), cause="")
     assert scene.heard.take() == [("ready", 6, 2, -1)]
 
 
@@ -340,7 +340,7 @@ def test_trouble_of_the_host_is_tried_again_here_after_a_pause_and_then_left_to_
     monkeypatch.setattr(fresh.time, "monotonic", lambda: now)
     for generation in (1, 2, 3):
         first, second = scene.begin(generation)
-        first.failure = say.Failed(
+        first.failure = channel.Failed(
             -1,
             -1,
             70,
@@ -359,7 +359,7 @@ def test_trouble_of_the_host_is_tried_again_here_after_a_pause_and_then_left_to_
             assert rest == [("gone", ErrorKind.ENVIRONMENT)]
             return
         assert rest == scene.end(second, -15) == []
-        scene.group.change(say.Plan(generation + 1, hard=True), cause="")
+        scene.group.change(channel.WorkerPlan(generation + 1, hard=True), cause="")
         scene.group.tick()
         assert scene.heard.take() == [], "it waits before it tries again"
         now += 2.0
@@ -374,7 +374,7 @@ def test_a_soft_change_lets_workers_that_can_stop_have_their_time(
     now = 100.0
     monkeypatch.setattr(fresh.time, "monotonic", lambda: now)
     first, second = scene.begin()
-    scene.group.change(say.Plan(2, hard=False), cause="")
+    scene.group.change(channel.WorkerPlan(2, hard=False), cause="")
     assert first.signals == second.signals == [signal.SIGTERM]
     now = 129.0
     scene.group.tick()
@@ -390,7 +390,7 @@ def test_a_hard_change_ends_workers_that_do_not_end_at_once(
     now = 100.0
     monkeypatch.setattr(fresh.time, "monotonic", lambda: now)
     first, second = scene.begin()
-    scene.group.change(say.Plan(2, hard=True), cause="")
+    scene.group.change(channel.WorkerPlan(2, hard=True), cause="")
     now = 101.0
     scene.group.tick()
     assert (first.kills, second.kills) == (1, 1)
@@ -398,8 +398,8 @@ def test_a_hard_change_ends_workers_that_do_not_end_at_once(
 
 def test_a_plan_told_again_is_answered_again() -> None:
     scene = Scene()
-    scene.group.change(say.Plan(2, hard=False), cause="")
-    scene.group.change(say.Plan(2, hard=False), cause="")
+    scene.group.change(channel.WorkerPlan(2, hard=False), cause="")
+    scene.group.change(channel.WorkerPlan(2, hard=False), cause="")
     assert scene.heard.take() == [("ready", 2, 2, -1)] * 2
 
 
@@ -411,7 +411,7 @@ def test_a_departure_says_whether_the_workers_saved(
 ) -> None:
     scene = Scene(can_stop=True)
     workers = scene.begin()
-    scene.group.change(say.Plan(2, hard=False), cause="")
+    scene.group.change(channel.WorkerPlan(2, hard=False), cause="")
     for worker, code in zip(workers, codes, strict=True):
         scene.end(worker, code)
     scene.group.depart(2, save=False)
@@ -424,7 +424,7 @@ def test_nothing_is_started_or_answered_once_the_run_is_over() -> None:
     scene.group.finish(70)
     assert first.signals == [signal.SIGTERM]
     assert scene.end(first, -15) == scene.end(second, -15) == []
-    scene.group.change(say.Plan(9, hard=True), cause="")
+    scene.group.change(channel.WorkerPlan(9, hard=True), cause="")
     assert scene.heard.take() == []
     assert scene.group.capacity == 0 and scene.group.is_empty
 
@@ -436,7 +436,7 @@ def test_workers_that_do_not_end_are_killed_at_their_deadline_and_not_at_a_later
     monkeypatch.setattr(fresh.time, "monotonic", lambda: now)
     scene = Scene()
     first, second = scene.begin()
-    scene.group.change(say.Plan(2, hard=True), cause="")
+    scene.group.change(channel.WorkerPlan(2, hard=True), cause="")
     ((seconds, act),) = scene.timers
     assert seconds == pytest.approx(0.3)
     act()
@@ -453,7 +453,7 @@ def test_a_timer_of_an_older_group_kills_nobody_of_the_next(
     monkeypatch.setattr(fresh.time, "monotonic", lambda: now)
     scene = Scene()
     workers = scene.begin()
-    scene.group.change(say.Plan(2, hard=True), cause="")
+    scene.group.change(channel.WorkerPlan(2, hard=True), cause="")
     for worker in workers:
         scene.end(worker, -15)
     successors = scene.begin(2)

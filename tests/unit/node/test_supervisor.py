@@ -46,7 +46,7 @@ from evergrad_trainer.node.reports import NoWorkers, WorkersLeft, WorkersReady
 from evergrad_trainer.node.settings import NodeSettings
 from evergrad_trainer.node.supervisor import Supervisor
 from evergrad_trainer.node.worker_group import WorkerGroup
-from evergrad_trainer.worker import channel as say
+from evergrad_trainer.worker import channel
 
 M = TypeVar("M", bound=Message)
 
@@ -192,7 +192,7 @@ def test_a_lost_connection_comes_back_with_the_place_that_is_had(tmp_path: Path)
             7, hard=False, is_member=True, reason="3 nodes are here", cause="node_joined"
         )
         peer.say(plan)
-        told = (say.Plan(7, hard=False), "node_joined", "3 nodes are here", False)
+        told = (channel.WorkerPlan(7, hard=False), "node_joined", "3 nodes are here", False)
         await until(lambda: scene.group.was_told("change") == [told])
         scene.group.place = Go(7, 2, 1, 3, 1, 3, "10.0.0.1", 4000)
         peer.writer.close()
@@ -375,7 +375,10 @@ def test_a_checkpoint_is_announced_once_with_its_own_step(tmp_path: Path) -> Non
     [
         (lambda supervisor: supervisor.take(Done(3)), Done),
         (lambda supervisor: supervisor.take(Result(3, 0, 75, "stopped")), Result),
-        (lambda supervisor: supervisor.take(say.Result(3, 30, 0, "complete")), Result),
+        (
+            lambda supervisor: supervisor.take(channel.WorkerResult(3, 30, 0, "complete")),
+            Result,
+        ),
         (lambda supervisor: supervisor.take(WorkersReady(4, workers=1, step=-1)), Ready),
     ],
 )
@@ -437,7 +440,7 @@ def test_a_typed_run_s_background_save_is_told_with_the_step_it_holds(
             "generation": 3,
             "checkpoint": "step-20",
         }
-        supervisor.take(say.Observed("event", event))
+        supervisor.take(channel.Observed("event", event))
         assert await peer.hear(Boundary) == Boundary(3, 20)
         peer.say(End(exit_code=0, reason="Complete"))
 

@@ -13,10 +13,10 @@ from evergrad_common.contract import ErrorKind
 from evergrad_coordinator.protocol import Broken, Go
 from evergrad_trainer.node import patience, worker_group
 from evergrad_trainer.node.reports import Report
-from evergrad_trainer.node.worker_group import Bounds, InProcessWorkers
+from evergrad_trainer.node.worker_group import InProcessWorkers, WorkerBounds
 from evergrad_trainer.node.worker_starts import RESTART_SECONDS
 from evergrad_trainer.node.workers import Worker
-from evergrad_trainer.worker import channel as say
+from evergrad_trainer.worker import channel
 from evergrad_trainer.worker.channel import Channel
 from evergrad_trainer.worker.liveness import WorkerHeartbeat
 
@@ -29,7 +29,7 @@ class Sent:
 
     def send(self, record: Any, *, wait: bool = True) -> bool:
         assert not wait, "a supervisor never waits for a worker"
-        if not isinstance(record, say.Ping):
+        if not isinstance(record, channel.WorkerPing):
             self.records.append(record)
         return True
 
@@ -43,7 +43,7 @@ class Reports:
     def __call__(self, report: Report) -> None:
         values = (
             (report,)
-            if isinstance(report, Broken | say.Result | say.Observed)
+            if isinstance(report, Broken | channel.WorkerResult | channel.Observed)
             else vars(report).values()
         )
         self.heard.append((type(report).__name__, *values))
@@ -75,7 +75,7 @@ class Room:
         """Both workers warm, idle and nothing left to read."""
         self.group.start()
         for worker in self.started:
-            self.group.hear(worker, say.Warm())
+            self.group.hear(worker, channel.Warm())
         self.reports.take()
         first, second = self.started
         return first, second
@@ -85,12 +85,12 @@ class Room:
         first, second = (
             self.warm() if not self.started else (self.started[0], self.started[1])
         )
-        self.group.change(say.Plan(generation, hard=False), cause="test")
+        self.group.change(channel.WorkerPlan(generation, hard=False), cause="test")
         for worker in (first, second):
-            self.group.hear(worker, say.Ready(generation, step))
+            self.group.hear(worker, channel.WorkerReady(generation, step))
         self.group.begin(go(generation))
         for worker in (first, second):
-            self.group.hear(worker, say.Up(generation, max(step, 0)))
+            self.group.hear(worker, channel.WorkerUp(generation, max(step, 0)))
             self.sent(worker)
         self.reports.take()
         return first, second
@@ -138,7 +138,7 @@ def room(now: list[float], monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
         num_workers=2,
         report=reports,
         describe_place=lambda step, slot: f"samples of {step}/{slot}",
-        bounds=Bounds(setup_seconds=5.0, timeout_seconds=300.0),
+        bounds=WorkerBounds(setup_seconds=5.0, timeout_seconds=300.0),
     )
     yield Room(reports, started, killed, group)
 
@@ -149,9 +149,9 @@ def test_workers_count_once_all_of_them_are_warm(room: Room) -> None:
         0,
         1,
     ] and room.group.capacity == 0
-    room.group.hear(room.started[1], say.Warm())
+    room.group.hear(room.started[1], channel.Warm())
     assert room.group.capacity == 0 and room.reports.take() == []
-    room.group.hear(room.started[0], say.Warm())
+    room.group.hear(room.started[0], channel.Warm())
     assert room.group.capacity == 2 and room.reports.take() == [("Capacity", 2)]
 
 
@@ -159,7 +159,7 @@ def test_a_node_whose_first_worker_cannot_start_counts_those_that_are_warm(
     room: Room,
 ) -> None:
     room.group.start()
-    room.group.hear(room.started[1], say.Warm())
+    room.group.hear(room.started[1], channel.Warm())
     room.group.end(room.started[0], -signal.SIGKILL)
     assert room.group.capacity == 1 and room.reports.take() == [("Capacity", 1)]
 
@@ -168,7 +168,7 @@ def test_a_worker_that_hangs_in_its_start_does_not_keep_its_node_out_for_ever(
     room: Room, now: list[float]
 ) -> None:
     room.group.start()
-    room.group.hear(room.started[0], say.Warm())
+    room.group.hear(room.started[0], channel.Warm())
     pass_seconds(room, now, 119)
     assert (room.reports.take(), room.group.capacity) == ([], 0)
     pass_seconds(room, now, 2)
@@ -176,7 +176,7 @@ def test_a_worker_that_hangs_in_its_start_does_not_keep_its_node_out_for_ever(
     assert room.killed == [2], "it is replaced"
     room.group.end(room.started[1], -signal.SIGKILL)
     pass_seconds(room, now, RESTART_SECONDS)
-    room.group.hear(room.started[2], say.Warm())
+    room.group.hear(room.started[2], channel.Warm())
     assert room.reports.take() == [("Capacity", 2)]
 
 
@@ -201,7 +201,7 @@ def test_a_start_in_which_a_state_is_read_may_last_as_long_as_that_takes(
     room: Room, now: list[float]
 ) -> None:
     room.group.start()
-    room.group.hear(room.started[0], say.Warm())
+    room.group.hear(room.started[0], channel.Warm())
     for _ in range(4):
         pass_seconds(room, now, 100)
         room.started[1].heartbeat.move(10**9)
@@ -217,7 +217,7 @@ def test_a_start_may_take_three_times_the_longest_that_succeeded(
 ) -> None:
     room.group.start()
     pass_seconds(room, now, 100)
-    room.group.hear(room.started[0], say.Warm())
+    room.group.hear(room.started[0], channel.Warm())
     pass_seconds(room, now, 299)
     assert room.killed == []
     pass_seconds(room, now, 2)
@@ -226,9 +226,9 @@ def test_a_start_may_take_three_times_the_longest_that_succeeded(
 
 def test_a_node_that_waits_for_a_worker_brings_none_to_a_plan(room: Room) -> None:
     room.group.start()
-    room.group.hear(room.started[0], say.Warm())
-    room.group.change(say.Plan(5, hard=False), cause="test")
-    room.group.hear(room.started[0], say.Ready(5, -1))
+    room.group.hear(room.started[0], channel.Warm())
+    room.group.change(channel.WorkerPlan(5, hard=False), cause="test")
+    room.group.hear(room.started[0], channel.WorkerReady(5, -1))
     assert room.reports.take() == [("WorkersReady", 5, 0, -1)]
 
 
@@ -236,23 +236,23 @@ def test_a_node_is_ready_when_its_slowest_worker_is_and_tells_its_newest_step(
     room: Room,
 ) -> None:
     first, second = room.warm()
-    room.group.change(say.Plan(5, hard=True), cause="node 2 lost")
-    assert room.sent(first) == room.sent(second) == [say.Plan(5, hard=True)]
-    room.group.hear(first, say.Ready(5, 7))
+    room.group.change(channel.WorkerPlan(5, hard=True), cause="node 2 lost")
+    assert room.sent(first) == room.sent(second) == [channel.WorkerPlan(5, hard=True)]
+    room.group.hear(first, channel.WorkerReady(5, 7))
     assert room.reports.take() == []
-    room.group.hear(second, say.Ready(5, 8))
+    room.group.hear(second, channel.WorkerReady(5, 8))
     assert room.reports.take() == [("WorkersReady", 5, 2, 8)]
 
 
 def test_a_plan_told_again_is_answered_again_and_an_older_one_never(room: Room) -> None:
     first, second = room.warm()
-    room.group.change(say.Plan(5, hard=False), cause="")
+    room.group.change(channel.WorkerPlan(5, hard=False), cause="")
     for worker in (first, second):
-        room.group.hear(worker, say.Ready(5, 7))
+        room.group.hear(worker, channel.WorkerReady(5, 7))
     assert room.reports.take() == [("WorkersReady", 5, 2, 7)]
-    room.group.change(say.Plan(5, hard=False), cause="")
+    room.group.change(channel.WorkerPlan(5, hard=False), cause="")
     assert room.reports.take() == [("WorkersReady", 5, 2, 7)]
-    room.group.change(say.Plan(4, hard=True), cause="")
+    room.group.change(channel.WorkerPlan(4, hard=True), cause="")
     assert room.reports.take() == []
 
 
@@ -260,9 +260,9 @@ def test_state_that_reaches_workers_is_reported_while_it_grows_and_until_they_ar
     room: Room, now: list[float]
 ) -> None:
     first, second = room.warm()
-    room.group.change(say.Plan(5, hard=False), cause="test")
+    room.group.change(channel.WorkerPlan(5, hard=False), cause="test")
     for worker in (first, second):
-        room.group.hear(worker, say.Ready(5, -1))
+        room.group.hear(worker, channel.WorkerReady(5, -1))
     room.group.begin(go(5))
     room.reports.take()
     first.heartbeat.move(1000)
@@ -272,7 +272,7 @@ def test_state_that_reaches_workers_is_reported_while_it_grows_and_until_they_ar
     assert room.reports.take() == [("Restoring", 5, 1500)]
     first.heartbeat.move(1)
     for worker in (first, second):
-        room.group.hear(worker, say.Up(5, 0))
+        room.group.hear(worker, channel.WorkerUp(5, 0))
     room.group.tick()
     assert room.reports.take() == [("Up", 5, 0)]
 
@@ -280,17 +280,17 @@ def test_state_that_reaches_workers_is_reported_while_it_grows_and_until_they_ar
 def test_ranks_are_given_out_in_order_and_the_node_is_up_when_all_are(room: Room) -> None:
     first, second = room.warm()
     room.group.change(
-        say.Plan(3, hard=False), cause="node_joined", detail="2 nodes are here"
+        channel.WorkerPlan(3, hard=False), cause="node_joined", detail="2 nodes are here"
     )
     for worker in (second, first):
-        room.group.hear(worker, say.Ready(3, -1))
+        room.group.hear(worker, channel.WorkerReady(3, -1))
         room.sent(worker)
     room.reports.take()
     room.group.begin(go(3))
     assert room.group.place == go(3)
     for worker, rank in ((first, 2), (second, 3)):
         assert [*room.sent(worker)][-1:] == [
-            say.Go(
+            channel.WorkerGo(
                 3,
                 rank,
                 4,
@@ -301,9 +301,9 @@ def test_ranks_are_given_out_in_order_and_the_node_is_up_when_all_are(room: Room
                 detail="2 nodes are here",
             )
         ]
-    room.group.hear(first, say.Up(3, 0))
+    room.group.hear(first, channel.WorkerUp(3, 0))
     assert room.reports.take() == []
-    room.group.hear(second, say.Up(3, 0))
+    room.group.hear(second, channel.WorkerUp(3, 0))
     assert room.reports.take() == [("Up", 3, 0)]
 
 
@@ -311,9 +311,9 @@ def test_a_worker_lost_between_ready_and_go_breaks_the_group_before_it_began(
     room: Room,
 ) -> None:
     first, second = room.warm()
-    room.group.change(say.Plan(3, hard=False), cause="")
+    room.group.change(channel.WorkerPlan(3, hard=False), cause="")
     for worker in (first, second):
-        room.group.hear(worker, say.Ready(3, 4))
+        room.group.hear(worker, channel.WorkerReady(3, 4))
     room.group.end(second, -signal.SIGKILL)
     room.reports.take()
     room.group.begin(go(3))
@@ -347,8 +347,8 @@ def test_a_killed_worker_is_told_with_its_place_and_samples_and_its_sibling_stay
     room.group.tick()
     assert [worker.local_rank for worker in room.started] == [0, 1, 1]
     assert room.killed == [] and room.group.capacity == 1
-    room.group.change(say.Plan(4, hard=True), cause="")
-    room.group.hear(first, say.Ready(4, 8))
+    room.group.change(channel.WorkerPlan(4, hard=True), cause="")
+    room.group.hear(first, channel.WorkerReady(4, 8))
     assert room.reports.take() == [("WorkersReady", 4, 1, 8)], (
         "the others do not wait for the one that starts"
     )
@@ -359,7 +359,7 @@ def test_a_node_without_a_warm_worker_answers_too(room: Room) -> None:
     for worker in (first, second):
         room.group.end(worker, -signal.SIGKILL)
     room.reports.take_broken()
-    room.group.change(say.Plan(4, hard=True), cause="")
+    room.group.change(channel.WorkerPlan(4, hard=True), cause="")
     assert ("WorkersReady", 4, 0, -1) in room.reports.take(), (
         "the others need not wait for a new worker to hear that the old are gone"
     )
@@ -386,7 +386,9 @@ def test_a_worker_s_own_words_are_the_message_of_its_end(room: Room) -> None:
     first, _ = room.begin(3)
     room.group.hear(
         first,
-        say.Failed(3, 6, 70, "ValueError", "a mistake", is_final=False, is_agreed=False),
+        channel.Failed(
+            3, 6, 70, "ValueError", "a mistake", is_final=False, is_agreed=False
+        ),
     )
     room.group.end(first, 70)
     (broken,) = room.reports.take_broken()
@@ -404,7 +406,9 @@ def test_what_no_retry_can_cure_is_final(
     first, _ = room.begin(3)
     room.group.hear(
         first,
-        say.Failed(3, 6, 64, "InputError", "wrong", is_final=is_final, is_agreed=is_agreed),
+        channel.Failed(
+            3, 6, 64, "InputError", "wrong", is_final=is_final, is_agreed=is_agreed
+        ),
     )
     room.group.end(first, 64)
     assert [broken.is_final for broken in room.reports.take_broken()] == [True]
@@ -412,7 +416,7 @@ def test_what_no_retry_can_cure_is_final(
 
 def test_a_worker_that_lost_a_peer_says_so_and_lives(room: Room) -> None:
     first, _ = room.begin(3)
-    room.group.hear(first, say.Broken(3, 6, "Connection closed by peer"))
+    room.group.hear(first, channel.WorkerBroken(3, 6, "Connection closed by peer"))
     (broken,) = room.reports.take_broken()
     assert (broken.cause, broken.rank, broken.step, broken.generation) == (
         "peer_lost",
@@ -432,7 +436,7 @@ def test_silence_of_a_worker_ends_it_and_silence_of_this_process_does_not(
     assert room.killed == [], "after a freeze of the supervisor everybody seems silent"
     for _ in range(25):
         now[0] += patience.PING_SECONDS
-        room.group.hear(second, say.Pong())
+        room.group.hear(second, channel.WorkerPong())
         room.group.tick()
     assert set(room.killed) == {first.serial}
     room.group.end(first, -signal.SIGKILL)
@@ -445,7 +449,7 @@ def pass_seconds(room: Room, now: list[float], seconds: float) -> None:
     for _ in range(round(seconds / patience.PING_SECONDS)):
         now[0] += patience.PING_SECONDS
         for worker in room.started:
-            room.group.hear(worker, say.Pong())
+            room.group.hear(worker, channel.WorkerPong())
         room.group.tick()
 
 
@@ -454,7 +458,7 @@ def test_a_worker_has_three_of_its_longest_slots_to_leave_a_dead_group(
 ) -> None:
     first, second = room.begin(3)
     second.heartbeat._values[3] = 20.0
-    room.group.change(say.Plan(4, hard=True), cause="")
+    room.group.change(channel.WorkerPlan(4, hard=True), cause="")
     pass_seconds(room, now, patience.STUCK_SECONDS)
     assert room.killed == []
     pass_seconds(room, now, 1)
@@ -469,10 +473,10 @@ def test_of_workers_that_are_stuck_together_rank_0_is_the_last_to_be_killed(
     """By then its node knows whether anybody else holds the state."""
     first, second = room.begin(3)
     first.rank = 0
-    room.group.change(say.Plan(4, hard=True), cause="")
+    room.group.change(channel.WorkerPlan(4, hard=True), cause="")
     pass_seconds(room, now, patience.STUCK_SECONDS + 1)
     assert set(room.killed) == {second.serial}
-    room.group.change(say.Plan(5, hard=True), cause="", is_only_holder=True)
+    room.group.change(channel.WorkerPlan(5, hard=True), cause="", is_only_holder=True)
     pass_seconds(room, now, 100)
     assert set(room.killed) == {second.serial}
 
@@ -481,7 +485,7 @@ def test_the_only_holder_of_the_state_has_the_whole_timeout_of_a_collective(
     room: Room, now: list[float]
 ) -> None:
     first, second = room.begin(3)
-    room.group.change(say.Plan(4, hard=True), cause="", is_only_holder=True)
+    room.group.change(channel.WorkerPlan(4, hard=True), cause="", is_only_holder=True)
     pass_seconds(room, now, 300)
     assert room.killed == []
     pass_seconds(room, now, 1)
@@ -494,7 +498,7 @@ def test_a_worker_whose_first_slot_still_runs_on_its_device_is_not_stuck(
     """How long its slots take is not known: the queue of an accelerator may hold minutes of work."""
     first, second = room.begin(3)
     second.heartbeat.beat(1, 0)
-    room.group.change(say.Plan(4, hard=True), cause="")
+    room.group.change(channel.WorkerPlan(4, hard=True), cause="")
     pass_seconds(room, now, 300)
     assert set(room.killed) == {first.serial}
     pass_seconds(room, now, 1)
@@ -503,7 +507,7 @@ def test_a_worker_whose_first_slot_still_runs_on_its_device_is_not_stuck(
 
 def test_a_soft_change_never_ends_a_worker(room: Room, now: list[float]) -> None:
     room.begin(3)
-    room.group.change(say.Plan(4, hard=False), cause="")
+    room.group.change(channel.WorkerPlan(4, hard=False), cause="")
     pass_seconds(room, now, 200)
     assert room.killed == []
 
@@ -513,18 +517,18 @@ def test_the_worker_with_the_newest_state_saves_and_its_word_counts(
     room: Room, is_saved: bool
 ) -> None:
     first, second = room.warm()
-    room.group.change(say.Plan(4, hard=False), cause="")
-    room.group.hear(first, say.Ready(4, 6))
-    room.group.hear(second, say.Ready(4, 7))
+    room.group.change(channel.WorkerPlan(4, hard=False), cause="")
+    room.group.hear(first, channel.WorkerReady(4, 6))
+    room.group.hear(second, channel.WorkerReady(4, 7))
     for worker in (first, second):
         room.sent(worker)
     room.reports.take()
     room.group.depart(4, save=True)
-    assert room.sent(first) == [say.Leave(4, save=False)] and room.sent(second) == [
-        say.Leave(4, save=True)
-    ]
-    room.group.hear(first, say.Left(True))
-    room.group.hear(second, say.Left(is_saved))
+    assert room.sent(first) == [channel.WorkerLeave(4, save=False)] and room.sent(
+        second
+    ) == [channel.WorkerLeave(4, save=True)]
+    room.group.hear(first, channel.WorkerLeft(True))
+    room.group.hear(second, channel.WorkerLeft(is_saved))
     room.group.end(first, 75)
     assert room.reports.take() == []
     room.group.end(second, 75)
@@ -534,7 +538,7 @@ def test_the_worker_with_the_newest_state_saves_and_its_word_counts(
 def test_a_saver_that_dies_has_not_saved(room: Room) -> None:
     first, second = room.warm()
     room.group.depart(4, save=True)
-    room.group.hear(second, say.Left(True))
+    room.group.hear(second, channel.WorkerLeft(True))
     room.group.end(first, -signal.SIGKILL)
     room.group.end(second, 75)
     assert room.reports.take() == [("WorkersLeft", False)]
@@ -544,7 +548,7 @@ def test_leaving_without_a_save_is_no_failure(room: Room) -> None:
     first, second = room.warm()
     room.group.depart(4, save=False)
     for worker in (first, second):
-        room.group.hear(worker, say.Left(True))
+        room.group.hear(worker, channel.WorkerLeft(True))
         room.group.end(worker, 75)
     assert room.reports.take() == [("WorkersLeft", True)]
     assert len(room.started) == 2, "nobody is started while the node ends"
@@ -561,7 +565,7 @@ def test_workers_that_end_before_they_are_warm_are_tried_again_a_few_times(
     last = room.started[-1]
     room.group.hear(
         last,
-        say.Failed(
+        channel.Failed(
             -1, -1, 70, "ImportError", "no such module", is_final=False, is_agreed=False
         ),
     )
@@ -578,7 +582,7 @@ def test_workers_that_end_before_they_are_warm_are_tried_again_a_few_times(
 
 def fail_of_input(room: Room, worker: Worker) -> None:
     """The worker ends before it is warm, because of what a person wrote."""
-    words = say.Failed(
+    words = channel.Failed(
         -1,
         -1,
         64,
@@ -625,7 +629,7 @@ def fail_of_environment(room: Room, worker: Worker, step: int) -> None:
     worker.state, worker.inside_generation, worker.heartbeat._values[0] = "inside", 3, step
     room.group.hear(
         worker,
-        say.Failed(
+        channel.Failed(
             3,
             step,
             70,

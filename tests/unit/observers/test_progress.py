@@ -27,7 +27,7 @@ from evergrad_common.text import (
 )
 from evergrad_trainer.base.records import EvaluationRecord, Event, EventType, RunInfo
 from evergrad_trainer.observers.bar import ProgressBar, render_line
-from evergrad_trainer.observers.live_state import Rate, State
+from evergrad_trainer.observers.live_state import LiveState, Rate
 from evergrad_trainer.observers.logs import EventLog, setup_logging
 from evergrad_trainer.observers.progress import ProgressLines, build_progress
 from evergrad_trainer.run.directory import RunDirectory
@@ -137,7 +137,7 @@ def test_metrics_of_a_recipe_stand_at_the_end_of_a_line_and_in_a_wide_bar(
     lines.evaluation_end(replace(EVALUATION, metrics={"accuracy": 0.75}))
     assert stream.getvalue().splitlines()[-2].endswith(" grad_norm=0.500 kl=0.125")
     assert stream.getvalue().splitlines()[-1].endswith(" seconds=3.14 accuracy=0.75")
-    state = State(Clock())
+    state = LiveState(Clock())
     state.start(INFO)
     state.finish_step(record)
     assert "kl 0.125" in render_line(state, 300).plain
@@ -217,9 +217,9 @@ def test_a_clock_that_stands_still_divides_by_nothing() -> None:
     assert rate.per_second == 0
 
 
-def _state(synthetic: ModuleType) -> State:
+def _state(synthetic: ModuleType) -> LiveState:
     clock = Clock()
-    state = State(clock)
+    state = LiveState(clock)
     state.start(INFO)
     for step in range(1201, 1235):
         clock.now += 0.5
@@ -256,7 +256,7 @@ def test_the_bar_says_who_went_for_a_while_and_how_many_are_left(
     synthetic: ModuleType,
 ) -> None:
     clock = Clock()
-    state = State(clock)
+    state = LiveState(clock)
     state.start(replace(INFO, world_size=3, takes_over=True))
     assert state.saved_step is None
     state.activity = "evaluating heldOut 3/12"
@@ -301,7 +301,7 @@ def test_a_terminal_without_unicode_gets_plain_characters(synthetic: ModuleType)
 
 
 def test_a_bar_before_the_first_step_has_no_loss_and_no_eta() -> None:
-    state = State(Clock())
+    state = LiveState(Clock())
     state.start(INFO)
     line = render_line(state, 120).plain
     assert "loss –" in line and "ETA –" in line
@@ -311,7 +311,7 @@ def test_a_finished_bar_says_how_long_it_took_instead_of_an_eta(
     synthetic: ModuleType,
 ) -> None:
     clock = Clock()
-    state = State(clock)
+    state = LiveState(clock)
     state.start(INFO)
     clock.now += 75.0
     state.finish_step(synthetic.step_record(20_000))

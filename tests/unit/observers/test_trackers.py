@@ -30,7 +30,7 @@ from evergrad_trainer.observers.trackers.interface import (
     flatten,
 )
 from evergrad_trainer.observers.trackers.libraries import check_trackers
-from evergrad_trainer.observers.trackers.observer import Patience, TrackerObserver
+from evergrad_trainer.observers.trackers.observer import TrackerObserver, TrackerTimeouts
 from evergrad_trainer.observers.trackers.rows import read_missed
 from evergrad_trainer.run.directory import RunDirectory
 
@@ -97,7 +97,7 @@ class Scene:
                 if event.type == EventType.WARNING:
                     scene.warnings.append(event.fields["message"])
 
-        self.patience = Patience(20.0)
+        self.patience = TrackerTimeouts(20.0)
         tracker = TrackerObserver(
             SETTINGS, open_library, self.directory, patience=self.patience
         )
@@ -538,7 +538,11 @@ def test_a_tracker_that_is_given_up_writes_nothing_more_once_its_library_answers
     known = RunInfo(
         "docs", 1, 2, 10, 0, 8192, 32, 100, "bf16", "dataParallel", "llama", "", "i"
     )
-    items: list[feeders.Item] = [known, synthetic.step_record(1), feeders.Finish("stopped")]
+    items: list[feeders.Item] = [
+        known,
+        synthetic.step_record(1),
+        feeders.TrackerFinish("stopped"),
+    ]
     # Goes back in the same process: the library is let go of, and opened anew.
     if hangs_in == "finish":
         items.insert(2, known)
@@ -586,7 +590,7 @@ def test_an_end_waits_for_all_trackers_together_only_so_long(
     (message,) = scene.warnings
     assert "has not taken the last records within" in message
     now = 5.0
-    patience = Patience(2.0, clock=lambda: now)
+    patience = TrackerTimeouts(2.0, clock=lambda: now)
     assert patience.left() == 2.0
     now = 6.5
     assert patience.left() == 0.5

@@ -16,7 +16,7 @@ from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.observers.build import build_lasting
 from evergrad_trainer.observers.monitors import Monitors, build_monitors, check_watched
 from evergrad_trainer.observers.stateful_observers import MAX_STATE_BYTES, Lasting, Together
-from evergrad_trainer.observers.watches import Alert, Rule, Watch
+from evergrad_trainer.observers.watches import Rule, Watch, WatchAlert
 
 TRAINING = {
     "model": {"config": {"model_type": "llama"}},
@@ -29,7 +29,7 @@ TRAINING = {
 
 def alerts_of(
     rule: Rule, values: Iterable[float], **others: Iterable[float]
-) -> list[Alert]:
+) -> list[WatchAlert]:
     """The alerts of a watch over values at steps 1, 2, 3, …"""
     watch = Watch(rule)
     rows = zip(values, *others.values(), strict=True)
@@ -42,7 +42,7 @@ def alerts_of(
     return found
 
 
-def said(alerts: list[Alert]) -> list[tuple[int, float, float]]:
+def said(alerts: list[WatchAlert]) -> list[tuple[int, float, float]]:
     return [(one.step, one.value, one.threshold) for one in alerts]
 
 

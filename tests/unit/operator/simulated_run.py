@@ -11,13 +11,16 @@ from fake_kubernetes.recipe import TRAINING
 
 from evergrad_coordinator.protocol import Recovery
 from evergrad_coordinator.rules.progress import ProgressCounter
-from evergrad_coordinator.rules.state import Training
+from evergrad_coordinator.rules.state import TrainingState
 from evergrad_operator.core.decision import Decision
 from evergrad_operator.core.objects import names
 from evergrad_operator.core.objects.config import Config
 from evergrad_operator.core.objects.kinds import Kind
 from evergrad_operator.core.objects.times import format_time, parse_time
-from evergrad_operator.core.observe.coordinator_status import Progress, parse_progress
+from evergrad_operator.core.observe.coordinator_status import (
+    CoordinatorStatus,
+    parse_progress,
+)
 from evergrad_operator.core.observe.observe import (
     ApplyFailure,
     Observation,
@@ -26,11 +29,19 @@ from evergrad_operator.core.observe.observe import (
 )
 from evergrad_operator.core.observe.profiles import NO_PROFILE
 from evergrad_operator.core.observe.spec import SpecCache
-from evergrad_operator.core.plan import Plan, plan_children
+from evergrad_operator.core.plan import ObjectPlan, plan_children
 from evergrad_operator.core.plan.changes import compare_settings, is_edited
 from evergrad_operator.core.policies import decide
-from evergrad_operator.core.status.events import Event, derive_events, describe_edit
-from evergrad_operator.core.status.run_status import Outcome, build_status, without_usage
+from evergrad_operator.core.status.events import (
+    KubernetesEvent,
+    derive_events,
+    describe_edit,
+)
+from evergrad_operator.core.status.run_status import (
+    ApplyOutcome,
+    build_status,
+    without_usage,
+)
 from evergrad_operator.edge.api.tokens import derive_token
 
 START = 1_900_000_000.0
@@ -60,7 +71,9 @@ def make_run(name: str = "docs-lm", **spec: Any) -> dict[str, Any]:
     }
 
 
-def make_progress(attempt: int = 0, *, phase: str = "Running", **fields: Any) -> Progress:
+def make_progress(
+    attempt: int = 0, *, phase: str = "Running", **fields: Any
+) -> CoordinatorStatus:
     """What a coordinator says. Names as on the wire."""
     nodes = {"min": 2, "max": 3, "ready": 3, "connected": 3, **fields.pop("nodes", {})}
     return parse_progress(
@@ -90,8 +103,8 @@ class Simulation:
         self.pods: dict[str, dict[str, Any]] = {}
         self.children: dict[tuple[str, str], dict[str, Any]] = {}
         self.others: list[dict[str, Any]] = []
-        self.progress: Progress | None = None
-        self._stale: Progress | None = None
+        self.progress: CoordinatorStatus | None = None
+        self._stale: CoordinatorStatus | None = None
         """The answer that was there when a pod ended: it was asked for before that."""
         self._counter: tuple[int, ProgressCounter] | None = None
         """The coordinator's attempt, and its count of steps."""
@@ -102,14 +115,14 @@ class Simulation:
         """Names of the runs that keep their files on the claim."""
         self.troubled: tuple[str, ...] = ()
         """Hosts that other runs have had trouble with."""
-        self.events: list[Event] = []
+        self.events: list[KubernetesEvent] = []
         self.created: list[str] = []
         self.gone: list[tuple[dict[str, Any], float]] = []
         """Pods that were deleted, as they were last, and when."""
         self.lives: dict[str, tuple[float, float | None]] = {}
         """Times of creation and end of every pod but coordinators', as the API server has shown them."""
         self.decision: Decision
-        self.plan: Plan
+        self.plan: ObjectPlan
         self.is_deleted = False
         """Whether the operator has deleted the run itself."""
         self.writes = 0
@@ -189,7 +202,7 @@ class Simulation:
 
     def write_status(self, seen: Observation, created: tuple[str, ...]) -> None:
         """As the API server stores it; unchanged is not written, nor is time alone."""
-        status = build_status(seen, self.decision, Outcome(created=created), self.now)
+        status = build_status(seen, self.decision, ApplyOutcome(created=created), self.now)
         if without_usage(status) != without_usage(self.raw.get("status") or {}):
             self._write()
             self.events += derive_events(self.raw.get("status", {}), status)
@@ -207,7 +220,7 @@ class Simulation:
                 raise OperatorDiedError
             self.writes_left -= 1
 
-    def _carry_out(self, plan: Plan, refuse: ApplyFailure | None) -> tuple[str, ...]:
+    def _carry_out(self, plan: ObjectPlan, refuse: ApplyFailure | None) -> tuple[str, ...]:
         for child in (*((plan.claim,) if plan.claim else ()), *plan.apply):
             self._write()
             key = (child["kind"], child["metadata"]["name"])
@@ -410,7 +423,7 @@ class Simulation:
             self._counter = attempt, ProgressCounter(recovery)
         counter = self._counter[1]
         step, checkpoint = (values.get(name) for name in ("step", "checkpointStep"))
-        training = Training(
+        training = TrainingState(
             step=-1 if step is None else step,
             checkpoint_step=-1 if checkpoint is None else checkpoint,
         )

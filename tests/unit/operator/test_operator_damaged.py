@@ -25,7 +25,7 @@ from evergrad_operator.core.status.memory_status import build_memory
 from evergrad_operator.edge.cache.cache import InformerCache
 from evergrad_operator.edge.cache.host_index import HostIndex
 from evergrad_operator.edge.cache.store import CHILDREN, CLAIMS, PODS, RUNS
-from evergrad_operator.edge.metrics.operator_metrics import Facts, FactsCollector
+from evergrad_operator.edge.metrics.operator_metrics import FactsCollector, RunFactsSource
 
 # ---- odd values --------------------------------------------------------------------------------------------
 
@@ -262,7 +262,7 @@ def test_no_status_breaks_the_cache_the_metrics_or_the_page(
         count_phases(runs.values())
         facts = read_runs(runs, now=1e9)
         registry = CollectorRegistry()
-        registry.register(FactsCollector(Facts(0, 0.0, 0, {}, {}, {}, facts)))
+        registry.register(FactsCollector(RunFactsSource(0, 0.0, 0, {}, {}, {}, facts)))
         generate_latest(registry)
         json.dumps(build_fleet(runs.values()), allow_nan=False)
     old, new = (one if isinstance(one, dict) else {} for one in (first, second))

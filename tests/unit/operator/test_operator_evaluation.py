@@ -16,7 +16,7 @@ from prometheus_client.registry import CollectorRegistry
 from evergrad_common.contract import ErrorKind, encode_termination
 from evergrad_common.evaluation_report import decode_evaluated, encode_evaluated
 from evergrad_operator.core.observe.evaluation import (
-    Evaluation,
+    EvaluationProgress,
     Tries,
     pack_evaluation,
     parse_evaluation,
@@ -24,7 +24,7 @@ from evergrad_operator.core.observe.evaluation import (
 )
 from evergrad_operator.core.observe.facts import read_runs
 from evergrad_operator.core.status.events import derive_events
-from evergrad_operator.edge.metrics.operator_metrics import Facts, FactsCollector
+from evergrad_operator.edge.metrics.operator_metrics import FactsCollector, RunFactsSource
 
 SECTION = {"resources": {"requests": {"cpu": "500m"}, "limits": {"memory": "2Gi"}}}
 ROW = {"name": "heldOut", "loss": 2.123456789012345, "perplexity": 8.359, "step": 2}
@@ -484,7 +484,7 @@ def test_results_are_gauges_of_the_run_and_go_with_it(simulation: Simulation) ->
     start(simulation)
     end(simulation, "run-evaluate-2-0", 2)
     raw = simulation.store.get("trainingruns", *KEY)
-    facts = Facts(0, 0.0, 0, {}, {}, {}, read_runs({KEY: raw}, now=simulation.now))
+    facts = RunFactsSource(0, 0.0, 0, {}, {}, {}, read_runs({KEY: raw}, now=simulation.now))
     registry = CollectorRegistry()
     collector = FactsCollector(facts)
     registry.register(collector)
@@ -493,7 +493,7 @@ def test_results_are_gauges_of_the_run_and_go_with_it(simulation: Simulation) ->
     assert f"{one} {ROW['loss']}" in text
     assert 'evergrad_operator_run_evaluation_step{run="run",run_namespace="ns"} 2.0' in text
     assert "evergrad_operator_run_evaluations_waiting" in text
-    collector.facts = Facts(0, 0.0, 0, {}, {}, {}, ())
+    collector.facts = RunFactsSource(0, 0.0, 0, {}, {}, {}, ())
     assert 'set="heldOut"' not in generate_latest(registry).decode()
 
 
@@ -543,7 +543,7 @@ def test_a_host_whose_time_an_older_release_did_not_note_is_avoided_for_a_day(
 
 
 def test_what_is_remembered_of_an_evaluation_is_read_back_and_bounded() -> None:
-    known = Evaluation(
+    known = EvaluationProgress(
         attempt=3,
         is_recorded=True,
         seen=8,
@@ -559,8 +559,11 @@ def test_what_is_remembered_of_an_evaluation_is_read_back_and_bounded() -> None:
         message="why",
     )
     assert parse_evaluation(show_evaluation(known), pack_evaluation(known)) == known
-    assert parse_evaluation({}, "[") == Evaluation() == parse_evaluation({}, "")
-    assert pack_evaluation(Evaluation()) == "" and show_evaluation(Evaluation()) == {}
+    assert parse_evaluation({}, "[") == EvaluationProgress() == parse_evaluation({}, "")
+    assert (
+        pack_evaluation(EvaluationProgress()) == ""
+        and show_evaluation(EvaluationProgress()) == {}
+    )
     many = {"results": [{"name": f"s{n}", "values": {"loss": "1" * 99}} for n in range(99)]}
     found = parse_evaluation(many, json.dumps({"pending": [*range(999), "x", True]}))
     assert len(found.results) == 16 and len(found.pending) == 64

@@ -13,7 +13,7 @@ from evergrad_operator.core.observe.facts import (
     read_runs,
 )
 from evergrad_operator.core.observe.spec import is_managed_here
-from evergrad_operator.edge.metrics.operator_metrics import Facts, FactsCollector
+from evergrad_operator.edge.metrics.operator_metrics import FactsCollector, RunFactsSource
 
 KEY = ("ns", "run")
 WHO = 'run="run",run_namespace="ns"'
@@ -45,7 +45,7 @@ def scrape(status: dict[str, Any], pods: list[Any]) -> str:
     raw = {"metadata": {}, "status": {"phase": "Running", **status}}
     runs = read_runs({KEY: raw}, now=0.0, pods_of=lambda key: pods if key == KEY else [])
     registry = CollectorRegistry()
-    registry.register(FactsCollector(Facts(0, 0.0, 0, {}, {}, {}, runs)))
+    registry.register(FactsCollector(RunFactsSource(0, 0.0, 0, {}, {}, {}, runs)))
     return generate_latest(registry).decode()
 
 
@@ -127,7 +127,7 @@ def test_it_is_known_which_runs_report_steps_without_being_asked_to(kind: str) -
     raw = {"metadata": {}, "spec": {kind: {}}, "status": {"phase": "Running"}}
     registry = CollectorRegistry()
     runs = read_runs({KEY: raw}, now=0.0)
-    registry.register(FactsCollector(Facts(0, 0.0, 0, {}, {}, {}, runs)))
+    registry.register(FactsCollector(RunFactsSource(0, 0.0, 0, {}, {}, {}, runs)))
     sample = f'evergrad_operator_run_info{{kind="{kind}",{WHO}}} 1.0'
     assert sample in generate_latest(registry).decode()
 

@@ -15,7 +15,7 @@ from simulated_run import START, Simulation, make_run
 from evergrad_manifest.crd.definition import build_root
 from evergrad_operator.core.objects.names import Phase, Reason
 from evergrad_operator.core.status.run_status import (
-    Outcome,
+    ApplyOutcome,
     build_refused_status,
     build_status,
 )
@@ -61,7 +61,7 @@ def every_status() -> Iterator[tuple[str, dict[str, Any]]]:
     seen, decision = world.look(), world.decision
     for phase, reason, is_blocked in itertools.product(Phase, Reason, (False, True)):
         made = replace(decision, phase=phase, reason=reason, is_blocked=is_blocked)
-        status = build_status(seen, made, Outcome(), START)
+        status = build_status(seen, made, ApplyOutcome(), START)
         if is_blocked or phase == Phase.FAILED:
             expected = "Failed"
         else:

@@ -16,9 +16,9 @@ from evergrad_operator.core.objects.errors import ApiError, LeaseLostError, Sett
 from evergrad_operator.core.objects.kinds import CONFIG_MAP, POD, POD_GROUPS, RUN
 from evergrad_operator.edge.api.connection import Connection, connect
 from evergrad_operator.edge.api.kube import Kube
-from evergrad_operator.edge.api.transport import Limits, build_trace
+from evergrad_operator.edge.api.transport import RequestLimits, build_trace
 
-FAST = Limits(first_pause=0.005, longest_pause=0.02, request_seconds=100.0)
+FAST = RequestLimits(first_pause=0.005, longest_pause=0.02, request_seconds=100.0)
 
 
 def config_map(name: str = "c", **data: str) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def test_the_server_says_how_long_to_wait() -> None:
         await kube.apply(config_map(a="1"))
         assert loop.time() - started >= 1.0
 
-    with_server(work, limits=Limits(first_pause=0.005, longest_pause=1.0))
+    with_server(work, limits=RequestLimits(first_pause=0.005, longest_pause=1.0))
 
 
 @pytest.mark.parametrize("status", [400, 403, 409, 422])
@@ -157,7 +157,7 @@ def test_a_request_without_an_answer_ends_with_its_time() -> None:
         with pytest.raises(ApiError, match="Unreachable"):
             await kube.get(POD, "ns", "p")
 
-    with_server(work, limits=Limits(request_seconds=0.1, tries=2, first_pause=0.01))
+    with_server(work, limits=RequestLimits(request_seconds=0.1, tries=2, first_pause=0.01))
 
 
 def test_no_more_requests_are_under_way_than_allowed() -> None:
@@ -182,7 +182,7 @@ def test_no_more_requests_are_under_way_than_allowed() -> None:
         server._serve = slow  # type: ignore[method-assign]
         await asyncio.gather(*(kube.get(POD, "ns", str(number)) for number in range(20)))
 
-    with_server(work, limits=Limits(in_flight=4))
+    with_server(work, limits=RequestLimits(in_flight=4))
     assert most[0] == 4
 
 
@@ -207,7 +207,7 @@ def test_a_slow_server_never_holds_up_the_event_loop() -> None:
         gate.set()
         await asyncio.gather(*calls)
 
-    with_server(work, limits=Limits(request_seconds=100.0))
+    with_server(work, limits=RequestLimits(request_seconds=100.0))
 
 
 class Gate:
@@ -281,7 +281,7 @@ def test_a_write_is_given_no_more_time_than_the_lease_has_left() -> None:
             await kube.apply(config_map(a="1"))
         assert loop.time() - started < 5.0
 
-    with_server(work, gate=Gate(0.1), limits=Limits(tries=1))
+    with_server(work, gate=Gate(0.1), limits=RequestLimits(tries=1))
 
 
 def test_every_request_is_counted_by_verb_resource_and_code() -> None:

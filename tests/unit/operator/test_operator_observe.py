@@ -270,12 +270,14 @@ def recipe_of(raw: dict[str, Any]) -> str:
 
 def test_a_coordinators_answer_is_read_into_values() -> None:
     from evergrad_coordinator.rules.group import new_group
-    from evergrad_coordinator.rules.state import Settings
+    from evergrad_coordinator.rules.state import GroupSettings
     from evergrad_coordinator.rules.status import build_status
 
     raw = build_status(
         new_group(
-            Settings(run="docs-lm", min_nodes=2, max_nodes=3, expect=3, token="secret"),
+            GroupSettings(
+                run="docs-lm", min_nodes=2, max_nodes=3, expect=3, token="secret"
+            ),
             generation=0,
             now=0.0,
         ),

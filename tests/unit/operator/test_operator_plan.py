@@ -20,7 +20,7 @@ from evergrad_operator.core.objects import names
 from evergrad_operator.core.objects.config import Config
 from evergrad_operator.core.objects.names import Reason
 from evergrad_operator.core.objects.times import format_time
-from evergrad_operator.core.observe.observe import Record
+from evergrad_operator.core.observe.observe import VolumeRecord
 from evergrad_operator.core.plan.claim import KEPT_RECORDS, StaleRecords, find_stale_records
 from evergrad_operator.core.plan.common import escape
 from evergrad_trainer.commands import node as node_command
@@ -530,8 +530,8 @@ def test_a_claim_is_owned_by_its_run_only_where_it_was_asked_for_and_holds_nothi
     assert with_volume(**given).plan.claim is None
 
 
-def record_of(run: str, created: float, *, is_complete: bool) -> Record:
-    return Record(
+def record_of(run: str, created: float, *, is_complete: bool) -> VolumeRecord:
+    return VolumeRecord(
         run, run, "r", 0, created_at=created, complete={} if is_complete else None
     )
 

@@ -9,7 +9,7 @@ from fake_kubernetes.recipe import TRAINING
 from simulated_run import CONFIG, START, Simulation, make_progress, make_run
 
 from evergrad_manifest.errors import Problem
-from evergrad_operator.core.decision import Action, Bounds
+from evergrad_operator.core.decision import Action, NodeBounds
 from evergrad_operator.core.objects import names
 from evergrad_operator.core.objects.names import Phase, Reason
 from evergrad_operator.core.objects.problems import list_problems
@@ -215,7 +215,7 @@ def test_more_nodes_are_made_and_the_coordinator_is_told() -> None:
     world.set_spec(nodes={"min": 2, "max": 5})
     decision = world.reconcile()
     assert decision.nodes_to_create == ((3, 0), (4, 0))
-    assert world.plan.bounds == Bounds(2, 5, 3)
+    assert world.plan.bounds == NodeBounds(2, 5, 3)
     world.train(20)
     world.start()
     assert world.reconcile().bounds is None
@@ -230,7 +230,7 @@ def test_a_new_budget_of_failures_is_told_to_a_coordinator_that_knows_of_it() ->
     world.set_spec(failurePolicy={"maxFailuresWithoutProgress": 7})
     assert world.reconcile().bounds is None  # one of an older release
     world.train(20, maxFailures=3)
-    assert world.reconcile().bounds == Bounds(2, 3, 7)
+    assert world.reconcile().bounds == NodeBounds(2, 3, 7)
     world.train(21, maxFailures=7)
     assert world.reconcile().bounds is None
 
@@ -246,7 +246,7 @@ def test_fewer_nodes_leave_from_the_highest_index_down_and_count_as_no_restart()
         "docs-lm-2-0",
     ]
     assert {pod.grace_seconds for pod in decision.pods_to_delete} == {None}
-    assert world.plan.bounds == Bounds(1, 2, 3)
+    assert world.plan.bounds == NodeBounds(1, 2, 3)
     world.reconcile()
     world.leave()
     world.train(20)

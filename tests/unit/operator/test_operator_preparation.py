@@ -11,7 +11,7 @@ from pod_security import violations
 from evergrad_common.contract import ErrorKind, encode_termination
 from evergrad_operator.core.observe.observe import ApplyFailure
 from evergrad_operator.core.observe.preparation import (
-    Preparation,
+    DataPreparation,
     pack_preparation,
     parse_preparation,
 )
@@ -540,8 +540,8 @@ def test_a_pod_that_finds_no_place_is_explained_with_its_own_field(
 
 
 def test_what_is_remembered_of_a_preparation_is_read_back_and_bounded() -> None:
-    known = Preparation(attempt=3, is_recorded=True, prepared="abc")
+    known = DataPreparation(attempt=3, is_recorded=True, prepared="abc")
     assert parse_preparation({}, pack_preparation(known)) == known
-    assert parse_preparation({}, "") == parse_preparation({}, "{[") == Preparation()
+    assert parse_preparation({}, "") == parse_preparation({}, "{[") == DataPreparation()
     long = parse_preparation({"work": "x" * 9999, "bytesDone": -1, "tokens": "no"}, "[]")
     assert len(long.work) <= 128 and (long.bytes_done, long.tokens) == (0, 0)

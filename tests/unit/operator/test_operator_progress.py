@@ -10,7 +10,7 @@ import pytest
 import virtual_time
 from patience import PATIENCE
 
-from evergrad_operator.core.decision import Bounds
+from evergrad_operator.core.decision import NodeBounds
 from evergrad_operator.core.objects.errors import (
     LeaseLostError,
     OperatorError,
@@ -19,7 +19,7 @@ from evergrad_operator.core.objects.errors import (
 from evergrad_operator.edge.api.transport import OpenGate
 from evergrad_operator.edge.reconcile.coordinator_poller import (
     MAX_BYTES,
-    Answer,
+    CoordinatorResponse,
     Coordinators,
     PollSettings,
 )
@@ -198,7 +198,7 @@ def test_nothing_is_kept_or_told_of_a_coordinator_that_is_left_while_it_is_asked
         known = Coordinators(on_news=lambda key, urgent: told.append(urgent))
         ended = asyncio.Event()
 
-        async def leave_and_fail(*_: Any) -> Answer:
+        async def leave_and_fail(*_: Any) -> CoordinatorResponse:
             known.leave(KEY)
             ended.set()
             raise OperatorError("its pod is gone")
@@ -243,9 +243,11 @@ def test_an_answer_does_not_replace_one_that_was_asked_for_later() -> None:
     async def main() -> None:
         known = Coordinators()
         known.follow(KEY, "10.0.0.1", 3, token="t")
-        answers = [Answer({"step": step}, 3, float(step)) for step in (1, 3, 2, 4)]
+        answers = [
+            CoordinatorResponse({"step": step}, 3, float(step)) for step in (1, 3, 2, 4)
+        ]
 
-        async def read(key: Any, followed: Any) -> Answer:
+        async def read(key: Any, followed: Any) -> CoordinatorResponse:
             return answers.pop(0)
 
         known._read_status = read  # type: ignore[method-assign]
@@ -266,15 +268,15 @@ def test_bounds_are_posted_and_a_refusal_keeps_the_coordinators_words() -> None:
         port = await coordinator.listen()
         known = Coordinators(PollSettings(port=port))
         with pytest.raises(OperatorError, match="no coordinator"):
-            await known.post_bounds(KEY, Bounds(1, 2, 3))
+            await known.post_bounds(KEY, NodeBounds(1, 2, 3))
         known.follow(KEY, "127.0.0.1", 0, token="t")
-        await known.post_bounds(KEY, Bounds(1, 2, 3))
+        await known.post_bounds(KEY, NodeBounds(1, 2, 3))
         coordinator.head, coordinator.body = (
             "HTTP/1.1 400 Bad Request",
             b"bounds: max is below min",
         )
         with pytest.raises(OperatorError, match="max is below min"):
-            await known.post_bounds(KEY, Bounds(3, 2, 3))
+            await known.post_bounds(KEY, NodeBounds(3, 2, 3))
         coordinator.close()
         await asyncio.sleep(0)
         return coordinator
@@ -292,7 +294,7 @@ def test_every_request_carries_the_runs_token() -> None:
         known.follow(KEY, "127.0.0.1", 0, token="first")
         await known.ask(KEY)
         known.follow(KEY, "127.0.0.1", 1, token="second")
-        await known.post_bounds(KEY, Bounds(1, 2, 3))
+        await known.post_bounds(KEY, NodeBounds(1, 2, 3))
         coordinator.close()
         await asyncio.sleep(0)
         return coordinator
@@ -306,7 +308,7 @@ def test_a_coordinator_that_does_not_take_the_token_is_said_with_the_remedy() ->
         known = Coordinators(PollSettings(port=await coordinator.listen()))
         known.follow(KEY, "127.0.0.1", 0, token="a wrong one")
         with pytest.raises(UnauthorizedError, match=r"spec\.restartNonce") as told:
-            await known.post_bounds(KEY, Bounds(1, 2, 3))
+            await known.post_bounds(KEY, NodeBounds(1, 2, 3))
         assert "a wrong one" not in str(told.value)
         await known.ask(KEY)
         assert known.answer(KEY) is None
@@ -339,9 +341,9 @@ def test_silence_is_measured_from_the_first_poll_that_failed_and_told_at_its_mar
         known.follow(KEY, "10.0.0.1", 3, token="t")
         is_well = True
 
-        async def answer(key: Any, followed: Any) -> Answer:
+        async def answer(key: Any, followed: Any) -> CoordinatorResponse:
             if is_well:
-                return Answer({"phase": "Running"}, followed.attempt, now[0])
+                return CoordinatorResponse({"phase": "Running"}, followed.attempt, now[0])
             error = (
                 failure
                 if isinstance(failure, UnauthorizedError)
@@ -395,11 +397,11 @@ def test_of_thousands_of_coordinators_none_is_asked_less_than_every_30_s() -> No
     asked: dict[tuple[str, str], list[float]] = {}
 
     class Answering(Coordinators):
-        async def _read_status(self, key: Any, followed: Any) -> Answer:
+        async def _read_status(self, key: Any, followed: Any) -> CoordinatorResponse:
             now = asyncio.get_running_loop().time()
             asked.setdefault(key, []).append(now)
             await asyncio.sleep(0.01)
-            return Answer({}, followed.attempt, now)
+            return CoordinatorResponse({}, followed.attempt, now)
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -435,9 +437,9 @@ def test_without_the_lease_no_bounds_are_posted() -> None:
         known.follow(KEY, "127.0.0.1", 1, token="t")
         known.gate = Lost()
         with pytest.raises(LeaseLostError):
-            await known.post_bounds(KEY, Bounds(1, 2, 3))
+            await known.post_bounds(KEY, NodeBounds(1, 2, 3))
         known.gate = OpenGate()
-        await known.post_bounds(KEY, Bounds(1, 2, 3))
+        await known.post_bounds(KEY, NodeBounds(1, 2, 3))
         coordinator.close()
 
     asyncio.run(main())

@@ -13,10 +13,10 @@ from fake_kubernetes.recipe import TRAINING
 from fake_kubernetes.simulation import KEY, Crash, Simulation, crash_at
 from fake_kubernetes.store import RefusedError, Write
 
-from evergrad_operator.core.decision import Bounds
+from evergrad_operator.core.decision import NodeBounds
 from evergrad_operator.core.objects.errors import ApiError
 from evergrad_operator.core.objects.times import format_time
-from evergrad_operator.core.observe.observe import Record, build_record
+from evergrad_operator.core.observe.observe import VolumeRecord, build_record
 
 Story = Callable[[Simulation], None]
 NONE_CONNECTED = {"min": 1, "max": 2, "ready": 0, "connected": 0, "members": []}
@@ -922,7 +922,7 @@ def test_live_bounds_are_told_to_the_coordinator(simulation: Simulation) -> None
     begin(simulation)
     simulation.store.change("trainingruns", *KEY, {"spec": {"nodes": {"min": 2, "max": 3}}})
     simulation.settle()
-    assert simulation.coordinators.bounds[-1] == Bounds(2, 3, 3)
+    assert simulation.coordinators.bounds[-1] == NodeBounds(2, 3, 3)
 
 
 def test_a_reconcile_that_hangs_ends_with_its_time(
@@ -1002,12 +1002,12 @@ def test_no_pod_is_made_before_the_volume_has_the_runs_record() -> None:
 def test_the_oldest_records_of_runs_that_are_gone_make_room_on_a_shared_volume() -> None:
     simulation = Simulation()
     gone = [
-        Record(f"gone-{number}", f"gone-{number}", "r", 0, "u", float(number))
+        VolumeRecord(f"gone-{number}", f"gone-{number}", "r", 0, "u", float(number))
         for number in range(150)
     ]
     records = {f"run.evergrad.dev/{record.run}": build_record(record) for record in gone}
     living = {
-        "run.evergrad.dev/old": build_record(Record("old", "old", "r", 0, "u", 0.0)),
+        "run.evergrad.dev/old": build_record(VolumeRecord("old", "old", "r", 0, "u", 0.0)),
         "theirs": "stays",
     }
     share(simulation, **records, **living)

@@ -13,16 +13,16 @@ from evergrad_common.causes import OFF_HOST, USES, Use
 from evergrad_operator.core.observe.facts import read_runs
 from evergrad_operator.core.observe.time_accounting import (
     PodLife,
+    PodTimeAccount,
     Price,
     Reading,
-    Usage,
     count,
     pack_pods,
     pack_usage,
     parse_usage,
     show_usage,
 )
-from evergrad_operator.edge.metrics.operator_metrics import Facts, FactsCollector
+from evergrad_operator.edge.metrics.operator_metrics import FactsCollector, RunFactsSource
 
 SECOND = 1000
 
@@ -66,7 +66,7 @@ def look(known: list[Known], now: int) -> list[PodLife]:
     ]
 
 
-def written(usage: Usage) -> Usage:
+def written(usage: PodTimeAccount) -> PodTimeAccount:
     """As another operator reads it from the status."""
     attempts = [index % 7 for index in range(100)]
     return parse_usage(pack_usage(usage), pack_pods(usage, attempts), attempts)
@@ -81,7 +81,7 @@ def written(usage: Usage) -> Usage:
 def test_the_uses_sum_to_the_lives_of_the_pods(
     known: list[Known], passes: list[tuple[int, bool]], growth: list[tuple[Any, int]]
 ) -> None:
-    now, usage, attempt = 1, Usage(), 0
+    now, usage, attempt = 1, PodTimeAccount(), 0
     counters: dict[Use, int] = {}
     for index, (pause, is_lost) in enumerate(passes):
         now += pause
@@ -110,7 +110,7 @@ def test_the_uses_sum_to_the_lives_of_the_pods(
 
 def test_a_pod_is_in_a_queue_then_starts_then_does_what_its_coordinator_says() -> None:
     life = PodLife("0-0", 10_000, bound=12_000, joined=17_000, num_accelerators=8)
-    usage = count(Usage(), [life], now=20_000, reading=None)
+    usage = count(PodTimeAccount(), [life], now=20_000, reading=None)
     assert usage.pods == {OFF_HOST: 2_000, "startup": 5_000}
     assert usage.accelerators == {"startup": 40_000}
     assert usage.pending == (3_000, 24_000)
@@ -137,7 +137,10 @@ def test_an_end_that_is_seen_late_gives_its_time_back() -> None:
     life = PodLife("0-0", 0, bound=0, joined=0)
     other = PodLife("1-0", 0, bound=0, joined=0)
     usage = count(
-        Usage(), [life, other], now=10_000, reading=Reading(0, {"training": 20_000})
+        PodTimeAccount(),
+        [life, other],
+        now=10_000,
+        reading=Reading(0, {"training": 20_000}),
     )
     assert usage.pods == {"training": 20_000}
     ended = replace(life, ended=7_000)
@@ -154,12 +157,12 @@ def test_an_end_that_is_seen_late_gives_its_time_back() -> None:
 
 def test_a_pod_that_is_gone_unseen_is_closed_when_it_was_last_seen() -> None:
     life = PodLife("0-0", 0, bound=0)
-    usage = count(Usage(), [life], now=10_000, reading=None)
+    usage = count(PodTimeAccount(), [life], now=10_000, reading=None)
     assert count(usage, [], now=60_000, reading=None).pods == {"startup": 10_000}
 
 
 def test_names_are_packed_by_attempt_and_read_back() -> None:
-    usage = Usage(
+    usage = PodTimeAccount(
         at=5,
         pods={"training": 7},
         open=frozenset(f"{index}-0" for index in range(1000)) | {"prepare-1"},
@@ -171,15 +174,20 @@ def test_names_are_packed_by_attempt_and_read_back() -> None:
     text = pack_pods(usage, attempts)
     assert text == "j3cj496o500-c o:prepare-1 j:0/3 c:evaluate-100-4"
     assert parse_usage(pack_usage(usage), text, attempts) == usage
-    assert pack_pods(Usage(), [0, 1]) == ""
-    assert parse_usage("") == Usage() == parse_usage("[", "x y:z") == parse_usage("7", "")
+    assert pack_pods(PodTimeAccount(), [0, 1]) == ""
+    assert (
+        parse_usage("")
+        == PodTimeAccount()
+        == parse_usage("[", "x y:z")
+        == parse_usage("7", "")
+    )
     few = parse_usage(pack_usage(usage), "c99999 o:5/0-99999", [0, 1])
     assert few.closed == {"0-0", "1-1"}
 
 
 def test_cost_follows_from_the_time_on_hosts() -> None:
     hour = 3600 * SECOND
-    usage = Usage(
+    usage = PodTimeAccount(
         at=1,
         pods={"training": 3 * hour, OFF_HOST: hour, "startup": hour},
         accelerators={"training": 24 * hour, "startup": 8 * hour},
@@ -192,7 +200,7 @@ def test_cost_follows_from_the_time_on_hosts() -> None:
         "byCause": {"training": 10800, "startup": 3600, "queue": 3600},
     }
     assert show_usage(usage, Price())["cost"] is None
-    assert show_usage(Usage(), Price(2.5)) == {}
+    assert show_usage(PodTimeAccount(), Price(2.5)) == {}
 
 
 # ---- of a whole run ----------------------------------------------------------------------------------------
@@ -253,7 +261,9 @@ def test_time_is_exported_with_the_run_and_its_labels() -> None:
     world.train(20)
     world.reconcile()
     key = (world.raw["metadata"]["namespace"], world.raw["metadata"]["name"])
-    facts = Facts(0, 0.0, 0, {}, {}, {}, read_runs({key: world.raw}, now=world.now))
+    facts = RunFactsSource(
+        0, 0.0, 0, {}, {}, {}, read_runs({key: world.raw}, now=world.now)
+    )
     collector = FactsCollector(facts, labels=("team", "cost/center"))
     registry = CollectorRegistry()
     registry.register(collector)
@@ -273,7 +283,7 @@ def test_time_is_exported_with_the_run_and_its_labels() -> None:
     )
     # A counter stands still where time is given back, and goes with its run.
     [one] = facts.runs
-    less = replace(one, usage=Usage(at=1, pods={"training": 10_799_000}))
+    less = replace(one, usage=PodTimeAccount(at=1, pods={"training": 10_799_000}))
     collector.facts = replace(facts, runs=(less,))
     assert (
         f'pod_seconds_total{{cause="training",{place}}} 10800.0'
@@ -290,10 +300,12 @@ def test_time_is_exported_with_the_run_and_its_labels() -> None:
 def test_a_run_that_was_made_anew_between_two_scrapes_counts_from_its_own_beginning() -> (
     None
 ):
-    def facts(uid: str, hours: int) -> Facts:
-        usage = pack_usage(Usage(at=1, pods={"training": hours * 3600 * SECOND}))
+    def facts(uid: str, hours: int) -> RunFactsSource:
+        usage = pack_usage(PodTimeAccount(at=1, pods={"training": hours * 3600 * SECOND}))
         raw = {"metadata": {"uid": uid}, "status": {"memory": {"usage": usage}}}
-        return Facts(0, 0.0, 0, {}, {}, {}, read_runs({("team", "x"): raw}, now=0.0))
+        return RunFactsSource(
+            0, 0.0, 0, {}, {}, {}, read_runs({("team", "x"): raw}, now=0.0)
+        )
 
     collector = FactsCollector(facts("old", 100))
     registry = CollectorRegistry()

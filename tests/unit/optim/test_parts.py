@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evergrad_trainer.optim.parts import Part, plan_lines, update_parts
+from evergrad_trainer.optim.parts import TensorPart, plan_lines, update_parts
 
 HYPER = {"learning_rate": 1e-3, "betas": (0.9, 0.95), "epsilon": 1e-8, "weight_decay": 0.1}
 
@@ -29,7 +29,7 @@ def update(tensors: list[torch.Tensor], borders: list[int]) -> list[torch.Tensor
     state = [tensor.clone() for tensor in tensors]
     total = state[0].numel()
     parts = [
-        Part(*(tensor[begin:end] for tensor in state), begin=begin, total=total)
+        TensorPart(*(tensor[begin:end] for tensor in state), begin=begin, total=total)
         for begin, end in itertools.pairwise(borders)
     ]
     for updates in (7, 8):
@@ -74,14 +74,14 @@ def test_a_large_tensor_in_lines_of_a_matrix_gives_the_bits_of_the_whole() -> No
 
 def test_only_lines_that_others_hold_a_part_of_are_copied() -> None:
     weights = torch.zeros(100)
-    part = Part(weights, weights, weights, weights, begin=10, total=1000)
+    part = TensorPart(weights, weights, weights, weights, begin=10, total=1000)
     assert plan_lines(part) == [(0, 6, 0, 16), (6, 86, 16, 96), (86, 100, 96, 112)]
-    aligned = Part(weights[:96], weights, weights, weights, begin=16, total=1000)
+    aligned = TensorPart(weights[:96], weights, weights, weights, begin=16, total=1000)
     assert plan_lines(aligned) == [(0, 96, 16, 112)]
 
 
 def test_an_empty_part_has_nothing_to_update() -> None:
     empty = torch.zeros(0)
-    part = Part(empty, empty, empty, empty, begin=5, total=5)
+    part = TensorPart(empty, empty, empty, empty, begin=5, total=5)
     assert plan_lines(part) == []
     update_parts([part], updates=0, **HYPER)  # type: ignore[arg-type]

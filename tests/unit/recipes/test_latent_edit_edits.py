@@ -20,7 +20,7 @@ from evergrad_trainer.recipes.latent_edit.edits import (
     relative,
     type_of,
 )
-from evergrad_trainer.recipes.latent_edit.items import Items, Table
+from evergrad_trainer.recipes.latent_edit.items import Items, ItemTable
 from evergrad_trainer.recipes.latent_edit.windows import Window
 
 
@@ -131,7 +131,7 @@ def windows(count: int = 3, *, is_placed: bool = True) -> list[Window]:
     ]
 
 
-def table(own: list[Window], per_window: int) -> Table:
+def table(own: list[Window], per_window: int) -> ItemTable:
     """Substitutions at 10, 14, … of each window."""
     rows = {}
     for window in own:
@@ -141,7 +141,7 @@ def table(own: list[Window], per_window: int) -> Table:
             new = next(one for one in "ACGT" if one != old)
             row = Edit("chr1", window.start + position + 1, old, new)
             rows[row.key] = row
-    return Table.of(rows)
+    return ItemTable.of(rows)
 
 
 def items(

@@ -22,7 +22,7 @@ from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.models.build import ModelPlan, build_model, plan_model
 from evergrad_trainer.models.randomness import Purpose, seed_generators
 from evergrad_trainer.recipes import load_task
-from evergrad_trainer.recipes.latent_edit import LatentEdit, features
+from evergrad_trainer.recipes.latent_edit import LatentEditTask, features
 from evergrad_trainer.recipes.latent_edit.edits import type_of
 from evergrad_trainer.recipes.latent_edit.encoder import Encoder, encode
 from evergrad_trainer.recipes.latent_edit.features import FeatureCache
@@ -52,7 +52,7 @@ class Opened:
         self.folder = folder
         raw = training({"corpus": str(folder / "corpus"), **section})
         self.training = Training.model_validate(raw)
-        self.task = cast(LatentEdit, load_task(self.training, folder)[0])
+        self.task = cast(LatentEditTask, load_task(self.training, folder)[0])
         below = folder / "prepared"
         below.mkdir(exist_ok=True)
         facts = json.loads(json.dumps(dict(self.task.prepare(NO_TEXT, below))))

@@ -20,10 +20,10 @@ from evergrad_trainer.observers.jsonl import RunLog
 from evergrad_trainer.report import html as html_module
 from evergrad_trainer.report import plots as plots_module
 from evergrad_trainer.report.build import write_report
-from evergrad_trainer.report.facts import Facts, gather_facts
+from evergrad_trainer.report.facts import ReportFacts, gather_facts
 from evergrad_trainer.report.html import render_html
 from evergrad_trainer.report.plots import build_plots
-from evergrad_trainer.report.series import MOST_ROWS, Rows
+from evergrad_trainer.report.series import MOST_ROWS, SeriesRows
 from evergrad_trainer.run.directory import RunDirectory
 
 HOSTILE = "</script><script>alert(1)</script><!-- <style> ]]> \u2028 '\"&"
@@ -63,7 +63,9 @@ def _digits(values: Any) -> list[float]:
     return [float(f"{value:.6g}") for value in values]
 
 
-def _long_run(directory: RunDirectory, synthetic: ModuleType, num_steps: int) -> Facts:
+def _long_run(
+    directory: RunDirectory, synthetic: ModuleType, num_steps: int
+) -> ReportFacts:
     """Facts of a run of so many steps, twelve metrics and six sets, without a file of so many rows."""
     synthetic.RunWriter(directory.path).write(synthetic.Process(last=57, ended="killed"))
     facts = gather_facts(directory)
@@ -268,7 +270,7 @@ def test_rows_have_mean_least_and_greatest_value_of_their_steps(num_steps: int) 
     steps = np.arange(1, num_steps + 1)
     y = np.sin(steps * 12.9898)
     y[::7] = np.nan
-    rows = Rows(steps)
+    rows = SeriesRows(steps)
     ends = rows.x.astype(int)
     assert len(ends) == min(num_steps, MOST_ROWS) and ends[-1] == num_steps
     parts = rows.bands(y)
@@ -283,7 +285,7 @@ def test_rows_have_mean_least_and_greatest_value_of_their_steps(num_steps: int) 
 
 
 def test_values_of_several_attempts_share_the_row_of_their_step() -> None:
-    rows = Rows(np.array([1, 2, 3, 4]))
+    rows = SeriesRows(np.array([1, 2, 3, 4]))
     steps, y = np.array([2, 3, 2, 9]), np.array([5.0, 6.0, 1.0, 7.0])
     mean, least, most = rows.scattered(steps, y)
     assert mean[1:3].tolist() == [3.0, 6.0]

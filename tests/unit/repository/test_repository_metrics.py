@@ -8,15 +8,22 @@ from dataclasses import fields
 from pathlib import Path
 
 from evergrad_common.metrics import OPERATOR, PREFIX
-from evergrad_operator.edge.metrics.operator_metrics import Facts, FactsCollector, Metrics
+from evergrad_operator.edge.metrics.operator_metrics import (
+    FactsCollector,
+    OperatorMetrics,
+    RunFactsSource,
+)
 from evergrad_operator.edge.settings import parse_settings
 
 
 def test_every_metric_of_the_operator_is_in_the_reference_with_its_type(root: Path) -> None:
-    facts = Facts(
-        **{field.name: 0 if field.type in (int, float) else {} for field in fields(Facts)}
+    facts = RunFactsSource(
+        **{
+            field.name: 0 if field.type in (int, float) else {}
+            for field in fields(RunFactsSource)
+        }
     )
-    families = [*Metrics().registry.collect(), *FactsCollector(facts).collect()]
+    families = [*OperatorMetrics().registry.collect(), *FactsCollector(facts).collect()]
     exported = {
         family.name + "_total" * (family.type == "counter"): family.type
         for family in families
@@ -41,7 +48,7 @@ def test_the_revision_goes_from_the_build_to_the_metric(root: Path) -> None:
     for environ, revision in (({variable: "0123abc"}, "0123abc"), ({}, "unknown")):
         images = ["--trainer-image", "t:1", "--operator-image", "o:1"]
         settings = parse_settings(["--all-namespaces", "--no-lease", *images], environ)
-        text = Metrics(revision=settings.revision).render().decode()
+        text = OperatorMetrics(revision=settings.revision).render().decode()
         (build,) = re.findall(
             rf"^{PREFIX}operator_build_info{{(.+)}} 1.0$", text, re.MULTILINE
         )

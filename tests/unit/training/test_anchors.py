@@ -9,9 +9,9 @@ import torch
 from evergrad_trainer.base.errors import PeerLostError
 from evergrad_trainer.base.records import Event
 from evergrad_trainer.distributed.world import Interrupt, World
-from evergrad_trainer.training.components import Run
+from evergrad_trainer.training.components import TrainingComponents
 from evergrad_trainer.training.loop import _anchor
-from evergrad_trainer.training.progress import Progress
+from evergrad_trainer.training.progress import TrainingProgress
 
 STEP = 40
 
@@ -47,11 +47,13 @@ class Told:
         return {"reference": "0" * 16}
 
 
-def run_of(saves: Saves, told: Told, *, interrupt: Interrupt | None = None) -> Run:
+def run_of(
+    saves: Saves, told: Told, *, interrupt: Interrupt | None = None
+) -> TrainingComponents:
     cpu = torch.device("cpu")
     world = World(generation=1, rank=0, size=1, device=cpu, interrupt=interrupt)
     parts = {
-        "progress": Progress(finished_steps=STEP, resumed_step=30, saved_step=30),
+        "progress": TrainingProgress(finished_steps=STEP, resumed_step=30, saved_step=30),
         "checkpoints": saves,
         "snapshots": told,
         "observers": told,
@@ -62,7 +64,7 @@ def run_of(saves: Saves, told: Told, *, interrupt: Interrupt | None = None) -> R
         "tokens_per_step": 4,
         "clock": lambda: 0.0,
     }
-    return cast(Run, SimpleNamespace(**parts))
+    return cast(TrainingComponents, SimpleNamespace(**parts))
 
 
 @pytest.fixture

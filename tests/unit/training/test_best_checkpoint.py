@@ -11,10 +11,10 @@ from evergrad_trainer.base.errors import FencedError, PeerLostError
 from evergrad_trainer.distributed.world import World
 from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.training import loop
-from evergrad_trainer.training.components import Best, Run
-from evergrad_trainer.training.evaluation_counts import Tally
+from evergrad_trainer.training.components import BestCheckpoint, TrainingComponents
+from evergrad_trainer.training.evaluation_counts import EvaluationCounts
 from evergrad_trainer.training.loop import train
-from evergrad_trainer.training.progress import Progress, adopt, describe_rank
+from evergrad_trainer.training.progress import TrainingProgress, adopt, describe_rank
 
 LOSSES = {3: 2.0, STEPS: 1.0}
 
@@ -72,16 +72,16 @@ class Checkpoints:
         return False
 
 
-def make(checkpoints: Checkpoints, *, saves_before: bool) -> Run:
+def make(checkpoints: Checkpoints, *, saves_before: bool) -> TrainingComponents:
     run = make_run(BaseObserver(), [])
 
-    def evaluate(one: Any, world: World, tally: Tally, **options: Any) -> Any:
+    def evaluate(one: Any, world: World, tally: EvaluationCounts, **options: Any) -> Any:
         loss = LOSSES[run.progress.finished_steps]
         return SimpleNamespace(loss=loss, metrics={}, weight=1, seconds=0.0)
 
     return replace(
         run,
-        best=Best("heldOut/loss", "min"),
+        best=BestCheckpoint("heldOut/loss", "min"),
         checkpoints=cast(Any, checkpoints),
         evaluator=evaluator_of(evaluate),
         limits=replace(
@@ -92,7 +92,7 @@ def make(checkpoints: Checkpoints, *, saves_before: bool) -> Run:
     )
 
 
-def meet_again(run: Run) -> None:
+def meet_again(run: TrainingComponents) -> None:
     """Let what this process holds be the state of the next world, as its ranks agree on it."""
     progress, checkpoints = run.progress, run.checkpoints
     row = describe_rank(progress, checkpoints, held_step=progress.finished_steps)
@@ -238,7 +238,7 @@ def test_the_one_before_belongs_to_the_state() -> None:
     checkpoints = Checkpoints()
     run = make(checkpoints, saves_before=False)
     train(run)
-    progress = Progress()
+    progress = TrainingProgress()
     progress.load_values(dict(run.progress.values()))
     assert progress.best is not None and progress.best["step"] == STEPS
     assert progress.best_before is not None and progress.best_before["step"] == 3

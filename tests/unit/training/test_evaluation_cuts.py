@@ -11,10 +11,10 @@ from loop_run import evaluator_of, make_run
 
 from evergrad_trainer.distributed.world import World
 from evergrad_trainer.observers.base import BaseObserver
-from evergrad_trainer.training.components import Run
-from evergrad_trainer.training.evaluation_counts import Tally
+from evergrad_trainer.training.components import TrainingComponents
+from evergrad_trainer.training.evaluation_counts import EvaluationCounts
 from evergrad_trainer.training.loop import save_together, train
-from evergrad_trainer.training.progress import Progress
+from evergrad_trainer.training.progress import TrainingProgress
 
 
 class Preempted:
@@ -24,12 +24,12 @@ class Preempted:
         self.saved: list[dict[str, Any]] = []
         self.begun_at: list[int] = []
         self._batches = iter(batches)
-        self._progress = Progress()
+        self._progress = TrainingProgress()
         self._saves_before = saves_before
 
     def start(self) -> int:
         """Train until the stop, and save; the number of saves of this start."""
-        progress, before = Progress(), len(self.saved)
+        progress, before = TrainingProgress(), len(self.saved)
         if self.saved:
             # As a start from the newest checkpoint.
             progress.load_values(self.saved[-1])
@@ -40,7 +40,7 @@ class Preempted:
         assert progress.saved_step == progress.finished_steps == 3
         return len(self.saved) - before
 
-    def _run(self, progress: Progress) -> Run:
+    def _run(self, progress: TrainingProgress) -> TrainingComponents:
         run = make_run(BaseObserver(), [])
         checkpoints = SimpleNamespace(**vars(run.checkpoints))
 
@@ -48,7 +48,9 @@ class Preempted:
             self.saved.append(copy.deepcopy(dict(progress.values())))
             checkpoints.published = SimpleNamespace(step=step)
 
-        def evaluate(one: Any, world: World, tally: Tally, **options: Any) -> None:
+        def evaluate(
+            one: Any, world: World, tally: EvaluationCounts, **options: Any
+        ) -> None:
             self.begun_at.append(tally.done)
             num_batches = next(self._batches)
             tally.add(
@@ -91,7 +93,7 @@ def test_a_step_whose_evaluation_has_ended_is_not_saved_again() -> None:
     done: list[tuple[str, int]] = []
     run = make_run(BaseObserver(), done)
 
-    def evaluate(one: Any, world: World, tally: Tally, **options: Any) -> Any:
+    def evaluate(one: Any, world: World, tally: EvaluationCounts, **options: Any) -> Any:
         tally.add([[0.5]], num_batches=1, weight=2)
         return SimpleNamespace(loss=1.0, metrics={}, weight=1, seconds=0.0)
 

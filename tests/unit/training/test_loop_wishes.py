@@ -13,10 +13,10 @@ from evergrad_trainer.distributed.world import World
 from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.observers.stateful_observers import Lasting
 from evergrad_trainer.training.components import Rhythm
-from evergrad_trainer.training.evaluation_counts import Tally
+from evergrad_trainer.training.evaluation_counts import EvaluationCounts
 from evergrad_trainer.training.exchange import FLAG_FENCED, FLAG_OBSERVER_OFF, NUM_FLAGS
 from evergrad_trainer.training.loop import train
-from evergrad_trainer.training.progress import MOST_TALLIES_BYTES, Progress
+from evergrad_trainer.training.progress import MOST_TALLIES_BYTES, TrainingProgress
 from evergrad_trainer.training.step_parts import StepOutcome
 
 
@@ -65,7 +65,7 @@ def test_an_evaluation_that_a_change_cuts_short_is_made_again_and_heard_of_once(
     observer, done, measured = Listening(), list[tuple[str, int]](), list[str]()
     run = make_run(observer, done)
 
-    def evaluate(one: Any, world: World, tally: Tally, **options: Any) -> Any:
+    def evaluate(one: Any, world: World, tally: EvaluationCounts, **options: Any) -> Any:
         measured.append(one.name)
         # Between the two sets of the first evaluation the ranks agree to leave.
         is_cut = len(measured) == 2
@@ -79,7 +79,7 @@ def test_an_evaluation_that_a_change_cuts_short_is_made_again_and_heard_of_once(
     assert observer.heard == []
 
     # Another process goes on with what this one remembers.
-    progress = Progress()
+    progress = TrainingProgress()
     progress.load_values(run.progress.values())
     assert train(replace(run, progress=progress)) == "complete"
     assert observer.heard == [
@@ -95,7 +95,7 @@ def test_what_an_evaluation_has_measured_before_it_was_cut_belongs_to_the_state(
     """Only until it has ended: no later step has anything of it."""
     run, seen = make_run(Asking("evaluate"), []), list[int]()
 
-    def evaluate(one: Any, world: World, tally: Tally, **options: Any) -> Any:
+    def evaluate(one: Any, world: World, tally: EvaluationCounts, **options: Any) -> Any:
         seen.append(tally.done)
         tally.add([[0.5]], num_batches=1, weight=2)
         is_cut = len(seen) == 1
@@ -108,7 +108,7 @@ def test_what_an_evaluation_has_measured_before_it_was_cut_belongs_to_the_state(
     values = run.progress.values()
     assert values["step"] == 3 and values["tallies"]["heldOut"]["done"] == 1
 
-    progress = Progress()
+    progress = TrainingProgress()
     progress.load_values(values)
     assert train(replace(run, progress=progress)) == "complete"
     # Gone on with after step 3; begun anew after the last one.
@@ -117,7 +117,7 @@ def test_what_an_evaluation_has_measured_before_it_was_cut_belongs_to_the_state(
 
 
 def test_a_tally_that_is_too_large_for_a_checkpoint_is_left_out_of_it() -> None:
-    progress = Progress(tallies={"heldOut": {"sums": ["1/3"] * MOST_TALLIES_BYTES}})
+    progress = TrainingProgress(tallies={"heldOut": {"sums": ["1/3"] * MOST_TALLIES_BYTES}})
     assert "tallies" not in progress.values()
 
 
@@ -127,7 +127,7 @@ def test_each_set_is_evaluated_at_its_own_cadence_and_all_of_them_at_the_end() -
     done: list[tuple[str, int]] = []
     run = make_run(BaseObserver(), [])
 
-    def evaluate(one: Any, world: World, tally: Tally, **options: Any) -> Any:
+    def evaluate(one: Any, world: World, tally: EvaluationCounts, **options: Any) -> Any:
         done.append((one.name, run.progress.finished_steps))
         return SimpleNamespace(loss=1.0, metrics={}, weight=1, seconds=0.0)
 
@@ -163,7 +163,7 @@ def test_a_save_that_was_asked_for_is_made_by_the_next_world_if_this_one_breaks_
     done: list[tuple[str, int]] = []
     run = make_run(Asking("save"), done)
 
-    def breaks(one: Any, world: World, tally: Tally, **options: Any) -> Any:
+    def breaks(one: Any, world: World, tally: EvaluationCounts, **options: Any) -> Any:
         raise PeerLostError("a rank is gone")
 
     # An evaluation is due after the very step for which the save was asked.
@@ -173,7 +173,7 @@ def test_a_save_that_was_asked_for_is_made_by_the_next_world_if_this_one_breaks_
     assert done == []
 
     # Another process goes on with what this one remembers; the save comes after the evaluation.
-    progress = Progress()
+    progress = TrainingProgress()
     progress.load_values(run.progress.values())
     assert train(replace(run, limits=limits, progress=progress)) == "complete"
     assert ("save", 3) in done

@@ -8,11 +8,11 @@ import pytest
 from loop_run import STEPS, make_run
 
 from evergrad_trainer.observers.base import BaseObserver
-from evergrad_trainer.training.components import Rhythm, Run
+from evergrad_trainer.training.components import Rhythm, TrainingComponents
 from evergrad_trainer.training.loop import train
 
 
-def saves_of(run: Run) -> dict[int, dict[str, Any]]:
+def saves_of(run: TrainingComponents) -> dict[int, dict[str, Any]]:
     """The steps that the run saves while it trains, with what is written beside the tensors."""
     saves: dict[int, dict[str, Any]] = {}
 

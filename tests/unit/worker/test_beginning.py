@@ -15,7 +15,7 @@ from evergrad_manifest.training import Checkpoint, InitFrom, Model, Reproducibil
 from evergrad_trainer.base.errors import CheckpointError
 from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.checkpoint.restore import Restored
-from evergrad_trainer.data.start_positions import DataStart, Place
+from evergrad_trainer.data.start_positions import DataStart, SourcePosition
 from evergrad_trainer.distributed.world import World
 from evergrad_trainer.run.directory import RunDirectory
 from evergrad_trainer.state.registry import (
@@ -27,7 +27,7 @@ from evergrad_trainer.state.registry import (
     Registry,
     to_extra,
 )
-from evergrad_trainer.training.progress import Progress
+from evergrad_trainer.training.progress import TrainingProgress
 from evergrad_trainer.worker import init_from
 from evergrad_trainer.worker.session import Session
 
@@ -68,7 +68,7 @@ class Fresh:
     """A fresh run, as far as ``begin`` looks at it; ``entered`` counts the task's preparations."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
-        self.progress, self.optimizer = Progress(run_id="ours"), Scalars()
+        self.progress, self.optimizer = TrainingProgress(run_id="ours"), Scalars()
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.asked: list[dict[str, Any]] = []
         self.entered = 0
@@ -210,7 +210,9 @@ def test_a_position_goes_on_without_what_was_measured_in_the_other_mixture(
     make: Make,
 ) -> None:
     fresh = make(load="position")
-    fresh.session.data.train.start = DataStart((Place("a", "A", 0, 18),), 5, (), "data")
+    fresh.session.data.train.start = DataStart(
+        (SourcePosition("a", "A", 0, 18),), 5, (), "data"
+    )
     # The data are others, and the cursor is one in their mixture.
     fresh.session.data.fingerprint = "here"
     fresh.begin()
@@ -226,8 +228,8 @@ def test_a_position_goes_on_without_what_was_measured_in_the_other_mixture(
     "start",
     [
         None,
-        DataStart((Place("a", "A", 0, 18),), 4, (), "data"),
-        DataStart((Place("a", "A", 0, 18),), 5, (), "other"),
+        DataStart((SourcePosition("a", "A", 0, 18),), 4, (), "data"),
+        DataStart((SourcePosition("a", "A", 0, 18),), 5, (), "other"),
     ],
 )
 def test_a_position_is_that_of_the_state_which_is_loaded(
@@ -267,7 +269,9 @@ def test_another_step_than_the_run_began_behind_is_refused_by_what_it_began_with
         }
     }
     # As run.json has it of the start before: the file's new step has no say in it.
-    fresh.session.data.train.start = DataStart((Place("a", "A", 0, 15),), 4, (), "data")
+    fresh.session.data.train.start = DataStart(
+        (SourcePosition("a", "A", 0, 15),), 4, (), "data"
+    )
     said = refused(fresh)
     assert "this run began with step-4 of first, and step-5 of" in said
     assert "Set spec.training.initFrom.step to 4, or" in said
@@ -369,7 +373,9 @@ def test_a_start_before_the_first_checkpoint_takes_the_one_of_the_run_that_has_t
     fresh.newest = 6
     fresh.recorded = {"begunFrom": {**BEGUN, "load": load}}
     if load == "position":
-        fresh.session.data.train.start = DataStart((Place("a", "A", 0, 18),), 5, (), "data")
+        fresh.session.data.train.start = DataStart(
+            (SourcePosition("a", "A", 0, 18),), 5, (), "data"
+        )
     fresh.begin()
     assert fresh.session.begun_from["checkpoint"] == "step-5"
 
@@ -379,7 +385,9 @@ def test_a_position_behind_which_the_data_were_opened_is_loaded_though_a_newer_o
 ) -> None:
     fresh = make(load="position")
     fresh.newest = 6
-    fresh.session.data.train.start = DataStart((Place("a", "A", 0, 18),), 5, (), "data")
+    fresh.session.data.train.start = DataStart(
+        (SourcePosition("a", "A", 0, 18),), 5, (), "data"
+    )
     fresh.begin()
     assert fresh.session.begun_from["step"] == 5
 

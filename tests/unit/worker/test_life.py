@@ -2,38 +2,52 @@
 
 import pytest
 
-from evergrad_trainer.worker.states import Held, Life, Phase
+from evergrad_trainer.worker.states import Life, StateStatus, WorkerState
 
 
 def test_a_life_goes_through_its_worlds_to_its_end() -> None:
-    life = Life(Held.FRESH)
+    life = Life(StateStatus.FRESH)
     for _ in range(2):
-        for phase in (Phase.SETUP, Phase.SETTLE, Phase.TRAIN, Phase.LEAVING, Phase.IDLE):
+        for phase in (
+            WorkerState.SETUP,
+            WorkerState.SETTLE,
+            WorkerState.TRAIN,
+            WorkerState.LEAVING,
+            WorkerState.IDLE,
+        ):
             life.enter(phase)
             assert life.phase == phase
-    life.enter(Phase.DEPARTING)
-    life.enter(Phase.ENDED)
+    life.enter(WorkerState.DEPARTING)
+    life.enter(WorkerState.ENDED)
 
 
 def test_a_world_that_breaks_is_given_up_wherever_it_breaks_and_the_life_goes_on() -> None:
-    way = (Phase.SETUP, Phase.SETTLE, Phase.TRAIN, Phase.CLOSING)
+    way = (WorkerState.SETUP, WorkerState.SETTLE, WorkerState.TRAIN, WorkerState.CLOSING)
     for length in range(1, len(way) + 1):
-        life = Life(Held.FRESH)
-        for phase in (*way[:length], Phase.GIVING_UP, Phase.IDLE):
+        life = Life(StateStatus.FRESH)
+        for phase in (*way[:length], WorkerState.GIVING_UP, WorkerState.IDLE):
             life.enter(phase)
-        assert life.phase == Phase.IDLE
+        assert life.phase == WorkerState.IDLE
 
 
 @pytest.mark.parametrize(
-    "before", [(), (Phase.SETUP,), (Phase.SETUP, Phase.GIVING_UP), (Phase.DEPARTING,)]
+    "before",
+    [
+        (),
+        (WorkerState.SETUP,),
+        (WorkerState.SETUP, WorkerState.GIVING_UP),
+        (WorkerState.DEPARTING,),
+    ],
 )
-def test_an_error_ends_a_life_in_any_state_and_only_once(before: tuple[Phase, ...]) -> None:
-    life = Life(Held.FRESH)
-    for phase in (*before, Phase.FAILED):
+def test_an_error_ends_a_life_in_any_state_and_only_once(
+    before: tuple[WorkerState, ...],
+) -> None:
+    life = Life(StateStatus.FRESH)
+    for phase in (*before, WorkerState.FAILED):
         assert not life.is_over
         life.enter(phase)
     assert life.is_over
-    for phase in Phase:
+    for phase in WorkerState:
         with pytest.raises(RuntimeError, match="cannot go from failed"):
             life.enter(phase)
 
@@ -41,20 +55,23 @@ def test_an_error_ends_a_life_in_any_state_and_only_once(before: tuple[Phase, ..
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ([], Phase.TRAIN),
-        ([Phase.SETUP], Phase.TRAIN),
-        ([Phase.SETUP], Phase.IDLE),
-        ([Phase.SETUP, Phase.SETTLE], Phase.IDLE),
-        ([Phase.SETUP, Phase.SETTLE, Phase.TRAIN], Phase.IDLE),
-        ([Phase.SETUP, Phase.SETTLE, Phase.TRAIN, Phase.LEAVING], Phase.SETUP),
-        ([Phase.ENDED], Phase.SETUP),
-        ([Phase.ENDED], Phase.FAILED),
+        ([], WorkerState.TRAIN),
+        ([WorkerState.SETUP], WorkerState.TRAIN),
+        ([WorkerState.SETUP], WorkerState.IDLE),
+        ([WorkerState.SETUP, WorkerState.SETTLE], WorkerState.IDLE),
+        ([WorkerState.SETUP, WorkerState.SETTLE, WorkerState.TRAIN], WorkerState.IDLE),
+        (
+            [WorkerState.SETUP, WorkerState.SETTLE, WorkerState.TRAIN, WorkerState.LEAVING],
+            WorkerState.SETUP,
+        ),
+        ([WorkerState.ENDED], WorkerState.SETUP),
+        ([WorkerState.ENDED], WorkerState.FAILED),
     ],
 )
 def test_what_the_table_does_not_have_is_an_error_of_this_program(
-    before: list[Phase], after: Phase
+    before: list[WorkerState], after: WorkerState
 ) -> None:
-    life = Life(Held.DIRTY)
+    life = Life(StateStatus.DIRTY)
     for phase in before:
         life.enter(phase)
     with pytest.raises(RuntimeError, match="cannot go from"):

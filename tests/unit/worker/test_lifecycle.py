@@ -15,12 +15,12 @@ from evergrad_trainer.distributed.world import Membership, World
 from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.observers.stateful_observers import Lasting
 from evergrad_trainer.run.directory import RunDirectory
-from evergrad_trainer.training.progress import Progress
+from evergrad_trainer.training.progress import TrainingProgress
 from evergrad_trainer.worker import rank_zero, worker_loop
-from evergrad_trainer.worker.channel import End, Go
+from evergrad_trainer.worker.channel import WorkerFinish, WorkerGo
 from evergrad_trainer.worker.rank_zero import Writer
 from evergrad_trainer.worker.session import Session
-from evergrad_trainer.worker.states import Held, Life, Phase
+from evergrad_trainer.worker.states import Life, StateStatus, WorkerState
 from evergrad_trainer.worker.worker_loop import Lifecycle
 
 CPU = torch.device("cpu")
@@ -76,9 +76,10 @@ def live(
     settles = iter([what for _, what in starts])
     ranks = [rank for rank, _ in starts]
     orders: list[Any] = [
-        Go(number, rank, 2, "", 0, 0.0, "other") for number, rank in enumerate(ranks, 1)
+        WorkerGo(number, rank, 2, "", 0, 0.0, "other")
+        for number, rank in enumerate(ranks, 1)
     ]
-    orders.append(End(0))
+    orders.append(WorkerFinish(0))
     worlds = SimpleNamespace(
         are_replaced=True,
         await_order=lambda step: orders.pop(0),
@@ -91,7 +92,7 @@ def live(
 
     def settle(session: Session, machinery: Any, run: Any, life: Life) -> bool:
         next(settles)(session)
-        life.held = Held.WHOLE
+        life.held = StateStatus.WHOLE
         return True
 
     monkeypatch.setattr(rank_zero, "build_observers", build_observers)
@@ -109,7 +110,7 @@ def live(
         cast(Any, run),
         worlds=cast(Any, worlds),
         writer=Writer(session, relay=None),
-        life=Life(Held.FRESH),
+        life=Life(StateStatus.FRESH),
     ).live()
     return log.rows
 
@@ -177,8 +178,8 @@ def test_a_stop_file_is_there_until_others_know_that_the_run_has_stopped(
         are_replaced=others_go_on, trains=lambda world, step: None, agreed_end=look
     )
     writer = SimpleNamespace(take=lambda: False, is_on_duty=True)
-    life = Life(Held.WHOLE)
-    life.enter(Phase.SETUP)
+    life = Life(StateStatus.WHOLE)
+    life.enter(WorkerState.SETUP)
     one = Lifecycle(
         session,
         cast(Any, None),
@@ -187,7 +188,7 @@ def test_a_stop_file_is_there_until_others_know_that_the_run_has_stopped(
         writer=cast(Any, writer),
         life=life,
     )
-    one._train_in(World(1, 0, 1, CPU), cast(Go, None))
+    one._train_in(World(1, 0, 1, CPU), cast(WorkerGo, None))
     assert seen == [others_go_on, others_go_on]
     assert not session.directory.stop_requested()
 
@@ -198,12 +199,12 @@ def test_a_record_that_cannot_be_closed_is_an_error_of_a_life_that_is_not_over(
     def release() -> None:
         raise OSError("no space left")
 
-    life = Life(Held.WHOLE)
+    life = Life(StateStatus.WHOLE)
     one = Lifecycle(
         open_session(tmp_path),
         cast(Any, None),
         cast(Any, None),
-        worlds=cast(Any, SimpleNamespace(await_order=lambda step: End(0))),
+        worlds=cast(Any, SimpleNamespace(await_order=lambda step: WorkerFinish(0))),
         writer=cast(Any, SimpleNamespace(release=release)),
         life=life,
     )
@@ -235,12 +236,12 @@ def test_a_start_that_nobody_may_have_announced_is_announced_in_the_next_world(
         mark=lambda phase: None,
         opened=SimpleNamespace(code=SimpleNamespace(note_trained=lambda: None), observers=None),
         observers=None,
-        progress=Progress(finished_steps=steps_here, steps_here=steps_here),
+        progress=TrainingProgress(finished_steps=steps_here, steps_here=steps_here),
         is_announced=is_announced,
         waiting=None,
     )  # fmt: skip
 
-    def announce_world(machinery: Any, begin: Go, *, is_new: bool) -> None:
+    def announce_world(machinery: Any, begin: WorkerGo, *, is_new: bool) -> None:
         said.append("new world" if is_new else "world")
 
     writer = SimpleNamespace(
@@ -250,8 +251,8 @@ def test_a_start_that_nobody_may_have_announced_is_announced_in_the_next_world(
     monkeypatch.setattr(worker_loop, "settle", lambda *parts: is_fresh)
     monkeypatch.setattr(worker_loop, "announce", lambda *parts: said.append("start"))
     monkeypatch.setattr(worker_loop, "train", lambda run: "change")
-    life = Life(Held.FRESH)
-    life.enter(Phase.SETUP)
+    life = Life(StateStatus.FRESH)
+    life.enter(WorkerState.SETUP)
     one = Lifecycle(
         cast(Any, session),
         cast(Any, None),
@@ -260,5 +261,5 @@ def test_a_start_that_nobody_may_have_announced_is_announced_in_the_next_world(
         writer=cast(Any, writer),
         life=life,
     )
-    one._train_in(cast(Any, SimpleNamespace(is_main=True)), cast(Go, None))
+    one._train_in(cast(Any, SimpleNamespace(is_main=True)), cast(WorkerGo, None))
     assert said == written

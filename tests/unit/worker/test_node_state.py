@@ -15,7 +15,7 @@ import pytest
 from patience import PATIENCE
 
 from evergrad import node_state
-from evergrad.node_messages import CODEC, KINDS, MAX_LINE_BYTES, Report
+from evergrad.node_messages import CODEC, KINDS, MAX_LINE_BYTES, ScriptReport
 from evergrad.node_state import (
     RECORD_NAME,
     SOCKET_NAME,
@@ -173,8 +173,8 @@ def test_fields_that_the_node_does_not_know_are_passed_over(tmp_path: Path) -> N
 
 def test_a_report_has_the_values_that_the_helper_reads() -> None:
     given = dict.fromkeys(FIELDS, 1)
-    report = CODEC.decode(CODEC.encode(Report(6, 0, **given)))
-    assert isinstance(report, Report)
+    report = CODEC.decode(CODEC.encode(ScriptReport(6, 0, **given)))
+    assert isinstance(report, ScriptReport)
     assert report.values == {"generation": 6, "rank": 0, **given}
 
 

@@ -17,7 +17,7 @@ from evergrad_trainer.data.prepared import Prepared, PreparedSource, TokenSequen
 from evergrad_trainer.data.start_positions import (
     DATA_START,
     DataStart,
-    Place,
+    SourcePosition,
     place_sources,
 )
 from evergrad_trainer.data.tokenizers import ByteTokenizer
@@ -31,7 +31,7 @@ from evergrad_trainer.worker.resume_position import (
     find_other,
 )
 
-START = DataStart((Place("a", "A", 0), Place("b", "B", 1)))
+START = DataStart((SourcePosition("a", "A", 0), SourcePosition("b", "B", 1)))
 
 
 def prepared_of(
@@ -158,7 +158,9 @@ def test_a_position_is_each_sources_place_behind_the_checkpoints_step(other: Oth
     found = other.find(make_run())
     assert found is not None
     assert found.start == DataStart(
-        (Place("a", "A", 0, 18, "A"), Place("b", "B", 1, 7, "B")), 6, data_before="f"
+        (SourcePosition("a", "A", 0, 18, "A"), SourcePosition("b", "B", 1, 7, "B")),
+        6,
+        data_before="f",
     )
 
 
@@ -289,9 +291,9 @@ def test_content_of_a_source_that_an_earlier_run_left_out_is_refused_where_it_is
     other: Other,
 ) -> None:
     began = DataStart(
-        (Place("a", "A", 0, 3),),
+        (SourcePosition("a", "A", 0, 3),),
         2,
-        (Place("y", "Y of all", 1, 7, "Y"),),
+        (SourcePosition("y", "Y of all", 1, 7, "Y"),),
         data_before="first",
     )
     other.write(dataStart=began.to_json())
@@ -319,7 +321,7 @@ def test_sources_that_begin_at_their_first_sample_and_may_be_earlier_ones_are_na
     assert said.startswith("a begins at its first sample: the source of this name")
 
     # Without the content of what was left out nothing says that C is not a part of it.
-    forgotten = replace(found.start, left_out=(Place("y", "Y of all", 2, 7),))
+    forgotten = replace(found.start, left_out=(SourcePosition("y", "Y of all", 2, 7),))
     placed = place_sources(forgotten, [("c", "C"), ("b", "B")])
     (said,) = check_content(
         replace(found, start=forgotten), placed, prepared_of(("c", "C"), ("b", "B"))

@@ -10,7 +10,7 @@ import torch
 
 from evergrad.report_values import read_values
 from evergrad_common.codec import encode
-from evergrad_coordinator.protocol import Boundary, Evaluation, Progress
+from evergrad_coordinator.protocol import Boundary, EvaluationReport, Progress
 from evergrad_trainer.node.metrics import NodeMetrics
 from evergrad_trainer.torchrun.agent_reports import WorkerReports
 
@@ -143,7 +143,7 @@ def test_an_evaluation_is_told_at_once_and_again_with_every_step() -> None:
         "evaluation_end",
         {"name": "held out", "step": 5, "loss": 2.0, "metrics": {"exact": 0.5, "odd": NAN}},
     )
-    told = {"held out": Evaluation(5, {"loss": 2.0, "exact": 0.5})}
+    told = {"held out": EvaluationReport(5, {"loss": 2.0, "exact": 0.5})}
     assert metrics.progress is not None and metrics.progress.evaluations == told
     metrics.tell("step_end", step_record(6))
     assert (metrics.progress.step, metrics.progress.evaluations) == (6, told)

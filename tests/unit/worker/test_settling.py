@@ -9,7 +9,11 @@ import pytest
 
 from evergrad_common.contract import ErrorKind
 from evergrad_trainer.checkpoint.manager import CheckpointManager
-from evergrad_trainer.training.progress import Progress, choose_source, describe_rank
+from evergrad_trainer.training.progress import (
+    TrainingProgress,
+    choose_source,
+    describe_rank,
+)
 from evergrad_trainer.training.progress import adopt as adopt_rows
 from evergrad_trainer.worker.channel import Failed
 from evergrad_trainer.worker.run import report_end
@@ -31,8 +35,8 @@ def row(step: int, **changes: Any) -> dict[str, Any]:
     return {**base, **changes}
 
 
-def adopt(*rows: dict[str, Any]) -> Progress:
-    progress = Progress(
+def adopt(*rows: dict[str, Any]) -> TrainingProgress:
+    progress = TrainingProgress(
         finished_steps=99, saved_step=99, resumed_step=99, evaluated_step=99
     )
     source = rows[choose_source(list(rows))]
@@ -43,7 +47,7 @@ def adopt(*rows: dict[str, Any]) -> Progress:
 
 
 def test_a_rank_tells_the_newest_checkpoint_it_knows_to_stand() -> None:
-    progress = Progress(
+    progress = TrainingProgress(
         finished_steps=8, resumed_step=3, saved_step=6, steps_here=5, evaluated_step=4
     )
     told = describe_rank(progress, checkpoints(), held_step=8)

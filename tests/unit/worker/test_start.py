@@ -12,7 +12,7 @@ from evergrad_trainer.base.bytes_moved import MOVED
 from evergrad_trainer.worker import run
 from evergrad_trainer.worker.channel import Failed, Warm
 from evergrad_trainer.worker.liveness import WorkerHeartbeat
-from evergrad_trainer.worker.states import Held, Life, LifeEnd, Phase
+from evergrad_trainer.worker.states import Life, LifeEnd, StateStatus, WorkerState
 
 
 def test_what_is_read_while_the_state_is_built_is_a_sign_of_life(
@@ -47,10 +47,10 @@ def test_an_error_after_the_end_of_a_workers_life_is_the_one_that_its_node_gets(
         def close(self) -> None:
             raise OSError("an observer could not be closed")
 
-    life = Life(Held.WHOLE)
+    life = Life(StateStatus.WHOLE)
 
     def live() -> LifeEnd:
-        life.enter(Phase.ENDED)
+        life.enter(WorkerState.ENDED)
         return LifeEnd(0)
 
     opened = SimpleNamespace(observers=Observers())

@@ -14,7 +14,7 @@ from patience import PATIENCE
 
 from evergrad_common.contract import ExitCode
 from evergrad_trainer.distributed.world import Interrupt
-from evergrad_trainer.worker import channel as say
+from evergrad_trainer.worker import channel
 from evergrad_trainer.worker import watchdog as guard_module
 from evergrad_trainer.worker.channel import Channel, channel_pair
 from evergrad_trainer.worker.watchdog import Watchdog
@@ -33,8 +33,8 @@ class Pair:
 
     def settle(self) -> None:
         """Until the watchdog has taken all that was sent so far."""
-        self.supervisor.send(say.Ping())
-        assert self.hear() == say.Pong()
+        self.supervisor.send(channel.WorkerPing())
+        assert self.hear() == channel.WorkerPong()
 
 
 @pytest.fixture
@@ -64,8 +64,8 @@ def until(condition: Callable[[], bool]) -> bool:
     return condition()
 
 
-def begin(generation: int) -> say.Go:
-    return say.Go(generation, 0, 1, "127.0.0.1", 1, 1.0, cause="test")
+def begin(generation: int) -> channel.WorkerGo:
+    return channel.WorkerGo(generation, 0, 1, "127.0.0.1", 1, 1.0, cause="test")
 
 
 def awaited(watchdog: Watchdog, *, step: int) -> "list[Any]":
@@ -80,9 +80,9 @@ def awaited(watchdog: Watchdog, *, step: int) -> "list[Any]":
 def test_each_change_is_answered_once_with_the_step_that_is_held(pair: Pair) -> None:
     orders = awaited(pair.watchdog, step=7)
     for generation in (1, 4):
-        pair.supervisor.send(say.Plan(generation, hard=False))
-        assert pair.hear() == say.Ready(generation, 7)
-    pair.supervisor.send(say.Plan(4, hard=True))
+        pair.supervisor.send(channel.WorkerPlan(generation, hard=False))
+        assert pair.hear() == channel.WorkerReady(generation, 7)
+    pair.supervisor.send(channel.WorkerPlan(4, hard=True))
     pair.settle()
     pair.supervisor.send(begin(4))
     assert until(lambda: orders == [begin(4)])
@@ -90,10 +90,10 @@ def test_each_change_is_answered_once_with_the_step_that_is_held(pair: Pair) -> 
 
 def test_a_begin_older_than_the_newest_change_is_ignored(pair: Pair) -> None:
     orders = awaited(pair.watchdog, step=-1)
-    pair.supervisor.send(say.Plan(2, hard=False))
-    assert pair.hear() == say.Ready(2, -1)
-    pair.supervisor.send(say.Plan(3, hard=False))
-    assert pair.hear() == say.Ready(3, -1)
+    pair.supervisor.send(channel.WorkerPlan(2, hard=False))
+    assert pair.hear() == channel.WorkerReady(2, -1)
+    pair.supervisor.send(channel.WorkerPlan(3, hard=False))
+    assert pair.hear() == channel.WorkerReady(3, -1)
     pair.supervisor.send(begin(2))
     pair.settle()
     assert orders == []
@@ -101,9 +101,11 @@ def test_a_begin_older_than_the_newest_change_is_ignored(pair: Pair) -> None:
     assert until(lambda: orders == [begin(3)])
 
 
-@pytest.mark.parametrize("order", [say.End(0), say.Leave(9, save=True)])
+@pytest.mark.parametrize(
+    "order", [channel.WorkerFinish(0), channel.WorkerLeave(9, save=True)]
+)
 def test_the_end_is_an_order_whatever_was_planned(pair: Pair, order: Any) -> None:
-    pair.supervisor.send(say.Plan(8, hard=False))
+    pair.supervisor.send(channel.WorkerPlan(8, hard=False))
     pair.supervisor.send(order)
     pair.settle()
     assert pair.watchdog.await_order(step=0) == order
@@ -113,7 +115,7 @@ def test_a_soft_change_is_a_wish_for_the_next_boundary_and_cuts_nothing(pair: Pa
     interrupt = Interrupt()
     pair.watchdog.enter(1, interrupt)
     assert not pair.watchdog.is_changing()
-    pair.supervisor.send(say.Plan(2, hard=False))
+    pair.supervisor.send(channel.WorkerPlan(2, hard=False))
     pair.settle()
     assert (
         pair.watchdog.is_changing()
@@ -129,16 +131,16 @@ def test_a_change_that_can_wait_does_so_once_however_often_it_is_planned_anew(
     pair: Pair,
 ) -> None:
     pair.watchdog.enter(1, Interrupt())
-    pair.supervisor.send(say.Plan(2, hard=False, patience_seconds=3600.0))
+    pair.supervisor.send(channel.WorkerPlan(2, hard=False, patience_seconds=3600.0))
     pair.settle()
     assert pair.watchdog.is_changing() and pair.watchdog.can_wait()
-    pair.supervisor.send(say.Plan(3, hard=False, patience_seconds=0.0))
-    pair.supervisor.send(say.Plan(4, hard=False, patience_seconds=3600.0))
+    pair.supervisor.send(channel.WorkerPlan(3, hard=False, patience_seconds=0.0))
+    pair.supervisor.send(channel.WorkerPlan(4, hard=False, patience_seconds=3600.0))
     pair.settle()
     assert not pair.watchdog.can_wait(), "the first end of its patience counts"
     pair.watchdog.leave()
     pair.watchdog.enter(4, Interrupt())
-    pair.supervisor.send(say.Plan(5, hard=False, patience_seconds=3600.0))
+    pair.supervisor.send(channel.WorkerPlan(5, hard=False, patience_seconds=3600.0))
     pair.settle()
     assert pair.watchdog.can_wait(), "another group, another patience"
 
@@ -147,7 +149,7 @@ def test_a_soft_change_that_turns_hard_gives_the_group_up(pair: Pair) -> None:
     interrupt = Interrupt()
     pair.watchdog.enter(1, interrupt)
     for hard in (False, True):
-        pair.supervisor.send(say.Plan(2, hard=hard))
+        pair.supervisor.send(channel.WorkerPlan(2, hard=hard))
         pair.settle()
         assert interrupt.is_set == hard
     pair.watchdog.leave()
@@ -156,7 +158,7 @@ def test_a_soft_change_that_turns_hard_gives_the_group_up(pair: Pair) -> None:
 def test_a_hard_change_heard_before_a_group_of_older_number_is_entered_gives_it_up_at_once(
     pair: Pair,
 ) -> None:
-    pair.supervisor.send(say.Plan(5, hard=True))
+    pair.supervisor.send(channel.WorkerPlan(5, hard=True))
     pair.settle()
     older, same = Interrupt(), Interrupt()
     pair.watchdog.enter(4, older)
@@ -173,7 +175,7 @@ def test_a_hard_change_for_the_group_s_own_or_an_older_number_is_no_reason_to_le
     interrupt = Interrupt()
     pair.watchdog.enter(5, interrupt)
     for generation in (4, 5):
-        pair.supervisor.send(say.Plan(generation, hard=True))
+        pair.supervisor.send(channel.WorkerPlan(generation, hard=True))
     pair.settle()
     assert not interrupt.is_set and not pair.watchdog.is_changing()
     pair.watchdog.leave()
@@ -182,7 +184,7 @@ def test_a_hard_change_for_the_group_s_own_or_an_older_number_is_no_reason_to_le
 def test_the_end_of_the_run_gives_the_group_up(pair: Pair) -> None:
     interrupt = Interrupt()
     pair.watchdog.enter(1, interrupt)
-    pair.supervisor.send(say.End(75))
+    pair.supervisor.send(channel.WorkerFinish(75))
     pair.settle()
     assert interrupt.is_set and pair.watchdog.is_changing_from(1)
     pair.watchdog.leave()
@@ -193,7 +195,7 @@ def test_connections_of_the_group_are_cut_until_it_is_left_and_none_after(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         pair.watchdog.enter(1, Interrupt())
-        pair.supervisor.send(say.Plan(2, hard=True))
+        pair.supervisor.send(channel.WorkerPlan(2, hard=True))
         pair.settle()
         # Made while the group is given up, as a group that is still being set up does.
         with (
@@ -225,7 +227,7 @@ def test_a_connection_opened_after_the_group_has_formed_is_not_cut(pair: Pair) -
         with group, peer, own, service:
             for one in (group, own):
                 one.settimeout(PATIENCE)
-            pair.supervisor.send(say.Plan(2, hard=True))
+            pair.supervisor.send(channel.WorkerPlan(2, hard=True))
             assert group.recv(1) == b""
             pair.settle()
             pair.watchdog.cut()

@@ -20,7 +20,7 @@ from evergrad_trainer.checkpoint.faults import (
 from evergrad_trainer.checkpoint.generations import check_fence
 from evergrad_trainer.checkpoint.layout import Version, parse_attempt_name
 from evergrad_trainer.checkpoint.manifest import FileEntry, Manifest, encode_manifest
-from evergrad_trainer.checkpoint.reader import Reader
+from evergrad_trainer.checkpoint.reader import CheckpointReader
 from evergrad_trainer.checkpoint.shard_file import ShardFile
 
 STALE_SECONDS = 3.0
@@ -48,7 +48,7 @@ class FilesystemAttempts:
     """
 
     def __init__(
-        self, directory: Path, *, catalog: Catalog, reader: Reader, medium: Medium
+        self, directory: Path, *, catalog: Catalog, reader: CheckpointReader, medium: Medium
     ) -> None:
         self._directory = directory
         self._catalog = catalog

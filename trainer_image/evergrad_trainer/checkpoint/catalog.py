@@ -18,7 +18,7 @@ from evergrad_trainer.checkpoint.manifest import (
     InvalidCheckpointError,
     UnknownFormatError,
 )
-from evergrad_trainer.checkpoint.reader import Reader
+from evergrad_trainer.checkpoint.reader import CheckpointReader
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +27,12 @@ class Catalog:
     """The published names of one directory. Methods raise OSError for what the volume refuses."""
 
     def __init__(
-        self, directory: Path, *, reader: Reader, faults: FaultPoints, keep_waiting: int = 0
+        self,
+        directory: Path,
+        *,
+        reader: CheckpointReader,
+        faults: FaultPoints,
+        keep_waiting: int = 0,
     ) -> None:
         self._directory = directory
         self._reader = reader

@@ -33,8 +33,8 @@ from evergrad_trainer.checkpoint import layout
 from evergrad_trainer.checkpoint.attempts import FilesystemAttempts
 from evergrad_trainer.checkpoint.layout import Version
 from evergrad_trainer.checkpoint.manifest import FileEntry, InvalidCheckpointError
-from evergrad_trainer.checkpoint.reader import Reader, ShardSource
-from evergrad_trainer.checkpoint.staging import HostStager, Snapshot, view_bytes
+from evergrad_trainer.checkpoint.reader import CheckpointReader, ShardSource
+from evergrad_trainer.checkpoint.staging import HostStager, StagedState, view_bytes
 from evergrad_trainer.checkpoint.tensor_table import (
     StoredChunk,
     Table,
@@ -57,7 +57,7 @@ class SnapshotPlanner(DefaultSavePlanner):
     A ``failure`` of staging here is raised where DCP makes it known to all ranks.
     """
 
-    def __init__(self, snapshot: Snapshot, *, failure: Exception | None = None) -> None:
+    def __init__(self, snapshot: StagedState, *, failure: Exception | None = None) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._snapshot = snapshot
         self._failure = failure
@@ -118,7 +118,7 @@ def plan_snapshot(
         return SnapshotPlanner(stager.stage(state, rank=rank, world_size=world_size))
     except (MemoryError, RuntimeError) as error:
         # The others are already on their way into the exchange; it fails there, on all ranks alike.
-        return SnapshotPlanner(Snapshot({}, ""), failure=error)
+        return SnapshotPlanner(StagedState({}, ""), failure=error)
 
 
 class StoreWriter(StorageWriter):
@@ -215,7 +215,7 @@ class StoreReader(StorageReader):
     """Reads one published checkpoint into tensors that exist: whatever boxes they need, from whichever files
     hold them."""
 
-    def __init__(self, reader: Reader, name: str, table: Table) -> None:
+    def __init__(self, reader: CheckpointReader, name: str, table: Table) -> None:
         self._reader = reader
         self._name = name
         self._table = table

@@ -23,16 +23,16 @@ from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.checkpoint.restore import Restored, load_newest
 from evergrad_trainer.checkpoint.save import (
     BackgroundSave,
-    Outcome,
-    Published,
+    PublishedCheckpoint,
     SaveOrder,
+    SaveResult,
     find_newest_valid,
     ignore_solo_warning,
     run_save,
 )
 from evergrad_trainer.checkpoint.search import Search
 from evergrad_trainer.checkpoint.staging import HostStager, require_tensors
-from evergrad_trainer.checkpoint.store import Store, open_store
+from evergrad_trainer.checkpoint.store import CheckpointStore, open_store
 from evergrad_trainer.distributed.world import Membership, World
 
 _JOIN_SECONDS = 0.02
@@ -78,9 +78,9 @@ class CheckpointManager:
         settings: Checkpoint,
         identity: Identity,
         on_event: Callable[[str, dict[str, Any]], None],
-        store: Store | None = None,
+        store: CheckpointStore | None = None,
     ) -> None:
-        self.published: Published | None = None
+        self.published: PublishedCheckpoint | None = None
         """Newest checkpoint that this process has saved since its last restore; the same on every rank."""
         self.failures = 0
         """Saves that have failed in a row."""
@@ -286,7 +286,7 @@ class CheckpointManager:
                 # The thread may still read what the old one holds.
                 self._stager = HostStager()
 
-    def land(self) -> Outcome | None:
+    def land(self) -> SaveResult | None:
         """Wait for the save under way, if any, and report it; how it ended. Raises SaveError.
 
         A newer claim is not raised: ranks may have noticed the end of the save one after the other.
@@ -303,7 +303,7 @@ class CheckpointManager:
             raise SaveError(self._describe_failed_saves(outcome), kind, outcome.trouble)
         return outcome
 
-    def _describe_failed_saves(self, outcome: Outcome) -> str:
+    def _describe_failed_saves(self, outcome: SaveResult) -> str:
         """What happened, where a restart would continue, and what to do."""
         times = "save has" if self.failures == 1 else "saves in a row have"
         text = f"{self._directory}: {self.failures} {times} failed; the last one: {outcome.reason}."
@@ -320,7 +320,7 @@ class CheckpointManager:
             )
         return f"{text} Check the volume; then start the run again"
 
-    def _report(self, flight: _Flight) -> Outcome:
+    def _report(self, flight: _Flight) -> SaveResult:
         """Count a save that has ended and make it an event."""
         outcome = flight.background.outcome
         # A second try has used the serial behind its own.
@@ -357,7 +357,7 @@ class CheckpointManager:
         self._warn_of_removal(outcome)
         return outcome
 
-    def _warn_of_removal(self, outcome: Outcome) -> None:
+    def _warn_of_removal(self, outcome: SaveResult) -> None:
         """Report the first checkpoint of this process that was removed early; later ones are in the events
         of their saves."""
         if not outcome.removed or self._has_warned_of_room:

@@ -74,7 +74,7 @@ class FileSource:
             offset += count
 
 
-class Reader:
+class CheckpointReader:
     """The content of the checkpoints in one directory. Changes nothing.
 
     Methods raise InvalidCheckpointError for damage, UnknownFormatError for a newer program's checkpoint, and

@@ -29,7 +29,7 @@ from evergrad_trainer.checkpoint.manifest import (
     Manifest,
     UnknownFormatError,
 )
-from evergrad_trainer.checkpoint.reader import Reader
+from evergrad_trainer.checkpoint.reader import CheckpointReader
 from evergrad_trainer.checkpoint.save import ignore_solo_warning
 from evergrad_trainer.checkpoint.search import Choice, Rejected, Search, choose_together
 from evergrad_trainer.checkpoint.tensor_table import Table, decode_table
@@ -200,7 +200,7 @@ def _load_first_whole(
 
 
 def read_state(
-    reader: Reader, name: str, table: Table, state: Mapping[str, torch.Tensor]
+    reader: CheckpointReader, name: str, table: Table, state: Mapping[str, torch.Tensor]
 ) -> None:
     """Fill ``state`` from a checkpoint in place, on this rank alone.
 
@@ -223,7 +223,11 @@ def read_state(
 
 
 def open_table(
-    reader: Reader, name: str, manifest: Manifest, *, prefix: str | tuple[str, ...] = ""
+    reader: CheckpointReader,
+    name: str,
+    manifest: Manifest,
+    *,
+    prefix: str | tuple[str, ...] = "",
 ) -> Table:
     """The checkpoint's tensors whose keys begin with ``prefix``. Raises InvalidCheckpointError."""
     entries = [file for file in manifest.files if file.name == TENSORS]

@@ -42,7 +42,7 @@ from evergrad_trainer.checkpoint.retention import (
     choose_next_removal,
     choose_removals,
 )
-from evergrad_trainer.checkpoint.store import Store
+from evergrad_trainer.checkpoint.store import CheckpointStore
 from evergrad_trainer.checkpoint.tensor_table import Table, encode_table
 
 BACKGROUND_NICENESS = 10
@@ -76,7 +76,7 @@ class SaveOrder:
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedCheckpoint:
     """A checkpoint of this process that exists now.
 
     ``seconds`` from the snapshot to the end of the publication.
@@ -90,7 +90,7 @@ class Published:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SaveResult:
     """The end of a save: ``published``, or why not. ``kept`` (rank 0) counts the validated checkpoints there
     are now.
 
@@ -100,7 +100,7 @@ class Outcome:
     try. ``removed`` (rank 0): the checkpoint that was removed to make room for this save, empty for none.
     """
 
-    published: Published | None = None
+    published: PublishedCheckpoint | None = None
     kept: int = 0
     reason: str = ""
     fenced: FencedError | None = None
@@ -119,8 +119,8 @@ class BackgroundSave:
     a thread that waits for a frozen peer would hold a failed process for the whole timeout of the group.
     """
 
-    def __init__(self, run: Callable[[], Outcome], *, name: str, yields: bool) -> None:
-        self._outcome = Outcome(reason="its thread ended with an unexpected error")
+    def __init__(self, run: Callable[[], SaveResult], *, name: str, yields: bool) -> None:
+        self._outcome = SaveResult(reason="its thread ended with an unexpected error")
 
         def work() -> None:
             # Elsewhere than on Linux threads have no priority of their own.
@@ -140,7 +140,7 @@ class BackgroundSave:
         return not self._thread.is_alive()
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> SaveResult:
         """The end of the save. Only once it is done."""
         return self._outcome
 
@@ -161,7 +161,9 @@ def ignore_solo_warning() -> None:
     )
 
 
-def run_save(store: Store, order: SaveOrder, planner: SnapshotPlanner) -> Outcome:
+def run_save(
+    store: CheckpointStore, order: SaveOrder, planner: SnapshotPlanner
+) -> SaveResult:
     """Write, publish, mark, retire old checkpoints; on a full volume, remove one first and try once more.
 
     Failures of any rank come back as the same outcome on all; never raises.
@@ -190,14 +192,16 @@ def run_save(store: Store, order: SaveOrder, planner: SnapshotPlanner) -> Outcom
     return replace(again, removed=removed, serials=2)
 
 
-def _save_once(store: Store, order: SaveOrder, planner: SnapshotPlanner) -> Outcome:
+def _save_once(
+    store: CheckpointStore, order: SaveOrder, planner: SnapshotPlanner
+) -> SaveResult:
     """One try to write and publish, and the tidying up after it."""
     started = time.monotonic()
     publish = functools.partial(_publish, store, order)
     writer = StoreWriter(
         store.attempts, version=order.version, rank=order.rank, publish=publish
     )
-    failed = Outcome()
+    failed = SaveResult()
 
     # All ranks go through DCP's exchange together: it plans, each rank writes, rank 0 publishes in between,
     # and its outcome comes back to all inside the metadata that DCP broadcasts at the end.
@@ -217,7 +221,7 @@ def _save_once(store: Store, order: SaveOrder, planner: SnapshotPlanner) -> Outc
         # is valid.
         lost = isinstance(error, RuntimeError) and order.group is not None
         answer = writer.outcome
-        failed = Outcome(
+        failed = SaveResult(
             reason=f"rank {order.rank}: {error}",
             is_peer_lost=lost,
             is_of_host=is_host_trouble(error),
@@ -229,7 +233,7 @@ def _save_once(store: Store, order: SaveOrder, planner: SnapshotPlanner) -> Outc
         if writer.attempt is not None:
             store.attempts.discard(writer.attempt)
         return failed
-    published = Published(
+    published = PublishedCheckpoint(
         step=order.version.step,
         generation=order.version.generation,
         path=Path(store.reader.locate(answer["checkpoint"])),
@@ -245,11 +249,11 @@ def _save_once(store: Store, order: SaveOrder, planner: SnapshotPlanner) -> Outc
         except OSError as error:
             name = answer["checkpoint"]
             _log.warning("%s is published; tidying up after it failed: %s", name, error)
-    return Outcome(published, kept=kept)
+    return SaveResult(published, kept=kept)
 
 
 def _publish(
-    store: Store,
+    store: CheckpointStore,
     order: SaveOrder,
     attempt: str,
     table: Table,
@@ -278,7 +282,7 @@ def _publish(
     return {"checkpoint": name, "bytes": manifest.bytes}
 
 
-def _settle(store: Store, order: SaveOrder, name: str) -> int:
+def _settle(store: CheckpointStore, order: SaveOrder, name: str) -> int:
     """Write the pointers and retire old checkpoints; how many valid ones there are now. Raises OSError."""
     # Retention goes on without the pointers: on a full volume it makes the room that they need.
     is_pointed = _write_pointers(store, order, name)
@@ -298,7 +302,7 @@ def _settle(store: Store, order: SaveOrder, name: str) -> int:
     return kept
 
 
-def _write_pointers(store: Store, order: SaveOrder, name: str) -> bool:
+def _write_pointers(store: CheckpointStore, order: SaveOrder, name: str) -> bool:
     """Let ``latest``, and ``best.json`` for the best one, name the checkpoint; whether they do.
 
     Raises OSError for anything but a full volume.
@@ -314,7 +318,7 @@ def _write_pointers(store: Store, order: SaveOrder, name: str) -> bool:
     return True
 
 
-def find_newest_valid(store: Store) -> str | None:
+def find_newest_valid(store: CheckpointStore) -> str | None:
     """The name of the newest checkpoint that a restart can use; None where there is none, or none is
     readable now."""
     try:
@@ -324,7 +328,7 @@ def find_newest_valid(store: Store) -> str | None:
         return None
 
 
-def _list_valid(store: Store, *, known: str = "") -> list[Candidate]:
+def _list_valid(store: CheckpointStore, *, known: str = "") -> list[Candidate]:
     """Checkpoints that a restart can use, newest first. ``known``: one that needs no validation.
 
     Damaged ones neither count nor are removed: ``keep`` is of checkpoints that a restart can use. Nor do
@@ -343,7 +347,9 @@ def _list_valid(store: Store, *, known: str = "") -> list[Candidate]:
     return valid
 
 
-def _find_pinned(store: Store, order: SaveOrder, valid: list[Candidate]) -> set[str]:
+def _find_pinned(
+    store: CheckpointStore, order: SaveOrder, valid: list[Candidate]
+) -> set[str]:
     """Names of checkpoints that retention leaves, however old they are. Raises OSError."""
     pinned = {*store.catalog.leased(), *store.catalog.waiting(valid)}
     if (best := choose_best(valid, store.catalog.read_pointer(BEST))) is not None:
@@ -356,7 +362,7 @@ def _find_pinned(store: Store, order: SaveOrder, valid: list[Candidate]) -> set[
     }
 
 
-def _make_room(store: Store, order: SaveOrder) -> tuple[bool, str]:
+def _make_room(store: CheckpointStore, order: SaveOrder) -> tuple[bool, str]:
     """Remove the checkpoint that retention would remove next, if there is one: whether it is gone, on all
     ranks, and its name, on rank 0.
 
@@ -382,7 +388,7 @@ def _make_room(store: Store, order: SaveOrder) -> tuple[bool, str]:
     return bool(has_room.item()), removed
 
 
-def _describe_failures(error: CheckpointException) -> Outcome:
+def _describe_failures(error: CheckpointException) -> SaveResult:
     """The outcome of a save that ranks reported failures of: a fence on any rank decides."""
     failures = sorted(error.failures.items())
     reason = "; ".join(
@@ -397,7 +403,7 @@ def _describe_failures(error: CheckpointException) -> Outcome:
     # The volume is one for all ranks: if it was full for one of them, that explains the save's failure.
     troubles = [trouble_of(failure) for _, (failure, _) in failures]
     known = [one for one in ("fenced", "no_space") if one in troubles]
-    return Outcome(
+    return SaveResult(
         reason=reason,
         fenced=fences[0] if fences else None,
         is_of_host=is_of_host,

@@ -27,7 +27,7 @@ from evergrad_trainer.checkpoint.manifest import (
     Manifest,
     UnknownFormatError,
 )
-from evergrad_trainer.checkpoint.store import Store
+from evergrad_trainer.checkpoint.store import CheckpointStore
 from evergrad_trainer.distributed.world import World
 from evergrad_trainer.state.registry import recipe_in
 
@@ -59,7 +59,7 @@ class Rejected:
 class Search:
     """The checkpoint that is wanted, and the changes that are allowed meanwhile."""
 
-    store: Store
+    store: CheckpointStore
     checksums: bool
     identity: Identity | None = None
     """Refuse checkpoints of any other; None: anyone's will do."""

@@ -27,7 +27,7 @@ class StagedTensor:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class StagedState:
     """The tensors that this rank writes.
 
     ``signature`` names keys, dtypes and shapes of the whole state and is the same on every rank.
@@ -86,7 +86,7 @@ class HostStager:
     @torch.no_grad()
     def stage(
         self, state: Mapping[str, torch.Tensor], *, rank: int, world_size: int
-    ) -> Snapshot:
+    ) -> StagedState:
         """Snapshot ``state`` by value. The previous snapshot's memory is overwritten: its save must have
         ended.
 
@@ -123,7 +123,7 @@ class HostStager:
         described = sorted(
             f"{key} {value.dtype} {tuple(value.shape)}" for key, value in state.items()
         )
-        return Snapshot(tensors, hash_bytes("\n".join(described).encode()))
+        return StagedState(tensors, hash_bytes("\n".join(described).encode()))
 
     def release(self) -> None:
         """Give the memory back."""

@@ -10,11 +10,11 @@ from pathlib import Path
 from evergrad_trainer.checkpoint.attempts import FilesystemAttempts, Medium
 from evergrad_trainer.checkpoint.catalog import Catalog
 from evergrad_trainer.checkpoint.faults import FaultPoints
-from evergrad_trainer.checkpoint.reader import Reader
+from evergrad_trainer.checkpoint.reader import CheckpointReader
 
 
 @dataclass(frozen=True)
-class Store:
+class CheckpointStore:
     """The three parts of one directory of checkpoints.
 
     ``attempts`` leads to new checkpoints, ``catalog`` lists and retires them, ``reader`` reads them.
@@ -23,31 +23,31 @@ class Store:
 
     attempts: FilesystemAttempts
     catalog: Catalog
-    reader: Reader
+    reader: CheckpointReader
     faults: FaultPoints
 
 
 def open_store(
     directory: Path, *, medium: Medium | None = None, keep_waiting: int = 0
-) -> Store:
+) -> CheckpointStore:
     """The store in ``directory`` (a run's ``checkpoints``). Touches nothing.
 
     ``keep_waiting``: how many checkpoints, the newest, retention leaves until they are evaluated.
     """
     medium = medium or Medium()
-    reader = Reader(directory, stale_seconds=medium.stale_seconds)
+    reader = CheckpointReader(directory, stale_seconds=medium.stale_seconds)
     catalog = Catalog(
         directory, reader=reader, faults=medium.faults, keep_waiting=keep_waiting
     )
     attempts = FilesystemAttempts(directory, catalog=catalog, reader=reader, medium=medium)
-    return Store(attempts, catalog, reader, medium.faults)
+    return CheckpointStore(attempts, catalog, reader, medium.faults)
 
 
 _MOST_STEPS = 12
 """Steps that a message names, the newest ones: a run may keep hundreds of checkpoints."""
 
 
-def suggest_steps(store: Store) -> str:
+def suggest_steps(store: CheckpointStore) -> str:
     """The remedy for a step that has no checkpoint: the steps that have one; empty if none has."""
     steps = sorted({one.version.step for one in store.catalog.scan()})
     if not steps:

@@ -13,7 +13,7 @@ from evergrad_manifest.errors import Problem
 from evergrad_trainer.base.errors import CheckpointError, VolumeError
 from evergrad_trainer.checkpoint.layout import MANIFEST, parse_checkpoint_name
 from evergrad_trainer.checkpoint.manifest import InvalidCheckpointError, UnknownFormatError
-from evergrad_trainer.checkpoint.reader import Reader
+from evergrad_trainer.checkpoint.reader import CheckpointReader
 from evergrad_trainer.checkpoint.restore import (
     Restored,
     load_newest,
@@ -89,7 +89,7 @@ class StoredTensors:
     ``table`` has their types and shapes by name.
     """
 
-    def __init__(self, reader: Reader, name: str, table: Table) -> None:
+    def __init__(self, reader: CheckpointReader, name: str, table: Table) -> None:
         self.table = table
         self._reader = reader
         self._name = name

@@ -15,7 +15,7 @@ from evergrad_trainer.base.errors import CheckpointError, RunDirectoryError
 from evergrad_trainer.checkpoint.layout import BEST
 from evergrad_trainer.checkpoint.manifest import InvalidCheckpointError, UnknownFormatError
 from evergrad_trainer.checkpoint.retention import choose_best
-from evergrad_trainer.checkpoint.store import Store, open_store, suggest_steps
+from evergrad_trainer.checkpoint.store import CheckpointStore, open_store, suggest_steps
 
 NAME = "checkpoint"
 EXAMPLES = """\
@@ -26,7 +26,7 @@ EXAMPLES = """\
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckpointRow:
     """Row of one published checkpoint, as ``list`` shows it.
 
     ``reason`` says why one without facts cannot be read.
@@ -124,7 +124,7 @@ def _list(args: argparse.Namespace) -> int:
     rows = []
     for candidate in found:
         manifest = candidate.manifest
-        row = Row(
+        row = CheckpointRow(
             checkpoint=candidate.name,
             step=candidate.version.step,
             generation=candidate.version.generation,
@@ -233,7 +233,7 @@ def _export(args: argparse.Namespace) -> int:
     return ExitCode.DONE
 
 
-def _open_store(run_directory: Path) -> Store:
+def _open_store(run_directory: Path) -> CheckpointStore:
     directory = run_directory / RunFile.CHECKPOINTS
     if not directory.is_dir():
         raise RunDirectoryError(

@@ -11,7 +11,7 @@ from evergrad_manifest.errors import InputError, Problem
 
 if TYPE_CHECKING:
     from evergrad_trainer.observers.history import History
-    from evergrad_trainer.report.compare import Comparison, Difference, Rules
+    from evergrad_trainer.report.compare import Comparison, Rules, StepDifference
 
 NAME = "compare-runs"
 EXAMPLES = """\
@@ -255,7 +255,7 @@ def _as_text(
         yield "The runs differ."
 
 
-def _difference(difference: "Difference") -> str:
+def _difference(difference: "StepDifference") -> str:
     what = (
         f"{difference.where}: {difference.field}" if difference.where else difference.field
     )

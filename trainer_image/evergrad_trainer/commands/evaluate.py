@@ -14,12 +14,12 @@ from evergrad_common.evaluation_report import encode_evaluated
 from evergrad_common.text import count, duration
 from evergrad_manifest.errors import InputError, Problem
 from evergrad_trainer.base.errors import CheckpointError
-from evergrad_trainer.checkpoint.store import Store, open_store
+from evergrad_trainer.checkpoint.store import CheckpointStore, open_store
 from evergrad_trainer.commands.pod import last_words, try_patiently
 from evergrad_trainer.run.directory import RunDirectory, dumps_strict, reported
 
 if TYPE_CHECKING:
-    from evergrad_trainer.evaluation.measurement import Evaluator, Measured
+    from evergrad_trainer.evaluation.measurement import CheckpointEvaluator, Measured
     from evergrad_trainer.evaluation.setup import RecordedRun
     from evergrad_trainer.worker.signals import StopSignals
 
@@ -222,12 +222,15 @@ def _execute_in_pod(args: argparse.Namespace) -> int:
 
 
 def _open(
-    args: argparse.Namespace, recorded: "RecordedRun", store: Store, signals: "StopSignals"
-) -> "Evaluator":
+    args: argparse.Namespace,
+    recorded: "RecordedRun",
+    store: CheckpointStore,
+    signals: "StopSignals",
+) -> "CheckpointEvaluator":
     """Open the run on the sets that are asked for, and tidy up after earlier evaluations."""
     from evergrad_trainer.commands.prepare import prepare_with_progress
     from evergrad_trainer.evaluation.choice import list_checkpoints
-    from evergrad_trainer.evaluation.measurement import Evaluator
+    from evergrad_trainer.evaluation.measurement import CheckpointEvaluator
     from evergrad_trainer.evaluation.results import remove_stale_cuts
     from evergrad_trainer.evaluation.setup import open_run
 
@@ -253,7 +256,7 @@ def _open(
             end = "\n" if done == total else ""
             print(f"\r{name}: {done}/{total} batches", end=end, file=sys.stderr, flush=True)
 
-    return Evaluator(
+    return CheckpointEvaluator(
         opened,
         store,
         is_stopping=lambda: signals.is_requested,
@@ -265,7 +268,9 @@ def _open(
     )
 
 
-def _watch(args: argparse.Namespace, evaluator: "Evaluator", signals: "StopSignals") -> int:
+def _watch(
+    args: argparse.Namespace, evaluator: "CheckpointEvaluator", signals: "StopSignals"
+) -> int:
     """Evaluate each checkpoint as it is published, oldest first, until the run is complete."""
     from evergrad_trainer.evaluation.follower import watch
 

@@ -28,7 +28,7 @@ from evergrad_trainer.commands.pod import (
     sigterm_interrupts,
     try_patiently,
 )
-from evergrad_trainer.data.preparation.documents import HARMLESS, IN_WORDS, KEPT, Reason
+from evergrad_trainer.data.preparation.documents import HARMLESS, IN_WORDS, KEPT, SkipReason
 from evergrad_trainer.data.preparation.progress import OnProgress
 from evergrad_trainer.data.prepare import (
     PrepareProgress,
@@ -304,7 +304,7 @@ def prepare_with_progress(
             print(f"warning: {source.path}: {what}", file=shown)
         lost: dict[str, int] = {
             reason: source.skipped[reason]
-            for reason in (Reason.LEFT_OUT, *sorted(KEPT))
+            for reason in (SkipReason.LEFT_OUT, *sorted(KEPT))
             if source.skipped.get(reason)
         }
         if lost:
@@ -350,7 +350,7 @@ def describe_prepared(prepared: Prepared) -> list[str]:
 
 def _reasons(skipped: Mapping[str, int]) -> str:
     return ", ".join(
-        f"{count(number)} {IN_WORDS[Reason(reason)]}"
+        f"{count(number)} {IN_WORDS[SkipReason(reason)]}"
         for reason, number in sorted(skipped.items())
     )
 

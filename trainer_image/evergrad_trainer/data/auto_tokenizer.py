@@ -48,7 +48,7 @@ _TOKENS_A_TEXT: Final = 64
 
 
 @dataclass(frozen=True)
-class Difference:
+class TokenizerDifference:
     """A text of which two readers make other ids."""
 
     text: str
@@ -112,12 +112,12 @@ def ids_or_none(encode: Encode, text: str) -> tuple[int, ...]:
 
 def first_difference(
     ours: Encode, theirs: Encode, texts: Sequence[str]
-) -> Difference | None:
+) -> TokenizerDifference | None:
     """The first of ``texts`` of which two readers make other ids; None if there is none."""
     for text in texts:
         mine, its = ids_or_none(ours, text), ids_or_none(theirs, text)
         if mine != its:
-            return Difference(text, mine, its)
+            return TokenizerDifference(text, mine, its)
     return None
 
 

@@ -9,11 +9,11 @@ from evergrad_manifest.training import Training
 from evergrad_trainer.data.batch import Source, Stage
 from evergrad_trainer.data.evaluation_sets import EvaluationSet
 from evergrad_trainer.data.start_positions import DataStart
-from evergrad_trainer.data.stream import Batching, TrainingStream
+from evergrad_trainer.data.stream import BatchShape, TrainingStream
 
 
 @dataclass(frozen=True)
-class Data:
+class DataStreams:
     """The data of a run. ``fingerprint`` is the training stream's.
 
     ``exhausted_after``: samples after which a horizon that ends by its sources ends; None for any other.
@@ -33,7 +33,7 @@ class Data:
             steps_before=self.train.first_step - 1,
         )
 
-    def starting_at(self, start: DataStart, training: Training) -> "Data":
+    def starting_at(self, start: DataStart, training: Training) -> "DataStreams":
         """The same data, begun where another run has left its own. Raises ConfigurationError."""
         train = self.train.starting_at(start)
         return replace(
@@ -46,12 +46,12 @@ class Data:
 
 def build_data(
     training: Training, stages: Sequence[Stage], evaluation: Mapping[str, Sequence[Source]]
-) -> Data:
+) -> DataStreams:
     """The training stream over ``stages``, and the named sets to evaluate on.
 
     Raises ConfigurationError for a weight that is too small.
     """
-    batching = Batching(
+    batching = BatchShape(
         global_batch_size=training.batching.global_batch_size,
         micro_batch_size=training.batching.micro_batch_size,
         overfits=training.data.overfit_first_batch,
@@ -69,7 +69,7 @@ def build_data(
         )
         for name, sources in evaluation.items()
     )
-    return Data(
+    return DataStreams(
         train=train,
         evaluation=sets,
         fingerprint=train.fingerprint,

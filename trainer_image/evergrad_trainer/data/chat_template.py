@@ -24,7 +24,7 @@ from evergrad_trainer.data.chat_forms import (
     writes_parts,
 )
 from evergrad_trainer.data.chat_turns import TurnNotFoundError, find_plain_turn, find_turn
-from evergrad_trainer.data.marked_text import MarkedText, Span
+from evergrad_trainer.data.marked_text import MarkedSpan, MarkedText
 
 ASSISTANT: Final = "assistant"
 TEMPLATE_FILE: Final = "chat_template.jinja"
@@ -130,7 +130,7 @@ class ChatTemplate:
         def render(some: Sequence[Mapping[str, Any]], is_prompt: bool) -> str:
             return self._text(some, extra, is_prompt=is_prompt)
 
-        spans: list[Span] = []
+        spans: list[MarkedSpan] = []
         end_token = dict(self.variables).get("eos_token", "")
         find = find_turn if self.rendering >= FORMS_OF_CONTENT else find_plain_turn
         try:
@@ -352,7 +352,7 @@ def _unmark(text: str) -> MarkedText:
                 "a generation block of the chat template stands in another one"
             )
         if turn:
-            spans.append(Span(length, length + len(turn)))
+            spans.append(MarkedSpan(length, length + len(turn)))
         pieces += [turn, rest]
         length += len(turn) + len(rest)
     return MarkedText("".join(pieces), tuple(spans))

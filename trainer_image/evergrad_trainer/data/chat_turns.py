@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from evergrad_trainer.data.marked_text import Span
+from evergrad_trainer.data.marked_text import MarkedSpan
 
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message], bool], str]
@@ -22,19 +22,19 @@ class TurnNotFoundError(Exception):
 
 def find_plain_turn(
     render: Render, messages: Sequence[Message], at: int, whole: str, *, end_token: str = ""
-) -> Span:
+) -> MarkedSpan:
     """As :func:`find_turn`, where a shorter conversation is the beginning of a longer one."""
     del end_token
     prompt = render(messages[:at], True)
     until = render(messages[: at + 1], False)
     if until.startswith(prompt) and whole.startswith(until):
-        return Span(len(prompt), len(until))
+        return MarkedSpan(len(prompt), len(until))
     raise TurnNotFoundError(at)
 
 
 def find_turn(
     render: Render, messages: Sequence[Message], at: int, whole: str, *, end_token: str
-) -> Span:
+) -> MarkedSpan:
     """The characters of ``whole``, the text of all messages, that are the turn ``messages[at]``.
 
     They begin behind the prompt for the turn, and end where the text ends that a following message does not
@@ -59,7 +59,7 @@ def find_turn(
         end = _find_end(render, [*messages[:at], marked], header, variant, whole)
     if start is None or end is None or not start <= end:
         raise TurnNotFoundError(at)
-    return Span(start, end)
+    return MarkedSpan(start, end)
 
 
 def _find_header(

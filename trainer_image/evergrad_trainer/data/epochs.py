@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 from evergrad_trainer.data.order import ItemOrders, SampleId
-from evergrad_trainer.data.start_positions import Place
+from evergrad_trainer.data.start_positions import SourcePosition
 
 
 class Order(Protocol):
@@ -71,7 +71,7 @@ class PassMixture:
         *,
         counts: Sequence[int],
         seed: int,
-        places: Sequence[Place] = (),
+        places: Sequence[SourcePosition] = (),
     ) -> None:
         if min(sizes) < 1 or min(counts) < 1:
             raise ValueError(

@@ -12,7 +12,7 @@ MARKS: Final = 2
 
 
 @dataclass(frozen=True)
-class Span:
+class MarkedSpan:
     """Characters [start, end) of a text."""
 
     start: int
@@ -27,12 +27,12 @@ class MarkedText(str):
     """
 
     __slots__ = ("dropped", "is_open", "spans")
-    spans: tuple[Span, ...]
+    spans: tuple[MarkedSpan, ...]
     is_open: bool
     dropped: frozenset[str]
 
     def __new__(
-        cls, text: str, spans: Sequence[Span] = (), *, is_open: bool = False
+        cls, text: str, spans: Sequence[MarkedSpan] = (), *, is_open: bool = False
     ) -> "MarkedText":
         """``text`` with its spans."""
         made = super().__new__(cls, text)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 from evergrad_trainer.data.order import ItemOrders, SampleId
-from evergrad_trainer.data.start_positions import Place
+from evergrad_trainer.data.start_positions import SourcePosition
 
 PERIOD: Final = 65536
 """Positions after which the pattern of sources repeats; weights are rounded to 1/65536."""
@@ -107,7 +107,7 @@ class Mixture:
         *,
         weights: Sequence[float],
         seed: int,
-        places: Sequence[Place] = (),
+        places: Sequence[SourcePosition] = (),
     ) -> None:
         self.sizes = tuple(sizes)
         if min(self.sizes) < 1:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evergrad_trainer.base.mixing import GAMMA, MASK, mix
-from evergrad_trainer.data.start_positions import Place
+from evergrad_trainer.data.start_positions import SourcePosition
 
 Integers = npt.NDArray[np.uint64]
 
@@ -134,7 +134,7 @@ class ItemOrders:
     """
 
     def __init__(
-        self, sizes: Sequence[int], *, seed: int, places: Sequence[Place] = ()
+        self, sizes: Sequence[int], *, seed: int, places: Sequence[SourcePosition] = ()
     ) -> None:
         own_sizes = tuple(sizes)
         numbers = [one.number for one in places] or list(range(len(own_sizes)))

@@ -23,8 +23,8 @@ from evergrad_trainer.data.preparation.held_out import cut_tokens
 from evergrad_trainer.data.preparation.pool import Pool, build_pool
 from evergrad_trainer.data.preparation.progress import OnProgress, PrepareProgress, Reporter
 from evergrad_trainer.data.preparation.publish import (
-    Preparation,
     Recipe,
+    SourcePreparation,
     publish,
 )
 from evergrad_trainer.data.preparation.row_format import (
@@ -38,7 +38,7 @@ from evergrad_trainer.data.prepared import (
     Prepared,
     PreparedFile,
     PreparedSource,
-    Published,
+    PublishedSource,
     open_published,
 )
 from evergrad_trainer.data.tokenizers import load_tokenizer
@@ -134,7 +134,7 @@ def _plan_all(
     recipe: Recipe,
     begun_with: Collection[str],
     report: Reporter,
-) -> list[Preparation]:
+) -> list[SourcePreparation]:
     """What is to be prepared for the training sources, and then for those of evaluations."""
     sources = training_sources(training, base_directory)
     entries = [*sources, *evaluation_sources(training, base_directory)]
@@ -153,7 +153,7 @@ def _plan_all(
     whole = replace(recipe, held_out=None)
     recipes = [recipe] * len(sources) + [whole] * (len(entries) - len(sources))
     return [
-        Preparation.plan(source, content, one, root, begun_with=begun_with)
+        SourcePreparation.plan(source, content, one, root, begun_with=begun_with)
         for source, content, one in zip(entries, contents, recipes, strict=True)
     ]
 
@@ -235,10 +235,10 @@ def check_unchanged(
     trained, evaluated = [], []
     for (source, before), content in zip(pairs, contents, strict=True):
         if source in sources:
-            plan = Preparation.plan(source, content, recipe, root, begun_with=known)
+            plan = SourcePreparation.plan(source, content, recipe, root, begun_with=known)
             trained.append((source.path, plan.fingerprint, before))
         else:
-            plan = Preparation.plan(source, content, whole, root, begun_with=known)
+            plan = SourcePreparation.plan(source, content, whole, root, begun_with=known)
             evaluated.append((source.field, plan.fingerprint, before))
     _check_reading(trained, evaluated)
 
@@ -365,7 +365,7 @@ def _change_of(
     return Problem(str(path), what, "; ".join(shown), remedy)
 
 
-def _find_unprepared(preparations: Sequence[Preparation]) -> list[Problem]:
+def _find_unprepared(preparations: Sequence[SourcePreparation]) -> list[Problem]:
     """A problem for each source whose tokens are not published."""
     why = "this start may prepare nothing (--require-prepared), and {} has no tokens of its content"
     remedy = "Run `evergrad prepare` with this file first, or leave --require-prepared out"
@@ -387,7 +387,7 @@ def _find_unprepared(preparations: Sequence[Preparation]) -> list[Problem]:
 
 
 def _prepare_all(
-    preparations: Sequence[Preparation], report: Reporter, *, workers: int
+    preparations: Sequence[SourcePreparation], report: Reporter, *, workers: int
 ) -> list[PreparedSource]:
     # Files of tokens are read where they lie. Sources of equal content share one published directory.
     texts = [one for one in preparations if one.source.type in TEXT_TYPES]
@@ -412,7 +412,7 @@ def _prepare_all(
     ]
 
 
-def _work_of(preparation: Preparation) -> int:
+def _work_of(preparation: SourcePreparation) -> int:
     """Bytes of all its chunks."""
     return sum(chunk.size for chunk in preparation.content.chunks)
 
@@ -420,7 +420,7 @@ def _work_of(preparation: Preparation) -> int:
 class _LazyPool:
     """One pool for all sources, started when the first job needs it."""
 
-    def __init__(self, pending: Sequence[Preparation], workers: int) -> None:
+    def __init__(self, pending: Sequence[SourcePreparation], workers: int) -> None:
         self._pending = pending
         self._workers = workers
         self._pool: Pool | None = None
@@ -445,7 +445,7 @@ class _LazyPool:
 
 
 def _prepared_source(
-    preparation: Preparation, published: Published | None, *, reused: bool
+    preparation: SourcePreparation, published: PublishedSource | None, *, reused: bool
 ) -> PreparedSource:
     source, content = preparation.source, preparation.content
     # A folder may change later: which files it stood for is part of what was prepared.

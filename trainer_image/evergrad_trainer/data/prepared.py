@@ -174,7 +174,7 @@ def _sequence_from_json(value: dict[str, Any]) -> TokenSequence:
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedSource:
     """The facts in ``index.json`` of a prepared directory."""
 
     directory: Path
@@ -186,7 +186,7 @@ class Published:
     repaired: int
 
 
-def open_published(directory: Path) -> Published | None:
+def open_published(directory: Path) -> PublishedSource | None:
     """The finished preparation in ``directory``, or None if there is none.
 
     Raises DataError if files are missing or cut short.
@@ -221,7 +221,7 @@ def open_published(directory: Path) -> Published | None:
             )
             streams[name] = TokenSequence(dtype, shards)
         held_out = index["streams"].get(HELD_OUT)
-        published = Published(
+        published = PublishedSource(
             directory=directory,
             train=streams[TRAIN],
             held_out=streams.get(HELD_OUT),

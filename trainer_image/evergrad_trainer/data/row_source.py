@@ -28,7 +28,7 @@ _MOST_PLACES = 3
 
 
 @dataclass(frozen=True)
-class Row:
+class TokenRow:
     """Ids of a row, and which of them are learned."""
 
     ids: npt.NDArray[np.int64]
@@ -79,10 +79,10 @@ class RowReader:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def read(self, row: int) -> Row:
+    def read(self, row: int) -> TokenRow:
         """A row. Raises DataError if a file cannot be read any more."""
         values = self._reader.read_span(int(self._begins[row]), int(self.lengths[row]))
-        return Row(*split_marks(values))
+        return TokenRow(*split_marks(values))
 
     def describe(self, rows: Sequence[int]) -> str:
         """The file and line of each row, of many the first ones."""

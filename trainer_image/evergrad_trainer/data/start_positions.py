@@ -12,7 +12,7 @@ DATA_START: Final = "dataStart"
 
 
 @dataclass(frozen=True)
-class Place:
+class SourcePosition:
     """The order of a source's items, and how far into it a run begins.
 
     ``fingerprint``: of the items, which say which source it is. ``number``: what its permutations are keyed
@@ -59,9 +59,9 @@ class DataStart:
     run whose position this is; empty for a run that begins at its first step.
     """
 
-    sources: tuple[Place, ...]
+    sources: tuple[SourcePosition, ...]
     after_step: int = 0
-    left_out: tuple[Place, ...] = ()
+    left_out: tuple[SourcePosition, ...] = ()
     data_before: str = ""
 
     @property
@@ -121,7 +121,7 @@ class DataStart:
         """The inverse of ``to_json``, of values that were checked."""
         sources, left_out = (
             tuple(
-                Place(**dict(one), content=record.content.get(one.fingerprint, ""))
+                SourcePosition(**dict(one), content=record.content.get(one.fingerprint, ""))
                 for one in some
             )
             for some in (record.sources, record.left_out or ())
@@ -144,14 +144,15 @@ def place_sources(start: DataStart | None, sources: Sequence[tuple[str, str]]) -
     if start is None:
         return DataStart(
             tuple(
-                Place(name, items, number) for number, (name, items) in enumerate(sources)
+                SourcePosition(name, items, number)
+                for number, (name, items) in enumerate(sources)
             )
         )
 
     # Several sources may have the same items: the one that kept its name goes on as itself.
     earlier = [*start.sources, *start.left_out]
     numbers = itertools.count(max((one.number for one in earlier), default=-1) + 1)
-    found: dict[int, Place] = {}
+    found: dict[int, SourcePosition] = {}
     for has_same_name in (True, False):
         for index, (name, items) in enumerate(sources):
             fits = [
@@ -165,7 +166,7 @@ def place_sources(start: DataStart | None, sources: Sequence[tuple[str, str]]) -
     placed = tuple(
         replace(found[index], name=name)
         if index in found
-        else Place(name, items, next(numbers))
+        else SourcePosition(name, items, next(numbers))
         for index, (name, items) in enumerate(sources)
     )
     return replace(start, sources=placed, left_out=tuple(earlier))

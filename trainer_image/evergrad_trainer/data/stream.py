@@ -18,11 +18,11 @@ from evergrad_trainer.data.batch import Batch, Rows, Source, Stage
 from evergrad_trainer.data.epochs import Order, PassMixture, count_passes, exhausted_after
 from evergrad_trainer.data.mixture import Mixture
 from evergrad_trainer.data.order import SampleId, absorb, sample_hash
-from evergrad_trainer.data.start_positions import DataStart, Place, place_sources
+from evergrad_trainer.data.start_positions import DataStart, SourcePosition, place_sources
 
 
 @dataclass(frozen=True)
-class Batching:
+class BatchShape:
     """The cut of a step: G samples, in micro-batches of b.
 
     ``overfits``: every step of a stage has the samples of its first one.
@@ -41,7 +41,7 @@ class TrainingStream:
         stages: Sequence[Stage],
         *,
         seed: int,
-        batching: Batching,
+        batching: BatchShape,
         start: DataStart | None = None,
     ) -> None:
         """``start``: where another run has left its data.
@@ -227,7 +227,7 @@ class TrainingStream:
 class _StageOrder:
     """The mixture of one stage's sources, and their items."""
 
-    def __init__(self, stage: Stage, seed: int, places: Sequence[Place]) -> None:
+    def __init__(self, stage: Stage, seed: int, places: Sequence[SourcePosition]) -> None:
         self.stage = stage
         self.sources: list[tuple[str, Source]] = [
             (name, one) for name, (one, _) in stage.sources.items()

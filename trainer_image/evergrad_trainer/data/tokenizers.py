@@ -22,7 +22,7 @@ from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Tokenizer
 from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.auto_tokenizer import (
-    Difference,
+    TokenizerDifference,
     encoder_of,
     first_difference,
     ids_or_none,
@@ -488,7 +488,7 @@ def _portable(auto: Any, directory: Path) -> Backend:
     return portable
 
 
-def check_saved(tokenizer: TextTokenizer, directory: Path) -> Difference | None:
+def check_saved(tokenizer: TextTokenizer, directory: Path) -> TokenizerDifference | None:
     """Compare a tokenizer with what AutoTokenizer makes of a directory that it was saved in.
 
     The directory's ``config.json``, if it has one, decides about the class that transformers takes. Where
@@ -496,7 +496,7 @@ def check_saved(tokenizer: TextTokenizer, directory: Path) -> Difference | None:
     the difference that is left. Raises DataError if transformers cannot load it.
     """
 
-    def compare() -> Difference | None:
+    def compare() -> TokenizerDifference | None:
         try:
             auto = load_auto(directory)
         except Exception as error:
@@ -523,7 +523,7 @@ def check_saved(tokenizer: TextTokenizer, directory: Path) -> Difference | None:
     return compare()
 
 
-def problem_of_difference(difference: Difference) -> Problem:
+def problem_of_difference(difference: TokenizerDifference) -> Problem:
     """The problem of a text to which transformers gives other ids in an export."""
     return Problem(
         _FIELD,

@@ -14,7 +14,7 @@ from evergrad_trainer.checkpoint.manifest import (
     UnknownFormatError,
 )
 from evergrad_trainer.checkpoint.retention import choose_best
-from evergrad_trainer.checkpoint.store import Store
+from evergrad_trainer.checkpoint.store import CheckpointStore
 from evergrad_trainer.data.evaluation_sets import EvaluationSet
 from evergrad_trainer.run.directory import reported
 
@@ -22,7 +22,7 @@ _MOST_NAMED = 10
 """Steps that a message lists."""
 
 
-def list_checkpoints(store: Store) -> list[Candidate]:
+def list_checkpoints(store: CheckpointStore) -> list[Candidate]:
     """All checkpoints, newest first, readable or not; tried again for a while where the volume refuses.
 
     Raises VolumeError or RunDirectoryError.
@@ -32,7 +32,7 @@ def list_checkpoints(store: Store) -> list[Candidate]:
         return retry(store.catalog.scan, where=where, what=what)
 
 
-def choose_checkpoint(store: Store, asked: str) -> Candidate:
+def choose_checkpoint(store: CheckpointStore, asked: str) -> Candidate:
     """The checkpoint that ``asked`` means: ``last``, ``best``, or a step.
 
     Among several of one step, and for ``last``, it is the newest whose files have their sizes. Raises

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator
 
 from evergrad_trainer.base.errors import CheckpointError
 from evergrad_trainer.evaluation.choice import list_checkpoints
-from evergrad_trainer.evaluation.measurement import Evaluator, Measured
+from evergrad_trainer.evaluation.measurement import CheckpointEvaluator, Measured
 from evergrad_trainer.run.directory import RunDirectory
 
 
 def watch(
-    evaluator: Evaluator,
+    evaluator: CheckpointEvaluator,
     directory: RunDirectory,
     *,
     wait: Callable[[], bool],

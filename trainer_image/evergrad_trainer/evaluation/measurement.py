@@ -24,11 +24,11 @@ from evergrad_trainer.checkpoint.manifest import (
 )
 from evergrad_trainer.checkpoint.restore import load_newest
 from evergrad_trainer.checkpoint.search import Search
-from evergrad_trainer.checkpoint.store import Store
+from evergrad_trainer.checkpoint.store import CheckpointStore
 from evergrad_trainer.data.evaluation_sets import EvaluationSet
 from evergrad_trainer.evaluation.choice import list_checkpoints
 from evergrad_trainer.evaluation.results import (
-    Place,
+    ResultPlace,
     place_of,
     read_cut,
     read_result,
@@ -61,7 +61,7 @@ def held(directory: RunDirectory, candidate: Candidate) -> Iterator[None]:
 
 
 def mark_evaluated(
-    store: Store, directory: RunDirectory, done: Sequence[Candidate]
+    store: CheckpointStore, directory: RunDirectory, done: Sequence[Candidate]
 ) -> list[int]:
     """Note that checkpoints wait for no evaluation any more; steps of those that still do, the oldest first.
 
@@ -88,11 +88,11 @@ class CutError(Exception):
 
 
 @dataclass(frozen=True)
-class Evaluator:
+class CheckpointEvaluator:
     """Evaluates checkpoints of one opened run on its chosen sets."""
 
     opened: OpenedRun
-    store: Store
+    store: CheckpointStore
     is_stopping: Callable[[], bool]
     on_progress: OnProgress
     marks: bool = False
@@ -132,7 +132,7 @@ class Evaluator:
         values = read_result(place)
         return None if values is None else Measured(values, str(place.path), is_new=False)
 
-    def _place(self, candidate: Candidate, one: EvaluationSet) -> Place:
+    def _place(self, candidate: Candidate, one: EvaluationSet) -> ResultPlace:
         assert candidate.manifest is not None  # noqa: S101 - only readable ones are evaluated
         return place_of(
             self.opened.session.directory.path,

@@ -38,7 +38,7 @@ FORMAT: Final = 1
 
 
 @dataclass(frozen=True)
-class Place:
+class ResultPlace:
     """The place of one result: its run directory, and the name that it has there."""
 
     directory: Path
@@ -57,7 +57,7 @@ class Place:
 
 def place_of(
     directory: Path, *, checkpoint: str, checksum: str, name: str, key: str
-) -> Place:
+) -> ResultPlace:
     """Where the result of a checkpoint with this ``checksum`` on the set ``name`` lies.
 
     ``key``: what is measured on what.
@@ -66,15 +66,15 @@ def place_of(
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     # A task's own evaluators may have any names.
     plain = re.sub(r"[^A-Za-z0-9_-]+", "_", name)[:64]
-    return Place(directory, f"{checkpoint}.{plain}.{digest}.json")
+    return ResultPlace(directory, f"{checkpoint}.{plain}.{digest}.json")
 
 
-def read_result(place: Place) -> dict[str, Any] | None:
+def read_result(place: ResultPlace) -> dict[str, Any] | None:
     """The result, or None where there is none yet. Raises RunDirectoryError."""
     return read_json_object(place.path)
 
 
-def write_result(place: Place, values: Mapping[str, Any]) -> dict[str, Any]:
+def write_result(place: ResultPlace, values: Mapping[str, Any]) -> dict[str, Any]:
     """Write a result once; what stands in its file afterwards, which another evaluator may have written.
 
     Raises RunDirectoryError or VolumeError.
@@ -97,7 +97,7 @@ def write_result(place: Place, values: Mapping[str, Any]) -> dict[str, Any]:
     return written
 
 
-def read_cut(place: Place) -> dict[str, Any]:
+def read_cut(place: ResultPlace) -> dict[str, Any]:
     """Sums that were measured before an evaluation was cut; empty without it, or where it cannot be read."""
     try:
         value = json.loads(place.cut.read_bytes())
@@ -106,7 +106,7 @@ def read_cut(place: Place) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def write_cut(place: Place, values: Mapping[str, Any]) -> None:
+def write_cut(place: ResultPlace, values: Mapping[str, Any]) -> None:
     """Keep what was measured so far. Raises RunDirectoryError or VolumeError."""
     with reported(place.cut, what="cannot be written"):
         place.cut.parent.mkdir(parents=True, exist_ok=True)

@@ -56,7 +56,7 @@ class Sharding:
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardPlan:
     """A module that is cut as a tree of its own: its weights are whole while it is called, and only then."""
 
     module: nn.Module
@@ -90,7 +90,7 @@ class Cut:
                     yield unit, ".".join(filter(None, (names[module], own))), parameter
 
 
-def find_shared(cuts: Mapping[str, Cut]) -> Iterator[tuple[str, str]]:
+def find_shared(cuts: Mapping[str, ShardPlan]) -> Iterator[tuple[str, str]]:
     """Both names of each parameter that two units use: each unit would cut a copy, and train it alone."""
     seen: dict[nn.Parameter, tuple[nn.Module, str]] = {}
     for name, cut in cuts.items():
@@ -133,7 +133,7 @@ def _adapters_in(module: nn.Module) -> Iterator[nn.Module]:
                     yield from child.modules()
 
 
-def shard(cuts: Sequence[Cut], world: World, sharding: Sharding) -> None:
+def shard(cuts: Sequence[ShardPlan], world: World, sharding: Sharding) -> None:
     """Cut modules in place, unit by unit (FSDP2). Gradients are summed over all ranks, not averaged.
 
     Weights on the CPU move to the device unit by unit. In a world of one there is nothing to share, and

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from evergrad_coordinator.protocol import Leaving
 from evergrad_trainer.node.coordinator_link import Conversation
 from evergrad_trainer.node.worker_group import WorkerGroup
-from evergrad_trainer.worker import channel as say
+from evergrad_trainer.worker import channel
 
 _UNREACHABLE_SECONDS = 3.0
 """After so long without the coordinator a node that must go leaves on its own."""
@@ -70,7 +70,7 @@ class Departure:
         else:
             # Workers leave their group at a step boundary first; they depart once they have said ready.
             self._workers().change(
-                say.Plan(say.LOCAL_GENERATION, hard=False),
+                channel.WorkerPlan(channel.LOCAL_GENERATION, hard=False),
                 cause="node_left",
                 detail="preemption",
             )

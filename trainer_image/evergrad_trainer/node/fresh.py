@@ -18,7 +18,7 @@ from evergrad_trainer.node.worker_ends import (
     describe_worker_end,
 )
 from evergrad_trainer.node.workers import Worker
-from evergrad_trainer.worker import channel as say
+from evergrad_trainer.worker import channel
 
 _HARD_SECONDS = 0.3
 """A worker of a group that is gone has nothing to save: so long it may take to end by itself."""
@@ -97,7 +97,7 @@ class FreshWorkers:
 
     def change(
         self,
-        order: say.Plan,
+        order: channel.WorkerPlan,
         *,
         cause: str,
         detail: str = "",
@@ -181,14 +181,14 @@ class FreshWorkers:
         for worker in self._workers.values():
             worker.kill()
 
-    def hear(self, worker: Worker, record: say.Record) -> None:
+    def hear(self, worker: Worker, record: channel.Record) -> None:
         """A record from a worker."""
         match record:
-            case say.Failed():
+            case channel.Failed():
                 worker.failure = record
-            case say.Observed():
+            case channel.Observed():
                 self._tell(record)
-            case say.Result():
+            case channel.WorkerResult():
                 self._tell(record)
 
     def end(self, worker: Worker, exit_code: int) -> None:

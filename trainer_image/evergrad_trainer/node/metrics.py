@@ -19,7 +19,7 @@ from evergrad.report_values import read_values
 from evergrad_common.causes import read_trouble
 from evergrad_common.metrics import NODE
 from evergrad_common.step_rate import Pace
-from evergrad_coordinator.protocol import MAX_GENERATION, Evaluation, Progress
+from evergrad_coordinator.protocol import MAX_GENERATION, EvaluationReport, Progress
 from evergrad_trainer.base.device_memory import KINDS as MEMORY_KINDS
 from evergrad_trainer.base.device_memory import Sizes
 from evergrad_trainer.base.records import EventType
@@ -64,7 +64,7 @@ class NodeMetrics:
         self._failed_saves: int | None = None
         """In a row; None where this node has seen no save end."""
         self._save_trouble = self._save_message = ""
-        self._evaluations: dict[str, Evaluation] = {}
+        self._evaluations: dict[str, EvaluationReport] = {}
         """The newest results of each set, of _MOST_SETS at most."""
         self._evaluation_seconds = self._saving_seconds = 0.0
         """Time that training stood still, as records say; scripts have none."""
@@ -151,7 +151,7 @@ class NodeMetrics:
         ):
             return
         shown = dict(list(_finite(values).items())[:_MOST_RESULTS])
-        self._evaluations[name] = Evaluation(int(record["step"]), shown)
+        self._evaluations[name] = EvaluationReport(int(record["step"]), shown)
         if self.progress is not None:
             self.progress = dataclasses.replace(
                 self.progress, evaluations=dict(self._evaluations)

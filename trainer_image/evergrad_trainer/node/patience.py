@@ -22,7 +22,7 @@ FIRST_RANK_SECONDS = 3.0
 every copy of the state. When the others are gone, the node of rank 0 is told that it holds the last one."""
 
 
-class Patience:
+class WorkerTimeouts:
     """Judges workers by when they were heard last, and by when they were asked to leave a group
     that is gone."""
 

@@ -17,7 +17,7 @@ from evergrad_coordinator.protocol import (
     Result,
     Up,
 )
-from evergrad_trainer.worker import channel as say
+from evergrad_trainer.worker import channel
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,13 @@ Report = (
     | Up
     | Restoring
     | Broken
-    | say.Result
-    | say.Observed
+    | channel.WorkerResult
+    | channel.Observed
     | Done
     | Finished
     | Result
     | WorkersLeft
     | NoWorkers
 )
-"""``say.Result``: rank 0's word that the run's end is written down. ``Result``: all fresh workers have ended
-because the run asked for it. ``Done``: they have ended well."""
+"""``channel.WorkerResult``: rank 0 reports that the run's end is recorded. ``Result``: all fresh workers have
+ended because the run asked for it. ``Done``: they have ended well."""

@@ -25,7 +25,7 @@ from evergrad_trainer.node.metrics import NodeMetrics
 from evergrad_trainer.node.settings import NodeSettings
 from evergrad_trainer.node.stragglers import FINISH_SECONDS, Stragglers
 from evergrad_trainer.node.supervisor import Supervisor
-from evergrad_trainer.node.worker_group import Bounds, InProcessWorkers, WorkerGroup
+from evergrad_trainer.node.worker_group import InProcessWorkers, WorkerBounds, WorkerGroup
 from evergrad_trainer.node.workers import (
     Captures,
     StartMethod,
@@ -175,7 +175,7 @@ async def _serve_in_process(
         num_workers=num_workers,
         report=supervisor.take,
         describe_place=describe_place,
-        bounds=Bounds(
+        bounds=WorkerBounds(
             _SETUP_SECONDS, float(plan.run.training.runtime.collective_timeout_seconds)
         ),
     )

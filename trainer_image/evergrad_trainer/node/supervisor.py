@@ -54,7 +54,7 @@ from evergrad_trainer.node.stop_requests import StopRequests
 from evergrad_trainer.node.tasks import TaskWatch
 from evergrad_trainer.node.worker_group import WorkerGroup
 from evergrad_trainer.node.workers import Worker, adopt_orphans, name_process
-from evergrad_trainer.worker import channel as say
+from evergrad_trainer.worker import channel
 
 _log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.25
@@ -94,9 +94,9 @@ class RoundStores:
         return self._newest[1]
 
 
-def order_of(plan: Plan) -> say.Plan:
+def order_of(plan: Plan) -> channel.WorkerPlan:
     """Tell workers what they need to know of a plan."""
-    return say.Plan(plan.generation, plan.hard, plan.patience_seconds, plan.saves)
+    return channel.WorkerPlan(plan.generation, plan.hard, plan.patience_seconds, plan.saves)
 
 
 def describe_ranks(go: Go) -> str:
@@ -202,7 +202,7 @@ class Supervisor:
             case Capacity():
                 self._metrics.set_workers(report.workers)
                 self.conversation.send(report)
-            case WorkersReady() if report.generation >= say.LOCAL_GENERATION:
+            case WorkersReady() if report.generation >= channel.LOCAL_GENERATION:
                 # Answers to a change of this node's own, which no coordinator has planned.
                 if self._departure.is_alone:
                     self._workers.depart(None, save=True)
@@ -226,14 +226,14 @@ class Supervisor:
                 if report.cause != "peer_lost":
                     self._say(self._end.note_broken(report))
                 self.conversation.send(report)
-            case say.Result():
+            case channel.WorkerResult():
                 # The last progress first: nothing that comes after the run's end is taken.
                 self._progress.flush()
                 words = Result(
                     report.generation, report.step, report.exit_code, report.reason
                 )
                 self.conversation.send(words)
-            case say.Observed():
+            case channel.Observed():
                 self._records.take_record(report.kind, report.record)
             case Done() | Result():
                 # Remembered at once, said a moment later: the end of a script's process may be seen before
@@ -350,7 +350,9 @@ class Supervisor:
                 # Others may rule by now. The group ends at a step boundary and waits, holding its state.
                 self._is_cut_off = True
                 self._say("has lost the coordinator: training pauses")
-                order = say.Plan(self.conversation.known_generation + 1, hard=False)
+                order = channel.WorkerPlan(
+                    self.conversation.known_generation + 1, hard=False
+                )
                 self._workers.change(order, cause="coordinator_lost")
             self._departure.tick(away)
 

@@ -14,12 +14,12 @@ from typing import Protocol
 from evergrad_common.causes import BreakCause
 from evergrad_common.contract import ErrorKind
 from evergrad_coordinator.protocol import Broken, Capacity, Go, Restoring, Up
-from evergrad_trainer.node.patience import Patience
+from evergrad_trainer.node.patience import WorkerTimeouts
 from evergrad_trainer.node.reports import Report, WorkersLeft, WorkersReady
 from evergrad_trainer.node.worker_ends import build_broken, describe_lasting_end
 from evergrad_trainer.node.worker_starts import WorkerStarts
 from evergrad_trainer.node.workers import Worker
-from evergrad_trainer.worker import channel as say
+from evergrad_trainer.worker import channel
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class WorkerGroup(Protocol):
     def start(self) -> None: ...
     def change(
         self,
-        order: say.Plan,
+        order: channel.WorkerPlan,
         *,
         cause: str,
         detail: str = "",
@@ -47,13 +47,13 @@ class WorkerGroup(Protocol):
     def depart(self, generation: int | None, *, save: bool) -> None: ...
     def finish(self, exit_code: int) -> None: ...
     def kill(self) -> None: ...
-    def hear(self, worker: Worker, record: say.Record) -> None: ...
+    def hear(self, worker: Worker, record: channel.Record) -> None: ...
     def end(self, worker: Worker, exit_code: int) -> None: ...
     def tick(self) -> None: ...
 
 
 @dataclass(frozen=True)
-class Bounds:
+class WorkerBounds:
     """``setup_seconds``: for the members of a group, who are all ready, to meet.
 
     ``timeout_seconds``: of its collectives.
@@ -73,7 +73,7 @@ class Entry:
         """Bytes of state that were reported, those of groups before included."""
         self._is_up = False
 
-    def find_up(self, record: say.Up) -> Up | None:
+    def find_up(self, record: channel.WorkerUp) -> Up | None:
         """The word that all are in, once: when the last worker is."""
         generation = self.go.generation
         if self._is_up or any(one.up_generation < generation for one in self._workers):
@@ -97,24 +97,24 @@ class Farewell:
         self, holders: Sequence[Worker], generation: int | None, *, save: bool
     ) -> None:
         """Tell ``holders`` to leave; with ``save`` the one with the newest step saves first."""
-        number = say.LOCAL_GENERATION if generation is None else generation
+        number = channel.LOCAL_GENERATION if generation is None else generation
         newest = min(holders, key=lambda one: (-one.step, one.local_rank), default=None)
         self._saver = newest if save else None
         self.is_saved = self._saver is None
         """Whether what was to be saved is: not before the worker that saves reports it."""
         for worker in holders:
-            order = say.Leave(
+            order = channel.WorkerLeave(
                 number, save=worker is self._saver, is_planned=generation is not None
             )
             worker.channel.send(order, wait=False)
 
-    def note_left(self, worker: Worker, record: say.Left) -> None:
+    def note_left(self, worker: Worker, record: channel.WorkerLeft) -> None:
         """A worker reports that it is about to end."""
         if worker is self._saver:
             self.is_saved = record.is_saved
 
 
-def pass_on_broken(worker: Worker, record: say.Broken) -> Broken:
+def pass_on_broken(worker: Worker, record: channel.WorkerBroken) -> Broken:
     """Tell the coordinator what a worker says of the end of its group."""
     is_numeric = record.kind == ErrorKind.NUMERIC
     cause: BreakCause = "numeric" if is_numeric else "peer_lost"
@@ -131,7 +131,7 @@ class InProcessWorkers:
         num_workers: int,
         report: Callable[[Report], None],
         describe_place: Callable[[int, int], str],
-        bounds: Bounds,
+        bounds: WorkerBounds,
     ) -> None:
         """``start(local_rank, serial)`` starts a process; ``describe_place(step, slot)`` names the samples of
         a slot."""
@@ -139,8 +139,8 @@ class InProcessWorkers:
         self._tell = report
         self._describe_place = describe_place
         self._setup_seconds = bounds.setup_seconds
-        self._patience = Patience(timeout_seconds=bounds.timeout_seconds)
-        self._change = say.Plan(-1, hard=False)
+        self._patience = WorkerTimeouts(timeout_seconds=bounds.timeout_seconds)
+        self._change = channel.WorkerPlan(-1, hard=False)
         self._cause, self._detail = "other", ""
         self._is_only_holder = False
         self._answered = -1
@@ -170,7 +170,7 @@ class InProcessWorkers:
 
     def change(
         self,
-        order: say.Plan,
+        order: channel.WorkerPlan,
         *,
         cause: str,
         detail: str = "",
@@ -208,7 +208,9 @@ class InProcessWorkers:
             )
             group = (go.generation, rank, go.world_size, go.address, go.port)
             worker.channel.send(
-                say.Go(*group, self._setup_seconds, cause=self._cause, detail=self._detail),
+                channel.WorkerGo(
+                    *group, self._setup_seconds, cause=self._cause, detail=self._detail
+                ),
                 wait=False,
             )
 
@@ -232,7 +234,7 @@ class InProcessWorkers:
         """The run is over."""
         self._starts.are_over = True
         for worker in self._starts.workers.values():
-            worker.channel.send(say.End(exit_code), wait=False)
+            worker.channel.send(channel.WorkerFinish(exit_code), wait=False)
             if not worker.is_warm:
                 worker.kill()
 
@@ -248,29 +250,29 @@ class InProcessWorkers:
 
     # ---- what the workers say ------------------------------------------------------------------------------
 
-    def hear(self, worker: Worker, record: say.Record) -> None:
+    def hear(self, worker: Worker, record: channel.Record) -> None:
         """A record from a worker."""
         worker.last_heard = time.monotonic()
         match record:
-            case say.Warm():
+            case channel.Warm():
                 worker.state = "idle"
                 self._starts.note_warm(worker)
                 if self._starts.has_started:
                     self._tell(Capacity(self.capacity))
                 if self._change.generation > self._answered:
                     worker.channel.send(self._change, wait=False)
-            case say.Ready():
+            case channel.WorkerReady():
                 worker.state = "idle"
                 worker.ready_generation, worker.step = record.generation, record.step
                 if self._inside is not None and self._inside.generation < record.generation:
                     self._inside = None
                 self._check_ready()
-            case say.Up():
+            case channel.WorkerUp():
                 worker.step = record.step
                 worker.up_generation = record.generation
                 if self._entry is not None and self._entry.go is self._inside:
                     self._tell_of(self._entry.find_up(record))
-            case say.Broken():
+            case channel.WorkerBroken():
                 worker.step, worker.state = record.step, "idle"
                 # From here on this node has no place in a group, also for a coordinator that comes back.
                 if (
@@ -279,13 +281,13 @@ class InProcessWorkers:
                 ):
                     self._inside = None
                 self._tell(pass_on_broken(worker, record))
-            case say.Failed():
+            case channel.Failed():
                 worker.failure, worker.step = record, record.step
-            case say.Result():
+            case channel.WorkerResult():
                 self._tell(record)
-            case say.Observed():
+            case channel.Observed():
                 self._tell(record)
-            case say.Left():
+            case channel.WorkerLeft():
                 if self._farewell is not None:
                     self._farewell.note_left(worker, record)
 
@@ -337,7 +339,7 @@ class InProcessWorkers:
         self._patience.check_clock(now, self._starts.workers.values())
         self._starts.kill_hung(now)
         for worker in self._starts.warm:
-            worker.channel.send(say.Ping(), wait=False)
+            worker.channel.send(channel.WorkerPing(), wait=False)
             is_asked = (
                 self._change.hard and worker.ready_generation < self._change.generation
             )

@@ -21,14 +21,14 @@ from evergrad_trainer.base.records import (
 )
 from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.observers.events import describe_event
-from evergrad_trainer.observers.live_state import State
+from evergrad_trainer.observers.live_state import LiveState
 
 _REDRAW_SECONDS = 0.2
 _SHORTEST_BAR = 8
 _LONGEST_BAR = 40
 
 
-def render_line(state: State, width: int, *, is_unicode: bool = True) -> Text:
+def render_line(state: LiveState, width: int, *, is_unicode: bool = True) -> Text:
     """Render the bar at ``width`` columns: parts that do not fit are left out, the least important first."""
     parts = _parts(state)
     # A narrow terminal loses what matters least; the step itself always stays.
@@ -50,7 +50,7 @@ def render_line(state: State, width: int, *, is_unicode: bool = True) -> Text:
     return line
 
 
-def _parts(state: State) -> list[tuple[int, str, str]]:
+def _parts(state: LiveState) -> list[tuple[int, str, str]]:
     """List (importance, text, style) of each part, from left to right."""
     share = state.step / state.total_steps if state.total_steps else 0.0
     is_over = state.step >= state.total_steps > 0
@@ -124,7 +124,7 @@ def _needed(parts: list[tuple[int, str, str]], bar: int = _SHORTEST_BAR) -> int:
 class _Line:
     """Line that rich draws at the terminal's present width."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: LiveState) -> None:
         self._state = state
 
     def __rich_console__(
@@ -151,7 +151,7 @@ class ProgressBar(BaseObserver):
     ) -> None:
         self._clock = clock
         self._drawn = -math.inf
-        self._state = State(clock)
+        self._state = LiveState(clock)
         self._console = Console(
             file=stream,
             highlight=False,

@@ -20,7 +20,7 @@ from evergrad_trainer.observers.profiler import Profiler
 from evergrad_trainer.observers.progress import build_progress
 from evergrad_trainer.observers.stateful_observers import Announcer, Lasting
 from evergrad_trainer.observers.trackers.libraries import find_opener
-from evergrad_trainer.observers.trackers.observer import Patience, TrackerObserver
+from evergrad_trainer.observers.trackers.observer import TrackerObserver, TrackerTimeouts
 from evergrad_trainer.run.directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _build_exporter(around: Surroundings) -> "PrometheusExporter | None":
 def _build_trackers(around: Surroundings) -> list[Observer]:
     trackers = around.training.logging.trackers
     # One patience for all: each end waits for them together.
-    patience = Patience()
+    patience = TrackerTimeouts()
     made: list[Observer] = []
     for one in trackers:
         if one.directory is not None:

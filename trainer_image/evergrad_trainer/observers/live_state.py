@@ -67,7 +67,7 @@ class Rate:
         return (after - before) / (now - begun)
 
 
-class State:
+class LiveState:
     """Newest facts of the run, which both displays show."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -16,7 +16,12 @@ from evergrad_trainer.base.records import (
     Wish,
 )
 from evergrad_trainer.observers.base import BaseObserver, Observer
-from evergrad_trainer.observers.watches import Alert, Watch, rule_of, rule_of_early_stop
+from evergrad_trainer.observers.watches import (
+    Watch,
+    WatchAlert,
+    rule_of,
+    rule_of_early_stop,
+)
 
 
 class Monitors(BaseObserver):
@@ -121,7 +126,7 @@ def check_watched(
         raise ConfigurationError(*problems)
 
 
-def _event_of(alert: Alert, generation: int) -> Event:
+def _event_of(alert: WatchAlert, generation: int) -> Event:
     fields = {
         "monitor": alert.rule.kind,
         "metric": alert.rule.metric,

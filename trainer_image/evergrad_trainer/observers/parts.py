@@ -18,7 +18,7 @@ _CLOCKS_APART_SECONDS = 1.0
 
 
 @dataclass
-class Part:
+class ProcessPart:
     """Sums over the records of one part of the run. Its elapsed time less these sums is ``other``."""
 
     generation: int

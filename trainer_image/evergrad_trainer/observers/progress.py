@@ -8,7 +8,7 @@ from evergrad_common.text import compact, duration, real, short_count
 from evergrad_trainer.base.records import EvaluationRecord, Event, RunInfo, StepRecord
 from evergrad_trainer.observers.base import BaseObserver, Observer
 from evergrad_trainer.observers.events import describe_event
-from evergrad_trainer.observers.live_state import State
+from evergrad_trainer.observers.live_state import LiveState
 
 
 def build_progress(
@@ -48,7 +48,7 @@ class ProgressLines(BaseObserver):
     ) -> None:
         self._stream = stream
         self._every = every
-        self._state = State(clock)
+        self._state = LiveState(clock)
 
     def run_start(self, info: RunInfo) -> None:
         self._state.start(info)

@@ -14,7 +14,7 @@ from evergrad_trainer.base.records import (
     StepRecord,
 )
 from evergrad_trainer.observers.goodput import CAUSES, Goodput, ProcessAccount, Restart
-from evergrad_trainer.observers.parts import Part
+from evergrad_trainer.observers.parts import ProcessPart
 
 Record = RunInfo | StepRecord | EvaluationRecord | Event
 
@@ -39,7 +39,7 @@ class Account:
         ``most_steps``: number of newest steps whose seconds are remembered, at 16 bytes a step; a restart
         from further back leaves the older ones productive. None: all of them.
         """
-        self._parts: list[Part] = []
+        self._parts: list[ProcessPart] = []
         self._last_time = last_time
         self._elsewhere = [(1, highest_step)] if highest_step else []
         """First and last steps that other accounts hold as productive: here they are repeated ones."""
@@ -80,7 +80,7 @@ class Account:
                 one for one in self._waiting if one.generation < record.generation
             ]
             self.finish()
-            part = Part(record.generation, record, after=self._last_time)
+            part = ProcessPart(record.generation, record, after=self._last_time)
             self._last_time, self._takes_over = None, False
             if part.resumed_from is not None:
                 part.steps_lost_before = self._take_back(part.resumed_from)
@@ -149,7 +149,7 @@ class Account:
             is_own = generation in own or not has_started
             is_new = not self._parts or self._parts[-1].generation < generation
             if is_own and is_new:
-                self._append(Part(generation))
+                self._append(ProcessPart(generation))
             part = self._parts[-1]
             part.newest = max(part.newest, generation)
             _give(part, record)
@@ -208,7 +208,7 @@ class Account:
             notes=tuple(notes),
         )
 
-    def _go_on(self, generation: int) -> Part:
+    def _go_on(self, generation: int) -> ProcessPart:
         """Find the part that trains, stops or changes its world in ``generation``: the last one, as a
         rule."""
         is_known = any(part.start is not None or part.changes.all for part in self._parts)
@@ -218,7 +218,7 @@ class Account:
             if not self._parts or generation > self._parts[-1].newest:
                 # The time before this process took over from others is in their accounts.
                 after = None if self._takes_over else self._last_time
-                self._append(Part(generation, after=after))
+                self._append(ProcessPart(generation, after=after))
                 self._last_time = None
             return self._parts[-1]
         part = self._parts[-1]
@@ -239,7 +239,7 @@ class Account:
         owners = [part for part in self._parts if part.generation <= record.generation]
         _give(owners[-1] if owners else self._parts[0], record)
 
-    def _append(self, part: Part) -> None:
+    def _append(self, part: ProcessPart) -> None:
         part.first_kept = len(self._kept_steps)
         self._parts.append(part)
 
@@ -266,7 +266,7 @@ class Account:
         return lost
 
 
-def _give(part: Part, record: Event | EvaluationRecord) -> None:
+def _give(part: ProcessPart, record: Event | EvaluationRecord) -> None:
     if isinstance(record, Event):
         part.add_event(record)
     else:

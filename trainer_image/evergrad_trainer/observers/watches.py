@@ -40,7 +40,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Alert:
+class WatchAlert:
     """The beginning of what a rule looks for, after ``step``. ``value``: the mean that was looked at."""
 
     rule: Rule
@@ -109,7 +109,7 @@ class Watch:
     """The step after which it began; None while all is well."""
     alerts: int = 0
 
-    def look(self, step: int, measured: Mapping[str, float]) -> Alert | None:
+    def look(self, step: int, measured: Mapping[str, float]) -> WatchAlert | None:
         """Take the values after ``step``; an alert where it begins now."""
         rule = self.rule
         value = measured.get(rule.metric, math.nan)
@@ -132,9 +132,9 @@ class Watch:
             return None
         self.since = step
         self.alerts += 1
-        return Alert(rule, step, mean, threshold)
+        return WatchAlert(rule, step, mean, threshold)
 
-    def alert_of(self, step: int) -> Alert | None:
+    def alert_of(self, step: int) -> WatchAlert | None:
         """The alert of the newest step, ``step``, where it has raised one: another process may have said it
         to nobody."""
         if self.since != step:
@@ -142,7 +142,7 @@ class Watch:
         mean = math.fsum(self.values) / self.rule.window
         is_plateau = self.rule.kind in ("plateau", "early stop")
         threshold = self.reference if is_plateau else self._judge(mean)
-        return None if threshold is None else Alert(self.rule, step, mean, threshold)
+        return None if threshold is None else WatchAlert(self.rule, step, mean, threshold)
 
     def _judge(self, mean: float) -> float | None:
         """The threshold that ``mean`` is beyond; None while all is well."""

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from evergrad_manifest.training import Optimizer
 from evergrad_trainer.optim.groups import Group, group_parameters
-from evergrad_trainer.optim.parts import Part, update_parts
+from evergrad_trainer.optim.parts import TensorPart, update_parts
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -41,12 +41,12 @@ class AdamW(torch.optim.AdamW):
         for group in self.param_groups:
             # Parts of one group that have seen as many updates go to the kernel together: all of them, in
             # ordinary training.
-            by_updates: dict[float, list[Part]] = {}
+            by_updates: dict[float, list[TensorPart]] = {}
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
                 state = self.state[parameter]
-                part = Part(
+                part = TensorPart(
                     weights=_local(parameter),
                     gradient=_local(parameter.grad),
                     exp_avg=_local(state["exp_avg"]),

@@ -93,7 +93,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldParameters:
     """This rank's parts of each parameter that has a gradient; all share the memory of the whole's."""
 
     group: Group
@@ -102,14 +102,14 @@ class Held:
     state: Mapping[str, torch.Tensor]
 
 
-def parts_held(optimizer: torch.optim.Optimizer) -> Iterator[Held]:
+def parts_held(optimizer: torch.optim.Optimizer) -> Iterator[HeldParameters]:
     """Each parameter of ``optimizer`` that has a gradient, as far as this rank holds it."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
             state = optimizer.state[parameter]
-            yield Held(
+            yield HeldParameters(
                 group,
                 _local(parameter.detach()),
                 _local(parameter.grad),

@@ -22,7 +22,7 @@ _LINE_BYTES = 64
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """Elements [begin, begin + n) of a tensor of ``total`` elements: its flat weights, gradient and moments,
     n elements each."""
 
@@ -40,7 +40,7 @@ class Part:
 
 
 def update_parts(
-    parts: Sequence[Part],
+    parts: Sequence[TensorPart],
     *,
     updates: int,
     learning_rate: float,
@@ -96,7 +96,7 @@ def update_parts(
         own.copy_(place)
 
 
-def plan_lines(part: Part) -> list[tuple[int, int, int, int]]:
+def plan_lines(part: TensorPart) -> list[tuple[int, int, int, int]]:
     """(start, end, line_begin, line_end): elements of the part that are updated together, and the lines of
     the whole around them.
 

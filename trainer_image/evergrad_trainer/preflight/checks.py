@@ -28,7 +28,7 @@ from evergrad_manifest.training.optimization import OF_OPTIMIZER
 from evergrad_manifest.values.numbers import show
 from evergrad_trainer.base.errors import CheckpointError, DataError, ModelError, VolumeError
 from evergrad_trainer.base.machine import Machine, free_bytes
-from evergrad_trainer.data.auto_tokenizer import COMBINED, Difference
+from evergrad_trainer.data.auto_tokenizer import COMBINED, TokenizerDifference
 from evergrad_trainer.data.preparation.files import (
     evaluation_sources,
     find_files,
@@ -314,7 +314,7 @@ def check_tokenizer(
 
 def _compare_export(
     tokenizer: TextTokenizer, plan: ModelPlan
-) -> tuple[Difference | None, str]:
+) -> tuple[TokenizerDifference | None, str]:
     """Compare the ids of ``tokenizer`` and of an export with the configuration of ``plan``.
 
     Returns the first difference, and the reason why AutoTokenizer cannot load the export; empty if it can.

@@ -15,7 +15,7 @@ from evergrad_manifest.files.task_files import hash_task
 from evergrad_manifest.model.spelling import nearest
 from evergrad_manifest.training import METRICS_OF_ALL, Training
 from evergrad_trainer.base.lock import exclusive
-from evergrad_trainer.data.build import Data, build_data
+from evergrad_trainer.data.build import DataStreams, build_data
 from evergrad_trainer.data.preparation.disk_errors import disk_errors
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.data.start_positions import DataStart
@@ -36,7 +36,7 @@ class Opened:
 
     task: Task
     code: Code
-    data: Data
+    data: DataStreams
     evaluators: Mapping[str, Evaluator]
     observers: Lasting = field(default_factory=lambda: Lasting(()))
     prepared: Prepared | None = None

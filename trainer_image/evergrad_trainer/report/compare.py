@@ -50,7 +50,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Difference:
+class StepDifference:
     """One column that differs. ``a`` and ``b``: the values at the first step that differs.
 
     ``counts``: whether it makes the runs differ; otherwise it is only shown.
@@ -84,7 +84,7 @@ class Comparison:
     num_compared: int
     first_step: int | None
     last_step: int | None
-    differences: tuple[Difference, ...]
+    differences: tuple[StepDifference, ...]
     only_in_a: tuple[tuple[int, int], ...]
     only_in_b: tuple[tuple[int, int], ...]
     evaluations_compared: int
@@ -200,7 +200,7 @@ def _differing(
     *,
     counts: bool = True,
     where: str = "",
-) -> Difference | None:
+) -> StepDifference | None:
     """Describe one column of both runs, by what ``mask`` says of its rows; None where no row differs."""
     rows = np.nonzero(mask)[0]
     if not len(rows):
@@ -216,7 +216,7 @@ def _differing(
         # An infinite or undefined ratio says nothing of how far apart the others are.
         finite = relative[np.isfinite(relative)]
         largest = float(finite.max()) if len(finite) else float("nan")
-    return Difference(
+    return StepDifference(
         field=name,
         counts=counts,
         num_steps=len(rows),
@@ -230,7 +230,7 @@ def _differing(
 
 def _evaluation_differences(
     pairs: Sequence[tuple[EvaluationRecord, EvaluationRecord]], rules: Rules
-) -> list[Difference]:
+) -> list[StepDifference]:
     found = []
     # Set by set, since a difference is shown with the name of its set.
     for where in dict.fromkeys(a.name for a, _ in pairs):

@@ -20,8 +20,8 @@ from evergrad_trainer.observers.goodput import Goodput
 from evergrad_trainer.observers.history import History, StepTable, read_history
 from evergrad_trainer.report.figures import (
     Figure,
+    RunStatus,
     Share,
-    Status,
     as_mapping,
     describe_run,
     describe_status,
@@ -47,12 +47,12 @@ from evergrad_trainer.run.redaction import hide_home
 
 
 @dataclass(frozen=True)
-class Facts:
+class ReportFacts:
     """Everything that a report shows besides its plots."""
 
     name: str
     subtitle: tuple[str, ...]
-    status: Status
+    status: RunStatus
     figures: tuple[Figure, ...]
     shares: tuple[Share, ...]
     evaluations: Table
@@ -93,7 +93,9 @@ class Facts:
         )
 
 
-def gather_facts(directory: RunDirectory, *, cluster_run: Path | None = None) -> Facts:
+def gather_facts(
+    directory: RunDirectory, *, cluster_run: Path | None = None
+) -> ReportFacts:
     """Read everything. ``cluster_run``: file with the run's object of a cluster, if there is one.
 
     Raises RunDirectoryError for files that are no run's; a run without steps is fine.
@@ -128,7 +130,7 @@ def gather_facts(directory: RunDirectory, *, cluster_run: Path | None = None) ->
         with reported(cluster_run, what="cannot be read"):
             content = cluster_run.read_text("utf-8")
         pod_time = read_pod_time(content, source=str(cluster_run), run=started.get("run"))
-    return Facts(
+    return ReportFacts(
         name=str(started.get("run") or directory.path.resolve().name),
         subtitle=describe_run(started, goodput),
         status=describe_status(goodput, is_complete=directory.is_complete(), step=step),

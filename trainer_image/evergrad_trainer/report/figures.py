@@ -21,7 +21,7 @@ _MOST_SETS = 4
 
 
 @dataclass(frozen=True)
-class Status:
+class RunStatus:
     """State of the run in one word. ``tone``: good, bad, warn or quiet."""
 
     label: str
@@ -52,23 +52,23 @@ class Share:
     """The same time of all processes together; empty for time without any."""
 
 
-def describe_status(goodput: Goodput, *, is_complete: bool, step: int) -> Status:
+def describe_status(goodput: Goodput, *, is_complete: bool, step: int) -> RunStatus:
     """Describe how the run ended, or that it has not."""
     # The mark of the end counts, whatever the last process of the run wrote after it.
     if is_complete:
-        return Status("Complete", "good", f"reached step {count(step)}")
+        return RunStatus("Complete", "good", f"reached step {count(step)}")
     if not goodput.processes:
-        return Status("Not started", "quiet", "no process has written anything yet")
+        return RunStatus("Not started", "quiet", "no process has written anything yet")
 
     # Without the mark, the last process says how things are.
     last = goodput.processes[-1]
     if last.ended == "failed":
-        return Status("Failed", "bad", last.detail)
+        return RunStatus("Failed", "bad", last.detail)
     if last.ended == "running or killed":
         sign = f"last sign at {utc(last.end)} UTC, step {count(step)}"
-        return Status("No end recorded", "quiet", f"running, or killed; {sign}")
+        return RunStatus("No end recorded", "quiet", f"running, or killed; {sign}")
     ending = describe_ending(last.ended)
-    return Status("Stopped", "warn", f"{ending} after step {count(step)}")
+    return RunStatus("Stopped", "warn", f"{ending} after step {count(step)}")
 
 
 def describe_run(started: Mapping[str, Any], goodput: Goodput) -> tuple[str, ...]:

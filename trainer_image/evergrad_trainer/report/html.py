@@ -16,7 +16,7 @@ from evergrad_coordinator.edge.page_files import (
     read_web,
 )
 from evergrad_trainer import __version__
-from evergrad_trainer.report.facts import Facts
+from evergrad_trainer.report.facts import ReportFacts
 from evergrad_trainer.report.plots import Plot
 from evergrad_trainer.report.series import MOST_ROWS
 from evergrad_trainer.report.svg import COLORS
@@ -24,7 +24,7 @@ from evergrad_trainer.report.svg import COLORS
 _SCRIPT = "report.js"
 
 
-def render_html(facts: Facts, plots: Sequence[Plot], *, created: str) -> str:
+def render_html(facts: ReportFacts, plots: Sequence[Plot], *, created: str) -> str:
     """Render the page. Everything from the run is escaped; only the plots' own markup is not."""
     # Only what we have drawn ourselves is markup: names and texts come from the run, and are escaped.
     safe = [

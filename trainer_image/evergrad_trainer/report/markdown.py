@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from evergrad_trainer import __version__
-from evergrad_trainer.report.facts import Facts
+from evergrad_trainer.report.facts import ReportFacts
 from evergrad_trainer.report.tables import Table
 
 _SPECIAL = re.compile(r"([\\`*_\[\]|~#])")
@@ -20,7 +20,7 @@ def escape(text: str) -> str:
     return _SPECIAL.sub(r"\\\1", " ".join(text.split()).translate(_MARKUP))
 
 
-def render_markdown(facts: Facts, *, created: str) -> str:
+def render_markdown(facts: ReportFacts, *, created: str) -> str:
     """Render the text, which ends in a newline."""
     parts = [
         f"# {escape(facts.name)}",

@@ -9,12 +9,12 @@ import numpy as np
 
 from evergrad_common.text import compact, duration, percent, real, short_count
 from evergrad_trainer.base.records import EvaluationRecord
-from evergrad_trainer.report.facts import Facts
+from evergrad_trainer.report.facts import ReportFacts
 from evergrad_trainer.report.series import (
     Curve,
     Parts,
     Reals,
-    Rows,
+    SeriesRows,
     broken,
     envelope,
     means,
@@ -89,7 +89,7 @@ def _finite(values: Any) -> Any:
     return np.where(np.abs(values) <= _LARGEST, values, np.nan)
 
 
-def loss_plot(facts: Facts) -> Draft:
+def loss_plot(facts: ReportFacts) -> Draft:
     """Plan the plot of the training loss: each step, the trend, what was lost, and restarts."""
     steps, superseded = facts.steps, facts.superseded
     # Fifty windows over the run: the trend shows, and a short run keeps each step.
@@ -103,7 +103,7 @@ def loss_plot(facts: Facts) -> Draft:
     # Each attempt is a line of its own until there are too many points to draw.
     if len(lost) > 4000:
         lost = envelope(superseded.step, _finite(superseded.loss))
-    rows = Rows(steps.step)
+    rows = SeriesRows(steps.step)
     curves = [rows.bands(loss)]
     resumed = [one.resumed_from for one in facts.goodput.restarts]
     restarts = [step for step in resumed if step][-_MOST_RESTARTS:]
@@ -156,7 +156,7 @@ def evaluation_plot(evaluations: Sequence[EvaluationRecord], *, unit: str) -> Dr
     legend: list[Legend] = []
     curves: list[tuple[Curve, str]] = []
     charted: list[Parts] = []
-    rows = Rows(np.unique([one.step for one in evaluations if one.name in shown]))
+    rows = SeriesRows(np.unique([one.step for one in evaluations if one.name in shown]))
     for number, name in enumerate(shown, start=1):
         own = [one for one in evaluations if one.name == name]
         steps = np.array([one.step for one in own], np.int64)
@@ -190,9 +190,9 @@ def evaluation_plot(evaluations: Sequence[EvaluationRecord], *, unit: str) -> Dr
     )
 
 
-def learning_rate_plot(facts: Facts) -> Draft:
+def learning_rate_plot(facts: ReportFacts) -> Draft:
     """Plan the plot of the learning rate."""
-    rates, rows = _finite(facts.steps.learning_rate), Rows(facts.steps.step)
+    rates, rows = _finite(facts.steps.learning_rate), SeriesRows(facts.steps.step)
     curve = means(facts.steps.step, rates, points=600)
 
     def paint(axes: "Axes") -> None:
@@ -212,13 +212,13 @@ def learning_rate_plot(facts: Facts) -> Draft:
     )
 
 
-def speed_plot(facts: Facts) -> Draft:
+def speed_plot(facts: ReportFacts) -> Draft:
     """Plan the plot of tokens, or of samples that are no text, a second."""
     steps = facts.steps
     # A step of no measured duration has no speed: it leaves a gap.
     with np.errstate(divide="ignore", invalid="ignore"):
         speed = _finite(steps.tokens / steps.step_seconds)
-    curve, rows = means(steps.step, speed, points=300), Rows(steps.step)
+    curve, rows = means(steps.step, speed, points=300), SeriesRows(steps.step)
     median = float(np.nanmedian(speed)) if np.isfinite(speed).any() else math.nan
 
     def paint(axes: "Axes") -> None:
@@ -245,7 +245,7 @@ def speed_plot(facts: Facts) -> Draft:
     )
 
 
-def norm_plot(facts: Facts) -> Draft:
+def norm_plot(facts: ReportFacts) -> Draft:
     """Plan the plot of the gradient norm."""
     norms = _finite(facts.steps.grad_norm)
     window = max(1, len(norms) // 50)
@@ -275,7 +275,7 @@ def norm_plot(facts: Facts) -> Draft:
     )
 
 
-def metric_plot(facts: Facts, name: str) -> Draft:
+def metric_plot(facts: ReportFacts, name: str) -> Draft:
     """Plan the plot of a metric of the recipe, with the unit and the help that it declares."""
     declared = facts.metrics.get(name, {})
     values = _finite(facts.steps.metrics[name])
@@ -308,7 +308,7 @@ def metric_plot(facts: Facts, name: str) -> Draft:
     )
 
 
-def split_plot(facts: Facts) -> Draft:
+def split_plot(facts: ReportFacts) -> Draft:
     """Plan the plot of the phases of a step, stacked."""
     steps = facts.steps
     curves: list[Curve] = []
@@ -349,7 +349,7 @@ def split_plot(facts: Facts) -> Draft:
         value = f"{duration(seconds)}, {percent(seconds / total)}"
         legend.append(Legend(label, f"p{number}", "area", value))
     description = "Seconds of a step by phase, stacked, against the step."
-    rows = Rows(steps.step)
+    rows = SeriesRows(steps.step)
     chart = Chart(rows.x, [rows.means(seconds * scale) for seconds in phases], form="stack")
     return Draft(
         "What a step consists of",
@@ -364,7 +364,7 @@ def split_plot(facts: Facts) -> Draft:
     )
 
 
-def world_plot(facts: Facts) -> Draft:
+def world_plot(facts: ReportFacts) -> Draft:
     """Plan the one plot over time: where training stands still, no step goes by."""
     sizes = facts.goodput.world_sizes[-_MOST_CHANGES:]
     begin = facts.goodput.world_sizes[0][0]
@@ -415,9 +415,9 @@ def world_plot(facts: Facts) -> Draft:
     )
 
 
-def _chart_of_trend(facts: Facts, trend: Reals, *, each: Reals | None) -> Chart:
+def _chart_of_trend(facts: ReportFacts, trend: Reals, *, each: Reals | None) -> Chart:
     """Make the chart of a trend, and of the values of each step under it where these differ."""
-    rows = Rows(facts.steps.step)
+    rows = SeriesRows(facts.steps.step)
     curves = [rows.means(trend)]
     if each is not None:
         curves.insert(0, rows.bands(each))

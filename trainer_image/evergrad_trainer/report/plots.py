@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from evergrad_coordinator.rules.downsampled_series import plain_numbers
-from evergrad_trainer.report.facts import Facts
+from evergrad_trainer.report.facts import ReportFacts
 from evergrad_trainer.report.plot_specs import (
     Draft,
     Legend,
@@ -46,7 +46,7 @@ class Plot:
     """The same plot as report.js reads it, as JSON values."""
 
 
-def build_plots(facts: Facts) -> tuple[Plot, ...]:
+def build_plots(facts: ReportFacts) -> tuple[Plot, ...]:
     """Draw all plots in the order of the page; none for a run without steps. They share one range of
     steps."""
     steps = facts.steps

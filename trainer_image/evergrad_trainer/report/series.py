@@ -1,6 +1,7 @@
 """Thins curves out for drawing: a million steps become a few hundred points that look the same. Pure.
 
-Pictures have points of ``envelope`` and ``means``; charts have ``Rows``, which all charts of a page share.
+Pictures have points of ``envelope`` and ``means``; charts have ``SeriesRows``, which all charts
+of a page share.
 """
 
 from dataclasses import dataclass
@@ -109,7 +110,7 @@ def broken(x: Integers, y: Reals) -> Curve:
 
 
 @dataclass(frozen=True)
-class Rows:
+class SeriesRows:
     """Rows of a chart over ascending ``steps``: one for each step, or for each of MOST_ROWS spans of them.
 
     A row of several steps stands at its last one, as on the live page.

@@ -7,14 +7,14 @@ from typing import Any
 
 from evergrad_trainer.base.records import EventType, record_row
 from evergrad_trainer.observers.events import changes_of
-from evergrad_trainer.report.facts import Facts
+from evergrad_trainer.report.facts import ReportFacts
 from evergrad_trainer.report.tables import last_evaluations
 from evergrad_trainer.run.directory import RunDirectory, reported
 
 FORMAT = 1
 
 
-def summarise(facts: Facts) -> dict[str, Any]:
+def summarise(facts: ReportFacts) -> dict[str, Any]:
     """Return the figures of the report's page, unrounded: programs compare them, people read the page."""
     goodput, steps, history = facts.goodput, facts.steps, facts.history
     starts = [event for event in history.events if event.type == EventType.START]

@@ -5,7 +5,7 @@ from pathlib import Path
 from evergrad_common.contract import ExitCode
 from evergrad_coordinator.protocol import Done, Go, Left, Placement, Plan, Ready, Up
 from evergrad_trainer.torchrun.agent_loop import AgentLoop
-from evergrad_trainer.torchrun.agent_state import AgentState, NodeSettings
+from evergrad_trainer.torchrun.agent_state import AgentSettings, AgentState
 from evergrad_trainer.torchrun.agent_workers import say
 
 _END_SECONDS = 0.5
@@ -16,7 +16,7 @@ _DEPART_SECONDS = 1.0
 class AgentLink:
     """The agent's thread reads ``state`` and waits on it; what it has to say goes through ``loop``."""
 
-    def __init__(self, settings: NodeSettings, *, directory: Path) -> None:
+    def __init__(self, settings: AgentSettings, *, directory: Path) -> None:
         self.settings = settings
         self.state = AgentState(settings.lease_seconds)
         self.loop = AgentLoop(settings, self.state, directory=directory)

@@ -32,7 +32,7 @@ from evergrad_coordinator.protocol import (
     Welcome,
 )
 from evergrad_trainer.torchrun.agent_members import AgentMembers
-from evergrad_trainer.torchrun.agent_state import AgentState, NodeSettings
+from evergrad_trainer.torchrun.agent_state import AgentSettings, AgentState
 from evergrad_trainer.torchrun.agent_workers import say
 from evergrad_trainer.worker.node_state import NodeStateServer
 
@@ -69,7 +69,7 @@ class AgentLoop:
     """
 
     def __init__(
-        self, settings: NodeSettings, state: AgentState, *, directory: Path
+        self, settings: AgentSettings, state: AgentState, *, directory: Path
     ) -> None:
         self.settings = settings
         self.state = state

@@ -15,7 +15,7 @@ from evergrad_trainer.worker.sockets import address_towards
 
 
 @dataclass(frozen=True)
-class NodeSettings:
+class AgentSettings:
     """Settings of a node that joins. ``lease_seconds`` holds until the coordinator has sent its own.
 
     ``join_seconds``: how long a rendezvous waits for a coordinator that does not answer.

@@ -33,7 +33,7 @@ from torch.distributed.elastic.rendezvous import (
 
 if TYPE_CHECKING:
     from evergrad_trainer.torchrun.agent_link import AgentLink
-    from evergrad_trainer.torchrun.agent_state import NodeSettings
+    from evergrad_trainer.torchrun.agent_state import AgentSettings
 
 BACKEND = "evergrad"
 _DEFAULT_LEASE_SECONDS = 10.0
@@ -65,7 +65,7 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
 def parse_settings(
     parameters: RendezvousParameters, environment: dict[str, str]
-) -> "NodeSettings":
+) -> "AgentSettings":
     """torchrun's arguments and our variables as settings.
 
     Raises ValueError that names every problem, one a line.
@@ -73,7 +73,7 @@ def parse_settings(
     from importlib.metadata import version
 
     from evergrad_common.addresses import split_address
-    from evergrad_trainer.torchrun.agent_state import NodeSettings
+    from evergrad_trainer.torchrun.agent_state import AgentSettings
 
     given = {str(key): value for key, value in parameters.config.items()}
     problems = [
@@ -112,7 +112,7 @@ def parse_settings(
     if problems:
         raise ValueError("\n".join(problems))
     host, port = coordinator or ("", 0)
-    return NodeSettings(
+    return AgentSettings(
         run=parameters.run_id,
         node=node,
         host=host,
@@ -142,7 +142,7 @@ def _find_seconds(
 class EvergradRendezvousHandler(RendezvousHandler):
     """One for the life of an agent. The coordinator decides who is in a group, and how the run ends."""
 
-    def __init__(self, settings: "NodeSettings") -> None:
+    def __init__(self, settings: "AgentSettings") -> None:
         from evergrad_trainer.torchrun.agent_link import AgentLink
 
         self._settings = settings
@@ -263,7 +263,7 @@ class EvergradRendezvousHandler(RendezvousHandler):
 class _Silence:
     """How long one rendezvous has waited for an answer of the coordinator, and what was said of it."""
 
-    def __init__(self, settings: "NodeSettings", *, now: float) -> None:
+    def __init__(self, settings: "AgentSettings", *, now: float) -> None:
         self._settings = settings
         self._began = self._said = now
 

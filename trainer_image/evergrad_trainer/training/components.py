@@ -16,7 +16,7 @@ from evergrad_trainer.observers.stateful_observers import Lasting
 from evergrad_trainer.run.directory import RunDirectory
 from evergrad_trainer.state.registry import Registry
 from evergrad_trainer.training.evaluation import EvaluationResult, EvaluationRunner
-from evergrad_trainer.training.progress import Progress
+from evergrad_trainer.training.progress import TrainingProgress
 from evergrad_trainer.training.snapshots import Snapshots
 from evergrad_trainer.training.step import Stepper
 from evergrad_trainer.training.step_parts import StepOutcome
@@ -36,7 +36,7 @@ class Rhythm:
 
 
 @dataclass(frozen=True)
-class Limits:
+class LoopLimits:
     """When things happen, in finished steps. ``stop_after_steps`` counts the steps of this process.
 
     ``non_finite_in_a_row``: how many steps that are not finite are skipped before the run stops.
@@ -66,7 +66,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Best:
+class BestCheckpoint:
     """Which evaluation metric decides about the best checkpoint."""
 
     metric: str
@@ -86,14 +86,14 @@ class Best:
 
 
 @dataclass
-class Run:
+class TrainingComponents:
     """Everything the loop uses; put together in ``worker.opening``.
 
     ``observers`` may be replaced between two worlds; ``lasting``, the task's own, are among them on every
     rank.
     """
 
-    limits: Limits
+    limits: LoopLimits
     membership: Membership
     stepper: Stepper
     stream: TrainingStream
@@ -102,7 +102,7 @@ class Run:
     evaluator: EvaluationRunner
     evaluation_sets: tuple[EvaluationSet, ...]
     """Those that the run evaluates itself."""
-    best: Best | None
+    best: BestCheckpoint | None
     observers: Observer
     directory: RunDirectory
     tokens_per_step: int
@@ -112,7 +112,7 @@ class Run:
     on_first_step: Callable[[], None]
     finish_state: Finish
     snapshots: Snapshots
-    progress: Progress = field(default_factory=Progress)
+    progress: TrainingProgress = field(default_factory=TrainingProgress)
     lasting: Lasting = field(default_factory=lambda: Lasting(()))
     clock: Callable[[], float] = time.monotonic
     saved_at: float = field(default_factory=time.monotonic)
@@ -121,7 +121,9 @@ class Run:
     """Whether replicas are compared in this world, as its ranks have agreed."""
 
 
-def build_record(run: Run, outcome: StepOutcome, *, total: float) -> StepRecord:
+def build_record(
+    run: TrainingComponents, outcome: StepOutcome, *, total: float
+) -> StepRecord:
     """The step's row. ``total``: wall seconds from the beginning of the step, as this rank measured them."""
     world = run.membership.world
     seconds = outcome.seconds
@@ -158,7 +160,7 @@ def perplexity_of(loss: float) -> float:
 
 
 def build_evaluation_record(
-    run: Run, name: str, result: EvaluationResult
+    run: TrainingComponents, name: str, result: EvaluationResult
 ) -> EvaluationRecord:
     """The row of one evaluation set."""
     return EvaluationRecord(
@@ -174,7 +176,7 @@ def build_evaluation_record(
     )
 
 
-def emit(run: Run, type_: str, **fields: Any) -> None:
+def emit(run: TrainingComponents, type_: str, **fields: Any) -> None:
     """Give the observers an event at the newest finished step."""
     event = Event(
         type=type_,

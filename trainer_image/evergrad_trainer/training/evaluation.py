@@ -18,7 +18,7 @@ from evergrad_trainer.distributed.world import World
 from evergrad_trainer.models.parallel import reshard
 from evergrad_trainer.state.replicas import find_suspects
 from evergrad_trainer.task import Loss, Tensors
-from evergrad_trainer.training.evaluation_counts import Tally
+from evergrad_trainer.training.evaluation_counts import EvaluationCounts
 
 _ROUNDS_BETWEEN_EXCHANGES = 4
 """Batches of each rank between two exchanges of what was measured: at most so many are measured again where a
@@ -91,17 +91,17 @@ class EvaluationRunner:
 
     def open_tally(
         self, evaluation_set: EvaluationSet, values: Mapping[str, Any], *, stage: Stage
-    ) -> Tally:
+    ) -> EvaluationCounts:
         """The tally at which an evaluation of this set in ``stage`` was cut; an empty one if it was of
         anything else."""
         names = self.measures[evaluation_set.name].within(stage).names
-        return Tally.from_json(values, key=self.key(evaluation_set), names=names)
+        return EvaluationCounts.from_json(values, key=self.key(evaluation_set), names=names)
 
     def run(
         self,
         evaluation_set: EvaluationSet,
         world: World,
-        tally: Tally,
+        tally: EvaluationCounts,
         *,
         stage: Stage,
         is_stopping: Callable[[], bool],
@@ -176,7 +176,7 @@ class EvaluationRunner:
         self,
         evaluation_set: EvaluationSet,
         world: World,
-        tally: Tally,
+        tally: EvaluationCounts,
         stage: Stage,
         *,
         is_stopping: Callable[[], bool],

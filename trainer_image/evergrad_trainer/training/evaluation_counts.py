@@ -11,7 +11,7 @@ Sum = Fraction | float
 
 
 @dataclass
-class Tally:
+class EvaluationCounts:
     """Sums over the first ``done`` batches of a set, the same on every rank.
 
     Exact, so that neither the order of the batches nor the place where an evaluation was cut changes a bit of
@@ -74,10 +74,12 @@ class Tally:
         }
 
     @staticmethod
-    def from_json(values: Mapping[str, Any], *, key: str, names: Sequence[str]) -> "Tally":
+    def from_json(
+        values: Mapping[str, Any], *, key: str, names: Sequence[str]
+    ) -> "EvaluationCounts":
         """The tally that was written, or an empty one where that was of another key."""
         if values.get("key") != key or len(values.get("sums", ())) != 1 + len(names):
-            return Tally(key, names)
+            return EvaluationCounts(key, names)
         done, weight = int(values["done"]), int(values["weight"])
         sums: list[Sum] = []
         for text in values["sums"]:
@@ -87,4 +89,6 @@ class Tally:
             except ValueError:
                 sums.append(float(text))
         seconds = float(values["seconds"])
-        return Tally(key, names, done=done, weight=weight, sums=sums, seconds=seconds)
+        return EvaluationCounts(
+            key, names, done=done, weight=weight, sums=sums, seconds=seconds
+        )

@@ -1,7 +1,7 @@
 """When the loop evaluates, saves and stops, and which checkpoint is the best, as the file says."""
 
 from evergrad_manifest.training import SaveEvery, Training
-from evergrad_trainer.training.components import Best, Limits, Rhythm
+from evergrad_trainer.training.components import BestCheckpoint, LoopLimits, Rhythm
 
 
 def build_limits(
@@ -10,13 +10,13 @@ def build_limits(
     total_steps: int,
     stop_after_steps: int | None,
     anchors: frozenset[int] = frozenset(),
-) -> Limits:
+) -> LoopLimits:
     """When the loop evaluates, saves and stops.
 
     ``anchors``: steps whose checkpoints later steps need.
     """
     evaluation, saves = training.evaluation, training.checkpoint
-    return Limits(
+    return LoopLimits(
         total_steps=total_steps,
         save_every=_build_rhythm(saves.every, training),
         keep_every=_build_rhythm(saves.keep_every, training),
@@ -46,7 +46,7 @@ def _build_rhythm(every: SaveEvery | None, training: Training) -> Rhythm | None:
     )
 
 
-def build_best(training: Training) -> Best | None:
+def build_best(training: Training) -> BestCheckpoint | None:
     """Which checkpoint is the best one, if that was asked for."""
     best = training.checkpoint.best
-    return Best(metric=best.metric, mode=best.mode) if best else None
+    return BestCheckpoint(metric=best.metric, mode=best.mode) if best else None

@@ -11,8 +11,8 @@ from evergrad_trainer.checkpoint.manifest import PERMANENT
 from evergrad_trainer.data.evaluation_sets import EvaluationSet
 from evergrad_trainer.state.registry import to_extra
 from evergrad_trainer.training.components import (
-    Limits,
-    Run,
+    LoopLimits,
+    TrainingComponents,
     build_evaluation_record,
     build_record,
     emit,
@@ -50,7 +50,7 @@ _NAP_SECONDS = 0.1
 """How often such a pause looks whether the group was given up."""
 
 
-def train(run: Run) -> StopReason:
+def train(run: TrainingComponents) -> StopReason:
     """Train until the horizon or until all ranks agree to stop; the caller saves what is not saved then.
 
     "change" means that the ranks agreed to leave this world: ``train`` is called again in the next one. The
@@ -113,7 +113,7 @@ def train(run: Run) -> StopReason:
 
 
 def _pause(
-    run: Run, limits: Limits, flags: Flags, *, is_entering: bool = False
+    run: TrainingComponents, limits: LoopLimits, flags: Flags, *, is_entering: bool = False
 ) -> StopReason | None:
     """Do what is due after the newest finished step; why all ranks leave then, the same on each.
 
@@ -161,7 +161,7 @@ def _pause(
     return interrupted or find_stop_reason(run.limits, progress, flags)
 
 
-def _own_flags(run: Run) -> Flags:
+def _own_flags(run: TrainingComponents) -> Flags:
     """This rank's wishes, in the order of the FLAG_ constants; the stop file and the fence are rank 0's to
     watch."""
     is_main = run.membership.world.is_main
@@ -184,7 +184,7 @@ def _own_flags(run: Run) -> Flags:
     return tuple(flags)
 
 
-def _finish_step(run: Run, outcome: StepOutcome, begun: float) -> None:
+def _finish_step(run: TrainingComponents, outcome: StepOutcome, begun: float) -> None:
     """Count the step, whether or not it made an update, and report it."""
     progress = run.progress
     entered = run.stream.entered_after(outcome.step)
@@ -220,7 +220,9 @@ def _finish_step(run: Run, outcome: StepOutcome, begun: float) -> None:
         _emit_skip(run, EventType.SKIPPED, outcome, in_a_row=progress.non_finite)
 
 
-def _emit_skip(run: Run, type_: str, outcome: StepOutcome, *, in_a_row: int) -> None:
+def _emit_skip(
+    run: TrainingComponents, type_: str, outcome: StepOutcome, *, in_a_row: int
+) -> None:
     """Say why a step made no update. ``in_a_row``: how many of the newest steps were not finite."""
     message = _describe_skip(outcome)
     emit(run, type_, why=outcome.skipped, message=message, in_a_row=in_a_row)
@@ -246,7 +248,9 @@ def _raise_if_fenced(outcome: StepOutcome) -> None:
     )
 
 
-def _evaluate(run: Run, sets: tuple[EvaluationSet, ...]) -> StopReason | None:
+def _evaluate(
+    run: TrainingComponents, sets: tuple[EvaluationSet, ...]
+) -> StopReason | None:
     """Evaluate these sets.
 
     Returns the reason when a stop or a change cut it short; it then goes on after the resume.
@@ -299,7 +303,7 @@ def _evaluate(run: Run, sets: tuple[EvaluationSet, ...]) -> StopReason | None:
     return None
 
 
-def _settle_best(run: Run) -> None:
+def _settle_best(run: TrainingComponents) -> None:
     """Make the best before the newest one the best again where the save of that one has failed.
 
     Before a comparison, and before the save of a later step: a value that no checkpoint has would keep worse
@@ -321,7 +325,7 @@ def _settle_best(run: Run) -> None:
         progress.best, progress.best_before = progress.best_before, None
 
 
-def _keep_best(run: Run, values: dict[str, float]) -> None:
+def _keep_best(run: TrainingComponents, values: dict[str, float]) -> None:
     progress = run.progress
     step = progress.finished_steps
     if run.best is None or step == 0:
@@ -348,7 +352,7 @@ def _keep_best(run: Run, values: dict[str, float]) -> None:
     _save(run, best=True)
 
 
-def _save(run: Run, *, best: bool = False, wait: bool = False) -> None:
+def _save(run: TrainingComponents, *, best: bool = False, wait: bool = False) -> None:
     """Begin to save the newest step, unless that was begun; ``wait``: until it is published."""
     progress = run.progress
     step = progress.finished_steps
@@ -384,7 +388,7 @@ def _save(run: Run, *, best: bool = False, wait: bool = False) -> None:
     run.saved_at = run.clock()
 
 
-def _anchor(run: Run) -> None:
+def _anchor(run: TrainingComponents) -> None:
     """Publish the newest step's checkpoint, and take the snapshots that are due after it.
 
     A process that is killed in here finds that checkpoint, and takes them again, or an older one, and comes
@@ -412,7 +416,7 @@ def _anchor(run: Run) -> None:
         emit(run, EventType.SNAPSHOT, name=name, hash=found)
 
 
-def save_together(run: Run) -> None:
+def save_together(run: TrainingComponents) -> None:
     """Save what is not saved yet, or whose save has failed, and wait for it; ``progress.saved_step`` is what
     is published then.
 

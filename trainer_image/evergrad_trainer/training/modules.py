@@ -12,7 +12,7 @@ from evergrad_trainer.base import torch_private
 from evergrad_trainer.base.errors import ModelError
 from evergrad_trainer.models import parallel
 from evergrad_trainer.models.deferred import DeferredModel
-from evergrad_trainer.models.parallel import Cut, find_shared, transformer_blocks
+from evergrad_trainer.models.parallel import ShardPlan, find_shared, transformer_blocks
 from evergrad_trainer.recipes.user_task import Code
 from evergrad_trainer.state.providers import base_tensors, module_tensors
 from evergrad_trainer.state.registry import EMA, LOSS_SCALE, RESERVED
@@ -117,11 +117,11 @@ def _snapshot_problems(modules: Modules) -> Iterator[Problem]:
             yield Problem(_RECIPE, f"{what} cannot be taken", why, remedy)
 
 
-def plan_cuts(modules: Modules) -> dict[str, Cut]:
+def plan_cuts(modules: Modules) -> dict[str, ShardPlan]:
     """Modules that ``fsdp2`` cuts: every trained module, and frozen ones (as ``frozen.NAME``): the large
     ones, snapshots, and those that the task names."""
     cuts = {
-        name: Cut(module, _blocks_in(module, modules))
+        name: ShardPlan(module, _blocks_in(module, modules))
         for name, module in modules.trained.items()
         if any(True for _ in module.parameters())
     }
@@ -132,13 +132,13 @@ def plan_cuts(modules: Modules) -> dict[str, Cut]:
         is_counterpart = name in modules.snapshots or name in modules.counterparts
         is_cut = size >= parallel.LARGE_BYTES or (is_counterpart and size > 0)
         if is_cut and name not in modules.replicated:
-            cuts[f"frozen.{name}"] = Cut(
+            cuts[f"frozen.{name}"] = ShardPlan(
                 module, _blocks_in(module, modules), is_frozen=True
             )
     return cuts
 
 
-def _sharding_problems(cuts: Mapping[str, Cut]) -> Iterator[Problem]:
+def _sharding_problems(cuts: Mapping[str, ShardPlan]) -> Iterator[Problem]:
     """Find modules that would fail, or compute something else, once the first rank has cut them."""
 
     def refuse(name: str, what: str, why: str, remedy: str) -> Problem:

@@ -23,7 +23,7 @@ Row = Mapping[str, Any]
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """The counters of the state registry, and what this process knows of its own saves."""
 
     # The state after ``finished_steps``, the same on every rank.
@@ -121,11 +121,11 @@ class Progress:
 
     def reset(self) -> None:
         """Forget everything, also of this process: the state it belonged to is gone."""
-        fresh = Progress()
+        fresh = TrainingProgress()
         vars(self).update(vars(fresh))
 
 
-def published_step(progress: Progress, checkpoints: CheckpointManager) -> int:
+def published_step(progress: TrainingProgress, checkpoints: CheckpointManager) -> int:
     """Step of the newest checkpoint this process knows to be published; -1 without one."""
     if checkpoints.published is None:
         return progress.resumed_step
@@ -133,7 +133,7 @@ def published_step(progress: Progress, checkpoints: CheckpointManager) -> int:
 
 
 def describe_rank(
-    progress: Progress, checkpoints: CheckpointManager, *, held_step: int
+    progress: TrainingProgress, checkpoints: CheckpointManager, *, held_step: int
 ) -> dict[str, Any]:
     """The facts that a rank sends to the others when they meet. ``held_step``: -1 where it holds no state."""
     record: dict[str, Any] | None = None
@@ -161,7 +161,7 @@ def choose_source(rows: list[dict[str, Any]]) -> int:
     return min(sources, key=lambda rank: int(rows[rank]["evaluated_step"]))
 
 
-def adopt(progress: Progress, rows: list[dict[str, Any]]) -> None:
+def adopt(progress: TrainingProgress, rows: list[dict[str, Any]]) -> None:
     """Agree on what the processes know of their saves; the values of the state itself are loaded already."""
     newest = max(int(row["step"]) for row in rows)
     sources = [row for row in rows if row["step"] == newest]

@@ -6,17 +6,17 @@ from dataclasses import replace
 from evergrad_trainer.base.records import StopReason
 from evergrad_trainer.data.evaluation_sets import EvaluationSet
 from evergrad_trainer.distributed.world import World
-from evergrad_trainer.training.components import Limits, Run
+from evergrad_trainer.training.components import LoopLimits, TrainingComponents
 from evergrad_trainer.training.exchange import (
     FLAG_CHANGE,
     FLAG_SIGNAL,
     FLAG_STOP,
     FLAG_STOP_FILE,
 )
-from evergrad_trainer.training.progress import Progress
+from evergrad_trainer.training.progress import TrainingProgress
 
 
-def agree_limits(limits: Limits, world: World) -> Limits:
+def agree_limits(limits: LoopLimits, world: World) -> LoopLimits:
     """The limits as all ranks take them.
 
     Some processes may have read the file before it was edited in place.
@@ -38,7 +38,7 @@ def agree_limits(limits: Limits, world: World) -> Limits:
 
 
 def find_stop_reason(
-    limits: Limits, progress: Progress, flags: tuple[bool, ...]
+    limits: LoopLimits, progress: TrainingProgress, flags: tuple[bool, ...]
 ) -> StopReason | None:
     """Why all ranks leave; None where they go on."""
     if progress.finished_steps >= limits.total_steps:
@@ -66,7 +66,7 @@ def is_due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def due_sets(run: Run) -> tuple[EvaluationSet, ...]:
+def due_sets(run: TrainingComponents) -> tuple[EvaluationSet, ...]:
     """The sets to evaluate, before the first step or after the newest one.
 
     An evaluation that a stop or a lost peer has cut short is due until it has ended.
@@ -87,7 +87,7 @@ def due_sets(run: Run) -> tuple[EvaluationSet, ...]:
     )
 
 
-def is_save_due(run: Run) -> bool:
+def is_save_due(run: TrainingComponents) -> bool:
     """The one rule of when to save, but for the end of the run and the best checkpoint."""
     progress = run.progress
     if progress.save_asked == progress.finished_steps:

@@ -31,7 +31,7 @@ def fit_text(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Plan:
+class WorkerPlan:
     """Leave the running group and say ready for ``generation``; ``hard``: at once, a member is gone.
 
     ``patience_seconds``: how long it may go on first so that a save in flight ends.
@@ -45,7 +45,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Go:
+class WorkerGo:
     """All members are ready: meet them at ``address``:``port``, as ``rank`` of ``world_size``, within
     ``setup_seconds``."""
 
@@ -62,7 +62,7 @@ class Go:
 
 
 @dataclass(frozen=True)
-class Leave:
+class WorkerLeave:
     """Leave the run; ``save``: nobody else holds the state, so save it first, alone.
 
     ``is_planned``: ``generation`` is a number the coordinator has given out for this; else it only is above
@@ -75,14 +75,14 @@ class Leave:
 
 
 @dataclass(frozen=True)
-class End:
+class WorkerFinish:
     """The run is over: end with ``exit_code``."""
 
     exit_code: int
 
 
 @dataclass(frozen=True)
-class Ping:
+class WorkerPing:
     """Are you alive? Answered from the watchdog thread by ``pong``."""
 
 
@@ -90,7 +90,7 @@ class Ping:
 
 
 @dataclass(frozen=True)
-class Pong:
+class WorkerPong:
     """This process runs."""
 
 
@@ -100,7 +100,7 @@ class Warm:
 
 
 @dataclass(frozen=True)
-class Ready:
+class WorkerReady:
     """Out of every group older than ``generation``, holding the state after ``step`` (-1: no state)."""
 
     generation: int
@@ -108,7 +108,7 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Up:
+class WorkerUp:
     """In the group of ``generation``, which goes on after ``step``."""
 
     generation: int
@@ -116,7 +116,7 @@ class Up:
 
 
 @dataclass(frozen=True)
-class Broken:
+class WorkerBroken:
     """The group of ``generation`` ended under this worker, which itself is well.
 
     ``kind``: of the error that ended it.
@@ -129,14 +129,14 @@ class Broken:
 
 
 @dataclass(frozen=True)
-class Left:
+class WorkerLeft:
     """Answer to ``leave``: whether what was to be saved is."""
 
     is_saved: bool
 
 
 @dataclass(frozen=True)
-class Result:
+class WorkerResult:
     """The run has reached an end that is written down; from rank 0."""
 
     generation: int
@@ -173,24 +173,24 @@ class Observed:
 
 
 Record = (
-    Plan
-    | Go
-    | Leave
-    | End
-    | Ping
-    | Pong
+    WorkerPlan
+    | WorkerGo
+    | WorkerLeave
+    | WorkerFinish
+    | WorkerPing
+    | WorkerPong
     | Warm
-    | Ready
-    | Up
-    | Broken
-    | Left
-    | Result
+    | WorkerReady
+    | WorkerUp
+    | WorkerBroken
+    | WorkerLeft
+    | WorkerResult
     | Failed
     | Observed
 )
 RECORDS: tuple[type[Record], ...] = (
-    Plan, Go, Leave, End, Ping,
-    Pong, Warm, Ready, Up, Broken, Left, Result, Failed, Observed,
+    WorkerPlan, WorkerGo, WorkerLeave, WorkerFinish, WorkerPing,
+    WorkerPong, Warm, WorkerReady, WorkerUp, WorkerBroken, WorkerLeft, WorkerResult, Failed, Observed,
 )  # fmt: skip
 _CODEC: Codec[Record] = Codec(RECORDS, max_bytes=_LONGEST)
 

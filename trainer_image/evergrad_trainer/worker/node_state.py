@@ -18,7 +18,7 @@ from evergrad.node_messages import (
     CommitAnswer,
     CommitRequest,
     Guard,
-    Report,
+    ScriptReport,
     Stopping,
 )
 from evergrad.node_state import (
@@ -155,7 +155,7 @@ class NodeStateServer:
                 return
             while line := await reader.readline():
                 match CODEC.decode(line):
-                    case Report() as report:
+                    case ScriptReport() as report:
                         # Its values are read by the listener: one that is no number must not cost the others.
                         self._on_report(report.values)
                     case Guard() as guard:

@@ -13,7 +13,7 @@ from evergrad_trainer.observers.build import Surroundings, build_observers
 from evergrad_trainer.observers.history import last_step
 from evergrad_trainer.observers.stateful_observers import Together
 from evergrad_trainer.training.build import Machinery
-from evergrad_trainer.worker.channel import Go
+from evergrad_trainer.worker.channel import WorkerGo
 from evergrad_trainer.worker.run_records import describe_run
 from evergrad_trainer.worker.session import Session
 
@@ -62,7 +62,9 @@ class Writer:
         self._session.observers.close()
         self._session.observers = self._session.opened.observers
 
-    def announce_world(self, machinery: Machinery, begin: Go, *, is_new: bool) -> None:
+    def announce_world(
+        self, machinery: Machinery, begin: WorkerGo, *, is_new: bool
+    ) -> None:
         """Record that training goes on in another world. ``is_new``: this process was not rank 0 before."""
         session, last = self._session, self._session.progress.last_record
         if is_new:

@@ -41,7 +41,7 @@ from evergrad_trainer.worker.setup import (
 )
 from evergrad_trainer.worker.signals import StopSignals
 from evergrad_trainer.worker.start_state import register_state
-from evergrad_trainer.worker.states import Held, Life, LifeEnd, Phase
+from evergrad_trainer.worker.states import Life, LifeEnd, StateStatus, WorkerState
 from evergrad_trainer.worker.watchdog import Watchdog
 from evergrad_trainer.worker.worker_loop import Lifecycle
 from evergrad_trainer.worker.worlds import OnlyWorld, SupervisedWorlds
@@ -148,7 +148,7 @@ def _live_in_world(
     machinery = build_state(session, with_weights=not are_there)
     session.mark("model")
     checkpoints = build_checkpoints(session, machinery)
-    life = Life(Held.DIRTY if are_there else Held.FRESH)
+    life = Life(StateStatus.DIRTY if are_there else StateStatus.FRESH)
     try:
         run = build_run(session, machinery, checkpoints)
         run.stepper.on_memory = on_memory
@@ -160,7 +160,7 @@ def _live_in_world(
         session.opened.observers.close()
     except BaseException:
         if not life.is_over:
-            life.enter(Phase.FAILED)
+            life.enter(WorkerState.FAILED)
         checkpoints.abandon()
         raise
     return end.exit_code
@@ -232,7 +232,7 @@ def run_worker(
         if lifecycle is not None:
             generation = lifecycle.generation
             if not lifecycle.life.is_over:
-                lifecycle.life.enter(Phase.FAILED)
+                lifecycle.life.enter(WorkerState.FAILED)
         end = report_end(session, error, generation=generation)
     if end.last_words is not None:
         channel.send(end.last_words)
@@ -266,7 +266,7 @@ def _build_alone(
         ),
         writer=Writer(session, relay=Relay(channel.observe)),
         # Weights that were not initialised, since a checkpoint follows, are no state to begin with.
-        life=Life(Held.FRESH if has_weights else Held.DIRTY),
+        life=Life(StateStatus.FRESH if has_weights else StateStatus.DIRTY),
     )
 
 

@@ -13,7 +13,7 @@ from evergrad_manifest.identity import hashed_recipe
 from evergrad_trainer.base.records import Event
 from evergrad_trainer.checkpoint.cached_files import HeldFiles
 from evergrad_trainer.checkpoint.manifest import Identity
-from evergrad_trainer.data.build import Data
+from evergrad_trainer.data.build import DataStreams
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.data.start_positions import DataStart
 from evergrad_trainer.distributed.world import Membership, World
@@ -21,7 +21,7 @@ from evergrad_trainer.models.build import ModelPlan
 from evergrad_trainer.observers.base import Observer
 from evergrad_trainer.recipes.setup import Opened
 from evergrad_trainer.run.directory import RunDirectory
-from evergrad_trainer.training.progress import Progress
+from evergrad_trainer.training.progress import TrainingProgress
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Session:
     membership: Membership
     observers: Observer
     opened: Opened
-    progress: Progress = field(default_factory=Progress)
+    progress: TrainingProgress = field(default_factory=TrainingProgress)
     marks: dict[str, float] = field(default_factory=dict)
     metrics_address: str | None = None
     compiled_bytes: int = 0
@@ -95,7 +95,7 @@ class Session:
     """This process has written a start event."""
 
     @property
-    def data(self) -> Data:
+    def data(self) -> DataStreams:
         return self.opened.data
 
     @property

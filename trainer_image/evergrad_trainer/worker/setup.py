@@ -16,7 +16,7 @@ from evergrad_trainer.training.build import (
     build_evaluations,
     build_stepper,
 )
-from evergrad_trainer.training.components import Run
+from evergrad_trainer.training.components import TrainingComponents
 from evergrad_trainer.training.limits import build_best, build_limits
 from evergrad_trainer.training.task_adapter import build_finish
 from evergrad_trainer.worker.run_records import announce_first_step
@@ -88,7 +88,7 @@ def _most_workers(session: Session) -> int:
 
 def build_run(
     session: Session, machinery: Machinery, checkpoints: CheckpointManager
-) -> Run:
+) -> TrainingComponents:
     training, numbers = session.plan.run.training, session.plan.numbers
     # With pods of their own only the sets that the file names are evaluated here.
     named = {one.name: one.while_training for one in training.evaluation.sets}
@@ -98,7 +98,7 @@ def build_run(
         for one in session.data.evaluation
         if not (is_default if named.get(one.name) is None else named[one.name])
     }
-    return Run(
+    return TrainingComponents(
         limits=build_limits(
             training,
             total_steps=numbers.total_steps,

@@ -43,10 +43,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from evergrad_trainer.worker.channel import Failed, Left
+from evergrad_trainer.worker.channel import Failed, WorkerLeft
 
 
-class Phase(StrEnum):
+class WorkerState(StrEnum):
     """Where a worker is between its first world and its end."""
 
     IDLE = "idle"
@@ -69,7 +69,7 @@ class Phase(StrEnum):
     """Ends because of an error that is not of one world."""
 
 
-class Held(StrEnum):
+class StateStatus(StrEnum):
     """The condition of the tensors of a worker."""
 
     WHOLE = "whole"
@@ -83,26 +83,30 @@ class Held(StrEnum):
     """
 
 
-_OVER = frozenset({Phase.ENDED, Phase.FAILED})
-_NEXT: Mapping[Phase, frozenset[Phase]] = {
-    Phase.IDLE: frozenset({Phase.SETUP, Phase.DEPARTING, Phase.ENDED}),
-    Phase.SETUP: frozenset({Phase.SETTLE, Phase.GIVING_UP}),
-    Phase.SETTLE: frozenset({Phase.TRAIN, Phase.GIVING_UP}),
-    Phase.TRAIN: frozenset({Phase.LEAVING, Phase.CLOSING, Phase.GIVING_UP}),
-    Phase.CLOSING: frozenset({Phase.LEAVING, Phase.GIVING_UP}),
-    Phase.LEAVING: frozenset({Phase.IDLE}),
-    Phase.GIVING_UP: frozenset({Phase.IDLE}),
-    Phase.DEPARTING: frozenset({Phase.ENDED}),
-    Phase.ENDED: frozenset(),
-    Phase.FAILED: frozenset(),
+_OVER = frozenset({WorkerState.ENDED, WorkerState.FAILED})
+_NEXT: Mapping[WorkerState, frozenset[WorkerState]] = {
+    WorkerState.IDLE: frozenset(
+        {WorkerState.SETUP, WorkerState.DEPARTING, WorkerState.ENDED}
+    ),
+    WorkerState.SETUP: frozenset({WorkerState.SETTLE, WorkerState.GIVING_UP}),
+    WorkerState.SETTLE: frozenset({WorkerState.TRAIN, WorkerState.GIVING_UP}),
+    WorkerState.TRAIN: frozenset(
+        {WorkerState.LEAVING, WorkerState.CLOSING, WorkerState.GIVING_UP}
+    ),
+    WorkerState.CLOSING: frozenset({WorkerState.LEAVING, WorkerState.GIVING_UP}),
+    WorkerState.LEAVING: frozenset({WorkerState.IDLE}),
+    WorkerState.GIVING_UP: frozenset({WorkerState.IDLE}),
+    WorkerState.DEPARTING: frozenset({WorkerState.ENDED}),
+    WorkerState.ENDED: frozenset(),
+    WorkerState.FAILED: frozenset(),
 }
 
 
 class Life:
     """A worker's phase, and the state it holds. The main thread alone writes it."""
 
-    def __init__(self, held: Held) -> None:
-        self.phase = Phase.IDLE
+    def __init__(self, held: StateStatus) -> None:
+        self.phase = WorkerState.IDLE
         self.held = held
 
     @property
@@ -110,12 +114,12 @@ class Life:
         """Whether it has ended, well or not: an error after that ends it no more."""
         return self.phase in _OVER
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: WorkerState) -> None:
         """Go on to ``phase``.
 
         Raises RuntimeError for a step the table does not have: an error of this program.
         """
-        is_error = phase is Phase.FAILED and not self.is_over
+        is_error = phase is WorkerState.FAILED and not self.is_over
         if not is_error and phase not in _NEXT[self.phase]:
             raise RuntimeError(f"a worker's life cannot go from {self.phase} to {phase}")
         self.phase = phase
@@ -127,4 +131,4 @@ class LifeEnd:
     any."""
 
     exit_code: int
-    last_words: Left | Failed | None = None
+    last_words: WorkerLeft | Failed | None = None

@@ -13,21 +13,23 @@ from evergrad_trainer.state.replicas import (
 )
 from evergrad_trainer.state.transfer import plan_transfers, transfer_state
 from evergrad_trainer.training.build import Machinery
-from evergrad_trainer.training.components import Run
+from evergrad_trainer.training.components import TrainingComponents
 from evergrad_trainer.training.progress import adopt, choose_source, describe_rank
 from evergrad_trainer.worker.session import Session
 from evergrad_trainer.worker.setup import has_checkpoints
 from evergrad_trainer.worker.start_state import restore, settle_snapshots
-from evergrad_trainer.worker.states import Held, Life
+from evergrad_trainer.worker.states import Life, StateStatus
 
 
-def settle(session: Session, machinery: Machinery, run: Run, life: Life) -> bool:
+def settle(
+    session: Session, machinery: Machinery, run: TrainingComponents, life: Life
+) -> bool:
     """Bring all ranks to one state; whether it came from the disk (or from nowhere) instead of from a rank.
 
     All ranks call this. ``life.held`` is whole at the end, and dirty wherever an error has cut this short.
     """
     world, progress, checkpoints = session.world, session.progress, run.checkpoints
-    held_step = progress.finished_steps if life.held == Held.WHOLE else -1
+    held_step = progress.finished_steps if life.held == StateStatus.WHOLE else -1
     # Collective: one exchange, and what each rank holds and knows decides what all of them do next.
     rows = world.gather_json(
         {
@@ -52,7 +54,7 @@ def settle(session: Session, machinery: Machinery, run: Run, life: Life) -> bool
         # has arrived.
         for transfer in plan_transfers(steps):
             if world.rank == transfer.stale_rank:
-                life.held = Held.DIRTY
+                life.held = StateStatus.DIRTY
             if world.rank in (transfer.source, transfer.stale_rank):
                 transfer_state(machinery.state(), transfer, world)
         # Collective: a source may have died with part of it still on its way.
@@ -77,7 +79,7 @@ def settle(session: Session, machinery: Machinery, run: Run, life: Life) -> bool
         )
     elif transfers := plan_transfers(steps):
         compare_transferred(state, world, transfers)
-    life.held = Held.WHOLE
+    life.held = StateStatus.WHOLE
     _name_run(session)
     settle_snapshots(session, machinery)  # collectives: what is in none of its tensors
     return is_fresh
@@ -122,13 +124,13 @@ def _begin_again(
     # The memory of this process belongs to a state that is gone; a load that is cut short leaves neither.
     session.progress.reset()
     session.is_announced = False
-    life.held = Held.DIRTY
+    life.held = StateStatus.DIRTY
     # Collective: a volume may show a new checkpoint to some hosts later than to others.
     are_there = not session.world.all_agree(not has_checkpoints(session.directory))
     if machinery.is_sharded:
         # Shards that were built without weights, since a checkpoint was to follow, cannot be made again here.
-        are_there = are_there or had_held == Held.DIRTY
-    is_initial = had_held == Held.FRESH
+        are_there = are_there or had_held == StateStatus.DIRTY
+    is_initial = had_held == StateStatus.FRESH
     restore(
         session, machinery, checkpoints, has_checkpoints=are_there, is_initial=is_initial
     )

@@ -17,7 +17,7 @@ from evergrad_common.contract import ExitCode
 from evergrad_trainer.base.durable import fsync_directory
 from evergrad_trainer.base.records import EventType, StopReason
 from evergrad_trainer.run.directory import reported
-from evergrad_trainer.training.components import Run
+from evergrad_trainer.training.components import TrainingComponents
 from evergrad_trainer.training.loop import save_together
 from evergrad_trainer.worker.rank_zero import Writer
 from evergrad_trainer.worker.session import Session
@@ -27,7 +27,7 @@ _LEFTOVER = re.compile(r"\.step-\d+\.(new|old)|\.\.step-\d+\.new\.[0-9a-f]+\.tmp
 """Names that ``_export`` and ``export_checkpoint`` give to an export of this run until it is whole."""
 
 
-def save_all(run: Run) -> bool:
+def save_all(run: TrainingComponents) -> bool:
     """Save what no checkpoint holds yet, with all ranks of this world; whether all is saved.
 
     Raises SaveError or FencedError on all ranks together.

@@ -20,14 +20,23 @@ import time
 
 from evergrad_common.contract import ExitCode
 from evergrad_trainer.distributed.world import Interrupt
-from evergrad_trainer.worker.channel import Channel, End, Go, Leave, Ping, Plan, Pong, Ready
+from evergrad_trainer.worker.channel import (
+    Channel,
+    WorkerFinish,
+    WorkerGo,
+    WorkerLeave,
+    WorkerPing,
+    WorkerPlan,
+    WorkerPong,
+    WorkerReady,
+)
 from evergrad_trainer.worker.sockets import connected_sockets, cut_sockets
 
 _log = logging.getLogger(__name__)
 _CUT_SECONDS = 0.02
 """Between two cuts while the main thread is still inside: it may open connections after the first."""
 
-Order = Go | Leave | End
+Order = WorkerGo | WorkerLeave | WorkerFinish
 
 
 class Watchdog:
@@ -36,7 +45,7 @@ class Watchdog:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._changed = threading.Condition()
-        self._newest = Plan(generation=-1, hard=False)
+        self._newest = WorkerPlan(generation=-1, hard=False)
         self._patient_until = float("inf")
         self._order: Order | None = None
         self._inside: int | None = None
@@ -67,7 +76,9 @@ class Watchdog:
 
     def is_changing_from(self, generation: int) -> bool:
         """Whether a newer generation than that is planned, or the run is over."""
-        return self._newest.generation > generation or isinstance(self._order, End | Leave)
+        return self._newest.generation > generation or isinstance(
+            self._order, WorkerFinish | WorkerLeave
+        )
 
     def await_order(self, *, step: int) -> Order:
         """Answer each planned change with ``ready``, from outside of every group, until an order comes.
@@ -79,14 +90,14 @@ class Watchdog:
             while True:
                 # An order for an older generation than the newest plan is out of date: its peers have left.
                 order = self._order
-                if isinstance(order, End) or (
+                if isinstance(order, WorkerFinish) or (
                     order is not None and order.generation >= self._newest.generation
                 ):
                     self._order = None
                     return order
                 if self._newest.generation > answered:
                     answered = self._newest.generation
-                    self._channel.send(Ready(answered, step))
+                    self._channel.send(WorkerReady(answered, step))
                 # Woken by the thread for each record, and by nothing else.
                 self._changed.wait()
 
@@ -128,13 +139,13 @@ class Watchdog:
                 record = self._channel.receive(_CUT_SECONDS if self._is_cutting() else None)
                 with self._changed:
                     # Answered here, so that a long step is not taken for a dead process.
-                    if isinstance(record, Ping):
-                        self._channel.send(Pong())
-                    elif isinstance(record, Plan):
+                    if isinstance(record, WorkerPing):
+                        self._channel.send(WorkerPong())
+                    elif isinstance(record, WorkerPlan):
                         self._note(record)
-                    elif isinstance(record, Go | Leave | End):
+                    elif isinstance(record, WorkerGo | WorkerLeave | WorkerFinish):
                         self._order = record
-                        if isinstance(record, End) and self._interrupt is not None:
+                        if isinstance(record, WorkerFinish) and self._interrupt is not None:
                             self._interrupt.set()
                     self._changed.notify_all()
                     if self._is_cutting():
@@ -147,7 +158,7 @@ class Watchdog:
             _log.exception("the watchdog thread has failed; the worker ends")
             os._exit(int(ExitCode.INTERNAL))
 
-    def _note(self, change: Plan) -> None:
+    def _note(self, change: WorkerPlan) -> None:
         if change.generation > self._newest.generation or (
             change.generation == self._newest.generation and change.hard
         ):

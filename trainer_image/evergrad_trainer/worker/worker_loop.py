@@ -12,14 +12,14 @@ from evergrad_trainer.base.records import Event, EventType
 from evergrad_trainer.checkpoint.generations import claim_exactly
 from evergrad_trainer.distributed.world import World
 from evergrad_trainer.training.build import Machinery
-from evergrad_trainer.training.components import Run
+from evergrad_trainer.training.components import TrainingComponents
 from evergrad_trainer.training.loop import train
 from evergrad_trainer.training.progress import published_step
-from evergrad_trainer.worker.channel import End, Go, Leave, Left
+from evergrad_trainer.worker.channel import WorkerFinish, WorkerGo, WorkerLeave, WorkerLeft
 from evergrad_trainer.worker.rank_zero import Writer
 from evergrad_trainer.worker.run_records import announce
 from evergrad_trainer.worker.session import Session
-from evergrad_trainer.worker.states import Held, Life, LifeEnd, Phase
+from evergrad_trainer.worker.states import Life, LifeEnd, StateStatus, WorkerState
 from evergrad_trainer.worker.sync_state import settle
 from evergrad_trainer.worker.teardown import close_run, save_all
 from evergrad_trainer.worker.worlds import Worlds
@@ -46,7 +46,7 @@ class Lifecycle:
         self,
         session: Session,
         machinery: Machinery,
-        run: Run,
+        run: TrainingComponents,
         *,
         worlds: Worlds,
         writer: Writer,
@@ -71,31 +71,35 @@ class Lifecycle:
     @property
     def held_step(self) -> int:
         """Newest finished step whose state this process holds whole; -1 for none."""
-        return self._session.progress.finished_steps if self.life.held == Held.WHOLE else -1
+        return (
+            self._session.progress.finished_steps
+            if self.life.held == StateStatus.WHOLE
+            else -1
+        )
 
     def live(self) -> LifeEnd:
         """Take part in one world after the other, until an order ends it."""
         while True:
             match self._worlds.await_order(step=self.held_step):
-                case Go() as begin:
+                case WorkerGo() as begin:
                     self._take_part(begin)
-                case Leave() as order:
-                    self.life.enter(Phase.DEPARTING)
+                case WorkerLeave() as order:
+                    self.life.enter(WorkerState.DEPARTING)
                     end = self._depart(order)
-                    self.life.enter(Phase.ENDED)
+                    self.life.enter(WorkerState.ENDED)
                     return end
-                case End() as order:
+                case WorkerFinish() as order:
                     # First: a record that cannot be closed is an error of a life that is not over yet.
                     self._release()
-                    self.life.enter(Phase.ENDED)
+                    self.life.enter(WorkerState.ENDED)
                     return LifeEnd(order.exit_code)
 
-    def _take_part(self, begin: Go) -> None:
+    def _take_part(self, begin: WorkerGo) -> None:
         """Meet, settle, train, leave. A failed peer, or replicas that differ, end this world alone.
 
         Other errors are raised; those two as well where no other world follows.
         """
-        self.life.enter(Phase.SETUP)
+        self.life.enter(WorkerState.SETUP)
         self.generation, self._rank = begin.generation, begin.rank
         world: World | None = None
         broken_by: EvergradError | None = None
@@ -111,7 +115,7 @@ class Lifecycle:
             broken_by = error.with_traceback(None)
         self._leave(world, broken_by)
 
-    def _train_in(self, world: World, begin: Go) -> None:
+    def _train_in(self, world: World, begin: WorkerGo) -> None:
         session = self._session
         session.membership.move_to(world)
         if self._worlds.are_replaced:
@@ -125,13 +129,13 @@ class Lifecycle:
         # a world that broke before it had.
         if session.waiting is None:
             session.waiting = self._take_unwritten()
-        self.life.enter(Phase.SETTLE)
+        self.life.enter(WorkerState.SETTLE)
         # Collectives: after this all ranks hold one state.
         is_fresh = settle(session, self._machinery, self._run, self.life)
         if session.progress.finished_steps > 0:
             # Made by others, perhaps: what fails from here on works elsewhere.
             session.opened.code.note_trained()
-        self.life.enter(Phase.TRAIN)
+        self.life.enter(WorkerState.TRAIN)
         self._worlds.trains(world, session.progress.finished_steps)
         if not world.is_main:
             # Rank 0 writes what the start of this world has to say. If it is lost before the first step, the
@@ -154,7 +158,7 @@ class Lifecycle:
         reason = train(self._run)
         if reason != "change":
             # The ranks of this world have agreed that the run stops.
-            self.life.enter(Phase.CLOSING)
+            self.life.enter(WorkerState.CLOSING)
             # Collective: a rank that failed alone here would leave the others in their last save.
             is_saved = save_all(self._run)
             takes_file = reason == "stop_file" and world.is_main
@@ -186,11 +190,11 @@ class Lifecycle:
         """
         checkpoints, stepper = self._run.checkpoints, self._run.stepper
         if broken_by is not None:
-            self.life.enter(Phase.GIVING_UP)
+            self.life.enter(WorkerState.GIVING_UP)
             # Peers that are well must not wait for this process, nor its own operations for theirs.
             self._worlds.cut()
         else:
-            self.life.enter(Phase.LEAVING)
+            self.life.enter(WorkerState.LEAVING)
             # Another rank may have seen the end of a save, for which all have waited, a moment before this
             # one.
             checkpoints.abandon(patience_seconds=_LANDING_SECONDS)
@@ -201,7 +205,7 @@ class Lifecycle:
             stepper.forget_buffers()
         checkpoints.abandon(patience_seconds=0.0)
         self._move_alone()
-        self.life.enter(Phase.IDLE)
+        self.life.enter(WorkerState.IDLE)
         self._worlds.left(
             self.generation,
             step=self.held_step,
@@ -209,11 +213,11 @@ class Lifecycle:
             is_expected=self._has_ended_run,
         )
 
-    def _depart(self, order: Leave) -> LifeEnd:
+    def _depart(self, order: WorkerLeave) -> LifeEnd:
         """Leave the run alone; save first where nobody else holds the state."""
-        if not (order.save and self.life.held == Held.WHOLE):
+        if not (order.save and self.life.held == StateStatus.WHOLE):
             self._release()
-            return LifeEnd(int(ExitCode.STOPPED_SAVED), Left(True))
+            return LifeEnd(int(ExitCode.STOPPED_SAVED), WorkerLeft(True))
         session, run = self._session, self._run
         if order.is_planned:
             self.generation = max(self.generation + 1, order.generation)
@@ -235,7 +239,7 @@ class Lifecycle:
         except EvergradError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
         code = close_run(session, self._writer, "signal", is_saved=is_saved, is_alone=True)
-        return LifeEnd(int(code), Left(is_saved))
+        return LifeEnd(int(code), WorkerLeft(is_saved))
 
     def _note_divergence(self, error: DivergedError) -> None:
         """Take the state of suspected ranks for lost.
@@ -254,7 +258,7 @@ class Lifecycle:
         if not (self._do_hosts_differ and world.is_main) and (
             is_exact or world.rank in error.ranks
         ):
-            self.life.held = Held.DIRTY
+            self.life.held = StateStatus.DIRTY
         if world.is_main:
             print(f"error: {error}", file=sys.stderr, flush=True)
             session.emit(EventType.WARNING, {"message": str(error)})

@@ -14,7 +14,15 @@ from evergrad_trainer.distributed.process_groups import (
 from evergrad_trainer.distributed.transports import Transport, choose_transport
 from evergrad_trainer.distributed.world import Interrupt, World
 from evergrad_trainer.run.directory import RunDirectory
-from evergrad_trainer.worker.channel import Broken, Channel, End, Go, Result, Up, fit_text
+from evergrad_trainer.worker.channel import (
+    Channel,
+    WorkerBroken,
+    WorkerFinish,
+    WorkerGo,
+    WorkerResult,
+    WorkerUp,
+    fit_text,
+)
 from evergrad_trainer.worker.watchdog import Order, Watchdog
 
 
@@ -27,7 +35,7 @@ class Worlds(Protocol):
     def await_order(self, *, step: int) -> Order:
         """Wait, out of every group and holding the state after ``step`` (-1: none), for what to do next."""
 
-    def meet(self, begin: Go, alone: World) -> World:
+    def meet(self, begin: WorkerGo, alone: World) -> World:
         """Form the group of ``begin`` and claim the run directory for it. Raises PeerLostError."""
 
     def trains(self, world: World, step: int) -> None:
@@ -79,7 +87,7 @@ class SupervisedWorlds:
     def await_order(self, *, step: int) -> Order:
         return self._watchdog.await_order(step=step)
 
-    def meet(self, begin: Go, alone: World) -> World:
+    def meet(self, begin: WorkerGo, alone: World) -> World:
         self._transport = transport = choose_transport(alone.device)
         interrupt = Interrupt(transport.give_up)
         # Before the first connection is opened: the watchdog cuts those that are opened from here on.
@@ -101,7 +109,7 @@ class SupervisedWorlds:
         return world
 
     def trains(self, world: World, step: int) -> None:
-        self._channel.send(Up(world.generation, step))
+        self._channel.send(WorkerUp(world.generation, step))
 
     def agreed_end(
         self,
@@ -113,7 +121,7 @@ class SupervisedWorlds:
     ) -> None:
         # Only rank 0's report counts; the others wait for the supervisor's order.
         if world.is_main:
-            self._channel.send(Result(world.generation, step, exit_code, reason))
+            self._channel.send(WorkerResult(world.generation, step, exit_code, reason))
 
     def cut(self) -> None:
         self._watchdog.cut()
@@ -132,7 +140,7 @@ class SupervisedWorlds:
         if error is None and (is_expected or self._watchdog.is_changing_from(generation)):
             return
         error = error or PeerLostError("a peer left the group")
-        self._channel.send(Broken(generation, step, fit_text(str(error)), error.kind))
+        self._channel.send(WorkerBroken(generation, step, fit_text(str(error)), error.kind))
 
 
 class OnlyWorld:
@@ -150,14 +158,14 @@ class OnlyWorld:
 
     def await_order(self, *, step: int) -> Order:
         if self._exit_code is not None:
-            return End(self._exit_code)
+            return WorkerFinish(self._exit_code)
         if self._has_begun:
             raise RuntimeError(
                 "the only world of this process has ended without an end of the run"
             )
         self._has_begun = True
         world = self._world
-        return Go(
+        return WorkerGo(
             world.generation,
             world.rank,
             world.size,
@@ -167,7 +175,7 @@ class OnlyWorld:
             cause="",
         )
 
-    def meet(self, begin: Go, alone: World) -> World:
+    def meet(self, begin: WorkerGo, alone: World) -> World:
         return self._world
 
     def trains(self, world: World, step: int) -> None:

@@ -22,7 +22,7 @@ CHECK_FAILED: Final = 1
 """Exit code of ``doctor`` when something of the cluster fails."""
 
 
-class Status(IntEnum):
+class ResponseStatus(IntEnum):
     """HTTP statuses of an API server that commands treat differently."""
 
     UNAUTHORIZED = 401
@@ -78,7 +78,7 @@ class RefusedError(ClusterInputError):
     @property
     def may_pass(self) -> bool:
         """Whether an API server that starts, or loses its authenticator, answers so for a while."""
-        return self.status in (Status.UNAUTHORIZED, Status.FORBIDDEN)
+        return self.status in (ResponseStatus.UNAUTHORIZED, ResponseStatus.FORBIDDEN)
 
 
 class UnreachableError(EvergradError):

@@ -8,7 +8,7 @@ from typing import Any, Final
 from evergrad_cli.cluster.client.errors import (
     NotFoundError,
     RefusedError,
-    Status,
+    ResponseStatus,
     UnreachableError,
 )
 from evergrad_manifest.errors import EvergradError, Problem
@@ -42,7 +42,7 @@ def error_of(status: int, body: bytes, *, what: str) -> EvergradError:
     message = str(answer.get("message") or plain)[:_LONGEST]
 
     # Not found: the path itself where the server has no such kind, the namespace, or the object.
-    if status == Status.NOT_FOUND:
+    if status == ResponseStatus.NOT_FOUND:
         details = answer.get("details")
         if not isinstance(details, Mapping) or not details.get("name"):
             is_ours = "trainingrun" in what
@@ -56,7 +56,7 @@ def error_of(status: int, body: bytes, *, what: str) -> EvergradError:
         return NotFoundError(Problem(what, "does not exist", "", remedy))
 
     # The user's part: who it is, what it may do, and who else writes.
-    if status == Status.UNAUTHORIZED:
+    if status == ResponseStatus.UNAUTHORIZED:
         remedy = (
             "Log in again, or look at the user of the context: kubectl config view --minify"
         )
@@ -64,12 +64,12 @@ def error_of(status: int, body: bytes, *, what: str) -> EvergradError:
             Problem(what, "the cluster does not accept these credentials", message, remedy),
             status=status,
         )
-    if status == Status.FORBIDDEN:
+    if status == ResponseStatus.FORBIDDEN:
         return RefusedError(_forbidden(what, message, _causes(answer)), status=status)
-    if status == Status.CONFLICT:
+    if status == ResponseStatus.CONFLICT:
         return _conflict(answer, message, what)
     # The server's part, which passes: a command that waits asks again.
-    if status >= 500 or status == Status.TOO_MANY:
+    if status >= 500 or status == ResponseStatus.TOO_MANY:
         return UnreachableError(
             f"{what}: the cluster answers with {status}; {message or 'it gives no reason'}. Try again."
         )
@@ -120,7 +120,7 @@ def _conflict(answer: Mapping[str, Any], message: str, what: str) -> RefusedErro
     if not managers:
         return RefusedError(
             Problem(what, "was changed by somebody else just now", message, "Try again"),
-            status=Status.CONFLICT,
+            status=ResponseStatus.CONFLICT,
         )
     problems = [
         Problem(
@@ -131,7 +131,7 @@ def _conflict(answer: Mapping[str, Any], message: str, what: str) -> RefusedErro
         )
         for cause in causes
     ]
-    return RefusedError(*problems, status=Status.CONFLICT, managers=managers)
+    return RefusedError(*problems, status=ResponseStatus.CONFLICT, managers=managers)
 
 
 def _causes(answer: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

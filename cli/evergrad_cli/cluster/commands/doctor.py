@@ -20,9 +20,9 @@ from evergrad_cli.cluster.client.errors import (
 )
 from evergrad_cli.cluster.client.raw import part
 from evergrad_cli.cluster.diagnosis import checks, webhook_checks
-from evergrad_cli.cluster.diagnosis.checks import Check, State
+from evergrad_cli.cluster.diagnosis.checks import Check, CheckState
 from evergrad_cli.cluster.diagnosis.claim_checks import check_claims
-from evergrad_cli.cluster.diagnosis.webhook_checks import Answer, Asked
+from evergrad_cli.cluster.diagnosis.webhook_checks import Asked, WebhookAnswer
 from evergrad_cli.cluster.render.runs import parse_run
 from evergrad_cli.cluster.render.text import printable
 from evergrad_common.contract import API_GROUP, ExitCode
@@ -59,7 +59,7 @@ def execute(args: argparse.Namespace) -> int:
         )
     code = (
         CHECK_FAILED
-        if any(check.state is State.FAIL for check in found)
+        if any(check.state is CheckState.FAIL for check in found)
         else int(ExitCode.DONE)
     )
     if args.json:
@@ -78,7 +78,7 @@ def render(found: Sequence[Check]) -> list[str]:
         lines.append(f"{check.state:<4}  {check.name:<{width}}  {printable(check.message)}")
         if check.remedy:
             lines.append(f"{'':<4}  {'':<{width}}  → {printable(check.remedy)}")
-    counts = {state: sum(check.state is state for check in found) for state in State}
+    counts = {state: sum(check.state is state for check in found) for state in CheckState}
     told = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
     return [*lines, "", told]
 
@@ -152,7 +152,7 @@ def examine(cluster: Cluster, *, operator_namespace: str | None, now: float) -> 
     found += checks.check_groups({str(group.get("name")) for group in groups})
     # Listed although it cannot be checked, so that nobody takes a green page for a promise about images.
     why = "only a node can try to pull them, with its credentials; where it cannot, a run is ImagePullFailed"
-    found.append(Check("images", State.SKIP, why))
+    found.append(Check("images", CheckState.SKIP, why))
     return found
 
 
@@ -215,17 +215,17 @@ def _check_webhook(cluster: Cluster, now: float) -> Check:
             what="a trainingrun, as a dry run",
             query={"dryRun": "All"},
         )
-        asked = Asked(Answer.ACCEPTED)
+        asked = Asked(WebhookAnswer.ACCEPTED)
     except RefusedError as error:
         asked = webhook_checks.judge_refusal(
             [one.path for one in error.problems], str(error)
         )
     except NotFoundError as error:
-        asked = Asked(Answer.UNKNOWN, str(error))
+        asked = Asked(WebhookAnswer.UNKNOWN, str(error))
     except UnreachableError as error:
         asked = webhook_checks.judge_failure(str(error))
     asked = replace(asked, namespace=cluster.namespace)
-    if asked.answer in (Answer.REFUSED, Answer.UNKNOWN):
+    if asked.answer in (WebhookAnswer.REFUSED, WebhookAnswer.UNKNOWN):
         return webhook_checks.check_webhook(asked, None, None, None, now=now)
 
     # It does not do its work. The reason is looked for only now, since the Secret has the private key too.

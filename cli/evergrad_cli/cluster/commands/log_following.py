@@ -11,7 +11,12 @@ from typing import Final
 
 from evergrad_cli.cluster.client.api_client import Cluster, core_path
 from evergrad_cli.cluster.client.errors import NotFoundError, RefusedError, UnreachableError
-from evergrad_cli.cluster.commands.waiting import Outcome, Patience, StallWatch, read_run
+from evergrad_cli.cluster.commands.waiting import (
+    StallWatch,
+    WaitLimits,
+    WaitOutcome,
+    read_run,
+)
 from evergrad_cli.cluster.render.runs import (
     COORDINATOR,
     LABEL_RUN,
@@ -142,7 +147,7 @@ def show_line(line: Line, *, prefix: bool, with_time: bool, as_json: bool) -> st
     return f"{line.time} {text}" if with_time and line.time else text
 
 
-class Reader:
+class LogReader:
     """Reads pods' output; ``show`` gets whole lines, of one pod at a time."""
 
     def __init__(
@@ -199,7 +204,7 @@ class Reader:
                 self._shown[pod.name] = line.time
 
 
-class Follower:
+class LogFollower:
     """Follows a run: its pods' output, the attempts that replace them, until the run ends."""
 
     def __init__(
@@ -207,7 +212,7 @@ class Follower:
         cluster: Cluster,
         name: str,
         selection: Selection,
-        reader: Reader,
+        reader: LogReader,
         *,
         remark: Callable[[str], None],
     ) -> None:
@@ -224,14 +229,14 @@ class Follower:
         self._leader_missed = 0.0
         self._remarked = ""
 
-    def follow(self) -> Outcome | None:
+    def follow(self) -> WaitOutcome | None:
         """Returns when the run has ended and all its output is shown, or when it is deleted; with the
         outcome, when it has no pods and waits for a person.
 
         Raises BrokenPipeError once nobody reads what is printed.
         """
-        patience, stalls, is_seen = Patience(), StallWatch(), False
-        stall: Outcome | None = None
+        patience, stalls, is_seen = WaitLimits(), StallWatch(), False
+        stall: WaitOutcome | None = None
         while True:
             # A run or a cluster that is not there at first is a mistake of the user; later it is an event.
             try:

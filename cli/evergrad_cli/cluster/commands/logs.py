@@ -18,8 +18,8 @@ from evergrad_cli.cluster.client.errors import (
     RefusedError,
 )
 from evergrad_cli.cluster.commands.log_following import (
-    Follower,
-    Reader,
+    LogFollower,
+    LogReader,
     Selection,
     choose,
     list_pods,
@@ -104,12 +104,12 @@ def execute(args: argparse.Namespace) -> int:
             with_time=args.timestamps,
             as_json=args.json,
         )
-        reader = Reader(cluster, lambda line: say(shown(line)), tail=args.tail)
+        reader = LogReader(cluster, lambda line: say(shown(line)), tail=args.tail)
         if not args.follow:
             return _show_once(cluster, args, selection, reader)
 
         # Follow to the end of the run, whose outcome then is the command's. A run deleted by then needs none.
-        stall = Follower(cluster, args.name, selection, reader, remark=note).follow()
+        stall = LogFollower(cluster, args.name, selection, reader, remark=note).follow()
         try:
             outcome = stall or judge(read_run(cluster, args.name), Goal.COMPLETE)
         except NotFoundError:
@@ -123,7 +123,7 @@ def _show_once(
     cluster: KubernetesCluster,
     args: argparse.Namespace,
     selection: Selection,
-    reader: Reader,
+    reader: LogReader,
 ) -> int:
     run = read_run(cluster, args.name)
     pods = list_pods(cluster, args.name)

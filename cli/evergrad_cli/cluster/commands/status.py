@@ -24,9 +24,9 @@ from evergrad_cli.cluster.commands.waiting import read_run
 from evergrad_cli.cluster.render.advice import advise
 from evergrad_cli.cluster.render.runs import (
     LABEL_RUN,
-    Event,
     Pod,
     Run,
+    RunEvent,
     newest_of_each,
     parse_events,
     parse_pods,
@@ -56,13 +56,13 @@ _LONGEST_POD_LIST: Final = 32
 
 
 @dataclass(frozen=True)
-class Facts:
+class StatusFacts:
     """A run with what belongs to it. ``unknown`` names what this user may not read, ``place`` the
     options of the command that commands in its advice take over."""
 
     run: Run
     pods: tuple[Pod, ...]
-    events: tuple[Event, ...]
+    events: tuple[RunEvent, ...]
     unknown: tuple[str, ...]
     place: str = ""
 
@@ -101,7 +101,7 @@ def execute(args: argparse.Namespace) -> int:
     return int(ExitCode.DONE)
 
 
-def gather(cluster: Cluster, name: str) -> Facts:
+def gather(cluster: Cluster, name: str) -> StatusFacts:
     """Read the run, its pods and their events. A list that this user may not read is named in ``unknown``."""
     run = read_run(cluster, name)
     unknown: list[str] = []
@@ -130,7 +130,7 @@ def gather(cluster: Cluster, name: str) -> Facts:
         raw += [
             item for item in warnings if part(item, "involvedObject").get("name") in names
         ]
-    return Facts(run, tuple(pods), tuple(parse_events(raw)), tuple(unknown))
+    return StatusFacts(run, tuple(pods), tuple(parse_events(raw)), tuple(unknown))
 
 
 def _try_items(
@@ -145,7 +145,9 @@ def _try_items(
         return []
 
 
-def document(facts: Facts, *, now: float, num_events: int = _NUM_EVENTS) -> dict[str, Any]:
+def document(
+    facts: StatusFacts, *, now: float, num_events: int = _NUM_EVENTS
+) -> dict[str, Any]:
     """The run as one JSON document."""
     run = facts.run
     details = {
@@ -185,7 +187,11 @@ def _camel(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def render(
-    facts: Facts, *, now: float, num_events: int = _NUM_EVENTS, is_unicode: bool = True
+    facts: StatusFacts,
+    *,
+    now: float,
+    num_events: int = _NUM_EVENTS,
+    is_unicode: bool = True,
 ) -> list[str]:
     """The run as people read it."""
     # The state, then its reasons from the run to its pods, and last what to do.
@@ -349,7 +355,7 @@ def _describe_evaluation(run: Run) -> str:
     return "  ".join(part for part in parts if part)
 
 
-def _pods(facts: Facts, now: float) -> list[str]:
+def _pods(facts: StatusFacts, now: float) -> list[str]:
     if "pods" in facts.unknown:
         return ["  unknown: this user may not list pods"]
     # A run of a thousand nodes would fill the screen; JSON has them all.

@@ -30,7 +30,7 @@ _METRICS = "/apis/metrics.k8s.io/v1beta1"
 
 
 @dataclass(frozen=True)
-class Usage:
+class ResourceUsage:
     """Use of all pods of a run: processor cores and bytes."""
 
     cores: float
@@ -63,7 +63,7 @@ def execute(args: argparse.Namespace) -> int:
         ]
 
         # Usage is an extra: the table of the runs is shown without it, and with the reason.
-        usage: Mapping[tuple[str, str], Usage] | None = None
+        usage: Mapping[tuple[str, str], ResourceUsage] | None = None
         reason = ""
         within = f"/namespaces/{namespace}" if namespace is not None else ""
         path, query = f"{_METRICS}{within}/pods", {"labelSelector": LABEL_RUN}
@@ -109,9 +109,9 @@ def execute(args: argparse.Namespace) -> int:
     return int(ExitCode.DONE)
 
 
-def parse_usage(raw: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], Usage]:
+def parse_usage(raw: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], ResourceUsage]:
     """PodMetrics → usage of each (namespace, run)."""
-    found: dict[tuple[str, str], Usage] = {}
+    found: dict[tuple[str, str], ResourceUsage] = {}
     for item in raw:
         metadata = item.get("metadata") or {}
         key = (
@@ -121,8 +121,8 @@ def parse_usage(raw: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], Usage
 
         # Injected containers count too: they use what the pod asked for.
         used = [container.get("usage") or {} for container in item.get("containers") or ()]
-        old = found.get(key, Usage(0.0, 0.0, 0))
-        found[key] = Usage(
+        old = found.get(key, ResourceUsage(0.0, 0.0, 0))
+        found[key] = ResourceUsage(
             old.cores + sum(_number(one.get("cpu")) for one in used),
             old.memory_bytes + sum(_number(one.get("memory")) for one in used),
             old.num_pods + 1,
@@ -140,7 +140,7 @@ def _number(quantity: Any) -> float:
 
 
 def order(
-    runs: Sequence[Run], usage: Mapping[tuple[str, str], Usage], *, by: str
+    runs: Sequence[Run], usage: Mapping[tuple[str, str], ResourceUsage], *, by: str
 ) -> list[Run]:
     """``runs`` with the largest first; equal ones by name."""
 
@@ -160,7 +160,7 @@ def order(
 
 def render(
     runs: Sequence[Run],
-    usage: Mapping[tuple[str, str], Usage] | None,
+    usage: Mapping[tuple[str, str], ResourceUsage] | None,
     *,
     with_namespace: bool = False,
 ) -> list[str]:

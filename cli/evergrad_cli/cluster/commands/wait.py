@@ -11,7 +11,7 @@ from evergrad_cli.cluster.client.arguments import (
     say,
     say_json,
 )
-from evergrad_cli.cluster.commands.waiting import Goal, Outcome, wait_for
+from evergrad_cli.cluster.commands.waiting import Goal, WaitOutcome, wait_for
 
 NAME = "wait"
 EXAMPLES = """\
@@ -43,7 +43,7 @@ def execute(args: argparse.Namespace) -> int:
     return report(args, outcome)
 
 
-def report(args: argparse.Namespace, outcome: Outcome) -> int:
+def report(args: argparse.Namespace, outcome: WaitOutcome) -> int:
     """Print the outcome of a wait for ``args.name``; returns its exit code."""
     # One text for stdout or stderr, by its outcome: `evergrad wait x && …` must not print a failure as
     # success.

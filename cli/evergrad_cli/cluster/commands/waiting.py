@@ -46,39 +46,41 @@ class Goal(StrEnum):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class WaitOutcome:
     """The answer for now. ``exit_code`` is None while there is reason to wait on."""
 
     exit_code: int | None
     text: str
 
 
-def judge(run: Run, goal: Goal) -> Outcome:
+def judge(run: Run, goal: Goal) -> WaitOutcome:
     """Whether ``run`` has reached ``goal``, or never will."""
     # The goal comes before the end: a run that was to fail, and has, is a success.
     if goal is Goal.COMPLETE and run.is_true("Complete"):
-        return Outcome(ExitCode.DONE, "is complete")
+        return WaitOutcome(ExitCode.DONE, "is complete")
     if goal is Goal.FAILED and run.has_failed:
-        return Outcome(ExitCode.DONE, f"has failed{_why(run)}")
+        return WaitOutcome(ExitCode.DONE, f"has failed{_why(run)}")
     if run.has_failed:
-        return Outcome(failure_code(run), f"has failed{_why(run)}")
+        return WaitOutcome(failure_code(run), f"has failed{_why(run)}")
     if run.is_true("Complete"):
         # A short run may end between two looks, and has been running then.
         is_reached = goal is Goal.RUNNING
-        return Outcome(ExitCode.DONE if is_reached else ExitCode.INTERNAL, "is complete")
+        return WaitOutcome(
+            ExitCode.DONE if is_reached else ExitCode.INTERNAL, "is complete"
+        )
     if (
         goal is Goal.RUNNING
         and run.is_current
         and run.phase == "Running"
         and not run.wants_suspension
     ):
-        return Outcome(
+        return WaitOutcome(
             ExitCode.DONE, f"is running{f' on {run.nodes} nodes' if run.nodes else ''}"
         )
     # Only a status of the newest spec counts: one from before a resume would end the wait at once.
     if goal is Goal.SUSPENDED and run.is_current and run.is_true("Suspended"):
-        return Outcome(ExitCode.DONE, "is suspended")
-    return Outcome(None, run.phase)
+        return WaitOutcome(ExitCode.DONE, "is suspended")
+    return WaitOutcome(None, run.phase)
 
 
 def failure_code(run: Run) -> ExitCode:
@@ -119,7 +121,7 @@ class StallWatch:
     _stall: tuple[str, int] | None = None
     _since: float = 0.0
 
-    def judge(self, run: Run) -> Outcome | None:
+    def judge(self, run: Run) -> WaitOutcome | None:
         """The outcome of the wait, None while there is reason to wait on. Called with each look."""
         # One of an earlier spec is about what may have been corrected.
         if run.is_over or not run.is_current or not run.is_true("Stalled"):
@@ -130,11 +132,11 @@ class StallWatch:
             self._stall, self._since = stall, self.clock()
         if self.clock() - self._since < STALLED_SECONDS:
             return None
-        return Outcome(ExitCode.USER_ERROR, f"waits for you{_why(run)}")
+        return WaitOutcome(ExitCode.USER_ERROR, f"waits for you{_why(run)}")
 
 
 @dataclass
-class Patience:
+class WaitLimits:
     """Outages of the cluster during a wait: one remark for each, and growing pauses between tries.
 
     An API server that starts gives answers that look final: not allowed, or unknown. They count as an outage
@@ -182,7 +184,7 @@ def wait_for(
     timeout: float,
     is_due: Callable[[Run], bool] = lambda run: True,
     on_change: Callable[[Run], None] = lambda run: None,
-) -> tuple[Outcome, Run | None]:
+) -> tuple[WaitOutcome, Run | None]:
     """Ask until the goal is reached, can never be, or ``timeout`` is over; the run as last seen.
 
     ``is_due``: whether what was asked for has been seen by the operator at all; before, nothing is judged.
@@ -191,7 +193,7 @@ def wait_for(
     """
     # The run must be there at the first look; from then on an outage is waited out.
     deadline, seen = time.monotonic() + timeout, None
-    patience, stalls = Patience(), StallWatch()
+    patience, stalls = WaitLimits(), StallWatch()
     while True:
         try:
             run = read_run(cluster, name)
@@ -200,7 +202,7 @@ def wait_for(
                 raise
             if not patience.outlasts(error):
                 if isinstance(error, NotFoundError) and not error.is_kind_unknown:
-                    return Outcome(ExitCode.INTERNAL, "was deleted"), seen
+                    return WaitOutcome(ExitCode.INTERNAL, "was deleted"), seen
                 raise
             run = None
             if time.monotonic() < deadline:
@@ -210,7 +212,7 @@ def wait_for(
 
             # A run may be deleted and created again under its name between two looks.
             if seen is not None and run.uid != seen.uid:
-                return Outcome(
+                return WaitOutcome(
                     ExitCode.INTERNAL, "was deleted, and another run of its name created"
                 ), seen
             seen = run
@@ -227,7 +229,7 @@ def wait_for(
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             state = "" if seen is None else f"; it is {seen.phase}{_why(seen)}"
-            return Outcome(
+            return WaitOutcome(
                 TIMED_OUT, f"was not {goal} within {duration(timeout)}{state}"
             ), seen
         time.sleep(min(_POLL_SECONDS, remaining))

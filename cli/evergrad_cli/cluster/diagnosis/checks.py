@@ -39,7 +39,7 @@ _DEMANDED: Final = frozenset(
 and accelerators, are only counted."""
 
 
-class State(StrEnum):
+class CheckState(StrEnum):
     """Outcome of a check; ``skip`` was not looked at, for the reason in the message."""
 
     OK = "ok"
@@ -53,7 +53,7 @@ class Check:
     """One line of ``doctor``. ``remedy`` is empty where nothing needs to be done."""
 
     name: str
-    state: State
+    state: CheckState
     message: str
     remedy: str = ""
 
@@ -68,18 +68,18 @@ def check_version(raw: Mapping[str, Any], host: str) -> Check:
     if not all(numbers):
         return Check(
             "api server",
-            State.WARN,
+            CheckState.WARN,
             f"{host} answers without a version",
             "Evergrad needs Kubernetes 1.30 or newer",
         )
     if tuple(int(number) for number in numbers) < OLDEST_KUBERNETES:
         return Check(
             "api server",
-            State.FAIL,
+            CheckState.FAIL,
             f"Kubernetes {text} is too old",
             "Evergrad needs 1.30 or newer",
         )
-    return Check("api server", State.OK, f"Kubernetes {text} at {host}")
+    return Check("api server", CheckState.OK, f"Kubernetes {text} at {host}")
 
 
 def check_crd(raw: Mapping[str, Any] | None, *, is_served: bool, may_read: bool) -> Check:
@@ -94,10 +94,10 @@ def check_crd(raw: Mapping[str, Any] | None, *, is_served: bool, may_read: bool)
             if raw is None
             else f"{CRD_NAME} does not serve {VERSION}"
         )
-        return Check("crd", State.FAIL, what, install)
+        return Check("crd", CheckState.FAIL, what, install)
     if raw is None:
         why = "" if may_read else "; this user may not read its schema"
-        return Check("crd", State.OK, f"{VERSION} is served{why}")
+        return Check("crd", CheckState.OK, f"{VERSION} is served{why}")
     versions = part(raw, "spec").get("versions") or ()
     ours: Mapping[str, Any] = next(
         (version for version in versions if version.get("name") == VERSION), {}
@@ -113,11 +113,13 @@ def check_crd(raw: Mapping[str, Any] | None, *, is_served: bool, may_read: bool)
     missing = sorted(set(fields_of(Spec)) - set(known)) if known else []
     if missing:
         what = f"it is older than this command: it lacks spec.{', spec.'.join(missing)}"
-        return Check("crd", State.WARN, what, install)
+        return Check("crd", CheckState.WARN, what, install)
     # Without it the API server refuses each status that the operator writes.
     if "status" not in (ours.get("subresources") or {}):
-        return Check("crd", State.FAIL, "it has no status subresource", install)
-    return Check("crd", State.OK, f"{VERSION} is served, with every field of this command")
+        return Check("crd", CheckState.FAIL, "it has no status subresource", install)
+    return Check(
+        "crd", CheckState.OK, f"{VERSION} is served, with every field of this command"
+    )
 
 
 def check_operator(deployments: Sequence[Mapping[str, Any]] | None, version: str) -> Check:
@@ -125,21 +127,21 @@ def check_operator(deployments: Sequence[Mapping[str, Any]] | None, version: str
     if deployments is None:
         return Check(
             "operator",
-            State.SKIP,
+            CheckState.SKIP,
             "this user may not list Deployments",
             "Name its namespace: --operator-namespace",
         )
     if not deployments:
         remedy = "Install the chart: helm upgrade --install evergrad charts/evergrad"
         return Check(
-            "operator", State.FAIL, "no Deployment of the operator was found", remedy
+            "operator", CheckState.FAIL, "no Deployment of the operator was found", remedy
         )
     for raw in deployments:
         if (part(raw, "status").get("availableReplicas") or 0) < 1:
             remedy = f"kubectl -n {_namespace(raw)} describe deployment {_name(raw)}"
             return Check(
                 "operator",
-                State.FAIL,
+                CheckState.FAIL,
                 f"{_namespace(raw)}/{_name(raw)} is not available",
                 remedy,
             )
@@ -152,21 +154,21 @@ def check_operator(deployments: Sequence[Mapping[str, Any]] | None, version: str
         remedy = "Upgrade the older of the two; running training is not restarted"
         return Check(
             "operator",
-            State.WARN,
+            CheckState.WARN,
             f"{shown} is of version {other}, this command of {version}",
             remedy,
         )
-    return Check("operator", State.OK, f"{shown} is available")
+    return Check("operator", CheckState.OK, f"{shown} is available")
 
 
 def check_lease(leases: Sequence[Mapping[str, Any]] | None, *, now: float) -> Check:
     """The operator's lease in its namespace: somebody renews it. ``now`` in Unix seconds, of this machine."""
     if leases is None:
-        return Check("operator lease", State.SKIP, "this user may not read Leases")
+        return Check("operator lease", CheckState.SKIP, "this user may not read Leases")
     if not leases:
         remedy = "Is the operator just starting? If not, look at its log"
         return Check(
-            "operator lease", State.WARN, "no operator has taken its lease", remedy
+            "operator lease", CheckState.WARN, "no operator has taken its lease", remedy
         )
     # Leases of operators for other namespaces may be there, or one that an old installation left behind.
     newest = max(
@@ -182,7 +184,7 @@ def check_lease(leases: Sequence[Mapping[str, Any]] | None, *, now: float) -> Ch
     if renewed is None or not spec.get("holderIdentity"):
         return Check(
             "operator lease",
-            State.WARN,
+            CheckState.WARN,
             "nobody holds it",
             "Is the operator just starting? If not, look at its log",
         )
@@ -191,12 +193,14 @@ def check_lease(leases: Sequence[Mapping[str, Any]] | None, *, now: float) -> Ch
         remedy = f"Look at the operator's log: kubectl -n {_namespace(newest)} get pods"
         return Check(
             "operator lease",
-            State.FAIL,
+            CheckState.FAIL,
             f"{holder} renewed it {age(now - renewed)} ago; nobody acts on runs",
             remedy,
         )
     return Check(
-        "operator lease", State.OK, f"held by {holder}, renewed {age(now - renewed)} ago"
+        "operator lease",
+        CheckState.OK,
+        f"held by {holder}, renewed {age(now - renewed)} ago",
     )
 
 
@@ -249,16 +253,16 @@ def check_rights(allowed: Mapping[Right, bool | None], namespace: str) -> Check:
     lacking, unasked = show(False), show(None)
     if not lacking and not unasked:
         what = f"all commands are allowed in namespace {namespace}"
-        return Check(name, State.OK, what)
+        return Check(name, CheckState.OK, what)
     unasked = f"could not be asked: {unasked}" if unasked else ""
     if not lacking:
-        return Check(name, State.SKIP, unasked, "Try again")
+        return Check(name, CheckState.SKIP, unasked, "Try again")
     # A warning where only some commands lack a right: who may only watch a run can still use the others.
     is_failure = any(right.is_needed for right in allowed if allowed[right] is False)
     message = f"not allowed in namespace {namespace}: {lacking}"
     return Check(
         name,
-        State.FAIL if is_failure else State.WARN,
+        CheckState.FAIL if is_failure else CheckState.WARN,
         f"{message}; {unasked}" if unasked else message,
         "Ask for a RoleBinding to the ClusterRole edit in this namespace",
     )
@@ -267,7 +271,7 @@ def check_rights(allowed: Mapping[Right, bool | None], namespace: str) -> Check:
 def check_storage(classes: Sequence[Mapping[str, Any]] | None) -> Check:
     """The StorageClasses: a default one, which several nodes may write."""
     if classes is None:
-        return Check("storage", State.SKIP, "this user may not list StorageClasses")
+        return Check("storage", CheckState.SKIP, "this user may not list StorageClasses")
     shared = (
         "Name one that allows ReadWriteMany in spec.storage.storageClassName, or an existing claim "
         "in spec.storage.claimName"
@@ -280,14 +284,14 @@ def check_storage(classes: Sequence[Mapping[str, Any]] | None) -> Check:
     if not classes:
         return Check(
             "storage",
-            State.FAIL,
+            CheckState.FAIL,
             "there is no StorageClass",
             "Install one that allows ReadWriteMany, or use spec.storage.claimName",
         )
     if not defaults:
         return Check(
             "storage",
-            State.WARN,
+            CheckState.WARN,
             f"none of {', '.join(map(_name, classes))} is the default",
             shared,
         )
@@ -299,12 +303,12 @@ def check_storage(classes: Sequence[Mapping[str, Any]] | None) -> Check:
             f"volumes of the default {name} ({provisioner}) belong to one node; runs of several need "
             "ReadWriteMany"
         )
-        return Check("storage", State.WARN, what, shared)
+        return Check("storage", CheckState.WARN, what, shared)
     text = (
         f"default {name} ({provisioner}); a class does not show whether it allows ReadWriteMany, its "
         "first volume will"
     )
-    return Check("storage", State.OK, text)
+    return Check("storage", CheckState.OK, text)
 
 
 def check_namespace(
@@ -313,28 +317,33 @@ def check_namespace(
     """The namespace and its Pod Security labels; a run's pods meet the strictest level."""
     if not may_read:
         return Check(
-            "namespace", State.SKIP, f"this user may not read namespace {namespace}"
+            "namespace", CheckState.SKIP, f"this user may not read namespace {namespace}"
         )
     if raw is None:
         return Check(
             "namespace",
-            State.FAIL,
+            CheckState.FAIL,
             f"{namespace} does not exist",
             f"kubectl create namespace {namespace}",
         )
     if part(raw, "status").get("phase") == "Terminating":
         return Check(
-            "namespace", State.FAIL, f"{namespace} is being deleted", "Name another with -n"
+            "namespace",
+            CheckState.FAIL,
+            f"{namespace} is being deleted",
+            "Name another with -n",
         )
 
     # Shown and not judged: the pods of a run are built for the strictest level.
     level = part(raw, "metadata", "labels").get(_ENFORCE)
     told = f"enforces Pod Security {level}" if level else "enforces no Pod Security level"
-    return Check("namespace", State.OK, f"{namespace} {told}; a run's pods meet restricted")
+    return Check(
+        "namespace", CheckState.OK, f"{namespace} {told}; a run's pods meet restricted"
+    )
 
 
 @dataclass(frozen=True)
-class Limits:
+class QuotaLimits:
     """What the LimitRanges of a namespace say of each container: the defaults that they set, and the bounds
     that they enforce. Resources by name, such as ``limits.memory``."""
 
@@ -343,7 +352,7 @@ class Limits:
     """By resource: the bound, and the LimitRange that has it."""
 
 
-def read_limits(ranges: Sequence[Mapping[str, Any]]) -> Limits:
+def read_limits(ranges: Sequence[Mapping[str, Any]]) -> QuotaLimits:
     """Read the LimitRanges of a namespace."""
     defaults: set[str] = set()
     most: dict[str, tuple[str, str]] = {}
@@ -359,7 +368,7 @@ def read_limits(ranges: Sequence[Mapping[str, Any]]) -> Limits:
                 known = most.get(name)
                 if known is None or quantity_of(bound) < quantity_of(known[0]):
                     most[name] = str(bound), _name(raw)
-    return Limits(frozenset(defaults), most)
+    return QuotaLimits(frozenset(defaults), most)
 
 
 def check_limits(
@@ -370,9 +379,9 @@ def check_limits(
     ``coordinator``: its limits by resource.
     """
     if ranges is None:
-        return Check("limit range", State.SKIP, "this user may not list LimitRanges")
+        return Check("limit range", CheckState.SKIP, "this user may not list LimitRanges")
     if not ranges:
-        return Check("limit range", State.OK, "there is none")
+        return Check("limit range", CheckState.OK, "there is none")
     limits = read_limits(ranges)
     refused = [
         f"{limits.most[name][1]} allows at most {limits.most[name][0]} of {name}, and the coordinator of "
@@ -384,14 +393,14 @@ def check_limits(
         remedy = (
             "Raise the LimitRange's max, or lower runs.coordinator.memoryLimit of the chart"
         )
-        return Check("limit range", State.FAIL, "; ".join(refused), remedy)
+        return Check("limit range", CheckState.FAIL, "; ".join(refused), remedy)
     shown = [
         f"at most {bound} of {name} ({of})"
         for name, (bound, of) in sorted(limits.most.items())
     ]
     if limits.defaults:
         shown.append("containers that set no limits get the defaults of the LimitRange")
-    return Check("limit range", State.OK, "; ".join(shown) or "it bounds no container")
+    return Check("limit range", CheckState.OK, "; ".join(shown) or "it bounds no container")
 
 
 def check_quotas(
@@ -406,9 +415,9 @@ def check_quotas(
     each with its message.
     """
     if quotas is None:
-        return Check("quota", State.SKIP, "this user may not list ResourceQuotas")
+        return Check("quota", CheckState.SKIP, "this user may not list ResourceQuotas")
     if not quotas:
-        return Check("quota", State.OK, "there is none")
+        return Check("quota", CheckState.OK, "there is none")
     # The status, which a controller fills in, and the spec until it has done so.
     full, wanted = [], set()
     for raw in quotas:
@@ -423,7 +432,7 @@ def check_quotas(
     if full:
         return Check(
             "quota",
-            State.WARN,
+            CheckState.WARN,
             f"used up: {', '.join(full)}",
             "Runs wait until some is free; or have it raised",
         )
@@ -434,14 +443,14 @@ def check_quotas(
         others = f", and {len(waiting) - 1} more runs" if len(waiting) > 1 else ""
         return Check(
             "quota",
-            State.WARN,
+            CheckState.WARN,
             f"run {name} waits for room{others}: {message}",
             "Free some, have it raised, or lower spec.resources or spec.nodes.min",
         )
 
     demanded = ", ".join(sorted((wanted & _DEMANDED) - set(defaults)))
     what = f"; each run must set {demanded} in spec.resources" if demanded else ""
-    return Check("quota", State.OK, f"there is room{what}")
+    return Check("quota", CheckState.OK, f"there is room{what}")
 
 
 def quantity_of(text: Any) -> float:
@@ -457,7 +466,7 @@ def quantity_of(text: Any) -> float:
 def check_network(policies: Sequence[Mapping[str, Any]] | None) -> Check:
     """NetworkPolicies of the namespace that could cut a run's pods off from each other or from DNS."""
     if policies is None:
-        return Check("network", State.SKIP, "this user may not list NetworkPolicies")
+        return Check("network", CheckState.SKIP, "this user may not list NetworkPolicies")
     # The policies of runs are the operator's, and let the pods of a run reach each other.
     others = [
         raw for raw in policies if "evergrad.dev/run" not in part(raw, "metadata", "labels")
@@ -470,7 +479,7 @@ def check_network(policies: Sequence[Mapping[str, Any]] | None) -> Check:
         remedy = (
             "Let pods with the label evergrad.dev/run reach each other (all ports) and DNS"
         )
-        return Check("network", State.WARN, what, remedy)
+        return Check("network", CheckState.WARN, what, remedy)
     # Policies add up: traffic that any of them allows is allowed, and each run's own lets its pods in.
     incoming = [
         _name(raw) for raw in others if _selects_all(raw) and "Ingress" in _types(raw)
@@ -480,8 +489,8 @@ def check_network(policies: Sequence[Mapping[str, Any]] | None) -> Check:
             f"{', '.join(incoming)} limits what may reach pods; the policy of each run lets "
             "its own pods in"
         )
-        return Check("network", State.OK, what)
-    return Check("network", State.OK, "no NetworkPolicy is in the way")
+        return Check("network", CheckState.OK, what)
+    return Check("network", CheckState.OK, "no NetworkPolicy is in the way")
 
 
 def _selects_all(raw: Mapping[str, Any]) -> bool:
@@ -499,7 +508,7 @@ def _types(raw: Mapping[str, Any]) -> Collection[str]:
 def check_nodes(nodes: Sequence[Mapping[str, Any]] | None) -> Check:
     """The cluster's machines: how many are ready, and with which accelerators."""
     if nodes is None:
-        return Check("nodes", State.SKIP, "this user may not list nodes")
+        return Check("nodes", CheckState.SKIP, "this user may not list nodes")
     ready = [
         raw
         for raw in nodes
@@ -512,7 +521,7 @@ def check_nodes(nodes: Sequence[Mapping[str, Any]] | None) -> Check:
     # A cordoned node may be ready and gets no new pod, so that it does not count.
     if not ready:
         return Check(
-            "nodes", State.FAIL, f"none of {len(nodes)} is ready", "kubectl get nodes"
+            "nodes", CheckState.FAIL, f"none of {len(nodes)} is ready", "kubectl get nodes"
         )
     # Extended resources have a vendor's prefix; those of a node that is not ready cannot be used.
     devices: dict[str, float] = {}
@@ -524,8 +533,8 @@ def check_nodes(nodes: Sequence[Mapping[str, Any]] | None) -> Check:
         ", ".join(f"{number:g} {resource}" for resource, number in sorted(devices.items()))
         or "no accelerators"
     )
-    state = State.OK if len(ready) == len(nodes) else State.WARN
-    remedy = "" if state is State.OK else "kubectl get nodes"
+    state = CheckState.OK if len(ready) == len(nodes) else CheckState.WARN
+    remedy = "" if state is CheckState.OK else "kubectl get nodes"
     return Check("nodes", state, f"{len(ready)} of {len(nodes)} ready; {shown}", remedy)
 
 
@@ -533,11 +542,11 @@ def check_groups(groups: Collection[str]) -> list[Check]:
     """Extras of the cluster, by its API groups: metrics, Prometheus' operator, gang schedulers."""
     # None of them is needed, so that nothing here is a failure.
     metrics = (
-        Check("metrics api", State.OK, "evergrad top shows CPU and memory")
+        Check("metrics api", CheckState.OK, "evergrad top shows CPU and memory")
         if "metrics.k8s.io" in groups
         else Check(
             "metrics api",
-            State.WARN,
+            CheckState.WARN,
             "none: evergrad top shows no CPU and memory",
             "Install metrics-server if you want them",
         )
@@ -545,13 +554,13 @@ def check_groups(groups: Collection[str]) -> list[Check]:
     monitoring = (
         Check(
             "monitoring",
-            State.OK,
+            CheckState.OK,
             "a Prometheus operator is here; the chart brings no monitors: select the port named metrics",
         )
         if "monitoring.coreos.com" in groups
         else Check(
             "monitoring",
-            State.OK,
+            CheckState.OK,
             "no Prometheus operator; metrics can be scraped from the pods' port named metrics",
         )
     )
@@ -566,7 +575,7 @@ def check_groups(groups: Collection[str]) -> list[Check]:
     )
     if "scheduling.volcano.sh" in groups:
         text += "; Volcano is here too, but runs do not use it"
-    return [metrics, monitoring, Check("gang scheduling", State.OK, text)]
+    return [metrics, monitoring, Check("gang scheduling", CheckState.OK, text)]
 
 
 def _name(raw: Mapping[str, Any]) -> str:

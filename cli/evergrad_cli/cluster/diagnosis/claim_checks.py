@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evergrad_cli.cluster.client.raw import part
-from evergrad_cli.cluster.diagnosis.checks import Check, State
+from evergrad_cli.cluster.diagnosis.checks import Check, CheckState
 from evergrad_cli.cluster.render.runs import parse_run
 from evergrad_manifest.model.claims import claims_of
 
@@ -14,7 +14,7 @@ def check_claims(
 ) -> Check:
     """The claims that runs of the namespace name and that no pod can mount."""
     if runs is None or claims is None:
-        return Check("claims", State.SKIP, "this user may not list claims and runs")
+        return Check("claims", CheckState.SKIP, "this user may not list claims and runs")
     there = {str(part(raw, "metadata").get("name", "")): raw for raw in claims}
     faults = []
     for raw in sorted(runs, key=lambda raw: str(part(raw, "metadata").get("name", ""))):
@@ -32,5 +32,5 @@ def check_claims(
                 faults.append(f"claim {name} of run {run.name} is being deleted")
     if faults:
         remedy = "Create or restore these claims, or name others in new runs"
-        return Check("claims", State.WARN, "; ".join(faults), remedy)
-    return Check("claims", State.OK, "every claim that a run names can be mounted")
+        return Check("claims", CheckState.WARN, "; ".join(faults), remedy)
+    return Check("claims", CheckState.OK, "every claim that a run names can be mounted")

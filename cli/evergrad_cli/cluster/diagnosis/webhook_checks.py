@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from evergrad_cli.cluster.client.raw import part
-from evergrad_cli.cluster.diagnosis.checks import Check, State
+from evergrad_cli.cluster.diagnosis.checks import Check, CheckState
 from evergrad_common.contract import API_VERSION, KIND
 
 WEBHOOK: Final = "trainingruns.evergrad.dev"
@@ -46,7 +46,7 @@ QUESTION: Final[Mapping[str, Any]] = {
 """A run with one mistake, which the API server's own rules cannot find."""
 
 
-class Answer(StrEnum):
+class WebhookAnswer(StrEnum):
     """Kinds of answers of the API server to the question."""
 
     REFUSED = "the webhook refused it"
@@ -59,7 +59,7 @@ class Answer(StrEnum):
 class Asked:
     """The answer, with the API server's own words where it gave any."""
 
-    answer: Answer
+    answer: WebhookAnswer
     message: str = ""
     namespace: str = ""
     """Namespace of the run that was sent; empty: unknown, and every webhook counts as covering it."""
@@ -69,8 +69,8 @@ def judge_refusal(paths: Sequence[str], message: str) -> Asked:
     """The answer in a refusal of the API server, by the fields that it names."""
     # Any other field is refused by a rule of the API server, which comes before the webhook.
     if _WRONG in paths:
-        return Asked(Answer.REFUSED)
-    return Asked(Answer.UNKNOWN, message)
+        return Asked(WebhookAnswer.REFUSED)
+    return Asked(WebhookAnswer.UNKNOWN, message)
 
 
 def judge_failure(message: str) -> Asked:
@@ -78,7 +78,9 @@ def judge_failure(message: str) -> Asked:
     one."""
     # The API server calls it InternalError, with one cause that has neither a reason nor a field: the name of
     # the webhook stands in its text alone.
-    return Asked(Answer.FAILED if WEBHOOK in message else Answer.UNKNOWN, message)
+    return Asked(
+        WebhookAnswer.FAILED if WEBHOOK in message else WebhookAnswer.UNKNOWN, message
+    )
 
 
 def check_webhook(
@@ -95,12 +97,12 @@ def check_webhook(
     ``secret``: the one with its certificate. Each is None where this user may not read it. ``now``: seconds
     since 1970.
     """
-    if asked.answer is Answer.REFUSED:
+    if asked.answer is WebhookAnswer.REFUSED:
         return Check(
-            _NAME, State.OK, "kubectl apply reports what evergrad validate reports"
+            _NAME, CheckState.OK, "kubectl apply reports what evergrad validate reports"
         )
-    if asked.answer is Answer.UNKNOWN:
-        return Check(_NAME, State.SKIP, f"it could not be asked; {asked.message}")
+    if asked.answer is WebhookAnswer.UNKNOWN:
+        return Check(_NAME, CheckState.SKIP, f"it could not be asked; {asked.message}")
     webhook = find_webhook(configurations or (), asked.namespace)
     if configurations is not None and webhook is None:
         # An operator that serves some namespaces has a webhook for these alone.
@@ -115,14 +117,14 @@ def check_webhook(
                 "Add the namespace to rbac.watchNamespaces of the operator that serves it"
             )
         what += "; a wrong file is accepted, and its run then becomes InvalidSpec"
-        return Check(_NAME, State.WARN, what, remedy)
+        return Check(_NAME, CheckState.WARN, what, remedy)
 
     # With failurePolicy Ignore a webhook that is silent is passed over; with Fail it keeps every run from
     # being created.
-    state = State.FAIL if asked.answer is Answer.FAILED else State.WARN
+    state = CheckState.FAIL if asked.answer is WebhookAnswer.FAILED else CheckState.WARN
     what = (
         "it does not answer, and no run can be created"
-        if state is State.FAIL
+        if state is CheckState.FAIL
         else "it is not asked or does not answer; a wrong file is accepted, and its run becomes InvalidSpec"
     )
     why, remedy = _find_fault(webhook, slices, secret, now)

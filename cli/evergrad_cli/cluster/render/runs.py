@@ -30,7 +30,7 @@ _ORDER: Final = {NODE: 0, PREPARATION: 1, EVALUATION: 2, COORDINATOR: 3}
 
 
 @dataclass(frozen=True)
-class Condition:
+class RunCondition:
     """One condition of a run; ``since`` in Unix seconds."""
 
     type: str
@@ -52,7 +52,7 @@ class Condition:
 
 
 @dataclass(frozen=True)
-class Failure:
+class RunFailure:
     """The last failure that was seen, with its root cause. ``at`` in Unix seconds."""
 
     cause: str
@@ -133,9 +133,9 @@ class Run:
     profile: str
     started: float | None
     completed: float | None
-    last_failure: Failure | None
+    last_failure: RunFailure | None
     attempts: tuple[Ended, ...]
-    conditions: tuple[Condition, ...]
+    conditions: tuple[RunCondition, ...]
     claim: str
     takes_claim: bool
     """Whether its claim is deleted with it."""
@@ -148,7 +148,7 @@ class Run:
     usage: Mapping[str, Any]
     """How far a pod that prepares the data is, as the status has it."""
 
-    def condition(self, kind: str) -> Condition | None:
+    def condition(self, kind: str) -> RunCondition | None:
         """The condition of this type."""
         return next(
             (condition for condition in self.conditions if condition.type == kind), None
@@ -248,9 +248,9 @@ def parse_run(raw: Mapping[str, Any]) -> Run:
         profile=_text(status, "profile"),
         started=parse_time(status.get("startTime")),
         completed=parse_time(status.get("completionTime")),
-        last_failure=Failure.from_raw(failure) if failure else None,
+        last_failure=RunFailure.from_raw(failure) if failure else None,
         attempts=tuple(map(Ended.from_raw, _mappings(status, "attempts"))),
-        conditions=tuple(map(Condition.from_raw, _mappings(status, "conditions"))),
+        conditions=tuple(map(RunCondition.from_raw, _mappings(status, "conditions"))),
         claim=claims_of(raw).storage,
         takes_claim=_takes_claim(raw),
         folder=_text(storage, "path") or name,
@@ -422,7 +422,7 @@ def pod_row(pod: Pod) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Event:
+class RunEvent:
     """One event of a run or of its pods; ``at`` in Unix seconds, the last time it was seen."""
 
     type: str
@@ -453,9 +453,9 @@ class Event:
         )
 
 
-def parse_events(raw: Iterable[Mapping[str, Any]]) -> list[Event]:
+def parse_events(raw: Iterable[Mapping[str, Any]]) -> list[RunEvent]:
     """The events, oldest first."""
-    return sorted(map(Event.from_raw, raw), key=lambda event: event.at or 0.0)
+    return sorted(map(RunEvent.from_raw, raw), key=lambda event: event.at or 0.0)
 
 
 def _mapping(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -28,7 +28,7 @@ _MAX_VALUE: Final = 1e15
 
 
 @dataclass(frozen=True)
-class Failure:
+class ReportedFailure:
     """The failure that a coordinator names as the root cause."""
 
     cause: str
@@ -41,7 +41,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Progress:
+class CoordinatorStatus:
     """A coordinator's /status.
 
     ``attempt``: of the pod that was asked; ``updated_seconds_ago``: the last report of a step.
@@ -71,7 +71,7 @@ class Progress:
     checkpoint_step: int | None
     restarts: Mapping[str, int]
     lost_seconds: Mapping[str, float]
-    last_failure: Failure | None
+    last_failure: ReportedFailure | None
     failures_without_progress: int
     updated_seconds_ago: float | None
     failed_saves: int | None = None
@@ -82,7 +82,7 @@ class Progress:
     new_steps: int | None = None
 
 
-def parse_progress(raw: Mapping[str, Any], *, attempt: int) -> Progress:
+def parse_progress(raw: Mapping[str, Any], *, attempt: int) -> CoordinatorStatus:
     """Parse the answer to ``GET /status`` of the coordinator pod of ``attempt``.
 
     Raises ProgressError for an answer that is no coordinator's.
@@ -98,7 +98,7 @@ def parse_progress(raw: Mapping[str, Any], *, attempt: int) -> Progress:
     failure = get_map(raw, "lastFailure")
     last_failure = None
     if isinstance(raw.get("lastFailure"), Mapping):
-        last_failure = Failure(
+        last_failure = ReportedFailure(
             cause=get_text(failure, "cause")[:64],
             node=get_text(failure, "node")[:128],
             rank=get_natural(failure, "rank", most=_MAX_COUNT),
@@ -110,7 +110,7 @@ def parse_progress(raw: Mapping[str, Any], *, attempt: int) -> Progress:
     restarts = _counters(raw, "restarts")
     ago = get_map(raw, "usage", "joinedSecondsAgo")
     saves = get_map(raw, "saves")
-    return Progress(
+    return CoordinatorStatus(
         attempt=attempt,
         phase=raw["phase"][:64],
         reason=get_text(raw, "reason")[:128],

@@ -54,7 +54,7 @@ class Tries:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationProgress:
     """The state of a run's evaluation.
 
     ``attempt``: serial of the newest pod (-1: none so far), whatever its step; ``is_recorded``: its end is
@@ -89,7 +89,7 @@ class Evaluation:
         }
 
 
-def take_up(known: Evaluation, checkpoint_step: int | None) -> Evaluation:
+def take_up(known: EvaluationProgress, checkpoint_step: int | None) -> EvaluationProgress:
     """Return the evaluation with the newest checkpoint waiting, if it was not taken up before.
 
     The oldest beyond the bound are dropped: retention has removed them long before.
@@ -100,7 +100,7 @@ def take_up(known: Evaluation, checkpoint_step: int | None) -> Evaluation:
     return replace(known, seen=checkpoint_step, pending=tuple(pending))
 
 
-def take_report(known: Evaluation, report: Evaluated) -> Evaluation:
+def take_report(known: EvaluationProgress, report: Evaluated) -> EvaluationProgress:
     """Return the evaluation with a pod's report.
 
     Checkpoints that were published between two answers of the coordinator are known to the volume alone: the
@@ -117,7 +117,7 @@ def take_report(known: Evaluation, report: Evaluated) -> Evaluation:
     return replace(known, step=report.step, results=report.results)
 
 
-def parse_evaluation(shown: Mapping[str, Any], notes: str) -> Evaluation:
+def parse_evaluation(shown: Mapping[str, Any], notes: str) -> EvaluationProgress:
     """Return the evaluation that a status has. ``notes``: what ``pack_evaluation`` wrote."""
     try:
         found = json.loads(notes or "{}")
@@ -140,7 +140,7 @@ def parse_evaluation(shown: Mapping[str, Any], notes: str) -> Evaluation:
         }
         for one in get_maps(shown, "results")[:MOST_SETS]
     }
-    return Evaluation(
+    return EvaluationProgress(
         attempt=-1 if attempt is None else attempt,
         is_recorded=raw.get("ended") is True,
         seen=-1 if seen is None else seen,
@@ -165,7 +165,7 @@ def parse_evaluation(shown: Mapping[str, Any], notes: str) -> Evaluation:
     )
 
 
-def pack_evaluation(known: Evaluation) -> str:
+def pack_evaluation(known: EvaluationProgress) -> str:
     """Pack the parts that mean nothing to people; empty where nothing was taken up."""
     if known.attempt < 0 and known.seen < 0 and not known.failed:
         return ""
@@ -192,7 +192,7 @@ def pack_evaluation(known: Evaluation) -> str:
     return json.dumps(kept, sort_keys=True, separators=(",", ":"))
 
 
-def show_evaluation(known: Evaluation) -> dict[str, Any]:
+def show_evaluation(known: EvaluationProgress) -> dict[str, Any]:
     """Build the part of the status that people read; empty where a run asks for no pods and had none."""
     if not known.state:
         return {}

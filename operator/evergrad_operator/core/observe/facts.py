@@ -18,7 +18,7 @@ from evergrad_operator.core.objects.raw import get_map, get_maps, get_natural, g
 from evergrad_operator.core.objects.times import parse_time
 from evergrad_operator.core.observe.evaluation import parse_evaluation
 from evergrad_operator.core.observe.preparation import parse_preparation
-from evergrad_operator.core.observe.time_accounting import Usage, parse_usage
+from evergrad_operator.core.observe.time_accounting import PodTimeAccount, parse_usage
 
 FINISHED_SECONDS: Final = 86400.0
 """Time, in seconds, for which a run that is over is still exported."""
@@ -59,7 +59,7 @@ class RunFacts:
     prepared: float = 0.0
     """Share of that work that is done, 0 to 1."""
     prepared_tokens: int = 0
-    usage: Usage = field(default_factory=Usage)
+    usage: PodTimeAccount = field(default_factory=PodTimeAccount)
     """Time of its pods by use."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """All labels of the run."""

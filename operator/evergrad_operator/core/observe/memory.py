@@ -34,9 +34,9 @@ from evergrad_operator.core.objects.status_encoding import (
     unpack_ranges,
 )
 from evergrad_operator.core.objects.times import LATEST, parse_time
-from evergrad_operator.core.observe.evaluation import Evaluation, parse_evaluation
-from evergrad_operator.core.observe.preparation import Preparation, parse_preparation
-from evergrad_operator.core.observe.time_accounting import Usage, parse_notes
+from evergrad_operator.core.observe.evaluation import EvaluationProgress, parse_evaluation
+from evergrad_operator.core.observe.preparation import DataPreparation, parse_preparation
+from evergrad_operator.core.observe.time_accounting import PodTimeAccount, parse_notes
 
 MAX_ENDS: Final = 10
 """Ends of pods that the status lists: enough to see a pattern, and a small part of its 16 KiB."""
@@ -78,7 +78,7 @@ class LastFailure:
 
 
 @dataclass(frozen=True)
-class Finish:
+class RecordedFinish:
     """How the run ended: phase Complete or Failed."""
 
     phase: Phase
@@ -132,7 +132,7 @@ class HostFaults:
 
 
 @dataclass(frozen=True)
-class InputError:
+class RecordedInputError:
     """A node that ended with exit code 64 on a host before any group had formed."""
 
     node: int
@@ -156,7 +156,7 @@ class Coordinator:
 
 
 @dataclass(frozen=True)
-class Training:
+class RecordedTraining:
     """The training itself, as last known. Times in seconds since 1970.
 
     ``updated_at``: when the step last changed; ``checkpoint_at``: when the newest checkpoint was first
@@ -209,7 +209,7 @@ class Memory:
     told_changes: str = ""
     start_time: float | None = None
     finishing_since: float | None = None
-    finish: Finish | None = None
+    finish: RecordedFinish | None = None
     stop_reason: str = ""
     coordinator: Coordinator = field(default_factory=Coordinator)
     attempts: tuple[int, ...] = ()
@@ -221,15 +221,15 @@ class Memory:
     min_nodes: int | None = None
     given_back: int = 0
     come_again_at: float = 0.0
-    input_errors: tuple[InputError, ...] = ()
+    input_errors: tuple[RecordedInputError, ...] = ()
     has_formed: bool = False
     last_failure: LastFailure | None = None
     ends: tuple[EndRecord, ...] = ()
-    training: Training = Training()
-    preparation: Preparation = field(default_factory=Preparation)
-    evaluation: Evaluation = field(default_factory=Evaluation)
+    training: RecordedTraining = RecordedTraining()
+    preparation: DataPreparation = field(default_factory=DataPreparation)
+    evaluation: EvaluationProgress = field(default_factory=EvaluationProgress)
     gang: int = -1
-    usage: Usage = field(default_factory=Usage)
+    usage: PodTimeAccount = field(default_factory=PodTimeAccount)
     phase: str = ""
     reason: str = ""
     message: str = ""
@@ -382,7 +382,7 @@ def _parse_end(raw: Mapping[str, Any]) -> EndRecord:
 
 def _parse_finish(
     status: Mapping[str, Any], conditions: Iterable[Mapping[str, Any]]
-) -> Finish | None:
+) -> RecordedFinish | None:
     for condition in conditions:
         kind = condition.get("type")
         is_final = kind in (Condition.COMPLETE, Condition.FAILED)
@@ -391,7 +391,7 @@ def _parse_finish(
         # A status that an earlier release or a person wrote may lack the completion time.
         moved_at = parse_time(condition.get("lastTransitionTime"))
         at = parse_time(status.get("completionTime")) or moved_at
-        return Finish(
+        return RecordedFinish(
             phase=Phase.COMPLETE if kind == Condition.COMPLETE else Phase.FAILED,
             reason=get_text(condition, "reason"),
             message=get_text(condition, "message"),
@@ -453,9 +453,9 @@ def _parse_faults(raw: Mapping[str, Any], nodes: str) -> HostFaults:
     )
 
 
-def _parse_input_errors(raw: Mapping[str, Any]) -> tuple[InputError, ...]:
+def _parse_input_errors(raw: Mapping[str, Any]) -> tuple[RecordedInputError, ...]:
     errors = [
-        InputError(node, host)
+        RecordedInputError(node, host)
         for node, host in get_pairs(raw, "said")
         if to_int(node, most=MAX_NODES) is not None and is_host(host)
     ]
@@ -476,9 +476,9 @@ def _parse_failure(raw: Mapping[str, Any]) -> LastFailure | None:
     )
 
 
-def _parse_training(status: Mapping[str, Any]) -> Training:
+def _parse_training(status: Mapping[str, Any]) -> RecordedTraining:
     raw, checkpoint = get_map(status, "progress"), get_map(status, "checkpoint")
-    return Training(
+    return RecordedTraining(
         generation=get_natural(raw, "generation"),
         step=get_natural(raw, "step"),
         total_steps=get_natural(raw, "totalSteps"),

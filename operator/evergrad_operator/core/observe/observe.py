@@ -18,11 +18,11 @@ from evergrad_operator.core.objects.raw import (
     get_text,
 )
 from evergrad_operator.core.objects.times import LATEST, parse_time
-from evergrad_operator.core.observe.coordinator_status import Progress
+from evergrad_operator.core.observe.coordinator_status import CoordinatorStatus
 from evergrad_operator.core.observe.memory import Memory, parse_memory
 from evergrad_operator.core.observe.pods import PodState, judge_image, parse_pod
-from evergrad_operator.core.observe.preparation import Report
-from evergrad_operator.core.observe.spec import TrainingRun
+from evergrad_operator.core.observe.preparation import PreparationReport
+from evergrad_operator.core.observe.spec import ParsedRun
 
 PreviousStatus = Memory
 """The typed view of ``status``: what the operator wrote there is what it remembers."""
@@ -93,7 +93,7 @@ class Silence:
 
 
 @dataclass(frozen=True)
-class Record:
+class VolumeRecord:
     """A run's record on a PVC: its folder and recipe. ``created_at``: seconds since 1970, 0 where unknown."""
 
     run: str
@@ -118,7 +118,7 @@ class ClaimState:
     name: str
     phase: str
     is_deleting: bool
-    records: Mapping[str, Record]
+    records: Mapping[str, VolumeRecord]
     annotations: Mapping[str, str]
     spec: Mapping[str, Any]
     created_at: float | None = None
@@ -163,7 +163,7 @@ class AppliedSettings:
 class Observation:
     """One run with all that belongs to it, at one moment."""
 
-    run: TrainingRun
+    run: ParsedRun
     status: PreviousStatus
     nodes: tuple[PodState, ...]
     coordinators: tuple[PodState, ...]
@@ -171,7 +171,7 @@ class Observation:
     others: tuple[Other, ...]
     hashes: Mapping[ChildKey, str]
     """Applied hash of each live child that is not a pod."""
-    progress: Progress | None
+    progress: CoordinatorStatus | None
     failures: tuple[ApplyFailure, ...]
     claim_users: frozenset[str] | None = None
     """Names of all runs that keep their files on the claim or mount it; None where they are not known."""
@@ -179,7 +179,7 @@ class Observation:
     applied: AppliedSettings | None = None
     """None but for a run that has been edited since its last status and whose ConfigMap can be read."""
     preparations: tuple[PodState, ...] = ()
-    report: Report | None = None
+    report: PreparationReport | None = None
     """The answer of the pod that prepares the data."""
     evaluations: tuple[PodState, ...] = ()
     group_kind: Kind | None = None
@@ -226,12 +226,12 @@ class Observation:
 
 
 def observe(
-    run: TrainingRun,
+    run: ParsedRun,
     *,
     pods: Sequence[Mapping[str, Any]] = (),
     others: Sequence[Mapping[str, Any]] = (),
     children: Mapping[ChildKey, Mapping[str, Any]] | None = None,
-    progress: Progress | None = None,
+    progress: CoordinatorStatus | None = None,
     failures: Sequence[ApplyFailure] = (),
 ) -> Observation:
     """Observe a run. ``others``: runs of the namespace. ``children``: live objects by kind and name.
@@ -301,7 +301,7 @@ def is_left_behind(run: str, raw: Mapping[str, Any]) -> bool:
 
 
 def observe_gone(
-    run: TrainingRun, gone: Sequence[tuple[Mapping[str, Any], float]]
+    run: ParsedRun, gone: Sequence[tuple[Mapping[str, Any], float]]
 ) -> tuple[tuple[PodState, float], ...]:
     """Return the run's own of the pods that were deleted a moment ago, with the seconds since then."""
     return tuple(
@@ -311,7 +311,7 @@ def observe_gone(
     )
 
 
-def build_record(record: Record) -> str:
+def build_record(record: VolumeRecord) -> str:
     """Return a run's record as the PVC carries it: compact JSON."""
     content = {
         "path": record.path,
@@ -368,7 +368,7 @@ def is_claim_ours(raw: Mapping[str, Any]) -> bool:
 
 
 def is_deleted_with(
-    run: TrainingRun, live: ClaimState | None, users: frozenset[str] | None
+    run: ParsedRun, live: ClaimState | None, users: frozenset[str] | None
 ) -> bool:
     """Return whether the run shall own its PVC, so that the garbage collector deletes it with the run.
 
@@ -395,7 +395,7 @@ def _parse_count(text: str) -> int:
 
 
 @lru_cache(maxsize=8192)
-def _parse_record(run: str, text: str) -> Record | None:
+def _parse_record(run: str, text: str) -> VolumeRecord | None:
     """Parse a record; None for a text that is none.
 
     Cached, because each pass of each run on a claim reads the records of all others there.
@@ -413,7 +413,7 @@ def _parse_record(run: str, text: str) -> Record | None:
         at, step = complete.get("at"), get_natural(complete, "step")
         end = {} if parse_time(at) is None else {"at": at}
         end |= {} if step is None else {"step": step}
-    return Record(
+    return VolumeRecord(
         run=run,
         path=raw["path"],
         recipe=get_text(raw, "recipe"),
@@ -424,7 +424,7 @@ def _parse_record(run: str, text: str) -> Record | None:
     )
 
 
-def _parse_other(raw: Mapping[str, Any], run: TrainingRun) -> Other | None:
+def _parse_other(raw: Mapping[str, Any], run: ParsedRun) -> Other | None:
     """Parse another run; None where its folder does not overlap with this one's."""
     # Only names, place and age are read, so that another run's mistakes are not this one's.
     metadata = get_map(raw, "metadata")

@@ -5,7 +5,7 @@ from typing import Final
 from evergrad_common.causes import PodCause
 from evergrad_operator.core.objects.raw import keep_end
 from evergrad_operator.core.observe.memory import LastFailure
-from evergrad_operator.core.observe.spec import TrainingRun
+from evergrad_operator.core.observe.spec import ParsedRun
 
 MAX_CAUSE: Final = 640
 """Longest quotation of a root cause in a message, in bytes."""
@@ -42,7 +42,7 @@ def describe_disk_remedy(resources: str, *, then: str) -> str:
 
 
 def describe_volume_remedy(
-    run: TrainingRun, checkpoint_step: int | None, *, is_over: bool
+    run: ParsedRun, checkpoint_step: int | None, *, is_over: bool
 ) -> str:
     """Return the newest valid checkpoint of a run whose volume is full, what to do, and how to resume.
 

@@ -15,7 +15,7 @@ DONE: Final = "done"
 
 
 @dataclass(frozen=True)
-class Preparation:
+class DataPreparation:
     """The newest pod that was made for it (-1: none so far), and how far it was when last heard.
 
     ``is_recorded``: its end is counted. ``prepared``: hash of what the data were prepared for, empty while
@@ -41,20 +41,22 @@ class Preparation:
 
 
 @dataclass(frozen=True)
-class Report:
+class PreparationReport:
     """The answer of the preparing pod of ``attempt``. ``values``: as ``evergrad prepare`` describes them."""
 
     attempt: int
     values: Mapping[str, Any]
 
 
-def find_report(raw: Mapping[str, Any], *, attempt: int) -> Report | None:
+def find_report(raw: Mapping[str, Any], *, attempt: int) -> PreparationReport | None:
     """Return the report in an answer to ``GET /status``; None where no preparation answered."""
     is_preparation = raw.get("phase") == PREPARING
-    return Report(attempt, get_map(raw, "preparation")) if is_preparation else None
+    return (
+        PreparationReport(attempt, get_map(raw, "preparation")) if is_preparation else None
+    )
 
 
-def take_report(known: Preparation, values: Mapping[str, Any]) -> Preparation:
+def take_report(known: DataPreparation, values: Mapping[str, Any]) -> DataPreparation:
     """Return the preparation with what ``values`` say, of a report or a status.
 
     Numbers and texts are bounded: the port may be another program's.
@@ -72,7 +74,7 @@ def take_report(known: Preparation, values: Mapping[str, Any]) -> Preparation:
     )
 
 
-def parse_preparation(shown: Mapping[str, Any], notes: str) -> Preparation:
+def parse_preparation(shown: Mapping[str, Any], notes: str) -> DataPreparation:
     """Return the preparation that a status has. ``notes``: what ``pack_preparation`` wrote."""
     try:
         found = json.loads(notes or "{}")
@@ -80,7 +82,7 @@ def parse_preparation(shown: Mapping[str, Any], notes: str) -> Preparation:
         found = NOTHING
     raw = found if isinstance(found, dict) else NOTHING
     attempt = get_natural(raw, "attempt", most=MAX_ATTEMPT)
-    known = Preparation(
+    known = DataPreparation(
         attempt=-1 if attempt is None else attempt,
         is_recorded=raw.get("ended") is True,
         prepared=get_text(raw, "prepared"),
@@ -88,7 +90,7 @@ def parse_preparation(shown: Mapping[str, Any], notes: str) -> Preparation:
     return take_report(known, shown)
 
 
-def pack_preparation(preparation: Preparation) -> str:
+def pack_preparation(preparation: DataPreparation) -> str:
     """Pack the parts that mean nothing to people; empty where there was no preparation."""
     if preparation.attempt < 0 and not preparation.prepared:
         return ""
@@ -100,7 +102,7 @@ def pack_preparation(preparation: Preparation) -> str:
     return json.dumps(notes, sort_keys=True, separators=(",", ":"))
 
 
-def show_preparation(preparation: Preparation) -> dict[str, Any]:
+def show_preparation(preparation: DataPreparation) -> dict[str, Any]:
     """Build the part of the status that people read; empty where nothing has been reported."""
     if not preparation.work:
         return {}

@@ -90,7 +90,7 @@ class ParsedSpec:
 
 
 @dataclass(frozen=True)
-class TrainingRun:
+class ParsedRun:
     """One TrainingRun. ``uid``, ``generation`` and ``created_at`` are empty and 0 for an object that no API
     server has seen.
 
@@ -180,7 +180,7 @@ def parse_run(
     parsed: ParsedSpec | None = None,
     *,
     profile: RunProfile = NO_PROFILE,
-) -> TrainingRun:
+) -> ParsedRun:
     """Return the run in ``raw``, which has the defaults of ``profile``. ``parsed``: its spec, where that is
     known already.
 
@@ -191,7 +191,7 @@ def parse_run(
     if found.outdated:
         # The nodes read the spec from the ConfigMap, and new ones are of this version: they get its spelling.
         raw = {**raw, "spec": with_plain_numbers(manifest_of(raw))[0]["spec"]}
-    return TrainingRun(
+    return ParsedRun(
         name=get_text(metadata, "name"),
         namespace=get_text(metadata, "namespace") or "default",
         uid=get_text(metadata, "uid"),
@@ -269,9 +269,7 @@ class SpecCache:
         self._installation = installation
         self._parsed: dict[Key, tuple[str, int, object, ParsedSpec]] = {}
 
-    def parse(
-        self, raw: Mapping[str, Any], profile: RunProfile = NO_PROFILE
-    ) -> TrainingRun:
+    def parse(self, raw: Mapping[str, Any], profile: RunProfile = NO_PROFILE) -> ParsedRun:
         """Return the run in ``raw`` with the defaults of its profile.
 
         Raises SpecError, which is not kept: the next generation may mend it.

@@ -85,7 +85,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Usage:
+class PodTimeAccount:
     """Time of a run's pods up to ``at``, milliseconds since 1970.
 
     ``pods`` and ``accelerators``: milliseconds by use. ``pending``: the same two of pods that have joined,
@@ -119,13 +119,13 @@ class Usage:
 
 
 def count(
-    usage: Usage,
+    usage: PodTimeAccount,
     lives: Sequence[PodLife],
     *,
     now: int,
     reading: Reading | None,
     fallback: Use | None = None,
-) -> Usage:
+) -> PodTimeAccount:
     """Count the time up to ``now``.
 
     ``reading``: of the run's coordinator; None where it has not answered. ``fallback``: the use of pods that
@@ -159,7 +159,7 @@ def count(
         for life in lives
         if not life.is_gone and (life.ended is not None or life.name in usage.closed)
     }
-    return Usage(
+    return PodTimeAccount(
         # Without pods nothing is counted: a run at rest keeps its status as it is.
         at=now if still_open or usage.open or closed != usage.closed else usage.at,
         pods=tally.pods,
@@ -255,7 +255,7 @@ class Price:
 NO_PRICE: Final = Price()
 
 
-def show_usage(usage: Usage, price: Price) -> dict[str, Any]:
+def show_usage(usage: PodTimeAccount, price: Price) -> dict[str, Any]:
     """Build the part of the status that people read."""
     if not usage.pods:
         return {}
@@ -276,7 +276,7 @@ def show_usage(usage: Usage, price: Price) -> dict[str, Any]:
     }
 
 
-def pack_usage(usage: Usage) -> str:
+def pack_usage(usage: PodTimeAccount) -> str:
     """Pack the counters as one text."""
     if not usage.at:
         return ""
@@ -291,7 +291,7 @@ def pack_usage(usage: Usage) -> str:
     return json.dumps(content, sort_keys=True, separators=(",", ":"))
 
 
-def pack_pods(usage: Usage, attempts: Sequence[int]) -> str:
+def pack_pods(usage: PodTimeAccount, attempts: Sequence[int]) -> str:
     """Pack the names of the pods, by what was counted of them: ``o`` open, ``j`` joined, ``c`` closed.
 
     First the newest attempt of each node, as letters with how often each comes: ``j3o-2c``; then all others:
@@ -322,18 +322,20 @@ def pack_pods(usage: Usage, attempts: Sequence[int]) -> str:
     return " ".join([packed or "-", *others[:_MOST_OTHERS]]) if packed or others else ""
 
 
-def pack_notes(usage: Usage, attempts: Sequence[int]) -> dict[str, str]:
+def pack_notes(usage: PodTimeAccount, attempts: Sequence[int]) -> dict[str, str]:
     """Pack the part of the status that only ``parse_notes`` reads. ``attempts``: the newest of each node."""
     return {"usage": pack_usage(usage), "usagePods": pack_pods(usage, attempts)}
 
 
-def parse_notes(notes: Mapping[str, Any]) -> Usage:
+def parse_notes(notes: Mapping[str, Any]) -> PodTimeAccount:
     """Parse the notes of a status, of which ``attempts`` is another."""
     attempts = unpack_counts(get_text(notes, "attempts"), most=MAX_ATTEMPT)
     return parse_usage(get_text(notes, "usage"), get_text(notes, "usagePods"), attempts)
 
 
-def parse_usage(counters: str, pods: str = "", attempts: Sequence[int] = ()) -> Usage:
+def parse_usage(
+    counters: str, pods: str = "", attempts: Sequence[int] = ()
+) -> PodTimeAccount:
     """Parse the two texts, of the same status as ``attempts``; nothing is known of other texts."""
     try:
         raw = json.loads(counters or "{}")
@@ -343,7 +345,7 @@ def parse_usage(counters: str, pods: str = "", attempts: Sequence[int] = ()) -> 
         raw = {}
     at = get_int(raw, "at", most=_MOST) or 0
     if at <= 0:
-        return Usage()
+        return PodTimeAccount()
     attempt = get_natural(raw, "attempt")
     pending = raw.get("pending")
     listed = pending if isinstance(pending, list) else []
@@ -365,7 +367,7 @@ def parse_usage(counters: str, pods: str = "", attempts: Sequence[int] = ()) -> 
             found[state] |= {f"{one}-{number}" for one in unpack_ranges(ranges)}
         elif state in found and len(name) <= _LONGEST_NAME:
             found[state].add(name)
-    return Usage(
+    return PodTimeAccount(
         at=at,
         pods=parse_counts(get_map(raw, "pods")),
         accelerators=parse_counts(get_map(raw, "gpus")),

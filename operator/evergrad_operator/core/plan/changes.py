@@ -6,7 +6,7 @@ from evergrad_manifest.identity import changed_settings, settings_hash
 from evergrad_manifest.model.differences import show_value
 from evergrad_manifest.validation import read_object, with_plain_numbers
 from evergrad_operator.core.observe.observe import AppliedSettings, Observation
-from evergrad_operator.core.observe.spec import TrainingRun
+from evergrad_operator.core.observe.spec import ParsedRun
 from evergrad_operator.core.plan.config_map import build_manifest
 
 
@@ -27,7 +27,7 @@ def is_edited(observation: Observation) -> bool:
     )
 
 
-def compare_settings(applied: str, run: TrainingRun) -> AppliedSettings | None:
+def compare_settings(applied: str, run: ParsedRun) -> AppliedSettings | None:
     """Compare the manifest in the run's ConfigMap with the one that the run asks for now.
 
     None where today's models cannot read the former as a typed run: an older version wrote it, or another

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from evergrad_operator.core.decision import Action, Bounds, Decision
+from evergrad_operator.core.decision import Action, Decision, NodeBounds
 from evergrad_operator.core.objects import names
 from evergrad_operator.core.objects.config import Config
 from evergrad_operator.core.objects.kinds import POD_GROUP
@@ -27,7 +27,7 @@ from evergrad_operator.core.plan.disruption_budget import (
 )
 from evergrad_operator.core.plan.evaluation_pod import build_evaluation_pod
 from evergrad_operator.core.plan.network_policy import build_network_policy
-from evergrad_operator.core.plan.node_pod import Node, build_node_pod
+from evergrad_operator.core.plan.node_pod import NodePlan, build_node_pod
 from evergrad_operator.core.plan.pod_group import (
     build_pod_group,
     is_fixed,
@@ -67,7 +67,7 @@ class Deletion:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ObjectPlan:
     """The steps of a pass, in the order of the fields.
 
     ``claim``: to apply, by ``claim_manager``, once the ``stale_records`` are off it. ``token``:
@@ -81,7 +81,7 @@ class Plan:
     stale_records: StaleRecords = NOTHING_STALE
     token: Object | None = None
     apply: tuple[Object, ...] = ()
-    bounds: Bounds | None = None
+    bounds: NodeBounds | None = None
     delete: tuple[Deletion, ...] = ()
     create: tuple[Object, ...] = ()
 
@@ -93,7 +93,7 @@ class Plan:
 
 def plan_children(
     observation: Observation, decision: Decision, config: Config, *, token: str
-) -> Plan:
+) -> ObjectPlan:
     """Plan everything that is to be applied, deleted and created for the decision, and nothing that is as it
     should be already.
 
@@ -136,7 +136,7 @@ def plan_children(
     waits_for_volumes = is_running and any(
         pod.is_live and pod.node_name and not pod.is_running for pod in everything
     )
-    return Plan(
+    return ObjectPlan(
         claim=claim,
         claim_manager=names.claim_field_manager(run.name),
         stale_records=stale_records,
@@ -286,7 +286,7 @@ def _build_pods(
     if decision.coordinator_attempt is None and not all(pod.has_token for pod in serving):
         token = ""
     for index, attempt in decision.nodes_to_create:
-        node = Node(
+        node = NodePlan(
             index,
             attempt,
             is_on_one_host=is_on_one_host,

@@ -6,8 +6,8 @@ from typing import Any, Final
 
 from evergrad_operator.core.objects import names
 from evergrad_operator.core.objects.config import Config
-from evergrad_operator.core.observe.observe import ClaimState, Record, build_record
-from evergrad_operator.core.observe.spec import TrainingRun
+from evergrad_operator.core.observe.observe import ClaimState, VolumeRecord, build_record
+from evergrad_operator.core.observe.spec import ParsedRun
 from evergrad_operator.core.plan.common import (
     JsonObject,
     build_metadata,
@@ -42,7 +42,7 @@ NOTHING_STALE: Final = StaleRecords()
 
 
 def find_stale_records(
-    run: TrainingRun, claim: ClaimState | None, users: frozenset[str] | None
+    run: ParsedRun, claim: ClaimState | None, users: frozenset[str] | None
 ) -> StaleRecords:
     """Find the records to remove: those of runs that are gone, beyond the number that has room.
 
@@ -72,8 +72,8 @@ def find_stale_records(
 
 
 def build_claim(
-    run: TrainingRun,
-    record: Record | None,
+    run: ParsedRun,
+    record: VolumeRecord | None,
     config: Config,
     live: ClaimState | None,
     *,
@@ -151,7 +151,7 @@ def build_record_alone(claim: Mapping[str, Any]) -> JsonObject:
 
 
 def choose_access_modes(
-    run: TrainingRun, config: Config, live: ClaimState | None
+    run: ParsedRun, config: Config, live: ClaimState | None
 ) -> tuple[str, ...]:
     """Return the access modes of the volume that exists (``live``), else those that are asked for."""
     if live is not None and (modes := live.spec.get("accessModes")):
@@ -163,7 +163,7 @@ def choose_access_modes(
     return ("ReadWriteOnce" if run.spec.nodes.largest == 1 else "ReadWriteMany",)
 
 
-def is_for_one_host(run: TrainingRun, config: Config, live: ClaimState | None) -> bool:
+def is_for_one_host(run: ParsedRun, config: Config, live: ClaimState | None) -> bool:
     """Whether several pods share a volume that only one node of the cluster can mount at a time."""
     modes = choose_access_modes(run, config, live)
     return run.spec.nodes.largest > 1 and "ReadWriteMany" not in modes

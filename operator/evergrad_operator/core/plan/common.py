@@ -6,12 +6,12 @@ from typing import Any
 from evergrad_operator.core.objects import names
 from evergrad_operator.core.objects.config import Config
 from evergrad_operator.core.objects.recipe_hash import hash_json
-from evergrad_operator.core.observe.spec import TrainingRun
+from evergrad_operator.core.observe.spec import ParsedRun
 
 JsonObject = dict[str, Any]
 
 
-def build_labels(run: TrainingRun, *, role: str = "") -> dict[str, str]:
+def build_labels(run: ParsedRun, *, role: str = "") -> dict[str, str]:
     """Build the labels of a child. ``role``: for pods, and for children that select pods by it."""
     labels = {
         names.LABEL_MANAGED_BY: names.MANAGED_BY,
@@ -20,7 +20,7 @@ def build_labels(run: TrainingRun, *, role: str = "") -> dict[str, str]:
     return {**labels, names.LABEL_ROLE: role} if role else labels
 
 
-def build_metadata(run: TrainingRun, name: str, *, is_owned: bool = True) -> JsonObject:
+def build_metadata(run: ParsedRun, name: str, *, is_owned: bool = True) -> JsonObject:
     """Build the metadata of a child."""
     metadata: JsonObject = {
         "name": name,
@@ -41,7 +41,7 @@ def build_metadata(run: TrainingRun, name: str, *, is_owned: bool = True) -> Jso
     return metadata
 
 
-def pass_labels(child: JsonObject, run: TrainingRun, config: Config) -> JsonObject:
+def pass_labels(child: JsonObject, run: ParsedRun, config: Config) -> JsonObject:
     """Return the object with the labels of the run that the installation passes on; its own win."""
     passed = {key: run.labels[key] for key in config.propagated_labels if key in run.labels}
     if not passed:
@@ -128,7 +128,7 @@ def build_tolerations(
     return tolerations
 
 
-def build_pull_secrets(run: TrainingRun, config: Config) -> list[dict[str, str]]:
+def build_pull_secrets(run: ParsedRun, config: Config) -> list[dict[str, str]]:
     """Return the pull secrets of the installation and of the run, each once."""
     own = [secret.get("name") for secret in run.spec.template.image_pull_secrets]
     found = dict.fromkeys(

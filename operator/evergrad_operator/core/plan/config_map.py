@@ -5,14 +5,14 @@ from typing import Final
 
 from evergrad_operator.core.objects import names
 from evergrad_operator.core.objects.raw import get_map
-from evergrad_operator.core.observe.spec import TrainingRun
+from evergrad_operator.core.observe.spec import ParsedRun
 from evergrad_operator.core.plan.common import JsonObject, build_metadata
 from evergrad_operator.core.plan.node_pod import metrics_port
 
 _KEPT: Final = ("nodes", "workersPerNode", "failurePolicy", "training", "script")
 
 
-def build_config_map(run: TrainingRun) -> JsonObject:
+def build_config_map(run: ParsedRun) -> JsonObject:
     """Build the ConfigMap that a run's pods mount."""
     return {
         "apiVersion": "v1",
@@ -22,7 +22,7 @@ def build_config_map(run: TrainingRun) -> JsonObject:
     }
 
 
-def build_manifest(run: TrainingRun) -> str:
+def build_manifest(run: ParsedRun) -> str:
     """Return the run's manifest as its nodes read it: JSON, which is YAML too."""
     # Fields that only the operator reads are left out, so that editing them touches no ConfigMap.
     spec = {

@@ -7,7 +7,7 @@ from evergrad_manifest.envelope.resources import Resources
 from evergrad_operator.core.objects import names
 from evergrad_operator.core.objects.config import Config
 from evergrad_operator.core.observe.memory import Memory
-from evergrad_operator.core.observe.spec import TrainingRun
+from evergrad_operator.core.observe.spec import ParsedRun
 from evergrad_operator.core.plan.common import (
     JsonObject,
     build_container_security,
@@ -53,7 +53,7 @@ class Epoch:
 
 
 def build_coordinator_pod(
-    run: TrainingRun,
+    run: ParsedRun,
     memory: Memory,
     config: Config,
     epoch: Epoch,
@@ -112,7 +112,7 @@ def build_coordinator_pod(
 
 
 def _build_container(
-    run: TrainingRun, memory: Memory, config: Config, epoch: Epoch
+    run: ParsedRun, memory: Memory, config: Config, epoch: Epoch
 ) -> JsonObject:
     """Build the coordinator's container, with its arguments."""
     nodes = run.spec.nodes

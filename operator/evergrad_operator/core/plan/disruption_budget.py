@@ -1,11 +1,11 @@
 """The PodDisruptionBudgets of a run: of its nodes, and of its coordinator."""
 
 from evergrad_operator.core.objects import names
-from evergrad_operator.core.observe.spec import TrainingRun
+from evergrad_operator.core.observe.spec import ParsedRun
 from evergrad_operator.core.plan.common import JsonObject, build_labels, build_metadata
 
 
-def build_disruption_budget(run: TrainingRun) -> JsonObject | None:
+def build_disruption_budget(run: ParsedRun) -> JsonObject | None:
     """Build the budget by which evictions leave ``nodes.min`` nodes, or one less where there are no others: a
     drain is slowed down.
 
@@ -20,7 +20,7 @@ def build_disruption_budget(run: TrainingRun) -> JsonObject | None:
     return _build(run, run.name, names.ROLE_NODE, fewest)
 
 
-def build_coordinator_budget(run: TrainingRun, *, is_needed: bool) -> JsonObject:
+def build_coordinator_budget(run: ParsedRun, *, is_needed: bool) -> JsonObject:
     """Build the coordinator's budget: it is not evicted while a group ends or begins; at any other time a
     drain goes on.
 
@@ -36,7 +36,7 @@ def build_coordinator_budget(run: TrainingRun, *, is_needed: bool) -> JsonObject
 
 
 def _build(
-    run: TrainingRun,
+    run: ParsedRun,
     name: str,
     role: str,
     fewest: int,

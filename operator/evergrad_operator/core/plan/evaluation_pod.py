@@ -8,7 +8,7 @@ from evergrad_operator.core.decision import EvaluationPod
 from evergrad_operator.core.objects import names
 from evergrad_operator.core.objects.config import Config
 from evergrad_operator.core.observe.memory import Memory
-from evergrad_operator.core.observe.spec import TrainingRun
+from evergrad_operator.core.observe.spec import ParsedRun
 from evergrad_operator.core.plan.common import JsonObject, escape
 from evergrad_operator.core.plan.init_containers import build_init_containers
 from evergrad_operator.core.plan.node_pod import (
@@ -24,7 +24,7 @@ _NOT_NEEDED: Final = ("evergrad-config",)
 
 
 def build_evaluation_pod(
-    run: TrainingRun, memory: Memory, config: Config, wanted: EvaluationPod
+    run: ParsedRun, memory: Memory, config: Config, wanted: EvaluationPod
 ) -> JsonObject:
     """Build the pod that evaluates the checkpoint of a step."""
     given = run.spec.evaluation or CheckpointEvaluation()

@@ -8,7 +8,7 @@ from evergrad_operator.core.objects import names
 from evergrad_operator.core.objects.config import Config
 from evergrad_operator.core.objects.raw import get_maps
 from evergrad_operator.core.observe.memory import Memory
-from evergrad_operator.core.observe.spec import TrainingRun
+from evergrad_operator.core.observe.spec import ParsedRun
 from evergrad_operator.core.plan.common import (
     JsonObject,
     build_container_security,
@@ -30,7 +30,7 @@ CACHES: Final = {
 
 
 def build_init_containers(
-    run: TrainingRun, memory: Memory, config: Config, resources: Resources
+    run: ParsedRun, memory: Memory, config: Config, resources: Resources
 ) -> list[JsonObject]:
     """Build the init containers of the template. ``resources``: those of the pod's own container.
 

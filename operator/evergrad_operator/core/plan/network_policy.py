@@ -4,12 +4,12 @@ from typing import Any
 
 from evergrad_operator.core.objects import names
 from evergrad_operator.core.objects.config import Config
-from evergrad_operator.core.observe.spec import TrainingRun
+from evergrad_operator.core.observe.spec import ParsedRun
 from evergrad_operator.core.plan.common import JsonObject, build_metadata
 from evergrad_operator.core.plan.node_pod import metrics_port
 
 
-def build_network_policy(run: TrainingRun, config: Config) -> JsonObject:
+def build_network_policy(run: ParsedRun, config: Config) -> JsonObject:
     """Build the policy, for ingress alone: egress stays open.
 
     All ports are open between the run's pods, because those of collectives are not known before.

@@ -10,7 +10,7 @@ from evergrad_operator.core.decision import Gang
 from evergrad_operator.core.objects import names
 from evergrad_operator.core.objects.config import Config
 from evergrad_operator.core.observe.memory import Memory
-from evergrad_operator.core.observe.spec import TrainingRun
+from evergrad_operator.core.observe.spec import ParsedRun
 from evergrad_operator.core.plan.common import (
     JsonObject,
     build_container_security,
@@ -49,7 +49,7 @@ _MARGIN_SECONDS: Final = 5
 
 
 @dataclass(frozen=True)
-class Node:
+class NodePlan:
     """The node of a run that a pod is to be.
 
     ``is_on_one_host``: whether all of the run's pods must be on the same host. ``gang``: of a run in a queue.
@@ -65,7 +65,7 @@ class Node:
 
 
 def build_node_pod(
-    run: TrainingRun, memory: Memory, config: Config, node: Node, *, token: str
+    run: ParsedRun, memory: Memory, config: Config, node: NodePlan, *, token: str
 ) -> JsonObject:
     """Build the pod of one node. ``token``: the run's, empty where its coordinator has none."""
     template, grace, port = run.spec.template, grace_seconds(run), metrics_port(run)
@@ -120,7 +120,7 @@ def build_node_pod(
 
 
 def _build_node_metadata(
-    run: TrainingRun, memory: Memory, config: Config, node: Node, *, labels: JsonObject
+    run: ParsedRun, memory: Memory, config: Config, node: NodePlan, *, labels: JsonObject
 ) -> JsonObject:
     # Ours come last: a template must not take a pod out of its run.
     metadata = build_metadata(run, names.node_pod_name(run.name, node.index, node.attempt))
@@ -144,7 +144,7 @@ def _build_node_metadata(
 
 
 def build_trainer_volumes(
-    run: TrainingRun, config: Config, resources: Resources, *, token: str
+    run: ParsedRun, config: Config, resources: Resources, *, token: str
 ) -> list[Mapping[str, Any]]:
     """Build the volumes that ``build_trainer_container`` mounts. ``resources``: the container's; ``token``:
     the run's, empty for none."""
@@ -165,7 +165,7 @@ def build_trainer_volumes(
 
 
 def build_trainer_container(
-    run: TrainingRun,
+    run: ParsedRun,
     memory: Memory,
     config: Config,
     resources: Resources,
@@ -222,7 +222,7 @@ def build_trainer_container(
 
 
 def _build_arguments(
-    run: TrainingRun, config: Config, *, index: int, grace: int, token: str
+    run: ParsedRun, config: Config, *, index: int, grace: int, token: str
 ) -> list[str]:
     """Build the arguments of ``evergrad``: the node of this index, on the run's volume."""
     host = f"{names.coordinator_service_name(run.name)}.{run.namespace}.{config.cluster_domain or 'svc'}"
@@ -242,7 +242,7 @@ def _build_arguments(
     ]
 
 
-def _build_queue(run: TrainingRun, node: Node) -> tuple[dict[str, str], dict[str, str]]:
+def _build_queue(run: ParsedRun, node: NodePlan) -> tuple[dict[str, str], dict[str, str]]:
     """Build labels and annotations for Kueue, whose groups of pods have a fixed size.
 
     The nodes a run cannot do without are one group, admitted together; each node above them is admitted
@@ -276,7 +276,7 @@ def _build_queue(run: TrainingRun, node: Node) -> tuple[dict[str, str], dict[str
     return {names.LABEL_QUEUE_GROUP: group}, annotations
 
 
-def grace_seconds(run: TrainingRun) -> int:
+def grace_seconds(run: ParsedRun) -> int:
     """Return the seconds from SIGTERM until a node leaves by itself."""
     given, script = run.spec.template.termination_grace_period_seconds, run.spec.script
     if script is None:
@@ -284,7 +284,7 @@ def grace_seconds(run: TrainingRun) -> int:
     return max((given or 0) - _MARGIN_SECONDS, script.grace_period_seconds)
 
 
-def metrics_port(run: TrainingRun) -> int:
+def metrics_port(run: ParsedRun) -> int:
     """Return the port on which a node serves its metrics; 0 where the run asked for any free port."""
     given = run.parsed.metrics_port
     return names.METRICS_PORT if given is None else given

@@ -7,7 +7,7 @@ from typing import Any, Final
 from evergrad_operator.core.objects import names
 from evergrad_operator.core.objects.config import Config
 from evergrad_operator.core.observe.memory import Memory
-from evergrad_operator.core.observe.spec import TrainingRun
+from evergrad_operator.core.observe.spec import ParsedRun
 from evergrad_operator.core.plan.common import (
     JsonObject,
     build_labels,
@@ -38,7 +38,7 @@ class PodBeside:
 
 
 def build_pod_beside(
-    run: TrainingRun, memory: Memory, config: Config, beside: PodBeside
+    run: ParsedRun, memory: Memory, config: Config, beside: PodBeside
 ) -> JsonObject:
     """Build the pod."""
     spec: JsonObject = {

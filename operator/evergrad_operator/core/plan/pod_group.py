@@ -4,7 +4,7 @@ from typing import Any, Final
 
 from evergrad_operator.core.objects import names
 from evergrad_operator.core.objects.kinds import POD_GROUPS, Kind
-from evergrad_operator.core.observe.spec import TrainingRun
+from evergrad_operator.core.observe.spec import ParsedRun
 from evergrad_operator.core.plan.common import JsonObject, build_metadata
 
 COSCHEDULING: Final = "coscheduling"
@@ -13,7 +13,7 @@ _FIXED: Final = "scheduling.k8s.io/v1alpha2"
 
 
 def build_pod_group(
-    run: TrainingRun, kind: Kind, *, priority_class: str, restart: int
+    run: ParsedRun, kind: Kind, *, priority_class: str, restart: int
 ) -> JsonObject:
     """Build the group. All nodes of the run are in it, and ``nodes.min`` of them have to find a host at once;
     those above the minimum then come one by one.

@@ -9,7 +9,7 @@ from evergrad_manifest.values.quantities import quantity_value
 from evergrad_operator.core.objects import names
 from evergrad_operator.core.objects.config import Config
 from evergrad_operator.core.observe.memory import Memory
-from evergrad_operator.core.observe.spec import TrainingRun
+from evergrad_operator.core.observe.spec import ParsedRun
 from evergrad_operator.core.plan.common import JsonObject, escape
 from evergrad_operator.core.plan.init_containers import build_init_containers
 from evergrad_operator.core.plan.node_pod import (
@@ -23,7 +23,7 @@ from evergrad_operator.core.plan.token import build_token_arguments
 
 
 def build_preparation_pod(
-    run: TrainingRun,
+    run: ParsedRun,
     memory: Memory,
     config: Config,
     attempt: int,

@@ -1,11 +1,11 @@
 """The Service by which nodes find their coordinator."""
 
 from evergrad_operator.core.objects import names
-from evergrad_operator.core.observe.spec import TrainingRun
+from evergrad_operator.core.observe.spec import ParsedRun
 from evergrad_operator.core.plan.common import JsonObject, build_labels, build_metadata
 
 
-def build_service(run: TrainingRun, *, attempt: int) -> JsonObject:
+def build_service(run: ParsedRun, *, attempt: int) -> JsonObject:
     """Build the Service that leads to the coordinator of ``attempt`` alone: an older one, cut off and alive,
     gets no new nodes."""
     selector = {

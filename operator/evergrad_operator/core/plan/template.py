@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from evergrad_operator.core.objects import names
 from evergrad_operator.core.objects.raw import get_map, get_maps, get_text
-from evergrad_operator.core.observe.spec import TrainingRun
+from evergrad_operator.core.observe.spec import ParsedRun
 
 _HOST: Final = "kubernetes.io/hostname"
 _OF_NODES: Final = (
@@ -25,7 +25,7 @@ _OF_NODES: Final = (
 device, a port to scrape, a profile for a container of this name. The coordinator has none of these."""
 
 
-def build_user_labels(run: TrainingRun) -> dict[str, str]:
+def build_user_labels(run: ParsedRun) -> dict[str, str]:
     """Build the labels that come from the user: the template's, those of the run that are passed on, and a
     gang's where another scheduler is named."""
     template = run.spec.template
@@ -36,7 +36,7 @@ def build_user_labels(run: TrainingRun) -> dict[str, str]:
 
 
 def build_scheduling(
-    run: TrainingRun, *, is_on_one_host: bool = False, avoided: Sequence[str] = ()
+    run: ParsedRun, *, is_on_one_host: bool = False, avoided: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Build the template's part of a pod's spec, but for tolerations, volumes and secrets, and the affinity
     that the run's volume demands.
@@ -108,7 +108,7 @@ def require_host(affinity: Mapping[str, Any], host: str) -> Mapping[str, Any]:
 
 
 def build_placement_beside(
-    run: TrainingRun, selector: Mapping[str, str] | None, *, avoided: Sequence[str]
+    run: ParsedRun, selector: Mapping[str, str] | None, *, avoided: Sequence[str]
 ) -> dict[str, Any]:
     """Build the part of a pod's spec that places it beside the nodes: where ``selector`` says, else where the
     coordinator may run, and away from ``avoided`` hosts if that is possible."""
@@ -124,7 +124,7 @@ def build_placement_beside(
     return {**placement, "affinity": _avoid(placement["affinity"], avoided)}
 
 
-def build_coordinator_placement(run: TrainingRun) -> dict[str, Any]:
+def build_coordinator_placement(run: ParsedRun) -> dict[str, Any]:
     """Build the coordinator's part of a pod's spec: it may run on the hosts on which the nodes may, because
     the template says which hosts are the run's, and of which kind.
 
@@ -139,7 +139,7 @@ def build_coordinator_placement(run: TrainingRun) -> dict[str, Any]:
     }
 
 
-def build_coordinator_metadata(run: TrainingRun) -> tuple[dict[str, str], dict[str, str]]:
+def build_coordinator_metadata(run: ParsedRun) -> tuple[dict[str, str], dict[str, str]]:
     """Build the labels and annotations of the template that the coordinator has, too, such as those that keep
     sidecars out of a pod."""
     template = run.spec.template

@@ -3,14 +3,14 @@
 from typing import Final
 
 from evergrad_operator.core.objects import names
-from evergrad_operator.core.observe.spec import TrainingRun
+from evergrad_operator.core.observe.spec import ParsedRun
 from evergrad_operator.core.plan.common import JsonObject, build_metadata
 
 TOKEN_OPTION: Final = "--token-file"
 """Option of a coordinator or node that names the token's file."""
 
 
-def build_token_secret(run: TrainingRun, token: str) -> JsonObject:
+def build_token_secret(run: ParsedRun, token: str) -> JsonObject:
     """Build the Secret, which is deleted with its run.
 
     It is only ever created: the operator may not read or change Secrets of runs.
@@ -26,7 +26,7 @@ def build_token_secret(run: TrainingRun, token: str) -> JsonObject:
     }
 
 
-def build_token_volume(run: TrainingRun, token: str) -> JsonObject:
+def build_token_volume(run: ParsedRun, token: str) -> JsonObject:
     """Build the volume of a pod that holds the token."""
     return {
         "name": names.TOKEN_VOLUME,

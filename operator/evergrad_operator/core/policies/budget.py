@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from evergrad_common.causes import COUNTED, PodCause
 from evergrad_operator.core.objects.config import Config
-from evergrad_operator.core.observe.coordinator_status import Progress
+from evergrad_operator.core.observe.coordinator_status import CoordinatorStatus
 from evergrad_operator.core.observe.memory import Budget, Memory
 from evergrad_operator.core.observe.observe import Observation
 from evergrad_operator.core.observe.pods import PodState, describe_cause
@@ -136,7 +136,9 @@ def begin_count(memory: Memory, observation: Observation) -> Memory:
     return replace(memory, budget=replace(marked, since=since))
 
 
-def forgive(memory: Memory, observation: Observation, progress: Progress) -> Memory:
+def forgive(
+    memory: Memory, observation: Observation, progress: CoordinatorStatus
+) -> Memory:
     """Take back all failures if there was progress since the last one."""
     is_fresh = observation.run.parsed.recovery == "fresh"
     if _has_progress(memory, progress, is_fresh=is_fresh):
@@ -144,7 +146,7 @@ def forgive(memory: Memory, observation: Observation, progress: Progress) -> Mem
     return memory
 
 
-def _has_progress(memory: Memory, progress: Progress, *, is_fresh: bool) -> bool:
+def _has_progress(memory: Memory, progress: CoordinatorStatus, *, is_fresh: bool) -> bool:
     budget, training = memory.budget, memory.training
     if budget.since is None:
         return False

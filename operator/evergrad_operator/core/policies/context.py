@@ -9,11 +9,11 @@ from evergrad_common.causes import PodCause
 from evergrad_operator.core.decision import Action, Decision
 from evergrad_operator.core.objects.config import Config
 from evergrad_operator.core.objects.names import Phase
-from evergrad_operator.core.observe.coordinator_status import Progress
-from evergrad_operator.core.observe.memory import Finish, Memory
+from evergrad_operator.core.observe.coordinator_status import CoordinatorStatus
+from evergrad_operator.core.observe.memory import Memory, RecordedFinish
 from evergrad_operator.core.observe.observe import Observation
 from evergrad_operator.core.observe.pods import PodState
-from evergrad_operator.core.observe.spec import TrainingRun
+from evergrad_operator.core.observe.spec import ParsedRun
 from evergrad_operator.core.policies.memory_update import is_current
 
 UNREACHABLE_POD_SECONDS: Final = 10.0
@@ -33,7 +33,7 @@ class ReconcileContext:
     now: float
 
     @property
-    def run(self) -> TrainingRun:
+    def run(self) -> ParsedRun:
         """The run."""
         return self.observation.run
 
@@ -43,7 +43,7 @@ class ReconcileContext:
         return self.observation.nodes
 
     @property
-    def progress(self) -> Progress | None:
+    def progress(self) -> CoordinatorStatus | None:
         """The answer of the run's own, newest coordinator."""
         return (
             self.observation.progress if is_current(self.observation, self.memory) else None
@@ -137,7 +137,7 @@ class ReconcileContext:
         at: float | None = None,
     ) -> "ReconcileContext":
         """Return the same moment with the run over, ``at`` seconds since 1970; None for now."""
-        finish = Finish(
+        finish = RecordedFinish(
             phase,
             reason,
             message,

@@ -9,9 +9,9 @@ from evergrad_operator.core.objects.config import Config
 from evergrad_operator.core.objects.names import Phase, Reason
 from evergrad_operator.core.objects.problems import list_problems
 from evergrad_operator.core.objects.times import format_time, parse_time
-from evergrad_operator.core.observe.evaluation import Evaluation
+from evergrad_operator.core.observe.evaluation import EvaluationProgress
 from evergrad_operator.core.observe.observe import Observation
-from evergrad_operator.core.observe.preparation import Preparation
+from evergrad_operator.core.observe.preparation import DataPreparation
 from evergrad_operator.core.policies.completion import (
     complete_if_done,
     complete_if_recorded,
@@ -97,7 +97,7 @@ def decide(observation: Observation, config: Config, now: float) -> Decision:
             if pod.end is not None and pod.has_sidecar and pod.name not in chosen
         ]
         recorded = []
-        newest_of: dict[str, Preparation | Evaluation] = {
+        newest_of: dict[str, DataPreparation | EvaluationProgress] = {
             names.ROLE_PREPARATION: known.preparation,
             names.ROLE_EVALUATION: known.evaluation,
         }

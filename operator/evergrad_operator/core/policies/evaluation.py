@@ -18,7 +18,7 @@ from evergrad_operator.core.decision import Action, Decision, EvaluationPod
 from evergrad_operator.core.objects import names
 from evergrad_operator.core.objects.names import EvaluationState, Phase
 from evergrad_operator.core.objects.times import format_time
-from evergrad_operator.core.observe.evaluation import Evaluation, take_up
+from evergrad_operator.core.observe.evaluation import EvaluationProgress, take_up
 from evergrad_operator.core.observe.pods import PodState
 from evergrad_operator.core.policies.context import ReconcileContext
 from evergrad_operator.core.policies.evaluation_ends import NONE_AFTER, is_evaluation_due
@@ -139,7 +139,7 @@ def _choose_host(context: ReconcileContext, *, is_over: bool) -> str | None:
 
 def _describe(
     context: ReconcileContext,
-    known: Evaluation,
+    known: EvaluationProgress,
     live: Sequence[PodState],
     made: EvaluationPod | None,
     *,

@@ -19,7 +19,7 @@ from evergrad_common.evaluation_report import decode_evaluated
 from evergrad_operator.core.objects.config import Config
 from evergrad_operator.core.objects.names import Reason
 from evergrad_operator.core.observe.evaluation import (
-    Evaluation,
+    EvaluationProgress,
     Tries,
     take_report,
     take_up,
@@ -127,12 +127,12 @@ def is_evaluation_due(memory: Memory, observation: Observation) -> bool:
 
 def _count(
     memory: Memory,
-    known: Evaluation,
+    known: EvaluationProgress,
     ended: Sequence[PodState],
     observation: Observation,
     config: Config,
     now: float,
-) -> Evaluation:
+) -> EvaluationProgress:
     """Count failures and faults of hosts by the rules that hold for nodes, in a budget of their own."""
     tries = known.tries
     scratch = Memory(

@@ -7,7 +7,7 @@ from evergrad_common.contract import SEE_LOGS
 from evergrad_operator.core.objects.names import Phase, Reason
 from evergrad_operator.core.objects.status_encoding import pack_ranges
 from evergrad_operator.core.objects.times import format_time
-from evergrad_operator.core.observe.coordinator_status import Progress
+from evergrad_operator.core.observe.coordinator_status import CoordinatorStatus
 from evergrad_operator.core.observe.memory import LastFailure
 from evergrad_operator.core.observe.pod_messages import (
     describe_disk_remedy,
@@ -45,7 +45,7 @@ _REMEDIES: Final = {
 }
 
 
-def _read_failure(progress: Progress) -> tuple[Reason, str]:
+def _read_failure(progress: CoordinatorStatus) -> tuple[Reason, str]:
     """Read from a coordinator's answer why the run has failed, and in which words."""
     failure = progress.last_failure
     said = progress.message or (failure.message if failure else "")

@@ -28,8 +28,8 @@ from evergrad_operator.core.observe.memory import (
     MAX_HOSTS,
     REMEMBERED_SECONDS,
     HostFaults,
-    InputError,
     Memory,
+    RecordedInputError,
 )
 from evergrad_operator.core.observe.observe import Observation
 from evergrad_operator.core.observe.pods import PodState, describe_cause
@@ -63,7 +63,7 @@ def note_host_faults(
     known = memory.faults
     # Exit code 64 may be the input's fault only while no group has formed; later it is the host that differs.
     accused = [
-        InputError(pod.index, pod.node_name)
+        RecordedInputError(pod.index, pod.node_name)
         for pod in faulty
         if not memory.has_formed and describe_cause(pod) == PodCause.USER_ERROR
     ]

@@ -9,8 +9,8 @@ from evergrad_operator.core.objects.installation import DELETES_RUN, NO_DELETION
 from evergrad_operator.core.objects.kinds import POD_GROUP, POD_GROUPS
 from evergrad_operator.core.objects.names import Phase, Reason
 from evergrad_operator.core.objects.times import format_duration, format_time
-from evergrad_operator.core.observe.memory import Finish, begin_anew
-from evergrad_operator.core.observe.observe import Record
+from evergrad_operator.core.observe.memory import RecordedFinish, begin_anew
+from evergrad_operator.core.observe.observe import VolumeRecord
 from evergrad_operator.core.observe.pods import PodState
 from evergrad_operator.core.policies.context import ReconcileContext
 from evergrad_operator.core.policies.evaluation_ends import is_evaluation_due
@@ -133,7 +133,7 @@ def conclude(context: ReconcileContext) -> Decision:
     )
 
 
-def _clean(context: ReconcileContext, finish: Finish) -> Decision:
+def _clean(context: ReconcileContext, finish: RecordedFinish) -> Decision:
     """Return the last decision about a run: its children go, and where it asks for that, the run, too."""
     seen, record = context.observation, _completed_record(context)
     wants_deletion = context.run.spec.ttl_deletes == DELETES_RUN
@@ -181,7 +181,7 @@ def _said(context: ReconcileContext) -> str:
     return message
 
 
-def _completed_record(context: ReconcileContext) -> Record | None:
+def _completed_record(context: ReconcileContext) -> VolumeRecord | None:
     """Return the record of a complete run for the PVC, which survives the loss of its status; None where
     there is nothing to write."""
     finish, own, memory = context.memory.finish, find_own_record(context), context.memory

@@ -11,7 +11,7 @@ from evergrad_common.causes import PodCause
 from evergrad_operator.core.objects import names
 from evergrad_operator.core.objects.config import Config
 from evergrad_operator.core.objects.images import pin_image
-from evergrad_operator.core.observe.coordinator_status import Progress
+from evergrad_operator.core.observe.coordinator_status import CoordinatorStatus
 from evergrad_operator.core.observe.evaluation import Tries
 from evergrad_operator.core.observe.memory import (
     MAX_CAUSES,
@@ -20,7 +20,7 @@ from evergrad_operator.core.observe.memory import (
     EndRecord,
     HostFaults,
     Memory,
-    Training,
+    RecordedTraining,
     count_restart,
 )
 from evergrad_operator.core.observe.observe import Observation
@@ -325,7 +325,7 @@ def _add_lost_coordinator(
 def _note_progress(
     memory: Memory,
     observation: Observation,
-    progress: Progress,
+    progress: CoordinatorStatus,
     now: float,
 ) -> Memory:
     """Merge the answer of the run's coordinator; values that it lacks after its restart stay as they were."""
@@ -338,7 +338,7 @@ def _note_progress(
     )
     # Only the node of rank 0 sees saves end: a new one knows nothing of them until its first has ended.
     saves = known if progress.failed_saves is None else progress
-    training = Training(
+    training = RecordedTraining(
         generation=progress.generation or known.generation,
         step=_newer(progress.step, known.step),
         total_steps=progress.total_steps or known.total_steps,
@@ -380,7 +380,7 @@ def _newer(new: Value | None, known: Value | None) -> Value | None:
     return known if new is None else new
 
 
-def _add_counters(memory: Memory, progress: Progress) -> Memory:
+def _add_counters(memory: Memory, progress: CoordinatorStatus) -> Memory:
     """Add what the coordinator has counted since its last reading. Each coordinator counts from 0."""
     known = memory.coordinator
     if known.attempt != progress.attempt:

@@ -4,7 +4,7 @@ from typing import Final
 
 from evergrad_operator.core.objects.names import claim_annotation
 from evergrad_operator.core.objects.raw import NOTHING, get_int
-from evergrad_operator.core.observe.observe import Record, build_record
+from evergrad_operator.core.observe.observe import VolumeRecord, build_record
 from evergrad_operator.core.policies.context import ReconcileContext
 
 TRAIN_ON: Final = (
@@ -14,16 +14,16 @@ TRAIN_ON: Final = (
 """The remedy where more steps are asked of a complete run."""
 
 
-def find_own_record(context: ReconcileContext) -> Record | None:
+def find_own_record(context: ReconcileContext) -> VolumeRecord | None:
     """Return the PVC's record under this run's name, which an earlier run may have written."""
     claim = context.observation.claim
     return claim.records.get(context.run.name) if claim else None
 
 
-def plan_record(context: ReconcileContext, epoch: int) -> Record:
+def plan_record(context: ReconcileContext, epoch: int) -> VolumeRecord:
     """Return the record that the PVC shall have of this run."""
     run, own = context.run, find_own_record(context)
-    return Record(
+    return VolumeRecord(
         run=run.name,
         path=run.volume_path,
         recipe=context.memory.recipe_hash,
@@ -34,7 +34,7 @@ def plan_record(context: ReconcileContext, epoch: int) -> Record:
     )
 
 
-def has_recipe(context: ReconcileContext, record: Record) -> bool:
+def has_recipe(context: ReconcileContext, record: VolumeRecord) -> bool:
     """Return whether a record is of this run's recipe, in meaning or, in a record of an older version, in
     spelling."""
     parsed = context.run.parsed
@@ -47,7 +47,7 @@ def has_recipe(context: ReconcileContext, record: Record) -> bool:
 
 
 def find_longer_horizon(
-    context: ReconcileContext, record: Record
+    context: ReconcileContext, record: VolumeRecord
 ) -> tuple[int, int] | None:
     """Return the step after which a record's run was complete and the steps that this run asks for, if
     those are more."""
@@ -58,7 +58,7 @@ def find_longer_horizon(
     return done, wanted
 
 
-def is_recorded(context: ReconcileContext, record: Record) -> bool:
+def is_recorded(context: ReconcileContext, record: VolumeRecord) -> bool:
     """Return whether the PVC has exactly this record."""
     claim = context.observation.claim
     if claim is None:

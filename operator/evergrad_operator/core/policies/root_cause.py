@@ -15,7 +15,7 @@ from dataclasses import replace
 from evergrad_common.causes import CHANGES, COUNTED, PodCause
 from evergrad_common.contract import ExitCode
 from evergrad_operator.core.objects.raw import keep_end
-from evergrad_operator.core.observe.coordinator_status import Failure
+from evergrad_operator.core.observe.coordinator_status import ReportedFailure
 from evergrad_operator.core.observe.memory import LastFailure, Memory
 from evergrad_operator.core.observe.pods import MAX_MESSAGE, PodState, describe_cause
 
@@ -80,7 +80,7 @@ def is_short_of_disk(pod: PodState) -> bool:
     )
 
 
-def note_outcome(memory: Memory, failure: Failure | None, now: float) -> Memory:
+def note_outcome(memory: Memory, failure: ReportedFailure | None, now: float) -> Memory:
     """Return the memory with the last failure as the coordinator reports it."""
     if failure is None or failure.cause == "peer_lost":
         return memory

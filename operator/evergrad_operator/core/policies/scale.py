@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from evergrad_operator.core.decision import Bounds, Gang, PodDeletion
+from evergrad_operator.core.decision import Gang, NodeBounds, PodDeletion
 from evergrad_operator.core.objects.images import pin_image
 from evergrad_operator.core.observe.memory import Memory
 from evergrad_operator.core.observe.pods import PodState
@@ -30,7 +30,7 @@ class Scale:
     pods_to_delete: tuple[PodDeletion, ...]
     coordinator_attempt: int | None
     epoch: int
-    bounds: Bounds | None
+    bounds: NodeBounds | None
     missing: int
     faulty: frozenset[int]
     gang: Gang | None
@@ -96,7 +96,7 @@ def decide_scale(context: ReconcileContext) -> Scale:
     )
 
 
-def _find_bounds(context: ReconcileContext) -> Bounds | None:
+def _find_bounds(context: ReconcileContext) -> NodeBounds | None:
     """Return the bounds that the coordinator has to be sent; None where it has them, or its group is over."""
     progress, nodes = context.progress, context.run.spec.nodes
     if progress is None or progress.phase in ("Complete", "Stopped", "Failed"):
@@ -104,8 +104,8 @@ def _find_bounds(context: ReconcileContext) -> Bounds | None:
     # A coordinator of an older release reports no number of failures, and gets none for that reason alone.
     most = context.run.spec.failure_policy.max_failures_without_progress
     failures = most if progress.max_failures is None else progress.max_failures
-    wanted = Bounds(nodes.min, nodes.largest, most)
-    is_known = wanted == Bounds(progress.min_nodes, progress.max_nodes, failures)
+    wanted = NodeBounds(nodes.min, nodes.largest, most)
+    is_known = wanted == NodeBounds(progress.min_nodes, progress.max_nodes, failures)
     return None if is_known else wanted
 
 

@@ -14,7 +14,7 @@ from evergrad_operator.core.objects import names
 from evergrad_operator.core.observe.memory import Memory
 from evergrad_operator.core.observe.observe import Observation
 from evergrad_operator.core.observe.pods import PodState
-from evergrad_operator.core.observe.spec import TrainingRun
+from evergrad_operator.core.observe.spec import ParsedRun
 from evergrad_operator.core.observe.time_accounting import PodLife, Reading, count
 from evergrad_operator.core.policies.pod_ends import is_letting_go
 
@@ -68,7 +68,7 @@ def note_usage(
 
 
 def _read_life(
-    run: TrainingRun, pod: PodState, joined: Mapping[str, float], now: float
+    run: ParsedRun, pod: PodState, joined: Mapping[str, float], now: float
 ) -> PodLife:
     bound = pod.place.scheduled_at
     if bound is None and pod.node_name:

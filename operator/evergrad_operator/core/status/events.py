@@ -41,7 +41,7 @@ _QUIET_CAUSES: Final = frozenset({PodCause.DONE, PodCause.RELEASED})
 
 
 @dataclass(frozen=True)
-class Event:
+class KubernetesEvent:
     """One event. ``type``: Normal or Warning. ``reason``: CamelCase.
 
     ``once``: a key under which the event is posted once, also by an operator that has started again; empty
@@ -54,7 +54,9 @@ class Event:
     once: str = ""
 
 
-def derive_events(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Event, ...]:
+def derive_events(
+    old: Mapping[str, Any], new: Mapping[str, Any]
+) -> tuple[KubernetesEvent, ...]:
     """Derive the events of a change from the status ``old`` to ``new``.
 
     None repeats what an earlier event has reported.
@@ -68,18 +70,20 @@ def derive_events(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Event
     if fresh_hosts := [host for host in avoided if host not in already]:
         hours = round(REMEMBERED_SECONDS / 3600)
         text = f"{', '.join(fresh_hosts)}: new pods keep away for {hours} hours, if there are other hosts"
-        events.append(Event("Normal", "HostAvoided", text))
+        events.append(KubernetesEvent("Normal", "HostAvoided", text))
 
     before, after = get_map(old, "nodes"), get_map(new, "nodes")
     least, most = get_int(after, "min"), get_int(after, "max")
     if before and (get_int(before, "min"), get_int(before, "max")) != (least, most):
-        events.append(Event("Normal", "NodesChanged", f"nodes: min {least}, max {most}"))
+        events.append(
+            KubernetesEvent("Normal", "NodesChanged", f"nodes: min {least}, max {most}")
+        )
 
     # The first checkpoint only: the others are in the run's own events.
     step = get_int(get_map(new, "checkpoint"), "step")
     if step is not None and get_int(get_map(old, "checkpoint"), "step") is None:
         text = f"the first checkpoint is of step {step}"
-        events.append(Event("Normal", Reason.CHECKPOINT_SAVED, text))
+        events.append(KubernetesEvent("Normal", Reason.CHECKPOINT_SAVED, text))
 
     # A run whose state is not saved loses work at its next failure, however well it trains.
     failed, before_failed = (
@@ -88,16 +92,18 @@ def derive_events(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Event
     if failed and not before_failed:
         healthy = _find_condition(new, Condition.CHECKPOINT_HEALTHY)
         reason, text = get_text(healthy, "reason"), get_text(healthy, "message")
-        events.append(Event("Warning", reason, text))
+        events.append(KubernetesEvent("Warning", reason, text))
 
     # Results of each checkpoint are in the status: only what is missing is an event.
     before, after = get_map(old, "evaluation"), get_map(new, "evaluation")
     passed_over, state = get_text(after, "passedOver"), get_text(after, "state")
     if passed_over and passed_over != get_text(before, "passedOver"):
         text = f"a checkpoint was not evaluated: {passed_over}"
-        events.append(Event("Warning", "CheckpointPassedOver", text))
+        events.append(KubernetesEvent("Warning", "CheckpointPassedOver", text))
     if state == EvaluationState.FAILED and state != get_text(before, "state"):
-        events.append(Event("Warning", "EvaluationFailed", get_text(after, "message")))
+        events.append(
+            KubernetesEvent("Warning", "EvaluationFailed", get_text(after, "message"))
+        )
 
     # The transition comes last: the ends of pods explain it. A run that was made a moment ago starts, as is
     # to be expected.
@@ -108,7 +114,9 @@ def derive_events(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Event
         # Warnings are for what a person may have to act upon; everything else is Normal.
         is_bad = phase == Phase.FAILED or reason in _WARNINGS
         text = get_text(new, "message") or phase
-        events.append(Event("Warning" if is_bad else "Normal", reason or phase, text))
+        events.append(
+            KubernetesEvent("Warning" if is_bad else "Normal", reason or phase, text)
+        )
     return tuple(events)
 
 
@@ -117,7 +125,9 @@ def _find_condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
     return next(found, NOTHING)
 
 
-def _derive_ends(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Event]:
+def _derive_ends(
+    old: Mapping[str, Any], new: Mapping[str, Any]
+) -> Iterator[KubernetesEvent]:
     # Each pod that has ended since. A large run may lose all its pods at once: one event each would push
     # others' events out of etcd.
     known = {
@@ -135,14 +145,14 @@ def _derive_ends(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Eve
     if len(fresh) > _MOST_ENDS:
         causes = ", ".join(sorted({cause for _, cause, _ in fresh}))
         text = f"{len(fresh)} pods and more ended: {causes}"
-        yield Event("Warning", "PodsEnded", text)
+        yield KubernetesEvent("Warning", "PodsEnded", text)
     else:
         for pod, cause, code in fresh:
             how = "" if code is None else f" with exit code {code}"
-            yield Event("Warning", cause, f"pod {pod} ended{how}")
+            yield KubernetesEvent("Warning", cause, f"pod {pod} ended{how}")
 
 
-def describe_edit(observation: Observation) -> Event | None:
+def describe_edit(observation: Observation) -> KubernetesEvent | None:
     """Return the event that names the edited fields of a run; None where there are none, or one has named
     them.
 
@@ -160,4 +170,4 @@ def describe_edit(observation: Observation) -> Event | None:
     # status: the same fields, changed back and changed again, are another edit.
     status = get_map(observation.run.raw, "status")
     once = f"{get_int(status, 'observedGeneration')}/{applied.changes_hash}"
-    return Event("Normal", "SettingsChanged", text, once)
+    return KubernetesEvent("Normal", "SettingsChanged", text, once)

@@ -19,7 +19,7 @@ from evergrad_operator.core.objects.raw import (
 from evergrad_operator.core.objects.status_encoding import format_rate, without_empty
 from evergrad_operator.core.objects.times import format_duration, format_time, parse_time
 from evergrad_operator.core.observe.evaluation import show_evaluation
-from evergrad_operator.core.observe.memory import Coordinator, Memory, Training
+from evergrad_operator.core.observe.memory import Coordinator, Memory, RecordedTraining
 from evergrad_operator.core.observe.observe import Observation, is_deleted_with
 from evergrad_operator.core.observe.pods import MAX_MESSAGE
 from evergrad_operator.core.observe.preparation import show_preparation
@@ -40,7 +40,7 @@ _PROGRESS: Final = ("progress", "preparation", "checkpoint", "lostSeconds", "usa
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ApplyOutcome:
     """The result of a plan. ``created``: names of pods that now exist."""
 
     created: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class WriteDecision:
 def build_status(
     observation: Observation,
     decision: Decision,
-    outcome: Outcome,
+    outcome: ApplyOutcome,
     now: float,
     price: Price = NO_PRICE,
 ) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def build_refused_status(
     }
 
 
-def _note_created(decision: Decision, outcome: Outcome, run: str) -> Memory:
+def _note_created(decision: Decision, outcome: ApplyOutcome, run: str) -> Memory:
     """Return the memory with the pods of this pass, so that their loss before the next look is noticed."""
     memory = decision.memory
     created = frozenset(outcome.created)
@@ -205,7 +205,7 @@ def _build_volume(observation: Observation) -> dict[str, Any]:
     return shown
 
 
-def _build_progress(training: Training, *, is_running: bool) -> dict[str, Any]:
+def _build_progress(training: RecordedTraining, *, is_running: bool) -> dict[str, Any]:
     step = training.step
     total = training.total_steps
     loss = training.loss

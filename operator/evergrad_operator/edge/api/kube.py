@@ -17,12 +17,12 @@ from evergrad_operator.core.objects.names import FIELD_MANAGER
 from evergrad_operator.edge.api.transport import (
     BAD_ANSWER,
     JSON,
+    ApiTransport,
     Gate,
-    Limits,
     Observer,
     OpenGate,
     Request,
-    Transport,
+    RequestLimits,
 )
 
 _APPLY = "application/apply-patch+yaml"
@@ -47,14 +47,14 @@ class Kube:
         client: ApiClient,
         *,
         gate: Gate | None = None,
-        limits: Limits | None = None,
+        limits: RequestLimits | None = None,
         observer: Observer | None = None,
         on_unauthorized: Callable[[], None] | None = None,
     ) -> None:
-        self._transport = Transport(
+        self._transport = ApiTransport(
             client,
             gate=gate or OpenGate(),
-            limits=limits or Limits(),
+            limits=limits or RequestLimits(),
             observer=observer or (lambda verb, resource, code, seconds: None),
             on_unauthorized=on_unauthorized or (lambda: None),
         )

@@ -47,7 +47,7 @@ Observer = Callable[[str, str, str, float], None]
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """Bounds of one client: requests under way, seconds for one, tries, and seconds between two tries."""
 
     in_flight: int = 32
@@ -109,7 +109,7 @@ def build_trace() -> aiohttp.TraceConfig:
     return trace
 
 
-class Transport:
+class ApiTransport:
     """Sends requests. Raises ApiError for a request that fails, LeaseLostError for a write that is fenced."""
 
     def __init__(
@@ -117,7 +117,7 @@ class Transport:
         client: ApiClient,
         *,
         gate: Gate,
-        limits: Limits,
+        limits: RequestLimits,
         observer: Observer,
         on_unauthorized: Callable[[], None],
     ) -> None:

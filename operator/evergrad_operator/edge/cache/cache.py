@@ -23,7 +23,7 @@ from evergrad_operator.edge.cache.store import (
     PODS,
     RUNS,
     GonePods,
-    Store,
+    ObjectStore,
     place_of,
     uid_of,
 )
@@ -52,7 +52,7 @@ class InformerCache:
         self._tombstones: dict[str, tuple[float, int]] = {}
         """Time and version of the end of each object that is gone, by uid."""
         self._gone = GonePods()
-        self.store = Store()
+        self.store = ObjectStore()
         self.claim_index = ClaimIndex()
         self.host_index = HostIndex()
         self.expectations = Expectations((RUNS, PODS), clock=clock)

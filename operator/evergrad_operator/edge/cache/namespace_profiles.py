@@ -30,7 +30,7 @@ _MOST_KEPT: Final = 1000
 """Most namespaces whose profile is kept: the least recently used goes first. One takes a few KiB."""
 
 
-class Cluster(Protocol):
+class ConfigMapReader(Protocol):
     """The part of the API server that this needs; ``Kube`` is one. Raises ApiError."""
 
     async def list_all(
@@ -42,7 +42,7 @@ class Cluster(Protocol):
 class NamespaceProfiles:
     """Profiles by namespace, each of one version of its ConfigMap."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: ConfigMapReader) -> None:
         self._cluster = cluster
         self._kept: OrderedDict[str, tuple[str, str, NamespaceProfile]] = OrderedDict()
         # One at a time: several texts in threads would share the processor with the event loop.

@@ -20,7 +20,7 @@ MAX_GONE: Final = 4096
 """Pods of one run that are kept so: as many as it may have nodes."""
 
 
-class Store:
+class ObjectStore:
     """Objects as they were last seen, reduced to the parts that are read. The cache judges their versions."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from evergrad_operator.edge.api.lease import LeaseGate
 from evergrad_operator.edge.api.transport import Gate
 from evergrad_operator.edge.cache.cache import InformerCache
 from evergrad_operator.edge.cache.queue import WorkQueue
-from evergrad_operator.edge.metrics.operator_metrics import Facts, Metrics
+from evergrad_operator.edge.metrics.operator_metrics import OperatorMetrics, RunFactsSource
 
 STALLED_SECONDS: Final = 100.0
 """Seconds without any progress after which /healthz fails: longer than a pass may take, which is 60 s."""
@@ -65,7 +65,7 @@ class Vitals:
             return None
         return "not in step with the API server yet"
 
-    async def measure_lag(self, metrics: Metrics) -> None:
+    async def measure_lag(self, metrics: OperatorMetrics) -> None:
         """Measure, for ever, how late the event loop is: everything else waits for it."""
         while True:
             started = time.monotonic()
@@ -73,14 +73,14 @@ class Vitals:
             passed = time.monotonic() - started
             metrics.loop_lag.observe(max(0.0, passed - _LAG_SECONDS))
 
-    def read_facts(self) -> Facts:
+    def read_facts(self) -> RunFactsSource:
         """Return the facts about the operator's insides at this moment."""
         state = self._queue.observe()
         # While another replica holds the lease, the series of runs are its own: both together would count
         # each run twice.
         is_led_elsewhere = isinstance(self._gate, LeaseGate) and self._gate.has_other_holder
         index = self._cache.store.facts
-        return Facts(
+        return RunFactsSource(
             queue_depth=state.depth,
             queue_oldest_age=state.oldest_age,
             queue_adds=state.added,

@@ -32,7 +32,7 @@ _TIMES: Final[tuple[str, ...]] = ("created", "started", "completed", "last_progr
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunFactsSource:
     """Facts about the operator's insides at one moment."""
 
     queue_depth: int
@@ -44,7 +44,7 @@ class Facts:
     runs: tuple[RunFacts, ...]
 
 
-class Metrics:
+class OperatorMetrics:
     """Metrics that are counted as things happen, in a registry of their own."""
 
     def __init__(self, *, revision: str = "unknown") -> None:
@@ -127,7 +127,7 @@ class Metrics:
 class FactsCollector:
     """Turns ``facts``, as they were when last set, into metrics at each scrape."""
 
-    def __init__(self, facts: Facts, *, labels: Sequence[str] = ()) -> None:
+    def __init__(self, facts: RunFactsSource, *, labels: Sequence[str] = ()) -> None:
         """``labels``: names of the labels of runs that are shown."""
         self.facts = facts
         self._labels = tuple(labels)

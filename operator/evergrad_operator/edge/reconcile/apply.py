@@ -37,7 +37,7 @@ from evergrad_operator.core.observe.observe import (
     is_left_behind,
     owns,
 )
-from evergrad_operator.core.plan import Deletion, Plan
+from evergrad_operator.core.plan import Deletion, ObjectPlan
 from evergrad_operator.core.plan.claim import build_record_alone
 from evergrad_operator.edge.cache.cache import NEW_POD_STATUS, InformerCache
 from evergrad_operator.edge.cache.store import CHILDREN, CLAIMS, PODS
@@ -68,7 +68,7 @@ The Secret exists, unless somebody has deleted it.
 _NOT_AS_EXPECTED: Final = 412
 
 
-class Cluster(Protocol):
+class ClusterWriter(Protocol):
     """The part of the API server that reconciling needs; ``Kube`` is one, the tests' fake another.
 
     All raise ApiError.
@@ -138,7 +138,7 @@ class ApplyResult:
     is_tried: bool = True
 
 
-def list_steps(plan: Plan) -> Iterator[Step]:
+def list_steps(plan: ObjectPlan) -> Iterator[Step]:
     """List all steps of a plan."""
     if plan.claim is not None:
         yield _step_of("apply", plan.claim)
@@ -152,7 +152,7 @@ def list_steps(plan: Plan) -> Iterator[Step]:
 
 
 def is_pod_work_due(
-    plan: Plan,
+    plan: ObjectPlan,
     refusals: Refusals,
     *,
     generation: int,
@@ -200,7 +200,7 @@ class Applier:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ClusterWriter,
         *,
         cache: InformerCache,
         coordinators: Coordinators,
@@ -214,7 +214,7 @@ class Applier:
         self,
         key: Key,
         seen: Observation,
-        plan: Plan,
+        plan: ObjectPlan,
         applied: Applied,
         *,
         until: float = float("inf"),
@@ -335,7 +335,7 @@ class Applier:
         refusals.clear(step)
         return ApplyResult(step)
 
-    async def _put_claim(self, body: Raw, plan: Plan) -> None:
+    async def _put_claim(self, body: Raw, plan: ObjectPlan) -> None:
         """Apply the claim with the run's record, after records of runs that are gone are off it."""
         metadata = body["metadata"]
         stale = plan.stale_records

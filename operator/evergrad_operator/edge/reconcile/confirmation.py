@@ -27,15 +27,15 @@ from evergrad_operator.core.observe.profiles import (
     find_kept,
     resolve,
 )
-from evergrad_operator.core.observe.spec import TrainingRun
-from evergrad_operator.core.plan import Plan
+from evergrad_operator.core.observe.spec import ParsedRun
+from evergrad_operator.core.plan import ObjectPlan
 from evergrad_operator.core.plan.changes import compare_settings
 from evergrad_operator.edge.cache.cache import InformerCache, find_vanished
 from evergrad_operator.edge.cache.claim_index import existing_claim
 from evergrad_operator.edge.cache.namespace_profiles import NamespaceProfiles
 from evergrad_operator.edge.cache.store import CHILDREN, CLAIMS, PODS, uid_of
-from evergrad_operator.edge.metrics.operator_metrics import Metrics
-from evergrad_operator.edge.reconcile.apply import Cluster, build_failure
+from evergrad_operator.edge.metrics.operator_metrics import OperatorMetrics
+from evergrad_operator.edge.reconcile.apply import ClusterWriter, build_failure
 from evergrad_operator.edge.reconcile.gang_api import GangApi
 from evergrad_operator.edge.reconcile.reconcile_context import (
     STEP_OF_PROFILE,
@@ -67,11 +67,11 @@ class Confirmer:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ClusterWriter,
         *,
         cache: InformerCache,
         gang_api: GangApi,
-        metrics: Metrics,
+        metrics: OperatorMetrics,
         clock: Callable[[], float],
     ) -> None:
         self._profiles = NamespaceProfiles(cluster)
@@ -83,7 +83,7 @@ class Confirmer:
             clock,
         )
 
-    async def confirm(self, work: Pass, plan: Plan) -> bool:
+    async def confirm(self, work: Pass, plan: ObjectPlan) -> bool:
         """List the objects that the plan rests on; return whether pods may be made and ended now."""
         key, applied = work.key, work.hints.applied
         selector = f"{names.LABEL_RUN}={key[1]}"
@@ -144,7 +144,7 @@ class Confirmer:
         for child in find_vanished(known, listed, version=version):
             self._cache.forget(CHILDREN, child)
 
-    async def fetch_applied(self, work: Pass, run: TrainingRun) -> AppliedSettings | None:
+    async def fetch_applied(self, work: Pass, run: ParsedRun) -> AppliedSettings | None:
         """Return the settings that the run's pods read, from its ConfigMap; None if there is none.
 
         Raises ApiError and TimeoutError: without it nothing may be decided about an edit of the run.

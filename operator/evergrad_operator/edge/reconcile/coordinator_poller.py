@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Final
 
-from evergrad_operator.core.decision import Bounds
+from evergrad_operator.core.decision import NodeBounds
 from evergrad_operator.core.objects.errors import OperatorError, UnauthorizedError
 from evergrad_operator.core.objects.names import STATUS_PORT, Key, Reason
 from evergrad_operator.core.observe.observe import UNREACHABLE_SECONDS, Silence
@@ -71,7 +71,7 @@ class PollSettings:
 
 
 @dataclass(frozen=True)
-class Answer:
+class CoordinatorResponse:
     """The last answer of a coordinator: its JSON, of which attempt it was, and when it was asked for (the
     clock of ``Coordinators``)."""
 
@@ -85,7 +85,7 @@ class _Followed:
     address: str
     attempt: int
     token: str = field(repr=False)
-    answer: Answer | None = None
+    answer: CoordinatorResponse | None = None
     has_answered: bool = False
     failures: int = 0
     silent_since: float | None = None
@@ -158,7 +158,7 @@ class Coordinators:
         """Return the number of coordinators that are followed."""
         return len(self._followed)
 
-    def answer(self, key: Key) -> Answer | None:
+    def answer(self, key: Key) -> CoordinatorResponse | None:
         """Return the newest answer of the coordinator that is followed."""
         followed = self._followed.get(key)
         return followed.answer if followed else None
@@ -202,7 +202,7 @@ class Coordinators:
             with contextlib.suppress(OperatorError):
                 self._take_answer(key, followed, await self._read_status(key, followed))
 
-    async def post_bounds(self, key: Key, bounds: Bounds) -> None:
+    async def post_bounds(self, key: Key, bounds: NodeBounds) -> None:
         """Post to the run's coordinator how many nodes may train, and how many failures are borne.
 
         Raises OperatorError, and LeaseLostError without the lease.
@@ -257,7 +257,9 @@ class Coordinators:
             self.on_news(key, is_urgent)
         return self._settings.find_interval(len(self._followed))
 
-    def _take_answer(self, key: Key, followed: _Followed, answer: Answer) -> None:
+    def _take_answer(
+        self, key: Key, followed: _Followed, answer: CoordinatorResponse
+    ) -> None:
         # A poll that began before a pass asked may be answered after it, with an older answer.
         if followed.answer is None or answer.at >= followed.answer.at:
             followed.answer = answer
@@ -300,7 +302,7 @@ class Coordinators:
         marks = [one - silence + _JUST_AFTER for one in SILENCES if one > silence]
         return min((pause, *marks))
 
-    async def _read_status(self, key: Key, followed: _Followed) -> Answer:
+    async def _read_status(self, key: Key, followed: _Followed) -> CoordinatorResponse:
         """Ask for the status once. Raises OperatorError for any answer that is none."""
         asked_at = self.clock()
         status, data = await self._request(
@@ -314,7 +316,7 @@ class Coordinators:
             raise OperatorError(
                 f"{key[0]}/{key[1]}: the coordinator answers {status}, and not with a JSON object"
             )
-        return Answer(raw, followed.attempt, asked_at)
+        return CoordinatorResponse(raw, followed.attempt, asked_at)
 
     async def _request(
         self,

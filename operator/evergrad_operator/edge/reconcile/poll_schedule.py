@@ -8,7 +8,7 @@ from evergrad_operator.edge.reconcile.coordinator_poller import Coordinators
 from evergrad_operator.edge.reconcile.reconcile_context import Pass
 
 
-class Follower:
+class CoordinatorPolling:
     """Follows the coordinator of each run. ``token_of``: the run's token, by its uid."""
 
     def __init__(self, coordinators: Coordinators, token_of: Callable[[str], str]) -> None:

@@ -8,8 +8,8 @@ from evergrad_operator.core.objects.errors import ApiError, LeaseLostError, Oper
 from evergrad_operator.core.objects.kinds import POD
 from evergrad_operator.core.objects.names import Key
 from evergrad_operator.core.observe.observe import ApplyFailure, Observation
-from evergrad_operator.core.plan import Plan
-from evergrad_operator.edge.metrics.operator_metrics import Metrics
+from evergrad_operator.core.plan import ObjectPlan
+from evergrad_operator.edge.metrics.operator_metrics import OperatorMetrics
 from evergrad_operator.edge.reconcile.apply import ApplyResult
 
 log = logging.getLogger(__name__)
@@ -23,11 +23,11 @@ def list_created(results: Sequence[ApplyResult]) -> tuple[str, ...]:
 
 
 def note_results(
-    metrics: Metrics,
+    metrics: OperatorMetrics,
     key: Key,
     seen: Observation,
     *,
-    plan: Plan,
+    plan: ObjectPlan,
     results: Sequence[ApplyResult],
     now: float,
 ) -> None:
@@ -62,7 +62,7 @@ def note_results(
             metrics.queue_seconds.observe(max(0.0, now - seen.run.created_at))
 
 
-def note_failure(metrics: Metrics, key: Key, failure: ApplyFailure) -> None:
+def note_failure(metrics: OperatorMetrics, key: Key, failure: ApplyFailure) -> None:
     """Count and log a step that was refused or not answered."""
     metrics.reconcile_errors.labels(failure.reason or "Unreachable").inc()
     log.warning(
@@ -77,7 +77,7 @@ def note_failure(metrics: Metrics, key: Key, failure: ApplyFailure) -> None:
     )
 
 
-def note_error(metrics: Metrics, key: Key, error: Exception) -> None:
+def note_error(metrics: OperatorMetrics, key: Key, error: Exception) -> None:
     """Count and log an error that has ended a whole pass."""
     # The reason is a label of a metric, and must have few values.
     if isinstance(error, ApiError):

@@ -16,31 +16,34 @@ from evergrad_operator.core.objects.config import Config
 from evergrad_operator.core.objects.errors import OperatorError, SpecError
 from evergrad_operator.core.objects.kinds import CLAIM, POD, POD_GROUP, Raw
 from evergrad_operator.core.objects.names import Key
-from evergrad_operator.core.observe.coordinator_status import Progress, parse_progress
+from evergrad_operator.core.observe.coordinator_status import (
+    CoordinatorStatus,
+    parse_progress,
+)
 from evergrad_operator.core.observe.observe import Observation, observe, observe_gone
-from evergrad_operator.core.observe.preparation import Report, find_report
+from evergrad_operator.core.observe.preparation import PreparationReport, find_report
 from evergrad_operator.core.observe.spec import SpecCache, is_managed_here
 from evergrad_operator.core.observe.time_accounting import Price
-from evergrad_operator.core.plan import Plan, plan_children
+from evergrad_operator.core.plan import ObjectPlan, plan_children
 from evergrad_operator.core.plan.changes import is_edited
 from evergrad_operator.core.policies import Decision, decide
-from evergrad_operator.core.status.run_status import Outcome
+from evergrad_operator.core.status.run_status import ApplyOutcome
 from evergrad_operator.edge.api.event_recorder import Recorder
 from evergrad_operator.edge.cache.cache import InformerCache
 from evergrad_operator.edge.cache.store import uid_of
-from evergrad_operator.edge.metrics.operator_metrics import Metrics
+from evergrad_operator.edge.metrics.operator_metrics import OperatorMetrics
 from evergrad_operator.edge.reconcile.apply import (
     TOKEN_SECONDS,
     UNFINISHED_SECONDS,
     Applier,
-    Cluster,
+    ClusterWriter,
     is_pod_work_due,
     list_steps,
 )
 from evergrad_operator.edge.reconcile.confirmation import Confirmer
 from evergrad_operator.edge.reconcile.coordinator_poller import Coordinators
 from evergrad_operator.edge.reconcile.gang_api import GangApi
-from evergrad_operator.edge.reconcile.poll_schedule import Follower
+from evergrad_operator.edge.reconcile.poll_schedule import CoordinatorPolling
 from evergrad_operator.edge.reconcile.reconcile_context import (
     Hints,
     Pass,
@@ -75,7 +78,7 @@ class Assessment:
 
     seen: Observation
     decision: Decision
-    plan: Plan
+    plan: ObjectPlan
 
 
 class Reconciler:
@@ -83,13 +86,13 @@ class Reconciler:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ClusterWriter,
         *,
         cache: InformerCache,
         coordinators: Coordinators,
         recorder: Recorder,
         config: Config,
-        metrics: Metrics,
+        metrics: OperatorMetrics,
     ) -> None:
         self._cache = cache
         self._coordinators = coordinators
@@ -109,7 +112,7 @@ class Reconciler:
             return self.token_of(uid)
 
         self.gang_api = GangApi(cluster, config.gang, clock=now)
-        self._follower = Follower(coordinators, token_of)
+        self._follower = CoordinatorPolling(coordinators, token_of)
         self._confirmer = Confirmer(
             cluster, cache=cache, gang_api=self.gang_api, metrics=metrics, clock=now
         )
@@ -236,7 +239,7 @@ class Reconciler:
         more_after = UNFINISHED_SECONDS if work.hints.applied.is_unfinished else None
 
         # One write of the status at the end, so that no half of a pass is ever seen.
-        outcome = Outcome(created=list_created(results))
+        outcome = ApplyOutcome(created=list_created(results))
         write_after = await self.statuses.write(work, seen, decision, outcome)
         delays = (
             decision.requeue_after,
@@ -256,8 +259,8 @@ class Reconciler:
 
         # An unreadable answer of its coordinator must not keep a run from being looked after.
         answer = self._coordinators.answer(key)
-        progress: Progress | None = None
-        report: Report | None = None
+        progress: CoordinatorStatus | None = None
+        report: PreparationReport | None = None
         if answer is not None:
             report = find_report(answer.raw, attempt=answer.attempt)
         if answer is not None and report is None:

@@ -14,7 +14,7 @@ from evergrad_operator.core.observe.observe import Observation
 from evergrad_operator.core.observe.time_accounting import NO_PRICE, Price
 from evergrad_operator.core.status.events import derive_events, describe_edit
 from evergrad_operator.core.status.run_status import (
-    Outcome,
+    ApplyOutcome,
     build_refused_status,
     build_status,
     should_write,
@@ -22,8 +22,8 @@ from evergrad_operator.core.status.run_status import (
 from evergrad_operator.edge.api.event_recorder import Recorder
 from evergrad_operator.edge.cache.cache import InformerCache
 from evergrad_operator.edge.cache.store import RUNS
-from evergrad_operator.edge.metrics.operator_metrics import Metrics
-from evergrad_operator.edge.reconcile.apply import Cluster
+from evergrad_operator.edge.metrics.operator_metrics import OperatorMetrics
+from evergrad_operator.edge.reconcile.apply import ClusterWriter
 from evergrad_operator.edge.reconcile.reconcile_context import Pass
 
 log = logging.getLogger(__name__)
@@ -36,11 +36,11 @@ class StatusWriter:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ClusterWriter,
         *,
         cache: InformerCache,
         recorder: Recorder,
-        metrics: Metrics,
+        metrics: OperatorMetrics,
         clock: Callable[[], float],
         price: Price = NO_PRICE,
     ) -> None:
@@ -58,7 +58,7 @@ class StatusWriter:
         work: Pass,
         seen: Observation,
         decision: Decision,
-        outcome: Outcome,
+        outcome: ApplyOutcome,
     ) -> float | None:
         """Write the status if it differs. Returns the seconds until a write that is not allowed yet."""
         now = self._clock()

@@ -93,7 +93,7 @@ class WebhookSettings:
         )
 
 
-class Store(Protocol):
+class CertificateStore(Protocol):
     """The part of the API server that the webhook needs; ``Kube`` is one. All raise ApiError."""
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Raw | None:
@@ -133,7 +133,7 @@ class Webhook:
     def __init__(
         self,
         settings: WebhookSettings,
-        store: Store,
+        store: CertificateStore,
         *,
         leads: Callable[[], bool],
         installation: Installation = NOTHING_ALLOWED,

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from evergrad_manifest.training import HELD_OUT
 from evergrad_trainer.base.durable import unique_suffix, write_json
 from evergrad_trainer.data.preparation.content import Chunk
-from evergrad_trainer.data.preparation.documents import Reason, Tally
+from evergrad_trainer.data.preparation.documents import LineCounts, SkipReason
 from evergrad_trainer.data.preparation.texts import TextFormat, TextReader
 from evergrad_trainer.data.prepared import TRAIN, documents_path, tokens_path
 from evergrad_trainer.data.tokenizers import TextTokenizer
@@ -114,13 +114,13 @@ def job_from_json(value: dict[str, Any]) -> Job:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ChunkResult:
     """The result of a job: tokens and documents of each stream, and the lines that were passed over."""
 
     number: int
     tokens: dict[str, int]
     documents: dict[str, int]
-    tally: Tally
+    tally: LineCounts
 
     def to_json(self) -> dict[str, Any]:
         """JSON values only."""
@@ -132,17 +132,17 @@ class Outcome:
         }
 
     @staticmethod
-    def from_json(value: dict[str, Any]) -> "Outcome":
+    def from_json(value: dict[str, Any]) -> "ChunkResult":
         """The inverse of ``to_json``."""
-        return Outcome(
+        return ChunkResult(
             value["number"],
             value["tokens"],
             value["documents"],
-            Tally.from_json(value["tally"]),
+            LineCounts.from_json(value["tally"]),
         )
 
 
-def execute(job: Job, tokenizer: TextTokenizer) -> Iterator[Outcome]:
+def execute(job: Job, tokenizer: TextTokenizer) -> Iterator[ChunkResult]:
     """Do one job: an outcome for each of its chunks, whose record lies there by then.
 
     Raises DataError, OSError.
@@ -163,33 +163,33 @@ def execute(job: Job, tokenizer: TextTokenizer) -> Iterator[Outcome]:
             if not job.only_check:
                 yield _tokenize(job, chunk, reader, tokenizer)
                 continue
-            tally = Tally()
+            tally = LineCounts()
             for texts, lines in reader.read(chunk, tally):
                 # A mistake in a row may show in its tokens only.
                 if job.form.rows is not None:
                     job.form.rows.encode(tokenizer, texts, lines, tally)
-            yield Outcome(chunk.number, {}, {}, tally)
+            yield ChunkResult(chunk.number, {}, {}, tally)
 
 
-def finished(attempt: Attempt, kind: str, number: int) -> Outcome | None:
+def finished(attempt: Attempt, kind: str, number: int) -> ChunkResult | None:
     """The outcome of a job whose record lies there, or None.
 
     A record torn by a loss of power counts as none.
     """
     try:
         text = attempt.record(kind, number).read_text(encoding="utf-8")
-        return Outcome.from_json(json.loads(text))
+        return ChunkResult.from_json(json.loads(text))
     except (FileNotFoundError, ValueError):
         return None
 
 
 def _tokenize(
     job: TokenizeJob, chunk: Chunk, reader: TextReader, tokenizer: TextTokenizer
-) -> Outcome:
+) -> ChunkResult:
     attempt = Attempt(job.attempt)
     number = chunk.number
     stream, directory = (WHOLE, attempt.chunks) if job.is_whole else (TRAIN, attempt.data)
-    tally = Tally()
+    tally = LineCounts()
     with _written(attempt, directory, stream, number) as files:
         # Block by block: memory does not depend on the size of the chunk.
         for texts, lines in reader.read(chunk, tally):
@@ -202,10 +202,10 @@ def _tokenize(
             if not is_document.all():
                 # A tokenizer may drop all of a text; an end without a document is none.
                 tokens = tokens[np.repeat(is_document, lengths)]
-                tally.skipped[Reason.EMPTY_TEXT] += int(np.count_nonzero(~is_document))
+                tally.skipped[SkipReason.EMPTY_TEXT] += int(np.count_nonzero(~is_document))
             files.add(tokens, lengths[is_document], numbers[is_document])
     # The record comes last: it says that both files are whole.
-    outcome = Outcome(
+    outcome = ChunkResult(
         number,
         tokens={stream: files.num_tokens},
         documents={stream: files.num_documents},
@@ -215,7 +215,7 @@ def _tokenize(
     return outcome
 
 
-def _split(job: SplitJob) -> Outcome:
+def _split(job: SplitJob) -> ChunkResult:
     attempt = Attempt(job.attempt)
     number = job.number
     dtype = np.dtype(job.dtype).newbyteorder("<")
@@ -251,11 +251,11 @@ def _split(job: SplitJob) -> Outcome:
             first = last
             begin = int(ends[last - 1])
 
-    outcome = Outcome(
+    outcome = ChunkResult(
         number,
         tokens={TRAIN: kept.num_tokens, HELD_OUT: held_out.num_tokens},
         documents={TRAIN: kept.num_documents, HELD_OUT: held_out.num_documents},
-        tally=Tally(),
+        tally=LineCounts(),
     )
     write_json(attempt.record("split", number), outcome.to_json(), aside=attempt.partial)
     # Only now: a kill before the record means that the chunk is split once more, from these files.

@@ -19,7 +19,7 @@ _MOST_READERS: Final = 8
 
 
 @dataclass(frozen=True)
-class Piece:
+class ContentPiece:
     """A span of a file (``sources.Span``), whose ``first_line`` counts through the whole source."""
 
     path: Path
@@ -34,7 +34,7 @@ class Chunk:
     """Pieces that are tokenised into one token file."""
 
     number: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ContentPiece, ...]
 
     @property
     def size(self) -> int:
@@ -49,7 +49,9 @@ class Chunk:
     @staticmethod
     def from_json(value: dict[str, Any]) -> "Chunk":
         """The inverse of ``to_json``."""
-        pieces = (Piece(**{**one, "path": Path(one["path"])}) for one in value["pieces"])
+        pieces = (
+            ContentPiece(**{**one, "path": Path(one["path"])}) for one in value["pieces"]
+        )
         return Chunk(value["number"], tuple(pieces))
 
 
@@ -86,12 +88,12 @@ class Content:
         total = sum(span.size for _, scan in self.files for span in scan.spans)
         wanted = max(sources.SMALLEST_CHUNK, -(-total // sources.MOST_CHUNKS))
         found: list[Chunk] = []
-        pieces: list[Piece] = []
+        pieces: list[ContentPiece] = []
         size = lines = 0
         for path, scan in self.files:
             for span in scan.spans:
                 first = lines + span.first_line
-                pieces.append(Piece(path, span.start, span.end, first, span.size))
+                pieces.append(ContentPiece(path, span.start, span.end, first, span.size))
                 size += span.size
                 if size >= wanted:
                     found.append(Chunk(len(found), tuple(pieces)))

@@ -27,7 +27,7 @@ _scan: Callable[[str, int], tuple[Any, int]] = cast(Any, scanner).make_scanner(
 )
 
 
-class Reason(StrEnum):
+class SkipReason(StrEnum):
     """Why a line gives no document."""
 
     NOT_UTF8 = "notUtf8"
@@ -47,31 +47,33 @@ class Reason(StrEnum):
 
 
 IN_WORDS: Final = {
-    Reason.NOT_UTF8: "not UTF-8",
-    Reason.NOT_JSON: "not JSON",
-    Reason.NOT_AN_OBJECT: "not an object",
-    Reason.NO_TEXT: "without a text",
-    Reason.NO_ROW: "that are no rows",
-    Reason.NO_COMPLETION: "with nothing to learn",
-    Reason.TOO_LONG: "too long",
-    Reason.LEFT_OUT: "too long, and left out",
-    Reason.TRUNCATED: "too long, and cut",
-    Reason.BLANK_LINE: "blank",
-    Reason.EMPTY_TEXT: "with an empty text",
-    Reason.DROPPED_CONTENT: "of which the chat template leaves out a content",
-    Reason.DROPPED_REASONING: "of which the chat template leaves out a reasoning",
-    Reason.DROPPED_TOOL_CALLS: "of which the chat template leaves out tool calls",
+    SkipReason.NOT_UTF8: "not UTF-8",
+    SkipReason.NOT_JSON: "not JSON",
+    SkipReason.NOT_AN_OBJECT: "not an object",
+    SkipReason.NO_TEXT: "without a text",
+    SkipReason.NO_ROW: "that are no rows",
+    SkipReason.NO_COMPLETION: "with nothing to learn",
+    SkipReason.TOO_LONG: "too long",
+    SkipReason.LEFT_OUT: "too long, and left out",
+    SkipReason.TRUNCATED: "too long, and cut",
+    SkipReason.BLANK_LINE: "blank",
+    SkipReason.EMPTY_TEXT: "with an empty text",
+    SkipReason.DROPPED_CONTENT: "of which the chat template leaves out a content",
+    SkipReason.DROPPED_REASONING: "of which the chat template leaves out a reasoning",
+    SkipReason.DROPPED_TOOL_CALLS: "of which the chat template leaves out tool calls",
 }
 OF_DROPPED: Final = {
-    CONTENT: Reason.DROPPED_CONTENT,
-    REASONING: Reason.DROPPED_REASONING,
-    TOOL_CALLS: Reason.DROPPED_TOOL_CALLS,
+    CONTENT: SkipReason.DROPPED_CONTENT,
+    REASONING: SkipReason.DROPPED_REASONING,
+    TOOL_CALLS: SkipReason.DROPPED_TOOL_CALLS,
 }
 """Reason under which a row is counted whose template leaves out a part of this kind."""
-KEPT: Final = frozenset({Reason.TRUNCATED, *OF_DROPPED.values()})
+KEPT: Final = frozenset({SkipReason.TRUNCATED, *OF_DROPPED.values()})
 """Reasons of rows that are trained on all the same, but for a part of them."""
 
-HARMLESS: Final = frozenset({Reason.BLANK_LINE, Reason.EMPTY_TEXT, Reason.LEFT_OUT, *KEPT})
+HARMLESS: Final = frozenset(
+    {SkipReason.BLANK_LINE, SkipReason.EMPTY_TEXT, SkipReason.LEFT_OUT, *KEPT}
+)
 """Counted and passed over (or cut, as the file asks for) under every policy for malformed lines."""
 
 
@@ -96,7 +98,7 @@ class RowError(Exception):
 
 
 @dataclass
-class Tally:
+class LineCounts:
     """Counts of a chunk's lines that gave no text, and the first problems: malformed lines, and rows that are
     too long, each by themselves, since a policy may let pass the ones and not the others.
 
@@ -113,7 +115,7 @@ class Tally:
         counts = [count for reason, count in self.skipped.items() if reason not in HARMLESS]
         return sum(counts)
 
-    def pass_over(self, problem: LineProblem, reason: Reason) -> None:
+    def pass_over(self, problem: LineProblem, reason: SkipReason) -> None:
         """Count a malformed line."""
         self.skipped[reason] += 1
         # A file of the wrong kind has a problem in every line; the first ones show which it is.
@@ -121,7 +123,7 @@ class Tally:
         if known < MOST_PROBLEMS:
             self.problems.append(problem)
 
-    def add(self, other: "Tally") -> None:
+    def add(self, other: "LineCounts") -> None:
         """Take in a later chunk's counts."""
         self.skipped.update(other.skipped)
         self.repaired += other.repaired
@@ -143,10 +145,10 @@ class Tally:
         }
 
     @staticmethod
-    def from_json(value: dict[str, Any]) -> "Tally":
+    def from_json(value: dict[str, Any]) -> "LineCounts":
         """The inverse of ``to_json``."""
         problems = [LineProblem(**problem) for problem in value["problems"]]
-        return Tally(Counter(value["skipped"]), value["repaired"], problems)
+        return LineCounts(Counter(value["skipped"]), value["repaired"], problems)
 
 
 @dataclass(frozen=True)
@@ -199,10 +201,10 @@ class DocumentReader:
         *,
         text_field: str | None,
         first_line: int,
-        tally: Tally | None = None,
+        tally: LineCounts | None = None,
         render: Callable[[dict[str, Any]], str] | None = None,
     ) -> None:
-        self.tally = Tally() if tally is None else tally
+        self.tally = LineCounts() if tally is None else tally
         self.line = first_line
         self._text_field = text_field
         self._render = render
@@ -254,9 +256,9 @@ class DocumentReader:
         if line is None:
             why = "a byte in it starts no character"
             problem = LineProblem(number, "the line is not UTF-8", why, is_torn)
-            return self._pass_over(problem, Reason.NOT_UTF8)
+            return self._pass_over(problem, SkipReason.NOT_UTF8)
         if self._text_field is None:
-            return line if line.strip(_WHITE) else self._count(Reason.BLANK_LINE)
+            return line if line.strip(_WHITE) else self._count(SkipReason.BLANK_LINE)
         # The scanner alone, without what json.loads does around it: most lines are one value and no more.
         try:
             value, end = _scan(line, 0)
@@ -266,29 +268,29 @@ class DocumentReader:
             # White space around the value, or no JSON at all.
             line = line.strip(_WHITE)
             if not line:
-                return self._count(Reason.BLANK_LINE)
+                return self._count(SkipReason.BLANK_LINE)
             try:
                 value = parse_json(line)
             except json.JSONDecodeError as error:
                 why = f"{error.msg.removesuffix(' at')} at column {error.colno}"
                 problem = LineProblem(number, "the line is not JSON", why, is_torn)
-                return self._pass_over(problem, Reason.NOT_JSON)
+                return self._pass_over(problem, SkipReason.NOT_JSON)
         return self._text_of(number, value)
 
     def _text_of(self, number: int, value: Any) -> str:
         if type(value) is not dict:
             what = f"the line holds {_json_type(value)}"
             problem = LineProblem(number, what, "each line is one JSON object")
-            return self._pass_over(problem, Reason.NOT_AN_OBJECT)
+            return self._pass_over(problem, SkipReason.NOT_AN_OBJECT)
         if self._render is not None:
             try:
                 return self._render(value)
             except RowError as error:
                 problem = LineProblem(number, error.what, error.why)
-                return self._pass_over(problem, Reason.NO_ROW)
+                return self._pass_over(problem, SkipReason.NO_ROW)
         is_there, text = find_nested(value, str(self._text_field))
         if type(text) is str:
-            return text or self._count(Reason.EMPTY_TEXT)
+            return text or self._count(SkipReason.EMPTY_TEXT)
         if not is_there:
             # A few names, cut short: the message is for a person, and a line may hold thousands.
             names = [
@@ -302,13 +304,13 @@ class DocumentReader:
         else:
             what = f"the field {self._text_field!r} holds {_json_type(text)}"
             problem = LineProblem(number, what, "a text is a JSON string")
-        return self._pass_over(problem, Reason.NO_TEXT)
+        return self._pass_over(problem, SkipReason.NO_TEXT)
 
-    def _pass_over(self, problem: LineProblem, reason: Reason) -> str:
+    def _pass_over(self, problem: LineProblem, reason: SkipReason) -> str:
         self.tally.pass_over(problem, reason)
         return ""
 
-    def _count(self, reason: Reason) -> str:
+    def _count(self, reason: SkipReason) -> str:
         self.tally.skipped[reason] += 1
         return ""
 

@@ -11,7 +11,7 @@ from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import HeldOut
 from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.order import Permutation
-from evergrad_trainer.data.preparation.chunk import WHOLE, Attempt, Outcome, SplitJob
+from evergrad_trainer.data.preparation.chunk import WHOLE, Attempt, ChunkResult, SplitJob
 from evergrad_trainer.data.preparation.content import Content
 from evergrad_trainer.data.preparation.files import SourceEntry
 from evergrad_trainer.data.preparation.sources import raise_if_out_of_vocabulary
@@ -54,7 +54,7 @@ def choose_held_out(
 
 def split_jobs(
     attempt: Attempt,
-    outcomes: list[Outcome],
+    outcomes: list[ChunkResult],
     chosen: list[int],
     *,
     dtype: str,

@@ -8,7 +8,7 @@ from typing import Any, Final
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Training
 from evergrad_trainer.base.errors import DataError
-from evergrad_trainer.data.preparation.documents import Tally
+from evergrad_trainer.data.preparation.documents import LineCounts
 from evergrad_trainer.data.preparation.files import (
     SourceEntry,
     evaluation_sources,
@@ -88,7 +88,7 @@ def _first_row(source: SourceEntry, path: Path, form: RowFormat | PairFormat) ->
         if not find_row_groups(path, form.keys):
             return None
         batches = read_objects(
-            path, range(1), form.keys, first_row=1, tally=Tally(), render=keep
+            path, range(1), form.keys, first_row=1, tally=LineCounts(), render=keep
         )
         next(batches, None)
         return found[0] if found else None

@@ -9,7 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from evergrad_trainer.data.marked_text import MarkedText, join_marks
-from evergrad_trainer.data.preparation.documents import LineProblem, Reason, RowError, Tally
+from evergrad_trainer.data.preparation.documents import (
+    LineCounts,
+    LineProblem,
+    RowError,
+    SkipReason,
+)
 from evergrad_trainer.data.preparation.rows import (
     Encoded,
     RowFormat,
@@ -151,7 +156,7 @@ class PairFormat:
         tokenizer: TextTokenizer,
         texts: Sequence[str],
         lines: Sequence[int],
-        tally: Tally,
+        tally: LineCounts,
     ) -> Encoded:
         """Marked tokens of all pairs: of the chosen row, an id that no text has, and of the rejected row.
 
@@ -169,13 +174,13 @@ class PairFormat:
             if not all(marks[1:].any() for _, marks in rows):
                 why = "one of its completions is empty"
                 problem = LineProblem(line, "the pair has no token to compare", why)
-                tally.pass_over(problem, Reason.NO_COMPLETION)
+                tally.pass_over(problem, SkipReason.NO_COMPLETION)
                 continue
             # Texts may differ in what the tokenizer drops, and messages in what their template leaves out.
             if np.array_equal(rows[0][0], rows[1][0]):
                 what = "both completions become the same tokens"
                 problem = LineProblem(line, what, "neither of them can be preferred")
-                tally.pass_over(problem, Reason.NO_COMPLETION)
+                tally.pass_over(problem, SkipReason.NO_COMPLETION)
                 continue
             length = max(len(ids) for ids, _ in rows)
             rows = [(ids[:longest], marks[:longest]) for ids, marks in rows]

@@ -15,7 +15,12 @@ from typing import Any, Final
 
 from evergrad_manifest.errors import Problem
 from evergrad_trainer.base.errors import DataError
-from evergrad_trainer.data.preparation.documents import LineProblem, Reason, RowError, Tally
+from evergrad_trainer.data.preparation.documents import (
+    LineCounts,
+    LineProblem,
+    RowError,
+    SkipReason,
+)
 
 _BATCH_BYTES: Final = 2**20
 _MOST_ROWS: Final = 4096
@@ -120,7 +125,7 @@ def _size_of(group: Any, columns: Collection[str]) -> int:
 
 
 def read_rows(
-    path: Path, groups: range, column: str, *, first_row: int, tally: Tally
+    path: Path, groups: range, column: str, *, first_row: int, tally: LineCounts
 ) -> Iterator[tuple[list[str], list[int]]]:
     """The texts of some row groups, and the row of each. ``first_row``: number of their first one."""
     row = first_row
@@ -162,7 +167,7 @@ def read_objects(
     columns: Sequence[str],
     *,
     first_row: int,
-    tally: Tally,
+    tally: LineCounts,
     render: Callable[[dict[str, Any]], str],
 ) -> Iterator[tuple[list[str], list[int]]]:
     """The texts that ``render`` makes of the rows of some row groups, and the row of each.
@@ -178,13 +183,13 @@ def read_objects(
                 if value is None:
                     why = "a byte in it starts no character"
                     problem = LineProblem(number, "the row is not UTF-8", why)
-                    tally.pass_over(problem, Reason.NOT_UTF8)
+                    tally.pass_over(problem, SkipReason.NOT_UTF8)
                     continue
                 try:
                     texts.append(render(value))
                 except RowError as error:
                     problem = LineProblem(number, error.what, error.why)
-                    tally.pass_over(problem, Reason.NO_ROW)
+                    tally.pass_over(problem, SkipReason.NO_ROW)
                     continue
                 lines.append(number)
             row += batch.num_rows
@@ -236,7 +241,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
-def _text_of(value: str | bytes | None, row: int, column: str, tally: Tally) -> str:
+def _text_of(value: str | bytes | None, row: int, column: str, tally: LineCounts) -> str:
     """The text of a row, or "" if it has none."""
     if isinstance(value, bytes):
         try:
@@ -244,16 +249,16 @@ def _text_of(value: str | bytes | None, row: int, column: str, tally: Tally) -> 
         except UnicodeDecodeError:
             why = "a byte in it starts no character"
             problem = LineProblem(row, f"the column {column!r} is not UTF-8", why)
-            tally.pass_over(problem, Reason.NOT_UTF8)
+            tally.pass_over(problem, SkipReason.NOT_UTF8)
             return ""
     if value is None:
         problem = LineProblem(
             row, f"the column {column!r} holds null", "a text is a string"
         )
-        tally.pass_over(problem, Reason.NO_TEXT)
+        tally.pass_over(problem, SkipReason.NO_TEXT)
         return ""
     if not value:
-        tally.skipped[Reason.EMPTY_TEXT] += 1
+        tally.skipped[SkipReason.EMPTY_TEXT] += 1
     return value
 
 

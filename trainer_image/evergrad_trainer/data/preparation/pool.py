@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 
 from evergrad_manifest.errors import EvergradError, Problem
 from evergrad_trainer.base.errors import DataError
-from evergrad_trainer.data.preparation.chunk import Job, Outcome, execute
+from evergrad_trainer.data.preparation.chunk import ChunkResult, Job, execute
 from evergrad_trainer.data.preparation.worker import describe_tokenizer
 from evergrad_trainer.data.tokenizers import TextTokenizer
 
@@ -24,7 +24,7 @@ _PIPE_BYTES: Final = 2**16
 class Pool(Protocol):
     """Runs jobs. ``jobs`` is read lazily: a job that depends on earlier outcomes sees them."""
 
-    def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
+    def run(self, jobs: Iterable[Job]) -> Iterator[ChunkResult]:
         """Outcomes in the order the jobs finish. Raises DataError, EvergradError, OSError."""
 
     def close(self) -> None:
@@ -37,7 +37,7 @@ class InlinePool:
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
+    def run(self, jobs: Iterable[Job]) -> Iterator[ChunkResult]:
         for job in jobs:
             yield from execute(job, self._tokenizer)
 
@@ -62,7 +62,7 @@ class ProcessPool:
             self.close()
             raise
 
-    def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
+    def run(self, jobs: Iterable[Job]) -> Iterator[ChunkResult]:
         # Anew in place of those that were ended with an earlier run.
         self._start()
         waiting, idle = iter(jobs), list(self._workers)
@@ -130,7 +130,7 @@ class _Worker:
         except BrokenPipeError:
             raise self._death() from None
 
-    def receive(self) -> tuple[list[Outcome], bool]:
+    def receive(self) -> tuple[list[ChunkResult], bool]:
         """The outcomes that have come of the job sent last, and whether it is done.
 
         Waits for at least a part of one. Raises what the job raised in its helper.
@@ -144,7 +144,7 @@ class _Worker:
         outcomes = []
         for answer in answers:
             if "outcome" in answer:
-                outcomes.append(Outcome.from_json(answer["outcome"]))
+                outcomes.append(ChunkResult.from_json(answer["outcome"]))
             elif "problems" in answer:
                 raise DataError(*(Problem(**problem) for problem in answer["problems"]))
             elif "os" in answer:

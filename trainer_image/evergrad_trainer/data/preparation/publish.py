@@ -25,8 +25,8 @@ from evergrad_trainer.data.marked_text import MARKS
 from evergrad_trainer.data.preparation.chunk import (
     WHOLE,
     Attempt,
+    ChunkResult,
     Job,
-    Outcome,
     TokenizeJob,
     finished,
 )
@@ -35,9 +35,9 @@ from evergrad_trainer.data.preparation.documents import (
     HARMLESS,
     KEPT,
     MOST_PROBLEMS,
+    LineCounts,
     LineProblem,
-    Reason,
-    Tally,
+    SkipReason,
 )
 from evergrad_trainer.data.preparation.files import SourceEntry
 from evergrad_trainer.data.preparation.held_out import choose_held_out, split_jobs
@@ -52,7 +52,7 @@ from evergrad_trainer.data.prepared import (
     INDEX,
     TRAIN,
     Dtype,
-    Published,
+    PublishedSource,
     documents_path,
     open_published,
     tokens_path,
@@ -121,7 +121,7 @@ def compute_fingerprint(source: SourceEntry, content: Content, recipe: Recipe) -
 
 
 @dataclass(frozen=True)
-class Preparation:
+class SourcePreparation:
     """One source on its way to ``root/<fingerprint>``."""
 
     source: SourceEntry
@@ -138,7 +138,7 @@ class Preparation:
         root: Path,
         *,
         begun_with: Collection[str] = (),
-    ) -> "Preparation":
+    ) -> "SourcePreparation":
         """The preparation of ``source``.
 
         ``begun_with``: fingerprints of the data that the run began with. Where an earlier version made these,
@@ -150,8 +150,8 @@ class Preparation:
                 earlier = replace(recipe, rows=recipe.rows.of_rendering(rendering))
                 known = compute_fingerprint(source, content, earlier)
                 if known in begun_with:
-                    return Preparation(source, content, earlier, root, known)
-        return Preparation(source, content, recipe, root, fingerprint)
+                    return SourcePreparation(source, content, earlier, root, known)
+        return SourcePreparation(source, content, recipe, root, fingerprint)
 
     @property
     def is_of_earlier_version(self) -> bool:
@@ -177,8 +177,8 @@ class Preparation:
 
 
 def publish(
-    preparation: Preparation, *, pool: Callable[[], Pool], report: Reporter
-) -> Published:
+    preparation: SourcePreparation, *, pool: Callable[[], Pool], report: Reporter
+) -> PublishedSource:
     """Prepare the source, or take what another process has published meanwhile.
 
     Raises DataError, EvergradError, OSError.
@@ -200,8 +200,12 @@ def publish(
 
 
 def _publish_attempt(
-    preparation: Preparation, *, pool: Callable[[], Pool], report: Reporter, is_alone: bool
-) -> Published:
+    preparation: SourcePreparation,
+    *,
+    pool: Callable[[], Pool],
+    report: Reporter,
+    is_alone: bool,
+) -> PublishedSource:
     """Go on with the attempt where it is, and give it its final name."""
     attempt, final = preparation.attempt, preparation.final
     if is_alone:
@@ -240,19 +244,21 @@ def _publish_attempt(
     return published
 
 
-def _fill(preparation: Preparation, *, pool: Callable[[], Pool], report: Reporter) -> None:
+def _fill(
+    preparation: SourcePreparation, *, pool: Callable[[], Pool], report: Reporter
+) -> None:
     """Make everything that will be in the published directory; its index last."""
     outcomes, tally = _tokenize(preparation, pool=pool, report=report)
     if preparation.recipe.malformed == "refuse" and tally.malformed:
         raise DataError(*_malformed_lines(preparation, tally))
-    if tally.skipped[Reason.TOO_LONG]:
+    if tally.skipped[SkipReason.TOO_LONG]:
         # Too long is not malformed: the policy for those does not let it pass in silence.
         shown = [problem for problem in tally.problems if problem.is_too_long]
         problems = [
             Problem(_place(preparation, one), one.what, one.why, _IF_TOO_LONG)
             for one in shown
         ]
-        number = tally.skipped[Reason.TOO_LONG]
+        number = tally.skipped[SkipReason.TOO_LONG]
         if number > len(shown):
             what = f"{number} of {preparation.content.lines} rows are too long"
             why = f"the first {len(shown)} are named above"
@@ -274,16 +280,16 @@ def _fill(preparation: Preparation, *, pool: Callable[[], Pool], report: Reporte
 
 
 def _tokenize(
-    preparation: Preparation, *, pool: Callable[[], Pool], report: Reporter
-) -> tuple[list[Outcome], Tally]:
+    preparation: SourcePreparation, *, pool: Callable[[], Pool], report: Reporter
+) -> tuple[list[ChunkResult], LineCounts]:
     """Tokenise every chunk; their outcomes, in order, and what was passed over in all.
 
     Chunks that an earlier attempt finished are taken over.
     """
     source, recipe = preparation.source, preparation.recipe
     attempt, chunks = preparation.attempt, preparation.content.chunks
-    form, tally = TextFormat.of(source, recipe.rows), Tally()
-    outcomes: dict[int, Outcome] = {}
+    form, tally = TextFormat.of(source, recipe.rows), LineCounts()
+    outcomes: dict[int, ChunkResult] = {}
 
     def jobs() -> Iterator[TokenizeJob]:
         missing = [chunk for chunk in chunks if chunk.number not in outcomes]
@@ -321,7 +327,7 @@ def _tokenize(
     return [outcomes[chunk.number] for chunk in chunks], tally
 
 
-def check_sample(preparation: Preparation, outcomes: list[Outcome]) -> None:
+def check_sample(preparation: SourcePreparation, outcomes: list[ChunkResult]) -> None:
     """Prepare the first documents again, in this process, and compare their hash with that of the files.
 
     Most often another process made these. A tokenizer or a template that gives other tokens each time would
@@ -342,12 +348,12 @@ def check_sample(preparation: Preparation, outcomes: list[Outcome]) -> None:
     form = TextFormat.of(preparation.source, recipe.rows)
     chunk = preparation.content.chunks[number]
     with TextReader(form) as reader:
-        blocks = reader.read(chunk, Tally())
+        blocks = reader.read(chunk, LineCounts())
         texts, lines = next((block for block in blocks if block[0]), ([], []))
         del blocks
     texts, lines = texts[:_SAMPLE], lines[:_SAMPLE]
     if recipe.rows is not None:
-        tokens, *_ = recipe.rows.encode(recipe.tokenizer, texts, lines, Tally())
+        tokens, *_ = recipe.rows.encode(recipe.tokenizer, texts, lines, LineCounts())
     else:
         tokens, lengths = recipe.tokenizer.encode_documents(texts)
         # A text of which the tokenizer drops all is no document.
@@ -366,14 +372,14 @@ def check_sample(preparation: Preparation, outcomes: list[Outcome]) -> None:
         raise DataError(Problem(str(preparation.source.path), what, why, remedy))
 
 
-def _run_lazily(pool: Callable[[], Pool], jobs: Iterator[Job]) -> Iterator[Outcome]:
+def _run_lazily(pool: Callable[[], Pool], jobs: Iterator[Job]) -> Iterator[ChunkResult]:
     """Run the jobs. Without any, no helper process is started."""
     first = next(jobs, None)
     if first is not None:
         yield from pool().run(chain([first], jobs))
 
 
-def _is_intact(preparation: Preparation, outcome: Outcome) -> bool:
+def _is_intact(preparation: SourcePreparation, outcome: ChunkResult) -> bool:
     """Whether the files of an outcome have their sizes: a crash may leave a record and lose a file."""
     attempt, number = preparation.attempt, outcome.number
     width = preparation.recipe.dtype.itemsize
@@ -393,13 +399,13 @@ def _is_intact(preparation: Preparation, outcome: Outcome) -> bool:
 
 
 def _split(
-    preparation: Preparation,
-    outcomes: list[Outcome],
+    preparation: SourcePreparation,
+    outcomes: list[ChunkResult],
     documents: int,
     *,
     pool: Callable[[], Pool],
     report: Reporter,
-) -> list[Outcome]:
+) -> list[ChunkResult]:
     """Cut every chunk into its training and its held-out documents."""
     attempt, recipe = preparation.attempt, preparation.recipe
     if recipe.held_out is None:
@@ -429,7 +435,10 @@ def _split(
 
 
 def _build_index(
-    preparation: Preparation, outcomes: list[Outcome], tally: Tally, documents: int
+    preparation: SourcePreparation,
+    outcomes: list[ChunkResult],
+    tally: LineCounts,
+    documents: int,
 ) -> dict[str, Any]:
     """The index, of values that follow from the content: two preparations of it write the same bytes."""
     # Chunks without a token of a stream have no shard in it: an empty file is nothing to read from.
@@ -462,7 +471,7 @@ def _build_index(
     }
 
 
-def _malformed_lines(preparation: Preparation, tally: Tally) -> list[Problem]:
+def _malformed_lines(preparation: SourcePreparation, tally: LineCounts) -> list[Problem]:
     """The first malformed lines, rows or files, one problem each, and how many there are."""
     source, unit = preparation.source, preparation.source.unit
     # Each conversation has this problem, and no change of a line helps: it is named once, without a count.
@@ -489,7 +498,7 @@ def _malformed_lines(preparation: Preparation, tally: Tally) -> list[Problem]:
     return problems
 
 
-def _place(preparation: Preparation, problem: LineProblem) -> str:
+def _place(preparation: SourcePreparation, problem: LineProblem) -> str:
     """The file of a problem, with the line or row in it."""
     path, line = preparation.content.place(problem.line)
     if preparation.source.unit == "file":
@@ -497,12 +506,12 @@ def _place(preparation: Preparation, problem: LineProblem) -> str:
     return f"{path}:{line}" if preparation.source.unit == "line" else f"{path}, row {line}"
 
 
-def _no_documents(preparation: Preparation, tally: Tally) -> Problem:
+def _no_documents(preparation: SourcePreparation, tally: LineCounts) -> Problem:
     # The first malformed line shows most often which it is: a wrong field name, or a file of another kind.
     source, unit = preparation.source, preparation.source.unit
     if tally.problems and tally.problems[0].why == NO_TEMPLATE:
         return template_problem(_place(preparation, tally.problems[0]))
-    too_long = tally.skipped[Reason.LEFT_OUT]
+    too_long = tally.skipped[SkipReason.LEFT_OUT]
     harmless = sum(tally.skipped[reason] for reason in HARMLESS - KEPT) - too_long
     what = f"holds no document in {preparation.content.lines} {unit}s"
     why = f"{harmless} are blank or have an empty text, {tally.malformed} are malformed"

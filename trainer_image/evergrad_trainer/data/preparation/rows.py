@@ -20,13 +20,13 @@ from evergrad_trainer.data.chat_template import (
     ChatTemplateError,
     DateNeededError,
 )
-from evergrad_trainer.data.marked_text import MarkedText, Span, join_marks, marks_of
+from evergrad_trainer.data.marked_text import MarkedSpan, MarkedText, join_marks, marks_of
 from evergrad_trainer.data.preparation.documents import (
     OF_DROPPED,
+    LineCounts,
     LineProblem,
-    Reason,
     RowError,
-    Tally,
+    SkipReason,
 )
 from evergrad_trainer.data.preparation.json_values import LongNumber
 from evergrad_trainer.data.preparation.messages import Message, read_message
@@ -126,7 +126,7 @@ class RowFormat:
             if not completion:
                 what = f"the field {self.completion_field!r} is empty"
                 raise RowError(what, "there is nothing to learn")
-            span = Span(len(prompt), len(prompt) + len(completion))
+            span = MarkedSpan(len(prompt), len(prompt) + len(completion))
             return MarkedText(prompt + completion, (span,), is_open=True)
         if given:
             (missing,) = set(keys) - set(given)
@@ -212,7 +212,7 @@ class RowFormat:
         tokenizer: TextTokenizer,
         texts: Sequence[str],
         lines: Sequence[int],
-        tally: Tally,
+        tally: LineCounts,
     ) -> Encoded:
         """Marked tokens of all rows.
 
@@ -231,7 +231,7 @@ class RowFormat:
                 problem = LineProblem(
                     line, "the row has no token to learn", "its completions are empty"
                 )
-                tally.pass_over(problem, Reason.NO_COMPLETION)
+                tally.pass_over(problem, SkipReason.NO_COMPLETION)
                 continue
             if len(ids) > self.longest:
                 # The rest of a row whose prompt alone is too long would teach nothing.
@@ -300,21 +300,21 @@ def encode_text(
     return np.array(ids, dtype=np.int64), marks
 
 
-def count_dropped(tally: Tally, *texts: MarkedText) -> None:
+def count_dropped(tally: LineCounts, *texts: MarkedText) -> None:
     """Count a row whose template left parts of its messages out."""
     for kind in frozenset[str]().union(*(text.dropped for text in texts)):
         tally.skipped[OF_DROPPED[kind]] += 1
 
 
 def keep_too_long(
-    form: RowFormat, line: int, length: int, tally: Tally, *, can_be_cut: bool
+    form: RowFormat, line: int, length: int, tally: LineCounts, *, can_be_cut: bool
 ) -> bool:
     """Whether a row that is too long is cut; otherwise it is passed over. Counts it in any case."""
     if form.too_long == "refuse":
         what = f"the row has {length} tokens, and a sample holds {form.longest}"
         why = "spec.training.data.sequenceLength and one more, which is predicted only"
-        tally.pass_over(LineProblem(line, what, why, is_too_long=True), Reason.TOO_LONG)
+        tally.pass_over(LineProblem(line, what, why, is_too_long=True), SkipReason.TOO_LONG)
         return False
     is_cut = form.too_long == "truncate" and can_be_cut
-    tally.skipped[Reason.TRUNCATED if is_cut else Reason.LEFT_OUT] += 1
+    tally.skipped[SkipReason.TRUNCATED if is_cut else SkipReason.LEFT_OUT] += 1
     return is_cut

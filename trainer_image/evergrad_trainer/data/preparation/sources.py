@@ -54,7 +54,7 @@ class Stat:
 
 
 @dataclass(frozen=True)
-class Span:
+class FileSpan:
     """A part of a file that is worked on at a time.
 
     Bytes [start, end) of its unpacked content, which are whole lines; of a Parquet file, row groups. The
@@ -80,7 +80,7 @@ class Scan:
     content_hash: str
     size: int
     lines: int = 0
-    spans: tuple[Span, ...] = ()
+    spans: tuple[FileSpan, ...] = ()
     largest_id: int = -1
     is_packed: bool = False
 
@@ -91,7 +91,7 @@ class Scan:
     @staticmethod
     def from_json(value: dict[str, Any]) -> "Scan":
         """The inverse of ``to_json``."""
-        spans = tuple(Span(**span) for span in value["spans"])
+        spans = tuple(FileSpan(**span) for span in value["spans"])
         return Scan(**{**value, "stat": Stat(**value["stat"]), "spans": spans})
 
 
@@ -189,7 +189,7 @@ def _scan_text(source: SourceEntry, path: Path, found: Stat, on_bytes: OnBytes) 
 
     spans, lines = boundaries.finish(), boundaries.lines
     if source.is_whole_files:
-        spans, lines = (Span(0, total, 1, total),), 1
+        spans, lines = (FileSpan(0, total, 1, total),), 1
     return Scan(
         found, digest.hexdigest(), total, lines=lines, spans=spans, is_packed=packed
     )
@@ -207,13 +207,13 @@ def _scan_parquet(source: SourceEntry, path: Path, found: Stat, on_bytes: OnByte
         digest.update(memoryview(buffer)[:count])
 
     wanted = max(SMALLEST_CHUNK, -(-sum(group.size for group in groups) // MOST_CHUNKS))
-    spans: list[Span] = []
+    spans: list[FileSpan] = []
     start = size = rows = 0
     first_row = 1
     for end, group in enumerate(groups, 1):
         size, rows = size + group.size, rows + group.rows
         if size >= wanted or end == len(groups):
-            spans.append(Span(start, end, first_row, size))
+            spans.append(FileSpan(start, end, first_row, size))
             start, first_row = end, first_row + rows
             size = rows = 0
     return Scan(
@@ -243,7 +243,7 @@ class _Boundaries:
         self.position = 0
         self.lines = 0
         self._chunk_bytes = chunk_bytes
-        self._spans: list[Span] = []
+        self._spans: list[FileSpan] = []
         self._start, self._first_line = 0, 1
         self._ends_with_newline = True
 
@@ -264,7 +264,7 @@ class _Boundaries:
         self.position += count
         self._ends_with_newline = buffer[count - 1] == ord("\n")
 
-    def finish(self) -> tuple[Span, ...]:
+    def finish(self) -> tuple[FileSpan, ...]:
         """The spans, once the whole file was seen."""
         # A last line without a newline is a line.
         if not self._ends_with_newline:
@@ -275,7 +275,7 @@ class _Boundaries:
 
     def _cut(self, end: int) -> None:
         size = end - self._start
-        self._spans.append(Span(self._start, end, self._first_line, size))
+        self._spans.append(FileSpan(self._start, end, self._first_line, size))
         self._start, self._first_line = end, self.lines + 1
 
 

@@ -12,9 +12,9 @@ from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.preparation.content import Chunk
 from evergrad_trainer.data.preparation.documents import (
     DocumentReader,
+    LineCounts,
     LineProblem,
-    Reason,
-    Tally,
+    SkipReason,
     read_blocks,
 )
 from evergrad_trainer.data.preparation.files import SourceEntry
@@ -77,7 +77,7 @@ class TextReader:
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
-    def read(self, chunk: Chunk, tally: Tally) -> Iterator[Texts]:
+    def read(self, chunk: Chunk, tally: LineCounts) -> Iterator[Texts]:
         """The texts of a chunk, block by block. Texts that are passed over are counted in ``tally``.
 
         Raises DataError for a file that is shorter than it was, damaged or cut short; OSError.
@@ -119,7 +119,7 @@ class TextReader:
             except EOFError:
                 raise _shorter(piece.path) from None
 
-    def _whole_files(self, chunk: Chunk, tally: Tally) -> Iterator[Texts]:
+    def _whole_files(self, chunk: Chunk, tally: LineCounts) -> Iterator[Texts]:
         texts: list[str] = []
         lines: list[int] = []
         size = 0
@@ -137,13 +137,13 @@ class TextReader:
             except UnicodeDecodeError as error:
                 why = f"byte {error.start} of its text starts no character"
                 problem = LineProblem(piece.first_line, "the file is not UTF-8", why)
-                tally.pass_over(problem, Reason.NOT_UTF8)
+                tally.pass_over(problem, SkipReason.NOT_UTF8)
             else:
                 if text:
                     texts.append(text)
                     lines.append(piece.first_line)
                 else:
-                    tally.skipped[Reason.EMPTY_TEXT] += 1
+                    tally.skipped[SkipReason.EMPTY_TEXT] += 1
             # Small files together: a tokenizer takes many texts at a time.
             if size >= _BLOCK:
                 yield texts, lines

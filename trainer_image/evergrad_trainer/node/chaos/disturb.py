@@ -10,13 +10,13 @@ from pathlib import Path
 from evergrad_trainer.node.chaos.nodes import DisturbedNodes
 from evergrad_trainer.node.chaos.plan import (
     KIND_VARIABLE,
+    ChaosEvent,
     Disturbance,
-    Event,
     choose_victim,
     plan_events,
 )
 from evergrad_trainer.node.chaos.recovery import PATIENCE_SECONDS, Recovery
-from evergrad_trainer.node.chaos.tally import Tally, count_repeated, describe_tally
+from evergrad_trainer.node.chaos.tally import ChaosTally, count_repeated, describe_tally
 from evergrad_trainer.node.local import LocalCoordinator, run_local
 from evergrad_trainer.run.directory import RunDirectory
 
@@ -44,12 +44,12 @@ class Chaos:
     def __init__(
         self, seed: int, coordinator: LocalCoordinator, nodes: DisturbedNodes
     ) -> None:
-        self.tally = Tally()
+        self.tally = ChaosTally()
         self._events = plan_events(seed, os.environ.get(KIND_VARIABLE, ""))
         self._coordinator = coordinator
         self._nodes = nodes
         self._recovery = Recovery(coordinator, nodes, self.tally)
-        self._event = Event(1.0, (), awaits_all=True)
+        self._event = ChaosEvent(1.0, (), awaits_all=True)
         self._todo: list[tuple[float, Disturbance]] = []
         self._ripe_at: float | None = None
         self._looked_at = 0.0

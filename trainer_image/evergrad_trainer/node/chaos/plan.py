@@ -53,7 +53,7 @@ class Disturbance:
 
 
 @dataclass(frozen=True)
-class Event:
+class ChaosEvent:
     """After ``pause_seconds`` of undisturbed training.
 
     ``awaits_all``: the next one waits until all nodes train again.
@@ -64,12 +64,12 @@ class Event:
     awaits_all: bool
 
 
-def plan_events(seed: int, kind: str = "") -> Iterator[Event]:
+def plan_events(seed: int, kind: str = "") -> Iterator[ChaosEvent]:
     """The endless sequence of that seed; ``kind``: see ``KIND_VARIABLE``."""
     source = random.Random(seed)
     while kind:
         one = Disturbance(_ONLY[kind], source.random(), round(source.uniform(0.0, 0.8), 3))
-        yield Event(source.uniform(0.0, 0.6), (one,), awaits_all=True)
+        yield ChaosEvent(source.uniform(0.0, 0.6), (one,), awaits_all=True)
     while True:
         first = _draw(source, delay_seconds=0.0)
         disturbances = [first]
@@ -77,7 +77,7 @@ def plan_events(seed: int, kind: str = "") -> Iterator[Event]:
             delay = 0.0 if source.random() < 0.4 else source.uniform(0.0, 1.6)
             second = _draw(source, delay_seconds=delay)
             disturbances += [second] if second.kind != "lose_all" else []
-        yield Event(
+        yield ChaosEvent(
             source.uniform(0.0, 0.6), tuple(disturbances), awaits_all=source.random() < 0.5
         )
 

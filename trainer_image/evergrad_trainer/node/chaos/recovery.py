@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from evergrad_trainer.node.chaos.nodes import DisturbedNodes
-from evergrad_trainer.node.chaos.tally import Tally
+from evergrad_trainer.node.chaos.tally import ChaosTally
 from evergrad_trainer.node.local import LocalCoordinator
 
 PATIENCE_SECONDS = 300.0
@@ -17,7 +17,7 @@ class Recovery:
     """Watches the run after each disturbance, and knows which nodes hold its newest state."""
 
     def __init__(
-        self, coordinator: LocalCoordinator, nodes: DisturbedNodes, tally: Tally
+        self, coordinator: LocalCoordinator, nodes: DisturbedNodes, tally: ChaosTally
     ) -> None:
         self._coordinator = coordinator
         self._nodes = nodes

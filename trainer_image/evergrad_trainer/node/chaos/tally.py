@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass
-class Tally:
+class ChaosTally:
     """Counts of a disturbed run. Sums go over all processes the coordinator has had."""
 
     num_events: int = 0
@@ -37,7 +37,7 @@ class Tally:
         }
 
 
-def describe_tally(tally: Tally, *, repeated: int) -> str:
+def describe_tally(tally: ChaosTally, *, repeated: int) -> str:
     """The summary's line."""
     kinds = ", ".join(
         f"{count} {kind.replace('_', ' ')}" for kind, count in sorted(tally.kinds.items())

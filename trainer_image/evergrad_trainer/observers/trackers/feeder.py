@@ -61,13 +61,13 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Finish:
+class TrackerFinish:
     """The last thing that a feeder is given."""
 
     end: End
 
 
-Item = RunInfo | Record | Saved | Finish
+Item = RunInfo | Record | Saved | TrackerFinish
 
 
 class Feeder:
@@ -141,7 +141,7 @@ class Feeder:
                 if self._clock() - self._flushed_at >= FLUSH_SECONDS:
                     self._flush()
                 self._busy_since = None
-                if isinstance(item, Finish):
+                if isinstance(item, TrackerFinish):
                     return
         except Exception as error:  # noqa: BLE001 - whatever a library raises is told to the observer, and ends the tracker alone
             self.failure = describe_failure(error)
@@ -161,7 +161,7 @@ class Feeder:
             identity = self._identify(item.checkpoint)
             if identity or item.checkpoint not in self._identified:
                 self._library.note(f"checkpoint/{item.checkpoint}", identity or "gone")
-        elif isinstance(item, Finish):
+        elif isinstance(item, TrackerFinish):
             self._flush()
             if not self._abandoned.is_set():
                 self._library.finish(item.end)

@@ -14,7 +14,13 @@ from evergrad_trainer.base.records import (
     StepRecord,
 )
 from evergrad_trainer.observers.base import BaseObserver, GivesUp
-from evergrad_trainer.observers.trackers.feeder import Feeder, Finish, Item, Opener, Saved
+from evergrad_trainer.observers.trackers.feeder import (
+    Feeder,
+    Item,
+    Opener,
+    Saved,
+    TrackerFinish,
+)
 from evergrad_trainer.observers.trackers.interface import CLOSING_SECONDS, End
 from evergrad_trainer.run.directory import RunDirectory
 
@@ -27,7 +33,7 @@ _ENDS: Final[dict[object, End]] = {"complete": "complete", "signal": "interrupte
 _LATER: Final = "the next start of the run shows what is missing"
 
 
-class Patience:
+class TrackerTimeouts:
     """The time that the end of a process has for all of its trackers together."""
 
     def __init__(
@@ -57,7 +63,7 @@ class TrackerObserver(BaseObserver):
         open_library: Opener,
         directory: RunDirectory,
         *,
-        patience: Patience,
+        patience: TrackerTimeouts,
     ) -> None:
         self._settings = settings
         self._open_library = open_library
@@ -90,7 +96,7 @@ class TrackerObserver(BaseObserver):
         if feeder is None:
             return
         # Not after the run has ended: another process goes on with it.
-        if feeder.give(Finish("handed on")):
+        if feeder.give(TrackerFinish("handed on")):
             feeder.wait(self._patience.left())
         feeder.abandon()
 
@@ -107,7 +113,7 @@ class TrackerObserver(BaseObserver):
         if feeder is None:
             return
         self._raise_if_lost(feeder)
-        is_given = feeder.give(Finish(end))
+        is_given = feeder.give(TrackerFinish(end))
         if not (is_given and feeder.wait(self._patience.left())):
             self._lose(
                 feeder, f"has not taken the last records within {CLOSING_SECONDS:g} s"

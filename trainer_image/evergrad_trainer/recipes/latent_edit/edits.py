@@ -114,7 +114,7 @@ def relative(edit: Edit, *, start: int, length: int) -> RelativeEdit:
 
 
 @dataclass(frozen=True)
-class Applied:
+class AppliedEdit:
     """A sequence after edits, of the same length as before. ``places``: where each edit's alternate begins,
     in the order of the edits."""
 
@@ -122,7 +122,7 @@ class Applied:
     places: tuple[int, ...]
 
 
-def apply_edits(sequence: bytes, edits: Sequence[RelativeEdit]) -> Applied:
+def apply_edits(sequence: bytes, edits: Sequence[RelativeEdit]) -> AppliedEdit:
     """``sequence`` after all ``edits``, whose positions are those before any of them.
 
     The length that an edit adds or takes is trimmed or filled up with N at the end of the sequence that is
@@ -159,4 +159,4 @@ def apply_edits(sequence: bytes, edits: Sequence[RelativeEdit]) -> Applied:
         before = sum(one.change for one in ordered if one.position < edit.position)
         place = edit.position + before - left
         places.append(min(max(place, 0), length - 1))
-    return Applied(fitted, tuple(places))
+    return AppliedEdit(fitted, tuple(places))

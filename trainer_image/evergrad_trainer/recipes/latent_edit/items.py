@@ -61,19 +61,19 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Table:
+class ItemTable:
     """Rows of edits, sorted by their place, so that those inside of a window are found."""
 
     by_chromosome: Mapping[str, Sequence[Edit]]
 
     @staticmethod
-    def of(edits: Mapping[str, Edit]) -> "Table":
+    def of(edits: Mapping[str, Edit]) -> "ItemTable":
         found: dict[str, list[Edit]] = {}
         for edit in edits.values():
             found.setdefault(edit.chromosome, []).append(edit)
         for rows in found.values():
             rows.sort(key=lambda one: (one.position, one.reference, one.alternate))
-        return Table(found)
+        return ItemTable(found)
 
     def inside(self, window: Window) -> list[RelativeEdit]:
         """Rows that lie wholly inside ``window``, sorted; none for a window without coordinates."""
@@ -99,7 +99,7 @@ class Items:
 
     windows: Sequence[Window]
     mixture: Sequence[EditQuota]
-    tables: Mapping[str, Table]
+    tables: Mapping[str, ItemTable]
     draws: int
     margin: int
     seed: int

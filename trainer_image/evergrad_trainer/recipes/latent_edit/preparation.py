@@ -31,7 +31,7 @@ from evergrad_trainer.recipes.latent_edit.corpus import (
     hash_file,
     read_corpus,
 )
-from evergrad_trainer.recipes.latent_edit.edits import Applied, apply_edits
+from evergrad_trainer.recipes.latent_edit.edits import AppliedEdit, apply_edits
 from evergrad_trainer.recipes.latent_edit.encoder import Encoder, Tokens
 from evergrad_trainer.recipes.latent_edit.features import (
     UNFINISHED_STATES,
@@ -40,7 +40,7 @@ from evergrad_trainer.recipes.latent_edit.features import (
     compute_states,
     key_of,
 )
-from evergrad_trainer.recipes.latent_edit.items import FAMILIES, Item, Items, Table
+from evergrad_trainer.recipes.latent_edit.items import FAMILIES, Item, Items, ItemTable
 from evergrad_trainer.recipes.latent_edit.leaks import describe_leaks, find_leaks
 from evergrad_trainer.recipes.latent_edit.tables import read_tables
 from evergrad_trainer.recipes.latent_edit.windows import (
@@ -283,7 +283,7 @@ class _Maker:
             files = self.corpus.tables(family)
             split = TRAIN if name == HELD_OUT else name
             table = read_tables(files, family, split=split, policy=policy)
-            tables[family] = Table.of(table.edits)
+            tables[family] = ItemTable.of(table.edits)
             if table.passed_over:
                 passed_over[f"{name}/{family}"] = dict(table.passed_over)
         return Items(
@@ -355,7 +355,7 @@ class _Maker:
         return np.stack([found[key] for key in wanted])
 
 
-def after_edits(sequence: bytes, item: Item) -> list[Applied]:
+def after_edits(sequence: bytes, item: Item) -> list[AppliedEdit]:
     """The sequence after the first edit of an item, after the first two, and so on."""
     return [
         apply_edits(sequence, item.edits[: number + 1]) for number in range(len(item.edits))

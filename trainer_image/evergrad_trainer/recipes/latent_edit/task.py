@@ -67,7 +67,7 @@ _MOMENTS: Final = (
 )
 
 
-class LatentEdit:
+class LatentEditTask:
     """One stage, two trained modules, one source; a model of the file that stays as it is."""
 
     Options: ClassVar[type[Section]] = PretrainOptions
