@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 # Both images: `--target operator` (operator and coordinator, no torch) and `--target trainer` (coordinator, command line and trainer).
-# What each is made of, its size and its build arguments: docs/installing.md. Dependencies come from the hashed locks in
-# requirements/ and are a layer of their own below the code, so a change of code rebuilds and ships some hundred kilobytes.
+# What each is made of, its size and its build arguments: docs/start/installing.md. Dependencies come from the hashed locks in
+# tools/requirements/ and are a layer of their own below the code, so a change of code rebuilds and ships some hundred kilobytes.
 
 # Any Debian-like image with python3 and its venv module. The CPU build of torch is locked for CPython 3.11.
 ARG BASE_IMAGE=docker.io/library/python:3.11-slim-bookworm
@@ -27,7 +27,7 @@ STOPSIGNAL SIGTERM
 
 # The locks without their comments, which say only who needs what: a change there installs nothing anew.
 FROM base AS locks
-COPY requirements/*.txt /locks/
+COPY tools/requirements/*.txt /locks/
 RUN sed -i '/^ *#/d' /locks/*.txt && touch --date=@0 /locks/*.txt && chmod 644 /locks/*.txt
 
 # pip and setuptools, which no image keeps. A private index, a proxy's certificate: --secret id=pip.conf and --secret id=ca.

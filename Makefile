@@ -6,7 +6,7 @@ JOBS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-LOCKS := $(addprefix requirements/,trainer.txt torch.txt torch-cpu.txt operator.txt dev.txt)
+LOCKS := $(addprefix tools/requirements/,trainer.txt torch.txt torch-cpu.txt operator.txt dev.txt)
 PYDOC := examples/pydoc
 # Another torch to try the rendezvous backend with.
 TORCH ?= 2.15.0
@@ -39,13 +39,13 @@ help: ## list the targets
 
 install: $(INSTALLED) ## make .venv: the locked packages and the five of this repository, editable
 
-$(INSTALLED): $(LOCKS) requirements/locks.py $(PACKAGES)
+$(INSTALLED): $(LOCKS) tools/requirements/locks.py $(PACKAGES)
 	$(call stage,install)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo 'error: $(PYTHON) is not Python 3.11 or newer. Name one with PYTHON=, e.g. make PYTHON=python3.12 install.' >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) \
 		|| { echo 'error: $(PYTHON) cannot make a virtual environment. On Debian and Ubuntu install python3-venv.' >&2; exit 1; }
-	@$(BIN)/python requirements/locks.py install
+	@$(BIN)/python tools/requirements/locks.py install
 	@touch $@
 
 $(PYDOC)/documents.jsonl: | $(INSTALLED)
@@ -60,8 +60,8 @@ UNITS = --durations=40 -n $(JOBS) --dist loadfile --no-loadscope-reorder tests/i
 # All is built before pytest begins, whose timeouts are for tests.
 # What a cluster of this machine needs, of the profiles (1), with images or without (2), and further programs (3); nothing where KUBECONFIG names another or this machine cannot run one.
 define prepare_cluster
-@if [ -z '$(KUBECONFIG)' ] && PYTHONPATH=$(CURDIR)/tests $(BIN)/python -c 'import sys, bed; sys.exit(bed.unavailable() is not None)'; then \
-	export PYTHONPATH=$(CURDIR)/tests && for profile in $(1); do \
+@if [ -z '$(KUBECONFIG)' ] && PYTHONPATH=$(CURDIR)/tools $(BIN)/python -c 'import sys, bed; sys.exit(bed.unavailable() is not None)'; then \
+	export PYTHONPATH=$(CURDIR)/tools && for profile in $(1); do \
 		$(BIN)/python -m bed prepare --profile $$profile || exit 1; done$(if $(3), && $(BIN)/python -m bed tools $(3))$(if $(2), && $(BIN)/python -m bed.product_images --any-revision); fi
 endef
 
@@ -98,7 +98,7 @@ test-long: $(INSTALLED) ## the tests that take minutes and rarely find anything,
 
 chaos: $(INSTALLED) ## kill and freeze a run EVENTS=300 times, drawn by SEED=7, and compare it with an undisturbed one; KIND=transfer, asynchronous, coordinator
 	$(call stage,chaos)
-	OMP_NUM_THREADS=1 CHAOS_EVENTS=$(or $(EVENTS),300) CHAOS_SEED=$(or $(SEED),7) CHAOS_KIND=$(or $(KIND),any) $(BIN)/python -m pytest tests/integration/test_chaos.py
+	OMP_NUM_THREADS=1 CHAOS_EVENTS=$(or $(EVENTS),300) CHAOS_SEED=$(or $(SEED),7) CHAOS_KIND=$(or $(KIND),any) $(BIN)/python -m pytest tests/integration/elastic/test_chaos.py
 
 $(OTHER)/.installed: $(PACKAGES)
 	$(call stage,torch $(TORCH))
@@ -113,7 +113,7 @@ $(OTHER)/.installed: $(PACKAGES)
 test-torch-matrix: $(INSTALLED) $(OTHER)/.installed ## the rendezvous backend with another torch (TORCH=2.15.0), in a .venv of its own
 	$(call stage,torch $(TORCH))
 	OMP_NUM_THREADS=1 EVERGRAD_TEST_PYTHON=$(abspath $(OTHER)/bin/python) $(BIN)/python -m pytest tests/unit/worker/test_torch_behaviours.py \
-		tests/integration/test_rendezvous_changes.py tests/integration/test_rendezvous_scripts.py -k 'not accelerate and not transformers'
+		tests/integration/elastic/test_rendezvous_changes.py tests/integration/elastic/test_rendezvous_scripts.py -k 'not accelerate and not transformers'
 	$(OTHER)/bin/python -m pytest --config-file=/dev/null --noconftest --import-mode=importlib -p no:cacheprovider tests/unit/test_torch_private.py
 
 # A .venv (1) that sees the packages of the one of all.
@@ -133,7 +133,7 @@ $(TRACKED)/.installed: $(INSTALLED) trainer_image/pyproject.toml
 test-trackers: $(INSTALLED) $(TRACKED)/.installed ## trackers with their own libraries, through kills of rank 0 and of whole runs, in a .venv of its own
 	$(call stage,trackers)
 	$(TRACKED)/bin/python -c 'import aim, mlflow, wandb; print("aim", aim.__version__, "mlflow", mlflow.__version__, "wandb", wandb.__version__)'
-	OMP_NUM_THREADS=1 $(TRACKED)/bin/python -m pytest tests/integration/test_observers.py -k 'tracker or rank_0_dies_twice or shows_each_step_once'
+	OMP_NUM_THREADS=1 $(TRACKED)/bin/python -m pytest tests/integration/run/test_observers.py -k 'tracker or rank_0_dies_twice or shows_each_step_once'
 
 lint: $(INSTALLED) ## ruff, mypy and the import directions
 	$(call stage,ruff)
@@ -142,7 +142,7 @@ lint: $(INSTALLED) ## ruff, mypy and the import directions
 	$(call stage,mypy)
 	$(BIN)/mypy
 	$(call stage,import directions)
-	PYTHONPATH=$(CURDIR)/monitoring $(BIN)/lint-imports --no-logo
+	PYTHONPATH=$(CURDIR)/tools/monitoring $(BIN)/lint-imports --no-logo
 
 check: $(INSTALLED) ## a minute before each commit: style, types and unit tests of what has changed (SINCE=main: since that commit)
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/check.py $(if $(SINCE),--since $(SINCE))
@@ -154,75 +154,75 @@ format: $(INSTALLED) ## rewrite the sources as lint wants them
 generate: $(INSTALLED) ## write the generated files anew
 	$(BIN)/python -m evergrad_manifest.generate
 	cp crds/trainingrun.yaml charts/evergrad/files/trainingrun.yaml
-	PYTHONPATH=$(CURDIR)/monitoring $(BIN)/python -m evergrad_monitoring.generate
-	$(BIN)/python docs/chart_values.py
-	$(BIN)/python docs/pictures.py
+	PYTHONPATH=$(CURDIR)/tools/monitoring $(BIN)/python -m evergrad_monitoring.generate
+	$(BIN)/python tools/docs/chart_values.py
+	$(BIN)/python tools/docs/pictures.py
 	$(BIN)/python examples/quickstart/make_documents.py
 	PYTHONPATH=$(CURDIR)/tests:$(CURDIR)/tests/unit/operator $(BIN)/python -m run_samples
 	$(BIN)/python examples/gitops/argocd/make_argocd_cm.py
 
 architectures: $(INSTALLED) ## try every causal architecture of transformers, and write their page; ten minutes
-	HF_HUB_OFFLINE=1 $(BIN)/python docs/architectures.py
+	HF_HUB_OFFLINE=1 $(BIN)/python tools/docs/architectures.py
 
 generated: $(INSTALLED) ## check that the generated files are up to date
 	$(call stage,generated files)
 	$(BIN)/python -m evergrad_manifest.generate --check
 	cmp crds/trainingrun.yaml charts/evergrad/files/trainingrun.yaml
-	PYTHONPATH=$(CURDIR)/monitoring $(BIN)/python -m evergrad_monitoring.generate --check
-	$(BIN)/python docs/chart_values.py --check
-	$(BIN)/python docs/pictures.py --check
+	PYTHONPATH=$(CURDIR)/tools/monitoring $(BIN)/python -m evergrad_monitoring.generate --check
+	$(BIN)/python tools/docs/chart_values.py --check
+	$(BIN)/python tools/docs/pictures.py --check
 	$(BIN)/python examples/quickstart/make_documents.py --check
 
 verify: generated chart-lint docs ## all that CI checks: generated files, chart, site, lint, tests
 	$(SUB_MAKE) --no-print-directory test FRONT='lint test-e2e'
 	$(call stage,verified)
 
-bench: $(INSTALLED) ## measure against a hand-written loop and transformers' Trainer, into benchmarks/results/
-	PYTHONPATH=$(CURDIR)/benchmarks $(BIN)/python benchmarks/run.py $(BENCH)
+bench: $(INSTALLED) ## measure against a hand-written loop and transformers' Trainer, into tools/benchmarks/results/
+	PYTHONPATH=$(CURDIR)/tools/benchmarks $(BIN)/python tools/benchmarks/run.py $(BENCH)
 
-gpu-check: $(INSTALLED) ## check and measure on this machine's accelerator, into benchmarks/results/gpu.md; exits with 69 where there is none
-	PYTHONPATH=$(CURDIR)/benchmarks $(BIN)/python benchmarks/gpu_check.py $(GPU)
+gpu-check: $(INSTALLED) ## check and measure on this machine's accelerator, into tools/benchmarks/results/gpu.md; exits with 69 where there is none
+	PYTHONPATH=$(CURDIR)/tools/benchmarks $(BIN)/python tools/benchmarks/gpu_check.py $(GPU)
 
-$(PEERS)/.installed: $(INSTALLED) requirements/peers.in
+$(PEERS)/.installed: $(INSTALLED) tools/requirements/peers.in
 	$(call stage,libraries to measure beside)
 	$(call make_beside,$(PEERS))
-	@$(PEERS)/bin/python -m pip install --disable-pip-version-check --requirement requirements/peers.in
+	@$(PEERS)/bin/python -m pip install --disable-pip-version-check --requirement tools/requirements/peers.in
 	@touch $@
 
 bench-peers: $(INSTALLED) $(PEERS)/.installed ## measure packing beside TRL and preparation beside datasets, in a .venv of their own
-	PYTHONPATH=$(CURDIR)/benchmarks $(PEERS)/bin/python benchmarks/run.py $(or $(BENCH),sft-packing prepare-mixture)
+	PYTHONPATH=$(CURDIR)/tools/benchmarks $(PEERS)/bin/python tools/benchmarks/run.py $(or $(BENCH),sft-packing prepare-mixture)
 
 bench-recovery: $(INSTALLED) ## measure recovery beside stock torchrun, and the cost of being elastic
-	PYTHONPATH=$(CURDIR)/benchmarks $(BIN)/python benchmarks/run.py recovery $(BENCH)
+	PYTHONPATH=$(CURDIR)/tools/benchmarks $(BIN)/python tools/benchmarks/run.py recovery $(BENCH)
 
 bench-cluster: $(INSTALLED) ## measure the operator beside Kubeflow Trainer on a control plane with made-up nodes (as root)
-	EVERGRAD_BED=$(or $(EVERGRAD_BED),9) PYTHONPATH=$(CURDIR)/benchmarks:$(CURDIR)/tests $(BIN)/python benchmarks/cluster_scale.py $(BENCH)
+	EVERGRAD_BED=$(or $(EVERGRAD_BED),9) PYTHONPATH=$(CURDIR)/tools/benchmarks:$(CURDIR)/tools:$(CURDIR)/tests $(BIN)/python tools/benchmarks/cluster_scale.py $(BENCH)
 
 bench-cluster-pods: $(INSTALLED) ## measure a killed pod on real nodes beside an Indexed Job with stock torchrun, and the quickstart's start (as root)
-	EVERGRAD_BED=$(or $(EVERGRAD_BED),9) PYTHONPATH=$(CURDIR)/benchmarks:$(CURDIR)/tests:$(CURDIR)/tests/e2e $(BIN)/python benchmarks/cluster_pods.py $(BENCH)
+	EVERGRAD_BED=$(or $(EVERGRAD_BED),9) PYTHONPATH=$(CURDIR)/tools/benchmarks:$(CURDIR)/tools:$(CURDIR)/tests:$(CURDIR)/tests/e2e $(BIN)/python tools/benchmarks/cluster_pods.py $(BENCH)
 
 bench-operator: $(INSTALLED) ## measure a start of the operator over 10,000 runs and its polls and scrapes, compared with commit 10950962
-	PYTHONPATH=$(CURDIR)/benchmarks $(BIN)/python benchmarks/operator_start.py $(BENCH)
+	PYTHONPATH=$(CURDIR)/tools/benchmarks $(BIN)/python tools/benchmarks/operator_start.py $(BENCH)
 
 numbers: $(INSTALLED) ## count sizes, density, comments and fragments of the product (COMMITS='a b': of those), and the bytes of the CRD
-	@$(BIN)/python benchmarks/readability.py $(COMMITS)
+	@$(BIN)/python tools/benchmarks/readability.py $(COMMITS)
 	@$(BIN)/python -m evergrad_manifest.generate --sizes
 
 images: $(INSTALLED) ## build both container images where something changed, and load them where the cluster is up (as root)
-	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m bed.product_images
+	PYTHONPATH=$(CURDIR)/tools $(BIN)/python -m bed.product_images
 
 release: $(INSTALLED) ## write wheels, chart, images, bills of materials and checksums into dist/ (RELEASE=--without-images: where one is not root)
 	$(call stage,release)
-	PYTHONPATH=$(CURDIR)/tests:$(CURDIR)/requirements:$(CURDIR)/release $(BIN)/python release/make_release.py $(RELEASE)
+	PYTHONPATH=$(CURDIR)/tests:$(CURDIR)/tools:$(CURDIR)/tools/requirements:$(CURDIR)/tools/release $(BIN)/python tools/release/make_release.py $(RELEASE)
 
 chart-lint: $(INSTALLED) ## helm lint --strict, ct lint, the chart's own tests (helm-unittest), and kubeconform on what it renders
 	$(call stage,chart)
-	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m bed.chart
+	PYTHONPATH=$(CURDIR)/tools $(BIN)/python -m bed.chart
 
-$(SITE)/.installed: requirements/docs.in
+$(SITE)/.installed: tools/requirements/docs.in
 	$(call stage,install what builds the site)
 	@$(PYTHON) -m venv $(SITE)
-	@$(SITE)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements/docs.in
+	@$(SITE)/bin/python -m pip install --quiet --disable-pip-version-check --requirement tools/requirements/docs.in
 	@touch $@
 
 # Never --quiet: MkDocs then counts no warnings, and --strict ends nothing.
@@ -234,13 +234,13 @@ changes: $(INSTALLED) ## print the section of the changelog that the fragments i
 	@$(BIN)/towncrier build --draft --version Unreleased
 
 cluster: $(INSTALLED) ## a real two-node Kubernetes on this machine (as root); its kubeconfig is .cluster/kubeconfig
-	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m bed up
+	PYTHONPATH=$(CURDIR)/tools $(BIN)/python -m bed up
 
 cluster-down: $(INSTALLED) ## take it down, whatever state it is in
-	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m bed down
+	PYTHONPATH=$(CURDIR)/tools $(BIN)/python -m bed down
 
-lock: $(INSTALLED) ## write requirements/*.txt anew from the .in files (TORCH_WHEELS adds its CPU builds' hashes)
-	$(BIN)/python requirements/locks.py update $(if $(UPGRADE),--upgrade)
+lock: $(INSTALLED) ## write tools/requirements/*.txt anew from the .in files (TORCH_WHEELS adds its CPU builds' hashes)
+	$(BIN)/python tools/requirements/locks.py update $(if $(UPGRADE),--upgrade)
 
 clean: ## remove caches and build products; runs/ stays
 	find . -path './$(VENV)*' -prune -o -path ./runs -prune -o -type d \( -name __pycache__ -o -name build -o -name dist -o -name '*.egg-info' \) -print0 | xargs -0 rm -rf

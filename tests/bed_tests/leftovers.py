@@ -11,10 +11,11 @@ import subprocess
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from patience import PATIENCE
+
 from bed import cgroups, images, state
 from bed.places import BRIDGE_END, CLUSTER, NAME, STATE, work
-from patience import PATIENCE
-from process_state import is_alive
+from bed.process_state import is_alive
 
 # Names the parallel test process, in the environment of all that it starts.
 WORKER = "PYTEST_XDIST_WORKER"

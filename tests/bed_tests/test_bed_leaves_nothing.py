@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import bed
 import pytest
+from patience import PATIENCE
+
+import bed
 from bed import places
 from bed.api import Api, ApiError
-from patience import PATIENCE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 NUMBER = "1"
@@ -25,7 +26,7 @@ STATE = places.STATES / f"bed{NUMBER}" / "state.json"
 ENVIRONMENT = {
     **os.environ,
     "EVERGRAD_BED": NUMBER,
-    "PYTHONPATH": str(places.REPOSITORY / "tests"),
+    "PYTHONPATH": str(places.REPOSITORY / "tools"),
     "PYTHONSAFEPATH": "1",
 }
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from bed import images, requirements, storage, toolbox
 from bed.api import Api
 from bed.places import families_named, in_url, node_named

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from bed.api import ApiError
 from patience import PATIENCE
+
+from bed.api import ApiError
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "examples/quickstart"

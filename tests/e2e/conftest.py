@@ -2,37 +2,17 @@
 undisturbed local run, and a look at the operator after every test."""
 
 import contextlib
-import importlib.util
 import json
 import re
 import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bed.fixtures import cluster, faults  # noqa: F401 - fixtures
 
-# The suite imports tests by path, so that helpers must be put where an ordinary import finds them.
-for _name in (
-    "cluster_runs",
-    "cluster_cli",
-    "cluster_shell",
-    "script_runs",
-    "operator_watch",
-    "installed_operator",
-    "gang_runs",
-    "verdicts",
-):
-    if _name not in sys.modules:
-        _spec = importlib.util.spec_from_file_location(
-            _name, Path(__file__).with_name(f"{_name}.py")
-        )
-        assert _spec is not None and _spec.loader is not None
-        sys.modules[_name] = importlib.util.module_from_spec(_spec)
-        _spec.loader.exec_module(sys.modules[_name])
+from bed.fixtures import cluster, faults  # noqa: F401 - fixtures
 
 _CLASSES = [
     {

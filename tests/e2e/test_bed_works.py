@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from patience import PATIENCE
+
 from bed import images
 from bed.api import ApiError, Object
 from bed.fixtures import Cluster
 from bed.places import API_SERVICE, NODES
-from patience import PATIENCE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 WRITER = """

@@ -73,7 +73,7 @@ def test_the_first_command_of_the_page_submits_a_run_and_watches_it_to_its_end(
     (tmp_path / "trainingrun.yaml").write_text(
         json.dumps(make_manifest("watched", steps=60))
     )
-    _, submit, *_ = read_blocks("docs/cluster-cli.md")
+    _, submit, *_ = read_blocks("docs/operate/cluster-cli.md")
     shell = Shell(runs.cluster, tmp_path, namespace=runs.namespace)
     run = runs.adopt("watched")
     printed = shell.run(submit, folder=tmp_path)

@@ -21,11 +21,11 @@ from typing import Any
 
 import pytest
 import yaml
+from patience import PATIENCE
+
 from bed import toolbox
 from bed.api import Api, ApiError
 from bed.fixtures import Cluster
-from patience import PATIENCE
-
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.reading.loader import load_manifest, read_document
 from evergrad_manifest.reading.overrides import (

@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from bed.coscheduling import SCHEDULER, Coscheduling
 from cluster_runs import Runs, wait_for
 from cluster_shell import Shell
 from gang_runs import PLACE, Groups, grow_and_replace, place_one_gang_after_the_other, start
 from pages import read_commands
+
+from bed.coscheduling import SCHEDULER, Coscheduling
 
 pytestmark = [
     pytest.mark.long,
@@ -32,7 +33,7 @@ def scheduler(
         one.bring_type()
         one.start()
         shell = Shell(cluster, tmp_path_factory.mktemp("shell"))
-        [command] = read_commands("docs/queues.md", "## Gangs without a queue")
+        [command] = read_commands("docs/operate/queues.md", "## Gangs without a queue")
         shell.run(command)
         operator.wait_for_rollout()
         yield one

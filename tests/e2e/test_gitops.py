@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bed import toolbox
 from cluster_runs import (
     ENDLESS,
     GROUP,
@@ -22,6 +21,8 @@ from cluster_runs import (
 )
 from cluster_shell import Shell
 from pages import read_commands
+
+from bed import toolbox
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
 HEALTH = (
@@ -273,7 +274,7 @@ def test_the_scripts_for_argo_cd_are_applied_beside_what_its_config_map_has(
             "makes and deletes the namespace argocd, which another cluster may have."
         )
     shell = Shell(cluster, tmp_path)
-    [apply] = read_commands("docs/gitops.md")
+    [apply] = read_commands("docs/operate/gitops.md")
     shell.run("kubectl create namespace argocd")
     try:
         shell.run(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from bed import images, product_images
 from bed.requirements import unavailable
 

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bed import prometheus
 from cluster_runs import wait_for
 from cluster_shell import Shell
 from installed_operator import RELEASE, Operator
 from pages import read_commands
+
+from bed import prometheus
 
 pytestmark = [
     pytest.mark.e2e,
@@ -50,7 +51,7 @@ def name_registry(command: str) -> str:
 
 def install_for_one_team(shell: Shell) -> None:
     """The first choice of the page: a namespace, an operator for it, its test, a first run."""
-    create, install, test, apply, watch = read_commands("docs/installing.md")
+    create, install, test, apply, watch = read_commands("docs/start/installing.md")
     shell.run(create)
     shell.run(name_registry(install))
     assert "Succeeded" in shell.run(test)
@@ -64,7 +65,7 @@ def install_for_one_team(shell: Shell) -> None:
 def monitor_and_upgrade(shell: Shell, operator: Operator) -> None:
     """One value for monitoring, an upgrade that keeps it, and the way back."""
     [monitor] = read_commands(
-        "docs/monitoring.md", "With Prometheus Operator in the cluster"
+        "docs/operate/monitoring.md", "With Prometheus Operator in the cluster"
     )
     shell.run(monitor)
     operator.wait_for_rollout()
@@ -76,11 +77,11 @@ def monitor_and_upgrade(shell: Shell, operator: Operator) -> None:
         "prometheusrule",
     }
 
-    upgrade, test = read_commands("docs/upgrading.md", "## Upgrading")
+    upgrade, test = read_commands("docs/operate/upgrading.md", "## Upgrading")
     shell.run(upgrade)
     operator.wait_for_rollout()
     assert "Succeeded" in shell.run(test)
-    [rollback] = read_commands("docs/upgrading.md", "## Rolling back")
+    [rollback] = read_commands("docs/operate/upgrading.md", "## Rolling back")
     shell.run(rollback)
     operator.wait_for_rollout()
     values = shell.run(f"helm get values {RELEASE} -n {operator.namespace}")
@@ -94,13 +95,13 @@ def test_the_pages_for_those_who_install_are_played_in_their_order(
 
     # The other choice of the page takes the first one's place.
     shell.run(f"helm uninstall {RELEASE} -n {operator.namespace} --wait")
-    [install] = read_commands("docs/installing.md", "**For the whole cluster**")
+    [install] = read_commands("docs/start/installing.md", "**For the whole cluster**")
     shell.run(name_registry(install))
     operator.wait_for_rollout()
     monitor_and_upgrade(shell, operator)
 
     # Runs, their definition and what the operator itself has made go last, and volumes stay.
-    uninstall, *others = read_commands("docs/installing.md", "## Uninstalling")
+    uninstall, *others = read_commands("docs/start/installing.md", "## Uninstalling")
     shell.run(uninstall)
     wait_for(lambda: not operator.pods(), "the operator's end")
     assert "quickstart" in shell.run(f"kubectl get trun -n {TEAM}")

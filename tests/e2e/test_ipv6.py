@@ -16,11 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bed import places
-from bed.api import Api
-from bed.fixtures import OTHER_CLUSTER, Cluster, other_cluster, require_bed
-from bed.places import REPOSITORY, STORAGE_CLASS
-from bed.product_images import TARGETS, name_of
 from cluster_cli import Cli, forward_port, open_page
 from cluster_runs import ENDLESS, Run, Runs, make_manifest, wait_for
 from installed_operator import Operator, install
@@ -28,6 +23,11 @@ from operator_watch import OperatorWatch
 from patience import PATIENCE
 from script_runs import finish, start_script
 
+from bed import places
+from bed.api import Api
+from bed.fixtures import OTHER_CLUSTER, Cluster, other_cluster, require_bed
+from bed.places import REPOSITORY, STORAGE_CLASS
+from bed.product_images import TARGETS, name_of
 from evergrad_common.addresses import join_address, plain_host
 from evergrad_operator.core.objects.names import JOIN_PORT, METRICS_PORT
 
@@ -46,7 +46,7 @@ def call(families: str, module: str, *words: str) -> None:
         **os.environ,
         "EVERGRAD_BED": NUMBER,
         "EVERGRAD_BED_FAMILIES": families,
-        "PYTHONPATH": str(REPOSITORY / "tests"),
+        "PYTHONPATH": str(REPOSITORY / "tools"),
         "PYTHONSAFEPATH": "1",
     }
     subprocess.run([sys.executable, "-m", module, *words], env=environment, check=True)

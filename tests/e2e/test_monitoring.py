@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bed import prometheus, toolbox
 from cluster_runs import ENDLESS, RESOURCE, ROOT, Run, Runs, make_manifest, wait_for
 
+from bed import prometheus, toolbox
 from evergrad_monitoring.alerts import ALERTS
 from evergrad_monitoring.queries import Query, collect_queries
 

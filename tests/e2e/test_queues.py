@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from bed.kueue import NAMESPACES, QUEUES, Kueue
 from cluster_runs import (
     ENDLESS,
     GROUP,
@@ -20,6 +19,7 @@ from cluster_runs import (
     wait_for,
 )
 
+from bed.kueue import NAMESPACES, QUEUES, Kueue
 from evergrad_operator.core.objects.times import parse_time
 
 pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(3600)]

@@ -120,7 +120,7 @@ class Walk:
 
     def fetch(self, name: str, claim: str) -> Path:
         """Copy the files of a run as the page says; the folder that they are in then."""
-        script = commands_of(ROOT / "docs/cluster.md", "The files of a run")
+        script = commands_of(ROOT / "docs/operate/cluster.md", "The files of a run")
         for word, own in (
             ("CLAIM,quickstart", f"CLAIM,{claim}"),
             (IMAGE, self._image),

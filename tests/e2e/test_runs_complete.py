@@ -7,9 +7,10 @@ import time
 from typing import Any
 
 import pytest
-from bed.places import SINGLE_CLASS
 from cluster_runs import ENDLESS, QUICKSTART, RESOURCE, ROOT, Runs, make_manifest, wait_for
 from patience import PATIENCE
+
+from bed.places import SINGLE_CLASS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
 

@@ -366,7 +366,7 @@ def test_a_run_in_training_that_is_restored_without_its_status_goes_on_from_its_
     orphaned_at = rows()[-1]["step"]
     wait_for(lambda: rows()[-1]["step"] > orphaned_at + 5, "steps without a TrainingRun")
 
-    # What nobody owns is taken away by hand, as docs/storage.md says; a backup has none of it.
+    # What nobody owns is taken away by hand, as docs/operate/storage.md says; a backup has none of it.
     selector = f"{GROUP}/run=restored"
     kinds = ("pods", "configmaps", "services", "secrets", "poddisruptionbudgets")
     kinds += ("networkpolicies",)

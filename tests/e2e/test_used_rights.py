@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
 from bed import chart
 from bed.places import CLUSTER
 

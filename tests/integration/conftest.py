@@ -1,32 +1,10 @@
 """Fixtures that processes of real runs share."""
 
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-# The suite imports tests by path, so that helpers must be put where an ordinary import finds them.
-for _name in (
-    "run_helpers",
-    "coordinator_processes",
-    "rendezvous_cluster",
-    "elastic_helpers",
-    "chaos_helpers",
-    "recipe_runs",
-    "position_helpers",
-    "browser",
-    "page_site",
-):
-    if _name not in sys.modules:
-        _spec = importlib.util.spec_from_file_location(
-            _name, Path(__file__).with_name(f"{_name}.py")
-        )
-        assert _spec is not None and _spec.loader is not None
-        sys.modules[_name] = importlib.util.module_from_spec(_spec)
-        _spec.loader.exec_module(sys.modules[_name])
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+FOLDER = Path(__file__).parents[2] / "tools/benchmarks"
 
 
 @pytest.fixture

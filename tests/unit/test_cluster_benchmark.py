@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS, END_TO_END = ROOT / "benchmarks", ROOT / "tests/e2e"
+BENCHMARKS, END_TO_END = ROOT / "tools/benchmarks", ROOT / "tests/e2e"
 # Requests to an API server 1.34: those that runs cause, those that go on without them, reads.
 COUNTED = (
     ("POST", "pods", "", 201, "5"),

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from process_state import is_alive
+from bed.process_state import is_alive
 
 # The first thread alone ends, as one does first behind a SIGKILL: exit, and not exit_group.
 FIRST_THREAD_ENDS = """

@@ -2,7 +2,7 @@
 and ``generation``.
 
 A script that calls them also runs without Evergrad: then ``report`` does nothing, ``should_stop`` only knows
-SIGTERM, and ``may_commit`` is always True. See docs/elastic-scripts.md.
+SIGTERM, and ``may_commit`` is always True. See docs/train/elastic-scripts.md.
 """
 
 import contextlib

@@ -66,7 +66,8 @@ def check_kopf(version: str) -> None:
     numbers = tuple(int(part) for part in parts if part.isdecimal())
     if not OLDEST <= numbers < NEWEST:
         raise SettingsError(
-            f"kopf {version} is installed, but kopf>=1.45.2,<2 is needed. Install requirements/operator.txt."
+            f"kopf {version} is installed, but kopf>=1.45.2,<2 is needed. "
+            "Install tools/requirements/operator.txt."
         )
 
 

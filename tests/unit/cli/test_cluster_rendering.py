@@ -662,9 +662,9 @@ def test_a_run_that_no_operator_has_seen_is_pending(
 
 
 def documented(command: str) -> set[str]:
-    """The keys that docs/cluster-cli.md gives for a command's document."""
+    """The keys that docs/operate/cluster-cli.md gives for a command's document."""
     text = (
-        (Path(__file__).resolve().parents[3] / "docs/cluster-cli.md")
+        (Path(__file__).resolve().parents[3] / "docs/operate/cluster-cli.md")
         .read_text()
         .partition("## JSON")[2]
     )

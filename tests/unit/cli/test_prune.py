@@ -441,7 +441,7 @@ def test_the_commands_of_the_page_list_and_delete_what_it_says_in_its_order(
     make_directory(tmp_path / "runs/first")
     environment = make_environment(KUBECONFIG=api.kubeconfig)
     shown, deleted = [], []
-    for command in read_commands("docs/pruning.md"):
+    for command in read_commands("docs/operate/pruning.md"):
         shown.append(play(command, tmp_path, environment=environment))
         deleted.append([one.path.rpartition("/")[2] for one in api.sent("DELETE")])
     assert "Nothing was deleted. 1 would be" in shown[0]

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from process_state import children_of
 
+from bed.process_state import children_of
 from evergrad_trainer.data.preparation.chunk import Attempt, TokenizeJob
 from evergrad_trainer.data.preparation.content import Chunk, ContentPiece
 from evergrad_trainer.data.preparation.pool import ProcessPool

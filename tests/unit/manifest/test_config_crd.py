@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
-from bed import toolbox
 
+from bed import toolbox
 from evergrad_common.contract import API_VERSION, KIND
 from evergrad_manifest import generate
 from evergrad_manifest.crd.definition import (

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import yaml
-from bed import toolbox
 from kubernetes_scalars import TABLE, ask_kubernetes, scalars
 
+from bed import toolbox
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.reading.document import parse_document
 from evergrad_manifest.reading.loader import load_manifest

@@ -23,7 +23,7 @@ from evergrad_manifest.profile import (
 from evergrad_manifest.reading.validation import parse_run
 
 BASE = Path(__file__).parent / "base_manifest.yaml"
-PAGE = Path(__file__).resolve().parents[3] / "docs/profiles.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs/operate/profiles.md"
 SPEC = yaml.safe_load(BASE.read_text())["spec"]
 QUEUE = "kueue.x-k8s.io/queue-name"
 GPU = {"key": "gpu", "operator": "Exists"}

@@ -36,7 +36,7 @@ BERT = {
 
 @pytest.fixture(scope="module")
 def generator() -> ModuleType:
-    path = ROOT / "docs" / "architectures.py"
+    path = ROOT / "tools/docs/architectures.py"
     spec = importlib.util.spec_from_file_location("architectures_page", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -9,7 +9,7 @@ import pytest
 from evergrad_manifest.training import Training
 from evergrad_trainer.models.memory import ModelFacts, largest_fit, memory_of
 
-PAGE = Path(__file__).parents[3] / "docs" / "model-sizes.md"
+PAGE = Path(__file__).parents[3] / "docs/train/model-sizes.md"
 LLAMA_8B = ModelFacts(
     8_030_261_248, hidden_size=4096, num_layers=32, vocab_size=128_256, max_positions=8192
 )

@@ -130,7 +130,7 @@ def test_the_manifest_of_the_documentation_is_valid_and_its_script_is_there(
     tmp_path: Path,
 ) -> None:
     text = (
-        (ROOT / "docs/elastic-scripts.md")
+        (ROOT / "docs/train/elastic-scripts.md")
         .read_text("utf-8")
         .split("```yaml\n")[1]
         .split("```")[0]

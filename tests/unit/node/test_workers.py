@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from patience import PATIENCE
-from process_state import is_alive
+
+from bed.process_state import is_alive
 
 NODE = """\
 import os, sys, time

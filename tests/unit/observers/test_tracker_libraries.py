@@ -1,6 +1,6 @@
 """The libraries of trackers: what each is told, and that it shows one run without gaps after kills.
 
-TensorBoard is there; the others run in tests/integration/test_observers.py where they are installed, and here
+TensorBoard is there; the others run in tests/integration/run/test_observers.py where they are installed, and here
 against what their documents say of them.
 """
 

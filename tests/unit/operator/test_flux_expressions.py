@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import yaml
-from bed import toolbox
 from run_samples import make_samples
+
+from bed import toolbox
 
 ROOT = Path(__file__).resolve().parents[3]
 AT_ITS_END = {"suspended", "stopped", "complete"}

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from bed import toolbox
 from kstatus_rules import ask_kstatus, judge
 from run_samples import make_samples
 from simulated_run import START, Simulation, make_run
 
+from bed import toolbox
 from evergrad_manifest.crd.definition import build_root
 from evergrad_operator.core.objects.names import Phase, Reason
 from evergrad_operator.core.status.run_status import (

@@ -193,7 +193,7 @@ def test_a_note_that_says_nothing_is_resolved_anew(note: str) -> None:
 
 
 def page_blocks() -> list[Any]:
-    text = (ROOT / "docs/profiles.md").read_text("utf-8")
+    text = (ROOT / "docs/operate/profiles.md").read_text("utf-8")
     return [
         yaml.safe_load(one) for one in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     ]
@@ -216,7 +216,7 @@ def test_the_ten_lines_of_the_page_with_its_profiles_make_these_pods() -> None:
     built = json.loads(json.dumps({"claim": world.plan.claim, "node": pods[0]}))
     if os.environ.get("GOLDEN") == "write":
         GOLDEN.write_text(
-            "# A run of ten lines with the profiles of docs/profiles.md; written by "
+            "# A run of ten lines with the profiles of docs/operate/profiles.md; written by "
             "test_operator_profiles.py.\n" + yaml.safe_dump(built, sort_keys=False)
         )
     assert built == yaml.safe_load(GOLDEN.read_text())

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from bed import toolbox
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -109,7 +110,7 @@ def test_a_running_run_can_count_as_healthy_with_one_more_line(
 ) -> None:
     lines = [
         line
-        for line in (ROOT / "docs/gitops.md").read_text("utf-8").splitlines()
+        for line in (ROOT / "docs/operate/gitops.md").read_text("utf-8").splitlines()
         if line.startswith("if is.Ready")
     ]
     assert len(lines) == 1

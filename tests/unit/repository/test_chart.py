@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import yaml
+
 from bed import chart, toolbox
 from bed.shell import BedError
-
 from evergrad_operator.core.objects import names
 from evergrad_operator.edge.settings import parse_settings
 from evergrad_operator.edge.webhook.server import PATH, WEBHOOK_NAME

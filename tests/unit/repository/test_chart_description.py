@@ -21,7 +21,7 @@ from evergrad_manifest.reading.loader import load_manifest
 @pytest.fixture(scope="module")
 def chart_values(root: Path) -> Iterator[ModuleType]:
     spec = importlib.util.spec_from_file_location(
-        "chart_values", root / "docs" / "chart_values.py"
+        "chart_values", root / "tools/docs/chart_values.py"
     )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -45,7 +45,7 @@ def annotation(described: dict[str, Any], name: str) -> Any:
 
 def test_readme_and_schema_are_those_of_the_comments(root: Path) -> None:
     result = subprocess.run(
-        [sys.executable, root / "docs" / "chart_values.py", "--check"],
+        [sys.executable, root / "tools/docs/chart_values.py", "--check"],
         capture_output=True,
         text=True,
         check=False,

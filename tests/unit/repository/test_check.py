@@ -16,7 +16,7 @@ def test_a_changed_module_chooses_the_tests_that_import_it(root: Path) -> None:
 
 def test_a_changed_test_is_chosen_and_a_page_chooses_none() -> None:
     test = "tests/unit/repository/test_check.py"
-    assert check.choose_tests([test, "README.md", "docs/data.md"]) == [test]
+    assert check.choose_tests([test, "README.md", "docs/train/data.md"]) == [test]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pages import BLOCK, ROOT
 from evergrad_cli.main import build_whole_parser
 
 TABLE = ROOT / "docs/commands.csv"
-_PAGES = ("*.md", "docs/**/*.md", "examples/*/README.md", "benchmarks/*.md")
+_PAGES = ("*.md", "docs/**/*.md", "examples/*/README.md", "tools/benchmarks/*.md")
 _VARIABLE = re.compile(r"^[A-Z_]+=\S* ")
 
 

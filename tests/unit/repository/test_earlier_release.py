@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from bed import chart, toolbox
 
 COMMIT = "05accba"

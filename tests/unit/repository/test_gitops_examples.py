@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import yaml
+
 from bed import chart, schemas, toolbox
 from bed.shell import run
-
 from evergrad_manifest.reading.loader import load_manifest
 from evergrad_manifest.reading.validation import check_run
 

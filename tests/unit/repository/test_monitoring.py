@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import yaml
-from bed import chart, toolbox
 from patience import PATIENCE
 
+from bed import chart, toolbox
 from evergrad_common.causes import CHANGES, ENDINGS, SKIPS
 from evergrad_common.metrics import COORDINATOR, NODE, OPERATOR, PREFIX, TRAINER
 from evergrad_monitoring.alerts import ALERTS, OF_RUNS, THRESHOLDS

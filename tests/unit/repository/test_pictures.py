@@ -15,7 +15,9 @@ import pytest
 
 @pytest.fixture(scope="module")
 def pictures(root: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("pictures", root / "docs/pictures.py")
+    spec = importlib.util.spec_from_file_location(
+        "pictures", root / "tools/docs/pictures.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -23,7 +25,7 @@ def pictures(root: Path) -> ModuleType:
 
 
 def test_the_pictures_are_what_the_records_show(root: Path) -> None:
-    script = [sys.executable, str(root / "docs/pictures.py"), "--check"]
+    script = [sys.executable, str(root / "tools/docs/pictures.py"), "--check"]
     result = subprocess.run(script, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (0, "")
 

@@ -4,6 +4,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from bed import images, product_images
 from bed.product_images import NO_REVISION, TARGETS, Settings, find_revision
 

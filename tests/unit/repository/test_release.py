@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 import yaml
+from pages import play, read_commands
+
 from bed import toolbox
 from bed.product_images import version
-from pages import play, read_commands
 
 VERSION = version()
 EPOCH = 1_700_000_000
@@ -37,9 +38,12 @@ def release(root: Path) -> Release:
     def run(
         *arguments: object, umask: int = 0o022, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        paths = [str(root / name) for name in ("tests", "requirements", "release")]
+        paths = [
+            str(root / name)
+            for name in ("tests", "tools", "tools/requirements", "tools/release")
+        ]
         return subprocess.run(
-            [sys.executable, root / "release/make_release.py", *map(str, arguments)],
+            [sys.executable, root / "tools/release/make_release.py", *map(str, arguments)],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
             umask=umask,
             capture_output=True,
@@ -80,7 +84,7 @@ def test_a_release_holds_wheels_chart_bills_and_checksums_that_hold(made: Path) 
 
 @pytest.mark.slow
 def test_the_commands_of_the_page_make_a_release_whose_sums_hold(made: Path) -> None:
-    _, make, check = read_commands("docs/releasing.md")
+    _, make, check = read_commands("docs/project/releasing.md")
     # The fixture has run this command, with options for another folder and the places of publication.
     assert make == "make release RELEASE=--without-images"
     said = play(check, made.parent)
@@ -142,7 +146,7 @@ def test_a_bill_lists_every_locked_release_with_its_hashes_and_who_needs_it(
     bill = json.loads((made / f"evergrad-{image}-{VERSION}.cdx.json").read_text())
     assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
     components: dict[str, Any] = {one["bom-ref"]: one for one in bill["components"]}
-    text = (root / "requirements" / lock).read_text()
+    text = (root / "tools/requirements" / lock).read_text()
     pinned = {
         line.split(" ")[0] for line in text.splitlines() if "==" in line.split(" ")[0]
     }

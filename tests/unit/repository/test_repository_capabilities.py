@@ -19,7 +19,7 @@ def test_each_row_that_works_has_a_test_and_names_only_things_that_exist() -> No
         "evergrad run --nodes",
         "make bench",
         "column loss",
-        "docs/evaluation.md",
+        "docs/train/evaluation.md",
         "evergrad_trainer.task:Task.loss",
         "evergrad_step",
     ],

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from bed.requirements import COMMANDS, PLUGINS
 
 CI = Path(__file__).resolve().parents[3] / ".ci/run"

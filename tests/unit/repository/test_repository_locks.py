@@ -18,7 +18,7 @@ LOCKS = ("trainer.txt", "torch.txt", "torch-cpu.txt", "operator.txt", "dev.txt")
 @pytest.fixture(scope="module")
 def locks(root: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(
-        "requirements_locks", root / "requirements" / "locks.py"
+        "requirements_locks", root / "tools/requirements" / "locks.py"
     )
     assert spec is not None
     assert spec.loader is not None
@@ -42,7 +42,7 @@ def normalised(name: str) -> str:
 def test_every_pin_is_exact_and_carries_hashes(
     lock: str, root: Path, locks: ModuleType
 ) -> None:
-    text = (root / "requirements" / lock).read_text()
+    text = (root / "tools/requirements" / lock).read_text()
     pins = locks.parse_lock(text)
     starts = [
         line for line in text.splitlines() if line and not line.startswith((" ", "#"))
@@ -58,7 +58,7 @@ def test_no_package_stands_in_two_locks_except_torchs_two_builds_and_what_operat
     pins = [
         {
             pin.name: pin
-            for pin in locks.parse_lock((root / "requirements" / lock).read_text())
+            for pin in locks.parse_lock((root / "tools/requirements" / lock).read_text())
         }
         for lock in LOCKS
     ]
@@ -73,10 +73,10 @@ def test_no_package_stands_in_two_locks_except_torchs_two_builds_and_what_operat
 def test_both_builds_of_torch_are_the_same_release(root: Path, locks: ModuleType) -> None:
     (index,) = (
         pin
-        for pin in locks.parse_lock((root / "requirements" / "torch.txt").read_text())
+        for pin in locks.parse_lock((root / "tools/requirements" / "torch.txt").read_text())
         if pin.name == "torch"
     )
-    (cpu,) = locks.parse_lock((root / "requirements" / "torch-cpu.txt").read_text())
+    (cpu,) = locks.parse_lock((root / "tools/requirements" / "torch-cpu.txt").read_text())
     assert cpu.version == f"{index.version}+cpu"
     assert locks.hashes(cpu.text).isdisjoint(locks.hashes(index.text))
 
@@ -86,7 +86,7 @@ def test_what_only_cuda_needs_stands_apart_and_only_for_linux(
 ) -> None:
     cuda = [
         pin
-        for pin in locks.parse_lock((root / "requirements" / "torch.txt").read_text())
+        for pin in locks.parse_lock((root / "tools/requirements" / "torch.txt").read_text())
         if pin.name != "torch"
     ]
     assert {"triton", "nvidia-nccl-cu13"} <= {pin.name for pin in cuda}
@@ -95,8 +95,8 @@ def test_what_only_cuda_needs_stands_apart_and_only_for_linux(
         for pin in cuda
         if "sys_platform == 'linux'" not in pin.text.splitlines()[0]
     ] == []
-    other = (root / "requirements" / "trainer.txt").read_text() + (
-        root / "requirements" / "dev.txt"
+    other = (root / "tools/requirements" / "trainer.txt").read_text() + (
+        root / "tools/requirements" / "dev.txt"
     ).read_text()
     assert not re.search(r"^(?:nvidia-|cuda-|triton)", other, re.MULTILINE)
 
@@ -114,9 +114,9 @@ def test_what_an_in_file_names_is_locked(
 ) -> None:
     pinned: dict[str, set[str]] = {}
     for lock in own_locks:
-        for pin in locks.parse_lock((root / "requirements" / lock).read_text()):
+        for pin in locks.parse_lock((root / "tools/requirements" / lock).read_text()):
             pinned.setdefault(normalised(pin.name), set()).add(pin.version)
-    for wanted in named(root / "requirements" / source):
+    for wanted in named(root / "tools/requirements" / source):
         versions = pinned.get(normalised(wanted.name), set())
         assert versions, f"{wanted.name} is in {source} and in no lock; run make lock"
         assert all(
@@ -151,12 +151,12 @@ def test_a_package_and_its_in_file_name_the_same_and_the_locks_keep_its_bounds(
     ]
     published = [Requirement(line) for line in lines if not line.startswith("evergrad-")]
     assert {normalised(one.name) for one in published} == {
-        normalised(one.name) for one in named(root / "requirements" / source)
+        normalised(one.name) for one in named(root / "tools/requirements" / source)
     }
     pins = [
         pin
         for lock in own_locks
-        for pin in locks.parse_lock((root / "requirements" / lock).read_text())
+        for pin in locks.parse_lock((root / "tools/requirements" / lock).read_text())
     ]
     for wanted in published:
         versions = {
@@ -176,7 +176,7 @@ def test_the_trainers_extras_are_locked_within_their_bounds(
     pins = {
         normalised(pin.name): pin.version
         for name in ("trainer.txt", "dev.txt")
-        for pin in locks.parse_lock((root / "requirements" / name).read_text())
+        for pin in locks.parse_lock((root / "tools/requirements" / name).read_text())
     }
     for wanted in map(
         Requirement,

@@ -30,7 +30,7 @@ def _two() -> int:
 
 @pytest.fixture(scope="module")
 def readability() -> Iterator[ModuleType]:
-    path = Path(__file__).resolve().parents[3] / "benchmarks" / "readability.py"
+    path = Path(__file__).resolve().parents[3] / "tools/benchmarks" / "readability.py"
     spec = importlib.util.spec_from_file_location("readability", path)
     assert spec is not None and spec.loader is not None
     module = sys.modules["readability"] = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""The walks in docs/architecture.md: each file is there, and so is what is called in it."""
+"""The walks in docs/project/architecture.md: each file is there, and so is what is called in it."""
 
 import ast
 import re
@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 _ROOT = Path(__file__).resolve().parents[3]
-_SECTION = (_ROOT / "docs/architecture.md").read_text("utf-8").partition("## Walks")[2]
+_SECTION = (
+    (_ROOT / "docs/project/architecture.md").read_text("utf-8").partition("## Walks")[2]
+)
 _WALKS = {
     title.strip(): [tuple(line.split(maxsplit=1)) for line in block.strip().splitlines()]
     for title, block in re.findall(

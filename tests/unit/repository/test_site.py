@@ -16,7 +16,9 @@ import yaml
 
 @pytest.fixture(scope="module")
 def hooks(root: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("site_hooks", root / "docs/site_hooks.py")
+    spec = importlib.util.spec_from_file_location(
+        "site_hooks", root / "tools/docs/site_hooks.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

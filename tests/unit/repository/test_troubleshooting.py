@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 _ROOT = Path(__file__).resolve().parents[3]
-_PAGE = (_ROOT / "docs/troubleshooting.md").read_text("utf-8")
+_PAGE = (_ROOT / "docs/operate/troubleshooting.md").read_text("utf-8")
 _SHORTEST = 9
 """Shorter pieces between two ellipses, such as a comma, say nothing."""
 

@@ -1,7 +1,7 @@
 """Memory that a training process needs, calculated from a plan.
 
 The result is an estimate: allocators keep more than is asked for, and libraries bring buffers of their own.
-docs/model-sizes.md has what was calculated and what was measured.
+docs/train/model-sizes.md has what was calculated and what was measured.
 """
 
 from dataclasses import dataclass, replace

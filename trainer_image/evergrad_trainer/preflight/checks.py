@@ -478,7 +478,10 @@ def check_device(training: Training, machine: Machine) -> Iterator[Finding]:
         yield Finding(
             "warning",
             Problem(
-                where, what, why, "Build the image with a compiler (docs/installing.md)"
+                where,
+                what,
+                why,
+                "Build the image with a compiler (docs/start/installing.md)",
             ),
         )
 

@@ -173,7 +173,7 @@ def check_memory(
         )
         remedy = (
             f"{lower} runtime.activationCheckpointing, runtime.lossChunk, parallelism: fsdp2, or a "
-            "smaller model; docs/model-sizes.md has a table"
+            "smaller model; docs/train/model-sizes.md has a table"
         )
         yield Finding("error", Problem("memory", what, why, remedy, is_of_host=True))
 

@@ -1,0 +1,312 @@
+"""Counts what can be counted about how the product reads: sizes, density, comments, fragments, long lines,
+import circles.
+
+``python tools/benchmarks/readability.py [COMMIT …]`` prints one table a commit; without one, of the working tree.
+Tests, benchmarks and examples are left out.
+"""
+
+import argparse
+import ast
+import io
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+PACKAGES = ("coordinator", "manifest", "operator", "cli", "trainer_image")
+"""Folders of the product, each with one or more packages."""
+MAX_LINE = 110
+_LAYOUT = {
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+    tokenize.ENCODING,
+}
+
+
+@dataclass(frozen=True)
+class Function:
+    """One ``def``, with its size from the first line to the last."""
+
+    where: str
+    name: str
+    lines: int
+
+
+@dataclass(frozen=True)
+class Class:
+    """One class, with its size and its public methods and properties."""
+
+    where: str
+    name: str
+    lines: int
+    num_public: int
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What was counted in a set of modules."""
+
+    modules: int
+    lines: int
+    median_function: float
+    p90_function: float
+    longest_function: str
+    longest_class: str
+    classes_over_250: int
+    most_public_methods: str
+    tokens_per_code_line: float
+    comments_per_100_code_lines: float
+    private_functions_called_once_percent: float
+    lines_over_110_percent: float
+    longest_module: str
+
+
+def count(texts: Mapping[str, str]) -> Numbers:
+    """The numbers of some modules, by their paths."""
+    functions = [
+        one for where, text in texts.items() for one in find_functions(where, text)
+    ]
+    classes = [one for where, text in texts.items() for one in find_classes(where, text)]
+    sizes = sorted(one.lines for one in functions) or [0]
+    tokens = code_lines = comments = 0
+    for text in texts.values():
+        found = count_tokens(text)
+        tokens, code_lines, comments = (
+            tokens + found[0],
+            code_lines + found[1],
+            comments + found[2],
+        )
+    lines = [line for text in texts.values() for line in text.splitlines()]
+    once = [name for text in texts.values() for name in find_private_called_once(text)]
+    function = max(functions, key=lambda one: one.lines, default=None)
+    largest = max(classes, key=lambda one: one.lines, default=None)
+    widest = max(classes, key=lambda one: one.num_public, default=None)
+    module = max(texts, key=lambda where: texts[where].count("\n"), default="")
+    return Numbers(
+        modules=len(texts),
+        lines=len(lines),
+        median_function=statistics.median(sizes),
+        p90_function=sizes[int(0.9 * (len(sizes) - 1))],
+        longest_function=f"{function.lines} {function.name}" if function else "",
+        longest_class=f"{largest.lines} {largest.name}" if largest else "",
+        classes_over_250=sum(one.lines > 250 for one in classes),
+        most_public_methods=f"{widest.num_public} {widest.name}" if widest else "",
+        tokens_per_code_line=round(tokens / max(code_lines, 1), 2),
+        comments_per_100_code_lines=round(100 * comments / max(code_lines, 1), 2),
+        private_functions_called_once_percent=round(
+            100 * len(once) / max(len(functions), 1), 1
+        ),
+        lines_over_110_percent=round(
+            100 * sum(len(line) > MAX_LINE for line in lines) / max(len(lines), 1), 2
+        ),
+        longest_module=f"{texts[module].count(chr(10))} {Path(module).name}"
+        if module
+        else "",
+    )
+
+
+def find_functions(where: str, text: str) -> Iterator[Function]:
+    """All functions and methods of a module."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield Function(
+                where,
+                node.name,
+                (node.end_lineno or node.lineno) - node.lineno + 1,
+            )
+
+
+def find_classes(where: str, text: str) -> Iterator[Class]:
+    """All classes of a module."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef):
+            methods = [
+                one
+                for one in node.body
+                if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)
+            ]
+            is_public = sum(not one.name.startswith("_") for one in methods)
+            yield Class(
+                where,
+                node.name,
+                (node.end_lineno or node.lineno) - node.lineno + 1,
+                is_public,
+            )
+
+
+def count_tokens(text: str) -> tuple[int, int, int]:
+    """Tokens of code, lines that hold such a token, and lines that hold a comment and nothing else.
+
+    Docstrings are neither.
+    """
+    prose = {
+        number
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+        for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    code: Counter[int] = Counter()
+    comments: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            comments.add(token.start[0])
+        elif token.type not in _LAYOUT and token.start[0] not in prose:
+            code[token.start[0]] += 1
+    return code.total(), len(code), len(comments - code.keys())
+
+
+def find_private_called_once(text: str) -> list[str]:
+    """Private functions and methods of a module whose names stand in it once besides their definitions."""
+    names: Counter[str] = Counter()
+    private = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Name):
+            names[node.id] += 1
+        elif isinstance(node, ast.Attribute):
+            names[node.attr] += 1
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and re.match(
+            "_[^_]", node.name
+        ):
+            private.append(node.name)
+    return [name for name in private if names[name] == 1]
+
+
+def find_circles(texts: Mapping[str, str]) -> list[list[str]]:
+    """Groups of modules that import each other, imports for the type checker included."""
+    modules = {module_name(where): text for where, text in texts.items()}
+    imports = {
+        name: set(find_imports(text)) & modules.keys() for name, text in modules.items()
+    }
+    reach = {name: _reachable(name, imports) for name in imports}
+    circles = {
+        tuple(sorted(other for other in reach[name] if name in reach[other]))
+        for name in reach
+        if name in reach[name]
+    }
+    return [list(circle) for circle in sorted(circles)]
+
+
+def _reachable(start: str, imports: Mapping[str, set[str]]) -> set[str]:
+    """Modules that a module leads to; itself only over a circle."""
+    found: set[str] = set()
+    front = set(imports[start])
+    while front:
+        found |= front
+        front = {other for name in front for other in imports[name]} - found
+    return found
+
+
+def module_name(where: str) -> str:
+    """``cli/evergrad_cli/main.py`` → ``evergrad_cli.main``."""
+    parts = Path(where).with_suffix("").parts[1:]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def find_imports(text: str) -> Iterator[str]:
+    """Modules that a module's head imports, also for the type checker.
+
+    Those inside functions are left to import-linter.
+    """
+    body = list(ast.parse(text).body)
+    for node in body:
+        if isinstance(node, ast.If):
+            body.extend(node.body)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def read_product(root: Path, commit: str | None) -> dict[str, str]:
+    """The product's modules by path, of a commit or of the working tree."""
+    tree = ["ls-tree", "-r", "--name-only", commit] if commit else ["ls-files"]
+    names = _git(root, *tree).splitlines()
+    wanted = [
+        name for name in names if name.endswith(".py") and name.split("/")[0] in PACKAGES
+    ]
+    if commit is None:
+        return {
+            name: (root / name).read_text(encoding="utf-8")
+            for name in wanted
+            if (root / name).exists()
+        }
+    return {name: _git(root, "show", f"{commit}:{name}") for name in wanted}
+
+
+def _git(root: Path, *arguments: str) -> str:
+    return subprocess.run(
+        ["git", *arguments], cwd=root, check=True, capture_output=True, text=True
+    ).stdout
+
+
+def measure(texts: Mapping[str, str]) -> dict[str, Numbers]:
+    """The numbers by folder, and of all."""
+    groups = {
+        one: {where: text for where, text in texts.items() if where.startswith(f"{one}/")}
+        for one in PACKAGES
+    }
+    return {
+        one: count(found) for one, found in {**groups, "all": dict(texts)}.items() if found
+    }
+
+
+def render(tables: Mapping[str, Mapping[str, Numbers]]) -> str:
+    """Markdown: one table a commit, a row a measure, a column a package."""
+    text = ""
+    for title, table in tables.items():
+        text += f"\n{title}\n\n| | {' | '.join(table)} |\n|---|{'---|' * len(table)}\n"
+        for measure_name in Numbers.__dataclass_fields__:
+            values = [str(getattr(one, measure_name)) for one in table.values()]
+            text += f"| {re.sub('_', ' ', measure_name)} | {' | '.join(values)} |\n"
+    return text.lstrip()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "commits", nargs="*", help="commits to count (default: the working tree)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object by commit and package"
+    )
+    options = parser.parse_args(arguments)
+    root = Path(__file__).resolve().parents[2]
+    tables, circles = {}, {}
+    for commit in options.commits or [None]:
+        texts = read_product(root, commit)
+        title = commit or "working tree"
+        tables[title], circles[title] = measure(texts), find_circles(texts)
+    if options.json:
+        print(
+            json.dumps(
+                {
+                    title: {name: asdict(one) for name, one in table.items()}
+                    for title, table in tables.items()
+                }
+            )
+        )
+        return 0
+    print(render(tables))
+    for title, found in circles.items():
+        print(
+            f"{title}: {len(found)} import "
+            f"circles{''.join(f'; {len(one)} modules: ' + ', '.join(one) for one in found)}"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
