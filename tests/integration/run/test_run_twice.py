@@ -12,6 +12,7 @@ from run_helpers import (
     USER_ERROR,
     Experiment,
     assert_same_state,
+    events,
     fault,
     recipe,
     steps_of,
@@ -48,7 +49,8 @@ def test_a_second_run_is_refused_while_the_first_one_is_alive(
     experiment.write()
     first = experiment.start(faults=[HOLD])
     wait_until(lambda: steps_of(experiment.at()) == [1, 2, 3, 4, 5])
-    wait_until((experiment.at() / "checkpoints" / "latest").exists)
+    # The last thing that it writes before the step at which it is held.
+    wait_until(lambda: events(experiment.at(), "save"))
     before = content(experiment.at())
     refused = experiment.run(expect=USER_ERROR)
     assert f"pid {first.pid} trains this run already, at step 5, since 20" in refused.err

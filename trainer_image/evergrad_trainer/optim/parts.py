@@ -3,8 +3,8 @@
 torch's fused kernel on the CPU works through a tensor in vectors, and does what is left at its end one
 element at a time, with other roundings. Cut a tensor in two and, of 3 million results, a few differ in the
 last bit: tools/benchmarks/adamw_cuts.py measures it. ``foreach`` and the plain loop do not depend on cuts,
-but take several passes over memory where the fused kernel takes one, and their bits are not those that runs have
-had so far.
+but take several passes over memory where the fused kernel takes one, and their bits are not those that runs
+have had so far.
 
 The kernel's threads and vectors begin at multiples of a cache line. A part is therefore updated line by line:
 lines that are whole in place, and the two that others hold a part of as copies, at the same places as in the
