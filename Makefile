@@ -17,7 +17,7 @@ TRACKED := $(VENV)-trackers
 SITE := $(VENV)-docs
 # Likewise: libraries that benchmarks measure Evergrad beside.
 PEERS := $(VENV)-peers
-PACKAGES := $(addsuffix /pyproject.toml,common coordinator manifest operator cli trainer_image)
+PACKAGES := $(wildcard */pyproject.toml)
 
 # The working directory never goes onto the import path: the folder operator/ would shadow the standard library's module.
 export PYTHONSAFEPATH := 1
@@ -106,7 +106,7 @@ $(OTHER)/.installed: $(PACKAGES)
 	@$(OTHER)/bin/python -m pip install --disable-pip-version-check $(if $(TORCH_WHEELS),--find-links $(TORCH_WHEELS)) \
 		torch==$(TORCH) numpy 'setuptools>=77' pytest pytest-timeout
 	@$(OTHER)/bin/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation \
-		--editable common --editable coordinator --editable manifest --editable cli --editable trainer_image
+		$(addprefix --editable ,common coordinator manifest cli trainer_image)
 	@touch $@
 
 # Without a CPU build in TORCH_WHEELS this takes the index's torch, with gigabytes of CUDA packages on Linux.

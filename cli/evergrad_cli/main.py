@@ -305,8 +305,9 @@ def _import_command(name: str) -> Command | str:
     """Return the module of a command, or in words which package it lacks."""
     # A module of this package, or the one that an installed package names for the command.
     if name in CLUSTER_COMMANDS or name in OWN_COMMANDS:
-        folder = ".cluster" if name in CLUSTER_COMMANDS else ""
-        path = f"evergrad_cli{folder}.{name}"
+        folder = ".cluster.commands" if name in CLUSTER_COMMANDS else ".local"
+        # Completion imports this module, so that it is above it.
+        path = f"evergrad_cli{'' if name == 'completion' else folder}.{name}"
     elif entries := metadata.entry_points(group=COMMAND_GROUP, name=name):
         path = next(iter(entries)).module
     else:

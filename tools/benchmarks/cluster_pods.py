@@ -1,4 +1,4 @@
-"""``make bench-cluster-pods``: a killed pod on the two-node Kubernetes of tests/bed, beside an Indexed Job
+"""``make bench-cluster-pods``: a killed pod on the two-node Kubernetes of tools/bed, beside an Indexed Job
 with stock torchrun.
 
 Real kubelets, containers and the trainer image. How to read the rows: see README.md beside this file.

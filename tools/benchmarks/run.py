@@ -38,9 +38,9 @@ RECOVERY = "recovery"
 """Takes as long as all others together, and options: ``make bench-recovery``; not among those that run by
 default."""
 CLUSTER = "cluster"
-"""Needs the control plane of tests/bed and has options: ``make bench-cluster``."""
+"""Needs the control plane of tools/bed and has options: ``make bench-cluster``."""
 CLUSTER_PODS = "cluster-pods"
-"""Needs the nodes of tests/bed and has options: ``make bench-cluster-pods``."""
+"""Needs the nodes of tools/bed and has options: ``make bench-cluster-pods``."""
 
 SFT_PACKING, PREPARE_MIXTURE = "sft-packing", "prepare-mixture"
 """Beside libraries that nothing else here needs (TRL, datasets): ``make bench-peers``."""

@@ -17,7 +17,7 @@ from browser import Browser, open_browser
 from page_site import FLEET, Site, fleet_page
 from PIL import Image
 
-FOLDER = Path(__file__).resolve().parent / "images"
+FOLDER = Path(__file__).resolve().parents[2] / "docs/images"
 RUN_SECONDS = 1320
 """Age of the run when its picture is taken."""
 LOST_AT = 420

@@ -24,7 +24,7 @@ from bed import chart, images, product_images
 from bed.places import REPOSITORY
 from bed.shell import BedError, git, run
 
-FOLDERS = ("common", "coordinator", "manifest", "cli", "operator", "trainer_image")
+FOLDERS = tuple(sorted(path.parent.name for path in REPOSITORY.glob("*/pyproject.toml")))
 SUMS = "SHA256SUMS"
 LOCAL = "localhost/evergrad-"
 """How the names of images begin in the tree; a release puts its registry there."""

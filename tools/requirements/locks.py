@@ -24,7 +24,8 @@ from importlib import metadata
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-PACKAGES = ("common", "coordinator", "manifest", "operator", "cli", "trainer_image")
+ROOT = FOLDER.parents[1]
+PACKAGES = tuple(sorted(path.parent.name for path in ROOT.glob("*/pyproject.toml")))
 ROOTS = ("trainer.in", "operator.in", "dev.in")
 FILES = ("trainer.txt", "torch.txt", "operator.txt", "dev.txt")
 HEADER = "# Written by `make lock`. Do not edit; change {source} instead.\n# {duty}\n"
@@ -175,9 +176,7 @@ def install(wheels: Path | None) -> None:
         for part in ("-r", str(FOLDER / name))
     ]
     run([*pip, "--require-hashes", *torch, *locks])
-    editable = [
-        part for name in PACKAGES for part in ("--editable", str(FOLDER.parent / name))
-    ]
+    editable = [part for name in PACKAGES for part in ("--editable", str(ROOT / name))]
     run([*pip, "--no-deps", "--no-build-isolation", *editable])
 
 

@@ -17,7 +17,7 @@ from coordinator_processes import wait_for
 from pages import ROOT, SECONDS, make_environment, play, read_blocks
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(SECONDS + 20)]
-PACKAGES = ("coordinator", "manifest", "cli", "trainer_image")
+PACKAGES = ("common", "coordinator", "manifest", "cli", "trainer_image")
 TRAIN = """\
 import torch
 import torch.distributed as dist

@@ -23,10 +23,10 @@ def work(channel, heartbeat):
     return 0
 
 if __name__ == "__main__":
-    from evergrad_trainer.worker.channel import Ping
+    from evergrad_trainer.worker.channel import WorkerPing
 
     worker = start_worker(work, WorkerOrder(0, 1, sys.argv[1], "both", "0.0"), variables={"RANK": "3"})
-    worker.channel.send(Ping())
+    worker.channel.send(WorkerPing())
     with os.fdopen(worker.output) as output:
         print(output.readline(), end="", flush=True)
         time.sleep(600)
@@ -45,7 +45,7 @@ def test_a_worker_speaks_with_its_node_and_ends_with_it(
     try:
         assert node.stdout is not None
         worker, rank, record = node.stdout.readline().split()
-        assert (rank, record) == ("3", "Ping()")
+        assert (rank, record) == ("3", "WorkerPing()")
         assert is_alive(int(worker))
     finally:
         node.kill()
@@ -66,10 +66,10 @@ os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
 
 import asyncio
 from evergrad_trainer.node.workers import WorkerOrder, start_worker
-from evergrad_trainer.worker.channel import Ping
+from evergrad_trainer.worker.channel import WorkerPing
 
 def work(channel, heartbeat):
-    channel.send(Ping())
+    channel.send(WorkerPing())
     return 0
 
 async def main():
@@ -108,13 +108,13 @@ from types import SimpleNamespace
 from evergrad_trainer.node.processes import WorkerProcesses
 from evergrad_trainer.node.tasks import TaskWatch
 from evergrad_trainer.node.workers import WorkerOrder, start_worker
-from evergrad_trainer.worker.channel import Ping
+from evergrad_trainer.worker.channel import WorkerPing
 
 def work(channel, heartbeat):
     # A process that loads data: it lives on when its parent is killed.
     if os.fork() == 0:
         time.sleep(600)
-    channel.send(Ping())
+    channel.send(WorkerPing())
     time.sleep(600)
     return 0
 

@@ -210,7 +210,7 @@ def test_only_one_module_talks_to_the_api_server_and_one_to_coordinators() -> No
             using.setdefault(name.split(".")[0], set()).add(path.name)
     assert using["kopf"] == {"handlers.py", "service.py"}
     assert using["kubernetes"] == {"kube.py", "transport.py", "connection.py"}
-    servers = {"health.py", "fleet_page.py", "webhook.py", "intake.py"}
+    servers = {"endpoint.py", "fleet_page.py", "server.py", "request_limits.py"}
     # The log knows by its class what is an error of a server's client.
     assert using["aiohttp"] == {"transport.py", "logs.py", *servers}
     assert using["cryptography"] == {"certificates.py"}

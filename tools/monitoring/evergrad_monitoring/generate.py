@@ -26,7 +26,7 @@ def render_table() -> str:
     for alert in ALERTS:
         thresholds = ", ".join(f"`{key}` {THRESHOLDS[key]:g}" for key in alert.thresholds)
         says = alert.summary.replace("{{ $labels.run_namespace }}/{{ $labels.run }}", "…")
-        name = f"[{alert.name}](runbooks/{alert.name}.md)"
+        name = f"[{alert.name}](../runbooks/{alert.name}.md)"
         holds = re.sub(r"<(\w+)>", lambda found: f"{THRESHOLDS[found[1]]:g}", alert.holds)
         lines.append(f"| {name} | {alert.severity} | {holds} | {thresholds} | {says} |")
     return "\n".join([*lines, "", ""])

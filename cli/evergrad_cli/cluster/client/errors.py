@@ -45,8 +45,10 @@ class MissingClientError(ClusterInputError):
 
     def __init__(self) -> None:
         why = "commands for a cluster need it; training does not"
-        packages = "./common ./coordinator ./manifest './cli[cluster]'"
-        remedy = f"Install it, in a clone of Evergrad: pip install {packages}"
+        remedy = (
+            "Install it, in a clone of Evergrad: "
+            "pip install ./common ./coordinator ./manifest './cli[cluster]'"
+        )
         super().__init__(Problem("", "the Kubernetes client is not installed", why, remedy))
 
 
