@@ -55,7 +55,7 @@ run: $(INSTALLED) $(PYDOC)/documents.jsonl ## train the example on two local nod
 	$(BIN)/evergrad run $(PYDOC)/trainingrun.yaml --nodes 2 $(RUN)
 
 # Files that start processes come first: the long ones must not be left for the end, when the other workers have nothing to do.
-UNITS = --durations=40 -n $(JOBS) --dist loadfile --no-loadscope-reorder tests/integration tests/unit
+UNITS = --durations=0 --durations-min=1 -n $(JOBS) --dist loadfile --no-loadscope-reorder tests/integration tests/unit
 
 # All is built before pytest begins, whose timeouts are for tests.
 # What a cluster of this machine needs, of the profiles (1), with images or without (2), and further programs (3); nothing where KUBECONFIG names another or this machine cannot run one.
