@@ -26,7 +26,9 @@ STATE = places.STATES / f"bed{NUMBER}" / "state.json"
 ENVIRONMENT = {
     **os.environ,
     "EVERGRAD_BED": NUMBER,
-    "PYTHONPATH": str(places.REPOSITORY / "tools"),
+    "PYTHONPATH": os.pathsep.join(
+        str(places.REPOSITORY / name) for name in ("tools", "tests")
+    ),
     "PYTHONSAFEPATH": "1",
 }
 
