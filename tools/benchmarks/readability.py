@@ -19,7 +19,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-PACKAGES = ("common", "coordinator", "manifest", "operator", "cli", "trainer_image")
+PACKAGES = (
+    "chaos",
+    "common",
+    "coordinator",
+    "manifest",
+    "operator",
+    "cli",
+    "trainer_image",
+)
 """Folders of the product, each with one or more packages."""
 MAX_LINE = 110
 _LAYOUT = {

@@ -6,8 +6,10 @@ import dataclasses
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from itertools import islice
 from pathlib import Path
 from typing import cast
@@ -15,12 +17,13 @@ from typing import cast
 import pytest
 from patience import PATIENCE
 
+from evergrad_chaos.nodes import DisturbedNodes
+from evergrad_chaos.plan import choose_victim, plan_events
+from evergrad_chaos.tally import ChaosTally, count_repeated, describe_tally
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.reading.loader import LoadedManifest
+from evergrad_trainer.commands.chaos import load_chaos
 from evergrad_trainer.commands.run import RunRequest, check_request_of_script
-from evergrad_trainer.node.chaos.nodes import DisturbedNodes
-from evergrad_trainer.node.chaos.plan import choose_victim, plan_events
-from evergrad_trainer.node.chaos.tally import ChaosTally, count_repeated, describe_tally
 from evergrad_trainer.node.local import fetch_status
 
 EVENTS = 600
@@ -144,6 +147,15 @@ def test_chaos_of_a_script_is_refused_because_its_steps_are_not_known() -> None:
     check_request_of_script(request)
     with pytest.raises(ConfigurationError, match="--chaos"):
         check_request_of_script(dataclasses.replace(request, chaos_seed=7))
+
+
+def test_chaos_without_its_package_is_refused_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert load_chaos() is sys.modules["evergrad_chaos.disturb"]
+    monkeypatch.setattr(metadata, "entry_points", lambda *, group: [])
+    with pytest.raises(ConfigurationError, match=r"--chaos: needs .* pip install \./chaos"):
+        load_chaos()
 
 
 # ---- real processes ----------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ PACKAGES = {
     "common": "evergrad_common",
     "coordinator": "evergrad_coordinator",
     "manifest": "evergrad_manifest",
+    "chaos": "evergrad_chaos",
     "cli": "evergrad_cli",
     "operator": "evergrad_operator",
     "trainer_image": "evergrad_trainer",

@@ -10,10 +10,9 @@ from evergrad_coordinator.protocol import Recovery
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.reading.loader import LoadedManifest
 from evergrad_trainer.checkpoint.generations import newest_generation
+from evergrad_trainer.commands.chaos import load_chaos
 from evergrad_trainer.commands.run_arguments import fewest_nodes, machine_and_workers
 from evergrad_trainer.commands.script_runs import prepare_script
-from evergrad_trainer.node.chaos.disturb import run_disturbed
-from evergrad_trainer.node.chaos.nodes import DisturbedNodes
 from evergrad_trainer.node.fingerprint import fingerprint, fingerprint_of_plan
 from evergrad_trainer.node.local import (
     CoordinatorSettings,
@@ -85,8 +84,9 @@ def run_nodes(
         return run_node(own, settings, num_workers=num_workers, start_method=method)
 
     if chaos_seed is not None:
-        nodes = disturbed = DisturbedNodes(be_node, num_nodes)
-        return run_disturbed(chaos_seed, coordinator, disturbed, directory=directory)
+        chaos = load_chaos()
+        nodes = disturbed = chaos.make_nodes(be_node, num_nodes)
+        return chaos.run_disturbed(chaos_seed, coordinator, disturbed, directory=directory)
     nodes = LocalNodes(be_node, num_nodes)
     return run_local(coordinator, nodes)
 

@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chaos",
         type=int,
         metavar="SEED",
-        help="with --nodes: kill and freeze processes at random",
+        help="with --nodes: kill and freeze processes at random (package evergrad-chaos)",
     )
     parser.add_argument(
         "--stop-after-steps",
@@ -251,11 +251,15 @@ def _read_request(args: argparse.Namespace) -> RunRequest:
             Problem(
                 "--chaos",
                 "needs several nodes",
-                "there is nobody to go on",
+                "a lost node needs another one that continues",
                 "Add --nodes 3",
             )
         )
     raise_if(problems, ConfigurationError)
+    if args.chaos is not None:
+        from evergrad_trainer.commands.chaos import load_chaos
+
+        load_chaos()
     request = RunRequest(
         loaded,
         directory=run_directory_of(args.run_directory, loaded.run),

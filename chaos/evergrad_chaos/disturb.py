@@ -5,22 +5,28 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from evergrad_trainer.node.chaos.nodes import DisturbedNodes
-from evergrad_trainer.node.chaos.plan import (
+from evergrad_chaos.nodes import DisturbedNodes
+from evergrad_chaos.plan import (
     KIND_VARIABLE,
     ChaosEvent,
     Disturbance,
     choose_victim,
     plan_events,
 )
-from evergrad_trainer.node.chaos.recovery import PATIENCE_SECONDS, Recovery
-from evergrad_trainer.node.chaos.tally import ChaosTally, count_repeated, describe_tally
+from evergrad_chaos.recovery import PATIENCE_SECONDS, Recovery
+from evergrad_chaos.tally import ChaosTally, count_repeated, describe_tally
 from evergrad_trainer.node.local import LocalCoordinator, run_local
 from evergrad_trainer.run.directory import RunDirectory
 
 _STATUS_SECONDS = 0.1
+
+
+def make_nodes(main: Callable[[int], int], num_nodes: int) -> DisturbedNodes:
+    """Nodes of this machine, each of which calls ``main`` with its index in a process of its own."""
+    return DisturbedNodes(main, num_nodes)
 
 
 def run_disturbed(

@@ -3,8 +3,8 @@
 import time
 from typing import Any
 
-from evergrad_trainer.node.chaos.nodes import DisturbedNodes
-from evergrad_trainer.node.chaos.tally import ChaosTally
+from evergrad_chaos.nodes import DisturbedNodes
+from evergrad_chaos.tally import ChaosTally
 from evergrad_trainer.node.local import LocalCoordinator
 
 PATIENCE_SECONDS = 300.0
