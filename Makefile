@@ -27,7 +27,7 @@ export TORCH_WHEELS
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-e2e test-long test-torch-matrix test-trackers verify chaos lint check format generate architectures generated bench gpu-check bench-peers bench-recovery bench-cluster bench-cluster-pods bench-operator numbers images release chart-lint docs changes cluster cluster-down lock clean distclean
+.PHONY: help install run test test-e2e test-long test-torch-matrix test-trackers verify chaos lint check format generate architectures generated bench gpu-check bench-peers bench-recovery bench-cluster bench-cluster-pods bench-operator numbers images version release chart-lint docs changes cluster cluster-down lock clean distclean
 
 stage = @printf '\n== %s  %s\n' "$$(date +%T)" "$(1)"
 
@@ -35,7 +35,7 @@ help: ## list the targets
 	@printf 'make TARGET, where TARGET is one of\n\n'
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)$$/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 	@printf '\nVariables: PYTHON (the interpreter .venv is made from), TORCH_WHEELS (a folder with a CPU build of torch),\n'
-	@printf '           PYTEST (arguments for make test), JOBS (test files at a time), E2E (more for make test-e2e), RUN (for make run), TORCH (for make test-torch-matrix), GPU (for make gpu-check), BENCH (for make bench, bench-recovery, bench-cluster, bench-cluster-pods and bench-operator), UPGRADE=1 (make lock: newer releases too), RELEASE (for make release)\n'
+	@printf '           PYTEST (arguments for make test), JOBS (test files at a time), E2E (more for make test-e2e), RUN (for make run), TORCH (for make test-torch-matrix), GPU (for make gpu-check), BENCH (for make bench, bench-recovery, bench-cluster, bench-cluster-pods and bench-operator), UPGRADE=1 (make lock: newer releases too), RELEASE (for make release), VERSION (for make version)\n'
 
 install: $(INSTALLED) ## make .venv: the locked packages and the five of this repository, editable
 
@@ -210,6 +210,10 @@ numbers: $(INSTALLED) ## count sizes, density, comments and fragments of the pro
 
 images: $(INSTALLED) ## build both container images where something changed, and load them where the cluster is up (as root)
 	PYTHONPATH=$(CURDIR)/tools $(BIN)/python -m bed.product_images
+
+# Only the standard library, and never .venv, which is installed again after each change of a version.
+version: ## print the version, or write VERSION=0.3.0 into every place that names one
+	@$(PYTHON) tools/release/raise_version.py $(if $(filter command line,$(origin VERSION)),'$(VERSION)')
 
 release: $(INSTALLED) ## write wheels, chart, images, bills of materials and checksums into dist/ (RELEASE=--without-images: where one is not root)
 	$(call stage,release)

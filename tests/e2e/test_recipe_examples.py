@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 from cluster_runs import ROOT, Runs, read_rows, wait_for
 
+from bed.product_images import version
+
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(3600)]
 
 SECONDS = 1500.0
 """Longest time that the commands of one page may take; two nodes share the two cores of a small machine."""
-IMAGE = "registry.example.com/evergrad-trainer:0.2.0"
+IMAGE = f"registry.example.com/evergrad-trainer:{version()}"
 """The trainer's image in the pages."""
 SETTINGS = (
     "--set spec.nodes.min=2 --set spec.nodes.max=2 --set spec.training.runtime.threads=1"

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from cluster_plane import NAMESPACE, NODE_LABEL, TAINT, Plane, collection
 
+from bed import product_images
 from bed.places import CONTROL_ADDRESS, REPOSITORY
 from bed.shell import run
 
@@ -85,9 +86,9 @@ class Evergrad:
         words += ["--host", CONTROL_ADDRESS, "--port", str(_PORT)]
         words += [
             "--trainer-image",
-            "localhost/evergrad-trainer:0.2.0",
+            product_images.name_of("trainer", product_images.version()),
             "--operator-image",
-            "localhost/evergrad-operator:0.2.0",
+            product_images.name_of("operator", product_images.version()),
         ]
         environment = {"KUBECONFIG": str(self._plane.kubeconfig), "PYTHONSAFEPATH": "1"}
         self._plane.spawn("evergrad", words, environment)

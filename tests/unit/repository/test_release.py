@@ -3,11 +3,9 @@
 import hashlib
 import json
 import os
-import re
 import subprocess
 import sys
 import tarfile
-import tomllib
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -179,21 +177,3 @@ def test_a_tag_of_another_version_is_refused(release: Release, tmp_path: Path) -
     assert done.returncode == 1
     assert f"--tag v9.9.9: the tree is of version {VERSION}. " in done.stderr
     assert not (tmp_path / "dist").exists()
-
-
-def test_every_place_that_names_the_version_names_the_same_one(root: Path) -> None:
-    dockerfile = (root / "Dockerfile").read_text()
-    assert set(re.findall(r"^ARG VERSION=(.+)$", dockerfile, re.MULTILINE)) == {VERSION}
-    for file in (
-        "cli/evergrad_cli/__init__.py",
-        "trainer_image/evergrad_trainer/__init__.py",
-    ):
-        assert f'\n__version__ = "{VERSION}"\n' in (root / file).read_text()
-    for folder in ("common", "coordinator", "manifest", "cli", "operator", "trainer_image"):
-        project = tomllib.loads((root / folder / "pyproject.toml").read_text())["project"]
-        groups = [
-            project["dependencies"],
-            *project.get("optional-dependencies", {}).values(),
-        ]
-        own = [one for group in groups for one in group if one.startswith("evergrad-")]
-        assert {project["version"], *(one.partition("==")[2] for one in own)} == {VERSION}
