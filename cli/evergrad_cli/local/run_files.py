@@ -3,13 +3,13 @@
 import contextlib
 import json
 import os
-from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from evergrad_common.causes import describe_ending
 from evergrad_common.contract import RunFile, step_of_checkpoint
+from evergrad_common.metrics import SHOWN, Throughput
 from evergrad_common.stale_records import Beginnings, InTime
 from evergrad_common.text import duration
 from evergrad_coordinator.rules.downsampled_series import Track
@@ -20,9 +20,6 @@ _MOST_BYTES: Final = 64 * 1024 * 1024
 """Bytes of a file that are read at once; the rest is read by the next look."""
 _HEAD_BYTES: Final = 4096
 """Beginning of a file by which another one in its place is noticed, since lines have their times."""
-_RECENT: Final = 50
-"""Number of newest steps that the speed is computed from."""
-_SHOWN: Final = ("loss", "learning_rate", "grad_norm")
 _TEXTS: Final[Mapping[str, str]] = {
     "start": "a process started with {world_size} processes in all",
     "world": "training goes on with {world_size} processes: {cause}",
@@ -82,7 +79,10 @@ class RunFiles:
         self._steps_in_time, self._evaluations_in_time = (
             InTime(self._beginnings) for _ in range(2)
         )
-        self._recent: deque[Mapping[str, Any]] = deque(maxlen=_RECENT)
+        self._throughput = Throughput()
+        self._last: Mapping[str, Any] = {}
+        """The newest row of a step."""
+        self._per_second: float | None = None
         self._newest: dict[str, Any] = {}
         """The newest event of each type."""
         self._last_type, self._last_event_at = "", 0.0
@@ -108,11 +108,11 @@ class RunFiles:
             step = row.get("step")
             if not isinstance(step, int) or not _is_in_time(row, self._steps_in_time):
                 continue
-            self._recent.append(row)
-            values = {name: row.get(name) for name in _SHOWN}
+            self._last = row
+            values = {name: row.get(name) for name in SHOWN}
             values |= dict(row.get("metrics") or {})
-            if (seconds := row.get("step_seconds")) and row.get("tokens"):
-                values["tokens_per_second"] = row["tokens"] / seconds
+            if (per_second := self._add_tokens(row)) is not None:
+                self._per_second = values["tokens_per_second"] = per_second
             self.history.steps.add(step, _numbers(values))
             self._note_size(row)
         # The number of sets is bounded, because the history keeps a track of each in memory.
@@ -125,19 +125,16 @@ class RunFiles:
                 values = {"loss": row.get("loss"), **(row.get("metrics") or {})}
                 tracks.setdefault(name, Track()).add(step, _numbers(values))
 
-        # Speed and time left are those of the newest steps: a mean of all would hide a change of nodes.
-        last: Mapping[str, Any] = self._recent[-1] if self._recent else {}
+        last, per_second = self._last, self._per_second
         start = self._newest.get("start", {})
         total, step = start.get("total_steps"), last.get("step")
-        tokens = sum(row.get("tokens") or 0 for row in self._recent)
-        seconds = sum(row.get("step_seconds") or 0.0 for row in self._recent)
         phase, message = self._find_phase(now)
         left: float | None = None
         # A run that has ended keeps the time of its last sign of life.
         if phase == "Running":
             self.newest_time = max(self.newest_time, now)
-            if isinstance(total, int) and isinstance(step, int) and seconds:
-                left = (total - step) * seconds / len(self._recent)
+            if isinstance(total, int) and isinstance(step, int) and per_second:
+                left = (total - step) * (last.get("tokens") or 0) / per_second
         age = round(max(0.0, now - last["time"]), 1) if "time" in last else None
         return {
             "run": str(start.get("run") or self._directory.name),
@@ -147,7 +144,7 @@ class RunFiles:
             "step": step,
             "totalSteps": total,
             "loss": last.get("loss"),
-            "tokensPerSecond": tokens / seconds if seconds else None,
+            "tokensPerSecond": per_second,
             "etaSeconds": left,
             "checkpointStep": _saved_step(self._newest.get("save", {})),
             "restarts": dict(self._restarts),
@@ -155,6 +152,16 @@ class RunFiles:
             "lastFailure": None,
             "updatedSecondsAgo": age,
         }
+
+    def _add_tokens(self, row: Mapping[str, Any]) -> float | None:
+        """Return the throughput as of the end of a step; None for a row that does not have its numbers."""
+        numbers = [row.get(one) for one in ("generation", "tokens", "step_seconds", "time")]
+        if not all(isinstance(one, int | float) for one in numbers):
+            return None
+        generation, tokens, seconds, time = numbers
+        return self._throughput.add(
+            generation=generation, tokens=tokens, step_seconds=seconds, time=time
+        )
 
     def _note_event(self, row: dict[str, Any]) -> None:
         kind, at = str(row.get("type")), row.get("time")
@@ -214,9 +221,9 @@ class RunFiles:
         if not self._newest:
             return "Waiting", "no process has written anything yet"
         # A process that was killed writes no end: the time of its last step is all there is.
-        if not self._recent:
+        if not self._last:
             return "Running", "no step is trained yet"
-        age = max(0.0, now - self._recent[-1]["time"])
+        age = max(0.0, now - self._last["time"])
         return "Running", f"its last step was {duration(age)} ago"
 
 

@@ -17,7 +17,8 @@ class Column:
     """One value of a step, as a row of metrics.jsonl has it.
 
     ``aggregate``: how the ranks' values become one. ``is_optional``: a row may lack it, since it has no value
-    at every step, or since older versions did not write it.
+    at every step, or since older versions did not write it. ``is_shown``: the live page, the page of a run's
+    files and the trackers show it.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Column:
     compared: Compared | None = None
     kind: Kind = "real"
     is_optional: bool = False
+    is_shown: bool = False
 
 
 COLUMNS: Final[tuple[Column, ...]] = (
@@ -56,6 +58,7 @@ COLUMNS: Final[tuple[Column, ...]] = (
         "mean over the whole global batch",
         "mean",
         "closely",
+        is_shown=True,
     ),
     Column(
         "tokens", "", "tokens of this step, over all processes", "sum", "exactly", "integer"
@@ -76,8 +79,17 @@ COLUMNS: Final[tuple[Column, ...]] = (
         "exactly",
         "hash",
     ),
-    Column("learning_rate", "", "learning rate of this update", "agreed", "closely"),
-    Column("grad_norm", "", "global norm, before clipping", "norm", "by request"),
+    Column(
+        "learning_rate",
+        "",
+        "learning rate of this update",
+        "agreed",
+        "closely",
+        is_shown=True,
+    ),
+    Column(
+        "grad_norm", "", "global norm, before clipping", "norm", "by request", is_shown=True
+    ),
     Column(
         "step_seconds",
         "s",
@@ -122,6 +134,20 @@ COLUMNS: Final[tuple[Column, ...]] = (
     ),
 )
 """The columns of metrics.jsonl, in their order. A recipe's own metrics are in ``metrics`` beside them."""
+
+DERIVED: Final[tuple[Column, ...]] = (
+    Column(
+        "tokens_per_second",
+        "tokens/s",
+        "tokens per second of wall time, over the last minute of the generation",
+        "sum",
+        is_shown=True,
+    ),
+)
+"""Columns that no row contains: readers compute them from the rows, ``tokens_per_second`` by Throughput."""
+
+SHOWN: Final[tuple[str, ...]] = tuple(one.name for one in COLUMNS if one.is_shown)
+"""Columns of a row that a display of the run shows, besides DERIVED and the recipe's own metrics."""
 
 MOST_DECLARED: Final = 32
 """Most metrics that a recipe may have: each is a series of the endpoint, and a number that ranks exchange at

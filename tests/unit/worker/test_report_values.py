@@ -123,7 +123,7 @@ def test_a_torchrun_agent_reports_a_checkpoint_beside_a_loss_that_is_not_finite(
 
 def step_record(step: int, **more: Any) -> dict[str, Any]:
     return {
-        "generation": 3, "step": step, "loss": 0.5, "tokens": 10, "step_seconds": 0.1, "learning_rate": 0.25,
+        "generation": 3, "step": step, "loss": 0.5, "tokens": 10, "step_seconds": 0.1, "time": 5.0 + step, "learning_rate": 0.25,
         "grad_norm": INF, **more,
     }  # fmt: skip
 
@@ -170,7 +170,14 @@ def test_evaluations_of_any_number_fit_into_a_message() -> None:
 
 def test_saves_that_fail_and_succeed_are_part_of_the_progress() -> None:
     metrics = NodeMetrics("r", "0")
-    step = {"step": 3, "generation": 1, "loss": 1.0, "tokens": 8, "step_seconds": 0.1}
+    step = {
+        "step": 3,
+        "generation": 1,
+        "loss": 1.0,
+        "tokens": 8,
+        "step_seconds": 0.1,
+        "time": 3.0,
+    }
     metrics.tell("step_end", step)
     assert metrics.progress is not None and metrics.progress.failed_saves is None
     event = {"type": "save_failed", "step": 3, "generation": 1, "time": 1.0}

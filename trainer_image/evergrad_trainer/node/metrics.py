@@ -17,7 +17,7 @@ from prometheus_client import Counter, Gauge
 
 from evergrad.report_values import read_values
 from evergrad_common.causes import read_trouble
-from evergrad_common.metrics import NODE
+from evergrad_common.metrics import NODE, SHOWN, Throughput
 from evergrad_common.step_rate import Pace
 from evergrad_coordinator.protocol import MAX_GENERATION, EvaluationReport, Progress
 from evergrad_trainer.base.device_memory import KINDS as MEMORY_KINDS
@@ -27,13 +27,10 @@ from evergrad_trainer.checkpoint.layout import parse_checkpoint_name
 from evergrad_trainer.node.workers import Worker
 from evergrad_trainer.observers.events import parse_event_row, seconds_of
 from evergrad_trainer.observers.instruments import build_series
-from evergrad_trainer.observers.live_state import SHORT_WINDOW_SECONDS, Rate
 from evergrad_trainer.observers.prometheus import PrometheusExporter
 from evergrad_trainer.observers.relay import deliver
 
 _log = logging.getLogger(__name__)
-_SHOWN = ("learning_rate", "grad_norm")
-"""Columns that the coordinator's page shows beside loss and speed."""
 _MOST_SETS = 16
 _MOST_RESULTS = 8
 _LONGEST_REASON = 512
@@ -58,7 +55,7 @@ class NodeMetrics:
         self.hurry = hurry or threading.Event()
         self._warned: set[str] = set()
         """Names of values in reports that were left out before."""
-        self._rate = Rate(window_seconds=SHORT_WINDOW_SECONDS, clock=time.monotonic)
+        self._throughput = Throughput()
         self._total_steps: int | None = None
         self._checkpoint_step: int | None = None
         self._failed_saves: int | None = None
@@ -93,8 +90,13 @@ class NodeMetrics:
             self._evaluation_seconds += max(0.0, _finite(record).get("seconds", 0.0))
             self._note_evaluation(record)
         elif kind == "step_end":
-            self._rate.add(record["tokens"], first_seconds=record["step_seconds"])
-            step, per_second = int(record["step"]), self._rate.per_second
+            step = int(record["step"])
+            per_second = self._throughput.add(
+                generation=int(record["generation"]),
+                tokens=record["tokens"],
+                step_seconds=record["step_seconds"],
+                time=record["time"],
+            )
             left = None
             if self._total_steps is not None and per_second:
                 left = (self._total_steps - step) * record["tokens"] / per_second
@@ -108,7 +110,11 @@ class NodeMetrics:
                 eta_seconds=left,
                 checkpoint_step=self._checkpoint_step,
                 values=_finite(
-                    {name: record[name] for name in _SHOWN if name in record}
+                    {
+                        name: record[name]
+                        for name in SHOWN
+                        if name in record and name != "loss"
+                    }
                     | record.get("metrics", {})
                 ),
                 evaluations=dict(self._evaluations),

@@ -15,6 +15,7 @@ from prometheus_client import (
 
 from evergrad_common.addresses import ANY
 from evergrad_common.causes import SKIPS, read_change, read_trouble
+from evergrad_common.metrics import Throughput
 from evergrad_trainer import __version__
 from evergrad_trainer.base.records import (
     EvaluationRecord,
@@ -28,7 +29,6 @@ from evergrad_trainer.observers.events import describe_metrics, saved_step, seco
 from evergrad_trainer.observers.goodput import CAUSES
 from evergrad_trainer.observers.history import Before
 from evergrad_trainer.observers.instruments import KINDS, NON_FINITE, Instruments
-from evergrad_trainer.observers.live_state import SHORT_WINDOW_SECONDS, Rate
 from evergrad_trainer.observers.metrics_server import MetricsServer
 from evergrad_trainer.observers.time_account import Account
 from evergrad_trainer.observers.utilisation import flops_per_second, utilisation
@@ -83,7 +83,7 @@ class PrometheusExporter(BaseObserver):
         """Seconds of the steps that no phase of theirs claims."""
         self._published: dict[tuple[str, ...], float] = {}
         self._losses: deque[float] = deque(maxlen=LOSS_WINDOW_STEPS)
-        self._tokens = Rate(window_seconds=SHORT_WINDOW_SECONDS, clock=time.monotonic)
+        self._throughput = Throughput()
         self._samples_per_step = 0
         self._info: RunInfo | None = None
         self._linger_seconds = linger_seconds
@@ -100,7 +100,7 @@ class PrometheusExporter(BaseObserver):
         self._account.add(info)
         # Means and rates over what another rank 0 did would be of no run.
         self._losses.clear()
-        self._tokens = Rate(window_seconds=SHORT_WINDOW_SECONDS, clock=time.monotonic)
+        self._throughput = Throughput()
         if info.takes_over:
             metrics.forget_gauges()
         # Their labels and values are of the process before; two info series would be joined twice.
@@ -139,12 +139,17 @@ class PrometheusExporter(BaseObserver):
             metrics.set("grad_norm", record.grad_norm)
             for name, value in record.metrics.items():
                 metrics.set("task_metric", value, name)
-        self._tokens.add(record.tokens, first_seconds=record.step_seconds)
+        per_second = self._throughput.add(
+            generation=record.generation,
+            tokens=record.tokens,
+            step_seconds=record.step_seconds,
+            time=record.time,
+        )
         metrics.set("step", record.step)
         metrics.add("steps_total", 1)
         metrics.add("tokens_total", record.tokens)
         metrics.add("samples_total", self._samples_per_step)
-        metrics.set("tokens_per_second", self._tokens.per_second)
+        metrics.set("tokens_per_second", per_second)
         if self._info is not None:
             for name, share in (
                 ("flops_per_second", flops_per_second(self._info, record)),

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from evergrad_common.contract import CheckpointFile
+from evergrad_common.metrics import Throughput
 from evergrad_manifest.training import Tracker
 from evergrad_manifest.values.urls import hide_credentials
 from evergrad_trainer.base.lock import exclusive
@@ -95,6 +96,7 @@ class Feeder:
         self._library: Library | None = None
         self._info: RunInfo | None = None
         self._shown = Shown()
+        self._throughput = Throughput()
         # Checkpoints whose hash was noted: one that is removed behind that is not noted as gone.
         self._identified: set[str] = set()
         self._noted = Shown()
@@ -279,7 +281,7 @@ class Feeder:
         library, info = self._library, self._info
         if library is None or info is None or is_shown(self._shown, record):
             return
-        library.write(record.step, record.time, values_of(record, info))
+        library.write(record.step, record.time, values_of(record, info, self._throughput))
         self._shown = advance(self._shown, record)
 
     def _flush(self) -> None:

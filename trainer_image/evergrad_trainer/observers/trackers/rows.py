@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Mapping
 from heapq import merge
 
+from evergrad_common.metrics import SHOWN, Throughput
 from evergrad_trainer.base.records import EvaluationRecord, RunInfo, StepRecord
 from evergrad_trainer.observers.history import read_evaluations_in_time, read_steps
 from evergrad_trainer.observers.trackers.interface import Shown
@@ -14,20 +15,23 @@ from evergrad_trainer.run.directory import RunDirectory
 Record = StepRecord | EvaluationRecord
 
 
-def values_of(record: Record, info: RunInfo) -> dict[str, float]:
+def values_of(record: Record, info: RunInfo, throughput: Throughput) -> dict[str, float]:
     """Values of a record that a tracker shows. Numbers that are none, such as the loss of a skipped step, are
-    left out."""
+    left out. ``throughput``: the one that has taken the steps before."""
     if isinstance(record, EvaluationRecord):
         measured = {"loss": record.loss, "perplexity": record.perplexity, **record.metrics}
         named = {f"evaluation/{record.name}/{name}": one for name, one in measured.items()}
     else:
-        seconds = record.step_seconds
+        per_second = throughput.add(
+            generation=record.generation,
+            tokens=record.tokens,
+            step_seconds=record.step_seconds,
+            time=record.time,
+        )
         measured = {
-            "loss": record.loss,
-            "grad_norm": record.grad_norm,
-            "learning_rate": record.learning_rate,
-            "step_seconds": seconds,
-            "tokens_per_second": record.tokens / seconds if seconds > 0 else math.nan,
+            **{name: getattr(record, name) for name in SHOWN},
+            "step_seconds": record.step_seconds,
+            "tokens_per_second": per_second,
             "world_size": record.world_size,
             **record.metrics,
         }
