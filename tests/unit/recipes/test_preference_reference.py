@@ -13,7 +13,7 @@ from evergrad_manifest.identity import from_wire, to_wire
 from evergrad_trainer.base.errors import CheckpointError, RunDirectoryError
 from evergrad_trainer.checkpoint.restore import Restored
 from evergrad_trainer.recipes import load_task
-from evergrad_trainer.recipes.preference import PreferenceTask
+from evergrad_trainer.recipes.preference import Preference
 from evergrad_trainer.recipes.preference import task as preference_task
 from evergrad_trainer.run.directory import RunDirectory
 from evergrad_trainer.run.record import BegunFrom
@@ -64,7 +64,7 @@ class Runs:
         """Build the modules of the run ``name``; the step that it has to begin behind."""
         training = from_wire(self.manifest(**init_from)).training
         task, _ = load_task(training, self.path, run_directory=self.path / name)
-        modules = cast(PreferenceTask, task).build(lambda: nn.Linear(1, 1))
+        modules = cast(Preference, task).build(lambda: nn.Linear(1, 1))
         return modules.begins_behind
 
     def _load(self, path: Path, tensors: Any, *, step: int | None) -> Restored:
@@ -98,7 +98,7 @@ def test_a_run_that_another_node_has_begun_since_this_one_opened_its_task_has_it
     training = from_wire(runs.manifest(path="theirs")).training
     task, _ = load_task(training, runs.path, run_directory=runs.path / "ours")
     runs.write("ours", BEGUN, path="theirs")
-    assert cast(PreferenceTask, task).build(lambda: nn.Linear(1, 1)).begins_behind == 4
+    assert cast(Preference, task).build(lambda: nn.Linear(1, 1)).begins_behind == 4
 
 
 def test_a_chain_leads_to_what_its_first_run_began_with(runs: Runs) -> None:

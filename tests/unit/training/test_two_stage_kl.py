@@ -20,7 +20,7 @@ from evergrad_trainer.data.stream import BatchShape, TrainingStream
 from evergrad_trainer.data.token_source import IGNORE_INDEX
 from evergrad_trainer.models.build import build_model, plan_model
 from evergrad_trainer.recipes import load_task
-from evergrad_trainer.recipes.two_stage_kl import TwoStageKlTask
+from evergrad_trainer.recipes.two_stage_kl import TwoStageKl
 from evergrad_trainer.task import Modules
 
 LLAMA = {
@@ -54,8 +54,8 @@ def training(**section: Any) -> Training:
     )
 
 
-def task_of(**section: Any) -> TwoStageKlTask:
-    return cast(TwoStageKlTask, load_task(training(**section), Path())[0])
+def task_of(**section: Any) -> TwoStageKl:
+    return cast(TwoStageKl, load_task(training(**section), Path())[0])
 
 
 class Windows:
@@ -68,7 +68,7 @@ class Windows:
         return 5
 
 
-def prepared(task: TwoStageKlTask, *, held_out: bool = True) -> Prepared:
+def prepared(task: TwoStageKl, *, held_out: bool = True) -> Prepared:
     task.__dict__["tokenizer"] = SimpleNamespace(identity="bytes", end_of_document=256)
     task._open = lambda source, part: Windows(source.name, part)  # type: ignore[method-assign, assignment, return-value]
     sources = tuple(
@@ -139,7 +139,7 @@ def test_a_share_that_is_too_small_is_named_by_its_place_in_the_file() -> None:
 
 
 def test_the_metrics_that_a_file_may_name_are_those_that_are_measured() -> None:
-    assert tuple(TwoStageKlTask.measured) == MEASURED
+    assert tuple(TwoStageKl.measured) == MEASURED
 
 
 def test_a_stage_without_a_mixture_has_all_sources_by_their_weights() -> None:
@@ -179,7 +179,7 @@ def test_each_stage_has_an_evaluation_set_of_its_own_sources() -> None:
     assert list(task.evaluators(prepared(task, held_out=False))) == ["book"]
 
 
-def models(task: TwoStageKlTask) -> Modules:
+def models(task: TwoStageKl) -> Modules:
     """The model, and a reference that is not the same."""
     plan = plan_model(task.setup.training.model, base_directory=Path(), vocab_size=257)
     model = build_model(plan, seed=1, precision="fp32")

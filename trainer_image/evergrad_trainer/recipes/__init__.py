@@ -4,10 +4,10 @@ from pathlib import Path
 
 from evergrad_manifest.training import Training
 from evergrad_trainer.recipes.latent_edit import LatentEditTask
-from evergrad_trainer.recipes.preference import PreferenceTask
+from evergrad_trainer.recipes.preference import Preference
 from evergrad_trainer.recipes.pretrain import Pretrain
 from evergrad_trainer.recipes.sft import Sft
-from evergrad_trainer.recipes.two_stage_kl import TwoStageKlTask
+from evergrad_trainer.recipes.two_stage_kl import TwoStageKl
 from evergrad_trainer.recipes.user_task import Code, load_own
 from evergrad_trainer.task import Setup, Task
 
@@ -16,8 +16,8 @@ __all__ = ["RECIPES", "load_task"]
 RECIPES: dict[str, type[Task]] = {
     "pretrain": Pretrain,
     "sft": Sft,
-    "two_stage_kl": TwoStageKlTask,
-    "preference": PreferenceTask,
+    "two_stage_kl": TwoStageKl,
+    "preference": Preference,
     "latent_edit": LatentEditTask,
 }
 """By the name that stands in ``spec.training.recipe``; any other is a task of the user's own."""

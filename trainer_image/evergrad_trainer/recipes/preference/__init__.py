@@ -1,5 +1,5 @@
 """Pairs of completions of one prompt: the chosen one is preferred, beside a frozen reference."""
 
-from evergrad_trainer.recipes.preference.task import PreferenceTask
+from evergrad_trainer.recipes.preference.task import Preference
 
-__all__ = ["PreferenceTask"]
+__all__ = ["Preference"]

@@ -47,7 +47,7 @@ _WHY_READ: Final = (
 _NAME_IT: Final = "Name that reference as preference.reference"
 
 
-class PreferenceTask(Pretrain):
+class Preference(Pretrain):
     """The loss of pairs beside a frozen model, which is the one that the run begins with or another one."""
 
     metrics: ClassVar[Mapping[str, str]] = METRICS

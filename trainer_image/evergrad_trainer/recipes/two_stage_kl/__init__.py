@@ -1,5 +1,5 @@
 """Two stages with a mixture each; the second is held near the model of the boundary by a penalty."""
 
-from evergrad_trainer.recipes.two_stage_kl.task import TwoStageKlTask
+from evergrad_trainer.recipes.two_stage_kl.task import TwoStageKl
 
-__all__ = ["TwoStageKlTask"]
+__all__ = ["TwoStageKl"]

@@ -30,7 +30,7 @@ class StageOptions:
     penalty: Penalty | None
 
 
-class TwoStageKlTask(Pretrain):
+class TwoStageKl(Pretrain):
     """Next-token loss; in the second stage with a penalty beside the model as it was at the boundary."""
 
     metrics: ClassVar[Mapping[str, str]] = {
