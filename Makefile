@@ -15,6 +15,8 @@ OTHER := $(VENV)-torch-$(TORCH)
 TRACKED := $(VENV)-trackers
 # Only the site needs them, so that neither .venv nor CI's install grows.
 SITE := $(VENV)-docs
+# Likewise: what checks the files for GitHub.
+GITHUB := $(VENV)-github
 # Likewise: libraries that benchmarks measure Evergrad beside.
 PEERS := $(VENV)-peers
 PACKAGES := $(wildcard */pyproject.toml)
@@ -27,7 +29,7 @@ export TORCH_WHEELS
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-e2e test-long test-torch-matrix test-trackers verify chaos lint check format generate architectures generated bench gpu-check bench-peers bench-recovery bench-cluster bench-cluster-pods bench-operator numbers images version release chart-lint docs changes cluster cluster-down lock clean distclean
+.PHONY: help install run test test-e2e test-long test-torch-matrix test-trackers verify chaos lint check format generate architectures generated bench gpu-check bench-peers bench-recovery bench-cluster bench-cluster-pods bench-operator numbers images version release chart-lint github-lint docs changes cluster cluster-down lock clean distclean
 
 stage = @printf '\n== %s  %s\n' "$$(date +%T)" "$(1)"
 
@@ -173,7 +175,7 @@ generated: $(INSTALLED) ## check that the generated files are up to date
 	$(BIN)/python tools/docs/pictures.py --check
 	$(BIN)/python examples/quickstart/make_documents.py --check
 
-verify: generated chart-lint docs ## all that CI checks: generated files, chart, site, lint, tests
+verify: generated chart-lint github-lint docs ## all that CI checks: generated files, chart, files for GitHub, site, lint, tests
 	$(SUB_MAKE) --no-print-directory test FRONT='lint test-e2e'
 	$(call stage,verified)
 
@@ -223,6 +225,19 @@ chart-lint: $(INSTALLED) ## helm lint --strict, ct lint, the chart's own tests (
 	$(call stage,chart)
 	PYTHONPATH=$(CURDIR)/tools $(BIN)/python -m bed.chart
 
+$(GITHUB)/.installed: tools/requirements/github.in
+	$(call stage,install what checks the files for GitHub)
+	@$(PYTHON) -m venv $(GITHUB)
+	@$(GITHUB)/bin/python -m pip install --quiet --disable-pip-version-check --requirement tools/requirements/github.in
+	@touch $@
+
+github-lint: $(INSTALLED) $(GITHUB)/.installed ## actionlint on the workflows, and JSON schemas of the workflows and the issue forms
+	$(call stage,files for GitHub)
+	PYTHONPATH=$(CURDIR)/tools $(BIN)/python -m bed.workflows
+	$(GITHUB)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yaml
+	$(GITHUB)/bin/check-jsonschema --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	$(GITHUB)/bin/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+
 $(SITE)/.installed: tools/requirements/docs.in
 	$(call stage,install what builds the site)
 	@$(PYTHON) -m venv $(SITE)
@@ -251,4 +266,4 @@ clean: ## remove caches and build products; runs/ stays
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 distclean: clean ## clean, and remove .venv and the example's documents; runs/ stays
-	rm -rf $(VENV) $(VENV)-torch-* $(TRACKED) $(PEERS) $(SITE) $(PYDOC)/documents.jsonl
+	rm -rf $(VENV) $(VENV)-torch-* $(TRACKED) $(PEERS) $(SITE) $(GITHUB) $(PYDOC)/documents.jsonl

@@ -68,6 +68,7 @@ TOOLS = {
     ),
     "coscheduling": Tool({"gang-scheduler": "."}, minutes="1 to 6 minutes"),
     "chart-testing": Tool({"ct": "github.com/helm/chart-testing/v3/ct"}),
+    "actionlint": Tool({"actionlint": "github.com/rhysd/actionlint/cmd/actionlint"}),
     "kubeconform": Tool({"kubeconform": "github.com/yannh/kubeconform/cmd/kubeconform"}),
     "kueue": Tool(
         {"kueue-manager": "sigs.k8s.io/kueue/cmd/kueue"},

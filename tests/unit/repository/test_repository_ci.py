@@ -58,5 +58,15 @@ def test_a_workflow_may_read_the_sources_and_only_a_reviewed_job_may_more(
         assert "permissions" not in job or job["environment"] == "release"
 
 
+@pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.name)
+def test_a_workflow_names_each_action_by_its_repository_and_a_version(file: Path) -> None:
+    # actionlint accepts any reference, for example @tools/release/v1, which a move of folders had made of @release/v1.
+    jobs = yaml.safe_load(file.read_text("utf-8"))["jobs"].values()
+    used = [step["uses"] for job in jobs for step in job["steps"] if "uses" in step]
+    assert used
+    for one in used:
+        assert re.fullmatch(r"[\w-]+/[\w-]+@(release/)?v[0-9]+", one), one
+
+
 def test_there_are_workflows_for_checks_and_for_releases() -> None:
     assert [file.name for file in WORKFLOWS] == ["ci.yaml", "release.yaml"]

@@ -44,7 +44,12 @@ def test_make_alone_shows_the_help(root: Path) -> None:
     [
         (
             "verify",
-            ["evergrad_manifest.generate --check", "bed.chart", "FRONT='lint test-e2e'"],
+            [
+                "evergrad_manifest.generate --check",
+                "bed.chart",
+                "bed.workflows",
+                "FRONT='lint test-e2e'",
+            ],
         ),
         ("lint", ["ruff check", "ruff format --check", "mypy", "lint-imports"]),
         ("test", [" test-e2e", "-m pytest"]),

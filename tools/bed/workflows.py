@@ -1,0 +1,36 @@
+"""The workflows for GitHub, checked by actionlint: their keys, expressions, events and references to actions.
+
+python -m bed.workflows     a part of `make github-lint`
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+
+from bed import toolbox
+from bed.places import REPOSITORY
+from bed.shell import BedError
+
+
+def main() -> int:
+    """0: sound, or actionlint cannot be built on a machine of a developer; 1 with the findings."""
+    is_buildable = shutil.which("go") is not None or not toolbox.missing(("actionlint",))
+    if not is_buildable and os.environ.get("CI") != "true":
+        print("actionlint: left out. It is built with Go, which is not installed.")
+        return 0
+    files = sorted((REPOSITORY / ".github/workflows").glob("*.y*ml"))
+    try:
+        # Without the two programs that it would call if they were installed: findings are the same everywhere.
+        command = [toolbox.binary("actionlint"), "-shellcheck=", "-pyflakes=", *files]
+    except BedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    code = subprocess.call(command, cwd=REPOSITORY)
+    if code == 0:
+        print(f"actionlint: {len(files)} workflows are sound")
+    return 0 if code == 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
