@@ -45,7 +45,7 @@ COMMANDS = {
 }
 """Commands for this machine.
 
-Those that are no module here come with evergrad-trainer, as entry points of COMMAND_GROUP.
+Commands without a module in this package come with evergrad-trainer, as entry points of COMMAND_GROUP.
 """
 COMMAND_GROUP = "evergrad.commands"
 OWN_COMMANDS = ("validate", "completion")
@@ -110,17 +110,16 @@ _TRAINING_COMMANDS = ("run", "node", "evaluate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code. Wrong input: the problems on stderr, no traceback, exit 64."""
-    # Threads of a CPU kernel that wait for each other spin for milliseconds by default, which starves whoever
-    # they wait for as soon as anything else wants a core (another worker, a background save). Read once, when
-    # torch is imported.
+    """Run one command and return its exit code. If the input is wrong, print the problems and return 64."""
+    # By default, threads of a CPU kernel spin for milliseconds while they wait for each other. If another
+    # worker or a background save needs the core, the spinning starves the thread that they wait for. The
+    # variable is read once, when torch is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    # A lost peer is an everyday event here, with a message of our own; torch's C++ would add fifty frames for
-    # each.
+    # We log our own message for a lost peer, which is common; torch would add fifty C++ frames to each.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     arguments = sys.argv[1:] if argv is None else list(argv)
     if argv is None and arguments[:1] and arguments[0] in _TRAINING_COMMANDS:
-        # Before anything is imported that would have to be imported once more.
+        # This replaces the process, so it comes before the expensive imports.
         begin_anew_with_huge_pages()
     parser = _Parser(
         prog="evergrad",
@@ -134,14 +133,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     for message in find_unknown_variables(os.environ):
         print(f"warning: {message}", file=sys.stderr)
     if arguments and arguments[0] in OTHERS_COMMANDS:
-        parser.error(f"{arguments[0]} is no command here. {OTHERS_COMMANDS[arguments[0]]}.")
+        parser.error(f"{arguments[0]} is not a command. {OTHERS_COMMANDS[arguments[0]]}.")
     return _execute(parser.parse_args(arguments))
 
 
 def find_unknown_variables(environment: Mapping[str, str]) -> list[str]:
     """Describe variables that begin with EVERGRAD_ and that no part of Evergrad reads.
 
-    In a pod there are none to find: Kubernetes itself sets such variables, for each Service by its name.
+    Returns nothing in a pod, because Kubernetes sets such variables for each Service. For example, the
+    Service ``evergrad-docs`` adds ``EVERGRAD_DOCS_PORT``.
     """
     if "KUBERNETES_SERVICE_HOST" in environment:
         return []
@@ -157,7 +157,7 @@ def find_unknown_variables(environment: Mapping[str, str]) -> list[str]:
 
 
 def main_of_plugin(argv: Sequence[str] | None = None) -> int:
-    """``kubectl evergrad``: the commands for a cluster alone."""
+    """Run ``kubectl evergrad``, which has only the commands for a cluster."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     parser = _Parser(
         prog="kubectl evergrad",
@@ -169,8 +169,8 @@ def main_of_plugin(argv: Sequence[str] | None = None) -> int:
 
 def _execute(args: argparse.Namespace) -> int:
     command = cast(Command, args.command)
-    # Output goes nowhere where it was closed (`>&-`): Python has None in its place, which cannot be flushed,
-    # and for which `print` takes the other stream.
+    # If a stream was closed (`>&-`), discard its output. Python uses None for such a stream, which cannot be
+    # flushed.
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the exit
@@ -180,7 +180,7 @@ def _execute(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         if not args.is_for_cluster:
             raise
-        # Nothing of the run is on this machine; whoever followed it has seen enough.
+        # The run is on the cluster and continues; only this command ends.
         code = _INTERRUPTED
     except EvergradError as error:
         code = int(error.exit_code)
@@ -191,16 +191,16 @@ def _execute(args: argparse.Namespace) -> int:
         with contextlib.suppress(BrokenPipeError):
             print(f"error: {_explain_missing(error, command.NAME)}", file=sys.stderr)
     except BrokenPipeError:
-        # The reader (head, less) has seen enough before the command was through.
+        # The reader (head, less) has closed the pipe before the command ended.
         code = int(ExitCode.DONE)
 
-    # The exit code is that of the command all the same. Python would flush at its exit, report a reader that
-    # is gone in its own words, and end with 120.
+    # Keep the exit code of the command. Without this, Python would flush at exit, report the closed pipe and
+    # end with 120.
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except BrokenPipeError:
-            # Python flushes once more at its exit: that goes nowhere.
+            # Python flushes again at exit; discard that output.
             descriptor = os.open(os.devnull, os.O_WRONLY)
             os.dup2(descriptor, stream.fileno())
             os.close(descriptor)
@@ -208,8 +208,8 @@ def _execute(args: argparse.Namespace) -> int:
 
 
 def print_error(error: EvergradError, *, as_json: bool) -> None:
-    """Print every problem to stderr, one a line: as a sentence, or as a JSON object with a dotted ``code``,
-    the time in UTC and the parts of the problem."""
+    """Print every problem to stderr, one in each line: as a sentence, or as a JSON object with a dotted
+    ``code``, the time in UTC and the parts of the problem."""
     problems = (
         error.problems
         if isinstance(error, InputError) and error.problems
@@ -229,9 +229,9 @@ def print_error(error: EvergradError, *, as_json: bool) -> None:
 
 
 def _explain_missing(error: ModuleNotFoundError, command: str) -> str:
-    """Say which package that this command needs is not installed.
+    """Return a message with the missing package that this command needs.
 
-    Raises ``error`` itself where the package is our own.
+    Raises ``error`` itself if the package is one of ours.
     """
     package = (error.name or "").partition(".")[0]
     if not package or package in _OWN_PACKAGES:
@@ -239,12 +239,12 @@ def _explain_missing(error: ModuleNotFoundError, command: str) -> str:
     return (
         f"evergrad {command}: needs the Python package {package}, which is not installed "
         "here; the commands for a "
-        "cluster work without. Install evergrad-trainer with all of its dependencies."
+        "cluster work without it. Install evergrad-trainer with all of its dependencies."
     )
 
 
 class _Parser(argparse.ArgumentParser):
-    """A wrong command line is wrong input like any other: exit 64."""
+    """A parser that exits with 64 if the command line is wrong, as for any wrong input."""
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
@@ -252,9 +252,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_whole_parser() -> argparse.ArgumentParser:
-    """All commands with all of their arguments, for what describes the command line.
+    """Return a parser with all commands and all of their arguments, for completion and documentation.
 
-    Imports every command. One whose packages are not installed has its name alone.
+    Imports every command. If the packages of a command are not installed, its parser has no arguments.
     """
     return _add_commands(_Parser(prog="evergrad"), {**COMMANDS, **CLUSTER_COMMANDS}, None)
 
@@ -264,7 +264,7 @@ def _add_commands(
 ) -> _Parser:
     """Add all ``commands``.
 
-    Only the one that ``arguments`` begin with is imported and has its own arguments; for None all.
+    Only the command that ``arguments`` begin with is imported and gets its own arguments; None means all.
     """
     parser.add_argument(
         "--version", action="version", version=f"{parser.prog} {__version__}"
@@ -277,13 +277,13 @@ def _add_commands(
             description=text,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        # One command is imported, not twenty: half of them need packages that take seconds.
+        # Import one command, not twenty: half of them need packages that take seconds to import.
         if arguments is not None and list(arguments[:1]) != [name]:
             continue
 
         module = _import_command(name)
         if isinstance(module, str):
-            # A shell can complete the other commands all the same.
+            # A shell can still complete the other commands.
             if arguments is None:
                 continue
             parser.exit(int(ExitCode.USER_ERROR), f"error: {module}\n")
@@ -302,11 +302,11 @@ def _add_commands(
 
 
 def _import_command(name: str) -> Command | str:
-    """Return the module of a command, or in words which package it lacks."""
-    # A module of this package, or the one that an installed package names for the command.
+    """Return the module of a command, or a message with the package that is missing."""
+    # A module of this package, or the entry point of an installed package for the command.
     if name in CLUSTER_COMMANDS or name in OWN_COMMANDS:
         folder = ".cluster.commands" if name in CLUSTER_COMMANDS else ".local"
-        # Completion imports this module, so that it is above it.
+        # Completion imports this module, so it is not in the folder below.
         path = f"evergrad_cli{'' if name == 'completion' else folder}.{name}"
     elif entries := metadata.entry_points(group=COMMAND_GROUP, name=name):
         path = next(iter(entries)).module

@@ -1,9 +1,9 @@
-"""The codec: frozen dataclasses ↔ lines of JSON, strict both ways. A value that does not fit is refused,
-naming its field.
+"""Converts frozen dataclasses to lines of JSON and back. If a value does not fit, the error names its field.
 
 A field may be an int, float, str, bool, enum or Literal, any of them or None, a dataclass, a tuple or a
-mapping of such values, or ``Any`` for JSON that somebody else checks. ``Annotated`` carries what a type
-cannot say: ``FieldBounds`` of a number, ``MaxLength`` of a text.
+mapping of such values, or ``Any`` for JSON that the caller checks. ``Annotated`` adds limits that a type
+cannot express: ``FieldBounds`` of a number, ``MaxLength`` of a text. For example,
+``Annotated[int, FieldBounds(0, 65535)]`` is a port.
 """
 
 import dataclasses
@@ -20,17 +20,17 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 MAX_LINE_BYTES = 64 * 1024
 """Longest line in either direction, with its newline."""
 MAX_INTEGER = 2**53 - 1
-"""Largest magnitude of a whole number: what every JSON reader holds exactly."""
+"""Largest magnitude of a whole number, which every JSON reader holds exactly."""
 MAX_TEXT = 4096
 """Longest text of a record, in characters."""
 
 
 class ProtocolError(ValueError):
-    """A line, or a value of one, that no record of the codec can hold. The text names the field."""
+    """A line is not a valid record. The text names the field."""
 
 
 class UnknownTypeError(ProtocolError):
-    """A well-formed record of a type that the codec does not have: a newer sender may have it."""
+    """A well-formed record of an unknown type, for example from a newer sender."""
 
 
 class Record(typing.Protocol):
@@ -44,7 +44,7 @@ R = TypeVar("R", bound=Record)
 
 @dataclass(frozen=True)
 class FieldBounds:
-    """Least and greatest value of a number: ``Annotated[int, Bounds(0, 65535)]``."""
+    """Least and greatest value of a number: ``Annotated[int, FieldBounds(0, 65535)]``."""
 
     least: int
     most: int
@@ -62,7 +62,7 @@ LongText = typing.Annotated[str, MaxLength(MAX_TEXT)]
 
 
 def to_camel(name: str) -> str:
-    """The wire's name of a field: ``first_rank`` → ``firstRank``."""
+    """Return the wire's name of a field: ``first_rank`` → ``firstRank``."""
     head, *rest = name.split("_")
     return head + "".join(part.capitalize() for part in rest)
 
@@ -71,7 +71,7 @@ class Codec(Generic[R]):
     """Lines of the given kinds of records, each one JSON object with its ``type``.
 
     Raises:
-        TypeError: at once, if a field of a record has a type that the codec does not know.
+        TypeError: if a field of a record has a type that the codec does not support.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class Codec(Generic[R]):
     ) -> None:
         self._kinds = {_type_of(kind): kind for kind in kinds}
         self._max_bytes = max_bytes
-        # A type that the codec does not know is found here, and not by the first message.
+        # An unsupported type fails here, and not at the first message.
         for kind in self._kinds.values():
             _fields(kind)
 
     def encode(self, record: R) -> bytes:
-        """One line with its newline.
+        """Return one line with its newline.
 
         Raises:
             ProtocolError: a number is not finite, or the line would be too long.
@@ -92,13 +92,13 @@ class Codec(Generic[R]):
         return encode(record, max_bytes=self._max_bytes)
 
     def decode(self, line: bytes) -> R:
-        """The record of one line. Unknown fields are ignored: a newer sender may have more.
+        """Return the record of one line. Unknown fields are ignored, because a newer sender may have more.
 
         Raises:
             UnknownTypeError: no record of this codec has a type of that name.
             ProtocolError: the line is not a record for any other reason.
         """
-        # Bounds first: what is longer is not worth the time to parse it.
+        # Check the length first: a longer line is not worth the time to parse it.
         if len(line) > self._max_bytes:
             raise ProtocolError(f"line: more than {self._max_bytes} bytes")
         try:
@@ -108,7 +108,7 @@ class Codec(Generic[R]):
             raise ProtocolError(f"line: not JSON; {type(error).__name__}") from None
         if not isinstance(found, dict):
             raise ProtocolError("line: not a JSON object")
-        # A sender of any version names its type; only a name can be that of a later version's message.
+        # Senders of every version name the type; an unknown name may be a message of a later version.
         name = found.get("type")
         kind = self._kinds.get(name) if isinstance(name, str) else None
         if kind is None:
@@ -118,8 +118,8 @@ class Codec(Generic[R]):
 
 
 def encode(record: Record, *, max_bytes: int = MAX_LINE_BYTES) -> bytes:
-    """One line with its newline. Raises ProtocolError as ``Codec.encode`` does."""
-    # json itself refuses a number that JSON does not know; only then its field is searched for.
+    """Return one line with its newline. Raises ProtocolError as ``Codec.encode`` does."""
+    # json refuses a number that is not valid JSON; only then search for its field.
     name = _type_of(type(record))
     found = {"type": name, **to_json(record)}
     try:
@@ -128,7 +128,7 @@ def encode(record: Record, *, max_bytes: int = MAX_LINE_BYTES) -> bytes:
         _refuse_numbers(found, where=name)
         raise
     line = text.encode("ascii") + b"\n"
-    # The receiver would end the connection: here the sender at least knows why.
+    # The receiver would close the connection without a reason; this error names one.
     if len(line) > max_bytes:
         raise ProtocolError(
             f"{name}: {len(line)} bytes are more than the {max_bytes} of a line. Shorten its texts."
@@ -137,15 +137,15 @@ def encode(record: Record, *, max_bytes: int = MAX_LINE_BYTES) -> bytes:
 
 
 def to_json(record: Record) -> dict[str, Any]:
-    """The record as an object that ``json`` can write, with the wire's names."""
+    """Return the record as an object that ``json`` can write, with the wire's names."""
     return {one.wire: one.write(getattr(record, one.name)) for one in _fields(type(record))}
 
 
 def from_json(kind: type[R], found: object, *, where: str) -> R:
-    """The record of a JSON object. Raises ProtocolError, naming the field behind ``where``."""
+    """Return the record of a JSON object. Raises ProtocolError, which names the field after ``where``."""
     if not isinstance(found, dict):
         raise ProtocolError(f"{where}: {_show(found)} is not an object")
-    # Fields that are not known are passed over: a newer sender may have more.
+    # Ignore unknown fields: a newer sender may have more.
     values = {}
     for one in _fields(kind):
         if one.wire in found:
@@ -193,10 +193,10 @@ def _fields(kind: type[Record]) -> tuple[_Field, ...]:
 
 
 def _refuse_numbers(value: Any, *, where: str) -> None:
-    """Name the number that JSON does not know, however deep in the record it is."""
+    """Raise ProtocolError for the first number that is not valid JSON, at any depth of the record."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ProtocolError(
-            f"{where}: {value} is no number JSON knows. Send null or leave it out."
+            f"{where}: {value} is not a valid JSON number. Send null or leave it out."
         )
     if isinstance(value, dict):
         for key, one in value.items():
@@ -207,7 +207,7 @@ def _refuse_numbers(value: Any, *, where: str) -> None:
 
 
 def _writer(hint: Any) -> _Writer:
-    """Choose how a value of this type becomes JSON. ``_reader`` has refused types that are not known."""
+    """Choose how a value of this type becomes JSON. ``_reader`` has refused unsupported types."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         cut = next((one for one in arguments[1:] if isinstance(one, MaxLength)), None)
@@ -271,7 +271,7 @@ def _reader(hint: Any) -> _Reader:
         def read_mapping(value: Any, where: str) -> dict[str, Any]:
             if not isinstance(value, dict):
                 raise ProtocolError(f"{where}: {_show(value)} is not an object")
-            # A key is named by its beginning: the whole of it may be as long as the line.
+            # Name a key by its beginning: the whole key may be as long as the line.
             return {
                 _read_text(key, where): entry(one, f"{where}.{key[:40]}")
                 for key, one in value.items()
@@ -289,7 +289,7 @@ def _reader(hint: Any) -> _Reader:
 
 
 def _read_integer(value: Any, where: str) -> int:
-    # Not isinstance: to Python True is a whole number.
+    # Not isinstance, because True is an int in Python.
     if type(value) is not int:
         raise ProtocolError(f"{where}: {_show(value)} is not a whole number")
     if abs(value) > MAX_INTEGER:
@@ -322,7 +322,7 @@ def _read_flag(value: Any, where: str) -> bool:
 
 
 def _read_choice(value: Any, where: str, *, choices: Mapping[str | int, Any]) -> Any:
-    # By type first: to a mapping True is 1, and a list is an error.
+    # Check the type first: as a key True equals 1, and a list cannot be a key.
     if type(value) not in (str, int) or value not in choices:
         named = ", ".join(str(one) for one in choices)
         raise ProtocolError(f"{where}: {_show(value)} is none of {named}")
@@ -330,7 +330,7 @@ def _read_choice(value: Any, where: str, *, choices: Mapping[str | int, Any]) ->
 
 
 def _show(value: Any) -> str:
-    # The text goes into a log: what a peer has sent is cut, and escaped where it is not ASCII.
+    # The text goes into a log, so a peer's value is cut, and escaped if it is not ASCII.
     return (
         ascii(value)[:60]
         if isinstance(value, str | int | float | bool | None)

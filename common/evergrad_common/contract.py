@@ -1,4 +1,4 @@
-"""Published names, exit codes and the layout of a run directory: what operator and trainer agree on."""
+"""Names, exit codes and the layout of a run directory on which operator, trainer and CLI agree."""
 
 import json
 from enum import IntEnum, StrEnum
@@ -9,12 +9,12 @@ API_VERSION = f"{API_GROUP}/v1alpha1"
 KIND = "TrainingRun"
 LABEL_PREFIX = f"{API_GROUP}/"
 MANAGER = f"{API_GROUP}/operator"
-"""Value of a run's ``spec.managedBy`` that means the operator, as its absence does."""
+"""Value of a run's ``spec.managedBy`` that selects the operator; it is also the default."""
 LABEL_QUEUE: Final = "kueue.x-k8s.io/queue-name"
 """Kueue's label with the name of a queue."""
 
-# Bounds of a run's pod template: the trainer's loader, the CRD made from it and the operator refuse the
-# same.
+# Bounds of a run's pod template: the trainer's loader, the CRD that is generated from it and the operator
+# refuse the same templates.
 VOLUME_KINDS: Final = (
     "configMap",
     "secret",
@@ -24,7 +24,7 @@ VOLUME_KINDS: Final = (
     "downwardAPI",
     "ephemeral",
 )
-"""Kinds that Pod Security's restricted level admits, less ``csi``, whose drivers can do anything."""
+"""Kinds that Pod Security's restricted level admits, without ``csi``, whose drivers can do anything."""
 PROJECTED_KINDS: Final = (
     "configMap",
     "secret",
@@ -32,28 +32,30 @@ PROJECTED_KINDS: Final = (
     "clusterTrustBundle",
     "serviceAccountToken",
 )
-"""Sources of a ``projected`` volume; the last one only beside a service account that the installation
-allows."""
+"""Sources of a ``projected`` volume. ``serviceAccountToken`` is valid only together with a service account
+that the installation allows."""
 TRAINER_CONTAINER: Final = "trainer"
 """Name of the container that trains, prepares or evaluates, in the pods of a run."""
 VOLUME_PATH: Final = "/volume"
-"""Where the pods of a run have the volume that holds its run directory."""
+"""Mount path of the volume that holds the run directory, in each pod of a run."""
 CONFIG_PATH: Final = "/etc/evergrad/run"
 TOKEN_PATH: Final = "/etc/evergrad/token"
 INSTANCE_HEADER: Final = "Evergrad-Instance"
 """Header of a coordinator's /healthz with its random name, which its file of addresses has, too."""
 PREPARED_FOLDER: Final = ".prepared"
-"""Folder beside the run directory with prepared data, which the runs beside it share by content."""
+"""Folder next to the run directory with prepared data, which runs with the same data share."""
 PREPARING: Final = "Preparing"
-"""Phase of a run whose data are prepared, in its status and in that of the pod that prepares them."""
+"""Phase while a run's data are being prepared, in the status of the run and of the pod that prepares them."""
 OUR_MOUNTS: Final = (VOLUME_PATH, CONFIG_PATH, TOKEN_PATH, "/tmp", "/dev/shm")
 """Paths that the operator mounts: volume, manifest, the run's token, scratch space and shared memory."""
 OUR_VOLUME_PREFIX: Final = "evergrad-"
 
 
 def hides_ours(path: str) -> bool:
-    """Whether a mount at this absolute path would lie over, or inside, one of ours; scratch space may have
-    mounts inside."""
+    """Return whether a mount at this absolute path would cover one of our mounts, or lie inside one.
+
+    Scratch space may contain mounts. For example, ``/volume/data`` hides ours and ``/tmp/data`` does not.
+    """
     # Compared without ``.`` and repeated slashes, which the kubelet would drop, too.
     plain = "/" + "/".join(part for part in path.split("/") if part not in ("", "."))
     is_over = any(
@@ -91,28 +93,29 @@ OPERATIONAL_SECTIONS: Final = (
     "monitors",
     "metrics",
 )
-"""Sections of ``spec.training`` that do not decide the result, so that they may change from one start to the
-next."""
+"""Sections of ``spec.training`` that do not change the result, so you may change them between two starts."""
 SOFT_LIMIT_SECONDS: Final = 120
 """Default time, in seconds, that a coordinator waits for a group to stop at its next step boundary."""
 SEE_LOGS: Final = "See that rank's log in logs/."
-"""Last sentence of a coordinator about a worker that failed; the operator, which knows more, replaces it."""
+"""Last sentence of the coordinator's message about a failed worker; the operator replaces it with details."""
 UNDISTURBED_SECONDS: Final = 600.0
 """Time between two failures, in seconds, that counts as progress of a script which reports none."""
 
 
 def build_soft_limit(seconds: int) -> tuple[str, ...]:
-    """Build the coordinator's arguments where a node may take that long to leave; none where the default is
-    enough."""
+    """Build the coordinator's arguments if a node may take ``seconds`` to leave.
+
+    Empty if the default is enough. For example, ``build_soft_limit(300)`` is ``("--soft-limit", "300")``.
+    """
     return ("--soft-limit", str(seconds)) if seconds > SOFT_LIMIT_SECONDS else ()
 
 
 class ExitCode(IntEnum):
-    """How a trainer process ends. An operator decides by these whether it retries."""
+    """Exit codes of a trainer process. The operator uses them to decide whether it retries."""
 
     DONE = 0
     USER_ERROR = 64
-    """Wrong configuration or data: a retry cannot cure it."""
+    """Wrong configuration or data: a retry cannot fix it."""
     INTERNAL = 70
     STOPPED_SAVED = 75
     """Stopped on request, state saved."""
@@ -121,20 +124,20 @@ class ExitCode(IntEnum):
 
 
 class ErrorKind(StrEnum):
-    """Kind of trouble that ended a process, decided where it arises.
+    """Kind of error that ended a process, decided by the code that meets the error.
 
     Only ``INPUT`` can end a run for good.
     """
 
     INPUT = "input"
-    """Something that a person wrote is wrong: configuration, data, a script. A retry cannot cure it."""
+    """Something that a person wrote is wrong: configuration, data, a script. A retry cannot fix it."""
     ENVIRONMENT = "environment"
     """Trouble of one host or one moment: a mount, a device, memory, a refusal.
 
     Retried in place, then on another host.
     """
     NUMERIC = "numeric"
-    """A loss, a gradient or a replica's state is not what it should be. The run stops and can go on."""
+    """A loss, a gradient or a replica's state is invalid. The run stops; you can resume it."""
     PEER = "peer"
     """A consequence: another process of the group is gone."""
     INTERNAL = "internal"
@@ -146,13 +149,15 @@ MAX_TERMINATION_BYTES: Final = 4096
 
 
 def encode_termination(kind: ErrorKind, text: str, trouble: str = "") -> bytes:
-    """A container's termination message: one JSON object whose ``message`` keeps its beginning
-    and its end. ``trouble``: one of causes.TROUBLES, empty for none."""
+    """Return a container's termination message: one JSON object of at most ``MAX_TERMINATION_BYTES``.
+
+    A long ``text`` keeps its beginning and its end. ``trouble``: one of causes.TROUBLES, empty for none.
+    """
     head = {"kind": str(kind)} | ({"trouble": trouble} if trouble else {})
     text = text.strip()
     data = json.dumps({**head, "message": text}).encode("ascii")
     while len(data) > MAX_TERMINATION_BYTES:
-        # The end is cut least: a traceback has its cause there, and its place at the beginning.
+        # Cut the end least: a traceback has its cause at the end, and its place at the beginning.
         text = (
             text[: len(text) // 4].rstrip() + "\n...\n" + text[-(len(text) // 2) :].lstrip()
         )
@@ -161,9 +166,12 @@ def encode_termination(kind: ErrorKind, text: str, trouble: str = "") -> bytes:
 
 
 def decode_termination(message: str) -> tuple[ErrorKind | None, str]:
-    """Kind and text of a termination message; kind None and the message as it is where no trainer of ours
-    wrote it."""
-    # Any image may run in a pod, so that anything may stand there.
+    """Return kind and text of a termination message.
+
+    If our trainer did not write it, the kind is None and the text is the message. For example, ``"OOM"``
+    gives ``(None, "OOM")``.
+    """
+    # A pod may run any image, so the message may be any text.
     try:
         found: Any = json.loads(message)
         return ErrorKind(found["kind"]), str(found["message"])
@@ -172,7 +180,7 @@ def decode_termination(message: str) -> tuple[ErrorKind | None, str]:
 
 
 def decode_trouble(message: str) -> str:
-    """The ``trouble`` of a termination message; empty where it has none."""
+    """Return the ``trouble`` of a termination message; empty if it has none."""
     try:
         found: Any = json.loads(message)
         return str(found["trouble"])[:64]
@@ -181,7 +189,7 @@ def decode_trouble(message: str) -> str:
 
 
 class CheckpointFile:
-    """Names inside the folder ``checkpoints`` of a run directory, and what its manifests say."""
+    """Names inside the folder ``checkpoints`` of a run directory, and keys of its manifests."""
 
     ATTEMPTS = ".tmp"
     TRASH = ".trash"
@@ -191,12 +199,12 @@ class CheckpointFile:
     FORMAT = 1
     """Newest format of a manifest."""
     PERMANENT = "permanent"
-    """Key of a manifest's ``extra``: retention leaves the checkpoint for ever."""
+    """Key of a manifest's ``extra``: retention never deletes the checkpoint."""
 
 
 def step_of_checkpoint(name: str) -> int | None:
     """Return the step in the name of a published checkpoint, or in its path; None for any other name."""
-    # ``step-1200``, or ``step-1200.g7`` where that was taken.
+    # ``step-1200``, or ``step-1200.g7`` if the plain name was taken.
     number = name.rstrip("/").rpartition("/")[2].removeprefix("step-").split(".")[0]
     return int(number) if number.isdecimal() else None
 

@@ -1,11 +1,16 @@
-"""Rows that a frozen process wrote late, told from those of a run whose generations began anew. Pure."""
+"""Separates rows that a frozen process wrote late from rows of a run whose generations restarted. Pure.
+
+For example, a process of generation 3 that was frozen while generation 4 trained may still append its row.
+"""
 
 from typing import Any
 
 
 class Beginnings:
-    """When the generations of a run began anew, by its events: their numbers are below those of before once
-    somebody has removed ``checkpoints`` alone."""
+    """Times at which the generation numbers of a run restarted, from its events.
+
+    The numbers become smaller if a user removes ``checkpoints`` and keeps the other files.
+    """
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -15,7 +20,7 @@ class Beginnings:
         """Take the next event of the file; fields may be missing or of any type."""
         if not isinstance(generation, int) or not isinstance(time, int | float):
             return
-        # A process starts before others overtake it, frozen or not.
+        # A process logs its start before others overtake it, even if it is frozen later.
         if kind == "start" and generation < self._newest:
             self.times.append(float(time))
             self._newest = generation
@@ -23,10 +28,11 @@ class Beginnings:
 
 
 class InTime:
-    """Tells the rows of one file, one after the other: those of an older generation than one before are late,
-    unless generations began anew in between.
+    """Decides for each row of one file, in order, whether it is in time.
 
-    A process that was frozen while others went on wrote them, and they are nobody's progress.
+    A row is late if its generation is older than the generation of an earlier row, unless the numbers
+    restarted in between. A process that was frozen while others continued wrote it, so it is not progress of
+    the run.
     """
 
     def __init__(self, beginnings: Beginnings) -> None:

@@ -1,9 +1,10 @@
 """The messages between a run's coordinator and its nodes: one JSON object a line over TCP, each a frozen
 dataclass here.
 
-A node connects, says ``hello`` and is answered by ``welcome`` or ``refused``. Every change of the group is
-two-phase: ``plan`` to all → ``ready`` from all members → ``go``. Generations only grow; what names an older
-one is ignored.
+A node connects and sends ``hello``; the coordinator answers with ``welcome`` or ``refused``. Every change of
+the group has two phases: ``plan`` to all nodes → ``ready`` from all members → ``go``. Generation numbers only
+grow, and a message that names an older generation is ignored. For example, a ``ready`` for generation 6 is
+ignored if generation 7 has been planned meanwhile.
 """
 
 from dataclasses import dataclass, field
@@ -81,11 +82,11 @@ class Ping(Message):
 
 @dataclass(frozen=True)
 class Beat(Message):
-    """First message, in place of ``hello``, of a node's second connection, from a process beside its own.
-    Only pings follow.
+    """First message, in place of ``hello``, of a node's second connection, which a helper process of the node
+    opens. Only pings follow.
 
-    While they come the node is slow at most, not lost. Beats of an incarnation that is not connected are
-    ignored.
+    While pings arrive, the node is at most slow, not lost. The coordinator ignores beats of an incarnation
+    that is not connected.
     """
 
     TYPE = "beat"
@@ -108,7 +109,7 @@ class Ready(Message):
     """This node's workers are out of every group older than ``generation``, and ``workers`` of them would
     take part in it.
 
-    ``port`` is that of a fresh store at the node's address. ``step`` is the newest finished step in memory,
+    ``port`` is the port of a new store at the node's address. ``step`` is the newest finished step in memory,
     -1 for none.
     """
 
@@ -121,7 +122,7 @@ class Ready(Message):
 
 @dataclass(frozen=True)
 class Up(Message):
-    """The group of ``generation`` exists and goes on after ``step``."""
+    """The group of ``generation`` exists and continues after ``step``."""
 
     TYPE = "up"
     generation: Generation
@@ -130,11 +131,11 @@ class Up(Message):
 
 @dataclass(frozen=True)
 class Broken(Message):
-    """``generation`` cannot go on. ``exit_code`` is the worker's (negative: its signal), None where none has
-    ended.
+    """``generation`` cannot continue. ``exit_code`` is the worker's exit code (negative: its signal), or None
+    if no worker has ended.
 
-    ``is_final``: no retry can cure it (exit 64), so the run ends. It broke ``time_since`` seconds ago: two
-    nodes need no common clock for that.
+    ``is_final``: no retry can fix it (exit 64), so the run ends. The generation broke ``time_since`` seconds
+    ago. A duration needs no common clock of two nodes.
     """
 
     TYPE = "broken"
@@ -147,7 +148,7 @@ class Broken(Message):
     is_final: bool = False
     time_since: Annotated[float, FieldBounds(0, MAX_GENERATION)] = 0.0
     trouble: str = ""
-    """One of causes.TROUBLES, where the worker met one; a newer node may have more of them."""
+    """One of causes.TROUBLES, if the worker met one; a newer node may have more of them."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ class Leaving(Message):
 
 @dataclass(frozen=True)
 class Left(Message):
-    """Last message of a node that leaves as told. ``is_saved``: it was told to save, and has saved."""
+    """Last message of a node that leaves on request. ``is_saved``: it was asked to save, and has saved."""
 
     TYPE = "left"
     generation: Generation
@@ -219,7 +220,7 @@ class EvaluationReport(Message):
 
 @dataclass(frozen=True)
 class Progress(Message):
-    """Where training is; from rank 0's node, at most twice a second. None where it is not known."""
+    """Where training is; from rank 0's node, at most twice a second. Unknown values are None."""
 
     TYPE = "progress"
     generation: Generation
@@ -234,23 +235,23 @@ class Progress(Message):
     evaluations: dict[str, EvaluationReport] = field(default_factory=dict)
     """The newest results of each evaluation set that this node has seen."""
     evaluation_seconds: Annotated[float, FieldBounds(0, MAX_GENERATION)] | None = None
-    """Time that training has stood still for evaluations, since this node's process began."""
+    """Seconds for which evaluations have paused training since this node's process began."""
     saving_seconds: Annotated[float, FieldBounds(0, MAX_GENERATION)] | None = None
-    """The same for saves."""
+    """Seconds for which saves have paused training since this node's process began."""
     failed_saves: Annotated[int, FieldBounds(0, MAX_INTEGER)] | None = None
-    """Saves that have failed in a row; 0 after one that has succeeded."""
+    """Number of saves that have failed in a row; 0 after a successful save."""
     save_trouble: str = ""
-    """One of causes.TROUBLES: why the last of them failed; a newer node may have more of them."""
+    """One of causes.TROUBLES: why the last save failed; a newer node may have more of them."""
     save_message: LongText = ""
-    """The same in words."""
+    """Error text of the last failed save."""
 
 
 @dataclass(frozen=True)
 class Restoring(Message):
     """Bytes of state that this node's workers have read or received in a group that is not up yet.
 
-    It is only for a coordinator whose welcome takes it, and is sent a few times a second while the number
-    grows: the limit of a start counts from the newest one.
+    A node sends it only if the coordinator's welcome has ``takes_restoring``, a few times a second while the
+    number grows. The time limit of a start counts from the newest message.
     """
 
     TYPE = "restoring"
@@ -260,7 +261,7 @@ class Restoring(Message):
 
 @dataclass(frozen=True)
 class Commit(Message):
-    """May ``generation`` still write? Answered by ``permit`` with the same ``request``."""
+    """Asks whether ``generation`` may still write. Answered by ``permit`` with the same ``request``."""
 
     TYPE = "commit"
     request: int
@@ -279,7 +280,7 @@ class Welcome(Message):
     lease_seconds: float
     silence_seconds: float
     takes_restoring: bool = False
-    """Whether the coordinator has :class:`Restoring`; an older one closes the connection on it."""
+    """Whether the coordinator accepts :class:`Restoring`; an older coordinator closes the connection."""
 
 
 @dataclass(frozen=True)
@@ -294,13 +295,13 @@ class Refused(Message):
 
 @dataclass(frozen=True)
 class Plan(Message):
-    """Leave the running group and answer ``ready`` for ``generation``. ``hard``: at once, since a member is
-    gone; else at a step boundary.
+    """Leave the running group and answer ``ready`` for ``generation``. ``hard``: leave
+    immediately, because a member is gone; otherwise leave at a step boundary.
 
-    ``is_member`` is False for nodes that will not be in it: spares, and those that leave. ``is_only_holder``:
-    no other node has reported a state, so that a worker that does not answer must be waited for, not
-    replaced. ``patience_seconds`` is the time that the group may go on so that a save in flight ends; it is
-    above 0 where nodes only join.
+    ``is_member`` is False for nodes that will not be in the new group: spares and leaving nodes.
+    ``is_only_holder``: no other node has reported a state, so the node must wait for a worker that does not
+    answer and must not replace it. ``patience_seconds`` is how long the group may continue so that a save in
+    progress can end; it is above 0 only if nodes join and none leaves.
     """
 
     TYPE = "plan"
@@ -311,7 +312,7 @@ class Plan(Message):
     is_only_holder: bool = False
     patience_seconds: float = 0.0
     saves: bool = False
-    """Too few members go on: the group saves together, each rank its share, before it is left."""
+    """Too few members remain: before they leave the group, all ranks save together, each its share."""
     cause: str = "other"
     """One of causes.CHANGES, with ``reason`` as its text; a newer coordinator may have more of them."""
 
@@ -336,7 +337,7 @@ class Go(Message):
 class Leave(Message):
     """A node that is leaving may go.
 
-    ``save``: it holds the newest state and nobody goes on; it saves first, alone.
+    ``save``: the node holds the newest state and no other node continues, so it first saves alone.
     """
 
     TYPE = "leave"
@@ -375,7 +376,7 @@ class Permit(Message):
 class Finishing(Message):
     """A worker of ``generation`` has ended with 0: the others are expected to end, too.
 
-    A node whose worker then stands still ends it. An older node ignores the message.
+    If a worker then makes no progress, its node ends it. An older node ignores the message.
     """
 
     TYPE = "finishing"
@@ -403,16 +404,16 @@ _from_nodes, _from_coordinator = Codec(FROM_NODES), Codec(FROM_COORDINATOR)
 
 
 def decode_from_node(line: bytes) -> Message:
-    """The message of a line that a node has sent.
+    """Return the message of a line that a node has sent. For example, ``{"type": "ping"}`` is ``Ping()``.
 
-    Raises ProtocolError, naming the field, for anything else.
+    Raises ProtocolError, naming the field, if the line is not a valid message.
     """
     return _from_nodes.decode(line)
 
 
 def decode_from_coordinator(line: bytes) -> Message:
-    """The message of a line that the coordinator has sent.
+    """Return the message of a line that the coordinator has sent.
 
-    Raises ProtocolError, naming the field, for anything else.
+    Raises ProtocolError, naming the field, if the line is not a valid message.
     """
     return _from_coordinator.decode(line)

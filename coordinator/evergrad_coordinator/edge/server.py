@@ -1,6 +1,6 @@
-"""The coordinator's edge: sockets, time and journal around the rules.
+"""Serves the coordinator's connections: passes messages and time to the rules and carries out their effects.
 
-A bad peer loses its connection and nothing else.
+If a peer breaks the protocol, only its own connection is closed.
 """
 
 import asyncio
@@ -25,12 +25,13 @@ from evergrad_coordinator.rules.group import Group
 from evergrad_coordinator.rules.state import Close, Effect, Finish, Log, Persist, Send
 
 _BACKLOG = 4096
-"""Connections that wait to be accepted: all nodes of a large run come at once."""
+"""Connections that wait to be accepted: all nodes of a large run connect together."""
 STALL_SECONDS = 30.0
-"""Time without a completed tick after which this process is restarted: a hundred times the pause between two,
-and far above the few seconds for which a busy machine may delay one. Until then no silent node is noticed."""
+"""Seconds without a completed tick after which this process is restarted: a hundred times the pause between
+two ticks, and far above the few seconds for which a busy machine may delay a tick. Until then no silent node
+is detected."""
 _JOURNAL_SECONDS = 10.0
-"""Time for one write of the journal, of one sector, after which changes of the group are said to wait."""
+"""If one write of the journal (one sector) takes longer, in seconds, the coordinator reports an obstacle."""
 _PING = Ping()
 _PING_LINE = encode(_PING).rstrip()
 """Nearly all messages of a run are this line, which needs no decoder."""
@@ -49,7 +50,7 @@ class Counters:
 
 
 class Server:
-    """Passes what arrives to the rules and carries out the effects they answer with, in order."""
+    """Passes messages and time to the rules, and carries out the effects that they return, in order."""
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class Server:
         self._peers: dict[int, Peer] = {}
         self._unknown: dict[int, Peer] = {}
         self._unheard: dict[int, Peer] = {}
-        """Nodes that have said something while too much waited for the journal."""
+        """Nodes that have sent a message while too many effects waited for the journal."""
         self._pong = encode(Pong(group.generation))
         self._ticked_at = time.monotonic()
         """When a tick was last completed."""
@@ -82,7 +83,7 @@ class Server:
         self._listener: asyncio.Server | None = None
 
     def find_stall(self) -> str:
-        """Why this process does not do its work and only a new one can, in words; empty if it does."""
+        """Return why this process must be replaced, in words; empty if it works."""
         if self.effects.is_superseded:
             return "superseded: another coordinator has taken the next generation"
         if self.effects.has_stopped:
@@ -93,7 +94,7 @@ class Server:
         return ""
 
     def find_obstacle(self) -> str:
-        """Why the group cannot be changed now, in words; empty if it can."""
+        """Return why the group cannot be changed now, in words; empty if it can."""
         if stall := self.find_stall():
             return stall
         if not self.effects.is_writable:
@@ -106,15 +107,15 @@ class Server:
 
     @property
     def num_connections(self) -> int:
-        """Open connections, also before their hello, but not those of the processes beside nodes."""
+        """Number of open connections, also before their hello, without connections that only send beats."""
         return sum(peer.beats_for is None for peer in self._peers.values())
 
     async def listen(self, host: str, port: int) -> int:
-        """Begin to serve; the port. Raises OSError."""
+        """Begin to serve and return the port. Raises OSError if the address cannot be bound."""
         allow_many_files()
         loop = asyncio.get_running_loop()
 
-        # A defect that one line of a peer has met ends neither the other connections nor the group.
+        # A defect that a peer's line triggers must not end the other connections or the group.
         def report_error(_: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
             self.counters.internal_errors += 1
             what, error = str(context.get("message")), context.get("exception")
@@ -135,7 +136,7 @@ class Server:
         self.effects.cancel()
         if self._listener:
             self._listener.close()
-        # Each may take a second for what is still to be sent, such as the end of the run.
+        # Each connection gets a second to send its last messages, for example the end of the run.
         for peer in list(self._peers.values()):
             peer.close(patience=1.0)
         await asyncio.sleep(0)
@@ -143,9 +144,9 @@ class Server:
     def set_bounds(
         self, min_nodes: int, max_nodes: int, max_failures: int | None = None
     ) -> str:
-        """Take other bounds from the owner of the run.
+        """Set new bounds, which the owner of the run has requested.
 
-        Returns what is wrong with them, in words; empty if nothing is.
+        Returns a message with the problem and its remedy, or an empty text if the bounds are valid.
         """
         most = self.group.settings.max_members
         if not 1 <= min_nodes <= max_nodes <= most:
@@ -178,7 +179,7 @@ class Server:
         self.counters.connections += 1
         peer.number = self.counters.connections
         self._peers[peer.number] = self._unknown[peer.number] = peer
-        # The oldest goes: a node says hello at once, and a stranger who waits must not keep nodes out.
+        # Close the oldest: a node sends hello immediately, and silent strangers must not keep nodes out.
         if len(self._unknown) > self.limits.unknown_peers:
             self.reject(next(iter(self._unknown.values())), "too_many_connections")
 
@@ -202,26 +203,27 @@ class Server:
         try:
             message = _PING if line == _PING_LINE else decode_from_node(line)
         except ProtocolError as error:
-            # A newer node may say more than this version knows. It would do so on each connection, and could
-            # not train at all.
+            # A newer node may send messages that this version does not have. It would send them on each
+            # connection, so closing the connection would keep it from training at all.
             is_known = peer.has_joined or peer.beats_for is not None
             if not (isinstance(error, UnknownTypeError) and is_known):
                 self.reject(peer, "malformed", str(error))
             return
         self.counters.messages += 1
 
-        # A connection is a node's own, or that of the process beside it; its first message says which.
+        # The first message decides whether this is a node's own connection or only sends its beats.
         if isinstance(message, Beat) or peer.beats_for is not None:
             self._take_beat(peer, message, now)
         elif isinstance(message, Hello) == peer.has_joined:
-            what = "said twice" if peer.has_joined else "before hello"
+            what = "sent twice" if peer.has_joined else "before hello"
             self.reject(peer, "malformed", f"{message.TYPE}: {what}")
         elif not isinstance(message, Ping) and (
             self.effects.is_full or peer.number in self._unheard
         ):
-            # Too much waits for the journal: no node is let in, and those that are here go on training by
-            # their pings. Their messages are not taken; they are to send them again, all of them in their
-            # order, so that nothing more is taken of them until then, also when the journal is back.
+            # Too many effects wait for the journal. No node can join. Connected nodes continue to train,
+            # because pings still renew their leases. Their other messages are dropped. These nodes must send
+            # all their messages again, in order, so nothing more is accepted from them until they reconnect,
+            # even if the journal works again.
             if isinstance(message, Hello):
                 self.reject(peer, "journal_waits")
             else:
@@ -231,7 +233,7 @@ class Server:
             self._unknown.pop(peer.number, None)
             self._apply(events.on_hello(self.group, peer.number, message, now=now))
         else:
-            # A ping is answered at once: its answer renews a lease, and must not wait for the journal.
+            # Answer a ping immediately: the answer renews a lease and must not wait for the journal.
             effects = events.on_message(self.group, peer.number, message, now=now)
             if isinstance(message, Ping):
                 self._answer_ping(peer)
@@ -239,7 +241,7 @@ class Server:
                 self._apply(effects)
 
     def _take_beat(self, peer: Peer, message: Message, now: float) -> None:
-        """Note that a node is alive: the process beside it sends one ``beat``, and pings from then on."""
+        """Note that a node is alive: its helper process sends one ``beat`` and then pings."""
         settings = self.group.settings
         if isinstance(message, Beat) and peer.beats_for is None and not peer.has_joined:
             if not is_token(message.token, settings.token) or message.run != settings.run:
@@ -251,7 +253,7 @@ class Server:
             self.reject(
                 peer,
                 "malformed",
-                f"{message.TYPE}: on a connection that only beats, or beside another first message",
+                f"{message.TYPE}: sent on a connection for beats, or after another first message",
             )
             return
         if peer.beats_for is not None:
@@ -259,8 +261,8 @@ class Server:
             self._answer_ping(peer)
 
     def _answer_ping(self, peer: Peer) -> None:
-        # Another coordinator decides now. Leases that this one renewed would keep the nodes of its group
-        # training next to the group of the other.
+        # If another coordinator has taken over, do not renew leases: the nodes of this group would continue
+        # to train while the other coordinator runs its own group.
         if not self.effects.is_superseded:
             self._write(peer, self._pong)
 
@@ -299,7 +301,7 @@ class Server:
                 if not self.finished.done():
                     self.finished.set_result(exit_code)
             case Persist(_, generation):
-                # Only now that it is durable a pong may name it, too.
+                # A pong may name the generation only now that it is durable.
                 self._pong = encode(Pong(generation))
 
     def _write(self, peer: Peer, data: bytes) -> None:
@@ -308,7 +310,7 @@ class Server:
 
     def _tick(self) -> None:
         self._timer = None
-        # Whatever one tick has met, there is another one: without it no lost node would be noticed.
+        # Schedule the next tick even if this one fails: without ticks no lost node would be detected.
         try:
             self._take_time(time.monotonic())
             self._ticked_at = time.monotonic()
@@ -324,10 +326,10 @@ class Server:
             if now - peer.connected_at > self.limits.hello_seconds:
                 self.reject(peer, "no_hello")
 
-        # Nothing is decided while too much waits for the journal, as if this process had stood still.
+        # While too many effects wait for the journal, decide nothing, as if this process were paused.
         if self.effects.is_full:
             return
-        # On a new connection a node says all of it again.
+        # A node sends all its messages again on a new connection.
         for peer in list(self._unheard.values()):
             self.reject(peer, "journal_waits")
         for peer in find_silent_beats(self._peers.values(), self.group, now):
@@ -340,9 +342,10 @@ _RARE = frozenset({"plan", "go", "up", "adopted", "bounds", "finished", "waiting
 
 
 def find_silent_beats(peers: Iterable[Peer], group: Group, now: float) -> list[Peer]:
-    """Return the connections of processes beside nodes from which nothing has come for a lease.
+    """Return the connections for beats on which nothing has arrived for the length of a lease.
 
-    A host that vanishes closes none: each would stay, with its descriptor, for as long as this process lives.
+    A host that vanishes does not close its connections. Without this, each connection would keep its file
+    descriptor until this process ends.
     """
     if now - group.ticked_at > events.STANDSTILL_SECONDS:
         return []

@@ -1,8 +1,8 @@
-"""Changes of a group: nodes go, a generation breaks, a plan is announced and begins, the run ends. Pure
-functions.
+"""Carries out changes of a group: a node leaves, a generation breaks, a plan is announced and begins, the run
+ends. Pure functions.
 
-Nothing here decides that it should happen: ``review`` compares, ``reports`` and ``limits`` notice, ``events``
-takes what comes.
+Other modules decide on the change: ``review`` compares the group with its settings, ``reports`` and
+``limits`` detect failures, and ``events`` receives messages.
 """
 
 from evergrad_common.contract import ExitCode
@@ -28,20 +28,20 @@ def remove_node(group: Group, node: Node, why: str, now: float) -> None:
     group.log("gone", node=node.name, why=why)
     world, proposal = group.world, group.proposal
 
-    # A member that leaves as it was told to is no loss, and one that has ended well is not missed.
+    # A member that leaves on request is not lost, and neither is a member whose workers have ended with 0.
     if world and node.key in world.places and node.key not in world.done:
         world.has_left |= node.is_leaving
         world.lost |= set() if node.is_leaving else {node.key}
-    # Its workers may still train: nobody follows them before their lease has ended, counted from the last
-    # contact.
+    # Its workers may still train, so no new group begins before their lease, counted from the last contact,
+    # has ended.
     if world and node.key in world.places and node.key not in world.out:
         world.last_contact[node.key] = node.seen
         if not world.is_over and node.key not in world.done:
             group.accounting.begin("node_lost", at=node.seen if why == "silent" else now)
     group.departures.note_gone(node)
 
-    # A plan that only waited for this node, which is no member of it, can go on. One that needs it is made
-    # anew.
+    # If this node is not a member of the plan, the plan continues without it. Otherwise a new plan is made
+    # below.
     if proposal and node.key not in proposal.members:
         proposal.waits_for.discard(node.key)
     if world and not world.is_over and node.key in world.lost:
@@ -53,15 +53,15 @@ def remove_node(group: Group, node: Node, why: str, now: float) -> None:
             settle(group, now)
         return
 
-    # It was the last one: nodes are waited for again, or the run ends where it left in order and that is
-    # enough.
+    # It was the last node. The group waits for nodes again, or the run ends if the node left on request and
+    # the settings ask for that.
     group.proposal = None
     group.departures.was_left = node.is_leaving or node.released_at is not None
     is_gone = group.world is None or group.world.places.keys() <= group.world.out
-    # All connections at once: more likely ours failed than all nodes. They may come back as they were.
+    # If all connections end together, our network has probably failed, not every node. They may reconnect.
     adopts_until = None if is_gone else now + group.lease_end
     if group.world is None and group.rendezvous is not None:
-        # A group that may run unseen does not end because the only node that has come so far is gone again.
+        # A group that may still be running does not end because the only node seen so far is gone again.
         adopts_until = group.rendezvous.adopts_until
     group.rendezvous = Rendezvous(adopts_until)
     if group.world:
@@ -86,7 +86,7 @@ def remove_node(group: Group, node: Node, why: str, now: float) -> None:
 def release_leavers(group: Group, now: float, *, staying: list[Node] | None) -> None:
     """Let leavers go that are in no group.
 
-    ``staying`` are the nodes that go on; None for a group that runs, which holds the state.
+    ``staying`` are the nodes that continue; None if a group runs, because it holds the state.
     """
     departures = group.departures
     leavers = [
@@ -94,8 +94,8 @@ def release_leavers(group: Group, now: float, *, staying: list[Node] | None) -> 
         for node in group.nodes.values()
         if node.is_leaving and node.released_at is None and node.group == 0
     ]
-    # One node saves where nobody else holds the state. Fresh workers have none in memory: their script has
-    # saved.
+    # If no other node holds the state, one leaver saves it. Fresh workers hold no state in memory, because
+    # their script saves it.
     if (
         staying is not None
         and departures.saver is None
@@ -107,7 +107,7 @@ def release_leavers(group: Group, now: float, *, staying: list[Node] | None) -> 
         if saver is not None:
             departures.saver, departures.saving_generation = saver.key, group.generation
 
-    # Once a connection: a saver whose connection was lost meanwhile is told to save again.
+    # Sent once for each connection: a saver that reconnects is asked to save again.
     for node in leavers:
         node.released_at = now
         is_saver = node.key == departures.saver
@@ -119,7 +119,7 @@ def release_leavers(group: Group, now: float, *, staying: list[Node] | None) -> 
 
 
 def break_world(group: Group, failure: GenerationFailure, *, now: float) -> None:
-    """Note that the newest generation cannot go on, and count why."""
+    """Note that the newest generation cannot continue, and count the cause."""
     world = group.world
     if world is None:
         return
@@ -127,7 +127,7 @@ def break_world(group: Group, failure: GenerationFailure, *, now: float) -> None
     # The steps before this failure are progress since the last one. They are taken before the failure counts.
     group.budget.progress.note_step(report.step, is_whole=group.is_whole)
     world.is_broken = True
-    # The first report that names more than a consequence says why; those behind it follow from it.
+    # The first report that is not a consequence names the cause; later reports follow from it.
     if not failure.is_consequence and not world.broken_by:
         world.break_cause = failure.cause
         who = describe_worker(report)
@@ -141,7 +141,7 @@ def break_world(group: Group, failure: GenerationFailure, *, now: float) -> None
 
 def finish(group: Group, exit_code: int, reason: str, message: str = "") -> None:
     """End the run for all."""
-    # Kept: nodes that connect later are answered with the same end.
+    # Kept so that nodes that connect later receive the same message.
     group.finished = End(exit_code=exit_code, reason=reason, message=message)
     for node in group.nodes.values():
         group.send(node.peer, group.finished)
@@ -150,7 +150,7 @@ def finish(group: Group, exit_code: int, reason: str, message: str = "") -> None
 
 
 def finish_if_exhausted(group: Group) -> bool:
-    """End the run if its generations broke more often than is allowed. Whether it has ended so."""
+    """End the run if its generations broke more than the allowed number of times. Returns whether it did."""
     if group.budget.is_exhausted:
         finish(group, ExitCode.INTERNAL, "FailuresWithoutProgress", group.budget.describe())
     return group.budget.is_exhausted
@@ -160,9 +160,9 @@ def finish_if_exhausted(group: Group) -> bool:
 
 
 def announce(group: Group, node: Node, proposal: Proposal) -> None:
-    """Send a node the plan, as far as it concerns it.
+    """Send a node its part of the plan.
 
-    Workers of another group than the running one have no step boundary to wait for.
+    Workers that are not in the running group have no step boundary to wait for.
     """
     is_hard = proposal.hard or (node.group > 0 and not has_boundary_ahead(group, node))
     plan = Plan(
@@ -191,19 +191,19 @@ def has_boundary_ahead(group: Group, node: Node) -> bool:
 
 
 def settle(group: Group, now: float) -> None:
-    """Once all that were asked are ready: let leavers go, and begin if the members are enough."""
+    """If all nodes of the plan are ready, let leavers go, and begin if there are enough members."""
     proposal = group.proposal
     if proposal is None or proposal.waits_for or group.finished:
         return
 
-    # A member that went away, came back as another process or cannot take part: the plan is made anew.
+    # If a member went away, came back as another process or cannot take part, make a new plan.
     members = [group.nodes[name] for name, _ in proposal.members if name in group.nodes]
     are_same = tuple(node.key for node in members) == proposal.members
     if not are_same or not all(planning.takes_part(node, proposal) for node in members):
         group.change(now)
         return
 
-    # Leavers go before the group begins: it may have to wait for the one that saves.
+    # Leavers go before the group begins, because it may have to wait for the leaver that saves.
     is_enough = len(members) >= group.num_needed
     release_leavers(group, now, staying=members if is_enough else [])
     if not is_enough:
@@ -215,7 +215,7 @@ def settle(group: Group, now: float) -> None:
     if group.departures.is_awaited(members):
         return
 
-    # Only now is known what became of the old group's members: each has answered, or was lost.
+    # Only now is the end of the old group certain: each of its members has answered, or was lost.
     if group.world and (
         ending := planning.find_break(group.world, group.nodes.values(), now=now)
     ):

@@ -224,7 +224,7 @@ def test_a_run_without_a_coordinator_is_refused_with_the_reason(
 ) -> None:
     cluster.pods = [cluster.pod(0, "Succeeded")]
     assert main(["open", "docs-lm"]) == 64
-    assert "has no coordinator that runs, which serves the page" in capsys.readouterr().err
+    assert "has no running coordinator, so there is no live page" in capsys.readouterr().err
 
 
 def test_wrong_arguments_are_named(

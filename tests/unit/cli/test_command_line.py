@@ -186,7 +186,7 @@ def test_completion_runs_where_the_trainer_lacks_torch() -> None:
             "serve",
             "serves none. Export one by `evergrad checkpoint export`, and give the directory",
         ),
-        ("train", "error: evergrad: train is no command here. Use `evergrad run`."),
+        ("train", "error: evergrad: train is not a command. Use `evergrad run`."),
         ("pretokenize", "Use `evergrad prepare`."),
     ],
 )

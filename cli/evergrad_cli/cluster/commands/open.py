@@ -75,7 +75,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Returns 0 when it is interrupted, or at once where a local coordinator serves the page; 64 or 70."""
+    """Return 0 after Ctrl-C, or immediately if a local coordinator serves the page.
+
+    Errors end the command with 64 (wrong input) or 70.
+    """
     if not 0 <= args.port <= 65535:
         raise ClusterInputError(
             Problem(
@@ -96,7 +99,7 @@ def _serve(cluster: Cluster, args: argparse.Namespace) -> int:
     """Forward a port to the run's coordinator until Ctrl-C."""
     run = read_run(cluster, args.name)
     pod = _find_coordinator(cluster, args.name, phase=run.phase)
-    # The Secret is the one that the pod mounts: a namesake's run has another.
+    # Read the Secret that the pod mounts: another run with the same name has a different Secret.
     volume = next(one for one in pod["spec"]["volumes"] if one["name"] == _TOKEN_VOLUME)
     name = volume["secret"]["secretName"]
     secret = cluster.get(
@@ -105,7 +108,7 @@ def _serve(cluster: Cluster, args: argparse.Namespace) -> int:
     encoded = next(iter(secret["data"].values()))
     token = base64.b64decode(encoded).decode("ascii").strip()
 
-    # Looked up for each connection: the coordinator may have another pod by now, and the page comes back.
+    # Look the pod up for each connection, so that the page works again after the coordinator is replaced.
     def connect_again() -> socket.socket:
         newest = _find_coordinator(cluster, args.name, phase=run.phase)
         ports = [
@@ -125,43 +128,44 @@ def _serve(cluster: Cluster, args: argparse.Namespace) -> int:
             )
         except OSError as error:
             raise build_port_error(args.port, error) from error
-        # Behind a #, which no browser sends; and in a file of the user's own, since a command's arguments are
-        # seen by everybody on the machine.
+        # The token is behind a #, which browsers do not send, and in a private file, because every user of
+        # the machine can see the arguments of a command.
         address = f"http://127.0.0.1:{port}/"
         file = stack.enter_context(private_file(f"{address}#token={quote(token, safe='')}"))
         _show(args, address, file=file)
-        note("Ctrl-C ends it.")
+        note("Press Ctrl-C to end it.")
         with contextlib.suppress(KeyboardInterrupt):
             wait_for_interrupt()
     return int(ExitCode.DONE)
 
 
 def wait_for_interrupt() -> None:
-    """Return never: Ctrl-C raises KeyboardInterrupt."""
-    # The wait of a lock, such as an Event's, takes an interrupt at certain moments for an error of its own.
-    # One that comes just before a sleep begins is seen behind it.
+    """Wait until Ctrl-C raises KeyboardInterrupt; never returns."""
+    # Waiting for a lock, such as an Event's, can turn an interrupt into another error. An interrupt just
+    # before a sleep begins is handled after the sleep, so the sleep is short.
     while True:
         time.sleep(_LONGEST_SLEEP_SECONDS)
 
 
 def _show(args: argparse.Namespace, address: str, *, file: Path | None = None) -> None:
-    """Print where the page is, and open it unless that is not wanted."""
+    """Print the address of the page, and open it unless ``--no-browser`` is set."""
     target = address if file is None else file.as_uri()
     if args.json:
         say_json({"address": address, "open": target})
     else:
-        # The address alone asks for the token.
+        # Without the file, the page asks for the token.
         with_token = "" if file is None else f", with its token {target}"
         say(f"page {address}{with_token}")
     if not args.no_browser and not webbrowser.open(target):
-        note("no browser could be started here: open the address in one")
+        note("cannot start a browser here; open the address in your browser")
 
 
 @contextlib.contextmanager
 def private_file(address: str) -> Iterator[Path]:
-    """A file that sends a browser to ``address``, readable by its owner alone.
+    """Yield a file that redirects a browser to ``address``; only its owner can read it.
 
-    SIGTERM and a closed terminal raise KeyboardInterrupt, as Ctrl-C does: the file has a secret, and must go.
+    SIGTERM and a closed terminal raise KeyboardInterrupt, as Ctrl-C does, so that the file with the secret
+    is deleted.
     """
     with (
         interrupting_signals(),
@@ -180,8 +184,8 @@ def private_file(address: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def interrupting_signals() -> Iterator[None]:
-    """Make signals that would end this process at once raise KeyboardInterrupt."""
-    # One that is ignored stays so: nohup has asked for it.
+    """Make signals that would end this process immediately raise KeyboardInterrupt."""
+    # Ignored signals stay ignored, for example under nohup.
     ours = [
         one
         for one in (signal.SIGTERM, signal.SIGHUP)
@@ -197,8 +201,8 @@ def interrupting_signals() -> Iterator[None]:
 
 
 def _find_coordinator(cluster: Cluster, name: str, *, phase: str) -> Mapping[str, Any]:
-    """The newest running pod of the run's coordinator. Raises ClusterInputError where there is none."""
-    # A pod that is being deleted may still run, but not for long enough to show a page.
+    """Return the newest running pod of the run's coordinator. Raises ClusterInputError if there is none."""
+    # Skip pods that are being deleted: they may still run, but not long enough to show a page.
     query = {"labelSelector": f"{LABEL_RUN}={name},{LABEL_ROLE}={COORDINATOR}"}
     pods = [
         pod
@@ -212,16 +216,16 @@ def _find_coordinator(cluster: Cluster, name: str, *, phase: str) -> Mapping[str
         raise ClusterInputError(
             Problem(
                 f"trainingrun {name}",
-                "has no coordinator that runs, which serves the page",
+                "has no running coordinator, so there is no live page",
                 f"it is {phase}",
-                "A page is there while the run has pods; its report is on its volume",
+                "The page exists only while the run has pods; its report is on its volume",
             )
         )
     return max(pods, key=lambda pod: int(pod["metadata"]["labels"].get(LABEL_ATTEMPT) or 0))
 
 
 def open_local(args: argparse.Namespace, directory: Path) -> int:
-    """Open the page of a run of this machine: its coordinator's, or one that is made of its files."""
+    """Open the page of a run on this machine, from its coordinator or else from its files."""
     if (port := find_local_port(directory)) is not None:
         _show(args, f"http://127.0.0.1:{port}/")
         return int(ExitCode.DONE)
@@ -232,14 +236,16 @@ def open_local(args: argparse.Namespace, directory: Path) -> int:
         except OSError as error:
             raise build_port_error(args.port, error) from error
         _show(args, f"http://127.0.0.1:{port}/")
-        note("It is made of the run's files, as they grow. Ctrl-C ends it.")
+        note(
+            "The page shows the run's files and follows them as they grow. Press Ctrl-C to end it."
+        )
         with contextlib.suppress(KeyboardInterrupt):
             wait_for_interrupt()
     return int(ExitCode.DONE)
 
 
 def build_port_error(port: int, error: OSError) -> ClusterInputError:
-    """The error of a local port that cannot be had."""
+    """Return the error for a local port that cannot be used."""
     reasons = {
         errno.EADDRINUSE: "another process listens on it",
         errno.EACCES: "ports below 1024 need the rights of root",
@@ -250,7 +256,7 @@ def build_port_error(port: int, error: OSError) -> ClusterInputError:
 
 
 def find_local_port(directory: Path) -> int | None:
-    """The port of the page of the run's local coordinator; None where that does not answer."""
+    """Return the port of the page of the run's local coordinator; None if the coordinator does not answer."""
     file = directory / RunFile.COORDINATOR_ADDRESS
     with contextlib.suppress(
         OSError, ValueError, KeyError, TypeError, http.client.HTTPException
@@ -261,10 +267,10 @@ def find_local_port(directory: Path) -> int | None:
         with contextlib.closing(connection):
             connection.request("GET", "/healthz")
             answer = connection.getresponse()
-            # One that was killed has left its file, and another run's may have its port by now. Those of an
-            # older version have no instance.
+            # A killed coordinator leaves its file, and another run's coordinator may now use the port.
+            # Coordinators of older versions have no instance.
             is_ours = answer.headers.get(INSTANCE_HEADER) == instance
-            # One that is not well answers 503, and its page shows what it still knows.
+            # An unhealthy coordinator answers 503, but still serves its page.
             is_answered = answer.status in (
                 http.client.OK,
                 http.client.SERVICE_UNAVAILABLE,
