@@ -300,11 +300,14 @@ class Weighed:
 
 
 def test_a_number_that_is_not_finite_is_named_however_deep_it_is() -> None:
-    with pytest.raises(ProtocolError, match=r"^Weighed\.weights\.kl: nan is no number"):
+    with pytest.raises(
+        ProtocolError, match=r"^Weighed\.weights\.kl: nan is not a valid JSON number"
+    ):
         Codec([Weighed]).encode(Weighed({"loss": 1.0, "kl": float("nan")}))
     tree = dataclasses.replace(TREE, anything=[{"x": float("inf")}])
     with pytest.raises(
-        ProtocolError, match=r"^Weighed\.trees\[0\]\.anything\[0\]\.x: inf is no number"
+        ProtocolError,
+        match=r"^Weighed\.trees\[0\]\.anything\[0\]\.x: inf is not a valid JSON number",
     ):
         Codec([Weighed]).encode(Weighed({}, trees=(tree,)))
 
