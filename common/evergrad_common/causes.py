@@ -169,6 +169,10 @@ ENDINGS: Final[Mapping[Ending, str]] = {
     "failed": "failed",
 }
 """Why a process stopped training, for a report on a run that went on afterwards."""
+REQUESTED_ENDINGS: Final[frozenset[str]] = frozenset(
+    {"signal", "stop_file", "stop_after_steps", "after_step", "observer", "complete"}
+)
+"""Endings that a person or the manifest asked for: the start after such a stop is not a restart."""
 
 LOSSES: Final[Mapping[str, str]] = {
     "startup": "Start-up: from process start to first step",

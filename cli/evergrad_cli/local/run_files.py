@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from evergrad_common.causes import describe_ending
+from evergrad_common.causes import REQUESTED_ENDINGS, describe_ending
 from evergrad_common.contract import RunFile, step_of_checkpoint
 from evergrad_common.metrics import SHOWN, Throughput
 from evergrad_common.stale_records import Beginnings, InTime
@@ -88,6 +88,8 @@ class RunFiles:
         self._last_type, self._last_event_at = "", 0.0
         self._restarts: dict[str, int] = {}
         self._lost_seconds: dict[str, float] = {}
+        self._is_stop_requested = False
+        """Whether the newest process has stopped because it was asked to."""
         self.newest_time = 0.0
         """Unix time up to which the run is known: now, or its last sign of life where it has ended."""
         self.history = RunHistory(began_at=0.0)
@@ -138,6 +140,7 @@ class RunFiles:
         age = round(max(0.0, now - last["time"]), 1) if "time" in last else None
         return {
             "run": str(start.get("run") or self._directory.name),
+            "folder": self._directory.resolve().name,
             "phase": phase,
             "message": message,
             "worldSize": last.get("world_size", start.get("world_size", 0)),
@@ -174,9 +177,17 @@ class RunFiles:
             self.history.began_at, self.history.times = at, Track()
         elapsed = round(at - self.history.began_at, 1)
         self.newest_time = max(self.newest_time, at)
-        # A start after the first one is a restart; a change of the world is one, too, and says what it cost.
+        # A start after the first one is a restart, unless a stop was requested before it. A change of the
+        # world is one, too, and says what it cost.
         cause = str(row.get("cause") or "process_started")
-        if kind == "world" or (kind == "start" and "start" in self._newest):
+        is_resumed = kind == "start" and self._is_stop_requested
+        if kind in ("start", "stop"):
+            self._is_stop_requested = (
+                kind == "stop" and row.get("reason") in REQUESTED_ENDINGS
+            )
+        if kind == "world" or (
+            kind == "start" and "start" in self._newest and not is_resumed
+        ):
             self._restarts[cause] = self._restarts.get(cause, 0) + 1
             # Steps that a killed process trained after its last event, such as a save, are lost, too.
             lost = (

@@ -17,6 +17,25 @@ function lonely(values, first, last) {
   return found;
 }
 
+// The exponential mean of a curve's values, without the pull of its beginning; gaps stay gaps.
+function smoothed(values, weight) {
+  let mean = 0, share = 0;
+  return values.map((value) => {
+    if (value == null) return value;
+    mean = weight * mean + (1 - weight) * value;
+    share = weight * share + (1 - weight);
+    return mean / share;
+  });
+}
+
+// The part of the values that is neither the lowest nor the highest 2%, with a margin; null of too few values.
+function innerRange(values) {
+  const sorted = values.filter((value) => value != null).sort((one, other) => one - other);
+  if (sorted.length < 20) return null;
+  const at = (part) => sorted[Math.round(part * (sorted.length - 1))], margin = 0.06 * (at(0.98) - at(0.02));
+  return margin > 0 ? [at(0.02) - margin, at(0.98) + margin] : null;
+}
+
 // kind, all but the first four optional:
 //   title, height
 //   sync: charts of the same name have one cursor and are enlarged together
@@ -25,10 +44,20 @@ function lonely(values, first, last) {
 //   scale: "", "zero" (from zero on) or "logarithmic"
 //   span: the least and the greatest x while nothing is enlarged
 //   isTime: x is a time; across: label of its axis; ticks, where: texts of a value on it and under the cursor
+//   isAdjustable: follows Plot.settings
+//   newest: returns the newest value of the first curve, where it is known better than from merged rows
+//   spansGaps: lines connect over gaps, since curves have different x
 //   hooks: further ones of uPlot
 //   description: text in the place of the chart
 class Plot {
   static all = new Set();
+  // smoothing: weight of the mean so far, 0 for none.
+  static settings = { smoothing: 0, isLogarithmic: false, isClipped: false };
+
+  static adjust(changes) {
+    Object.assign(Plot.settings, changes);
+    [...Plot.all].forEach((one) => { if (one.kind.isAdjustable) one.rebuild(); });
+  }
 
   constructor(kind, element, head) {
     this.kind = { form: "line", scale: "", ticks: (x) => (Number.isInteger(x) ? count(x) : ""),
@@ -63,14 +92,37 @@ class Plot {
     this.canvas.setAttribute("aria-label", this.kind.description ?? known);
   }
 
-  // The data as uPlot has them: x, a row for each curve, and the edges of the bands.
+  get settings() {
+    return this.kind.isAdjustable ? Plot.settings : { smoothing: 0, isLogarithmic: false, isClipped: false };
+  }
+
+  // Another scale or number of rows is another chart of uPlot.
+  rebuild() {
+    this.chart?.destroy();
+    this.chart = null;
+    this.isZoomed = false;
+    this.setData(this.x, this.columns);
+  }
+
+  isLogarithmic() {
+    if (!this.settings.isLogarithmic) return this.kind.scale === "logarithmic";
+    // Without a positive value there is nothing that a logarithmic axis could show.
+    return this.columns.some(([values]) => values.some((value) => value > 0));
+  }
+
+  // The data as uPlot has them: x, a row for each curve, the values as they are behind smoothed ones, and the edges of
+  // the bands.
   arrange() {
     let values = this.columns.map(([value]) => value);
     if (this.kind.form === "stack") {
       let below = this.x.map(() => 0);
       values = values.map((one) => (below = one.map((value, index) => below[index] + (value ?? 0))));
     }
-    return [this.x, ...values, ...this.columns.flatMap(([, ...edges]) => edges)];
+    const weight = this.settings.smoothing, raw = weight ? values : [];
+    if (weight) values = values.map((one) => smoothed(one, weight));
+    const rows = [...values, ...raw, ...this.columns.flatMap(([, ...edges]) => edges)];
+    const isPositive = this.settings.isLogarithmic && this.isLogarithmic();
+    return [this.x, ...(isPositive ? rows.map((row) => row.map((value) => (value > 0 ? value : null))) : rows)];
   }
 
   options() {
@@ -78,11 +130,12 @@ class Plot {
     const axis = { stroke: () => color("--muted"), grid: { stroke: () => color("--grid"), width: 1 },
       ticks: { stroke: () => color("--axis"), width: 1, size: 4 }, font: "11px system-ui, sans-serif" };
     const label = kind.across ? { label: kind.across, labelSize: 14, labelGap: 0, labelFont: axis.font } : {};
-    const edge = { stroke: "transparent", width: 0, points: { show: false } };
+    const edge = { stroke: "transparent", width: 0, points: { show: false }, spanGaps: Boolean(kind.spansGaps) };
+    const raw = this.settings.smoothing ? curves.map((curve) => ({ ...curve, isFaint: true })) : [];
     // Edges stand behind the curves, the least and the greatest of each curve that has them.
     const banded = curves.filter((_, index) => columns[index].length === 3);
     const bands = banded.map((curve, index) => {
-      const least = curves.length + 1 + 2 * index;
+      const least = curves.length + raw.length + 1 + 2 * index;
       return { series: [least + 1, least], fill: () => fade(curve.color, 22) };
     });
     // In a stack, each curve's area ends at the one below.
@@ -94,7 +147,7 @@ class Plot {
         { ...axis, ...label, size: kind.across ? 28 : 34, space: 80, values: (chart, values) => values.map((one) => kind.ticks(one)) },
         { ...axis, size: 58, values: (chart, values) => values.map((one) => (one === null ? "" : Math.abs(one) >= 1000 ? shortCount(one) : String(Number(one.toPrecision(4))))) },
       ],
-      series: [{}, ...curves.map((curve) => this.seriesOf(curve)), ...banded.flatMap(() => [edge, edge])],
+      series: [{}, ...[...curves, ...raw].map((curve) => this.seriesOf(curve)), ...banded.flatMap(() => [edge, edge])],
       bands,
       cursor: { sync: { key: kind.sync, setSeries: false, scales: ["x", null] }, y: false, points: { size: 7 }, drag: { x: true, y: false } },
       hooks: { setCursor: [() => this.read()], setScale: [(chart, name) => this.noteZoom(name)], ...kind.hooks },
@@ -105,7 +158,7 @@ class Plot {
     const { form } = this.kind;
     const paint = () => (isFaint ? fade(variable, 45) : color(variable));
     return {
-      label: name, stroke: paint, width: form === "stack" ? 0 : isFaint ? 1 : 1.6, spanGaps: form === "points", dash: PATTERNS[dash],
+      label: name, stroke: paint, width: form === "stack" ? 0 : isFaint ? 1 : 1.6, spanGaps: form === "points" || Boolean(this.kind.spansGaps), dash: PATTERNS[dash],
       fill: form === "stack" ? paint : undefined,
       paths: form === "stairs" ? uPlot.paths.stepped({ align: 1 }) : undefined,
       points: {
@@ -116,8 +169,23 @@ class Plot {
   }
 
   scaleOfValues() {
-    if (this.kind.scale === "logarithmic") return { distr: 3 };
+    const distribution = this.isLogarithmic() ? { distr: 3 } : {};
+    if (this.settings.isClipped) {
+      return { ...distribution, range: (chart, low, high) => this.clip(chart, low, high) };
+    }
+    if (this.isLogarithmic()) return distribution;
     return this.kind.scale === "zero" ? { range: (chart, low, high) => [Math.min(0, low), 1.1 * high || 1] } : {};
+  }
+
+  // Outliers leave the axis, so that the rest fills it.
+  clip(chart, low, high) {
+    const isLogarithmic = chart.scales.y.distr === 3;
+    const [first, last] = chart.series[0].idxs;
+    const rows = chart.data.slice(1, 1 + this.kind.curves.length);
+    const inner = innerRange(rows.flatMap((row) => row.slice(first, last + 1)));
+    if (inner && !(isLogarithmic && inner[0] <= 0)) return inner;
+    if (low == null) return [low, high];
+    return isLogarithmic ? uPlot.rangeLog(low, high, 10, false) : uPlot.rangeNum(low, high, 0.1, true);
   }
 
   // All there is becomes the span that charts of a page share; what was enlarged stays as it is.
@@ -156,7 +224,7 @@ class Plot {
         key.style.borderColor = `var(${variable})`;
         parts.push(key, make("span", `${name} `, "name"));
       }
-      parts.push(make("b", inShort(index === null ? this.last(number) : values[index])));
+      parts.push(make("b", inShort(index !== null ? values[index] : (number === 0 ? this.kind.newest?.() : null) ?? this.last(number))));
       if (index !== null && least && least[index] !== most[index]) parts.push(` (${inShort(least[index])} to ${inShort(most[index])})`);
     });
     if (index !== null) parts.push(` at ${this.kind.where(this.x[index])}`);

@@ -104,7 +104,11 @@
     phase.hidden = false;
     setText(byId("why"), status.message ?? "");
     const step = status.step === null ? "" : ` · step ${count(status.step)}`;
-    document.title = `${status.run} · ${status.phase}${step}`;
+    // Two folders of one recipe have runs of the same name.
+    const folder = status.folder && status.folder !== status.run ? ` (${status.folder})` : "";
+    document.title = `${status.run}${folder} · ${status.phase}${step}`;
+    showIcon(phase.className.split(" ")[1]);
+    if (isLive) setLink(hasEnded() ? status.phase.toLowerCase() : "live", false);
     const bar = byId("bar");
     bar.hidden = !status.totalSteps;
     if (status.totalSteps) { bar.max = status.totalSteps; bar.value = status.step ?? 0; }
@@ -115,6 +119,14 @@
       setText(byId("failure-text"), `${failure.cause} on node ${failure.node}, rank ${failure.rank}${at}; `
         + `${failure.withoutProgress} of ${status.maxFailures} failures without progress. ${failure.message}`);
     }
+  }
+
+  // The icon of the tab has the colour of the phase, so that tabs can be told apart.
+  function showIcon(tone) {
+    const fill = color(tone === "quiet" ? "--muted" : `--${tone}`);
+    const picture = `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><circle cx="8" cy="8" r="7" fill="${fill}"/></svg>`;
+    const address = `data:image/svg+xml,${encodeURIComponent(picture)}`, link = document.querySelector("link[rel=icon]");
+    if (link.href !== address) link.href = address;
   }
 
   const shown = new Map();
@@ -139,7 +151,7 @@
     const age = status.updatedSecondsAgo;
     figure("Step", count(status.step), status.totalSteps ? `of ${count(status.totalSteps)}` : "no total is known");
     figure("Training loss", real(status.loss), age === null ? "no report yet" : `reported ${duration(age)} ago`);
-    figure("Tokens per second", shortCount(status.tokensPerSecond), "all processes together");
+    figure("Tokens per second", inShort(status.tokensPerSecond), "over the last minute");
     figure("Time left", duration(status.etaSeconds),
       status.etaSeconds ? `ends ${new Date(Date.now() + status.etaSeconds * 1000).toLocaleString([], { dateStyle: "short", timeStyle: "short", hour12: false })}` : "");
     figure("Processes", count(status.worldSize), nodes ? `${nodes.connected} nodes of ${nodes.min}–${nodes.max} are here` : "that train together");
@@ -180,21 +192,27 @@
   // ---- plots -------------------------------------------------------------------------------------------------
 
   const plots = new Map();
-  let isLogarithmic = false;
   const withoutPlot = new Set();
   // More curves than colours, as of the 16 evaluation sets that a coordinator keeps, differ in their line.
   const curvesOf = (names) => names.map((name, index) => (
     { name, color: COLORS[index % COLORS.length], dash: DASHES[Math.floor(index / COLORS.length) % DASHES.length] }));
 
-  const scaleOfLoss = () => (isLogarithmic ? "logarithmic" : "");
+  // Numbers of the status that are the newest values of a curve, whose last row may be a mean.
+  const NEWEST = new Map([["loss", "loss"], ["tokens_per_second", "tokensPerSecond"]]);
 
   function showPlots() {
     const isNew = (part) => changed.has(part);
     if (isNew("steps")) {
       for (const [name, parts] of Object.entries(run.steps.columns)) {
         const [title, unit] = TITLES.get(name) ?? [name, ""];
-        const own = name === "loss" ? { isHero: true, height: 280, scale: scaleOfLoss(), hooks: { draw: [drawCheckpoints] } } : {};
-        draw(`steps/${name}`, { title, unit, sync: "steps", curves: curvesOf(["value"]), ...own }, run.steps.x, [parts]);
+        const own = name === "loss" ? { isHero: true, height: 280, hooks: { draw: [drawCheckpoints] } } : {};
+        const kind = { title, unit, sync: "steps", isAdjustable: true, newest: () => run.status[NEWEST.get(name)], ...own };
+        const other = overlay?.columns[name];
+        if (!other) { draw(`steps/${name}`, { ...kind, curves: curvesOf(["value"]) }, run.steps.x, [parts]); continue; }
+        const curves = curvesOf([run.status.run, overlay.name]);
+        curves[1].dash = "dashed";
+        const [x, ...rows] = uPlot.join([[run.steps.x, ...parts], [overlay.x, other]]);
+        draw(`steps/${name}`, { ...kind, curves, spansGaps: true }, x, [rows.slice(0, parts.length), rows.slice(parts.length)]);
       }
     }
     if (isNew("evaluations")) showEvaluations();
@@ -222,7 +240,7 @@
       const sets = names.filter((one) => run.evaluations[one].columns[number]);
       const [x, ...values] = uPlot.join(sets.map((one) => [run.evaluations[one].x, run.evaluations[one].columns[number][0]]));
       const title = number === "loss" ? "Evaluation loss" : `Evaluation: ${number}`;
-      const kind = { title, unit: number === "loss" ? "nats per token" : "", sync: "steps", form: "points", curves: curvesOf(sets) };
+      const kind = { title, unit: number === "loss" ? "nats per token" : "", sync: "steps", form: "points", isAdjustable: true, curves: curvesOf(sets) };
       draw(`evaluations/${number}`, kind, x, values.map((one) => [one]));
     }
   }
@@ -248,6 +266,11 @@
   function makePlot(kind) {
     const element = make("figure", "", kind.isHero ? "hero" : ""), caption = make("figcaption");
     caption.append(make("h3", kind.unit ? `${kind.title}, ${kind.unit}` : kind.title));
+    if (kind.hooks?.draw?.includes(drawCheckpoints)) {
+      const legend = make("span", "", "legend");
+      legend.append(make("i", "▲"), make("span", "a checkpoint"));
+      caption.append(legend);
+    }
     element.append(caption);
     return new Plot({ height: 210, ...kind }, element, caption);
   }
@@ -292,14 +315,49 @@
     });
   }
   press("pause", (isPressed) => { isPaused = isPressed; ask(); });
-  press("log", (isPressed) => {
-    isLogarithmic = isPressed;
-    const before = plots.get("steps/loss");
-    if (!before) return;
-    const after = makePlot({ ...before.kind, scale: scaleOfLoss() });
-    replace(before, after);
-    after.setData(before.x, before.columns);
-    plots.set("steps/loss", after);
+  press("log", (isLogarithmic) => Plot.adjust({ isLogarithmic }));
+  press("clip", (isClipped) => Plot.adjust({ isClipped }));
+  byId("smooth").addEventListener("change", () => Plot.adjust({ smoothing: Number(byId("smooth").value) }));
+
+  // ---- a second run, from its metrics.jsonl: the page reads the file itself, and sends it nowhere ------------------
+
+  let overlay = null;
+  // As many rows as a curve of the coordinator may have, each the mean of its neighbours.
+  const MOST_OVERLAY_ROWS = 600, MOST_OVERLAY_BYTES = 512 * 1024 * 1024;
+
+  function parseOverlay(text, name) {
+    // Of a step that was trained again, the last row counts.
+    const rows = new Map();
+    for (const line of text.split("\n")) {
+      let row = null;
+      try { row = JSON.parse(line); } catch { continue; }
+      if (Number.isInteger(row?.step)) rows.set(row.step, { ...row.metrics, ...row });
+    }
+    if (!rows.size) return null;
+    const steps = [...rows.keys()].sort((one, other) => one - other);
+    const stride = Math.ceil(steps.length / MOST_OVERLAY_ROWS), columns = emptyNames(), x = [];
+    for (let first = 0; first < steps.length; first += stride) {
+      const part = steps.slice(first, first + stride);
+      x.push(part.at(-1));
+      for (const column of Object.keys(run.steps.columns)) {
+        const values = part.map((step) => rows.get(step)[column]).filter((value) => typeof value === "number");
+        (columns[column] ??= []).push(values.length ? values.reduce((sum, one) => sum + one, 0) / values.length : null);
+      }
+    }
+    for (const [column, values] of Object.entries(columns)) {
+      if (values.every((value) => value === null)) delete columns[column];
+    }
+    return { name, x, columns };
+  }
+
+  byId("other").addEventListener("change", async () => {
+    const [file] = byId("other").files;
+    const isTooLarge = file && file.size > MOST_OVERLAY_BYTES;
+    overlay = file && run && !isTooLarge ? parseOverlay(await file.text(), file.name) : null;
+    setText(byId("other-note"), !file ? "" : isTooLarge ? "The file is larger than 512 MiB."
+      : overlay ? "" : "The file has no rows of steps. Choose a metrics.jsonl.");
+    changed.add("steps");
+    ask();
   });
 
   // ---- the connection ------------------------------------------------------------------------------------------
@@ -309,6 +367,8 @@
     byId("link").className = isAway ? "away" : "";
   };
   const onFault = () => setLink(FAULT, true);
+  let isLive = false;
+  const hasEnded = () => ["Complete", "Failed", "Stopped"].includes(run?.status.phase);
   const KEY = "evergrad-token";
 
   // The token is behind a #, which no browser sends to a server; it leaves the address at once.
@@ -322,9 +382,16 @@
     byId("ask").hidden = true;
     const end = await follow("/live", token, {
       onUpdate: apply,
-      onOpen: () => setLink("live", false),
+      onOpen: () => {
+        isLive = true;
+        if (!hasEnded()) setLink("live", false);
+      },
       onFault,
-      onAway: (status) => setLink(status === 503 ? "too many pages are open" : "the coordinator does not answer", true),
+      onAway: (status) => {
+        isLive = false;
+        // A coordinator that ends with its run is no trouble.
+        if (!hasEnded()) setLink(status === 503 ? "too many pages are open" : "the coordinator does not answer", true);
+      },
     });
     if (end === "refused") {
       sessionStorage.removeItem(KEY);

@@ -189,12 +189,20 @@ def utilisation_figures(steps: StepTable, started: Mapping[str, Any]) -> list[Fi
     if not isinstance(work, int | float) or not seconds > 0:
         return []
     speed = work * int(trained.sum()) / seconds
-    text = f"{short_count(speed)}FLOP/s"
+    text = _flops(speed)
     if not isinstance(peak, int | float):
         return [Figure("Model FLOP/s", text, "over all processes, while training")]
     possible = float(np.nansum((steps.step_seconds * steps.world_size)[trained])) * peak
     share = work * int(trained.sum()) / possible
     return [Figure("Utilisation", percent(share), f"MFU: {text} over all processes")]
+
+
+def _flops(per_second: float) -> str:
+    """``70.9e9`` → ``70.9 GFLOP/s``."""
+    text = short_count(per_second)
+    number = text.rstrip("kMBT")
+    # A unit has the prefixes of the SI, whose G is the B of a count.
+    return f"{number} {text[len(number) :].replace('B', 'G')}FLOP/s"
 
 
 def interruption_figures(goodput: Goodput) -> list[Figure]:
