@@ -4,7 +4,7 @@ The pages are the real ones in a headless Chromium, with runs whose time is the 
 helper of the pages' tests). The pictures are not compared byte by byte, since fonts differ between machines:
 make them anew after a change of a page, and look at them.
 
-    PYTHONPATH=tests/integration/helpers python tools/docs/page_pictures.py
+    PYTHONPATH=tests:tests/integration/helpers:tests/unit/coordinator python tools/docs/page_pictures.py
 """
 
 import sys

@@ -183,7 +183,9 @@ class Plot {
     const [first, last] = chart.series[0].idxs;
     const rows = chart.data.slice(1, 1 + this.kind.curves.length);
     const inner = innerRange(rows.flatMap((row) => row.slice(first, last + 1)));
-    if (inner && !(isLogarithmic && inner[0] <= 0)) return inner;
+    if (inner && !isLogarithmic) return inner;
+    // A part of less than one octave would have no mark on a logarithmic axis.
+    if (inner && inner[0] > 0 && inner[1] > 2 * inner[0]) return inner.map((value) => Number(value.toPrecision(2)));
     if (low == null) return [low, high];
     return isLogarithmic ? uPlot.rangeLog(low, high, 10, false) : uPlot.rangeNum(low, high, 0.1, true);
   }
