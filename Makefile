@@ -206,8 +206,8 @@ bench-cluster-pods: $(INSTALLED) ## measure a killed pod on real nodes beside an
 bench-operator: $(INSTALLED) ## measure a start of the operator over 10,000 runs and its polls and scrapes, compared with commit 10950962
 	PYTHONPATH=$(CURDIR)/tools/benchmarks $(BIN)/python tools/benchmarks/operator_start.py $(BENCH)
 
-numbers: $(INSTALLED) ## count sizes, density, comments and fragments of the product (COMMITS='a b': of those), and the bytes of the CRD
-	@$(BIN)/python tools/benchmarks/readability.py $(COMMITS)
+numbers: $(INSTALLED) ## count sizes, density, comments and fragments of the product, their trend (SINCE=HEAD~50), and the bytes of the CRD
+	@$(BIN)/python tools/numbers/readability.py --since $(or $(SINCE),HEAD~50) $(COMMITS)
 	@$(BIN)/python -m evergrad_manifest.generate --sizes
 
 images: $(INSTALLED) ## build both container images where something changed, and load them where the cluster is up (as root)

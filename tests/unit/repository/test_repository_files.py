@@ -173,7 +173,3 @@ def test_only_recipes_name_a_recipe(texts: dict[Path, str], root: Path) -> None:
     words = re.compile(rf"\b({'|'.join(RECIPES)})\b", re.IGNORECASE)
     assert "trainer_image/evergrad_trainer/training/loop.py" in trainer
     assert [name for name, text in trainer.items() if words.search(text)] == []
-
-
-def test_the_example_of_an_own_task_is_short_enough_to_be_read_at_once(root: Path) -> None:
-    assert len((root / "examples/custom/averaged.py").read_text("utf-8").splitlines()) <= 60

@@ -30,7 +30,7 @@ def _two() -> int:
 
 @pytest.fixture(scope="module")
 def readability() -> Iterator[ModuleType]:
-    path = Path(__file__).resolve().parents[3] / "tools/benchmarks" / "readability.py"
+    path = Path(__file__).resolve().parents[3] / "tools/numbers/readability.py"
     spec = importlib.util.spec_from_file_location("readability", path)
     assert spec is not None and spec.loader is not None
     module = sys.modules["readability"] = importlib.util.module_from_spec(spec)
@@ -57,6 +57,30 @@ def test_a_private_function_counts_as_called_once_by_its_name_in_its_own_module(
 ) -> None:
     assert readability.find_private_called_once(MODULE) == ["_two"]
     assert readability.find_private_called_once(MODULE + "_two()\n") == []
+
+
+def test_the_product_is_every_folder_with_a_description_of_its_package(
+    readability: ModuleType,
+) -> None:
+    names = [
+        "cli/pyproject.toml",
+        "cli/e/main.py",
+        "tests/check.py",
+        "pyproject.toml",
+        "x.py",
+    ]
+    assert readability.select_product(names) == ["cli/e/main.py"]
+
+
+def test_a_trend_shows_each_number_then_and_now(readability: ModuleType) -> None:
+    before = readability.count({"a/b/c.py": "def one(): ...\n"})
+    now = readability.count(
+        {"a/b/c.py": "def one(a, b, c, d, e, f, *, g): ...\n\n\nX = 1\n"}
+    )
+    lines = readability.render_trend("main", before, now).splitlines()
+    assert "| lines | 1 | 4 | +3 |" in lines
+    assert "| functions over 6 parameters | 0 | 1 | +1 |" in lines
+    assert "| longest function | 1 one | 1 one |  |" in lines
 
 
 def test_modules_that_import_each_other_are_found(readability: ModuleType) -> None:

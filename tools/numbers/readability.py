@@ -1,8 +1,9 @@
 """Counts what can be counted about how the product reads: sizes, density, comments, fragments, long lines,
 import circles.
 
-``python tools/benchmarks/readability.py [COMMIT …]`` prints one table a commit; without one, of the working tree.
-Tests, benchmarks and examples are left out.
+``python tools/numbers/readability.py [COMMIT …]`` prints one table a commit; without one, of the working
+tree. ``--since COMMIT`` adds the trend since that commit. Tests, benchmarks and examples are left out. It is
+a report: no number fails a build.
 """
 
 import argparse
@@ -13,23 +14,16 @@ import re
 import statistics
 import subprocess
 import sys
+import tarfile
 import tokenize
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-PACKAGES = (
-    "chaos",
-    "common",
-    "coordinator",
-    "manifest",
-    "operator",
-    "cli",
-    "trainer_image",
-)
-"""Folders of the product, each with one or more packages."""
 MAX_LINE = 110
+MAX_PARAMETERS = 6
+"""With more, a frozen dataclass is missing."""
 _LAYOUT = {
     tokenize.NL,
     tokenize.NEWLINE,
@@ -47,6 +41,7 @@ class Function:
     where: str
     name: str
     lines: int
+    num_parameters: int
 
 
 @dataclass(frozen=True)
@@ -68,6 +63,8 @@ class Numbers:
     median_function: float
     p90_function: float
     longest_function: str
+    functions_over_60_lines: int
+    functions_over_6_parameters: int
     longest_class: str
     classes_over_250: int
     most_public_methods: str
@@ -105,6 +102,10 @@ def count(texts: Mapping[str, str]) -> Numbers:
         median_function=statistics.median(sizes),
         p90_function=sizes[int(0.9 * (len(sizes) - 1))],
         longest_function=f"{function.lines} {function.name}" if function else "",
+        functions_over_60_lines=sum(one.lines > 60 for one in functions),
+        functions_over_6_parameters=sum(
+            one.num_parameters > MAX_PARAMETERS for one in functions
+        ),
         longest_class=f"{largest.lines} {largest.name}" if largest else "",
         classes_over_250=sum(one.lines > 250 for one in classes),
         most_public_methods=f"{widest.num_public} {widest.name}" if widest else "",
@@ -130,6 +131,14 @@ def find_functions(where: str, text: str) -> Iterator[Function]:
                 where,
                 node.name,
                 (node.end_lineno or node.lineno) - node.lineno + 1,
+                sum(
+                    one.arg not in ("self", "cls")
+                    for one in (
+                        *node.args.posonlyargs,
+                        *node.args.args,
+                        *node.args.kwonlyargs,
+                    )
+                ),
             )
 
 
@@ -238,24 +247,35 @@ def find_imports(text: str) -> Iterator[str]:
 
 
 def read_product(root: Path, commit: str | None) -> dict[str, str]:
-    """The product's modules by path, of a commit or of the working tree."""
-    tree = ["ls-tree", "-r", "--name-only", commit] if commit else ["ls-files"]
-    names = _git(root, *tree).splitlines()
-    wanted = [
-        name for name in names if name.endswith(".py") and name.split("/")[0] in PACKAGES
-    ]
+    """The product's modules by path, of a commit or of the working tree.
+
+    The product is every folder of the root that has a pyproject.toml.
+    """
     if commit is None:
-        return {
-            name: (root / name).read_text(encoding="utf-8")
-            for name in wanted
-            if (root / name).exists()
-        }
-    return {name: _git(root, "show", f"{commit}:{name}") for name in wanted}
+        names = _git(root, "ls-files").decode().splitlines()
+        wanted = [name for name in select_product(names) if (root / name).exists()]
+        return {name: (root / name).read_text(encoding="utf-8") for name in wanted}
+    with tarfile.open(fileobj=io.BytesIO(_git(root, "archive", commit))) as archive:
+        texts = {}
+        for name in select_product(archive.getnames()):
+            if (file := archive.extractfile(name)) is not None:  # not a folder
+                texts[name] = file.read().decode()
+    return texts
 
 
-def _git(root: Path, *arguments: str) -> str:
+def select_product(names: Collection[str]) -> list[str]:
+    """The modules among these files that belong to a package of the root."""
+    folders = {
+        name.split("/")[0] for name in names if re.fullmatch(r"[^/]+/pyproject\.toml", name)
+    }
+    return [
+        name for name in names if name.endswith(".py") and name.split("/")[0] in folders
+    ]
+
+
+def _git(root: Path, *arguments: str) -> bytes:
     return subprocess.run(
-        ["git", *arguments], cwd=root, check=True, capture_output=True, text=True
+        ["git", *arguments], cwd=root, check=True, capture_output=True
     ).stdout
 
 
@@ -263,7 +283,7 @@ def measure(texts: Mapping[str, str]) -> dict[str, Numbers]:
     """The numbers by folder, and of all."""
     groups = {
         one: {where: text for where, text in texts.items() if where.startswith(f"{one}/")}
-        for one in PACKAGES
+        for one in sorted({where.split("/")[0] for where in texts})
     }
     return {
         one: count(found) for one, found in {**groups, "all": dict(texts)}.items() if found
@@ -281,6 +301,16 @@ def render(tables: Mapping[str, Mapping[str, Numbers]]) -> str:
     return text.lstrip()
 
 
+def render_trend(since: str, before: Numbers, now: Numbers) -> str:
+    """Markdown: a row a measure, with its value then, now, and the difference."""
+    text = f"\ntrend since {since}\n\n| | then | now | change |\n|---|---|---|---|\n"
+    for name in Numbers.__dataclass_fields__:
+        old, new = getattr(before, name), getattr(now, name)
+        change = "" if isinstance(new, str) else f"{new - old:+g}"
+        text += f"| {name.replace('_', ' ')} | {old} | {new} | {change} |\n"
+    return text
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -290,6 +320,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--json", action="store_true", help="one JSON object by commit and package"
     )
+    parser.add_argument("--since", metavar="COMMIT", help="print the trend since it")
     options = parser.parse_args(arguments)
     root = Path(__file__).resolve().parents[2]
     tables, circles = {}, {}
@@ -308,6 +339,9 @@ def main(arguments: list[str] | None = None) -> int:
         )
         return 0
     print(render(tables))
+    if options.since:
+        before = measure(read_product(root, options.since))["all"]
+        print(render_trend(options.since, before, next(reversed(tables.values()))["all"]))
     for title, found in circles.items():
         print(
             f"{title}: {len(found)} import "
