@@ -1,8 +1,16 @@
 """Four functions for training scripts that run under Evergrad: ``report``, ``should_stop``, ``may_commit``
 and ``generation``.
 
-A script that calls them also runs without Evergrad: then ``report`` does nothing, ``should_stop`` only knows
-SIGTERM, and ``may_commit`` is always True. See docs/train/elastic-scripts.md.
+A script that calls them also runs without Evergrad: then ``report`` does nothing, ``should_stop`` only reacts
+to SIGTERM, and ``may_commit`` is always True. For example::
+
+    from evergrad import elastic
+
+    for step in range(first_step, total_steps):
+        loss = train_step()
+        elastic.report(step, total_steps=total_steps, loss=loss)
+
+A complete loop that stops and saves is in docs/train/elastic-scripts.md.
 """
 
 import contextlib
@@ -41,12 +49,12 @@ from evergrad.report_values import read_values
 __all__ = ["generation", "may_commit", "report", "should_stop"]
 
 _TERMINATED = 143
-"""Exit code of a worker that was told to stop and could not do so in order."""
+"""Exit code of a worker that was asked to stop and did not end by itself in time."""
 _POLL_SECONDS = 0.1
 _STOP_SECONDS = 25.0
-"""Below the 30 s after which torchrun kills a worker that was told to stop.
+"""Below the 30 s after which torchrun kills a worker that was asked to stop.
 
-A node of Evergrad's own says its own number.
+A node of Evergrad sets its own limit in the environment.
 """
 _ANSWER_SECONDS = 15.0
 
@@ -59,14 +67,17 @@ def report(
     tokens_per_second: object = None,
     checkpoint_step: object = None,
 ) -> None:
-    """Tell where training is. Never blocks and never fails; only what the world's rank 0 says is shown.
+    """Report the progress of training. Never raises, and never waits for the node; only reports of global
+    rank 0 are shown.
 
-    Every value may be a number, a tensor or array of one element, or a numpy scalar. A value that is no
-    finite number (NaN, a text) is left out, with one warning for each name; the others are shown. A tensor on
-    an accelerator is waited for.
+    Every value may be a number, a tensor or array of one element, or a numpy scalar. If a value is not a
+    finite number (NaN, a text), it is left out, with one warning for each name; the other values are shown.
+    If a value is a tensor on an accelerator, the call waits until the tensor is computed.
 
-    ``checkpoint_step``: the newest step whose checkpoint stands. Nodes that were held back until a checkpoint
-    join then.
+    ``checkpoint_step``: the newest step whose checkpoint is complete. Nodes that were held back until a
+    checkpoint join then.
+
+    For example: ``report(120, total_steps=1000, loss=loss, checkpoint_step=100)``.
     """
     _worker().report(
         {
@@ -80,11 +91,13 @@ def report(
 
 
 def should_stop() -> bool:
-    """Whether this rank was asked to stop: agree with the others, save, and end with exit code 75.
+    """Return whether this rank was asked to stop.
+
+    If it was, agree with the other ranks, save a checkpoint, and end the script with exit code 75.
 
     The first call (from the main thread) takes over SIGTERM and, under Evergrad, starts the guard: a thread
-    that ends the process when it was told to stop and its group is gone or its time is over
-    (``spec.script.gracePeriodSeconds``; 25 seconds under torchrun), or when the node has lost its lease.
+    that ends the process if it was asked to stop and its group is gone or its time is over
+    (``spec.script.gracePeriodSeconds``; 25 seconds under torchrun), or if the node has lost its lease.
     """
     worker = _worker()
     worker.start_guard()
@@ -92,22 +105,25 @@ def should_stop() -> bool:
 
 
 def may_commit() -> bool:
-    """Whether this worker's generation may still write a checkpoint: ask just before the rename that makes it
-    visible.
+    """Return whether this worker's generation may still publish a checkpoint.
 
-    Waits for the coordinator's answer; False when there is none. A False is no failure: leave the checkpoint
-    alone and go on.
+    Call it just before the rename that makes the checkpoint visible. It waits for the coordinator's answer,
+    and returns False if there is none. False is not an error: do not publish the checkpoint, and continue.
+    For example::
+
+        if may_commit():
+            os.rename(temporary, final)
     """
     return _worker().may_commit()
 
 
 def generation() -> int:
-    """The number of the group this worker belongs to; 0 without Evergrad."""
+    """Return the number of the group that this worker belongs to; 0 without Evergrad."""
     return _worker().generation
 
 
 class _Worker:
-    """This process as a worker of a node, or as a plain process where there is no node state."""
+    """This process as a worker of a node, or as a plain process if there is no node state."""
 
     def __init__(self) -> None:
         directory = os.environ.get(DIRECTORY_VARIABLE)
@@ -117,7 +133,7 @@ class _Worker:
         self._guard: _Guard | None = None
         self._warned: set[str] = set()
         """Names of values that were left out before."""
-        # Read once: this process is of one generation, whatever the node goes on to write.
+        # Read once: this process belongs to one generation, even if the node writes a newer one later.
         given, state = os.environ.get(GENERATION_VARIABLE), self.read()
         if given is not None:
             self.generation = int(given)
@@ -152,7 +168,7 @@ class _Worker:
                 CODEC.encode(ScriptReport(self.generation, rank_number, **found))
             )
         except BlockingIOError:
-            pass  # the node is behind: a later report says more than this one
+            pass  # the node is behind: a later report replaces this one
         except OSError:
             if self._reports is not None:
                 self._reports.close()
@@ -176,17 +192,17 @@ class _Worker:
                 connection.settimeout(_ANSWER_SECONDS)
                 connection.sendall(CODEC.encode(CommitRequest(self.generation)))
                 answer = CODEC.decode(answers.readline(MAX_LINE_BYTES))
-        # ValueError: the node has hung up, or what it says is no message.
+        # ValueError: the node has closed the connection, or its answer is not a valid message.
         except (OSError, ValueError):
             return False
         return isinstance(answer, CommitAnswer) and answer.granted
 
     def connect(self, *, waits: bool = True) -> socket.socket:
-        """A connection to the node's socket.
+        """Return a connection to the node's socket.
 
-        Raises OSError; without ``waits`` also where that would have to wait.
+        Raises OSError; without ``waits`` also if the connection cannot be made without waiting.
         """
-        assert self._directory is not None  # noqa: S101 - all callers have looked
+        assert self._directory is not None  # noqa: S101 - all callers have checked
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.setblocking(waits)
         try:
@@ -202,11 +218,11 @@ class _Worker:
 
 
 class _Guard:
-    """Notices SIGTERM even while the main thread is inside a collective, and ends the process when it must
-    not go on.
+    """Notices SIGTERM even while the main thread is inside a collective, and ends the process if it must
+    not continue.
 
     Python runs signal handlers only between the main thread's instructions; the wake-up descriptor is written
-    by the C handler at once.
+    by the C handler, without waiting for the main thread.
     """
 
     def __init__(self, worker: _Worker) -> None:
@@ -223,7 +239,7 @@ class _Guard:
             os.set_blocking(descriptor, False)
         self._take_signal()
         if worker.has_node:
-            # The node then lets a change of the group that can wait do so: this worker stops in order.
+            # The node may then delay a change of the group that can wait, because this worker stops in order.
             with contextlib.suppress(OSError):
                 self._connection = worker.connect()
             self._tell(Guard(worker.generation))
@@ -277,7 +293,7 @@ class _Guard:
             return
         if signal.SIGTERM in numbers:
             self._is_asked.set()
-        # The descriptor was somebody else's before, who still waits for all signals.
+        # Another library set its descriptor before this one, and still expects all signals.
         if self._previous_descriptor != -1:
             os.write(self._previous_descriptor, numbers)
 
@@ -289,7 +305,7 @@ class _Guard:
             if self._asked_at is None and self._is_asked.is_set():
                 self._asked_at = now
 
-            # Without contact for a lease others may train by now: two groups must not write.
+            # After a lease without contact another group may be training: two groups must not write.
             state = self._worker.read()
             if state is not None and now - state.contact > state.lease_seconds:
                 _leave(

@@ -1,7 +1,8 @@
-"""Messages between a worker's helper and its node: lines of JSON over the socket beside the node state file.
+"""Messages between a worker's helper and its node: lines of JSON over the socket next to the node
+state file.
 
-Both ends use the coordinator's codec: a field that one end does not know is passed over, so that the helper
-and the node may be of different versions.
+Both ends use the coordinator's codec: a field that one end does not know is ignored, so that the helper
+and the node may have different versions.
 """
 
 import dataclasses
@@ -16,9 +17,10 @@ MAX_LINE_BYTES = 4096
 
 @dataclass(frozen=True)
 class ScriptReport:
-    """Where training is; not answered.
+    """The progress of training; not answered.
 
-    Values are of any kind here: the node reads each by itself, so that a wrong one does not cost the others.
+    Values may have any type here: the node reads each value by itself, so that one invalid value does not
+    discard the others.
     """
 
     TYPE = "report"
@@ -63,7 +65,7 @@ class Guard:
 
 @dataclass(frozen=True)
 class Stopping:
-    """This worker of ``generation`` knows that it was asked to stop."""
+    """This worker of ``generation`` has seen the request to stop."""
 
     TYPE = "stopping"
     generation: int

@@ -1,15 +1,15 @@
-"""The node state file: what a node's workers must know, in one record of fixed layout. The node writes,
-workers read.
+"""The node state file: what a node shares with its workers, in one record of fixed layout. The node writes
+it, and its workers read it.
 
 =======  ====  =====================================================================
 offset   type  meaning (little-endian)
 =======  ====  =====================================================================
 0        4s    magic ``EVB1``
 4        u32   CRC-32 of bytes 8 … 47, so that a reader never takes a half-written record
-8        i64   newest generation the node has heard of
+8        i64   newest generation the node was informed of
 16       i64   generation its workers belong to, 0 for none
 24       f64   last contact with the coordinator, seconds of CLOCK_MONOTONIC
-32       f64   lease: seconds without contact after which workers must not work on
+32       f64   lease: seconds without contact after which workers must stop working
 40       u32   flags: 1 = draining (save at the next step boundary and leave)
 44       u32   zero
 =======  ====  =====================================================================
@@ -29,7 +29,7 @@ GENERATION_VARIABLE = "EVERGRAD_GENERATION"
 STOP_SECONDS_VARIABLE = "EVERGRAD_STOP_SECONDS"
 """Environment of workers: how long after SIGTERM a worker may still work."""
 LEASE_LOST = 79
-"""Exit code of a worker whose node has lost its lease: nobody has asked it to stop."""
+"""Exit code of a worker that ends because its node has lost its lease, without a request to stop."""
 RECORD_NAME = "state"
 SOCKET_NAME = "socket"
 
@@ -42,12 +42,12 @@ _READ_SECONDS = 1.0
 
 
 class NodeStateError(ValueError):
-    """The file holds no node state."""
+    """The file does not contain a valid node state."""
 
 
 @dataclass(frozen=True)
 class NodeState:
-    """The record: generations, lease and whether the group is left in order."""
+    """The record: generations, lease, and whether the group is draining."""
 
     newest_generation: int
     own_generation: int

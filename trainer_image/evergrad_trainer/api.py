@@ -1,14 +1,14 @@
-"""Runs from Python: a file is trained as by ``evergrad run``, and a typed report says what came of it.
+"""Runs training from Python: ``run`` trains a manifest like ``evergrad run`` and returns a typed report.
 
-::
+For example::
 
     from evergrad_trainer.api import run
 
     found = run(manifest="trainingrun.yaml", overrides=["spec.training.optimizer.learningRate=3e-4"])
     print(found.loss, found.checkpoint)
 
-The training is a process of its own, whose lines are printed as they come: threads, devices and signals of
-the caller stay as they are. Where the caller is interrupted, it is asked to stop, and saves its state.
+Training runs in a separate process, whose output is printed as it arrives: threads, devices and signals of
+the caller stay as they are. If the caller is interrupted, that process is asked to stop, and saves its state.
 """
 
 import subprocess
@@ -34,7 +34,10 @@ STOPPED_WELL: Final = (ExitCode.DONE, ExitCode.STOPPED_SAVED)
 
 
 class RunFailedError(EvergradError):
-    """A run ended otherwise than by its end or a stop; ``exit_code`` says how, its own output why."""
+    """A run neither completed nor stopped on request; ``exit_code`` gives the kind of failure.
+
+    The output of the run contains the reason.
+    """
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -43,10 +46,11 @@ class RunFailedError(EvergradError):
 
 @dataclass(frozen=True)
 class RunReport:
-    """The result of a run so far. Paths are None where there is no such file.
+    """The result of a run so far. A path is None if there is no such file.
 
-    ``samples`` and ``loss``: of the whole run, and of its newest step. ``resumed_from``: the step that its
-    newest process went on from, 0 for a fresh one. ``data``: the fingerprint of what it is trained on.
+    ``samples``: the number of samples of the whole run. ``loss``: the loss of the newest step.
+    ``resumed_from``: the step that the newest process resumed from, 0 for a fresh run. ``data``: the
+    fingerprint of the training data.
     """
 
     run: str
@@ -71,7 +75,7 @@ class RunReport:
     def to_dict(self, *, is_public: bool = True) -> dict[str, Any]:
         """The report as JSON values, paths as texts.
 
-        ``is_public``: paths are relative to the run directory, of which the name alone is told.
+        ``is_public``: paths are relative to the run directory, and only the name of that directory is given.
         """
         values: dict[str, Any] = {}
         for field in fields(self):
@@ -91,11 +95,12 @@ def run(
     run_directory: Path | str | None = None,
     arguments: Sequence[str] = (),
 ) -> RunReport:
-    """Train ``manifest`` to its end, or to a stop, and report.
+    """Train ``manifest`` until it completes or is stopped, and return a report.
 
-    ``overrides``: as behind ``--set``; ``arguments``: further ones of ``evergrad run``, such as
-    ``("--nodes", "2")``. Raises ConfigurationError before anything is started, RunFailedError with the exit
-    code, and KeyboardInterrupt once the state is saved.
+    ``overrides``: assignments as for ``--set``, for example
+    ``["spec.training.optimizer.learningRate=3e-4"]``. ``arguments``:
+    further arguments of ``evergrad run``, for example ``("--nodes", "2")``. Raises ConfigurationError before
+    a process is started, RunFailedError if the run fails, and KeyboardInterrupt after the state is saved.
     """
     loaded = load_manifest(Path(manifest), overrides=list(overrides)).run
     where = (
@@ -109,7 +114,7 @@ def run(
     # Without the current directory on its path, as the command `evergrad`.
     command = [sys.executable, "-P", "-m", "evergrad_cli", "run", str(manifest)]
     command += [word for one in overrides for word in ("--set", one)]
-    # The last one counts: what is reported on below is this one.
+    # The last occurrence takes precedence: the report below is made from this directory.
     command += [*arguments, "--run-directory", str(where)]
     code = _wait_for(command)
     if code not in STOPPED_WELL:
@@ -119,12 +124,12 @@ def run(
 
 
 def _wait_for(command: Sequence[str]) -> int:
-    """Run ``command`` to its end, also where this process is interrupted; its exit code."""
+    """Run ``command`` to its end, also if this process is interrupted; return its exit code."""
     process = subprocess.Popen(command)
     try:
         return process.wait()
     except BaseException:
-        # subprocess.run would kill it, and lose what was trained since the last checkpoint. A signal that a
+        # subprocess.run would kill it, and lose the steps since the last checkpoint. A signal that a
         # terminal has sent to both is the same request.
         process.terminate()
         process.wait()
@@ -132,7 +137,7 @@ def _wait_for(command: Sequence[str]) -> int:
 
 
 def report(run_directory: Path | str) -> RunReport:
-    """Report on a run from its directory, finished or not. Raises RunDirectoryError for what is no run."""
+    """Report on a run from its directory, finished or not. Raises RunDirectoryError if it is not a run."""
     directory = RunDirectory(Path(run_directory))
     facts = gather_facts(directory)
     figures = summarise(facts)
@@ -140,7 +145,7 @@ def report(run_directory: Path | str) -> RunReport:
     starts = [event for event in facts.history.events if event.type == EventType.START]
     resumed_from = int(starts[-1].fields.get("resumed_from") or 0) if starts else 0
 
-    # The newest one that can be read is what a resume would take.
+    # A resume would use the newest checkpoint that can be read.
     found = open_store(directory.checkpoints).catalog.scan()
     names = [one.name for one in found if one.manifest is not None]
     versions = {name: parse_checkpoint_name(name) for name in names}

@@ -1,4 +1,4 @@
-"""The interface of a recipe: all that its author imports, and all that the core knows of what is trained.
+"""The interface of a recipe: everything that its author imports, and everything that the core uses of it.
 
 A task owns what is trained: its options, preparation, sources, stages, modules, loss and evaluators. The core
 owns the rest: the order of the samples and their hash, the step and its collectives, the optimizer,
@@ -48,9 +48,12 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Setup:
-    """Parts that a task is made from: the file's typed section, the recipe's own options, the directory that
-    relative paths begin in, and that of the run, whose ``run.json`` says what it has begun with; None where
-    only the data are looked at."""
+    """The arguments that a task is made from.
+
+    ``training``: the typed section ``spec.training`` of the file. ``options``: the recipe's own options.
+    ``base_directory``: the directory that relative paths start from. ``run_directory``: the directory of the
+    run, whose ``run.json`` records what the run started with; None if only the data are read.
+    """
 
     training: Training
     options: Any
@@ -63,8 +66,9 @@ class Loss:
     """The part that one micro-batch adds to its step.
 
     ``total``: a differentiable sum, not a mean: the step divides by the weight of all micro-batches, so that
-    the result depends neither on their number nor on who computes them. ``parts``: further sums over the same
-    weight, one for each of :attr:`Task.metrics` that the stage has; their means become metrics of the step.
+    the result depends neither on their number nor on the ranks that compute them.
+    ``parts``: further sums over the same weight, one for each of :attr:`Task.metrics` that the stage has;
+    their means become metrics of the step.
     """
 
     total: Tensor
@@ -73,10 +77,10 @@ class Loss:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The weights of a frozen module that are those of a trained one as they were after a step.
+    """A frozen module whose weights are copied from a trained module after a given step.
 
-    ``of``: the trained module, of the same kind. ``after``: the step, such as a stage's last; until it is
-    finished the frozen module's weights mean nothing.
+    ``of``: the name of the trained module, which has the same structure. ``after``: the step, for example the
+    last step of a stage; the frozen module's weights are undefined until that step is finished.
     """
 
     of: str
@@ -87,21 +91,23 @@ class Snapshot:
 class Modules:
     """Modules and tensors that a task computes with.
 
-    ``trained``: optimised, saved, given to newcomers. ``frozen``: never changed and never saved: each process
-    makes them again in :meth:`Task.build`, and a checkpoint holds their hashes, so that a run goes on with
-    the same ones only. ``kept``: further tensors that are saved and given to newcomers (snapshots, averages);
-    changed in place, and only where all ranks do so alike: in :meth:`Task.enter` and
-    :meth:`Task.after_update`. ``blocks``: parts of the modules to compile, checkpoint and shard one by one; a
-    module without any has the modules of its longest ModuleList. ``replicated``: frozen modules that no
-    process holds a part of. ``counterparts``: frozen modules whose results are compared with those of trained
-    ones of their kind, and which are compiled and cut as these are, however small. ``snapshots``: frozen
-    modules that :meth:`Task.build` gives no weights: the core copies them from a trained module after a step,
-    whose checkpoint is kept for as long as the run lasts. Their hash is saved, and a newcomer or a resumed
-    run gets the same bits from a member that has them or from that checkpoint. ``begins_behind``: the step of
-    the checkpoint in the run of ``initFrom`` that a frozen module was read from: a fresh run begins with that
-    one, although a newer one may have come since.
+    ``trained``: optimised, saved, and sent to nodes that join. ``frozen``: never changed and never saved:
+    each process makes them again in :meth:`Task.build`, and a checkpoint holds their hashes, so that a run
+    resumes only with the same frozen modules. ``kept``: further tensors that are saved and sent to nodes
+    that join, for example averages; they are changed in place, and only in :meth:`Task.enter` and
+    :meth:`Task.after_update`, which make the same change on every rank. ``blocks``: parts of the modules to
+    compile, checkpoint and shard one by one; if a module has none, the items of its longest ModuleList are
+    used. ``replicated``: frozen modules that no process holds a part of. ``counterparts``: frozen modules
+    whose results are compared with the results of trained modules of the same kind; they are compiled and
+    sharded like the trained modules, whatever their size. ``snapshots``: frozen modules that
+    :meth:`Task.build` gives no weights: the core copies them from a trained module after a step, whose
+    checkpoint is kept for as long as the run lasts. Their hash is saved, and a node that joins or a resumed
+    run gets the same bits from a member that has them or from that checkpoint. ``begins_behind``: the step
+    of the checkpoint in the run of ``initFrom`` that a frozen module was read from: a fresh run starts from
+    that checkpoint, even if the other run has saved a newer one since.
 
-    The names of trained modules have no dots and are none of the state's own, such as ``optimizer``.
+    The names of trained modules have no dots and differ from the names that the state uses itself,
+    for example ``optimizer``.
 
     ``parallelism: fsdp2`` cuts each trained module, and of the frozen ones that are not in ``replicated``
     those of 64 MiB or more, the snapshots and the counterparts. It computes as what is whole does: under
@@ -126,7 +132,7 @@ class Modules:
     def root(self) -> nn.Module:
         """All trained modules as one: what is optimised and saved.
 
-        A single one named "model" stands for itself.
+        If the only trained module is named "model", it is returned itself.
         """
         if list(self.trained) == ["model"]:
             return self.trained["model"]
@@ -134,10 +140,11 @@ class Modules:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a module's weight, to be read in :meth:`Task.enter` and :meth:`Task.after_update`.
+    """Return the whole of a module's weight, to be read in :meth:`Task.enter` and :meth:`Task.after_update`.
 
-    Under ``parallelism: fsdp2`` it is gathered, so that all ranks call this for the same weights in the same
-    order; elsewhere it is ``tensor`` itself.
+    Under ``parallelism: fsdp2`` the weight is gathered: call this function for the same weights in the same
+    order on all ranks. Otherwise ``tensor`` itself is returned. For example, a weight of shape [V, H] that is
+    sharded over 4 ranks is returned with shape [V, H] on each of them.
     """
     # Not by its type, whose import takes a second that a file which is only checked should not wait for.
     gather: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
@@ -150,11 +157,11 @@ class Evaluator:
 
     ``measure``: sums of one micro-batch, as :meth:`Task.loss`, which is the default. The means of its total
     and of its parts are the evaluation's ``loss`` and metrics. ``metrics``: the names of its parts with their
-    help; by default the task's. ``summarize``: makes the metrics of the means of the parts, where they are no
-    means themselves, such as the root of one; ``parts`` names the parts then.
+    help; by default the task's. ``summarize``: computes the metrics from the means of the parts, if the
+    metrics are not means themselves, for example the root of a mean; ``parts`` then names the parts.
 
-    Under ``measure`` each call of a trained module looks whether the group of processes still is, so that one
-    that makes many calls, as generation does, ends where a peer is lost.
+    Under ``measure`` each call of a trained module checks that the group of processes still exists, so that a
+    measurement that makes many calls, for example generation, ends if a peer is lost.
     """
 
     sources: Sequence[Source]
@@ -167,32 +174,36 @@ class Evaluator:
 class Task(Protocol):
     """A recipe: what is trained. Made once in each process, from a :class:`Setup`.
 
-    A class variable ``loss_items`` names, in the plural, what the weight of its batches counts where that is
-    not tokens: reports name the unit of the loss by it, and show no perplexity.
+    A class variable ``loss_items`` names, in the plural, what the weight of its batches counts, if it does
+    not count tokens: reports use it as the unit of the loss, and show no perplexity.
     """
 
     Options: ClassVar[type[Section]]
     """The model of ``spec.training.options``."""
     metrics: ClassVar[Mapping[str, str]]
-    """The names of a loss's parts, each with a line of help. All losses have just these parts, but for those
-    that their stage is without."""
+    """The names of a loss's parts, each with a line of help. Each loss has exactly these parts, except
+    the parts that its stage does not have."""
 
     def __init__(self, setup: Setup) -> None: ...
 
     def prepare(self, prepared: Prepared, folder: Path) -> Mapping[str, Any]:
-        """Prepare data that are no text, before the first step of each start, once on each node.
+        """Prepare data other than text, before the first step of each start, once on each node.
 
         The data that the file's ``data`` describe are prepared already. ``folder`` is kept between starts,
-        one for each content of the task's files and options, so that what is found there whole need not be
-        made again. One process at a time is in it where the file system has locks. Where it has none (some
-        network volumes), nodes may be in it together: write under a name of the process's own, and rename.
+        one for each content of the task's files and options, so that complete files in it need not be made
+        again. If the file system has locks, one process at a time uses the folder. If it has none (some
+        network volumes), several nodes may use it at the same time: write to a file with a unique name, then
+        rename it.
 
         Returns JSON values. They come to :meth:`stages` and :meth:`evaluators` as ``prepared.facts``, with
         the folder as ``prepared.folder``, also in other processes.
         """
 
     def stages(self, prepared: Prepared) -> Sequence[Stage]:
-        """Sources of each stage, and how they are mixed. Only the last stage has no end."""
+        """Sources of each stage, and how they are mixed. Only the last stage has no end.
+
+        For example, a curriculum returns two stages: short rows for 1,000 steps, then long rows.
+        """
 
     def evaluators(self, prepared: Prepared) -> Mapping[str, Evaluator]:
         """Measurements between steps, by name."""
@@ -221,13 +232,13 @@ class Task(Protocol):
         """Prepare the modules for ``stage``, at the end of the step before it; for the first stage after they
         were built.
 
-        Changes tensors alone: a newcomer and a resumed run get those, and no calls for stages that were
-        entered before. Random numbers of torch are the same on every rank.
+        Changes tensors alone: a newcomer and a resumed run get these tensors, and no calls for stages
+        that were entered before. Random numbers of torch are the same on every rank.
         """
 
     def after_update(self, modules: Modules, metrics: Mapping[str, float]) -> None:
         """Change kept tensors after an update.
 
-        ``metrics``: the step's, the same on every rank. No collectives but :func:`full_tensor`; random
-        numbers as in :meth:`enter`.
+        ``metrics``: the metrics of the step, the same on every rank. Call no collectives except
+        :func:`full_tensor`. Random numbers are as in :meth:`enter`.
         """

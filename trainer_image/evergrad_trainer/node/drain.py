@@ -48,7 +48,7 @@ class Departure:
         self._since = time.monotonic()
         # Said again on every new connection: the coordinator that has heard it may be gone.
         self._conversation.is_leaving = True
-        # Without a coordinator and without a group nobody can plan anything for this node.
+        # Without a coordinator and without a group no component can plan work for this node.
         if not self._conversation.send(Leaving()) and self._workers().place is None:
             self._workers().depart(None, save=True)
         self._log("was asked to leave")

@@ -73,12 +73,12 @@ def fingerprint_of_plan(plan: "SessionPlan") -> dict[str, str]:
 
 
 def hash_script(script: Script, base_directory: Path) -> str:
-    """A hash of the files that the command names and of the modules beside them that they import, directly or
-    not."""
+    """A hash of the files that the command names and of the modules next to them that they import, directly
+    or not."""
     program, working = script.program, working_directory_of(script, base_directory)
     path = program_path(script.program, base_directory)
     roots = [working / word for word in program.arguments if word.endswith(_CODE)]
-    # Modules are looked for where Python would: beside the file, else in the working directory.
+    # Modules are searched for as Python does: next to the file, else in the working directory.
     if path is not None:
         return hash_sources([path, *existing(roots)], path.parent)
     if program.kind == "module":

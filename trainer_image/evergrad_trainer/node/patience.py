@@ -52,7 +52,7 @@ class WorkerTimeouts:
             return "is frozen"
         if not is_asked:
             return None
-        # As long as its work may take, also where nobody knows yet how long that is.
+        # As long as its work may take, also if that time is not known yet.
         patience = max(STUCK_SECONDS, 3 * worker.heartbeat.longest_slot_seconds)
         if worker.rank == 0:
             patience += FIRST_RANK_SECONDS

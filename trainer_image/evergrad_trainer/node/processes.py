@@ -39,7 +39,7 @@ class WorkerProcesses:
         loop = asyncio.get_running_loop()
         loop.add_reader(worker.channel.socket, self._tasks.call, self._read, worker)
         # Can be read once the worker has ended. Its sentinel is a pipe that its own children hold open, too:
-        # processes that load a script's data would hide the worker's end until somebody has ended them.
+        # processes that load a script's data would hide the worker's end until they are ended.
         try:
             end = os.pidfd_open(worker.pid)
         except (OSError, AttributeError):

@@ -98,7 +98,7 @@ def run_script(
     # Before the script can change the variables.
     world_size = read_launch().world_size
     os.environ.update(script.env)
-    # A script may import the files beside it, whatever this process was started with.
+    # A script may import the files next to it, whatever this process was started with.
     os.environ.pop("PYTHONSAFEPATH", None)
     os.chdir(working_directory_of(script, base_directory))
     program = script.program

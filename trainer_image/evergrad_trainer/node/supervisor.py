@@ -4,11 +4,11 @@ Who calls whom: the coordinator's messages and the processes' ends come in by th
 calls its worker group (the keeper of the node's workers), and the worker group hands reports back through one
 function. Who waits for whom:
 
-* the supervisor waits for nobody: messages to workers and to the coordinator are left in buffers, and a
+* the supervisor never blocks: messages to workers and to the coordinator are left in buffers, and a
   worker that does not read is found by the worker group's tick;
 * a worker waits for its supervisor only while it is out of every group, and for its peers no longer than
   their operations take;
-* the coordinator waits for a node's ``ready`` as long as its own limits say, and then goes on without it;
+* the coordinator waits for a node's ``ready`` as long as its own limits say, and then continues without it;
 * at the end of the run the supervisor waits ``_KILL_SECONDS`` for its workers, and for no one else.
 """
 
@@ -237,7 +237,7 @@ class Supervisor:
                 self._records.take_record(report.kind, report.record)
             case Done() | Result():
                 # Remembered at once, said a moment later: the end of a script's process may be seen before
-                # its last report is read, and after the end of the run nobody listens.
+                # its last report is read, and after the end of the run no process listens.
                 self.conversation.remember(report)
 
                 async def send_after_reports() -> None:
@@ -320,7 +320,7 @@ class Supervisor:
                 )
 
     def _leave_at_once(self) -> None:
-        """Asked twice, or out of time: workers are killed, and nobody is waited for."""
+        """Asked twice, or out of time: workers are killed, and the node waits for none of them."""
         self._end.is_hurried = True
         self._metrics.hurry.set()
         if self._end.exit_code is not None:

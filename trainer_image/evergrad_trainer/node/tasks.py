@@ -23,7 +23,8 @@ class TaskWatch:
         *,
         is_endless: bool = False,
     ) -> None:
-        """Run ``work`` beside the others. It has failed, too, if it ends although it is ``is_endless``."""
+        """Run ``work`` concurrently with the others. It has failed, too, if it ends although it is
+        ``is_endless``."""
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
 

@@ -19,7 +19,7 @@ _SIBLINGS_SECONDS = 120.0
 """Longest time that the first warm worker waits for the others at the start, and that any later one may take
 to start where the first has shown how long it lasts: a worker may hang for ever."""
 _ALONE_SECONDS = 900.0
-"""Longest time for a start where none has succeeded on this node: nobody knows yet how long one lasts."""
+"""Longest time for a start if none has succeeded on this node: its usual length is not known yet."""
 _START_FACTOR = 3.0
 """A start may take this many times the longest one so far, if that is more than _SIBLINGS_SECONDS."""
 _FAILED_STARTS = 3
@@ -41,7 +41,7 @@ class WorkerStarts:
         self._num_workers = num_workers
         self.workers: dict[int, Worker] = {}
         self.are_over = False
-        """From here on nobody is started."""
+        """From here on no worker is started."""
         self.has_started = False
         """Whether each worker has been warm, or one has ended or hangs: from here on the node counts those
         that are."""

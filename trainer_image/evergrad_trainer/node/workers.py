@@ -131,7 +131,7 @@ class WorkerOrder:
     method: StartMethod
     captures: Captures
     name: str
-    """Node and local rank, for whoever looks at processes."""
+    """Node and local rank, shown in lists of processes."""
 
 
 def start_worker(

@@ -409,7 +409,7 @@ def build_stepper(
         optimizer=machinery.optimizer,
         gradients=gradients,
         stream=stream,
-        # Only from pinned memory does a copy to an accelerator run beside the computation.
+        # Only from pinned memory does a copy to an accelerator run concurrently with the computation.
         prefetcher=Prefetcher(
             GuardedStream(stream, machinery.opened.code),
             prepare=pin if device.type == "cuda" else None,

@@ -187,7 +187,7 @@ class EvaluationRunner:
         num_batches = evaluation_set.num_batches
         # A measure of the task's own may take long for one batch.
         rounds = 1 if measure.is_own else _ROUNDS_BETWEEN_EXCHANGES
-        # Collective: nobody goes on where one is asked to stop, since it would wait for that one in the end.
+        # Collective: no rank continues if one is asked to stop, since it would wait for that one in the end.
         if tally.done < num_batches and not world.all_agree(not is_stopping()):
             return False
 

@@ -1,4 +1,4 @@
-"""Counts of an evaluation of one set so far: exact sums that a cut evaluation goes on from."""
+"""Counts of an evaluation of one set so far: exact sums that an interrupted evaluation continues from."""
 
 import math
 from collections.abc import Mapping, Sequence

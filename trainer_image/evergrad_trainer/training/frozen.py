@@ -93,7 +93,7 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 def require_unchanged(modules: Modules, built: Mapping[str, str], *, code: Code) -> None:
     """Compare with the hashes of the time of building.
 
-    Raises TaskError: whoever changes a frozen module here does so on every rank.
+    Raises TaskError: a task that changes a frozen module here does so on every rank.
     """
     if changed := _find_changed(modules, built):
         raise code.explain(_describe(changed))

@@ -1,5 +1,5 @@
-"""The training paragraph: step → observers → evaluation → saving → stop checks, until the horizon or a
-request to stop. Its state is :mod:`evergrad_trainer.training.progress`."""
+"""The training loop. Each iteration runs a step, notifies observers, evaluates, saves, and checks whether to
+stop. Its state is :mod:`evergrad_trainer.training.progress`."""
 
 import functools
 import time
@@ -40,25 +40,25 @@ from evergrad_trainer.training.step_parts import StepOutcome
 
 Flags = tuple[bool, ...]
 _QUIET: Flags = (False,) * NUM_FLAGS
-"""Nobody wishes for anything."""
+"""No rank requests anything."""
 _FIRST_PAUSE_SECONDS = 5.0
 """Pause after a failed save that the next step waits for; the two between three tries are about as long as a
 server takes to fail over to another."""
 _LONGEST_PAUSE_SECONDS = 20.0
 """Longest of these pauses, each of which is twice the one before."""
 _NAP_SECONDS = 0.1
-"""How often such a pause looks whether the group was given up."""
+"""Seconds between two checks, during such a pause, of whether the group was given up."""
 
 
 def train(run: TrainingComponents) -> StopReason:
-    """Train until the horizon or until all ranks agree to stop; the caller saves what is not saved then.
+    """Train until the horizon or until all ranks agree to stop; the caller saves the remaining state.
 
     "change" means that the ranks agreed to leave this world: ``train`` is called again in the next one. The
-    state is saved only where nobody goes on with it. "non_finite": the next step was not finite, more often
-    in a row than may be skipped; ``progress.refusal`` says why. Raises SaveError or FencedError (all ranks
-    together); then nothing was saved after the last checkpoint. Raises DivergedError (all ranks together)
-    where replicas are found to differ; nothing was saved since they were equal. Raises PeerLostError where
-    the world has ended; ``progress.finished_steps`` is what this process holds.
+    state is saved only if no other process continues with it. "non_finite": the next step was not finite, and
+    the limit of such steps in a row is reached; ``progress.refusal`` says why. Raises SaveError or
+    FencedError (all ranks together); then nothing was saved after the last checkpoint. Raises DivergedError
+    (all ranks together) if replicas differ; nothing was saved since they were equal. Raises PeerLostError
+    if the world has ended; ``progress.finished_steps`` is the step whose state this process holds.
     """
     world, progress = run.membership.world, run.progress
     # Collective: ranks may have read the file before and after an edit.
@@ -66,11 +66,11 @@ def train(run: TrainingComponents) -> StopReason:
     run.is_comparing = limits.compare_every is not None
     first = progress.finished_steps + 1
 
-    # Work that the world before this one was to do after its last step, and did not get to.
+    # Work after the last step that the previous world did not finish.
     reason = _pause(run, limits, _QUIET, is_entering=True)
-    # A start of a run that an observer has stopped trains nothing, for as long as it wishes so.
+    # If an observer has stopped the run, a new start trains nothing while the observer requests a stop.
     if reason is None and progress.stop_asked == progress.finished_steps > 0:
-        # Collective: an observer that fails on one rank has no wish there.
+        # Collective: an observer that fails on one rank requests nothing there.
         is_wished = not world.all_agree("stop" not in run.lasting.wishes())
         reason = "observer" if is_wished else None
 
@@ -78,14 +78,13 @@ def train(run: TrainingComponents) -> StopReason:
         step = progress.finished_steps + 1
         begun = time.perf_counter()
 
-        # Collectives: all those of a step are in Stepper.run. Whatever one rank wished for before it, every
-        # rank knows after it.
+        # Collectives: all those of a step are in Stepper.run. The exchange also shares each
+        # rank's requests (stop, save, evaluate).
         outcome = run.stepper.run(
             step, world, _own_flags(run), is_skipped=step in limits.skip_steps
         )
         if outcome.is_non_finite:
-            # The state before this step is whole on every rank: it is saved before anything else may happen
-            # to it.
+            # The state before this step is complete on every rank: save it before anything can change it.
             _raise_if_fenced(outcome)
             if progress.non_finite == 0:
                 _save(run)
@@ -96,17 +95,17 @@ def train(run: TrainingComponents) -> StopReason:
                 )
                 return "non_finite"
 
-        # No collective until the step is counted: this rank has made the update, whatever becomes of others.
+        # No collective until the step is counted: this rank has made the update, even if others fail.
         _finish_step(run, outcome, begun)
         _raise_if_fenced(outcome)
-        # After the fence: it writes into the run directory, which may be a newer process's by now.
+        # After the fence: it writes into the run directory, which may belong to a newer process by now.
         if step == first:
             run.on_first_step()
 
-        # Collectives: evaluation and save, as all ranks find them due, since they know the same.
+        # Collectives: evaluation and save. All ranks find the same work due, from the same values.
         reason = _pause(run, limits, outcome.flags)
 
-    # Collective: not all ranks may have heard yet why they leave, so one that knows speaks for all.
+    # Collective: some ranks may not have the reason for leaving yet, so one rank that has it is enough.
     if reason == "change" and not world.all_agree(not run.membership.saves_first()):
         save_together(run)
     return reason
@@ -115,21 +114,22 @@ def train(run: TrainingComponents) -> StopReason:
 def _pause(
     run: TrainingComponents, limits: LoopLimits, flags: Flags, *, is_entering: bool = False
 ) -> StopReason | None:
-    """Do what is due after the newest finished step; why all ranks leave then, the same on each.
+    """Do the work due after the newest finished step; return why all ranks leave, or None.
 
-    Evaluated before it is saved, unless a save before is asked for, so that the checkpoint knows of it.
+    The result is the same on each rank. The evaluation comes before the save, unless the limits request a
+    save first, so that the checkpoint contains its results.
     ``is_entering``: the ranks have just met, and compared their states there.
     """
     if flags[FLAG_OBSERVER_OFF]:
-        # Collective: an observer that has failed on one rank is switched off on all of them, so that what it
-        # remembers and asks for does not depend on which rank is lost.
+        # Collective: an observer that has failed on one rank is switched off on all of them, so that its
+        # state and requests do not depend on which rank is lost.
         names = run.membership.world.gather_json(sorted(run.lasting.switched_off))
         run.lasting.agree_switched_off({name for row in names for name in row})
 
     progress, best = run.progress, run.progress.best
-    # Marked again where the world that was to do so has ended before, and at a start: a checkpoint that was
-    # marked may be damaged, and an older one be gone on with. Groups that form anew while training goes on
-    # have nothing to look for.
+    # Mark it again if the previous world ended before it did so, and at a start: the marked checkpoint may be
+    # damaged, so that training resumes from an older one. Groups that form again during training need not
+    # check this.
     if (
         is_entering
         and run.best is not None
@@ -157,22 +157,22 @@ def _pause(
         # Collectives: a checkpoint that all later steps need is published before the first of them.
         _anchor(run)
     run.checkpoints.poll()
-    # An evaluation that was cut short comes first: what it was part of is not over.
+    # Return the interruption first, because the step is not finished until its evaluation is.
     return interrupted or find_stop_reason(run.limits, progress, flags)
 
 
 def _own_flags(run: TrainingComponents) -> Flags:
-    """This rank's wishes, in the order of the FLAG_ constants; the stop file and the fence are rank 0's to
-    watch."""
+    """Return this rank's requests, in the order of the FLAG_ constants; only rank 0 watches the stop file and
+    the fence."""
     is_main = run.membership.world.is_main
     flags = [False] * NUM_FLAGS
-    # A save that a join abandons is made again from its beginning: with a join a minute, a large one would
+    # A save that a join abandons starts again from the beginning: with a join per minute, a large save would
     # never be published.
     flags[FLAG_CHANGE] = run.membership.is_changing(is_saving=run.checkpoints.is_saving)
     flags[FLAG_SIGNAL] = run.is_signalled()
     flags[FLAG_STOP_FILE] = is_main and run.directory.stop_requested()
     flags[FLAG_FENCED] = is_main and run.checkpoints.is_fenced()
-    # Observers with a state run on every rank; what any of them asks for, all ranks do.
+    # Observers with a state run on every rank; if one of them requests something, all ranks do it.
     wishes = run.observers.wishes()
     flags[FLAG_STOP] = "stop" in wishes
     # By the clock of one rank, so that the others need none.
@@ -188,7 +188,7 @@ def _finish_step(run: TrainingComponents, outcome: StepOutcome, begun: float) ->
     """Count the step, whether or not it made an update, and report it."""
     progress = run.progress
     entered = run.stream.entered_after(outcome.step)
-    # The task's part of the state belongs to this step: before anything says that the step is finished.
+    # The task's part of the state belongs to this step: before the step is recorded as finished.
     run.finish_state(outcome, entered)
     progress.finished_steps = outcome.step
     progress.forget_tallies()
@@ -223,7 +223,7 @@ def _finish_step(run: TrainingComponents, outcome: StepOutcome, begun: float) ->
 def _emit_skip(
     run: TrainingComponents, type_: str, outcome: StepOutcome, *, in_a_row: int
 ) -> None:
-    """Say why a step made no update. ``in_a_row``: how many of the newest steps were not finite."""
+    """Record why a step made no update. ``in_a_row``: how many of the newest steps were not finite."""
     message = _describe_skip(outcome)
     emit(run, type_, why=outcome.skipped, message=message, in_a_row=in_a_row)
 
@@ -253,7 +253,7 @@ def _evaluate(
 ) -> StopReason | None:
     """Evaluate these sets.
 
-    Returns the reason when a stop or a change cut it short; it then goes on after the resume.
+    Returns the reason if a stop or a change interrupted it; it then continues after the resume.
     """
     world, progress = run.membership.world, run.progress
     stage = run.stream.stage(max(1, progress.finished_steps))
@@ -281,7 +281,7 @@ def _evaluate(
                 on_progress=functools.partial(run.observers.evaluation_progress, one.name),
             )
         finally:
-            # Also where the world has ended: the next one, or a later start, goes on from there.
+            # Also if the world has ended: the next world, or a later start, continues from there.
             progress.tallies[one.name] = tally.to_json()
             progress.is_tally_unsaved |= tally.done > done_before
         if result is None:
@@ -293,7 +293,7 @@ def _evaluate(
         values |= {f"{one.name}/{metric}": value for metric, value in measured.items()}
         records.append(record)
 
-    # Not set by set: an evaluation that is cut short goes on later, and observers with a state that is
+    # Not set by set: an interrupted evaluation continues later, and observers with a state that is
     # transferred and restored must have heard of it once.
     for record in records:
         run.observers.evaluation_end(record)

@@ -92,7 +92,7 @@ class DeviceClock:
 
     def mark(self, phase: str) -> None:
         event = self._make_event()
-        # Recorded, and not looked at: the host goes on launching.
+        # Recorded, and not looked at: the host continues to launch.
         event.record()
         self._marks.append((phase, event))
 

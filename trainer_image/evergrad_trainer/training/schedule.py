@@ -40,7 +40,7 @@ def agree_limits(limits: LoopLimits, world: World) -> LoopLimits:
 def find_stop_reason(
     limits: LoopLimits, progress: TrainingProgress, flags: tuple[bool, ...]
 ) -> StopReason | None:
-    """Why all ranks leave; None where they go on."""
+    """Why all ranks leave; None if they continue."""
     if progress.finished_steps >= limits.total_steps:
         return "complete"
     if flags[FLAG_SIGNAL]:

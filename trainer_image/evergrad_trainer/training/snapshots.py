@@ -62,7 +62,7 @@ class Snapshots:
         }
 
     def load_values(self, values: Mapping[str, Any]) -> None:
-        """Take over which ones the state was trained beside."""
+        """Take over which ones the state was trained with."""
         self.hashes = {name: str(one["hash"]) for name, one in values.items()}
 
     def reset(self) -> None:

@@ -38,7 +38,7 @@ _EPSILON = 1e-6
 class Stepper:
     """Runs steps.
 
-    Holds nothing of a world: rank, size and group are read from the argument, each step anew.
+    Holds nothing of a world: rank, size and group are read from the argument in each step.
     """
 
     def __init__(self, parts: StepParts, settings: StepSettings) -> None:
@@ -86,7 +86,7 @@ class Stepper:
         grad_norm = math.nan if overflow else totals.norm * scale
         clock.mark("communication")
 
-        # From here on nobody waits for anybody: the update is made on all ranks or on none.
+        # From here on no rank waits for another: the update is made on all ranks or on none.
         skipped: str | None = "requested"
         problems: tuple[Problem, ...] = ()
         if not is_skipped:
@@ -128,7 +128,7 @@ class Stepper:
             settings.slots_per_step, world.rank, world.size, is_sharded=settings.is_sharded
         )
         for slot, is_real, is_last in slots:
-            # A slot of a large model takes seconds: nobody waits for it where the group has ended.
+            # A slot of a large model takes seconds: no rank waits for it if the group has ended.
             world.raise_if_given_up()
             self.heartbeat.beat(step, slot)
 

@@ -100,7 +100,7 @@ class StepHeartbeat(Protocol):
 
 
 class NoHeartbeat:
-    """Signs of life that nobody looks at."""
+    """Signs of life that are discarded."""
 
     def beat(self, step: int, slot: int) -> None: ...
 

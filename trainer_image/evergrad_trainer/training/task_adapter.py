@@ -142,7 +142,7 @@ def build_finish(
                 task.enter(modules, entered)
             _free(cut)
             # Looked at here and not at each step, since it reads all of them: a newcomer builds them again,
-            # and would go on with others.
+            # and would continue with others.
             require_unchanged(modules, frozen, code=code)
 
     return finish

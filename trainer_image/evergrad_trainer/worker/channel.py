@@ -34,8 +34,8 @@ def fit_text(text: str) -> str:
 class WorkerPlan:
     """Leave the running group and say ready for ``generation``; ``hard``: at once, a member is gone.
 
-    ``patience_seconds``: how long it may go on first so that a save in flight ends.
-    ``saves``: nobody goes on with its state, so the group saves it before it is left.
+    ``patience_seconds``: how long it may continue first so that a save in flight ends.
+    ``saves``: no process continues with its state, so the group saves it before it is left.
     """
 
     generation: int
@@ -63,7 +63,7 @@ class WorkerGo:
 
 @dataclass(frozen=True)
 class WorkerLeave:
-    """Leave the run; ``save``: nobody else holds the state, so save it first, alone.
+    """Leave the run; ``save``: no other worker holds the state, so save it first, alone.
 
     ``is_planned``: ``generation`` is a number the coordinator has given out for this; else it only is above
     all others.
@@ -109,7 +109,7 @@ class WorkerReady:
 
 @dataclass(frozen=True)
 class WorkerUp:
-    """In the group of ``generation``, which goes on after ``step``."""
+    """In the group of ``generation``, which continues after ``step``."""
 
     generation: int
     step: int

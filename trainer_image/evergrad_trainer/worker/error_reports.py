@@ -78,7 +78,7 @@ def build_last_words(
 ) -> Failed:
     """Build the record of the error that ends a worker, for its node.
 
-    ``is_agreed``: all ranks raise it, and the same process goes on.
+    ``is_agreed``: all ranks raise it, and the same process continues.
     """
     notes = "\n".join(getattr(error, "__notes__", ()))
     kind = error.kind if isinstance(error, EvergradError) else ErrorKind.INTERNAL

@@ -129,7 +129,7 @@ def _agree(session: Session, wanted: InitFrom | None) -> Mapping[str, Any] | Non
 def check_load_unchanged(recorded: str, wanted: InitFrom | None) -> None:
     """A run that is started again before its first checkpoint takes as much of another one as it began with.
 
-    ``recorded``: ``load`` then; empty where nobody knows. Raises CheckpointError.
+    ``recorded``: ``load`` then; empty if it is not known. Raises CheckpointError.
     """
     if wanted is None or recorded in ("", wanted.load):
         return

@@ -69,7 +69,7 @@ def is_peer_failure(text: str, *, world_size: int) -> bool:
             continue
         if _DECISIVE.search(line):
             return True
-        # The system's words count only beside the name of a library that speaks with peers.
+        # The system's words count only next to the name of a library that speaks with peers.
         num_lines = _NCCL_LINES if "NCCL error in:" in line else 1
         said = "\n".join(lines[index : index + num_lines])
         if _TORCH.search(said) and _NETWORK.search(said):

@@ -65,7 +65,7 @@ class Writer:
     def announce_world(
         self, machinery: Machinery, begin: WorkerGo, *, is_new: bool
     ) -> None:
-        """Record that training goes on in another world. ``is_new``: this process was not rank 0 before."""
+        """Record that training continues in another world. ``is_new``: this process was not rank 0 before."""
         session, last = self._session, self._session.progress.last_record
         if is_new:
             session.observers.run_start(

@@ -106,7 +106,7 @@ def announce(session: Session, machinery: Machinery) -> None:
 
 
 def _build_record(session: Session, before: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of ``run.json``. ``before``: what stands there of an earlier start."""
+    """The content of ``run.json``. ``before``: its content from an earlier start."""
     plan = session.plan
     derived = {
         to_camel(key): value for key, value in dataclasses.asdict(plan.numbers).items()

@@ -64,7 +64,7 @@ class SessionPlan:
     """The newest checkpoint's files, which this process has begun to read before anything else."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Open files and read ones do not travel to a process that is started anew."""
+        """Open files and read ones do not travel to a process that is started again."""
         return {**vars(self), "opened": None, "ahead": None}
 
 

@@ -112,6 +112,6 @@ class StopSignals:
                     continue
                 self._requested.set()
                 if self._count.note(number, now=time.monotonic()) == "second":
-                    # A second request means that nobody wants to wait for the save.
+                    # A second request means: do not wait for the save.
                     os.write(2, f"{describe_abrupt_end(self._checkpoints)}\n".encode())
                     os._exit(ExitCode.STOPPED_UNSAVED)

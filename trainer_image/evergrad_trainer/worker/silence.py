@@ -5,7 +5,7 @@ SAY_SECONDS = 10.0
 
 
 def describe_silence(address: str, *, seconds: float, was_there: bool) -> str:
-    """``seconds``: how long nobody has answered. ``was_there``: whether somebody ever has."""
+    """``seconds``: time since the last answer. ``was_there``: whether there ever was an answer."""
     how = "has not answered for" if was_there else "has never answered, in"
     return (
         f"the coordinator at {address} {how} {seconds:.0f} s; still trying. Check that it runs, "

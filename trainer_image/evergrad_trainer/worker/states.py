@@ -115,7 +115,7 @@ class Life:
         return self.phase in _OVER
 
     def enter(self, phase: WorkerState) -> None:
-        """Go on to ``phase``.
+        """Continue with ``phase``.
 
         Raises RuntimeError for a step the table does not have: an error of this program.
         """

@@ -104,7 +104,7 @@ def _check_frozen(
     steps: list[int],
 ) -> None:
     """Frozen modules are no part of what is transferred: this rank has built the same ones as those whose
-    state it would go on with."""
+    state it would continue with."""
     newest = max(steps)
     holders = [rank for rank, step in enumerate(steps) if step == newest]
     # As numbers, since a majority is looked for; which ones they are says nothing.
@@ -119,7 +119,7 @@ def _check_frozen(
 def _begin_again(
     session: Session, machinery: Machinery, checkpoints: CheckpointManager, life: Life
 ) -> None:
-    """Nobody holds a state: load the newest checkpoint or, without one, begin with the initial weights."""
+    """No rank holds a state: load the newest checkpoint or, without one, begin with the initial weights."""
     had_held = life.held
     # The memory of this process belongs to a state that is gone; a load that is cut short leaves neither.
     session.progress.reset()

@@ -152,9 +152,9 @@ class Watchdog:
                         # Under the lock: after ``leave`` a new connection may be the next group's.
                         self._cut_group()
         except EOFError:
-            # Without a supervisor no change of the group arrives; its peers go on without this process.
+            # Without a supervisor no change of the group arrives; its peers continue without this process.
             os._exit(int(ExitCode.INTERNAL))
-        except Exception:  # noqa: BLE001 - nobody joins this thread, and a worker that takes no orders is worse than one that is gone
+        except Exception:  # noqa: BLE001 - no code joins this thread, and a worker that takes no orders is worse than one that is gone
             _log.exception("the watchdog thread has failed; the worker ends")
             os._exit(int(ExitCode.INTERNAL))
 
@@ -163,7 +163,7 @@ class Watchdog:
             change.generation == self._newest.generation and change.hard
         ):
             self._newest = change
-            # The earliest of all: a plan that is made anew again and again must not be put off for ever.
+            # The earliest of all: a plan that is made repeatedly must not be put off for ever.
             self._patient_until = min(
                 self._patient_until, time.monotonic() + change.patience_seconds
             )

@@ -146,7 +146,7 @@ class Lifecycle:
             session.waiting = None
             self._release()
         else:
-            # Nobody knows whether a rank 0 that died before the first step had announced the start.
+            # It is not known whether a rank 0 that died before the first step had announced the start.
             # Without run.json the run could never be started again.
             is_begun = session.is_announced or session.progress.steps_here > 0
             if is_fresh or not is_begun:
@@ -163,7 +163,7 @@ class Lifecycle:
             is_saved = save_all(self._run)
             takes_file = reason == "stop_file" and world.is_main
             if takes_file and not self._worlds.are_replaced:
-                # There is nobody else to stop, and the next start is to train.
+                # There is no other worker to stop, and the next start is to train.
                 session.directory.consume_stop_file()
             code = close_run(session, self._writer, reason, is_saved=is_saved)
             self._run.observers = session.observers
@@ -214,7 +214,7 @@ class Lifecycle:
         )
 
     def _depart(self, order: WorkerLeave) -> LifeEnd:
-        """Leave the run alone; save first where nobody else holds the state."""
+        """Leave the run alone; save first if no other worker holds the state."""
         if not (order.save and self.life.held == StateStatus.WHOLE):
             self._release()
             return LifeEnd(int(ExitCode.STOPPED_SAVED), WorkerLeft(True))
@@ -222,7 +222,7 @@ class Lifecycle:
         if order.is_planned:
             self.generation = max(self.generation + 1, order.generation)
         self._move_alone()
-        # A save that nobody planned has the number of this worker's last world, whose other ranks may do the
+        # A save that was not planned has the number of this worker's last world, whose other ranks may do the
         # same.
         run.checkpoints.enter_world(
             failures=0, saves=0 if order.is_planned else (self._rank + 1) * _MANY_SAVES

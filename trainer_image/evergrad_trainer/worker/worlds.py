@@ -39,7 +39,7 @@ class Worlds(Protocol):
         """Form the group of ``begin`` and claim the run directory for it. Raises PeerLostError."""
 
     def trains(self, world: World, step: int) -> None:
-        """All members hold the state after ``step`` and go on from it."""
+        """All members hold the state after ``step`` and continue from it."""
 
     def agreed_end(
         self,
