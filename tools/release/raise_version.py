@@ -39,7 +39,7 @@ PLACES: Final = (
     Place("charts/evergrad/Chart.yaml", rf"^(?:version|appVersion): ({NUMBER})$"),
     Place("charts/evergrad/Chart.yaml", IMAGE),
     Place("examples/gitops/*/operator.yaml", rf"(?:targetRevision|tag): v({NUMBER})\b"),
-    Place("docs/commands.csv", IMAGE),
+    Place("tests/unit/repository/commands.csv", IMAGE),
     Place("docs/**/*.md", IMAGE),
     Place("docs/start/installing.md", rf"^\| `VERSION` \| `({NUMBER})` \|"),
 )

@@ -1,5 +1,5 @@
-"""Every command that a page shows is played by a test, or docs/commands.csv says why none does; and each is one
-that the command line, the Makefile and the tree know."""
+"""Every command that a page shows is played by a test, or commands.csv in this folder says why none does; and
+each is one that the command line, the Makefile and the tree know."""
 
 import ast
 import csv
@@ -12,7 +12,7 @@ from pages import BLOCK, ROOT
 
 from evergrad_cli.main import build_whole_parser
 
-TABLE = ROOT / "docs/commands.csv"
+TABLE = ROOT / "tests/unit/repository/commands.csv"
 _PAGES = ("*.md", "docs/**/*.md", "examples/*/README.md", "tools/benchmarks/*.md")
 _VARIABLE = re.compile(r"^[A-Z_]+=\S* ")
 
@@ -52,7 +52,9 @@ def test_every_block_of_commands_stands_in_the_table_once_and_the_table_has_no_o
     shown = [(page, first_command(block)) for page, block in BLOCKS]
     listed = [(row["page"], row["command"]) for row in ROWS]
     assert len(set(listed)) == len(listed)
-    assert sorted(set(shown) - set(listed)) == [], "add these to docs/commands.csv"
+    assert sorted(set(shown) - set(listed)) == [], (
+        "add these to tests/unit/repository/commands.csv"
+    )
     assert sorted(set(listed) - set(shown)) == [], "no page shows these any more"
 
 
