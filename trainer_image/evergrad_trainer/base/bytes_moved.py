@@ -1,4 +1,4 @@
-"""How many bytes of state this process has read or received: what shows that a long start goes on."""
+"""How many bytes of state this process has read or received: what shows that a long start continues."""
 
 from collections.abc import Callable
 

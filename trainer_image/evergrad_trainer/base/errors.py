@@ -106,7 +106,7 @@ class SaveError(EvergradError):
         kind: ErrorKind = ErrorKind.INTERNAL,
         trouble: Trouble = "other",
     ) -> None:
-        """``kind``: ENVIRONMENT where only the volume or the host was to blame; the run then goes on once
+        """``kind``: ENVIRONMENT where only the volume or the host was to blame; the run then continues once
         that is mended. ``trouble``: what kept the last save from being made."""
         self.kind = kind
         self.trouble = trouble

@@ -45,7 +45,7 @@ def _acquire(
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The file may have been removed, and made anew by another process, before it was locked here.
+            # The file may have been removed, and made again by another process, before it was locked here.
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), path.stat()):
                     return descriptor

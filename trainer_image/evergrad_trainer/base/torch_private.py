@@ -208,7 +208,7 @@ def delay_compiler() -> None:
     transformers, torch's own optimizers and its DTensor import them in every process, for decorators and
     questions that mean something to compiled code alone: a second or two of each start. Nothing changes where
     one has been imported already. Not for a process that forks others which will compile or shard: each of
-    them would import it anew.
+    them would import it again.
     """
     compiler = _delay(_COMPILER, _DelayedCompiler)
     if compiler is not None:

@@ -115,7 +115,7 @@ class FilesystemAttempts:
             check_fence(self._directory, generation, fresh=True)
         except FencedError:
             # The claim came between the last look and the rename. The newer process may already be past this
-            # step on its own. What was published before may be what it goes on from.
+            # step on its own. What was published before may be what it continues from.
             if is_renamed:
                 self._catalog.remove(name)
             raise

@@ -74,7 +74,7 @@ class HeldFiles:
             thread.start()
 
     def wait(self, meter: files.Meter | None = None) -> None:
-        """Wait until what was begun is read; ``meter`` counts while it goes on."""
+        """Wait until what was begun is read; ``meter`` counts while it continues."""
         known = 0
         for thread in self._threads:
             while thread.is_alive():
@@ -172,7 +172,7 @@ def _read(path: Path, memory: memoryview, size: int, meter: files.Meter | None) 
                         descriptor, [memory[offset : offset + BLOCK_BYTES]], offset
                     )
             except OSError as error:
-                # Some file systems take the flag and refuse the read; none goes on within a page.
+                # Some file systems take the flag and refuse the read; none continues within a page.
                 if error.errno != errno.EINVAL or not is_direct:
                     raise
                 is_direct = files.set_direct(descriptor, False)

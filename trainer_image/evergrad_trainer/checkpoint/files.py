@@ -29,7 +29,7 @@ def hash_bytes(data: bytes | memoryview) -> str:
 
 @dataclass
 class Meter:
-    """Counts what is read, so that a waiting thread can see whether it goes on.
+    """Counts what is read, so that a waiting thread can see whether it continues.
 
     Several threads may add to it.
     """

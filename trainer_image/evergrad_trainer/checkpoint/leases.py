@@ -87,7 +87,7 @@ def _make_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def hold_if_possible(directory: Path, checkpoint: str) -> Iterator[None]:
-    """As ``hold``, for a reader that goes on where no lease can be written."""
+    """As ``hold``, for a reader that continues where no lease can be written."""
     with contextlib.ExitStack() as stack:
         # Retention follows a save, which writes this. Anything else is a copy, which nobody retires.
         if (directory / LATEST).exists():

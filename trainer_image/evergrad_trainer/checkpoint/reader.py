@@ -149,7 +149,7 @@ class CheckpointReader:
     ) -> Manifest:
         """Check that every file is there with its size, and with ``checksums`` its hash.
 
-        ``meter`` counts what has been read, so that others can see whether it goes on.
+        ``meter`` counts what has been read, so that others can see whether it continues.
         """
         manifest = self.read_manifest(name)
         if meter is not None:

@@ -284,7 +284,7 @@ def _publish(
 
 def _settle(store: CheckpointStore, order: SaveOrder, name: str) -> int:
     """Write the pointers and retire old checkpoints; how many valid ones there are now. Raises OSError."""
-    # Retention goes on without the pointers: on a full volume it makes the room that they need.
+    # Retention continues without the pointers: on a full volume it makes the room that they need.
     is_pointed = _write_pointers(store, order, name)
 
     valid = _list_valid(store, known=name)

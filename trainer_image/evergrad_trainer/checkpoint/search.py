@@ -215,7 +215,7 @@ def _search(search: Search, tried: list[Rejected]) -> Choice:
 
 def _refuse_all(search: Search, tried: list[Rejected], damaged: list[_Damaged]) -> Choice:
     """Name every checkpoint that there is, none of which validates."""
-    # One that could not be read may be whole: to call it lost would be to begin anew.
+    # One that could not be read may be whole: to call it lost would be to begin again.
     if unread := [
         error for _, error in damaged if isinstance(error, OSError | VolumeError)
     ]:

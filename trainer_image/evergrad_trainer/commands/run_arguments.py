@@ -31,7 +31,7 @@ def run_directory_of(given: Path | None, run: TrainingRun) -> Path:
 
 
 def fewest_nodes(run: TrainingRun, num_nodes: int) -> int:
-    """Nodes that ``--nodes`` N goes on with at the least: the file's minimum, or N if that is smaller."""
+    """Nodes that ``--nodes`` N continues with at the least: the file's minimum, or N if that is smaller."""
     return min(run.spec.nodes.min, num_nodes)
 
 
@@ -80,7 +80,7 @@ def machine_and_workers(
 def delay_compiler(run: TrainingRun, machine: Machine, *, forks: bool) -> None:
     """Leave torch's compiler out of what this process imports, where only its first use needs it.
 
-    ``forks``: this process forks the workers, each of which would load the compiler anew: it is left out
+    ``forks``: this process forks the workers, each of which would load the compiler again: it is left out
     only where none of them needs it.
     """
     if run.spec.training is None:

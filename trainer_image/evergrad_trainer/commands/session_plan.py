@@ -95,7 +95,7 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
         _warn(check_cadences(training, total=numbers.total_steps))
     check_extension(directory, run_state, total_steps=numbers.total_steps)
     if not request.is_one_of_many:
-        # The coordinator refuses one node with other data, and the run goes on without it.
+        # The coordinator refuses one node with other data, and the run continues without it.
         check_data_unchanged(
             directory, run_state, fingerprint=opened.data.fingerprint, facts=opened.facts
         )

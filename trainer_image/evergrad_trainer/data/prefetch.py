@@ -47,7 +47,7 @@ class Prefetcher:
             while self._reading == key:
                 self._changed.wait()
             found = self._ready.pop(key, None)
-            # Read here what nobody has begun; the thread goes on with what comes after it.
+            # Read here what nobody has begun; the thread continues with what comes after it.
             if not self._is_closed:
                 coming = [one for one in upcoming if one != key]
                 self._ready = {

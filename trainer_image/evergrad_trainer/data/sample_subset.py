@@ -40,7 +40,7 @@ class Chosen:
         return self._source.describe(self._place(self._checked(item)))
 
     def _checked(self, item: int) -> int:
-        # The permutation goes on behind the last chosen one.
+        # The permutation continues behind the last chosen one.
         if not 0 <= item < self._count:
             raise IndexError(f"{item} is outside of {self._count} chosen samples")
         return item

@@ -138,7 +138,7 @@ def place_sources(start: DataStart | None, sources: Sequence[tuple[str, str]]) -
     """``start`` for a mixture of ``sources``, given by name and fingerprint: without one, all at their first
     item.
 
-    A source with the items of one in ``start`` goes on there, whatever it is called. The others begin at
+    A source with the items of one in ``start`` continues there, whatever it is called. The others begin at
     their first item, each with a number of its own, so that no order is that of another source.
     """
     if start is None:
@@ -149,7 +149,7 @@ def place_sources(start: DataStart | None, sources: Sequence[tuple[str, str]]) -
             )
         )
 
-    # Several sources may have the same items: the one that kept its name goes on as itself.
+    # Several sources may have the same items: the one that kept its name continues as itself.
     earlier = [*start.sources, *start.left_out]
     numbers = itertools.count(max((one.number for one in earlier), default=-1) + 1)
     found: dict[int, SourcePosition] = {}

@@ -82,7 +82,7 @@ class TrainingStream:
             own_seed = absorb(seed, number) >> 1 if number else seed
             self._orders.append(_StageOrder(stage, own_seed, places))
         # A sample's source is its place among the sources of all stages, one stage after the other.
-        # They go on counting, so that an id names one sample of the whole run.
+        # They continue counting, so that an id names one sample of the whole run.
         self._first_source = [0]
         for order in self._orders:
             self._first_source.append(self._first_source[-1] + len(order.sources))

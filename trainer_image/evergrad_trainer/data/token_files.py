@@ -133,11 +133,11 @@ class _Files:
     def read(self, path: Path, target: memoryview, offset: int) -> None:
         """Fill ``target`` from ``offset`` bytes on.
 
-        Raises DataError for a file that is gone, or that is too short also when it is opened anew;
+        Raises DataError for a file that is gone, or that is too short also when it is opened again;
         VolumeError for trouble of the volume that does not pass.
         """
         shortest: int | None = None
-        # Ends: a file that has the same too short size when it was opened anew is damaged.
+        # Ends: a file that has the same too short size when it was opened again is damaged.
         while True:
             try:
                 size = retry(

@@ -18,11 +18,11 @@ IGNORE_INDEX: Final = -100
 INPUT_IDS: Final = "input_ids"
 LABELS: Final = "labels"
 POSITIONS: Final = "position_ids"
-"""Position of each token in its document: it begins anew with each, and so does what a token sees."""
+"""Position of each token in its document: it begins again with each, and so does what a token sees."""
 
 
 def positions_behind(is_end: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """Positions [n, S] that begin anew at the left edge and behind each end, from where the ends are."""
+    """Positions [n, S] that begin again at the left edge and behind each end, from where the ends are."""
     places = np.broadcast_to(np.arange(is_end.shape[1]), is_end.shape)
     begins = np.zeros(is_end.shape, dtype=np.int64)
     begins[:, 1:] = np.where(is_end[:, :-1], places[:, 1:], 0)
@@ -44,7 +44,7 @@ class TokenSource:
     """``input_ids`` and ``labels``, int64 [items, S]; labels are shifted by one, and IGNORE_INDEX where
     nothing is learned.
 
-    ``keeps_apart``: also ``position_ids``, which begin anew behind each end of a document; an end predicts
+    ``keeps_apart``: also ``position_ids``, which begin again behind each end of a document; an end predicts
     nothing then, since what follows it is another document.
 
     An item weighs as many tokens as carry a label. ``sequence`` is the part of ``source`` to read: its

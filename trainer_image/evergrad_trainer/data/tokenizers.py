@@ -610,7 +610,7 @@ def _build(
     # Saved settings of some other use: a document is never cut or filled up.
     backend.no_truncation()
     backend.no_padding()
-    # By content: a directory that is copied or touched prepares nothing anew.
+    # By content: a directory that is copied or touched prepares nothing again.
     digest = xxhash.xxh3_128()
     for path in decisive:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())

@@ -159,7 +159,7 @@ class World:
     def follow(self, work: Pending) -> None:
         """Let what is computed next be computed behind a collective.
 
-        Where the device can wait by itself the host goes on at once, and :meth:`await_started` comes later.
+        Where the device can wait by itself the host continues at once, and :meth:`await_started` comes later.
         Elsewhere this is :meth:`wait`. Raises PeerLostError.
         """
         if not self.transport.is_stream_ordered:
@@ -292,7 +292,7 @@ class Membership:
         """``is_changing``: whether this process was asked to leave the world at the next step boundary.
 
         ``can_wait``: whether that may be a later one, so that a save in flight ends. ``saves_first``: whether
-        the world is to save its state before it is left, because nobody goes on with it.
+        the world is to save its state before it is left, because nobody continues with it.
         """
         self._world = world
         self._can_wait = can_wait
@@ -304,7 +304,7 @@ class Membership:
         return self._world
 
     def move_to(self, world: World) -> None:
-        """Go on in another world. Only between two steps."""
+        """Continue in another world. Only between two steps."""
         self._world = world
 
     def is_changing(self, *, is_saving: bool = False) -> bool:

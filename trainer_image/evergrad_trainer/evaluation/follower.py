@@ -36,7 +36,7 @@ def watch(
             if is_complete or wait():
                 return
             continue
-        # One at a time: retention goes on meanwhile, and newer ones may have come.
+        # One at a time: retention continues meanwhile, and newer ones may have come.
         candidate, key = waiting[0]
         done.add(key)
         if candidate.manifest is None:

@@ -114,7 +114,7 @@ def write_cut(place: ResultPlace, values: Mapping[str, Any]) -> None:
 
 
 def remove_stale_cuts(directory: Path, list_names: Callable[[], Collection[str]]) -> None:
-    """Remove what belongs to checkpoints that are there no more: nobody can go on with it.
+    """Remove what belongs to checkpoints that are there no more: nobody can continue with it.
 
     ``list_names``: names of the checkpoints that are there.
     """

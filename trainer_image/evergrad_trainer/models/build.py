@@ -553,7 +553,7 @@ def load_directory(
                 remedy="Check that the files are whole and belong to config.json",
             )
         ) from error
-    # transformers would go on with fresh random values for what is missing.
+    # transformers would continue with fresh random values for what is missing.
     missing = sorted(
         {*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])}
     )

@@ -1,4 +1,4 @@
-"""Greedy decoding: the ids that a model goes on with, each the most probable one."""
+"""Greedy decoding: the ids that a model continues with, each the most probable one."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -69,7 +69,7 @@ class _Cached:
         positions: int | None,
     ) -> None:
         known = inspect.signature(model.forward).parameters.keys()
-        # The last token's logits are all that is wanted; a router loss has no place in a row that goes on.
+        # The last token's logits are all that is wanted; a router loss has no place in a row that continues.
         choices = {"logits_to_keep": 1, "output_router_logits": False}
         self._choices = {name: value for name, value in choices.items() if name in known}
         self._model = model
@@ -98,7 +98,7 @@ class _Cached:
         self._mask = torch.cat([self._mask, torch.ones_like(self._ids)], dim=1)
         self._places = self._places[:, -1:] + 1
         if self._most is not None:
-            # A row that has come to the last position takes no more ids; it only goes on beside the others.
+            # A row that has come to the last position takes no more ids; it only continues beside the others.
             self._places = self._places.clamp(max=self._most - 1)
         ids: list[int] = found.tolist()
         return ids

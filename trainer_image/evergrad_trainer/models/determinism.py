@@ -35,7 +35,7 @@ def choose_determinism(settings: Reproducibility, device: torch.device) -> None:
     """
     on_accelerator = device.type == "cuda"
     wanted = needs_deterministic_kernels(settings, on_accelerator=on_accelerator) and (
-        # A run that began before the variable was needed goes on as it began; preflight warns.
+        # A run that began before the variable was needed continues as it began; preflight warns.
         not on_accelerator or is_cublas_deterministic()
     )
     # Switched on, never off: a task of the user's own may have done so itself.

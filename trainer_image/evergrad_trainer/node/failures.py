@@ -52,7 +52,7 @@ def count_oom_kills(cgroup: Path = _CGROUP) -> int | None:
 def write_termination_message(
     path: Path | None, kind: ErrorKind, text: str, trouble: str = ""
 ) -> None:
-    """Leave the root cause where Kubernetes looks for it; a node that cannot goes on without. ``trouble``:
+    """Leave the root cause where Kubernetes looks for it; if it cannot, the node continues. ``trouble``:
     one of causes.TROUBLES, of a volume."""
     if path is not None and text:
         with contextlib.suppress(OSError):

@@ -34,7 +34,7 @@ class WorkerTimeouts:
 
     def check_clock(self, now: float, workers: Collection[Worker]) -> None:
         """If this process stood still itself, silence says nothing about the others: all of them
-        begin anew."""
+        begin again."""
         if now - self._last_check > 4 * PING_SECONDS:
             for worker in workers:
                 worker.last_heard = worker.started_at = now

@@ -160,7 +160,7 @@ def _forget_exit_handlers() -> None:
     """Drop what the process that this one was forked from would do at its own exit, such as removing its
     temporary folders; what the script adds is its own."""
     atexit._clear()
-    # Finalizers of that process: atexit no longer calls them, and the script's own register anew.
+    # Finalizers of that process: atexit no longer calls them, and the script's own register again.
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
     atexit.register(logging.shutdown)

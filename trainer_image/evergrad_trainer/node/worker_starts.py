@@ -13,7 +13,7 @@ from evergrad_trainer.node.workers import Worker
 _log = logging.getLogger(__name__)
 RESTART_SECONDS = 1.0
 """Before a lost worker is started again: building a model beside them would slow down those that are about to
-go on."""
+continue."""
 _LONGEST_PAUSE = 10.0
 _SIBLINGS_SECONDS = 120.0
 """Longest time that the first warm worker waits for the others at the start, and that any later one may take

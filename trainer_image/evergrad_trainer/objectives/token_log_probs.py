@@ -12,7 +12,7 @@ from evergrad_trainer.objectives.linear_cross_entropy import find_head, without
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
-    """Logits are computed anew in the backward pass, chunk by chunk, so that none are kept for it."""
+    """Logits are computed again in the backward pass, chunk by chunk, so that none are kept for it."""
 
     @staticmethod
     def forward(

@@ -46,7 +46,7 @@ class LossScale:
         return {}
 
     def load_values(self, values: Values) -> None:
-        """Read the tensor anew when it is next asked for: it may not have arrived yet."""
+        """Read the tensor again when it is next asked for: it may not have arrived yet."""
         self._known = None
 
     def reset(self) -> None:

@@ -160,7 +160,7 @@ def examine(
     findings += check_sources(training, base_directory, plan, run_directory=run_directory)
     has_begun = (run_directory / RunFile.RESOLVED).exists()
     findings += check_tokenizer(training, base_directory, plan, has_begun=has_begun)
-    # A run that has begun with it goes on: its recipe cannot be changed any more.
+    # A run that has begun with it continues: its recipe cannot be changed any more.
     level: Level = "warning" if has_begun else "error"
     findings += [Finding(level, one) for one in find_traps(training, plan, machine=machine)]
     # A horizon in epochs has a number of steps once the data are prepared.
@@ -458,7 +458,7 @@ def check_device(training: Training, machine: Machine) -> Iterator[Finding]:
                 is_of_host=True,
             ),
         )
-    # Asked for, a compiler is needed; by default the run goes on without one, and that is said.
+    # Asked for, a compiler is needed; by default the run continues without one, and that is said.
     on_accelerator = machine.num_accelerators > 0 and training.runtime.device != "cpu"
     wanted = training.runtime.compile
     if (

@@ -1,4 +1,4 @@
-"""State of the run in a directory, and the check that this manifest may go on with it."""
+"""State of the run in a directory, and the check that this manifest may continue with it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -60,7 +60,7 @@ def record_findings(
 ) -> None:
     """Write the newest start's findings, pairs of a level and what was found, into ``preflight.json``.
 
-    ``num_workers``: of the machine they are about. ``is_overruled``: training goes on although there are
+    ``num_workers``: of the machine they are about. ``is_overruled``: training continues although there are
     errors. Raises RunDirectoryError or VolumeError.
     """
     document = {

@@ -1,4 +1,4 @@
-"""The registry of a run's state: whatever a run needs to go on is registered here once, under a name.
+"""The registry of a run's state: whatever a run needs to continue is registered here once, under a name.
 
 Saving, restoring, transferring to a newcomer, going back to the beginning, exporting and comparing replicas
 all read the registry, so that what they cover cannot differ. A provider has tensors, small JSON values, or
@@ -179,7 +179,7 @@ class Registry:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Registers what is no state but is looked at whenever the run goes on: it is saved, and compared on
+    """Registers what is no state but is looked at whenever the run continues: it is saved, and compared on
     loading."""
 
     value: Callable[[], Values]

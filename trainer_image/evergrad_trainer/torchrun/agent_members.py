@@ -25,7 +25,7 @@ class AgentMembers:
     ) -> None:
         """``say_now`` sends at once, ``send`` from any thread.
 
-        ``on_change``: the node state file has to be written anew.
+        ``on_change``: the node state file has to be written again.
         """
         self.state = state
         self.reports = WorkerReports()

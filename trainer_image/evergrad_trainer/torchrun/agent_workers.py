@@ -49,7 +49,7 @@ class SeenEnd:
 def build_broken(
     generation: int, *, end: SeenEnd | None, world_size: int, step: int, now: float
 ) -> Broken:
-    """The report that ``generation`` cannot go on, with what is known of the worker that ended first."""
+    """The report that ``generation`` cannot continue, with what is known of the worker that ended first."""
     # The platform does not show the end of somebody else's child.
     if end is None:
         return Broken(

@@ -35,7 +35,7 @@ from evergrad_trainer.worker.resume_position import FIELD, differing_data
 from evergrad_trainer.worker.session import Session
 
 _COUNTED: Final = ("step", "evaluated_step", "updates", "skipped", "non_finite")
-"""Counters that go on in a run which goes on behind another one's step. The others are of its own
+"""Counters that continue in a run which continues behind another one's step. The others are of its own
 directory: the run's id, the best of its checkpoints, wishes of its observers."""
 
 
@@ -255,7 +255,7 @@ def _load_tensors(
 ) -> Restored:
     """Fill the tensors whose names begin so: from the checkpoint that the file names, or the newest."""
     # A run that still trains has another newest one at each start: what this run has begun with, opened its
-    # data behind, or read a reference from is not chosen anew.
+    # data behind, or read a reference from is not chosen again.
     step, start = wanted.step, session.data.train.start
     if step is None and recorded is not None and recorded["checkpoint"]:
         step = recorded["step"]

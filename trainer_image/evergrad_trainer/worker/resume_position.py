@@ -1,4 +1,4 @@
-"""Finds where the data of a fresh run begin that goes on behind another run's step."""
+"""Finds where the data of a fresh run begin that continues behind another run's step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class OtherRun:
 
 
 def find_other(run: TrainingRun, base_directory: Path) -> OtherRun | None:
-    """The run behind whose step ``run`` goes on where it is fresh; None where its data begin by themselves.
+    """The run behind whose step ``run`` continues where it is fresh; None where its data begin by themselves.
 
     Raises CheckpointError and RunDirectoryError, and VolumeError where it cannot be read now.
     """
@@ -111,7 +111,7 @@ def find_other(run: TrainingRun, base_directory: Path) -> OtherRun | None:
 
 
 def find_fingerprints(training: Training, base_directory: Path) -> frozenset[str]:
-    """Fingerprints of the data of the run behind whose step a fresh one goes on, in which its sources keep
+    """Fingerprints of the data of the run behind whose step a fresh one continues, in which its sources keep
     their places; none where it begins by itself, has other chat templates, or nobody knows them.
 
     Raises DataError, RunDirectoryError and VolumeError.
@@ -182,7 +182,7 @@ def differing_data(checkpoint: Path, stored: Stored, own: Identity) -> list[Prob
 
 
 def find_first_step(run: TrainingRun, base_directory: Path, own: Identity) -> int | None:
-    """The step that a fresh ``run`` trains first where it goes on in the same data; None for all others,
+    """The step that a fresh ``run`` trains first where it continues in the same data; None for all others,
     whose data begin at that step.
 
     ``own``: what its checkpoints will carry. By the sizes of the other run's files alone. Raises
@@ -231,13 +231,13 @@ def check_content(
 
     ``start``: where the data of this run begin. Returns a warning for each source that begins at its first
     sample and may be one of an earlier run. Raises CheckpointError: a source whose samples are cut otherwise
-    would begin anew, as if it were another one.
+    would begin again, as if it were another one.
     """
     if (before := other.prepared) is None:
         return ()
     _check_tokenizer(before, prepared, where=other.where)
 
-    # Not those that only share their files with one of the other run: each of these begins anew.
+    # Not those that only share their files with one of the other run: each of these begins again.
     left_out = other.start.left_out
     earlier = (*other.start.sources, *left_out)
     items = {one.fingerprint for one in earlier}

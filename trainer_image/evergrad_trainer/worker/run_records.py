@@ -161,7 +161,7 @@ def _changed_files(before: Mapping[str, str], now: Mapping[str, str]) -> list[Ch
 def _announce_versions(
     session: Session, before: dict[str, Any], now: dict[str, Any]
 ) -> None:
-    """Warn that other versions go on with the run: its steps are the same, their last bits may not be."""
+    """Warn that other versions continue with the run: its steps are the same, their last bits may not be."""
     old, new = before.get("versions") or {}, now["versions"]
     changed = [
         f"{name} {old[name]} then, {new[name]} now"

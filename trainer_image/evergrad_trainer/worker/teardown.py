@@ -50,7 +50,7 @@ def close_run(
 ) -> ExitCode:
     """Write down how the run ended, as rank 0, and close the observers; every rank gets the exit code.
 
-    ``is_alone``: this worker leaves a run that others may go on with, so no complete mark and no page is
+    ``is_alone``: this worker leaves a run that others may continue with, so no complete mark and no page is
     made.
     """
     is_complete = reason == "complete"

@@ -67,7 +67,7 @@ class Watchdog:
 
     def can_wait(self) -> bool:
         """Whether it may go on for the sake of a save in flight: not for long, however often the plan is made
-        anew."""
+        again."""
         return time.monotonic() < self._patient_until
 
     def saves_first(self) -> bool:

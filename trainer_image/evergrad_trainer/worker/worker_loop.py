@@ -171,7 +171,7 @@ class Lifecycle:
             step = session.progress.finished_steps
             self._worlds.agreed_end(world, step=step, exit_code=int(code), reason=reason)
             if takes_file and self._worlds.are_replaced:
-                # Last: where this process dies before others know of the end, they go on, see the file and
+                # Last: where this process dies before others know of the end, they continue, see the file and
                 # stop a step later.
                 session.directory.consume_stop_file()
 

@@ -336,7 +336,7 @@ def _unreadable(source: SourceEntry, path: Path, error: OSError) -> Problem:
     if isinstance(error, FileNotFoundError):
         remedy = "Check the path; it is relative to the manifest's directory"
         return Problem(str(path), "does not exist", named, remedy)
-    # A volume that is away for a moment is no mistake of the manifest: another host may go on.
+    # A volume that is away for a moment is no mistake of the manifest: another host may continue.
     why, remedy = f"{error.strerror} ({named})", "Check the path and its permissions"
     return Problem(
         str(path), "cannot be read", why, remedy, is_of_host=is_host_trouble(error)

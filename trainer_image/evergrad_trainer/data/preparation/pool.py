@@ -85,7 +85,7 @@ class ProcessPool:
                         yield from outcomes
             except BaseException:
                 # Also where the caller goes no further. Without locks another preparer may have published,
-                # and the caller goes on with its next source: a late answer would be taken for one of that.
+                # and the caller continues with its next source: a late answer would be taken for one of that.
                 for key in list(selector.get_map().values()):
                     self._workers.remove(key.data)
                     key.data.close()

@@ -41,7 +41,7 @@ class Reporter:
         self._phase, self._done, self._total = phase, 0, total
 
     def show(self, source: str, phase: Phase | None = None) -> None:
-        """Work on ``source`` begins or goes on; ``phase`` replaces the phase's name for now."""
+        """Work on ``source`` begins or continues; ``phase`` replaces the phase's name for now."""
         self._source = source
         self._pass_on(phase or self._phase)
 

@@ -1,6 +1,6 @@
 """Prepares one source of texts: chunks → token files → held-out split → index → one rename.
 
-Interrupted anywhere, it goes on where it was.
+Interrupted anywhere, it continues where it was.
 """
 
 import functools
@@ -89,7 +89,7 @@ class Recipe:
 def compute_fingerprint(source: SourceEntry, content: Content, recipe: Recipe) -> str:
     """32 hex digits that are equal exactly for equal prepared bytes.
 
-    Sequence length, batch and file names are no part of them: changing those prepares nothing anew.
+    Sequence length, batch and file names are no part of them: changing those prepares nothing again.
     """
     held_out = recipe.held_out
     is_text = source.type in TEXT_TYPES
@@ -206,7 +206,7 @@ def _publish_attempt(
     report: Reporter,
     is_alone: bool,
 ) -> PublishedSource:
-    """Go on with the attempt where it is, and give it its final name."""
+    """Continue with the attempt where it is, and give it its final name."""
     attempt, final = preparation.attempt, preparation.final
     if is_alone:
         # Half-written files of a killed attempt.

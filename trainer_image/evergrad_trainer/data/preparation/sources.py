@@ -259,7 +259,7 @@ class _Boundaries:
             begin = newline + 1
             self._cut(self.position + begin)
 
-        # The rest of the block belongs to the chunk that goes on in the next one.
+        # The rest of the block belongs to the chunk that continues in the next one.
         self.lines += _count_newlines(buffer, begin, count)
         self.position += count
         self._ends_with_newline = buffer[count - 1] == ord("\n")

@@ -55,7 +55,7 @@ def is_packed(path: Path) -> bool:
 def open_content(path: Path) -> io.RawIOBase:
     """The content of a file, unpacked where it is compressed, from its beginning. Unbuffered.
 
-    Where it is compressed, ``seek`` only goes on. Raises OSError, and DataError where the format cannot be
+    Where it is compressed, ``seek`` only continues. Raises OSError, and DataError where the format cannot be
     read here; reading raises DataError for an archive that is damaged or cut short.
     """
     with path.open("rb", buffering=0) as file:
@@ -118,7 +118,7 @@ class Unpacked(io.RawIOBase):
         super().close()
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Go on to ``offset``; what lies between is unpacked and left."""
+        """Continue to ``offset``; what lies between is unpacked and left."""
         if whence != 0 or offset < self._position:
             raise io.UnsupportedOperation("a compressed file is read from its beginning")
         while self._position < offset and self._fill():

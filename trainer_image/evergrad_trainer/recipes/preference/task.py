@@ -40,7 +40,7 @@ MODEL: Final = "model"
 REFERENCE: Final = "reference"
 _INITIAL_FIELD: Final = "spec.training.initFrom.path"
 _LONGEST_CHAIN: Final = 64
-"""Most runs of which each goes on with the state of the next: more would be runs that name one another."""
+"""Most runs of which each continues with the state of the next: more would be runs that name one another."""
 _WHY_READ: Final = (
     "with everything loaded, the reference is that of the run which is gone on with"
 )
@@ -138,8 +138,8 @@ class Preference(Pretrain):
         if self.settings.reference is not None:
             path = base / self.settings.reference
             return _Named(REFERENCE_FIELD, path)
-        # The weights that a run begins with are not those that ``model`` describes. One that goes on behind
-        # another run's step goes on beside that run's reference.
+        # The weights that a run begins with are not those that ``model`` describes. One that continues behind
+        # another run's step continues beside that run's reference.
         begun: BegunFrom | None = None
         if self.setup.run_directory is not None:
             own = RunDirectory(self.setup.run_directory)

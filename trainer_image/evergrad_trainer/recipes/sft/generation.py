@@ -166,7 +166,7 @@ class Completions:
         def is_end(ids: Sequence[int]) -> bool:
             if ids[-1] in self._ends:
                 return True
-            # Each row would be decoded anew at each of its tokens: only a stop needs that.
+            # Each row would be decoded again at each of its tokens: only a stop needs that.
             if not stops:
                 return False
             text = self.tokenizer.decode(ids)
