@@ -1,4 +1,4 @@
-"""Numbers that follow from the recipe and the data's size: steps, slots, warm-up. Pure arithmetic."""
+"""Computes steps, slots and warm-up from the recipe and the size of the data. Pure arithmetic."""
 
 from dataclasses import dataclass
 from decimal import Decimal
@@ -17,15 +17,15 @@ from evergrad_manifest.training.two_stage_kl import CHUNK_TOKENS, problem_of_bou
 class HorizonNumbers:
     """The length of a run in every unit.
 
-    Counts are of the whole run, with the steps of another one that it goes on from; ``tokens`` and
-    ``samples`` count padding too.
+    Counts cover the whole run. If it continues another run, they include the steps of that run. ``tokens``
+    and ``samples`` include padding.
     """
 
     total_steps: int
     samples: int
     tokens: int
     epochs: float
-    """Passes over all sources together, behind the position in other sources that the run begins at."""
+    """Passes over all sources together, after the position in other sources at which the run begins."""
     samples_per_step: int
     tokens_per_step: int
     slots_per_step: int
@@ -33,11 +33,14 @@ class HorizonNumbers:
     decay_steps: int
     """Steps of the final decay; 0 unless the schedule is wsd."""
     stage_ends: tuple[int, ...] = ()
-    """The last step of each stage but the last, where the file has stages."""
+    """The last step of each stage except the last; empty if the file has no stages."""
 
 
 def slots_per_step(batching: Batching) -> int:
-    """M: micro-batches a step, and the largest useful number of processes."""
+    """Return the micro-batches of a step, which is also the largest useful number of processes.
+
+    For example, a global batch of 32 samples in micro-batches of 4 has 8 slots.
+    """
     return batching.global_batch_size // batching.micro_batch_size
 
 
@@ -48,12 +51,12 @@ def derive_steps(
     exhausted_after: int | None = None,
     steps_before: int = 0,
 ) -> HorizonNumbers:
-    """The run's length over ``num_samples`` training samples (windows of all sources together).
+    """Return the run's length over ``num_samples`` training samples (windows of all sources together).
 
     ``exhausted_after``: samples after which sources have given the epochs of a horizon with ``exhausted``.
-    ``steps_before``: steps of the whole run that another one has trained, in other sources.
-    Raises ConfigurationError when there is no sample, or when warm-up, decay or the stop step do not fit into
-    the horizon.
+    ``steps_before``: steps of the whole run that another run has trained, in other sources.
+    Raises ConfigurationError if there is no sample, or if warm-up, decay or the stop step do not fit into the
+    horizon.
     """
     if num_samples < 1:
         where, what = "spec.training.recipe", "the task's sources hold no item"
@@ -67,7 +70,7 @@ def derive_steps(
     else:
         total = _steps_until_exhausted(training, exhausted_after)
 
-    # Refused here where a horizon in epochs gets its length; for the others the file was refused before.
+    # A horizon in epochs gets its length only here; for other horizons the file was checked before.
     schedule = training.schedule
     decay = schedule.decay if schedule.type == "wsd" else 0
     raise_if(
@@ -82,7 +85,7 @@ def derive_steps(
         ConfigurationError,
     )
 
-    # Rounding both shares up could make them one step longer than the run: the decay gives way.
+    # Rounding up both shares could make them one step longer than the run, so shorten the decay.
     warmup_steps = min(steps_of(schedule.warmup, total), total)
     return HorizonNumbers(
         total_steps=total,
@@ -99,9 +102,9 @@ def derive_steps(
 
 
 def stage_ends(training: Training) -> tuple[int, ...]:
-    """The last step of each stage but the last; none for a file without stages.
+    """Return the last step of each stage except the last; empty if the file has no stages.
 
-    A stage begins with the first step that starts at or behind its boundary in tokens.
+    A stage begins with the first step that starts at or after its boundary in tokens.
     """
     if training.two_stage_kl is None:
         return ()
@@ -111,36 +114,38 @@ def stage_ends(training: Training) -> tuple[int, ...]:
 
 
 def num_references(training: Training) -> int:
-    """Frozen copies of the model that each process computes with besides."""
+    """Return how many frozen copies of the model each process also computes with: 0 or 1."""
     has_none = training.two_stage_kl is None and training.pair_settings is None
     return 0 if has_none else 1
 
 
 def num_logits(training: Training) -> int:
-    """Models whose logits are there at once: compared token by token, those of a reference are too."""
+    """Return how many models have logits in memory together: a reference that is compared by token adds
+    one."""
     return 1 if training.two_stage_kl is None else 1 + num_references(training)
 
 
 def is_model_trained(training: Training) -> bool:
-    """Whether the file's model is what the run trains; else it is a part that stays as it is."""
+    """Return whether the run trains the file's model; otherwise the model is frozen."""
     return training.latent_edit is None
 
 
 def why_not_exported(training: Training) -> str:
-    """Why a run has no model to export; empty where it has one."""
+    """Return why a run has no model to export; empty if it has one."""
     return "" if is_model_trained(training) else WHY_NO_EXPORT
 
 
 def loss_chunk(training: Training) -> int | None:
-    """Tokens whose logits exist at a time; None: those of the whole micro-batch."""
+    """Return the tokens whose logits exist together; None means all tokens of the micro-batch."""
     if training.two_stage_kl is not None:
-        # Beside those of the reference they always come in chunks: all of them would be there twice.
+        # With a reference, logits are always computed in chunks, because there are two sets of them.
         return training.runtime.loss_chunk or CHUNK_TOKENS
     return training.runtime.loss_chunk
 
 
 def _steps_until_exhausted(training: Training, exhausted_after: int) -> int:
-    """Steps of a horizon that ends by its sources. Raises ConfigurationError where that is none."""
+    """Return the steps of a horizon that ends with its sources. Raises ConfigurationError if there are
+    none."""
     per_step = training.batching.global_batch_size
     if training.horizon.exhausted == "all":
         return -(-exhausted_after // per_step)
@@ -166,7 +171,7 @@ def _check_stages(training: Training, *, total: int) -> list[Problem]:
 
 
 def total_steps(training: Training, *, num_samples: int) -> int:
-    """Steps of the whole run; tokens and epochs are rounded up to whole steps."""
+    """Return the steps of the whole run; tokens and epochs are rounded up to whole steps."""
     if (known := steps_without_data(training)) is not None:
         return known
     # Through its shortest decimal: 0.1 epochs of 30 samples are 3 samples and not 3.0000000000000004.
@@ -175,7 +180,7 @@ def total_steps(training: Training, *, num_samples: int) -> int:
 
 
 def steps_without_data(training: Training) -> int | None:
-    """Steps of the whole run where they do not depend on the data; None for a horizon in epochs."""
+    """Return the steps of the whole run if they do not depend on the data; None for a horizon in epochs."""
     horizon, per_step = training.horizon, training.batching.global_batch_size
     if horizon.tokens is not None:
         return steps_for_tokens(

@@ -1,4 +1,5 @@
-"""The newest generation, kept where a restart finds it. A number is durable before it is sent to anybody."""
+"""Stores the newest generation so that a restart finds it. A number is durable before any node receives
+it."""
 
 import fcntl
 import json
@@ -13,18 +14,20 @@ class JournalError(Exception):
 
 
 class GenerationStore(Protocol):
-    """The place of the number.
+    """Storage of the newest generation.
 
-    It is called from a thread, so that it may take its time.
+    The coordinator calls it from a thread, so calls may block.
     """
 
     def load(self) -> int:
-        """The newest generation ever issued; 0 for none. Raises JournalError."""
+        """Return the newest generation ever issued; 0 for none. Raises JournalError if it cannot be read."""
 
     def advance(self, expected: int, new: int) -> bool:
-        """Put ``new`` in the place of ``expected``, durably. False if another coordinator has changed it.
+        """Replace ``expected`` by ``new``, durably. Return False if another coordinator has changed the
+        number.
 
-        Raises OSError where that is not known; the caller asks again.
+        Raises OSError if the result is unknown; the caller then retries. For example, ``advance(6, 7)``
+        returns False if the stored number is 8.
         """
 
     def close(self) -> None:
@@ -32,7 +35,7 @@ class GenerationStore(Protocol):
 
 
 class MemoryStore:
-    """Keeps the number in memory, for a run whose generations start anew with its coordinator."""
+    """Keeps the number in memory, for a run whose generations restart with its coordinator."""
 
     def __init__(self, generation: int = 0) -> None:
         self._generation = generation
@@ -53,14 +56,14 @@ class MemoryStore:
 
 
 _RECORD_BYTES = 128
-"""Length of the file: no write changes it, so that what a write has to bring to the disk is one sector."""
+"""Length of the file in bytes. It never changes, so each write brings one sector to the disk."""
 
 
 class FileStore:
-    """A file beside a lock that one process can hold. The lock ends with its process, however that ends.
+    """A file with a lock that one process can hold. The lock ends when its process ends.
 
-    A process makes the file anew for its first number, and overwrites it in place for all others: a change
-    of the group waits for the write.
+    A process creates the file again for its first number and overwrites it in place for later numbers.
+    In-place writes are faster, and a change of the group waits for each write.
     """
 
     def __init__(self, path: Path) -> None:
@@ -76,7 +79,7 @@ class FileStore:
             raise JournalError(
                 f"{self._lock_path}: cannot be opened; {error.strerror}. Choose a folder that can be written."
             ) from error
-        # Not waited for: the process that holds the lock rules the run, and may do so for days.
+        # Do not wait: the process that holds the lock controls the run, possibly for days.
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -91,14 +94,14 @@ class FileStore:
         """The file, once this process has made it and it is on disk under its name."""
         self._unsynced: int | None = None
         """The number in the file, put there by this process, while it may not be on disk."""
-        # For people and for the message above: the lock itself names nobody.
+        # For people and for the message above: the lock itself does not name its holder.
         os.ftruncate(self._lock, 0)
         os.pwrite(
             self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0
         )
 
     def load(self) -> int:
-        """The number in the file; 0 where there is none yet."""
+        """Return the number in the file; 0 if there is no file. Raises JournalError if it is unreadable."""
         try:
             text = self._path.read_text(encoding="ascii")
         except FileNotFoundError:
@@ -110,12 +113,12 @@ class FileStore:
         try:
             record = json.loads(text)
             generation = record["generation"]
-            # Said twice: digits of two numbers, which a write that was torn would leave, are not taken for a
-            # third one.
+            # The number is stored twice, so that a torn write, with digits of two numbers, is not read as
+            # a third number.
             is_whole = generation == record.get("again", generation)
         except (ValueError, KeyError, TypeError, AttributeError):
             generation, is_whole = None, False
-        # Not taken for 0: numbers that a group still runs under would be given out a second time.
+        # Do not read this as 0: numbers that a group still uses would be issued a second time.
         if type(generation) is not int or generation < 0 or not is_whole:
             text = (
                 f"{self._path}: holds no generation: damaged. Delete it and pass --first-generation "
@@ -125,8 +128,8 @@ class FileStore:
         return generation
 
     def advance(self, expected: int, new: int) -> bool:
-        """Replace the number if it is still ``expected``; on disk when this returns."""
-        # Asked again after the last step had failed: this process itself has put the number there.
+        """Replace the number if it is still ``expected``. It is on disk when this returns True."""
+        # This is a retry after the last step had failed: this process itself has written the number.
         known = self.load()
         if known != expected and not known == new == self._unsynced:
             return False
@@ -144,7 +147,7 @@ class FileStore:
             # file system's journal, which may wait for a checkpoint that was written a moment ago.
             self._unsynced = new
             os.pwrite(file, record + b"\n", 0)
-            # Not every system has the lesser sync.
+            # Not every system has fdatasync.
             (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(file)
         else:
             self._make(new, record + b"\n")
@@ -152,9 +155,9 @@ class FileStore:
         return True
 
     def _make(self, new: int, record: bytes) -> None:
-        """Make the file, or make it anew, with its first record."""
+        """Create or recreate the file with its first record."""
         self._forget_file()
-        # On the disk under another name first: after a crash the file has the old number or the new one.
+        # Write under another name first: after a crash the file has the old number or the new number.
         temporary = self._path.with_name(self._path.name + ".tmp")
         file = os.open(
             temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644
@@ -163,7 +166,7 @@ class FileStore:
             os.write(file, record)
             os.fsync(file)
 
-            # The file has its new name on the disk only once its folder is there, too.
+            # The new name is on the disk only after the folder is synced.
             os.replace(temporary, self._path)
             self._unsynced = new
             folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)

@@ -1,7 +1,8 @@
-"""Finds the Python files of a task of the user's own: beside the manifest, or in it.
+"""Finds the Python files of a user's own task: next to the manifest, or in it.
 
-``recipe: module:attr`` names a file beside the manifest. On a cluster there is no such place: there the files
-travel in ``spec.training.files``, which ``evergrad submit`` fills, and are written beside the run.
+``recipe: module:attr`` names a file next to the manifest. For example, ``recipe: tasks.echo:Echo`` names
+``tasks/echo.py``. On a cluster the files travel in ``spec.training.files``, which ``evergrad submit`` fills,
+and are written next to the run.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ _FIELD = "spec.training.recipe"
 
 
 def task_folder(training: Training, base_directory: Path) -> Path:
-    """The folder of the task's files: the manifest's own, or one for this very content below it."""
+    """Return the folder of the task's files: the manifest's folder, or a folder below it named by content."""
     if not training.files:
         return base_directory
     content = json.dumps(dict(training.files), sort_keys=True).encode()
@@ -27,8 +28,7 @@ def task_folder(training: Training, base_directory: Path) -> Path:
 
 
 def task_path(training: Training, base_directory: Path) -> Path | None:
-    """The file that the recipe names, whether or not it is there; None for a recipe that has a
-    name of ours."""
+    """Return the file that the recipe names, even if it does not exist; None for one of our recipes."""
     if training.recipe in RECIPES:
         return None
     module = task_folder(training, base_directory).joinpath(
@@ -39,9 +39,9 @@ def task_path(training: Training, base_directory: Path) -> Path | None:
 
 
 def task_problems(training: Training, *, base_directory: Path) -> list[Problem]:
-    """Why the task's file cannot be read here."""
+    """Return the problem if the task's file cannot be read here; empty if it can."""
     path = task_path(training, base_directory)
-    # Files that the run carries are checked by a rule of the manifest, which needs no folder.
+    # A rule of the manifest checks files that the run carries, without a folder.
     if path is None or training.files or path.is_file():
         return []
     module = training.recipe.partition(":")[0]
@@ -52,10 +52,9 @@ def task_problems(training: Training, *, base_directory: Path) -> list[Problem]:
 
 
 def collect_task(training: Training, base_directory: Path) -> dict[str, str]:
-    """The task's file with the modules beside it that it imports, for ``spec.training.files``; empty for
-    ours.
+    """Return the task's file and the modules next to it that it imports, for ``spec.training.files``.
 
-    Raises ConfigurationError for files that are missing, too large, or no text.
+    Empty for our recipes. Raises ConfigurationError if files are missing, too large, or not text.
     """
     path = task_path(training, base_directory)
     if path is None or training.files:
@@ -72,8 +71,8 @@ def collect_task(training: Training, base_directory: Path) -> dict[str, str]:
             Problem(_FIELD, "cannot be read", str(error), remedy)
         ) from error
 
-    # Refused here, where the names of the files are known: the API server would only say that the object is
-    # too large.
+    # Refuse the files here, where their names are known: the API server would only report that the object
+    # is too large.
     size = sum(len(text.encode()) for text in files.values())
     if size > MOST_FILE_BYTES:
         what = f"{', '.join(files)} are {size:,} bytes together"
@@ -90,9 +89,11 @@ def collect_task(training: Training, base_directory: Path) -> dict[str, str]:
 
 
 def hash_task(training: Training, base_directory: Path) -> str:
-    """A hash of the task's file with the modules beside it that it imports, written out if the manifest
-    carries them; empty for ours."""
-    # Written first: whether its module is a file or a package shows only where the files are.
+    """Return a hash of the task's file and the modules next to it that it imports; empty for our recipes.
+
+    Writes the files first if the manifest carries them.
+    """
+    # Only files on the disk show whether the module is a file or a package.
     write_task(training, base_directory)
     path = task_path(training, base_directory)
     return (
@@ -101,7 +102,7 @@ def hash_task(training: Training, base_directory: Path) -> str:
 
 
 def hash_task_files(training: Training, base_directory: Path) -> dict[str, str]:
-    """The same file by file: 16 hex digits by the path from the task's folder; empty for ours."""
+    """Return a hash for each file: 16 hex digits by its path in the task's folder; empty for our recipes."""
     write_task(training, base_directory)
     path = task_path(training, base_directory)
     if path is None:
@@ -113,16 +114,16 @@ def hash_task_files(training: Training, base_directory: Path) -> dict[str, str]:
 def write_task(training: Training, base_directory: Path) -> None:
     """Write the files that the manifest carries.
 
-    Any number of nodes may do so at once: all write the same.
+    Several nodes may do this at the same time, because all write the same content.
     """
     folder = task_folder(training, base_directory)
     for name, text in training.files.items():
         path, content = folder / name, text.encode()
-        # Looked into: a host that lost its power may have kept a file's name and not its text.
+        # Compare the content: after a power loss, a file may have its name but not its text.
         if path.is_file() and path.read_bytes() == content:
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Whole or not at all: another node may be reading it.
+        # Write to another name and rename, because another node may be reading the file.
         unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
         unfinished.write_bytes(content)
         os.replace(unfinished, path)
