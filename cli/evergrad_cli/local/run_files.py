@@ -158,7 +158,9 @@ class RunFiles:
 
     def _add_tokens(self, row: Mapping[str, Any]) -> float | None:
         """Return the throughput as of the end of a step; None for a row that does not have its numbers."""
-        numbers = [row.get(one) for one in ("generation", "tokens", "step_seconds", "time")]
+        numbers: list[Any] = [
+            row.get(one) for one in ("generation", "tokens", "step_seconds", "time")
+        ]
         if not all(isinstance(one, int | float) for one in numbers):
             return None
         generation, tokens, seconds, time = numbers
