@@ -13,9 +13,11 @@ PRODUCT = (
     "operator",
     "cli",
     "trainer_image",
-    "monitoring",
-    "requirements",
-    "release",
+    "chaos",
+    "latent_edit",
+    "tools/monitoring",
+    "tools/requirements",
+    "tools/release",
     "examples",
 )
 
@@ -26,8 +28,11 @@ def python_files(
     inside = {
         file.relative_to(root): text for file, text in texts.items() if file.suffix == ".py"
     }
+    beginnings = tuple(f"{folder}/" for folder in folders)
     return {
-        file.as_posix(): text for file, text in inside.items() if file.parts[0] in folders
+        file.as_posix(): text
+        for file, text in inside.items()
+        if file.as_posix().startswith(beginnings)
     }
 
 
