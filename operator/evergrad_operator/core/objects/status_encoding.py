@@ -1,9 +1,11 @@
-"""Short texts for what the status has little room for: counts by node, ranges of numbers, rates. Pure."""
+"""Short texts for what the status has little room for: counts by node, ranges of numbers, rates, mappings.
+Pure."""
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from evergrad_operator.core.objects.raw import get_float
+from evergrad_operator.core.objects.raw import NOTHING, get_float
 
 _SIZES: Final = {"k": 1e3, "M": 1e6, "G": 1e9}
 """Factors by the letter at the end of a rate."""
@@ -92,6 +94,21 @@ def parse_rate(text: str) -> float | None:
     digits = text if size == 1.0 else text[:-1]
     number = get_float({"": digits}, "", least=0, most=_MOST_RATE / size)
     return None if number is None else number * size
+
+
+def pack_mapping(values: Mapping[str, Any]) -> str:
+    """Pack a mapping as one text, empty for an empty mapping."""
+    # Sorted: if the same values gave another text, each pass would write the status again.
+    return json.dumps(values, sort_keys=True, separators=(",", ":")) if values else ""
+
+
+def unpack_mapping(text: str) -> Mapping[str, Any]:
+    """Unpack the mapping of ``pack_mapping``; empty for a text that it did not write."""
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return NOTHING
+    return found if isinstance(found, dict) else NOTHING
 
 
 def without_empty(value: Any) -> Any:

@@ -1,6 +1,5 @@
 """The evaluation of a run's checkpoints, as its pods report it and as the run's status keeps it. Pure."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -14,7 +13,6 @@ from evergrad_common.evaluation_report import (
 )
 from evergrad_operator.core.objects.names import MAX_ATTEMPT
 from evergrad_operator.core.objects.raw import (
-    NOTHING,
     get_float,
     get_hosts,
     get_map,
@@ -24,6 +22,7 @@ from evergrad_operator.core.objects.raw import (
     keep_start,
     to_int,
 )
+from evergrad_operator.core.objects.status_encoding import pack_mapping, unpack_mapping
 from evergrad_operator.core.objects.times import LATEST
 
 _LONGEST_MESSAGE: Final = 1024
@@ -119,11 +118,7 @@ def take_report(known: EvaluationProgress, report: Evaluated) -> EvaluationProgr
 
 def parse_evaluation(shown: Mapping[str, Any], notes: str) -> EvaluationProgress:
     """Return the evaluation that a status has. ``notes``: what ``pack_evaluation`` wrote."""
-    try:
-        found = json.loads(notes or "{}")
-    except (ValueError, RecursionError):
-        found = NOTHING
-    raw = found if isinstance(found, dict) else NOTHING
+    raw = unpack_mapping(notes)
     attempt = get_natural(raw, "attempt", most=MAX_ATTEMPT)
     seen = get_natural(raw, "seen")
     # Anybody who may patch the status can write these: every list and text is bounded.
@@ -189,7 +184,7 @@ def pack_evaluation(known: EvaluationProgress) -> str:
     kept = {
         key: value for key, value in notes.items() if value or key in ("attempt", "seen")
     }
-    return json.dumps(kept, sort_keys=True, separators=(",", ":"))
+    return pack_mapping(kept)
 
 
 def show_evaluation(known: EvaluationProgress) -> dict[str, Any]:

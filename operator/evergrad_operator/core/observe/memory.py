@@ -1,7 +1,6 @@
 """The part of a run that the operator keeps in the run's own status: counters, and decisions that are not
 taken twice. Pure."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -16,7 +15,6 @@ from evergrad_operator.core.objects.names import (
     Reason,
 )
 from evergrad_operator.core.objects.raw import (
-    NOTHING,
     get_float,
     get_hosts,
     get_int,
@@ -31,6 +29,7 @@ from evergrad_operator.core.objects.raw import (
 from evergrad_operator.core.objects.status_encoding import (
     parse_rate,
     unpack_counts,
+    unpack_mapping,
     unpack_ranges,
 )
 from evergrad_operator.core.objects.times import LATEST, parse_time
@@ -348,12 +347,16 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         recorded=frozenset(unpack_ranges(get_text(notes, "ended"))),
         restarts=_parse_counters(get_map(status, "restarts", "byCause")),
         lost_seconds=_parse_counters(get_map(status, "lostSeconds")),
-        budget=_parse_budget(get_map(status, "failures"), _unpack(notes, "budget")),
-        faults=_parse_faults(_unpack(notes, "hostFaults"), get_text(notes, "faultyNodes")),
+        budget=_parse_budget(
+            get_map(status, "failures"), unpack_mapping(get_text(notes, "budget"))
+        ),
+        faults=_parse_faults(
+            unpack_mapping(get_text(notes, "hostFaults")), get_text(notes, "faultyNodes")
+        ),
         min_nodes=get_natural(get_map(status, "nodes"), "min", most=MAX_NODES),
         given_back=max(0, given_back[0]),
         come_again_at=float(max(0, given_back[-1])),
-        input_errors=_parse_input_errors(_unpack(notes, "inputErrors")),
+        input_errors=_parse_input_errors(unpack_mapping(get_text(notes, "inputErrors"))),
         # An older release did not note it; a phase Running says the same.
         has_formed=notes.get("formed") == "true" or status.get("phase") == Phase.RUNNING,
         last_failure=_parse_failure(get_map(status, "lastFailure")),
@@ -407,8 +410,10 @@ def _parse_coordinator(raw: Mapping[str, Any], notes: Mapping[str, Any]) -> Coor
         image=get_text(notes, "coordinatorImage"),
         is_recorded=notes.get("coordinatorEnded") == "true",
         is_queued=notes.get("coordinatorQueued") == "true",
-        restarts=_parse_counters(_unpack(notes, "coordinatorRestarts")),
-        lost_seconds=_parse_counters(_unpack(notes, "coordinatorLostSeconds")),
+        restarts=_parse_counters(unpack_mapping(get_text(notes, "coordinatorRestarts"))),
+        lost_seconds=_parse_counters(
+            unpack_mapping(get_text(notes, "coordinatorLostSeconds"))
+        ),
     )
 
 
@@ -434,7 +439,7 @@ def _parse_since(raw: Mapping[str, Any]) -> tuple[int, int] | None:
 
 def parse_hosts(text: str) -> dict[str, float]:
     """Return when each host has failed a run last, from ``memory.hostFaults`` of the run's status."""
-    faults = _parse_faults(_unpack({"": text}, ""), "")
+    faults = _parse_faults(unpack_mapping(text), "")
     times = dict(faults.seen)
     return {host: times.get(host, faults.at) for host in faults.avoided}
 
@@ -493,15 +498,6 @@ def _parse_training(status: Mapping[str, Any]) -> RecordedTraining:
         ready=get_natural(get_map(status, "nodes"), "ready", most=MAX_NODES) or 0,
         updated_at=parse_time(raw.get("updatedAt")),
     )
-
-
-def _unpack(notes: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return a mapping that was written as one text, empty where it is not readable."""
-    try:
-        value = json.loads(get_text(notes, key) or "{}")
-    except (ValueError, RecursionError):
-        return NOTHING
-    return value if isinstance(value, dict) else NOTHING
 
 
 def _parse_counters(raw: Mapping[str, Any]) -> dict[str, int]:

@@ -1,13 +1,13 @@
 """The preparation of a run's data, as its pod reports it and as the run's status keeps it. Pure."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from evergrad_common.contract import PREPARING
 from evergrad_operator.core.objects.names import MAX_ATTEMPT
-from evergrad_operator.core.objects.raw import NOTHING, get_map, get_natural, get_text
+from evergrad_operator.core.objects.raw import get_map, get_natural, get_text
+from evergrad_operator.core.objects.status_encoding import pack_mapping, unpack_mapping
 
 _LONGEST_NAME: Final = 128
 DONE: Final = "done"
@@ -76,11 +76,7 @@ def take_report(known: DataPreparation, values: Mapping[str, Any]) -> DataPrepar
 
 def parse_preparation(shown: Mapping[str, Any], notes: str) -> DataPreparation:
     """Return the preparation that a status has. ``notes``: what ``pack_preparation`` wrote."""
-    try:
-        found = json.loads(notes or "{}")
-    except (ValueError, RecursionError):
-        found = NOTHING
-    raw = found if isinstance(found, dict) else NOTHING
+    raw = unpack_mapping(notes)
     attempt = get_natural(raw, "attempt", most=MAX_ATTEMPT)
     known = DataPreparation(
         attempt=-1 if attempt is None else attempt,
@@ -99,7 +95,7 @@ def pack_preparation(preparation: DataPreparation) -> str:
         "ended": preparation.is_recorded,
         "prepared": preparation.prepared,
     }
-    return json.dumps(notes, sort_keys=True, separators=(",", ":"))
+    return pack_mapping(notes)
 
 
 def show_preparation(preparation: DataPreparation) -> dict[str, Any]:

@@ -16,7 +16,6 @@ A pass counts every open pod from the time of the pass before, and a new one fro
 was not written is counted again from the one that was, so that nothing counts twice.
 """
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,8 +33,10 @@ from evergrad_operator.core.objects.raw import (
     to_int,
 )
 from evergrad_operator.core.objects.status_encoding import (
+    pack_mapping,
     pack_ranges,
     unpack_counts,
+    unpack_mapping,
     unpack_ranges,
 )
 
@@ -288,7 +289,7 @@ def pack_usage(usage: PodTimeAccount) -> str:
         "attempt": usage.seen.attempt,
         "seen": dict(usage.seen.counted),
     }
-    return json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return pack_mapping(content)
 
 
 def pack_pods(usage: PodTimeAccount, attempts: Sequence[int]) -> str:
@@ -337,12 +338,7 @@ def parse_usage(
     counters: str, pods: str = "", attempts: Sequence[int] = ()
 ) -> PodTimeAccount:
     """Parse the two texts, of the same status as ``attempts``; nothing is known of other texts."""
-    try:
-        raw = json.loads(counters or "{}")
-    except (ValueError, RecursionError):
-        raw = {}
-    if not isinstance(raw, dict):
-        raw = {}
+    raw = unpack_mapping(counters)
     at = get_int(raw, "at", most=_MOST) or 0
     if at <= 0:
         return PodTimeAccount()

@@ -1,11 +1,11 @@
 """Memory → the fields of a status that hold it, for ``parse_memory`` to read. Pure."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from evergrad_operator.core.objects.status_encoding import (
     pack_counts,
+    pack_mapping,
     pack_ranges,
     without_empty,
 )
@@ -126,9 +126,7 @@ def _build_notes(memory: Memory) -> dict[str, str | None]:
 
 
 def _pack(values: Mapping[str, Any]) -> str:
-    # Sorted: the same values give the same text, or each pass would write the status anew.
-    kept = without_empty(values)
-    return json.dumps(kept, sort_keys=True, separators=(",", ":")) if kept else ""
+    return pack_mapping(without_empty(values))
 
 
 def _time(seconds: float | None) -> str | None:
