@@ -22,7 +22,8 @@ def main() -> int:
     files = sorted((REPOSITORY / ".github/workflows").glob("*.y*ml"))
     try:
         # Without the two programs that it would call if they were installed: findings are the same everywhere.
-        command = [toolbox.binary("actionlint"), "-shellcheck=", "-pyflakes=", *files]
+        program = toolbox.binary("actionlint")
+        command = [str(program), "-shellcheck=", "-pyflakes=", *map(str, files)]
     except BedError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
