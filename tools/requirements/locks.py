@@ -26,6 +26,27 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 PACKAGES = tuple(sorted(path.parent.name for path in ROOT.glob("*/pyproject.toml")))
+# What most processes of the tests import: with their own imports, these bring what is worth compiling.
+COMPILED = (
+    "torch",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "torch.distributed.elastic.rendezvous",
+    "torch._dynamo",
+    "matplotlib.pyplot",
+    "kopf",
+    "kubernetes",
+    "aiohttp.web",
+    "hypothesis",
+    "pytest_timeout",
+    "xdist.remote",
+    "_pytest.pytester",
+    "evergrad_cli.main",
+    "evergrad_coordinator.__main__",
+    "evergrad_trainer.commands.nodes",
+    "evergrad_trainer.report.build",
+    "evergrad_trainer.worker.run",
+)
 ROOTS = ("trainer.in", "operator.in", "dev.in")
 FILES = ("trainer.txt", "torch.txt", "operator.txt", "dev.txt")
 HEADER = "# Written by `make lock`. Do not edit; change {source} instead.\n# {duty}\n"
@@ -156,7 +177,7 @@ def run(command: Sequence[str]) -> None:
 
 def install(wheels: Path | None) -> None:
     """Install the locked packages into this Python's environment, then our five packages, editable."""
-    # Not compiled: of the thousands of modules of torch, transformers and kubernetes few are ever imported.
+    # Of the thousands of modules of torch, transformers and kubernetes few are ever imported: `compile_imports`.
     pip = [
         sys.executable,
         "-m",
@@ -178,6 +199,23 @@ def install(wheels: Path | None) -> None:
     run([*pip, "--require-hashes", *torch, *locks])
     editable = [part for name in PACKAGES for part in ("--editable", str(ROOT / name))]
     run([*pip, "--no-deps", "--no-build-isolation", *editable])
+    compile_imports()
+
+
+def compile_imports() -> None:
+    """Write the bytecode of this repository's packages and of what they import.
+
+    Without it, where PYTHONDONTWRITEBYTECODE is set, each process compiles all of torch that it imports.
+    """
+    folders = [str(ROOT / name) for name in PACKAGES]
+    run([sys.executable, "-m", "compileall", "-q", *folders])
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "PYTHONDONTWRITEBYTECODE"
+    }
+    imports = f"import {', '.join(COMPILED)}"
+    subprocess.run([sys.executable, "-c", imports], check=True, env=environment)
 
 
 def update(wheels: Path | None, *, upgrade: bool) -> None:
