@@ -176,8 +176,8 @@ def run(command: Sequence[str]) -> None:
 
 
 def install(wheels: Path | None) -> None:
-    """Install the locked packages into this Python's environment, then our five packages, editable."""
-    # Of the thousands of modules of torch, transformers and kubernetes few are ever imported: `compile_imports`.
+    """Install the locked packages into this Python's environment, then our packages, editable."""
+    # pip compiles nothing: few of the modules of torch, transformers and kubernetes are ever imported.
     pip = [
         sys.executable,
         "-m",
@@ -205,7 +205,8 @@ def install(wheels: Path | None) -> None:
 def compile_imports() -> None:
     """Write the bytecode of this repository's packages and of what they import.
 
-    Without it, where PYTHONDONTWRITEBYTECODE is set, each process compiles all of torch that it imports.
+    If PYTHONDONTWRITEBYTECODE is set, no process writes any, and each one would compile all of torch that it
+    imports.
     """
     folders = [str(ROOT / name) for name in PACKAGES]
     run([sys.executable, "-m", "compileall", "-q", *folders])
