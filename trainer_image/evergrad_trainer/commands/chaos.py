@@ -11,7 +11,7 @@ from evergrad_trainer.node.local import LocalCoordinator, LocalNodes
 _GROUP = "evergrad.chaos"
 
 
-class Chaos(Protocol):
+class ChaosModule(Protocol):
     """What the package evergrad-chaos provides: its module ``evergrad_chaos.disturb``."""
 
     def make_nodes(self, main: Callable[[int], int], num_nodes: int) -> LocalNodes:
@@ -28,10 +28,10 @@ class Chaos(Protocol):
         """Run the nodes, disturb them in the order that ``seed`` gives, and return the run's exit code."""
 
 
-def load_chaos() -> Chaos:
+def load_chaos() -> ChaosModule:
     """Import what the package provides. Raises ConfigurationError if the package is not installed."""
     for entry in metadata.entry_points(group=_GROUP):
-        return cast(Chaos, entry.load())
+        return cast(ChaosModule, entry.load())
     why = "it kills processes at random, so that the images do not contain it"
     remedy = "Install it, in a clone of Evergrad: pip install ./chaos"
     raise ConfigurationError(
