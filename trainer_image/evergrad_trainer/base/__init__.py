@@ -1,1 +1,1 @@
-"""What every part of the trainer may use: errors, records, durable files, locks, and facts of the machine."""
+"""Modules that every part of the trainer may use: errors, records, durable files, locks, machine facts."""

@@ -1,14 +1,15 @@
-"""A log file of bounded size: it keeps the beginning and the newest end, and a line says what was dropped.
+"""A log file of bounded size. It keeps the beginning and the newest end; a line reports the dropped bytes.
 
 ======================  ==============================================  =========================
-file                    content                                         at most
+file                    content                                         maximum size
 ======================  ==============================================  =========================
 ``worker.out``          the beginning                                   HEAD_BYTES
-``worker.out.older``    the newest full part behind it                  PART_BYTES
+``worker.out.older``    the newest full part before the end             PART_BYTES
 ``worker.out.newest``   the end                                         PART_BYTES
 ======================  ==============================================  =========================
 
-Each file may be longer by one line. A process that is started again continues where the last one ended.
+Each file may exceed its maximum by one line. A restarted process appends to the file that the last process
+wrote to.
 """
 
 import contextlib
@@ -18,16 +19,19 @@ from pathlib import Path
 from typing import Final
 
 HEAD_BYTES: Final = 16 * 2**20
-"""The beginning has the versions, settings and first errors: some 200,000 lines."""
+"""Size of the beginning, about 200,000 lines. It contains the versions, the settings and the first errors."""
 PART_BYTES: Final = 8 * 2**20
-"""Each of the two parts of the end. A worker has at most 32 MiB on the volume: a script that prints 2 MB a
-second would fill a volume of 20 GiB in three hours."""
+"""Size of each of the two parts of the end. A worker uses at most 32 MiB of the volume in total. Without a
+bound, a script that prints 2 MB/s would fill a volume of 20 GiB in three hours."""
 _LONGEST_LINE: Final = 2**16
-"""A line that does not end is cut here, or it would defeat the bound."""
+"""Bytes after which a line without an end is split, because such a line could exceed any bound."""
 
 
 class BoundedFile:
-    """Appends bytes to the files in the table. Never raises once it is open: a log must not end a run."""
+    """Appends bytes to the files in the table above.
+
+    Once the file is open, no method raises an error, because a failure to log must not end a run.
+    """
 
     def __init__(
         self, path: Path, *, head_bytes: int = HEAD_BYTES, part_bytes: int = PART_BYTES
@@ -39,16 +43,16 @@ class BoundedFile:
         self._head_bytes, self._part_bytes = head_bytes, part_bytes
         self._ends_line = True
         self._dropped = 0
-        """Bytes that this process has removed between the beginning and the end."""
+        """Bytes between the beginning and the end that this process has dropped."""
         self._lost = 0
-        """Bytes that the volume has refused and that no line reports yet."""
+        """Bytes that could not be written to the volume and are not reported in the log yet."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._is_head = not self._newest.exists()
         self._file: io.FileIO | None = None
         self._open(path if self._is_head else self._newest)
 
     def write(self, data: bytes) -> None:
-        """Append ``data``; where the volume refuses it, a later line reports how much is missing."""
+        """Append ``data``. If the volume rejects it, a later line reports the number of missing bytes."""
         try:
             if self._is_full():
                 self._rotate()
@@ -62,7 +66,7 @@ class BoundedFile:
             self._lost += len(data)
 
     def close(self) -> None:
-        """Close the file. A volume may report its trouble only now."""
+        """Close the file and ignore errors, which some volumes report only on close."""
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):
@@ -84,7 +88,7 @@ class BoundedFile:
 
     def _is_full(self) -> bool:
         bound = self._head_bytes if self._is_head else self._part_bytes
-        # At the end of a line, so that no line is torn; in the middle of one only where it is too long.
+        # Rotate at the end of a line, so that no line is split unless it is too long.
         return self._size >= (bound if self._ends_line else bound + _LONGEST_LINE)
 
     def _rotate(self) -> None:
@@ -92,7 +96,7 @@ class BoundedFile:
         if self._is_head:
             note = f"[evergrad] the output continues in {self._older.name} and {self._newest.name}\n"
         else:
-            # The only place where something falls: the part before this one.
+            # The rename below replaces the older part. No other statement drops data.
             with contextlib.suppress(FileNotFoundError):
                 self._dropped += self._older.stat().st_size
             self._newest.replace(self._older)

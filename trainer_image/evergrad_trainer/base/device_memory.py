@@ -1,18 +1,19 @@
-"""Memory of its device that this process holds: read where training is, shown where metrics are served."""
+"""Reads the device memory that this process holds. The training loop reads it; the metrics server reports
+it."""
 
 from collections.abc import Callable
 
 import torch
 
 KINDS = ("allocated", "reserved", "peak")
-"""What is held by tensors now, what torch's allocator holds of the device for them, and the most that tensors
-have held."""
+"""Memory that tensors use now, memory that torch's allocator has reserved on the device, and the largest
+amount that tensors have used."""
 Sizes = tuple[int, int, int]
-"""Bytes of each kind."""
+"""Bytes of each kind, in the order of ``KINDS``."""
 
 
 def read_device_memory(device: torch.device) -> Sizes | None:
-    """Bytes of each kind, or None on a device whose allocator keeps no account, as a CPU."""
+    """Return the bytes of each kind, or None if the allocator of ``device`` has no statistics (CPU)."""
     if device.type != "cuda":
         return None
     found = torch.cuda.memory_stats(device)
@@ -26,6 +27,6 @@ def read_device_memory(device: torch.device) -> Sizes | None:
 def report_device_memory(
     device: torch.device, on_read: Callable[[Sizes], None] | None
 ) -> None:
-    """Call ``on_read`` with the sizes where ``device`` has an account; nothing is read for nobody."""
+    """Call ``on_read`` with the sizes if ``device`` has statistics. If ``on_read`` is None, read nothing."""
     if on_read is not None and (sizes := read_device_memory(device)) is not None:
         on_read(sizes)

@@ -1,4 +1,4 @@
-"""Durable writing: files and names that are whole or absent, also after a power cut."""
+"""Durable writes: after a power failure, a file and its name are either complete or absent."""
 
 import contextlib
 import json
@@ -10,7 +10,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the file's name to an OSError of a call that only knows its descriptor."""
+    """Add the file's name to any OSError raised in the body, for calls that only take a descriptor."""
     try:
         yield
     except OSError as error:
@@ -19,15 +19,18 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_all(descriptor: int, data: memoryview) -> None:
-    """Write every byte of ``data``; a full disk may take a part of it first and refuse the rest."""
+    """Write every byte of ``data``, with several writes if necessary.
+
+    Raises OSError, for example if the disk becomes full after a part of ``data`` was written.
+    """
     while data:
         data = data[os.write(descriptor, data) :]
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Create ``path``, which must not exist, with ``data`` on the disk when this returns.
+    """Create ``path``, which must not exist, and write ``data`` durably.
 
-    Its directory entry is not yet durable: ``fsync_directory`` makes it so.
+    The directory entry is not yet durable. Call ``fsync_directory`` to make it durable. Raises OSError.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -44,12 +47,14 @@ def replace_durably(
     *,
     aside: Path | None = None,
 ) -> None:
-    """Give ``path`` the content ``data``: a reader, or a machine that loses power, sees the old or the new.
+    """Replace the content of ``path`` with ``data`` atomically and durably.
 
-    ``aside``: directory of the temporary file, on the same file system; by default the one of ``path``.
-    Raises OSError; ``path`` is then untouched. A kill may leave a file whose name ``is_temporary`` accepts.
+    A reader sees either the old or the new content, and so does a machine after a power failure. ``aside`` is
+    the directory of the temporary file, on the same file system; the default is the directory of ``path``. If
+    the process is killed, a file may remain whose name ``is_temporary`` accepts. Raises OSError. If the write
+    fails, ``path`` still has its old content.
     """
-    # A name that no other writer has: two of them would otherwise write into one file.
+    # The name is unique, because otherwise two writers could write to the same file.
     temporary = (aside or path.parent) / f".{path.name}.{unique_suffix()}{_TEMPORARY}"
     try:
         write_new(temporary, data)
@@ -58,7 +63,7 @@ def replace_durably(
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
-    # Without this a power cut could undo the rename after the caller has relied on it.
+    # Without this fsync, a power failure could undo the rename after the caller has relied on it.
     fsync_directory(path.parent)
 
 
@@ -68,18 +73,21 @@ def write_json(
     *,
     aside: Path | None = None,
 ) -> None:
-    """Replace ``path`` durably by the JSON text of ``value``; equal values give equal bytes."""
+    """Replace ``path`` durably with ``value`` as JSON. Equal values produce equal bytes."""
     text = json.dumps(value, separators=(",", ":"), sort_keys=True)
     replace_durably(path, text.encode(), aside=aside)
 
 
 def is_temporary(name: str, of: str) -> bool:
-    """Whether ``name`` is that of a temporary file of ``replace_durably`` for a file called ``of``."""
+    """Return whether ``name`` is the name of a temporary file that ``replace_durably`` made for ``of``.
+
+    For example, ``is_temporary(".latest.17-0a1b2c3d4e5f.tmp", "latest")`` is true.
+    """
     return name.startswith(f".{of}.") and name.endswith(_TEMPORARY)
 
 
 def fsync_file(path: Path) -> None:
-    """Make what any process has written into ``path`` survive a power cut. Raises OSError."""
+    """Make the data that any process has written to ``path`` survive a power failure. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with naming(path):
@@ -89,7 +97,7 @@ def fsync_file(path: Path) -> None:
 
 
 def fsync_directory(path: Path) -> None:
-    """Make names created, renamed or removed in ``path`` survive a power cut."""
+    """Make created, renamed and removed names in ``path`` survive a power failure. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -98,9 +106,10 @@ def fsync_directory(path: Path) -> None:
 
 
 def unique_suffix() -> str:
-    """A text that differs for every call of every process.
+    """Return a string that is different for every call in every process.
 
-    A process number alone would not do: the first processes of all pods that share a volume have the same.
+    A process ID alone is not unique, because the first processes of all pods that share a volume have the
+    same ID.
     """
     return f"{os.getpid()}-{os.urandom(6).hex()}"
 

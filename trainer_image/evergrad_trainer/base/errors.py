@@ -1,18 +1,18 @@
-"""The trainer's errors, one tree. Each carries the exit code its process ends with.
+"""The tree of the trainer's errors. Each error determines the exit code of its process.
 
 EvergradError                 internal, exit 70
-├── InputError                what a retry cannot cure, exit 64
+├── InputError                a problem that a retry cannot fix, exit 64
 │   ├── ConfigurationError    the manifest
-│   ├── DataError             a source, a tokenizer or prepared data
+│   ├── DataError             a data source, a tokenizer or prepared data
 │   ├── ModelError            a model directory or configuration
 │   ├── RunDirectoryError     the run directory belongs to something else, or cannot be written
-│   ├── CheckpointError       checkpoints exist and none can be used
-│   ├── TaskInputError        a task of the user's own cannot work: it failed before the run's first step
+│   ├── CheckpointError       checkpoints exist, but none of them can be used
+│   ├── TaskInputError        a user-defined task failed before the run's first step
 │   └── FencedError           a newer process has claimed this run directory
-├── HostError                 trouble of this host or this moment, exit 70: retried here, then on another host
-│   └── VolumeError           the volume could not be read or written at this moment
-├── TaskError                 a task of the user's own failed in a later step
-├── SaveError                 checkpoints could not be written, several times in a row
+├── HostError                 a problem of this host or moment, exit 70: retried here, then on another host
+│   └── VolumeError           the volume could not be read or written, even after retries
+├── TaskError                 a user-defined task failed in a later step
+├── SaveError                 several checkpoints in a row could not be written
 ├── PeerLostError             another process of the group is gone, or the group was given up
 └── DivergedError             ranks that should hold the same state do not
 """
@@ -23,8 +23,10 @@ from evergrad_manifest.errors import EvergradError, InputError
 
 
 def is_agreed(error: BaseException) -> bool:
-    """Whether all ranks of a world raise ``error`` together, so that rank 0 speaks for them: its class says
-    so."""
+    """Return whether all ranks of a world raise ``error`` together, so that only rank 0 needs to report it.
+
+    The attribute ``is_agreed`` of the error's class determines the result; the default is false.
+    """
     return bool(getattr(error, "is_agreed", False))
 
 
@@ -47,20 +49,20 @@ class RunDirectoryError(InputError):
 
 
 class CheckpointError(InputError):
-    """Checkpoints exist and none of them can be used."""
+    """Checkpoints exist, but none of them can be used."""
 
     code = "input.checkpoint"
     is_agreed = True
 
 
 class TaskInputError(InputError):
-    """A task of the user's own cannot work: its code failed before the run had made a step."""
+    """A user-defined task failed before the run completed its first step."""
 
     code = "input.task"
 
 
 class FencedError(InputError):
-    """A newer process has claimed this run directory; this one must not write any more."""
+    """A newer process has claimed this run directory, so this process must not write to it any more."""
 
     code = "input.fenced"
     is_agreed = True
@@ -68,9 +70,9 @@ class FencedError(InputError):
 
 
 class HostError(EvergradError):
-    """This host cannot do its part now.
+    """This host cannot do its work at the moment.
 
-    Another host, or this one later, can; the run's files are not to blame.
+    Another host can, or this host can later. The files of the run are not the cause.
     """
 
     code = "environment.host"
@@ -78,24 +80,24 @@ class HostError(EvergradError):
 
 
 class VolumeError(HostError):
-    """The volume could not be read or written, also after it was tried again."""
+    """The volume could not be read or written, even after retries."""
 
     code = "environment.volume"
 
     def __init__(self, message: str, trouble: Trouble | None = None) -> None:
-        """``trouble``: what was wrong with the volume; None where that is not known."""
+        """``trouble`` is the cause of the failure, or None if it is not known."""
         self.trouble = trouble
         super().__init__(message)
 
 
 class TaskError(EvergradError):
-    """A task of the user's own failed in a step after others had gone well. Names its file and line."""
+    """A user-defined task failed after earlier steps succeeded. The message names its file and line."""
 
     code = "internal.task"
 
 
 class SaveError(EvergradError):
-    """Checkpoints could not be written, several times in a row. All ranks raise it together."""
+    """Several checkpoints in a row could not be written. All ranks raise this error together."""
 
     code = "internal.save"
     is_agreed = True
@@ -106,17 +108,17 @@ class SaveError(EvergradError):
         kind: ErrorKind = ErrorKind.INTERNAL,
         trouble: Trouble = "other",
     ) -> None:
-        """``kind``: ENVIRONMENT where only the volume or the host was to blame; the run then continues once
-        that is mended. ``trouble``: what kept the last save from being made."""
+        """``kind`` is ENVIRONMENT if only the volume or the host caused the failures. The run can then
+        continue after the volume or host is repaired. ``trouble`` is the cause of the last failure."""
         self.kind = kind
         self.trouble = trouble
         super().__init__(message)
 
 
 class PeerLostError(EvergradError):
-    """A collective cannot end: another process of the group is gone, or the group was given up.
+    """A collective cannot complete, because another process of the group is gone or the group was abandoned.
 
-    Nothing was updated.
+    The collective has not updated the state.
     """
 
     code = "peer.lost"
@@ -126,13 +128,13 @@ class PeerLostError(EvergradError):
 class DivergedError(EvergradError):
     """Ranks hold different states, or are at different steps.
 
-    All ranks raise it together; nothing was updated or saved.
+    All ranks raise this error together. Nothing was updated or saved.
     """
 
     code = "numeric.diverged"
     kind = ErrorKind.NUMERIC
 
     def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
-        """``ranks``: those whose state is wrong; all of them where nobody can tell who is right."""
+        """``ranks`` are the ranks with a wrong state: all ranks if the correct state cannot be determined."""
         self.ranks = ranks
         super().__init__(message)

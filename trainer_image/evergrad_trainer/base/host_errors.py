@@ -1,5 +1,4 @@
-"""Errors of the operating system that are trouble of one host or one moment, not a mistake of the run's
-author."""
+"""Classifies operating-system errors: problems of one host or one moment, or mistakes of the run's author."""
 
 import errno
 from collections.abc import Mapping
@@ -34,9 +33,9 @@ HOST_ERRNOS: Final = frozenset(
         errno.EREMOTEIO,
     }
 )
-"""Errors of a mount, a volume, a disk, or this process's share of its machine (EAGAIN: one process too many).
+"""Errors of a mount, a volume, a disk, or the resource limits of this process (EAGAIN: too many processes).
 
-ENOENT is not among them: a file that a manifest names should be there on every host.
+ENOENT is not included, because a file that a manifest names should exist on every host.
 """
 
 
@@ -52,13 +51,17 @@ _VOLUME_ERRNOS: Final = frozenset({errno.EIO, errno.ESTALE, errno.EREMOTEIO})
 
 
 def is_host_trouble(error: BaseException) -> bool:
-    """Whether another host, or this one at another time, may do better."""
+    """Return whether the same call may succeed on another host, or on this host at another time."""
     return isinstance(error, OSError) and error.errno in HOST_ERRNOS
 
 
 def trouble_of(error: BaseException) -> Trouble:
-    """The trouble that an error is about, as a value of the vocabulary of causes: the error's own
-    ``trouble``, or the number of the operating system's error that it was raised from."""
+    """Return the cause of ``error`` as a ``Trouble`` value.
+
+    The result is the ``trouble`` attribute of the error or of an error that it was raised from. If there is
+    none, the errno of the underlying OSError determines the result. For example, ENOSPC gives ``no_space``.
+    Without an OSError, the result is ``other``.
+    """
     cause: BaseException | None = error
     while cause is not None:
         own: Trouble | None = getattr(cause, "trouble", None)
@@ -71,16 +74,15 @@ def trouble_of(error: BaseException) -> Trouble:
 
 
 def is_no_space(error: BaseException) -> bool:
-    """Whether the volume, or the share of it that this user may fill, is full."""
+    """Return whether the volume, or this user's quota on it, is full."""
     return trouble_of(error) == "no_space"
 
 
 def describe_host_trouble(error: BaseException) -> str | None:
-    """The trouble of this host, where that is all that ``error`` is about; None where a person must mend
-    something."""
+    """Return the message of ``error`` if only this host caused it; None if a user must fix something."""
     if isinstance(error, EvergradError) and error.kind is ErrorKind.ENVIRONMENT:
         return str(error)
-    # Several problems at once: one mistake among them is enough to need a person.
+    # An InputError may contain several problems. If only one of them is a mistake, a user must fix it.
     if (
         isinstance(error, InputError)
         and error.problems
@@ -88,17 +90,17 @@ def describe_host_trouble(error: BaseException) -> str | None:
     ):
         return str(error)
     cause: BaseException | None = error
-    # An error of ours that was raised from one of the operating system.
+    # Find the OSError that this error was raised from.
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__
     return str(error) if cause is not None and is_host_trouble(cause) else None
 
 
 def kind_of_script_error(error: BaseException) -> ErrorKind:
-    """The kind of an exception that a script of the user's own ended with.
+    """Return the kind of an exception that ended a user's script.
 
-    Only what a file system alone says counts as the host's: a service that does not answer, or a permission
-    that was never given, is more often the script's.
+    Only errors that a file system alone raises count as a problem of the host. A service that does not
+    respond or a missing permission is more often a problem of the script.
     """
     is_volume = isinstance(error, OSError) and error.errno in _VOLUME_ERRNOS
     return ErrorKind.ENVIRONMENT if is_volume else ErrorKind.INTERNAL

@@ -1,7 +1,7 @@
-"""A lock that lets one process at a time do what several might.
+"""A file lock that prevents several processes from doing the same work at the same time.
 
-Correctness of a run never rests on it: where a volume has no locks, or nobody waits any longer, the body runs
-all the same, and is told.
+The correctness of a run never depends on the lock. If the volume has no locks, or if the result already
+exists, the body runs without the lock and receives False.
 """
 
 import errno
@@ -21,18 +21,19 @@ _UNSUPPORTED: Final = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 def exclusive(
     path: Path, *, is_done: Callable[[], bool], on_wait: Callable[[], None]
 ) -> Iterator[bool]:
-    """Hold the lock at ``path`` during the body, which gets True. ``on_wait`` is called while another process
-    holds it.
+    """Hold the lock at ``path`` during the body, which receives True.
 
-    The body gets False, and no lock, when ``is_done`` became true meanwhile or the file system has no locks.
-    The kernel frees the lock of a killed process. Raises OSError.
+    While another process holds the lock, ``on_wait`` is called every 0.1 s. If ``is_done`` becomes true, or
+    if the file system has no locks, the body runs without the lock and receives False. The kernel releases
+    the lock of a killed process. Raises OSError.
     """
     descriptor = _acquire(path, is_done=is_done, on_wait=on_wait)
     try:
         yield descriptor is not None
     finally:
         if descriptor is not None:
-            # Removed while it is held: whoever waits on it sees that its file is gone and tries the new one.
+            # The file is removed while the lock is held. A process that gets the lock of the removed file
+            # notices the removal and tries again with a new file.
             with suppress(OSError):
                 path.unlink(missing_ok=True)
             os.close(descriptor)
@@ -45,7 +46,7 @@ def _acquire(
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The file may have been removed, and made again by another process, before it was locked here.
+            # Another process may have removed and recreated the file before this process locked it.
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), path.stat()):
                     return descriptor
@@ -56,8 +57,8 @@ def _acquire(
             if not isinstance(error, BlockingIOError):
                 os.close(descriptor)
                 raise
-            # In short pauses rather than one blocking call: the other process may have published before it
-            # lets go, and the user is shown that there is a wait.
+            # Poll instead of blocking: the other process may publish its result before it releases the lock,
+            # and ``on_wait`` shows the user that this process is waiting.
             on_wait()
             time.sleep(_POLL_SECONDS)
         os.close(descriptor)

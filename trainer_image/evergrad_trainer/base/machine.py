@@ -1,4 +1,4 @@
-"""Facts of this machine: cores, memory, free space, compiler. Read once, at the edge."""
+"""Facts about this machine: cores, memory, free space, compiler. They are read once, outside the core."""
 
 import contextlib
 import os
@@ -12,13 +12,16 @@ _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
 _DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
-"""Devices of the drivers of NVIDIA, of AMD, and of either under Windows."""
+"""Device files of the NVIDIA driver, the AMD driver, and either driver under Windows (WSL)."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """``memory_bytes`` is what a process may use (the smaller of the machine's available memory and the
-    container's limit)."""
+    """The resources of one machine.
+
+    ``memory_bytes`` is the memory that a process may use: the smaller of the machine's available memory and
+    the container's limit, or None if neither is known.
+    """
 
     cores: int
     memory_bytes: int | None
@@ -30,9 +33,9 @@ class Machine:
 def observe_machine(
     *, num_accelerators: int = 0, accelerator_memory_bytes: int | None = None
 ) -> Machine:
-    """Look at this machine.
+    """Return the facts about this machine.
 
-    The accelerator's facts come from the caller: only ``distributed.py`` may touch a device.
+    The caller provides the accelerator's facts, because only ``distributed/`` may initialise a device.
     """
     return Machine(
         cores=usable_cores(),
@@ -44,38 +47,41 @@ def observe_machine(
 
 
 def usable_cores() -> int:
-    """The cores that this process may use, which in a container are fewer than the machine has."""
+    """Return the number of cores that this process may use.
+
+    In a container, this number can be smaller than the number of cores of the machine.
+    """
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def usable_memory_bytes() -> int | None:
-    """Memory that a process may use here, in bytes; None where it cannot be known."""
-    # In a container the machine's memory says little: the smallest of all limits is what kills a process.
+    """Return the memory that a process may use, in bytes; None if it cannot be determined."""
+    # In a container, the kernel kills a process that exceeds the smallest of all limits.
     available = _available_memory()
     limits = [] if available is None else [available]
     for path in _CGROUP_LIMITS:
         with contextlib.suppress(OSError):
             text = path.read_text(encoding="ascii").strip()
-            # A control group without a limit says "max", or a number near 2**63.
+            # A control group without a limit contains "max" or a number near 2**63.
             if text.isdigit() and int(text) < 2**60:
                 limits.append(int(text))
     return min(limits) if limits else None
 
 
 def has_accelerator_driver() -> bool:
-    """Whether this machine may have accelerators, without importing torch: a driver's device is there."""
+    """Return whether a driver's device file exists, which is a check for accelerators without torch."""
     return any(path.exists() for path in _DRIVERS)
 
 
 def has_cpp_compiler() -> bool:
-    """Whether kernels can be built here: by inductor, or by Triton, which builds its driver's stub."""
+    """Return whether a C++ compiler exists. Inductor compiles kernels, and Triton compiles a driver stub."""
     return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
 
 
 def free_bytes(path: Path) -> int:
-    """Free space of the file system that holds ``path`` or its nearest existing parent."""
+    """Return the free bytes of the file system of ``path`` or of its nearest existing parent."""
     existing = next(
         parent for parent in (path, *path.absolute().parents) if parent.exists()
     )
@@ -83,7 +89,7 @@ def free_bytes(path: Path) -> int:
 
 
 def _available_memory() -> int | None:
-    """Return the bytes that new processes could have without swapping; None where Linux does not say."""
+    """Return the bytes that new processes could use without swapping; None if Linux does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -93,9 +99,11 @@ def _available_memory() -> int | None:
 
 
 def process_start_time() -> float:
-    """When this process began, Unix seconds: imports that ran before any of our code count as
-    start-up too."""
-    # Ticks since the machine started: the kernel has no other time of a process's start.
+    """Return the start time of this process in Unix seconds.
+
+    Use this time to include imports that ran before Evergrad's code in the start-up time.
+    """
+    # The kernel reports the start of a process only in clock ticks since the machine booted.
     try:
         fields = (
             Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()

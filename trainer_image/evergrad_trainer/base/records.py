@@ -1,30 +1,34 @@
-"""Records that the loop gives its observers: the rows of the run directory's JSONL files."""
+"""Records that the training loop passes to its observers: the rows of the run directory's JSONL files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 TOKENS: Final = "tokens"
-"""Items over which the loss of a language model is a mean."""
+"""Items over which the loss of a language model is averaged."""
 SAMPLES: Final = "samples"
-"""Unit of what a run reads where its samples are no text: each counts as one."""
+"""Unit of a run whose samples are not text. Each sample counts as one."""
 
 
 def unit_read(*, tokens_per_step: object, samples_per_step: object) -> str:
-    """Name what the column ``tokens`` counts. A sample of text has two tokens at least."""
+    """Return the unit of the column ``tokens``: ``samples`` if both arguments are equal, else ``tokens``.
+
+    A sample of text has at least two tokens, so equal numbers mean that the samples are not text.
+    """
     return SAMPLES if tokens_per_step == samples_per_step is not None else TOKENS
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One finished optimizer step. A step trained again after a kill appears again; its last row counts.
+    """One finished optimizer step.
 
-    ``loss`` is in nats per valid token, over the whole global batch. ``tokens`` and ``valid_tokens`` are this
-    step's, over all ranks. The ``*_seconds`` are rank 0's wall time; their sum is ``step_seconds`` and
-    ``other_seconds`` is what no phase claims. ``time`` is Unix time in seconds at the end of the step.
-    ``skipped``: why the step made no update, one of causes.SKIPS; null for all others. ``metrics``: what the
-    recipe measures besides, by name, over all ranks. ``loss_scale``: what the loss was multiplied by, with
-    precision ``fp16-autocast``.
+    If a step is trained again after a kill, it has several rows, and the last row is valid. ``loss`` is in
+    nats per valid token, over the whole global batch. ``tokens`` and ``valid_tokens`` are counts of this step
+    over all ranks. The phases (``*_seconds``) are wall time on rank 0 and add up to ``step_seconds``;
+    ``other_seconds`` is the time outside the named phases. ``time`` is Unix time in seconds at the end of the
+    step. ``skipped`` is the reason why the step made no update, one of causes.SKIPS, or null. ``metrics`` are
+    further measurements of the recipe, by name, over all ranks. ``loss_scale`` is the factor that multiplied
+    the loss, with precision ``fp16-autocast``.
     """
 
     step: int
@@ -53,7 +57,7 @@ class StepRecord:
 class EvaluationRecord:
     """One evaluation of one named set.
 
-    ``loss`` is in nats per valid token; ``metrics``: what the evaluator measures besides.
+    ``loss`` is in nats per valid token. ``metrics`` are further measurements of the evaluator, by name.
     """
 
     step: int
@@ -68,11 +72,13 @@ class EvaluationRecord:
 
 
 def record_row(record: StepRecord | EvaluationRecord) -> dict[str, Any]:
-    """Return the record as a line of its file: its fields in their order; ``metrics`` is left out where
-    it is empty, and ``loss_scale`` where there is none."""
+    """Return the fields of ``record`` in the order of its file.
+
+    ``metrics`` is omitted if it is empty, and ``loss_scale`` is omitted if it is None.
+    """
     row = dict(record.__dict__)
     if not row["metrics"]:
-        # Rows of a recipe without metrics of its own are what they were before there were any.
+        # Rows of recipes without their own metrics keep the format of versions without metrics.
         del row["metrics"]
     if row.get("loss_scale", 0.0) is None:
         del row["loss_scale"]
@@ -81,9 +87,9 @@ def record_row(record: StepRecord | EvaluationRecord) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Event:
-    """A transition of the run, one line of ``events.jsonl``.
+    """A transition of the run: one line of ``events.jsonl``.
 
-    ``type`` is one of the EventType names; ``fields`` hold its details (JSON values only).
+    ``type`` is one of the EventType names. ``fields`` contains its details as JSON values.
     """
 
     type: str
@@ -94,54 +100,55 @@ class Event:
 
 
 class EventType:
-    """Names of events. A run begins with ``start``, from a checkpoint or from nothing, and ends with ``end``
-    unless it is killed.
+    """Names of events.
 
-    Between the two, rank 0 may be several processes after each other: each new one begins with ``world``.
+    A run begins with ``start``, with or without a checkpoint, and ends with ``end`` unless it is killed.
+    Meanwhile, another process can become rank 0. The first event of such a process is ``world``.
     """
 
     START = "start"
     """fields: run, process_start_time (Unix s), resumed_from (step or null), total_steps, world_size, pid."""
     PHASES = "phases"
-    """After the first step. fields: seconds per start-up phase {imports, data, group, model, checkpoint,
-    first_step}."""
+    """The first step is finished. fields: seconds per start-up phase {imports, data, group, model,
+    checkpoint, first_step}."""
     SAVE = "save"
     """A checkpoint is published. fields: checkpoint, seconds, blocking_seconds, bytes, kept, best."""
     SAVE_FAILED = "save_failed"
     """fields: reason (in words), trouble (one of causes.TROUBLES), failures (in a row), blocking_seconds."""
     FALLBACK = "fallback"
-    """A checkpoint did not validate. fields: checkpoint, reason, quarantined_as."""
+    """A checkpoint did not validate, so an older one was loaded. fields: checkpoint, reason,
+    quarantined_as."""
     RESTORED = "restored"
     """fields: checkpoint, seconds."""
     BEGUN_FROM = "begun_from"
-    """A fresh run begins with the state of another. fields: path, checkpoint, from_step, hash, load,
+    """A new run begins with the state of another run. fields: path, checkpoint, from_step, hash, load,
     seconds."""
     SNAPSHOT = "snapshot"
-    """A frozen module got its weights, those of a trained one after this step, whose checkpoint is kept.
-    fields: name, hash."""
+    """A frozen module received the weights that a trained module has after this step. The checkpoint of this
+    step is kept. fields: name, hash."""
     EXTENDED = "extended"
-    """The horizon grew. fields: from_steps, to_steps."""
+    """The number of steps to train was increased. fields: from_steps, to_steps."""
     CHANGED = "changed"
-    """The file differs from the one of the start before. fields: changes, a list of {path, old, new}."""
+    """The file differs from the file of the previous start. fields: changes, a list of {path, old, new}."""
     WARNING = "warning"
     """fields: message."""
     SKIPPED = "skipped"
-    """A step made no update, and training went on. fields: why (causes.SKIPS), message, in_a_row (of those
-    not finite)."""
+    """A step made no update, and training continued. fields: why (causes.SKIPS), message, in_a_row (number of
+    consecutive non-finite steps)."""
     NON_FINITE = "non_finite"
-    """The run stops before this step's successor, which was not finite. fields: why (loss or grad), message,
-    in_a_row."""
+    """The run stops after this step, because the next step was not finite. fields: why (loss or grad),
+    message, in_a_row."""
     ALERT = "alert"
-    """An alarm of a monitor has begun. fields: monitor, metric, value, threshold, policy, message."""
+    """A monitor has raised an alert. fields: monitor, metric, value, threshold, policy, message."""
     WORLD = "world"
-    """Training goes on in another world, in the same processes, without reading a checkpoint.
+    """Training continues in another world, in the same processes, without reading a checkpoint.
 
-    fields: world_size, from_world_size, cause (one of causes.CHANGES), detail (the coordinator's words),
-    paused_seconds (since the last step; null before the first), pid (of rank 0, which may be another process
-    than before).
+    fields: world_size, from_world_size, cause (one of causes.CHANGES), detail (text from the coordinator),
+    paused_seconds (since the last step; null before the first step), pid (of rank 0, which may be a different
+    process than before).
     """
     STOP = "stop"
-    """The run leaves at this boundary. fields: reason (StopReason), saved."""
+    """The run stops at this step boundary. fields: reason (StopReason), saved."""
     COMPLETE = "complete"
     """fields: total_steps."""
     FAILED = "failed"
@@ -160,25 +167,25 @@ StopReason = Literal[
     "non_finite",
     "change",
 ]
-"""Why the loop ended; ``observer``: one asked for it.
+"""Why the loop ended. ``observer`` means that an observer requested it.
 
-``change`` is no end of the run: it goes on in another world.
+``change`` does not end the run, because training continues in another world.
 """
 
 Wish = Literal["stop", "save", "evaluate"]
-"""Wish of an observer: leave after this step, save it, or evaluate all sets."""
+"""Request of an observer: stop after this step, save this step, or evaluate all sets."""
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Facts that hold for one process of a run, known before its first step."""
+    """Facts about one process of a run that are known before its first step."""
 
     name: str
     generation: int
     world_size: int
     total_steps: int
     start_step: int
-    """Finished steps when this process began; 0 for a fresh run."""
+    """Number of steps that were finished when this process began; 0 for a new run."""
     tokens_per_step: int
     samples_per_step: int
     parameters: int
@@ -188,24 +195,25 @@ class RunInfo:
     run_directory: str
     metrics_address: str | None = None
     takes_over: bool = False
-    """This process goes on where another one of the same run was rank 0 before: nothing has started."""
+    """Whether this process continues for another process of the same run that was rank 0 before it. If so,
+    the run has not been started again."""
     highest_step: int | None = None
-    """The highest step any process of the run has finished before; None where nobody has looked."""
+    """The highest step that any earlier process of the run has finished; None if it was not determined."""
     metrics: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Metrics of the recipe besides the loss: ``unit`` and ``help`` of each, from the catalogue."""
+    """Further metrics of the recipe, by name: ``unit`` and ``help`` of each metric, from the catalogue."""
     loss_items: str = TOKENS
-    """Items over which the loss is a mean, such as ``pairs``."""
+    """Items over which the loss is averaged, such as ``pairs``."""
     last_time: float | None = None
-    """Unix seconds of the last sign of the run before this process; None where nobody has looked, or there is
-    none."""
+    """Unix time in seconds of the last record of the run before this process; None if there is none or it was
+    not determined."""
     trainable_parameters: int | None = None
-    """Those that are trained; None where it was not counted."""
+    """Number of parameters that are trained; None if they were not counted."""
     run_id: str = ""
-    """Drawn once: the same through every restart and change of rank 0."""
+    """Random ID of the run, generated once. It does not change when the run restarts or rank 0 changes."""
     flops_per_step: float | None = None
-    """Floating-point operations of the model in one step of all processes; None where they are not known."""
+    """Floating-point operations of the model in one step, over all processes; None if not known."""
     peak_flops: float | None = None
-    """The most that the device of one process can do a second; None where it is not known."""
+    """Maximum floating-point operations per second of one process's device; None if not known."""
 
     @property
     def unit_read(self) -> str:

@@ -1,5 +1,5 @@
-"""Every private name of torch that Evergrad uses, each with the reason; a test per supported torch holds
-them."""
+"""Every private torch API that Evergrad uses, with the reason for each. A test checks them against every
+supported version of torch."""
 
 import dataclasses
 import functools
@@ -23,34 +23,35 @@ _COMPILER = "torch._dynamo"
 _SIZES = "torch.fx.experimental.symbolic_shapes"
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
-"""The base of a class that sees each operation before it runs. torch documents it and has no public name
-for it."""
+"""Base class for an object that intercepts each operation before it runs. torch documents the class but has
+no public name for it."""
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
-    """The tensors in the arguments of an operation, in lists and tuples of them, too.
+    """Return the tensors in the arguments of an operation, including tensors in nested lists and tuples.
 
-    torch's own modes look for them in this way, and no public name does.
+    torch's own dispatch modes search arguments with this function. It has no public equivalent.
     """
     return [one for one in _pytree.tree_leaves(values) if isinstance(one, torch.Tensor)]
 
 
 def reset_group_counter() -> None:
-    """Make this process meet fresh ones again after an ``init_process_group`` that failed.
+    """Reset torch's group counter so that this process can join new processes after a failed set-up.
 
-    torch counts groups and puts the number into the store keys under which members meet. A failed set-up
-    leaves it raised, and there is nothing to destroy that would set it back.
+    torch counts process groups and includes the number in the store keys that members use to find each
+    other. If ``init_process_group`` fails, the counter stays incremented, and no group exists whose
+    destruction would reset it.
     """
     distributed_c10d._world.group_count = 0
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Give later operations of ``group`` another timeout than the one it was set up with."""
+    """Set the timeout of later operations of ``group``, replacing the timeout from its set-up."""
     distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def abort_groups() -> None:
-    """Free the threads of this process that wait in NCCL; gloo has no such call."""
+    """Release the threads of this process that are blocked in NCCL. gloo has no equivalent call."""
     distributed_c10d._abort_process_group()
 
 
@@ -59,7 +60,7 @@ _kept_groups: list[dist.ProcessGroup] = []
 
 
 class _KeptGroups(dict[dist.ProcessGroup, Any]):
-    """torch's map of the process groups that it knows; each that enters is kept."""
+    """A replacement for torch's map of process groups that also keeps a reference to each added group."""
 
     def __setitem__(self, group: dist.ProcessGroup, value: Any) -> None:
         _kept_groups.append(group)
@@ -67,28 +68,31 @@ class _KeptGroups(dict[dist.ProcessGroup, Any]):
 
 
 def keep_groups() -> None:
-    """Keep a reference to every process group that this process makes from here on, until it exits.
+    """Keep a reference to every process group that this process creates from now on, until it exits.
 
-    The last reference to a group may belong to DDP's reducer, whose destructor holds the GIL while it joins
-    the threads of gloo; such a thread may wait for the GIL to free the objects of a collective that has
-    finished. No public hook sees groups before ``destroy_process_group`` drops them. The price is the threads
-    and sockets of groups that the process has destroyed, which it has until it exits.
+    This prevents a deadlock. The last reference to a group may belong to DDP's reducer, whose destructor
+    holds the GIL while it joins gloo's threads. Such a thread may itself wait for the GIL to free the objects
+    of a finished collective. torch has no public hook that runs before ``destroy_process_group`` drops a
+    group. As a cost, the threads and sockets of destroyed groups remain until the process exits.
     """
     if not isinstance(distributed_c10d._pg_map, _KeptGroups):
         distributed_c10d._pg_map = _KeptGroups(distributed_c10d._pg_map)
 
 
 def scale(tensors: list[torch.Tensor], factor: float) -> None:
-    """Multiply all ``tensors`` by ``factor``, in place: a few kernels in all, where a loop would launch one
-    for each.
+    """Multiply all ``tensors`` by ``factor``, in place.
 
-    torch's own clipping calls the same name; it has no public one.
+    This launches a few kernels in total; a loop would launch one kernel per tensor. torch's gradient clipping
+    calls the same function, which has no public name.
     """
     torch._foreach_mul_(tensors, factor)
 
 
 def record_memory(max_entries: int | None) -> None:
-    """Begin to keep the newest allocations of the accelerator's memory; None: stop, and forget them."""
+    """Record the newest ``max_entries`` allocations of accelerator memory.
+
+    If ``max_entries`` is None, stop recording and drop the recorded allocations.
+    """
     if max_entries is None:
         torch.cuda.memory._record_memory_history(enabled=None)
     else:
@@ -96,14 +100,15 @@ def record_memory(max_entries: int | None) -> None:
 
 
 def dump_memory(path: str) -> None:
-    """Write what is kept of the allocations, for https://pytorch.org/memory_viz."""
+    """Write the recorded allocations to ``path``, in the format of https://pytorch.org/memory_viz."""
     torch.cuda.memory._dump_snapshot(path)
 
 
 def has_foreign_weights(module: Any) -> bool:
-    """Whether one of the weights that FSDP2 has cut for ``module`` has another in its place.
+    """Return whether another tensor has replaced one of the weights that FSDP2 sharded for ``module``.
 
-    FSDP2 puts its own there when the module is called, without a word. No public name tells them apart.
+    When the module is called, FSDP2 silently puts its own weight back, so the replacement would be lost. No
+    public API distinguishes the two.
     """
     for group in module._get_fsdp_state()._fsdp_param_groups:
         for managed in group.fsdp_params:
@@ -118,13 +123,14 @@ def has_foreign_weights(module: Any) -> bool:
 def gather_as(
     module: Any, chosen: Container[tuple[nn.Module, str]], dtype: torch.dtype
 ) -> None:
-    """Let FSDP2 gather the ``chosen`` of the weights that it has cut for ``module`` in the type ``dtype``.
+    """Make FSDP2 gather the ``chosen`` weights of ``module`` as ``dtype``.
 
-    ``chosen``: weights by module and name. Their gradients come in that type, too, and are added up over
-    ranks in fp32. To be called before the first call of ``module``.
+    ``chosen`` contains pairs of submodule and parameter name, such as ``(block.linear, "weight")``. The
+    gradients of these weights also have the type ``dtype`` and are summed over ranks in fp32. Call this
+    function before the first call of ``module``.
 
-    FSDP2 gathers weights in groups, and each group has types of its own; but ``fully_shard`` makes a second
-    group only for weights of another process group.
+    FSDP2 gathers weights in groups, and each group has its own types. However, ``fully_shard`` creates a
+    second group only for weights of another process group, so this function splits the groups itself.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -157,15 +163,15 @@ def gather_as(
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
-    """Whether something is called with the gradient of ``parameter``. No public name tells."""
+    """Return whether ``parameter`` has gradient hooks. torch has no public API for this check."""
     return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
 
 
 def forget_passes(module: Any) -> None:
-    """Drop what FSDP2 remembers of passes that no backward pass has followed: a list that would grow.
+    """Drop FSDP2's records of forward passes without a backward pass, so that the list does not grow.
 
-    Nothing is done for the parts of a module, nor for one that was not called yet, of which torch's public
-    name for it knows nothing.
+    Does nothing for a submodule or for a module that has not been called yet. torch's public method does not
+    support either case.
     """
     if module._get_fsdp_state()._is_root:
         module.reset_iter_state()
@@ -174,9 +180,9 @@ def forget_passes(module: Any) -> None:
 def wrap_call(
     module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> None:
-    """Put ``wrap`` around what a call of ``module`` computes: around its graph where it is compiled.
+    """Wrap the call of ``module`` with ``wrap``. If the module is compiled, wrap its compiled graph.
 
-    ``Module.compile`` traces whatever stands around ``forward``, and has no public place outside of that.
+    ``Module.compile`` also traces any wrapper of ``forward`` and has no public hook outside the graph.
     """
     if module._compiled_call_impl is None:
         module.forward = wrap(module.forward)
@@ -185,10 +191,11 @@ def wrap_call(
 
 
 def attention_backend(query: torch.Tensor, key: torch.Tensor) -> str:
-    """Name the backend of causal attention that torch takes for these tensors, [1, heads, tokens, size].
+    """Return the name of the backend that torch selects for causal attention on these tensors.
 
-    torch tells what could be used for an accelerator alone, and what it would use nowhere. Raises
-    RuntimeError where no backend that is switched on can do it.
+    ``query`` and ``key`` have the shape ``[1, heads, tokens, size]``. The result is ``math``, ``flash``,
+    ``efficient``, ``cudnn`` or ``other``. torch's public API reports only which backends an accelerator could
+    use, not the selected backend. Raises RuntimeError if no enabled backend supports the tensors.
     """
     is_grouped = query.shape[1] != key.shape[1]
     chosen = torch._fused_sdp_choice(query, key, key, is_causal=True, enable_gqa=is_grouped)
@@ -196,32 +203,34 @@ def attention_backend(query: torch.Tensor, key: torch.Tensor) -> str:
 
 
 def import_slow_parts() -> None:
-    """Import what the first optimizer step of a process, and torch's log formatter at the first error,
-    import: seconds. Not what this process delays."""
-    import torch._dynamo  # noqa: F401 - for those who import it later
+    """Import the modules that torch would otherwise import at the first optimizer step or the first logged
+    error, which takes seconds. A delayed compiler (see :func:`delay_compiler`) stays delayed."""
+    import torch._dynamo  # noqa: F401 - later imports find it in sys.modules
 
 
 def delay_compiler() -> None:
-    """Let torch's compiler, and the algebra of unknown sizes, be imported by their first real use, not by
-    everything that may use them.
+    """Delay the import of torch's compiler and its symbolic-shapes module until their first real use.
 
-    transformers, torch's own optimizers and its DTensor import them in every process, for decorators and
-    questions that mean something to compiled code alone: a second or two of each start. Nothing changes where
-    one has been imported already. Not for a process that forks others which will compile or shard: each of
-    them would import it again.
+    transformers, torch's optimizers and DTensor import both modules in every process, for decorators and
+    checks that only affect compiled code. These imports take one to two seconds at each start. A module that
+    has already been imported is left as it is. Do not call this in a process that forks processes that
+    compile or shard, because each of them would import the modules again.
     """
     compiler = _delay(_COMPILER, _DelayedCompiler)
     if compiler is not None:
-        # transformers' attention masks take a class from this part, which needs no other.
+        # transformers' attention masks use a class from this submodule, which imports without the compiler.
         importlib.import_module(f"{_COMPILER}._trace_wrapped_higher_order_op")
-        # Any further part is a use of the compiler: they import each other through the whole.
+        # Importing any other submodule counts as a use of the compiler, because the submodules import each
+        # other through the package.
         sys.meta_path.insert(0, _PartsAfterTheWhole())
     _delay(_SIZES, _DelayedSizes)
 
 
 def _delay(name: str, kind: "type[_Delayed]") -> Any:
-    """Put a module in the place of ``name`` whose code runs at its first use; None where there is no such
-    place."""
+    """Register a module under ``name`` whose code runs at its first use, and return the module.
+
+    Returns None if ``name`` has already been imported or does not exist.
+    """
     if name in sys.modules:
         return None
     spec = importlib.util.find_spec(name)
@@ -236,40 +245,41 @@ def _delay(name: str, kind: "type[_Delayed]") -> Any:
 
 
 class _Delayed(types.ModuleType):
-    """A module before its code has run. A name that its class does not have runs it, in this same module."""
+    """A module whose code has not run yet. Access to a name that this class does not define runs the code, in
+    the same module object."""
 
     def __getattr__(self, name: str) -> Any:
-        # Others look for such names in every module (inspect, warnings): no use of it.
+        # inspect and warnings look up such names in every module. That is not a use of this module.
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(_load(self), name)
 
 
 class _DelayedCompiler(_Delayed):
-    """torch's compiler before its code has run.
+    """A stand-in for torch's compiler until its code runs.
 
-    It answers what is asked of it at imports, when groups are set up and in eager steps, with torch's names
-    of parameters. A request from before it is loaded takes effect then.
+    It implements the functions that torch calls during imports, group set-up and eager steps, with torch's
+    parameter names. A call made before the compiler is loaded takes effect when it is loaded.
     """
 
     trace_rules = types.SimpleNamespace(clear_lru_cache=lambda: None)
-    """The cache that a new process group clears: nothing is kept yet."""
+    """Holds the cache that a new process group clears. It is empty until the compiler is loaded."""
 
     def graph_break(self, msg: str = "") -> None:
-        """End the graph that is being traced: there is none."""
+        """Do nothing, because no graph is being traced."""
 
     def allow_in_graph(self, fn: Any) -> Any:
-        """Leave a call of ``fn`` as it is in graphs: noted until there are graphs."""
+        """Keep calls of ``fn`` untraced in graphs. The request is recorded until the compiler is loaded."""
         _noted.append(("allow_in_graph", fn))
         return fn
 
     def assume_constant_result(self, fn: Any) -> Any:
-        """Trace ``fn`` as a constant: noted until there are graphs."""
+        """Trace ``fn`` as a constant. The request is recorded until the compiler is loaded."""
         _noted.append(("assume_constant_result", fn))
         return fn
 
     def disable(self, fn: Any = None, recursive: bool = True, **options: Any) -> Any:
-        """Keep ``fn`` from being traced, from the moment that anything can be."""
+        """Prevent the tracing of ``fn``, starting when the compiler is loaded."""
         if fn is None:
             return functools.partial(self.disable, recursive=recursive, **options)
         if not isinstance(fn, types.FunctionType):
@@ -278,7 +288,7 @@ class _DelayedCompiler(_Delayed):
 
         @functools.wraps(fn)
         def call(*args: Any, **kwargs: Any) -> Any:
-            # There from the compiler's own code on, which another thread may be running.
+            # The compiler's own code defines this name. Another thread may be running that code now.
             loaded = vars(self).get("disable")
             if loaded is None:
                 return fn(*args, **kwargs)
@@ -290,56 +300,57 @@ class _DelayedCompiler(_Delayed):
 
 
 class _PartsAfterTheWhole(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the parts of a delayed compiler, by an import of the whole.
+    """Finds submodules of a delayed compiler by importing the whole package first.
 
-    The whole imports most of its parts. An import that ran one of them once more would leave two of it: a
-    setting of ``torch._dynamo.config`` in one that nobody reads, and an error that nobody catches.
+    The package imports most of its submodules. If an import ran a submodule a second time, two copies of the
+    submodule would exist: a setting in the unused copy of ``torch._dynamo.config`` would have no effect, and
+    an ``except`` clause for one copy's error class would not catch the other copy's errors.
     """
 
     def find_spec(
         self, fullname: str, path: object = None, target: object = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """A specification whose module is made by :meth:`create_module`; None for all else."""
+        """Return a spec whose module comes from :meth:`create_module`, or None for any other module."""
         whole = sys.modules.get(_COMPILER)
         if not fullname.startswith(f"{_COMPILER}.") or not isinstance(whole, _Delayed):
             return None
         return importlib.machinery.ModuleSpec(fullname, self)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        """The part as it is once the whole has been imported."""
+        """Import the whole package and return its submodule."""
         _load(sys.modules[_COMPILER])
         part = importlib.import_module(spec.name)
         spec.loader_state = part.__spec__
         return part
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Nothing: its code has run. Only its specification was replaced, where it lets that be done."""
+        """Restore the submodule's own spec if the import replaced it. Its code has already run."""
         current = module.__spec__
         if current is not None and current.loader is self:
             module.__spec__ = current.loader_state
 
 
 class _DelayedSizes(_Delayed):
-    """torch's algebra of sizes that are not known, before its code has run.
+    """A stand-in for torch's symbolic-shapes module until its code runs.
 
-    Half a second, of which sympy is most. DTensor takes these names of it at its import, and asks them of
-    sizes that are known: such questions are answered here.
+    The import takes half a second, most of it in sympy. DTensor imports the names below and calls them for
+    sizes that are known. This class handles such calls without loading the module.
     """
 
     def guard_or_false(self, a: Any) -> Any:
-        """``a`` where it is known."""
+        """Return ``a`` if it is a bool; otherwise load the module and call its function."""
         return a if type(a) is bool else getattr(_load(self), "guard_or_false")(a)  # noqa: B009 - as above
 
     def guard_or_true(self, a: Any) -> Any:
-        """``a`` where it is known."""
+        """Return ``a`` if it is a bool; otherwise load the module and call its function."""
         return a if type(a) is bool else getattr(_load(self), "guard_or_true")(a)  # noqa: B009 - as above
 
     def statically_known_true(self, x: Any) -> Any:
-        """``x`` where it is known."""
+        """Return ``x`` if it is a bool; otherwise load the module and call its function."""
         return x if type(x) is bool else getattr(_load(self), "statically_known_true")(x)  # noqa: B009 - as above
 
     class GuardOnDataDependentSymNode(RuntimeError):  # noqa: N818 - torch's name
-        """Stands for torch's error until there can be one, in modules that catch it."""
+        """Replaces torch's error class in ``except`` clauses until the module is loaded."""
 
 
 _noted: list[tuple[str, Any]] = []
@@ -347,8 +358,8 @@ _loading = threading.RLock()
 
 
 def _load(module: types.ModuleType) -> types.ModuleType:
-    """Run the module's own code in it, once."""
-    # Reentrant: its code imports parts of itself, which ask the module for what it has by then.
+    """Run the module's own code once, in the same module object."""
+    # The lock is reentrant, because the code imports submodules, which access the half-loaded module.
     with _loading:
         if not isinstance(module, _Delayed):
             return module
@@ -358,7 +369,7 @@ def _load(module: types.ModuleType) -> types.ModuleType:
         try:
             spec.loader.exec_module(module)
         except BaseException:
-            # Half a module would fail elsewhere, with an error that says nothing: the next use tries again.
+            # A half-loaded module would fail later with a misleading error, so the next use loads it again.
             module.__class__ = kind
             raise
         if kind is _DelayedCompiler:
@@ -366,7 +377,7 @@ def _load(module: types.ModuleType) -> types.ModuleType:
                 name, function = _noted.pop()
                 getattr(module, name)(function)
         if kind is _DelayedSizes:
-            # Modules that have taken a name of the delayed one get what it stands for now.
+            # Other modules may have imported names of the stand-in. Replace these names with the real ones.
             for name, stand_in in vars(_DelayedSizes).items():
                 if name.startswith("__"):
                     continue
@@ -378,5 +389,5 @@ def _load(module: types.ModuleType) -> types.ModuleType:
 
 
 def group_state() -> tuple[int, Any]:
-    """(number of groups counted, the default group): what a test of a failed set-up looks at."""
+    """Return the number of counted groups and the default group. Tests check both after a failed set-up."""
     return distributed_c10d._world.group_count, distributed_c10d._world.default_pg

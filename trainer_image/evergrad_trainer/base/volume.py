@@ -1,5 +1,4 @@
-"""Trouble of a volume that may pass: which calls are tried again, for how long, and the error where it does
-not pass."""
+"""Retries of volume operations: which errors are retried, for how long, and the error if retries fail."""
 
 import errno
 import logging
@@ -13,8 +12,8 @@ from evergrad_trainer.base.errors import VolumeError
 from evergrad_trainer.base.host_errors import HOST_ERRNOS, trouble_of
 
 PATIENCE_SECONDS: Final = 20.0
-"""How long an operation is tried again while others wait for this process: longer than a server takes to fail
-over to another."""
+"""How long an operation is retried while other processes wait for this process. A storage server fails over
+to another server within this time."""
 _FIRST_PAUSE_SECONDS: Final = 0.05
 _LONGEST_PAUSE_SECONDS: Final = 2.0
 _NOT_BY_WAITING: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
@@ -29,20 +28,25 @@ _ONLY_FOR_A_MOMENT: Final = frozenset(
     }
 )
 PASSING: Final = (HOST_ERRNOS - _NOT_BY_WAITING) | _ONLY_FOR_A_MOMENT
-"""Errors that another try may not meet again: those of a host, except for a mount that stays as it is."""
+"""Errnos that a retry may cure: the errnos of host errors, except for a read-only mount and missing
+permissions, plus errnos of momentary conditions."""
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
 def volume_error(error: OSError, where: Path | str, what: str) -> VolumeError:
-    """Make ``error`` trouble of the volume, or of the host it happened on."""
+    """Build a VolumeError from ``error``.
+
+    ``where`` is the path and ``what`` describes the failed operation, such as "the checkpoint cannot be
+    read". The remedy in the message depends on the errno.
+    """
     reason, trouble = (
         error.strerror or str(error) or type(error).__name__,
         trouble_of(error),
     )
     if trouble == "no_space":
-        # Every host meets a full volume: only a person can make room.
+        # A retry on another host would also fail on a full volume. Only a user can free space.
         remedy = "Delete what is not needed there, or enlarge the volume or its quota"
     else:
         remedy = (
@@ -59,11 +63,10 @@ def retry(
     what: str,
     patience_seconds: float = PATIENCE_SECONDS,
 ) -> Result:
-    """Call ``call``, again with growing pauses while it raises a PASSING error. Any other OSError is raised
-    as it is.
+    """Call ``call`` and return its result; retry with growing pauses while it raises a PASSING error.
 
-    Raises VolumeError once the pauses add up to the patience. They are counted, not measured: one call may
-    hang for long.
+    Any other OSError is raised unchanged. Raises VolumeError when the pauses add up to ``patience_seconds``.
+    The time inside ``call`` does not count, because one call may hang for a long time.
     """
     pause, waited = _FIRST_PAUSE_SECONDS, 0.0
     while True:
@@ -75,6 +78,7 @@ def retry(
             if waited >= patience_seconds:
                 raise volume_error(error, where, what) from error
             _log.warning("%s: %s: %s; tried again in %.2f s", where, what, error, pause)
-        # Growing: a moment's trouble costs little, and a server that fails over is not asked all the time.
+        # The pauses grow from 0.05 s to 2 s: a momentary error costs little time, and a server that fails
+        # over does not receive too many requests.
         time.sleep(pause)
         waited, pause = waited + pause, min(2 * pause, _LONGEST_PAUSE_SECONDS)

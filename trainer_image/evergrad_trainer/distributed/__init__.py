@@ -1,1 +1,1 @@
-"""Process groups, the world of one generation, and the transports between its ranks."""
+"""Process groups, the world of one generation, and the transports between the ranks of a world."""

@@ -1,4 +1,4 @@
-"""The only module that initialises process groups, devices and threads, and that takes groups down again."""
+"""Initialises process groups, devices and threads, and destroys process groups. No other module does."""
 
 import os
 import time
@@ -20,7 +20,7 @@ from evergrad_trainer.distributed.world import Interrupt, World
 
 @dataclass(frozen=True)
 class Launch:
-    """Facts about this process from the launcher (torchrun's environment)."""
+    """The position of this process among the processes of the launcher, from torchrun's environment."""
 
     rank: int = 0
     local_rank: int = 0
@@ -31,7 +31,7 @@ class Launch:
 
 
 def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
-    """Read torchrun's variables; without them the world is of one process."""
+    """Read torchrun's environment variables. If ``WORLD_SIZE`` is not set, the world has one process."""
     env = os.environ if environment is None else environment
     if "WORLD_SIZE" not in env:
         return Launch()
@@ -48,9 +48,10 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
 def choose_device(
     wanted: Literal["auto", "cpu", "cuda"], *, local_rank: int
 ) -> torch.device:
-    """Choose this process's device. ``auto``: its own accelerator where there is one, else the CPU.
+    """Return the device of this process.
 
-    Raises RuntimeError for a missing cuda.
+    ``auto`` selects the accelerator for ``local_rank`` if there is one, else the CPU. Raises RuntimeError if
+    ``wanted`` is ``cuda`` and no CUDA device is visible.
     """
     has_cuda = torch.cuda.is_available()
     if wanted == "cuda" and not has_cuda:
@@ -61,21 +62,21 @@ def choose_device(
 
 
 def set_threads(threads: int) -> None:
-    """Give this process's CPU kernels ``threads`` threads."""
+    """Set the number of threads that CPU kernels of this process use."""
     torch.set_num_threads(threads)
 
 
 def join_world(launch: Launch, *, device: torch.device, timeout_seconds: int) -> World:
-    """Initialise the process groups named by the launcher.
+    """Initialise the process groups that the launcher describes.
 
-    Generation 0 until the run directory is claimed.
+    The generation of the returned world is 0 until the run directory is claimed.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if launch.world_size == 1:
         return World(generation=0, rank=0, size=1, device=device)
     timeout = timedelta(seconds=timeout_seconds)
-    # Collective: waits for all that the launcher has started.
+    # Collective: waits for all processes that the launcher has started.
     dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
         init_method=f"tcp://{join_address(launch.address, launch.port)}",
@@ -98,20 +99,22 @@ def join_world(launch: Launch, *, device: torch.device, timeout_seconds: int) ->
 
 
 def with_generation(world: World, generation: int) -> World:
-    """Return the same world under the generation it has claimed."""
+    """Return ``world`` with the generation that it has claimed."""
     return replace(world, generation=generation)
 
 
 def leave_world(world: World) -> None:
-    """Take the process groups down after a success. Never in an exception's path: peers may be gone."""
+    """Destroy the process groups after a success.
+
+    Do not call this while an exception is handled, because it would wait for peers that may be gone.
+    """
     if world.group is not None:
         dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
 class Place:
-    """One process's place in a generation, and where its members meet: a fresh store at
-    ``address``:``port``."""
+    """One process's rank in a generation, and the address of a new store at which the members meet."""
 
     generation: int
     rank: int
@@ -121,10 +124,11 @@ class Place:
 
 
 def setup_limit(base_seconds: float, *, device: torch.device, size: int) -> float:
-    """Seconds that ``size`` members, who are all ready, may take to meet; ``base_seconds`` for two CPUs.
+    """Return the seconds that ``size`` members may take to form a group once all of them are ready.
 
-    The first communicator of NCCL on a cold machine takes tens of seconds, and what rank 0 does for each
-    member takes its time in a large world.
+    ``base_seconds`` is enough for two CPU processes. The limit is higher for accelerators, because NCCL's
+    first communicator on a cold machine takes tens of seconds. It grows with ``size``, because rank 0 does
+    some work for each member. For example, 30 s for CPUs become 35 s with 100 members.
     """
     if device.type == "cuda":
         return base_seconds + 55.0 + 0.25 * size
@@ -140,10 +144,11 @@ def form_world(
     setup_seconds: float,
     timeout_seconds: float,
 ) -> World:
-    """Meet the other members of ``place`` in a group that can be given up: see :func:`abandon_world`.
+    """Form a process group with the other members of the generation. See also :func:`abandon_world`.
 
-    Raises PeerLostError when they are not all there within the limit, :func:`setup_limit` of
-    ``setup_seconds``. ``timeout_seconds`` holds for the collectives.
+    ``setup_seconds`` is the base of the time limit, see :func:`setup_limit`. ``timeout_seconds`` is the
+    timeout of the collectives. Raises PeerLostError if not all members arrive within the limit, or if the
+    group is abandoned while it forms.
     """
     alone = World(
         place.generation,
@@ -157,7 +162,7 @@ def form_world(
         return alone
     limit = setup_limit(setup_seconds, device=device, size=place.size)
     try:
-        # Collective: waits for the slowest member, at most for the limit.
+        # Collective: waits for the slowest member, but not longer than the limit.
         group, control, checkpoint = _meet(
             place, device, transport, timedelta(seconds=limit)
         )
@@ -165,8 +170,8 @@ def form_world(
         raise PeerLostError(
             f"the group of generation {place.generation} did not form: {error}"
         ) from error
-    # From here on it can be aborted. An abort that was asked for while it formed is done now, and leaves no
-    # group.
+    # From now on the group can be aborted. If an abort was requested while the group formed, it happens here
+    # and leaves no group.
     transport.opened()
     if interrupt.is_set:
         raise PeerLostError(
@@ -188,8 +193,12 @@ def form_world(
 def _meet(
     place: Place, device: torch.device, transport: Transport, patience: timedelta
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup]:
-    """The groups for the model's tensors, for small integers and for checkpoints. Raises RuntimeError."""
-    # A set-up that failed leaves the counter raised; it is part of the keys under which members meet.
+    """Create the groups for the model's tensors, for small integers and for checkpoints.
+
+    Raises RuntimeError if a member is missing or a connection fails.
+    """
+    # A failed set-up leaves the counter incremented. The counter is part of the keys in the store, so members
+    # with different counters would not find each other.
     torch_private.reset_group_counter()
     store = TCPStore(
         place.address, place.port, is_master=False, timeout=patience, wait_for_workers=False
@@ -211,28 +220,30 @@ def _meet(
 
 
 _leaked: list[tuple[World, list[tuple[Pending, tuple[torch.Tensor, ...]]]]] = []
-"""Groups, collectives and tensors of operations that never ended: their threads may still write, so nothing
-is freed."""
+"""Worlds, collectives and tensors of operations that have not ended. Their threads may still write to the
+tensors, so the memory must not be freed."""
 
 
 def abandon_world(
     world: World | None, transport: Transport, *, patience_seconds: float = 0.05
 ) -> bool:
-    """Take down the groups of this process, whatever has become of them; whether buffers of collectives must
-    not be used again.
+    """Destroy the groups of this process in any state.
 
-    ``transport``: that of the groups, also if they did not form. The caller has cut the sockets where peers
-    are gone: without that, destroying a group of gloo waits for operations that cannot end.
+    Returns whether operations are still running, in which case the buffers of collectives must not be used
+    again. ``transport`` is the transport of the groups, and is required even if the groups did not form. If
+    peers are gone, the caller must cut the sockets first. Otherwise, destroying a gloo group would wait for
+    operations that cannot end.
     """
     if world is not None and world.group is not None:
-        # Before looking at what is unfinished: where this aborts, it ends by that.
+        # This must come before the check for unfinished operations, because an abort ends them.
         transport.give_up()
-    # Those that have ended since, at the latest by the groups' timeout, give back their threads and sockets.
+    # Drop the entries whose operations have ended since, at the latest by the groups' timeout. This releases
+    # their threads and sockets.
     _leaked[:] = [
         leak for leak in _leaked if not all(work.is_completed() for work, _ in leak[1])
     ]
 
-    # Operations whose sockets were cut end within milliseconds; the patience is for all of them together.
+    # Operations whose sockets were cut end within milliseconds. The deadline is for all of them together.
     deadline = time.monotonic() + patience_seconds
     stuck = [] if world is None else list(world.unfinished)
     while stuck := [entry for entry in stuck if not entry[0].is_completed()]:
@@ -246,13 +257,16 @@ def abandon_world(
 
 
 def count_accelerators() -> int:
-    """Count the accelerators this process could use, without initialising any: one that has must not fork."""
+    """Return the number of accelerators that this process could use, without initialising any of them.
+
+    A process that has initialised an accelerator must not fork.
+    """
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     return torch.cuda.device_count()
 
 
 def accelerator_memory_bytes() -> int | None:
-    """Return the memory of the first accelerator, which this initialises; None without one."""
+    """Initialise the first accelerator and return its memory in bytes; None if there is no accelerator."""
     return (
         torch.cuda.get_device_properties(0).total_memory
         if torch.cuda.is_available()

@@ -1,15 +1,14 @@
-"""Transports: the ways of tensors between the processes of one group, and out of a group whose peers are
-gone.
+"""Transports move tensors between the processes of one group and release threads whose peers are gone.
 
 ==============  ===============  ===================================  ========================================
 transport       tensors on       a stuck operation is freed by        an operation of an abandoned group
 ==============  ===============  ===================================  ========================================
 gloo            CPU              cutting its sockets (the watchdog)   raises, or never ends
-NCCL            accelerator      aborting its communicators, once     may end without its data or an error
-asynchronous    CPU, for tests   aborting, as NCCL does               ends without its data or an error
+NCCL            accelerator      aborting its communicators, once     may end without data or an error
+asynchronous    CPU, for tests   aborting, as with NCCL               ends without data or an error
 ==============  ===============  ===================================  ========================================
 
-One object serves one generation. Small integers and checkpoints always travel over gloo groups on the CPU.
+One transport object serves one generation. Small integers and checkpoints always use gloo groups on the CPU.
 """
 
 import os
@@ -25,80 +24,82 @@ import torch.distributed as dist
 from evergrad_trainer.base import torch_private
 
 ENVIRONMENT_VARIABLE = "EVERGRAD_TRANSPORT"
-"""``asynchronous`` makes CPU runs use the transport for tests."""
+"""If this environment variable is ``asynchronous``, CPU runs use the transport for tests."""
 _ABORT_SECONDS = 2.0
-"""How long whoever gives a group up waits for its abort before it cuts the sockets all the same."""
+"""How long ``give_up`` waits for the abort of a group. The caller cuts the sockets after this time even if
+the abort has not returned."""
 _DELAY_SECONDS = 0.002
-"""How long after its data an operation of the asynchronous transport ends."""
+"""Delay between the arrival of the data and the end of an operation of the asynchronous transport."""
 
 
 class Pending(Protocol):
-    """An operation with other processes that was started: torch's ``Work``, or a thread that
-    waits for one."""
+    """A started operation with other processes: torch's ``Work``, or a thread that waits for one."""
 
     def is_completed(self) -> bool:
-        """Whether it has ended: its data have arrived, or never will."""
+        """Return whether the operation has ended: its data have arrived or will never arrive."""
 
     def wait(self) -> object:
-        """Raises RuntimeError where it has failed."""
+        """Wait for the operation. Raises RuntimeError if it failed."""
 
 
 class Transport(Protocol):
-    """Operations that a world needs of the library that moves its tensors.
+    """The operations that a world uses to move tensors.
 
-    ``give_up`` may come from any thread, at any time.
+    ``give_up`` may be called from any thread at any time.
     """
 
     backend: str
     is_silent: bool
-    """An operation of a group that was given up may end without its data and without an error: whether the
-    group still stands is looked at before the data are used."""
+    """Whether an operation of an abandoned group may end without its data and without an error. If so, check
+    that the group is not abandoned before you use the data."""
     is_stream_ordered: bool
-    """The wait of an operation is the device's: what is launched behind it runs behind it, and the host goes
-    on at once."""
+    """Whether ``wait`` of an operation blocks the device's stream and not the host. Kernels that are launched
+    later run after the operation."""
 
     def prepare(self) -> None:
-        """Set this process up, before its first group."""
+        """Prepare this process before its first group is created."""
 
     def opened(self) -> None:
-        """The groups are set up. If this one was given up in the meantime, it is aborted now."""
+        """Record that the groups are set up. If they were given up in the meantime, abort them now."""
 
     def start_sum(self, values: torch.Tensor, group: dist.ProcessGroup | None) -> Pending:
-        """Begin to sum ``values`` over all ranks, in place."""
+        """Start to sum ``values`` over all ranks, in place."""
 
     def start_send(
         self, values: torch.Tensor, group: dist.ProcessGroup | None, *, to: int
     ) -> Pending:
-        """Begin to give ``values`` to one rank."""
+        """Start to send ``values`` to the rank ``to``."""
 
     def start_receive(
         self, values: torch.Tensor, group: dist.ProcessGroup | None, *, source: int
     ) -> Pending:
-        """Begin to fill ``values`` with what ``source`` sends."""
+        """Start to fill ``values`` with the data that the rank ``source`` sends."""
 
     def mark_started(self) -> Pending:
-        """Return what ends when everything that was started and waited for so far has ended."""
+        """Return an operation that ends when all operations started and waited for so far have ended."""
 
     def give_up(self) -> None:
-        """Free every thread of this process that waits in an operation of this group, where cutting sockets
-        does not."""
+        """Release every thread of this process that is blocked in an operation of these groups.
+
+        A transport whose threads are released when sockets are cut does nothing here.
+        """
 
     def close(self) -> None:
-        """Take the groups of this process down, whatever has become of them."""
+        """Destroy the groups of this process in any state."""
 
 
 class _Ended:
-    """An operation that was over before anybody asked."""
+    """An operation that has already ended."""
 
     def is_completed(self) -> bool:
         return True
 
     def wait(self) -> None:
-        """Nothing."""
+        """Return without waiting."""
 
 
 class _LaunchedWork:
-    """All that was launched on the current stream of an accelerator so far."""
+    """All work launched so far on the current stream of an accelerator."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event()
@@ -112,12 +113,15 @@ class _LaunchedWork:
 
 
 def mark_launched(device: torch.device) -> Pending:
-    """Return what ends when ``device`` has run what this thread has launched on it; a CPU has, when asked."""
+    """Return an operation that ends when ``device`` has run all work that this thread has launched on it.
+
+    For a CPU, this operation has already ended.
+    """
     return _LaunchedWork(device) if device.type == "cuda" else _Ended()
 
 
 class _ThreadWork:
-    """A blocking call in a thread of its own, which is left behind if the call never ends."""
+    """A blocking call in a separate daemon thread. If the call never ends, the thread is left running."""
 
     def __init__(self, call: Callable[[], object]) -> None:
         self._call: Callable[[], object] | None = call
@@ -136,22 +140,22 @@ class _ThreadWork:
             raise RuntimeError(self._failure)
 
     def _run(self) -> None:
-        # Dropped before it runs: a thread that never ends would keep the group through it.
+        # Drop the reference before the call, because otherwise a thread that never ends would keep the group.
         call, self._call = self._call, None
         try:
             if call is not None:
                 call()
         except RuntimeError as error:
-            # Its words only: an error that is kept keeps its frames, and with them the group, in a circle
-            # that the garbage collector would break at some later moment, waiting for dead peers with the
-            # interpreter locked.
+            # Keep only the message. The error's traceback refers to frames that refer to the group, which is
+            # a reference cycle. The garbage collector would destroy the group later, and the destructor would
+            # wait for dead peers while it holds the GIL.
             self._failure = str(error)
 
 
 class GlooTransport:
-    """TCP between CPUs.
+    """Transport over TCP between CPUs.
 
-    An operation raises when its peer's connection ends, and so do those whose sockets the watchdog cuts.
+    An operation raises an error if the connection to its peer ends, or if the watchdog cuts its socket.
     """
 
     backend = "gloo"
@@ -159,10 +163,10 @@ class GlooTransport:
     is_stream_ordered = False
 
     def prepare(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def opened(self) -> None:
-        """Nothing: the watchdog cuts until the group is left."""
+        """Do nothing, because the watchdog cuts sockets until the process leaves the group."""
 
     def start_sum(self, values: torch.Tensor, group: dist.ProcessGroup | None) -> Pending:
         return _started(dist.all_reduce(values, group=group, async_op=True))
@@ -170,7 +174,7 @@ class GlooTransport:
     def start_send(
         self, values: torch.Tensor, group: dist.ProcessGroup | None, *, to: int
     ) -> Pending:
-        # gloo's own handles of sends cannot be asked whether they are done, so that a thread waits for them.
+        # gloo's handles of sends cannot report whether they have completed, so a thread waits for them.
         return _ThreadWork(lambda: dist.send(values, group=group, group_dst=to))
 
     def start_receive(
@@ -179,11 +183,11 @@ class GlooTransport:
         return _ThreadWork(lambda: dist.recv(values, group=group, group_src=source))
 
     def mark_started(self) -> Pending:
-        """Nothing to wait for: an operation that was waited for has ended."""
+        """Return an ended operation, because with gloo a finished wait means that the data have arrived."""
         return _Ended()
 
     def give_up(self) -> None:
-        """Nothing: the watchdog cuts the sockets."""
+        """Do nothing, because the watchdog cuts the sockets."""
 
     def close(self) -> None:
         if dist.is_initialized():
@@ -193,8 +197,8 @@ class GlooTransport:
 class _Abort:
     """Aborts the groups of one generation at most once, and never while they are being set up.
 
-    torch's abort clears the default group: a second call finds none and raises AssertionError, and so does
-    one that comes before there is a default group, in whatever thread asked for it.
+    torch's abort clears the default group. A second call, or a call before the default group exists, would
+    raise AssertionError in the calling thread.
     """
 
     def __init__(self) -> None:
@@ -204,22 +208,22 @@ class _Abort:
         self._is_over = False
 
     def opened(self) -> None:
-        """All groups are there. If an abort was asked for in the meantime, it is made now."""
+        """Record that all groups exist. If an abort was requested in the meantime, abort them now."""
         with self._lock:
             self._is_open = True
             if self._is_wanted:
                 self._abort()
 
     def ask(self) -> None:
-        """Abort the groups; while they are being set up, as soon as they are."""
-        # The lock is what makes one abort of several wishes: the watchdog's and the main thread's.
+        """Abort the groups. If they are still being set up, abort them when set-up has finished."""
+        # The watchdog and the main thread may both request an abort. The lock ensures a single abort.
         with self._lock:
             self._is_wanted = True
             if self._is_open:
                 self._abort()
 
     def close(self) -> None:
-        """Set-up and training are over: no group may be left."""
+        """Abort any remaining groups, because set-up and training have ended."""
         with self._lock:
             self._abort()
 
@@ -231,9 +235,10 @@ class _Abort:
 
 
 class NcclTransport:
-    """Collectives of accelerators, launched on their streams.
+    """Transport between accelerators, whose collectives are launched on their streams.
 
-    Lost peers were seen on one accelerator that three processes shared; never on several.
+    The loss of a peer was tested only with three processes that share one accelerator, not with several
+    accelerators.
     """
 
     backend = "nccl"
@@ -245,9 +250,12 @@ class NcclTransport:
         self._abort = _Abort()
 
     def prepare(self) -> None:
-        """Leave errors to this program: torch's watchdog would end the process, or abort a second time."""
+        """Disable torch's error handling and set the device.
+
+        Otherwise torch's watchdog would end the process or abort the groups a second time.
+        """
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-        # Where none is set every worker of a node opens a context on the first device.
+        # Without this call, every worker of a node would create a context on the first device.
         torch.cuda.set_device(self._device)
 
     def opened(self) -> None:
@@ -267,12 +275,11 @@ class NcclTransport:
         return _started(dist.irecv(values, group=group, group_src=source))
 
     def mark_started(self) -> Pending:
-        # Collectives run on a stream of their own; the current one is behind each that was waited for.
+        # Collectives run on a separate stream. The current stream waits for each of them that was waited for.
         return mark_launched(self._device)
 
     def give_up(self) -> None:
-        # In a thread: should the driver hang in the abort, the sockets of the other groups are cut all the
-        # same.
+        # The abort runs in a thread: the sockets of the other groups are cut even if the driver hangs in it.
         aborting = threading.Thread(
             target=self._abort.ask, name="evergrad-abort", daemon=True
         )
@@ -284,11 +291,11 @@ class NcclTransport:
 
 
 class AsynchronousTransport:
-    """For tests: works on the CPU as NCCL does on an accelerator.
+    """Transport for tests, which behaves on the CPU as NCCL does on an accelerator.
 
-    Operations run on a thread of their own, in the order they were started, and arrive some time after
-    ``wait`` has returned. One whose peer is gone never ends by itself. An abort clears torch's groups; what
-    had not arrived by then ends at once, without its data and without an error.
+    Operations run on a separate thread in the order in which they were started. Their data arrive some time
+    after ``wait`` has returned. An operation whose peer is gone never ends by itself. An abort clears torch's
+    groups and immediately ends all unfinished operations, without their data and without an error.
     """
 
     backend = "gloo"
@@ -304,7 +311,7 @@ class AsynchronousTransport:
         self._stream: threading.Thread | None = None
 
     def prepare(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def opened(self) -> None:
         self._abort.opened()
@@ -334,7 +341,7 @@ class AsynchronousTransport:
         return _Ended() if self._last is None else _Arrival(self._last)
 
     def give_up(self) -> None:
-        # Under the lock with the stream's thread, which writes nothing once this is seen.
+        # The stream's thread takes the same lock before it writes, and does not write after this flag is set.
         with self._lock:
             self._given_up.set()
         self._abort.ask()
@@ -342,7 +349,7 @@ class AsynchronousTransport:
     def close(self) -> None:
         with self._lock:
             self._given_up.set()
-        # The stream's thread ends behind everything that was queued before.
+        # The stream's thread ends after all operations that were queued before.
         self._queue.put(None)
         self._abort.close()
 
@@ -370,7 +377,7 @@ class AsynchronousTransport:
 class _QueuedWork:
     """One operation of the asynchronous transport.
 
-    Its data go through a copy, so that nothing is written after an abort.
+    The operation works on a copy of its tensor, so that an abort prevents any later write to the tensor.
     """
 
     def __init__(
@@ -391,11 +398,14 @@ class _QueuedWork:
         return self._arrived.is_set() or self._given_up.is_set()
 
     def wait(self) -> None:
-        """Nothing: what follows on the stream would come after it; only the host that reads too early sees
-        old values."""
+        """Return without waiting, as on an accelerator.
+
+        Later work on a stream would run after this operation. A host that reads the tensor before the
+        operation has ended sees the old values.
+        """
 
     def run(self, lock: threading.Lock) -> None:
-        """On the stream's thread."""
+        """Run the operation. Called on the stream's thread."""
         call, self._call = self._call, None
         values, self._values = self._values, None
         assert call is not None and values is not None  # noqa: S101 - run once
@@ -408,14 +418,17 @@ class _QueuedWork:
                 self._given_up.wait()
             time.sleep(_DELAY_SECONDS)
         with lock:
-            # Under the lock with ``give_up``: once the host has seen the abort nothing is written any more.
+            # ``give_up`` takes the same lock, so nothing is written after the host has observed the abort.
             if not self._given_up.is_set() and not has_failed:
                 values.copy_(self._copy)
                 self._arrived.set()
 
 
 class _Arrival:
-    """The end of one operation and, since they run in order, of all before it; its ``wait`` is the host's."""
+    """The end of one operation and of all operations before it, because they run in order.
+
+    Its ``wait`` blocks the host.
+    """
 
     def __init__(self, work: _QueuedWork) -> None:
         self._work = work
@@ -429,7 +442,7 @@ class _Arrival:
 
 
 def choose_transport(device: torch.device) -> Transport:
-    """Build the transport of tensors on ``device``, for one generation."""
+    """Build the transport of tensors on ``device`` for one generation."""
     if device.type == "cuda":
         return NcclTransport(device)
     if os.environ.get(ENVIRONMENT_VARIABLE) == "asynchronous":

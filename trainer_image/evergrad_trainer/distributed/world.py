@@ -1,8 +1,8 @@
-"""World of one generation: who trains together right now, and the collectives between them.
+"""The world of one generation: the processes that currently train together, and their collectives.
 
-A ``World`` is one generation's group as one process sees it. The loop asks a ``Membership`` for it between
-two steps and nowhere else, so that group, rank and size may change there. Every wait for other processes that
-training does is in this module, so that each of them ends when the group is given up.
+A ``World`` is one generation's group from the view of one process. The training loop reads it from a
+``Membership`` only between two steps, so that group, rank and size may change there. All code with which
+training waits for other processes is in this module, so that every wait ends if the group is given up.
 """
 
 import json
@@ -20,24 +20,21 @@ from evergrad_trainer.distributed.transports import GlooTransport, Pending, Tran
 
 _POLL_SECONDS = 0.0002
 _OVERDUE_SECONDS = 0.1
-"""How long after the group was given up a wait may last: its sockets are cut, so that most operations end by
-themselves."""
+"""How long a wait may continue after the group was given up. The sockets are cut then, so most operations end
+by themselves within this time."""
 
 
 class Interrupt:
-    """Says, from any thread, that a group is given up.
-
-    ``set`` may be called from a thread while another waits.
-    """
+    """A flag that any thread can set to give up a group, even while another thread waits."""
 
     def __init__(self, on_set: Callable[[], None] | None = None) -> None:
-        """``on_set`` is called once, by whoever gives the group up: it frees a main thread that waits for a
-        device."""
+        """``on_set`` is called once, in the thread that gives the group up. It releases a main thread that is
+        blocked on a device."""
         self._since: float | None = None
         self._on_set = on_set
 
     def set(self) -> None:
-        """Give the group up."""
+        """Give up the group."""
         if self._since is None:
             self._since = time.monotonic()
             if self._on_set is not None:
@@ -49,18 +46,18 @@ class Interrupt:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether operations have had their time to end by themselves."""
+        """Whether the time in which operations may end by themselves has passed."""
         return self._since is not None and time.monotonic() - self._since > _OVERDUE_SECONDS
 
 
 @dataclass(frozen=True)
 class World:
-    """One generation's group as seen by one process. Groups are None in a world of one.
+    """One generation's group from the view of one process. The groups are None in a world of one process.
 
-    ``group`` carries the model's tensors on ``device``; ``control`` (always on CPU) small integers between
-    steps; ``checkpoint`` (always on CPU) belongs to the checkpoint thread alone. With an ``interrupt`` no
-    wait outlives the group, and none lasts longer than ``timeout_seconds``: not every transport has a timeout
-    of its own.
+    ``group`` transfers the model's tensors on ``device``. ``control`` (always on the CPU) transfers small
+    integers between steps. ``checkpoint`` (always on the CPU) is used only by the checkpoint thread. If
+    ``interrupt`` is set, every wait ends when the group is given up and lasts at most ``timeout_seconds``,
+    because not every transport has its own timeout.
     """
 
     generation: int
@@ -76,15 +73,18 @@ class World:
     unfinished: list[tuple[Pending, tuple[torch.Tensor, ...]]] = field(
         default_factory=list, compare=False
     )
-    """Collectives that were started and not waited for, with the tensors they may still write to."""
+    """Started collectives that were not waited for yet, with the tensors that they may still write to."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes what exists once a run."""
+        """Whether this process is rank 0, which writes the files that exist once per run."""
         return self.rank == 0
 
     def sum_integers(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum an int64 CPU tensor over all ranks, in place (wrapping modulo 2**64); returns it."""
+        """Sum an int64 CPU tensor over all ranks in place, modulo 2**64, and return it.
+
+        Raises PeerLostError if the collective fails or the group is given up.
+        """
         if self.control is not None:
             self.wait(
                 self._start(
@@ -95,17 +95,20 @@ class World:
         return values
 
     def start_sum(self, values: torch.Tensor) -> Pending:
-        """Begin to sum ``values`` over all ranks, in place; :meth:`wait` for it. Only with a ``group``."""
+        """Start to sum ``values`` over all ranks in place. Call :meth:`wait` with the result.
+
+        Requires a ``group``.
+        """
         return self._start(lambda: self.transport.start_sum(values, self.group), values)
 
     def wait(self, work: Pending) -> None:
         """Wait until the data of a collective have arrived.
 
-        Raises PeerLostError when it failed, or was given up.
+        Raises PeerLostError if the collective fails or the group is given up.
         """
         try:
-            # Polled, since no wait of torch can be given up from another thread, and a peer that is gone or
-            # frozen may leave work.wait() waiting for the whole timeout of the group.
+            # Poll, because another thread cannot interrupt torch's work.wait(). If a peer is gone or frozen,
+            # work.wait() may block for the whole timeout of the group.
             latest = time.monotonic() + self.timeout_seconds
             while self.interrupt is not None and not work.is_completed():
                 if self.interrupt.is_overdue:
@@ -115,8 +118,8 @@ class World:
                         f"a collective did not end within {self.timeout_seconds:g} s"
                     )
                 time.sleep(_POLL_SECONDS)
-            # It may have ended because it was aborted: what it was to bring is not there, and a silent
-            # transport does not say so.
+            # The collective may have ended because it was aborted. Then its data are missing, and a silent
+            # transport does not raise an error.
             if (
                 self.interrupt is not None
                 and self.transport.is_silent
@@ -129,7 +132,7 @@ class World:
         self.unfinished[:] = [entry for entry in self.unfinished if entry[0] is not work]
 
     def send(self, values: torch.Tensor, *, to: int) -> None:
-        """Give ``values`` to one rank. Raises PeerLostError."""
+        """Send ``values`` to the rank ``to``. Raises PeerLostError if the peer is gone."""
         self.wait(
             self._start(
                 lambda: self.transport.start_send(values, self.group, to=to), values
@@ -137,9 +140,9 @@ class World:
         )
 
     def receive(self, values: torch.Tensor, *, source: int) -> None:
-        """Fill ``values`` with what ``source`` sends; they are there when this returns.
+        """Fill ``values`` with the data that the rank ``source`` sends, and wait for the data.
 
-        Raises PeerLostError.
+        Raises PeerLostError if the peer is gone.
         """
         self.wait(
             self._start(
@@ -149,18 +152,19 @@ class World:
         )
 
     def raise_if_given_up(self) -> None:
-        """Between two pieces of work: do not begin the next one for a group that is no more.
+        """Raise PeerLostError if the group was given up.
 
-        Raises PeerLostError.
+        Call this between two pieces of work, so that no work starts for a group that no longer exists.
         """
         if self.interrupt is not None and self.interrupt.is_set:
             raise PeerLostError("the group was given up")
 
     def follow(self, work: Pending) -> None:
-        """Let what is computed next be computed behind a collective.
+        """Make later computation run after a collective.
 
-        Where the device can wait by itself the host continues at once, and :meth:`await_started` comes later.
-        Elsewhere this is :meth:`wait`. Raises PeerLostError.
+        If the transport is ordered by a stream, the device waits and the host continues without waiting. Call
+        :meth:`await_started` later in this case. For other transports, this method is :meth:`wait`. Raises
+        PeerLostError.
         """
         if not self.transport.is_stream_ordered:
             self.wait(work)
@@ -171,9 +175,9 @@ class World:
             raise self._explained(error) from None
 
     def await_started(self) -> None:
-        """Wait until all collectives that this rank has followed or waited for have brought their data.
+        """Wait until the data of all collectives that this rank has followed or waited for have arrived.
 
-        Raises PeerLostError where the group was given up: they may have ended without their data then.
+        Raises PeerLostError if the group was given up, because the collectives may have ended without data.
         """
         self.wait(self.transport.mark_started())
         self.unfinished[:] = [
@@ -181,15 +185,15 @@ class World:
         ]
 
     def confirm(self) -> None:
-        """Wait until every rank has got all that was sent. Raises PeerLostError unless that is certain.
+        """Wait until every rank has received all data. Raises PeerLostError unless this is certain.
 
-        A silent transport's collective may end without its data and without an error. The rank that finds
-        this out leaves instead of taking part in the exchange, which then ends for nobody.
+        A collective of a silent transport may end without its data and without an error. A rank that detects
+        this raises before the final barrier, so the barrier does not complete on any rank.
         """
         if self.group is None:
             return
         self.await_started()
-        # Collective: a rank that gets here has all of its data.
+        # Collective: each rank that reaches this barrier has all of its data.
         self.barrier()
 
     def _start(
@@ -200,34 +204,38 @@ class World:
         except Exception as error:  # noqa: BLE001 - raised again, as what it means
             raise self._explained(error) from None
         assert work is not None  # noqa: S101 - async_op=True returns a Work by contract
-        # Kept alive: a collective of a group that is given up may still write into its tensors.
+        # Keep the tensors alive, because a collective of an abandoned group may still write to them.
         if self.interrupt is not None:
             self.unfinished.append((work, tensors))
         return work
 
     def _explained(self, error: Exception) -> Exception:
-        """A lost peer, if that is what the error says.
+        """Return the error to raise: a PeerLostError, a HostError, or ``error`` itself.
 
-        Its traceback is dropped: it would hold works and tensors.
+        A lost peer becomes a new error with the message alone, because the traceback of ``error`` would keep
+        operations and tensors alive.
         """
         is_given_up = self.interrupt is not None and self.interrupt.is_set
         if is_given_up or isinstance(error, PeerLostError):
-            # An abort from another thread takes the groups away under a call of torch, which then raises
-            # whatever comes first.
+            # An abort from another thread removes the groups during a call of torch, which may then raise any
+            # error.
             return PeerLostError(str(error))
         if isinstance(error, torch.AcceleratorError):
             return HostError(f"{self.device}: {error}. Another host can go on.")
         return PeerLostError(str(error)) if isinstance(error, RuntimeError) else error
 
     def all_agree(self, fine: bool) -> bool:
-        """Whether ``fine`` holds on every rank."""
+        """Return whether ``fine`` is true on every rank. All ranks call this."""
         return int(self.sum_integers(torch.tensor([0 if fine else 1]))) == 0
 
     def broadcast_json(self, value: Any, *, source: int = 0) -> Any:
-        """The JSON value of rank ``source`` on every rank; the others' argument is ignored."""
+        """Return the JSON value of rank ``source`` on every rank. Other ranks' ``value`` is ignored.
+
+        All ranks call this. For example, ``broadcast_json(names if world.is_main else None)``.
+        """
         if self.control is None:
             return value
-        # Two collectives: the others learn the length before they can make room for the bytes.
+        # Two collectives: the other ranks need the length to allocate the buffer for the bytes.
         data = json.dumps(value).encode() if self.rank == source else b""
         size = self.sum_integers(torch.tensor([len(data)]))
         buffer = torch.zeros(int(size), dtype=torch.uint8)
@@ -244,16 +252,16 @@ class World:
         return json.loads(bytes(buffer.tolist()))
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Every rank's JSON value on every rank, in rank order."""
+        """Return the JSON values of all ranks, in rank order. All ranks call this."""
         if self.control is None:
             return [value]
         data = json.dumps(value).encode()
-        # Collective: lengths first, since an all-gather needs the same size from every rank.
+        # Collective: gather the lengths first, because an all-gather needs the same size from every rank.
         sizes = self.gather_integers(len(data))
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         rows = [torch.zeros_like(padded) for _ in range(self.size)]
-        # Collective: every rank's bytes to every rank.
+        # Collective: send every rank's bytes to every rank.
         self.wait(
             self._start(
                 lambda: dist.all_gather(rows, padded, group=self.control, async_op=True),
@@ -267,19 +275,19 @@ class World:
         ]
 
     def gather_integers(self, value: int) -> list[int]:
-        """Every rank's signed 64-bit integer on every rank, in rank order."""
-        # Each rank fills a place of its own, so that a sum gathers the values.
+        """Return the signed 64-bit integers of all ranks, in rank order. All ranks call this."""
+        # Each rank sets only its own element, so that a sum gathers the values.
         values = torch.zeros(self.size, dtype=torch.int64)
         values[self.rank] = value
         return [int(one) for one in self.sum_integers(values).tolist()]
 
     def barrier(self) -> None:
-        """Wait for every rank."""
+        """Wait until every rank has called this."""
         self.all_agree(True)
 
 
 class Membership:
-    """The one place that knows the current world. Changes only between two steps."""
+    """Holds the current world of this process, which changes only between two steps."""
 
     def __init__(
         self,
@@ -289,10 +297,12 @@ class Membership:
         can_wait: Callable[[], bool] = lambda: False,
         saves_first: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``is_changing``: whether this process was asked to leave the world at the next step boundary.
+        """Create a membership of ``world``.
 
-        ``can_wait``: whether that may be a later one, so that a save in flight ends. ``saves_first``: whether
-        the world is to save its state before it is left, because nobody continues with it.
+        ``is_changing`` returns whether this process was asked to leave the world at the next step boundary.
+        ``can_wait`` returns whether a later boundary is also acceptable, so that a save in progress can end.
+        ``saves_first`` returns whether the world must save its state before it is left, because no process
+        continues with the state.
         """
         self._world = world
         self._can_wait = can_wait
@@ -304,17 +314,17 @@ class Membership:
         return self._world
 
     def move_to(self, world: World) -> None:
-        """Continue in another world. Only between two steps."""
+        """Continue in another world. Call this only between two steps."""
         self._world = world
 
     def is_changing(self, *, is_saving: bool = False) -> bool:
-        """Whether this process knows of a wish to go on in another world; the loop folds it into its agreed
-        flags.
+        """Return whether this process was asked to continue in another world.
 
-        With ``is_saving`` a wish that can wait is none yet.
+        The loop shares the result with all ranks in its agreed flags. If ``is_saving`` is true, a request
+        that can wait is ignored.
         """
         return self._is_changing() and not (is_saving and self._can_wait())
 
     def saves_first(self) -> bool:
-        """Whether this process knows that the state must be saved before the world is left."""
+        """Return whether this process was asked to save the state before it leaves the world."""
         return self._saves_first()

@@ -1,1 +1,1 @@
-"""The state of a run as tensors: transfer to new members and comparison of replicas."""
+"""The state of a run: its registry, its transfer to new members, and the comparison of replicas."""

@@ -1,5 +1,4 @@
-"""Providers of tensors for the state registry: modules, optimizers, and tensors that a recipe
-keeps besides."""
+"""Providers of tensors for the state registry: modules, optimizers, and further tensors of a recipe."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Final
@@ -10,11 +9,11 @@ from torch import nn
 from evergrad_trainer.state.registry import Values
 
 _BASE: Final = "evergrad_base"
-"""Attribute of a module: the names of its parameters that belong to a base."""
+"""Attribute of a module that contains the names of its base parameters (see :func:`mark_base`)."""
 
 
 class ModuleState:
-    """Registers a module's parameters and persistent buffers by their own names; tied weights appear once."""
+    """Provides a module's parameters and persistent buffers by their own names. Tied weights appear once."""
 
     def __init__(
         self,
@@ -22,7 +21,7 @@ class ModuleState:
         *,
         initial: Callable[[], Mapping[str, torch.Tensor]],
     ) -> None:
-        """``initial`` computes the tensors before the first step, by the same names; it may take long."""
+        """``initial`` computes the tensors before the first step, by the same names. It may be slow."""
         self._module = module
         self._initial = initial
 
@@ -31,30 +30,30 @@ class ModuleState:
         return module_tensors(self._module)
 
     def values(self) -> Values:
-        """Return nothing: a module is tensors alone."""
+        """Return an empty mapping, because a module has only tensors."""
         return {}
 
     def load_values(self, values: Values) -> None:
-        """Take nothing."""
+        """Do nothing."""
 
     def reset(self) -> None:
-        """Copy the initial tensors over the live ones."""
+        """Copy the initial tensors to the live tensors."""
         _copy_over(self.tensors(), self._initial())
 
 
 class OptimizerState:
-    """Registers any optimizer's state by its own names: ``<parameter>.<slot>``, such as
-    ``head.weight.exp_avg``.
+    """Provides the state of any optimizer under the names ``<parameter>.<slot>``.
 
-    Scalars that torch keeps for each parameter, such as Adam's ``step``, are values and not tensors: they are
-    written as one number where all parameters have the same. The optimizer's state is allocated before it is
-    registered, and its tensors are zero before the first step.
+    For example, ``head.weight.exp_avg``. Scalars that torch keeps for each parameter, such as Adam's
+    ``step``, are values and not tensors. If a scalar is equal for all parameters, it is stored as one number.
+    Allocate the optimizer's state before you create this provider. The tensors must be zero before the first
+    step.
     """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
     ) -> None:
-        """``parameters``: those the optimizer trains, under the names that checkpoints use for them."""
+        """``parameters`` are the parameters that the optimizer trains, by their names in checkpoints."""
         self._optimizer = optimizer
         self._parameters = dict(parameters)
         self._initial = self.values()
@@ -68,8 +67,12 @@ class OptimizerState:
         }
 
     def values(self) -> Values:
-        """Return the scalars by slot: one number, or a number for each parameter where they differ."""
-        # One number where all agree, because a number for each of thousands of parameters fills a manifest.
+        """Return the scalars by slot: one number, or a number per parameter if the parameters differ.
+
+        For example, ``{"step": 1200.0}``.
+        """
+        # Equal numbers are stored once, because a number for each of thousands of parameters would fill a
+        # manifest.
         scalars: dict[str, dict[str, float]] = {}
         for name, slot, value in self._slots():
             if self._is_scalar(name, slot, value):
@@ -80,7 +83,7 @@ class OptimizerState:
         }
 
     def load_values(self, values: Values) -> None:
-        """Set the scalars, in place where they are tensors."""
+        """Set the scalars. Scalars that are tensors are set in place."""
         for name, slot, value in self._slots():
             if slot not in values or not self._is_scalar(name, slot, value):
                 continue
@@ -92,24 +95,24 @@ class OptimizerState:
                 self._optimizer.state[self._parameters[name]][slot] = type(value)(number)
 
     def reset(self) -> None:
-        """Forget every step: zero tensors, and the scalars of the beginning."""
+        """Reset to the state before the first step: zero the tensors and restore the initial scalars."""
         with torch.no_grad():
             for tensor in self.tensors().values():
                 tensor.zero_()
         self.load_values(self._initial)
 
     def _slots(self) -> Iterator[tuple[str, str, Any]]:
-        """(parameter, slot, value) of everything the optimizer remembers."""
+        """Yield the parameter name, slot and value of each entry of the optimizer's state."""
         for name, parameter in self._parameters.items():
-            # Asking would make an entry for a parameter that the optimizer does not train.
+            # Without this check, the access would create an entry for a parameter that is not trained.
             if parameter in self._optimizer.state:
                 for slot, value in self._optimizer.state[parameter].items():
                     yield name, slot, value
 
     def _is_scalar(self, name: str, slot: str, value: object) -> bool:
-        """Whether a slot is one number.
+        """Return whether a slot is a single number.
 
-        The moments of a parameter without dimensions have none either, and are tensors.
+        The moments of a parameter without dimensions also have no dimensions, but they are tensors.
         """
         if not isinstance(value, torch.Tensor):
             return isinstance(value, int | float)
@@ -117,8 +120,7 @@ class OptimizerState:
 
 
 class KeptTensors:
-    """Registers tensors that a recipe keeps besides its modules, such as an average of weights or a snapshot
-    of them."""
+    """Provides tensors that a recipe keeps in addition to its modules, such as averaged weights."""
 
     def __init__(
         self,
@@ -126,9 +128,9 @@ class KeptTensors:
         *,
         initial: Callable[[], Mapping[str, torch.Tensor]],
     ) -> None:
-        """``kept`` is complete: names and shapes stay, contents change.
+        """``kept`` contains all tensors by name. Only their contents change, not their names or shapes.
 
-        ``initial``: the contents before the first step.
+        ``initial`` computes the contents before the first step.
         """
         self._kept = dict(kept)
         self._initial = initial
@@ -138,28 +140,29 @@ class KeptTensors:
         return self._kept
 
     def values(self) -> Values:
-        """Return nothing: these are tensors alone."""
+        """Return an empty mapping, because this provider has only tensors."""
         return {}
 
     def load_values(self, values: Values) -> None:
-        """Take nothing."""
+        """Do nothing."""
 
     def reset(self) -> None:
-        """Copy the initial tensors over the live ones."""
+        """Copy the initial tensors to the live tensors."""
         _copy_over(self._kept, self._initial())
 
 
 def mark_base(module: nn.Module, names: Collection[str]) -> None:
-    """Note which parameters of ``module`` are a base: frozen weights that adapters stand beside.
+    """Mark the parameters ``names`` of ``module`` as a base: frozen weights that have adapters.
 
-    They are no part of the state: every process makes them again, and the state has their hash.
+    Base weights are not part of the state. Every process creates them again, and the state contains their
+    hash.
     """
-    # On the module and not on the parameters, which FSDP2 replaces.
+    # The names are stored on the module and not on the parameters, because FSDP2 replaces parameters.
     setattr(module, _BASE, frozenset(names))
 
 
 def base_names(module: nn.Module) -> frozenset[str]:
-    """Names of the parameters of ``module`` that belong to a base, its own or that of a part."""
+    """Return the names of all base parameters of ``module`` and its submodules."""
     return frozenset(
         f"{path}.{name}" if path else name
         for path, one in module.named_modules()
@@ -168,11 +171,11 @@ def base_names(module: nn.Module) -> frozenset[str]:
 
 
 def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers of ``module``, live and detached, by their names in it.
+    """Return the live parameters (detached) and persistent buffers of ``module`` by their names in it.
 
-    Without the weights that adapters stand beside: see :func:`base_tensors`.
+    Base weights of adapters are not included, see :func:`base_tensors`.
     """
-    # Detached, so that loading into them is no step of autograd's graph.
+    # The parameters are detached, so that autograd does not record a load into them.
     base = base_names(module)
     tensors = {
         name: parameter.detach()
@@ -183,16 +186,16 @@ def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def module_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Persistent buffers of ``module``, live, by their names in it.
+    """Return the live persistent buffers of ``module`` by their names in it.
 
-    Others, such as tables of positions, are no part of its state: each process computes them again.
+    Other buffers, such as tables of positions, are not part of the state. Each process computes them again.
     """
     persistent = set(module.state_dict(keep_vars=True))
     return {name: buffer for name, buffer in module.named_buffers() if name in persistent}
 
 
 def base_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The frozen weights that adapters of ``module`` stand beside, by their names in it; mostly none."""
+    """Return the frozen base weights of ``module`` by their names in it; empty if it has no adapters."""
     base = base_names(module)
     return {name: one.detach() for name, one in module.named_parameters() if name in base}
 
@@ -200,14 +203,14 @@ def base_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 def _copy_over(
     live: Mapping[str, torch.Tensor], initial: Mapping[str, torch.Tensor]
 ) -> None:
-    # Here, since it takes a second that no run without shards should wait for.
+    # Imported here, because the import takes a second, which only a run with shards needs to spend.
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     with torch.no_grad():
         for name, tensor in live.items():
             whole = initial[name]
             if isinstance(tensor, DTensor):
-                # Every rank has made the whole tensor and cuts its own part of it: nothing is sent.
+                # Every rank has computed the whole tensor and takes its own shard, so no rank sends data.
                 whole = whole.to(tensor.device, tensor.dtype)
                 mesh, cut = tensor.device_mesh, tensor.placements
                 whole = distribute_tensor(whole, mesh, cut, src_data_rank=None)

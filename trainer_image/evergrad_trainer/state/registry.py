@@ -1,37 +1,36 @@
-"""The registry of a run's state: whatever a run needs to continue is registered here once, under a name.
+"""The registry of a run's state. Each part of the state that a run needs to continue is registered once.
 
-Saving, restoring, transferring to a newcomer, going back to the beginning, exporting and comparing replicas
-all read the registry, so that what they cover cannot differ. A provider has tensors, small JSON values, or
-both:
+Save, restore, transfer to a new member, reset, export and comparison of replicas all read the registry, so
+they all cover the same state. A provider has tensors, small JSON values, or both:
 
 ===============  =====================================  ====================================
 name             tensors, as ``<name>.<its own name>``  values
 ===============  =====================================  ====================================
 ``model``        parameters and persistent buffers
 ``optimizer``    ``<parameter>.<slot>``                 its scalars, such as Adam's ``step``
-``ema``          ``<module>.<parameter>``, averaged     how many updates are in it
+``ema``          ``<module>.<parameter>``, averaged     number of updates in the average
 ``loss_scale``   the scale of fp16 and its count
-``counters``                                            finished steps, and what was counted
+``counters``                                            finished steps and other counts
 ``cursor``                                              next item of each source (compared)
 ``description``                                         the resolved model (compared)
-``observers``                                           what a task's observers remember
+``observers``                                           state of a task's observers
 ``frozen``                                              hashes of frozen modules (compared)
-``snapshots``                                           hashes of those that were taken
+``snapshots``                                           hashes of the snapshots taken so far
 ``task``                                                hashes of the task's files (compared)
 ``recipe``                                              the recipe, field by field
 ===============  =====================================  ====================================
 
-Values that are compared are no state: loading a checkpoint compares them with what they are here and now.
-Further trained modules of a task stand beside ``model`` under their own names; ``kept`` are the tensors that
-a task keeps besides. Observers register their own state.
+Compared values are not part of the state. When a checkpoint is loaded, they are compared with the current
+values. Other trained modules of a task are registered under their own names, like ``model``. ``kept`` are
+further tensors of a task. Observers register their own state.
 
 Rules for providers:
 
-- Names, shapes and types of tensors are fixed from registration on, and are the same on every rank.
-- :meth:`Provider.tensors` returns the live tensors, which are loaded in place. They change within a step
-  only: between two steps they are read-only, so that a copy can be taken of them beside training.
+- Names, shapes and types of tensors are fixed at registration and are the same on every rank.
+- :meth:`Provider.tensors` returns the live tensors, which are loaded in place. They change only within a
+  step. Between two steps they are read-only, so that they can be copied while training continues.
 - Values describe the state after the last finished step. They are the same on every rank, unless the
-  provider says otherwise.
+  provider documents otherwise.
 """
 
 import json
@@ -42,8 +41,8 @@ from typing import Any, Final, Protocol
 import torch
 
 MAX_VALUES_BYTES: Final = 256 * 1024
-"""Most bytes of JSON that one provider's values may take: they travel whenever a group forms, and are in
-every manifest."""
+"""Largest size of one provider's values as JSON. The values are sent each time a group forms and are stored
+in every manifest."""
 
 COUNTERS: Final = "counters"
 CURSOR: Final = "cursor"
@@ -72,8 +71,8 @@ RESERVED: Final = frozenset(
         RECIPE,
     }
 )
-"""Names that no module of a task may have. ``ema`` and ``loss_scale`` are taken where the file asks for them
-alone, because tasks are older than these."""
+"""Names that no module of a task may have. ``ema`` and ``loss_scale`` are reserved only if the manifest
+enables them, because tasks that were written before these names may already use them."""
 
 Values = Mapping[str, Any]
 
@@ -82,26 +81,25 @@ class Provider(Protocol):
     """One named part of a run's state."""
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Live tensors by this provider's own names; empty if it has none."""
+        """Return the live tensors by the provider's own names; empty if there are none."""
 
     def values(self) -> Values:
-        """JSON values that belong to the state after the last finished step; empty if there are none."""
+        """Return the JSON values of the state after the last finished step; empty if there are none."""
 
     def load_values(self, values: Values) -> None:
-        """Take over what :meth:`values` returned for the state that is being restored, in this process or in
-        another.
+        """Load the values that :meth:`values` returned for the restored state, in this or another process.
 
-        An empty mapping means that the state was saved before this provider existed. Tensors may not have
-        arrived yet.
+        An empty mapping means that the state was saved before this provider existed. The tensors of the
+        state may not be loaded yet.
         """
 
     def reset(self) -> None:
-        """Go back to the state before the first step, tensors in place. The same bits in every process."""
+        """Reset to the state before the first step; tensors in place, with the same bits in every process."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A registered tensor as a whole, whatever part of it a rank holds."""
+    """Name, full shape and type of a registered tensor, whichever shard of it a rank holds."""
 
     name: str
     shape: tuple[int, ...]
@@ -109,7 +107,7 @@ class TensorSpec:
 
 
 class Registry:
-    """All providers of one process, in the order in which they were registered."""
+    """All providers of one process, in the order of registration."""
 
     def __init__(self) -> None:
         self._providers: dict[str, Provider] = {}
@@ -117,9 +115,10 @@ class Registry:
     def register(self, name: str, provider: Provider) -> None:
         """Add a provider.
 
-        ``name`` has no dot, since it is the first part of its tensors' names. Raises ValueError.
+        ``name`` is the first part of the names of its tensors. Raises ValueError if ``name`` is empty,
+        contains a dot or is already registered.
         """
-        # A dot would let two providers make tensors of one name.
+        # With a dot in a name, the tensors of two providers could have the same name.
         if not name or "." in name or name in self._providers:
             raise ValueError(
                 f"the state registry cannot take {name!r}: names are unique and without dots"
@@ -127,8 +126,10 @@ class Registry:
         self._providers[name] = provider
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every live tensor as ``<provider>.<name>``: what a checkpoint holds and what is
-        transferred to a newcomer."""
+        """Return every live tensor by the name ``<provider>.<name>``.
+
+        A checkpoint contains these tensors, and a new member receives them.
+        """
         return {
             f"{name}.{own}": tensor
             for name, provider in self._providers.items()
@@ -136,8 +137,8 @@ class Registry:
         }
 
     def specs(self) -> tuple[TensorSpec, ...]:
-        """Every tensor as a whole, ordered by name, the same on every rank and in every world."""
-        # By name, because an older version may have registered the providers in another order.
+        """Return the specs of all tensors, ordered by name, which are equal on every rank in every world."""
+        # Ordered by name, because an older version may have registered the providers in another order.
         tensors = self.tensors()
         return tuple(
             TensorSpec(name, tuple(tensors[name].shape), tensors[name].dtype)
@@ -145,11 +146,11 @@ class Registry:
         )
 
     def values(self) -> dict[str, Values]:
-        """Each provider's values by its name; providers without any are left out.
+        """Return the values of each provider by its name; providers without values are omitted.
 
-        Raises ValueError if they are too many.
+        Raises ValueError if the values of a provider exceed MAX_VALUES_BYTES.
         """
-        # Bounded here and not where they are read: a state that cannot be saved must not be trained.
+        # The limit is checked here and not on loading, so that a state that cannot be saved is not trained.
         values = {name: provider.values() for name, provider in self._providers.items()}
         for name, own in values.items():
             size = len(json.dumps(own, allow_nan=False))
@@ -162,7 +163,7 @@ class Registry:
     def load_values(
         self, values: Mapping[str, Values], *, only: Container[str] | None = None
     ) -> None:
-        """Give every provider its values, in the order of registration. ``only``: these alone.
+        """Pass each provider its values, in the order of registration. ``only``: load these names alone.
 
         Values of unknown providers are ignored.
         """
@@ -172,44 +173,45 @@ class Registry:
                 provider.load_values(values.get(name, {}))
 
     def reset(self) -> None:
-        """Go back to the state before the first step."""
+        """Reset every provider to the state before the first step."""
         for provider in self._providers.values():
             provider.reset()
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Registers what is no state but is looked at whenever the run continues: it is saved, and compared on
-    loading."""
+    """Provides values that are not state. They are saved with the state and compared when it is loaded."""
 
     value: Callable[[], Values]
-    """Its value here and now."""
+    """Returns the current values."""
     check: Callable[[Values], None] | None = None
-    """Compares with what it was when the state was saved, and says or raises what differs. None: what refuses
-    another one reads the checkpoint's manifest itself, before anything is loaded."""
+    """Compares the saved values with the current values; logs or raises the differences. If this is None, the
+    values are compared elsewhere, from the manifest of the checkpoint, before anything is loaded."""
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Return nothing: an agreement has no tensors."""
+        """Return an empty mapping, because an agreement has no tensors."""
         return {}
 
     def values(self) -> Values:
-        """Return what it is now."""
+        """Return the current values."""
         return self.value()
 
     def load_values(self, values: Values) -> None:
-        """Compare; states of older versions may say nothing."""
+        """Compare ``values`` with the current values. A state of an older version may have no values."""
         if values and self.check is not None:
             self.check(values)
 
     def reset(self) -> None:
-        """Change nothing."""
+        """Do nothing."""
 
 
 def to_extra(values: Mapping[str, Values]) -> dict[str, Any]:
-    """Arrange values as the ``extra`` of a checkpoint's manifest.
+    """Convert ``values`` to the ``extra`` field of a checkpoint's manifest.
 
-    Counters lie flat in it, ``cursor`` and ``model`` beside them, as the first versions wrote them; all
-    others under ``state``.
+    The counters, ``cursor`` and ``model`` are top-level keys, in the format of the first versions. All other
+    values are under ``state``.
+
+    For example, ``{"step": 12, "cursor": {...}, "model": {...}, "state": {"optimizer": {...}}}``.
     """
     rest = {
         name: dict(own)
@@ -225,9 +227,11 @@ def to_extra(values: Mapping[str, Values]) -> dict[str, Any]:
 
 
 def from_extra(extra: Mapping[str, Any]) -> dict[str, Values]:
-    """Read what :func:`to_extra` wrote, or a version before it, in which Adam's step was one of
-    the counters."""
-    # Values that have no other name lay flat in the manifest of the first versions, and still do.
+    """Convert the ``extra`` field of a manifest back to values.
+
+    Also reads manifests of versions before :func:`to_extra`, which have Adam's step among the counters.
+    """
+    # All other top-level keys are counters, as in the manifests of the first versions.
     counters = {
         name: value
         for name, value in extra.items()
@@ -238,14 +242,14 @@ def from_extra(extra: Mapping[str, Any]) -> dict[str, Values]:
         values[CURSOR] = extra["cursor"]
     if "model" in extra:
         values[DESCRIPTION] = extra["model"]
-    # Before there was a registry, Adam's step was the number of updates.
+    # In versions without a registry, the number of updates was also Adam's step.
     if "state" not in extra:
         values[OPTIMIZER] = {"step": float(extra.get("updates", extra["step"]))}
     return values
 
 
 def recipe_in(extra: Mapping[str, Any]) -> Values:
-    """The recipe that a checkpoint was made with, field by field; empty where an older version wrote it."""
+    """Return the recipe of a checkpoint, field by field; empty if an older version wrote the checkpoint."""
     state = extra.get("state")
     recipe = state.get(RECIPE) if isinstance(state, Mapping) else None
     return recipe if isinstance(recipe, Mapping) else {}

@@ -1,9 +1,9 @@
-"""Compares the states that all ranks should hold alike: one 64-bit number a rank, summed from the bits of its
-tensors.
+"""Compares the states of replicas, which should be equal, by one 64-bit hash per rank.
 
-A flipped bit changes the number. A rank is named by the majority of those that held the state before; without
-a majority all are suspected, because nobody can tell who is right. Where ``shards`` ranks hold one replica
-together, each rank is compared with those that hold the same part of the other replicas: every ``shards``-th.
+A flipped bit in a tensor changes the hash. The majority of the ranks that held the state before determines
+the correct hash. Without a majority, all ranks are suspected, because the correct state is unknown. If
+``shards`` ranks hold one replica together, each rank is compared with the ranks that hold the same shard of
+the other replicas: every ``shards``-th rank.
 """
 
 import hashlib
@@ -21,10 +21,10 @@ _WORD_BYTES = 8
 
 
 def hash_state(state: Mapping[str, torch.Tensor]) -> int:
-    """A signed 64-bit number that depends on every bit of ``state``: the tensors' words, summed and weighed
-    by their names.
+    """Return a signed 64-bit hash that depends on every bit of ``state``.
 
-    Reads each tensor once and allocates next to nothing. Not against anybody who means harm.
+    The hash is the sum of all 64-bit words of the tensors, with a weight for each tensor name. Each tensor is
+    read once and almost no memory is allocated. The hash is not secure against deliberate manipulation.
     """
     names = sorted(state)
     sums = [sum_words(state[name]) for name in names]
@@ -34,10 +34,10 @@ def hash_state(state: Mapping[str, torch.Tensor]) -> int:
 
 
 def hash_sums(sums: Mapping[str, int]) -> int:
-    """The number of :func:`hash_state`, from each tensor's own: what :func:`sum_words` makes of it."""
+    """Return the hash of :func:`hash_state` from the result of :func:`sum_words` for each tensor name."""
     total = 0
     for name, value in sums.items():
-        # An odd number that belongs to the name, the same in every process.
+        # The weight is an odd number that depends only on the name, so it is equal in every process.
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         total += value * (int.from_bytes(digest, "little") | 1)
     return int((total + 2**63) % 2**64) - 2**63
@@ -46,10 +46,11 @@ def hash_sums(sums: Mapping[str, int]) -> int:
 def find_suspects(
     values: Sequence[int], *, holders: Collection[int] = (), shards: int = 1
 ) -> tuple[int, ...]:
-    """Ranks whose value is wrong.
+    """Return the ranks whose value is wrong.
 
-    The majority of ``holders`` (default: of all) is right; without one every rank is suspected. Both holds
-    for each of the ``shards`` parts by itself.
+    The majority of ``holders`` (by default, of all ranks) determines the correct value. Without a majority,
+    every rank is suspected. Each of the ``shards`` parts is evaluated separately. For example,
+    ``find_suspects([7, 7, 8])`` returns ``(2,)``.
     """
     suspects: list[int] = []
     for part in range(shards):
@@ -72,17 +73,18 @@ def compare_states(
     shards: int = 1,
     replicated: Collection[str] = (),
 ) -> None:
-    """Compare the states of all replicas after ``step``; ``state``: what this rank holds of its replica.
+    """Compare the states of all replicas after ``step``. All ranks call this.
 
-    ``replicated``: names of tensors that every rank holds, whatever ``shards`` is. All ranks call this.
-    Raises DivergedError on all, or PeerLostError.
+    ``state`` contains the tensors that this rank holds of its replica. ``replicated`` are the names of the
+    tensors that every rank holds, whatever ``shards`` is. Raises DivergedError on all ranks if the states
+    differ, or PeerLostError.
     """
     parts = {name: tensor for name, tensor in state.items() if name not in replicated}
     for own, copies in (({name: state[name] for name in replicated}, 1), (parts, shards)):
         if not own or world.size == copies:
-            # Nobody holds the same.
+            # No other rank holds the same tensors.
             continue
-        # Collective: one number of each rank, whatever the size of the state.
+        # Collective: one number from each rank, whatever the size of the state.
         hashes = world.gather_integers(hash_state(own))
         suspects = find_suspects(hashes, holders=holders, shards=copies)
         if suspects:
@@ -96,11 +98,11 @@ def compare_states(
 def compare_transferred(
     state: Mapping[str, torch.Tensor], world: World, transfers: Sequence[StateTransfer]
 ) -> None:
-    """Compare each rank that has got a state with its source alone.
+    """Compare each rank that has received a state with the source of the transfer. All ranks call this.
 
-    All ranks call this. Raises DivergedError, or PeerLostError.
+    Raises DivergedError on all ranks if the states differ, or PeerLostError.
     """
-    # Collective, for all ranks: which of them took part in a transfer does not matter to the exchange.
+    # Collective of all ranks, including the ranks that took no part in a transfer.
     hashes = world.gather_integers(hash_state(state))
     suspects = tuple(
         one.stale_rank for one in transfers if hashes[one.stale_rank] != hashes[one.source]
@@ -115,7 +117,10 @@ def compare_transferred(
 
 
 def compare_steps(steps: Sequence[int]) -> None:
-    """Whether all ranks are at the same step, as each has said in an exchange. Raises DivergedError."""
+    """Check that all ranks are at the same step. ``steps`` are the steps that the ranks have exchanged.
+
+    Raises DivergedError if the steps differ.
+    """
     suspects = find_suspects(steps)
     if suspects:
         named = ", ".join(f"rank {rank}: {step}" for rank, step in enumerate(steps))
@@ -128,8 +133,8 @@ def compare_steps(steps: Sequence[int]) -> None:
 def describe_difference(
     suspects: Sequence[int], *, size: int, what: str, shards: int = 1
 ) -> str:
-    """The sentence that a person reads."""
-    # All ranks that hold one part are suspected: no majority of them agrees.
+    """Return the error message for ``suspects``. ``what`` names the compared value."""
+    # If all ranks that hold one part are suspected, no majority of them agrees.
     undecided = [
         rank
         for rank in suspects
@@ -155,12 +160,14 @@ def describe_difference(
 
 
 def sum_words(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum of the tensor's bits as 64-bit words (wrapping), on its device; what is left at the end counts as
-    smaller ones."""
+    """Return the sum of the tensor's 64-bit words modulo 2**64, on its device.
+
+    The elements after the last whole word are added as single integers of their own size.
+    """
     flat = tensor.detach().contiguous().flatten()
     integers = flat.view(_INTEGERS[flat.element_size()])
     per_word = _WORD_BYTES // flat.element_size()
-    # A view as words needs an offset that is a multiple of a word.
+    # The offset of a view as 64-bit words must be a multiple of the word size.
     if integers.storage_offset() % per_word:
         integers = integers.clone()
     end = integers.numel() - integers.numel() % per_word

@@ -1,9 +1,9 @@
-"""Brings every member of a new world to one state: from members that hold the newest step, or from the one
-that reads it.
+"""Transfers the newest state to every member of a new world: from members that hold it, or from rank 0, which
+reads it from a checkpoint.
 
-Sources of a transfer are the ranks with the newest step; stale rank number i gets its state from source i
-modulo their number, point to point. A source only reads its state: if it dies during a transfer, the other
-sources still hold theirs.
+The sources of a transfer are the ranks with the newest step. The i-th stale rank receives its state from the
+source ``i % num_sources``, point to point. A source only reads its own state, so if a source fails during a
+transfer, the state of the other sources is still valid.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,16 +19,18 @@ _CHUNK_BYTES = 32 * 1024 * 1024
 
 @dataclass(frozen=True)
 class StateTransfer:
-    """``source`` gives its state to ``stale_rank``."""
+    """A transfer in which the rank ``source`` sends its state to the rank ``stale_rank``."""
 
     source: int
     stale_rank: int
 
 
 def plan_transfers(steps: Sequence[int]) -> tuple[StateTransfer, ...]:
-    """Plan what brings all ranks to the newest step. ``steps``: finished ones of each rank (-1: no state).
+    """Return the transfers that bring all ranks to the newest step.
 
-    Empty when nobody holds any.
+    ``steps`` are the finished steps of each rank, or -1 for a rank without a state. For example, the plan for
+    ``[5, -1, 5, 4]`` sends the state from rank 0 to rank 1 and from rank 2 to rank 3. The plan is empty if no
+    rank has a state.
     """
     newest = max(steps)
     if newest < 0:
@@ -44,17 +46,17 @@ def plan_transfers(steps: Sequence[int]) -> tuple[StateTransfer, ...]:
 def transfer_state(
     state: Mapping[str, torch.Tensor], transfer: StateTransfer, world: World
 ) -> None:
-    """Take part in one transfer, as source or as stale rank.
+    """Take part in one transfer as its source or as its stale rank.
 
-    Raises PeerLostError; a stale rank then holds half a state.
+    Raises PeerLostError if the other rank is gone. The state of the stale rank is then incomplete.
     """
     is_source = world.rank == transfer.source
-    # Both sides cut the state into the same pieces: their order follows from the names alone.
+    # Both ranks split the state into the same pieces, because the order depends only on the names.
     for piece in _pieces(state):
         if is_source:
             flat = _flatten(piece)
             world.send(flat, to=transfer.stale_rank)
-            # A source moves its state, too: it may have nothing else to show for minutes.
+            # The source reports its progress too, because it may make no other progress for minutes.
             MOVED.note(flat.numel() * flat.element_size())
         else:
             _receive(piece, world, source=transfer.source)
@@ -66,19 +68,20 @@ def pass_along(
     *,
     fill: Callable[[Mapping[str, torch.Tensor]], bool],
 ) -> bool:
-    """Fill ``state`` on rank 0 piece by piece, and give each piece from rank to rank; whether all of it has
-    arrived.
+    """Fill ``state`` on rank 0 piece by piece, and pass each piece from each rank to the next rank.
 
-    All ranks call this. ``fill`` is called on rank 0 only, with a part of ``state``; where it returns False,
-    all ranks return False and hold a part of the state. A chain, because each rank then sends the state once,
-    whatever their number is, and all links work at the same time on pieces that follow each other. Nobody
-    waits longer for its neighbour than reading one piece takes, so that the timeout of a wait says nothing
-    about the size of a state. Raises PeerLostError.
+    Returns whether the whole state has arrived. All ranks call this. ``fill`` is called only on rank 0, with
+    a part of ``state``. If ``fill`` returns False, all ranks return False, and their state is incomplete.
+    Raises PeerLostError.
+
+    The ranks form a chain. Each rank sends the state only once, whatever the number of ranks, and all links
+    transfer consecutive pieces at the same time. A rank waits for its neighbour at most as long as one piece
+    takes to read, so the timeout of a wait does not limit the size of a state.
     """
     for piece in _pieces(state):
         is_filled = fill(piece) if world.is_main else True
-        # Point to point, ahead of each piece: whether there is one. A volume that fails is known down the
-        # chain, in order.
+        # Point to point, before each piece: a flag whether the piece was read. The flag reports a failure of
+        # the volume along the chain, in order.
         word = torch.tensor([int(is_filled)], device=world.device)
         if not world.is_main:
             world.receive(word, source=world.rank - 1)
@@ -91,20 +94,22 @@ def pass_along(
             _receive(piece, world, source=world.rank - 1)
         if not is_last:
             world.send(_flatten(piece), to=world.rank + 1)
-    # Collective: a rank may have gone with a piece still on its way.
+    # Collective: a rank may have failed while a piece was still in transit.
     world.confirm()
     return True
 
 
 def _pieces(state: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors in the order of their names, which is the same everywhere, in pieces of one type and about
-    equal size."""
+    """Yield the tensors in pieces of one type and of similar size.
+
+    The tensors are ordered by name, so that the order is the same on every rank.
+    """
     piece: dict[str, torch.Tensor] = {}
     dtype, size = None, 0
     for name in sorted(state):
         tensor = state[name]
         item = tensor.numel() * tensor.element_size()
-        # One buffer holds one type; its size bounds the memory besides the state.
+        # A buffer has one type. The size of a piece bounds the memory in addition to the state.
         if piece and (tensor.dtype != dtype or size + item > _CHUNK_BYTES):
             yield piece
             piece, size = {}, 0
@@ -124,7 +129,7 @@ def _receive(
     *,
     source: int,
 ) -> None:
-    """Fill the tensors of ``piece`` with what ``source`` sends."""
+    """Fill the tensors of ``piece`` with the data that the rank ``source`` sends."""
     sizes = [tensor.numel() for tensor in piece.values()]
     first = next(iter(piece.values()))
     flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
