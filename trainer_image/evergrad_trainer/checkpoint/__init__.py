@@ -1,1 +1,1 @@
-"""Checkpoints: what a run saves, how it becomes durable and visible at once, and how it is found again."""
+"""Checkpoints: how a run saves its state, publishes it durably and atomically, finds it and loads it."""

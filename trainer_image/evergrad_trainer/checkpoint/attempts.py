@@ -1,5 +1,5 @@
-"""From an attempt to a published checkpoint, on a POSIX directory: rename publishes, fsync makes durable,
-``gen/`` fences."""
+"""Publishes checkpoints in a POSIX directory: fsync makes an attempt durable, a rename publishes it, and the
+claims in ``gen/`` exclude older processes."""
 
 import logging
 import os
@@ -24,15 +24,19 @@ from evergrad_trainer.checkpoint.reader import CheckpointReader
 from evergrad_trainer.checkpoint.shard_file import ShardFile
 
 STALE_SECONDS = 3.0
-"""How long another node's fresh file may stay unseen on a network volume before it counts as missing."""
+"""How long a new file of another node may remain invisible on a network volume before it counts as missing.
+"""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Medium:
-    """How to treat the volume: how long a fresh file may stay unseen, how much is written at once, and what
-    tests do in between."""
+    """Properties of the volume.
+
+    ``stale_seconds`` is how long a new file of another node may remain invisible. ``block_bytes`` is the size
+    of a write. ``faults`` is a hook for tests.
+    """
 
     stale_seconds: float = STALE_SECONDS
     block_bytes: int = files.BLOCK_BYTES
@@ -40,11 +44,11 @@ class Medium:
 
 
 class FilesystemAttempts:
-    """Attempt directories under ``.tmp/`` and their publication by rename.
+    """Manages attempt directories under ``.tmp/`` and publishes them by rename.
 
-    An attempt is invisible to readers until ``publish``. Rank 0 calls all methods but ``create_shard``, in
-    the order begin, write_document, publish, or discard after a failure. They raise OSError for what the
-    volume refuses.
+    Readers cannot see an attempt until ``publish``. Rank 0 calls all methods except ``create_shard``, in the
+    order ``begin``, ``write_document``, ``publish``, or ``discard`` after a failure. The methods raise
+    OSError if an operation on the volume fails.
     """
 
     def __init__(
@@ -57,18 +61,18 @@ class FilesystemAttempts:
         self._faults = medium.faults
 
     def begin(self, version: Version) -> str:
-        """Make the attempt's directory; its name, by which every rank reaches it.
+        """Create the directory of the attempt and return its name, which every rank needs.
 
         Raises FileExistsError if this version was attempted before.
         """
-        # A version is unique, and so is its directory: nothing of another attempt can get into it.
+        # A version is unique and so is its directory, so no other attempt can write to it.
         name = layout.attempt_name(version)
         self._path(name).parent.mkdir(exist_ok=True)
         self._path(name).mkdir()
         return name
 
     def create_shard(self, attempt: str, rank: int) -> ShardFile:
-        """Create ``rank``'s file, which must not exist. Called on every rank that has tensors to write."""
+        """Create the file of ``rank``, which must not exist. Called on each rank with tensors to write."""
         path = self._path(attempt) / layout.shard_name(rank)
         descriptor = files.open_seen(
             path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._medium.stale_seconds
@@ -82,15 +86,15 @@ class FilesystemAttempts:
         )
 
     def write_document(self, attempt: str, name: str, data: bytes) -> FileEntry:
-        """Add a small file, durable when this returns."""
+        """Add a small file durably, and return its entry for the manifest."""
         write_new(self._path(attempt) / name, data)
         return FileEntry(name=name, bytes=len(data), hash=files.hash_bytes(data))
 
     def publish(self, attempt: str, manifest: Manifest) -> str:
-        """Make the attempt a checkpoint, all at once and for good; its name.
+        """Publish the attempt atomically and durably as a checkpoint, and return the name of the checkpoint.
 
-        Manifest, fence, rename, fence: docs/decisions has the reason for this order. Raises FencedError, and
-        leaves nothing of this attempt published, if the manifest's generation is not the newest.
+        The order is manifest, fence, rename, fence. A page in docs/decisions explains this order. If the
+        manifest's generation is not the newest, this raises FencedError and publishes nothing.
         """
         path, generation = self._path(attempt), manifest.version.generation
         is_renamed = False
@@ -101,7 +105,7 @@ class FilesystemAttempts:
         self._faults.reached(BEFORE_RENAME, 0)
         check_fence(self._directory, generation, fresh=True)
         for name in layout.checkpoint_names(manifest.version):
-            # The same state of the same step, saved again after a restart, is one checkpoint.
+            # If a restarted run saves the same state of the same step again, keep the existing checkpoint.
             if self._reader.holds(name, manifest):
                 self.discard(attempt)
                 break
@@ -114,15 +118,16 @@ class FilesystemAttempts:
         try:
             check_fence(self._directory, generation, fresh=True)
         except FencedError:
-            # The claim came between the last look and the rename. The newer process may already be past this
-            # step on its own. What was published before may be what it continues from.
+            # The newer process claimed the directory between the previous check and the rename. It may have
+            # trained past this step already, so remove this checkpoint. Do not remove a checkpoint that
+            # existed before, because the newer process may have loaded it.
             if is_renamed:
                 self._catalog.remove(name)
             raise
         return name
 
     def discard(self, attempt: str) -> None:
-        """Remove an attempt's directory, as far as it goes."""
+        """Remove the directory of an attempt as far as possible."""
         if not files.remove_tree(self._path(attempt)):
             _log.warning(
                 "%s: could not be removed entirely; the next start tries again",
@@ -130,16 +135,16 @@ class FilesystemAttempts:
             )
 
     def clean(self, generation: int) -> None:
-        """Remove what killed processes of generations below ``generation`` left behind. Called at a start."""
+        """Remove the files that killed processes of earlier generations have left. Called at each start."""
         for path in files.list_entries(self._directory / layout.ATTEMPTS):
             version = parse_attempt_name(path.name)
-            # One of this generation or a newer one may be under way in another process.
+            # Another process may still be writing an attempt of this or a newer generation.
             if version is not None and version.generation < generation:
                 self.discard(path.name)
         for path in files.list_entries(self._directory / layout.TRASH):
             files.remove_tree(path)
         for path in files.list_entries(self._directory):
-            # A kill in the middle of writing a pointer leaves its temporary file.
+            # If a process is killed while it writes a pointer, a temporary file remains.
             if any(is_temporary(path.name, of) for of in (layout.LATEST, layout.BEST)):
                 path.unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""Which checkpoints a directory holds, and what becomes of them: pointers, quarantine, removal. Rank 0's."""
+"""Lists the checkpoints of a directory, writes pointers, and quarantines or removes checkpoints (rank 0)."""
 
 import contextlib
 import json
@@ -24,7 +24,10 @@ _log = logging.getLogger(__name__)
 
 
 class Catalog:
-    """The published names of one directory. Methods raise OSError for what the volume refuses."""
+    """The published checkpoints of one directory.
+
+    The methods raise OSError if an operation on the volume fails. Only rank 0 uses this class.
+    """
 
     def __init__(
         self,
@@ -40,11 +43,11 @@ class Catalog:
         self._keep_waiting = keep_waiting
 
     def scan(self) -> list[Candidate]:
-        """All published names, newest first, valid or not; none if the directory does not exist.
+        """Return all published checkpoints, valid or not, newest first; empty if there is no directory.
 
-        Called at a start, after each save for retention, and by the commands that list checkpoints.
+        Called at each start, for retention after each save, and by the commands that list checkpoints.
         """
-        # By name alone: a manifest that cannot be read is damage, which is reported and not left out.
+        # Select by name alone, because a checkpoint with an unreadable manifest must be reported as damaged.
         names = {
             path.name
             for path in files.list_entries(self._directory)
@@ -60,7 +63,7 @@ class Catalog:
         )
 
     def describe(self, name: str) -> Candidate:
-        """One published name, whether or not it is among those a scan finds."""
+        """Return the candidate for one published name, even if ``scan`` does not find the name."""
         named = parse_checkpoint_name(name) or Version(0, 0, 0)
         try:
             manifest = self._reader.read_manifest(name)
@@ -69,22 +72,22 @@ class Catalog:
         return Candidate(name, manifest.version, manifest)
 
     def hold(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Keep a checkpoint from being retired while it is read, where that is possible.
+        """Prevent the removal of a checkpoint during the body, if possible.
 
-        It may have been retired since it was listed.
+        The checkpoint may have been removed since it was listed.
         """
         return leases.hold_if_possible(self._directory, name)
 
     def leased(self) -> set[str]:
-        """Names that readers beside the run hold. Raises OSError."""
-        # The volume's own clock, without a byte written: the volume may be full.
+        """Return the names of the checkpoints that readers outside the run hold. Raises OSError."""
+        # Read the volume's clock by touching the directory, which works even if the volume is full.
         os.utime(self._directory)
         return leases.find_leased(self._directory, now=self._directory.stat().st_mtime)
 
     def waiting(self, candidates: Sequence[Candidate]) -> set[str]:
-        """Names of the newest ``candidates`` that were not evaluated yet, at most ``keep_waiting``.
+        """Return the names of the newest ``candidates`` without an evaluation, at most ``keep_waiting``.
 
-        Raises OSError for trouble of the volume, and not for what belongs to another user, as for leases.
+        Raises OSError for a problem of the volume. As for leases, files of another user are only logged.
         """
         if not self._keep_waiting:
             return set()
@@ -103,25 +106,25 @@ class Catalog:
         }
 
     def set_aside(self) -> list[str]:
-        """Names in quarantine."""
+        """Return the names in quarantine."""
         return sorted(
             path.name for path in files.list_entries(self._directory / layout.QUARANTINE)
         )
 
     def quarantine(self, name: str) -> str:
-        """Set a damaged checkpoint aside for inspection; its path from here on.
+        """Move a damaged checkpoint to the quarantine and return its new path, relative to the directory.
 
-        A name that was set aside before gets a further number.
+        If the name is already in quarantine, a number is appended, such as ``quarantine/step-1200~2``.
         """
-        # One rename: readers see all of a checkpoint under the one name or under the other.
+        # A single rename, so that readers always find the whole checkpoint under one of the two names.
         (self._directory / layout.QUARANTINE).mkdir(exist_ok=True)
         return self._rename_into(layout.QUARANTINE, name)
 
     def note_fallback(self, fallback: Mapping[str, Any]) -> None:
-        """Keep what was set aside, and why, until the run's events have it.
+        """Record a quarantined checkpoint and the reason until the run's events contain them.
 
-        The process that sets it aside may be killed before it has written an event, and what the next start
-        finds is whole.
+        The process may be killed before it has written the event. The next start would not quarantine
+        anything, so the event would be lost without this record.
         """
         noted = [*self.noted_fallbacks(), dict(fallback)]
         replace_durably(
@@ -129,7 +132,7 @@ class Catalog:
         )
 
     def noted_fallbacks(self) -> list[dict[str, Any]]:
-        """What was noted and not forgotten yet, oldest first."""
+        """Return the recorded fallbacks, oldest first."""
         try:
             noted: Any = json.loads((self._directory / layout.FALLBACKS).read_bytes())
         except (OSError, ValueError):
@@ -137,18 +140,19 @@ class Catalog:
         return [one for one in noted if isinstance(one, dict)]
 
     def forget_fallbacks(self) -> None:
-        """The run's events have what was noted."""
+        """Delete the recorded fallbacks, because the run's events contain them."""
         (self._directory / layout.FALLBACKS).unlink(missing_ok=True)
 
     def remove(self, name: str) -> None:
         """Delete a checkpoint.
 
-        It is renamed into ``.trash/`` first: a kill in between leaves rubbish, never half a checkpoint.
+        The checkpoint is first renamed into ``.trash/``. If the process is killed during the deletion, only
+        files in the trash remain and never an incomplete checkpoint.
         """
         (self._directory / layout.TRASH).mkdir(exist_ok=True)
         trashed = self._rename_into(layout.TRASH, name)
         self._faults.reached(RETENTION, 0)
-        # A network volume keeps files that somebody has open; what is left is rubbish and does no harm.
+        # A network volume keeps files that another process has open. The remaining files are harmless.
         if not files.remove_tree(self._directory / trashed):
             _log.warning(
                 "%s: could not be removed entirely; the next start tries again",
@@ -156,28 +160,33 @@ class Catalog:
             )
 
     def read_pointer(self, pointer: str) -> str | None:
-        """The name that ``latest`` or ``best.json`` holds, whether or not that checkpoint exists."""
+        """Return the name in ``latest`` or ``best.json``, whether or not this checkpoint exists.
+
+        Returns None if the pointer cannot be read or does not contain a valid name.
+        """
         try:
             value: Any = json.loads((self._directory / pointer).read_bytes())
             name = value["checkpoint"]
         except (OSError, ValueError, TypeError, KeyError):
-            return None  # a hint that cannot be read is no hint
+            return None  # pointers are only hints
         return name if isinstance(name, str) and parse_checkpoint_name(name) else None
 
     def write_pointer(self, pointer: str, name: str, version: Version) -> None:
-        """Let ``latest`` or ``best.json`` name a checkpoint."""
+        """Write the name of a checkpoint to ``latest`` or ``best.json``."""
         text = json.dumps({"checkpoint": name, **asdict(version)}) + "\n"
         replace_durably(self._directory / pointer, text.encode())
 
     def mark_best(self, step: int) -> None:
-        """Let ``best.json`` name the newest checkpoint of ``step``, unless it names one of that step already;
-        nothing where there is none."""
+        """Write the name of the newest checkpoint of ``step`` to ``best.json``.
+
+        Does nothing if there is no checkpoint of this step or if ``best.json`` already names one.
+        """
         found = [one for one in self.scan() if one.version.step == step]
         if found and self.read_pointer(layout.BEST) not in {one.name for one in found}:
             self.write_pointer(layout.BEST, found[0].name, found[0].version)
 
     def _rename_into(self, folder: str, name: str) -> str:
-        # Ends: names set aside before are few, and each turn tries the next number.
+        # The loop ends, because each iteration tries the next number and only a few names exist.
         number = 1
         while True:
             moved = f"{folder}/{name}" if number == 1 else f"{folder}/{name}~{number}"

@@ -1,4 +1,4 @@
-"""Compares the states of two runs at one step, tensor by tensor and bit by bit."""
+"""Compares the states of two runs at one step, bit by bit for each tensor."""
 
 import contextlib
 import math
@@ -18,9 +18,10 @@ from evergrad_trainer.checkpoint.weights import (
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor that two states do not have alike.
+    """A tensor that differs between two states.
 
-    ``largest``: largest absolute difference of its values; None where they cannot be subtracted.
+    ``what`` describes the difference. ``largest`` is the largest absolute difference of the values; None if
+    it is not finite or if the tensors cannot be subtracted.
     """
 
     name: str
@@ -30,7 +31,7 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class StateComparison:
-    """The states of two runs at ``step``."""
+    """The result of a comparison of two runs' states at ``step``."""
 
     step: int
     num_tensors: int
@@ -38,15 +39,15 @@ class StateComparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether every tensor has the same bits in both."""
+        """Whether every tensor has the same bits in both states."""
         return not self.differences
 
 
 def compare_states(a: Path, b: Path, *, step: int | None = None) -> StateComparison:
-    """Compare weights, moments of the optimizer and all other tensors of two runs.
+    """Compare all tensors of two runs, such as weights and optimizer moments.
 
-    ``step``: default the newest of ``a``. One tensor of each is in memory at a time. Raises CheckpointError
-    where a run has no checkpoint of that step that validates.
+    ``step`` defaults to the newest step of ``a``. Only one tensor of each run is in memory at a time. Raises
+    CheckpointError if one of the runs has no valid checkpoint of the step.
     """
     with contextlib.ExitStack() as leases:
         first = leases.enter_context(hold_checkpoint(a, step=step))
@@ -60,7 +61,7 @@ def compare_states(a: Path, b: Path, *, step: int | None = None) -> StateCompari
 
 
 def _compare(pair: Sequence[StoredTensors], names: Sequence[str]) -> list[TensorDifference]:
-    """The tensors of ``names`` that two checkpoints do not have alike. Raises CheckpointError."""
+    """Return the differences of the tensors ``names`` of two checkpoints. Raises CheckpointError."""
     differences = []
     for name in names:
         one, other = (tensors.table.get(name) for tensors in pair)
@@ -73,7 +74,7 @@ def _compare(pair: Sequence[StoredTensors], names: Sequence[str]) -> list[Tensor
             differences.append(TensorDifference(name, f"{forms[0]} in A, {forms[1]} in B"))
             continue
 
-        # By their bytes: equal numbers of other bits (a zero's sign) are no equal states.
+        # Compare bytes, because states are different if equal numbers have different bits (0.0 and -0.0).
         left, right = (tensors.read(name) for tensors in pair)
         if torch.equal(*(it.reshape(-1).view(torch.uint8) for it in (left, right))):
             continue

@@ -1,5 +1,5 @@
-"""torch.distributed.checkpoint on our own store: raw tensor bytes, one file a rank, metadata as JSON, never a
-pickle."""
+"""Connects torch.distributed.checkpoint (DCP) to Evergrad's store: one file of raw tensor bytes per rank, and
+metadata as JSON instead of pickle."""
 
 import dataclasses
 import math
@@ -43,18 +43,18 @@ from evergrad_trainer.checkpoint.tensor_table import (
 )
 
 SLAB_BYTES = 32 * 2**20
-"""Most extra memory, in bytes, that reading into a strided or remote tensor takes (or one row of it, if that
-is more)."""
+"""Maximum extra memory, in bytes, for a read into a strided tensor or a tensor on a device. If a single row
+of the tensor is larger, the extra memory is one row."""
 
 Publish = Callable[[str, Table, tuple[FileEntry, ...]], dict[str, Any]]
-"""A function that makes a checkpoint of an attempt whose shards are durable; its JSON values reach every
-rank."""
+"""A function that publishes an attempt whose shards are durable. Every rank receives the JSON values that it
+returns."""
 
 
 class SnapshotPlanner(DefaultSavePlanner):
-    """A plan of what a snapshot holds.
+    """Plans the save of a snapshot.
 
-    A ``failure`` of staging here is raised where DCP makes it known to all ranks.
+    If staging has failed on this rank, ``failure`` is raised in a step in which DCP reports it to all ranks.
     """
 
     def __init__(self, snapshot: StagedState, *, failure: Exception | None = None) -> None:
@@ -68,13 +68,13 @@ class SnapshotPlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Ignore ``state_dict``: everything is in the snapshot."""
+        """Raise the failure of staging, if any. ``state_dict`` is ignored; the snapshot has all tensors."""
         if self._failure is not None:
             raise self._failure
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        """One item a staged tensor."""
+        """Return a plan with one item for each staged tensor."""
         items = []
         for key, tensor in self._snapshot.tensors.items():
             chunk = ChunkStorageMetadata(torch.Size(tensor.offsets), tensor.data.size())
@@ -92,9 +92,9 @@ class SnapshotPlanner(DefaultSavePlanner):
     def create_global_plan(
         self, all_plans: list[SavePlan]
     ) -> tuple[list[SavePlan], Metadata]:
-        """DCP's plan, unless ranks hold different states: then ValueError."""
-        # The one place where all ranks' plans are side by side: states that differ in keys or shapes would
-        # make a checkpoint that no rank can load.
+        """Return DCP's global plan. Raises ValueError if ranks hold different states."""
+        # Only this method has the plans of all ranks. If the states differed in keys or shapes, no rank could
+        # load the checkpoint.
         signatures = [plan.planner_data for plan in all_plans]
         strangers = [
             str(rank)
@@ -106,23 +106,27 @@ class SnapshotPlanner(DefaultSavePlanner):
         return super().create_global_plan(all_plans)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        """The staged part itself, not a copy."""
+        """Return the staged part itself, not a copy."""
         return self._snapshot.tensors[write_item.index.fqn].data
 
 
 def plan_snapshot(
     stager: HostStager, state: Mapping[str, torch.Tensor], *, rank: int, world_size: int
 ) -> SnapshotPlanner:
-    """Copy what this rank will write, and plan it. Never raises for want of memory: the plan carries that."""
+    """Copy the tensors that this rank will write, and return a plan.
+
+    If there is not enough memory, this does not raise an error. The plan raises the error later.
+    """
     try:
         return SnapshotPlanner(stager.stage(state, rank=rank, world_size=world_size))
     except (MemoryError, RuntimeError) as error:
-        # The others are already on their way into the exchange; it fails there, on all ranks alike.
+        # The other ranks may already wait in DCP's collectives. The error is raised there, so that all ranks
+        # receive it.
         return SnapshotPlanner(StagedState({}, ""), failure=error)
 
 
 class StoreWriter(StorageWriter):
-    """Writes this rank's part into one file of an attempt; rank 0 opens the attempt and has it published."""
+    """Writes this rank's part to one file of an attempt. Rank 0 creates the attempt and publishes it."""
 
     def __init__(
         self, attempts: FilesystemAttempts, *, version: Version, rank: int, publish: Publish
@@ -132,30 +136,30 @@ class StoreWriter(StorageWriter):
         self._rank = rank
         self._publish = publish
         self.attempt: str | None = None
-        """Rank 0: the attempt once it has been opened."""
+        """On rank 0, the name of the attempt after it was created."""
         self.outcome: dict[str, Any] | None = None
-        """Rank 0: what ``publish`` returned, known even if telling the other ranks of it fails."""
+        """On rank 0, the result of ``publish``. It is set even if the broadcast to the other ranks fails."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to reset: a writer is used once."""
+        """Do nothing, because a writer is used only once."""
 
     def set_up_storage_writer(
         self, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Nothing to set up: the attempt is opened with the global plan."""
+        """Do nothing, because ``prepare_global_plan`` creates the attempt."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Open the attempt on rank 0 and let the plans carry its name to all ranks."""
-        # The plans are the last thing that is sent before the ranks write: the directory is there by then.
+        """Create the attempt on rank 0, and add its name to the plans of all ranks."""
+        # DCP sends the plans after this call and before the ranks write, so the directory exists by then.
         self.attempt = self._attempts.begin(self._version)
         return [dataclasses.replace(plan, storage_data=self.attempt) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's tensors one after the other and make the file durable; no file for no tensors."""
+        """Write this rank's tensors in order and make the file durable. Without tensors, create no file."""
         future: Future[list[WriteResult]] = Future()
         if not plan.items:
             future.set_result([])
@@ -175,7 +179,8 @@ class StoreWriter(StorageWriter):
                 name = layout.shard_name(self._rank)
                 box = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
                 places.append(StoredChunk(*box, name, offset, tensor.nbytes))
-            # Durable before the result is sent: rank 0 publishes as soon as it has all of them.
+            # The file must be durable before the result is sent, because rank 0 publishes when it has the
+            # results of all ranks.
             entry = shard.finish()
         finally:
             shard.abandon()
@@ -189,20 +194,20 @@ class StoreWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Publish. Called on rank 0 once every shard is durable."""
+        """Publish the attempt. DCP calls this on rank 0 when every shard is durable."""
         written = [result for of_rank in results for result in of_rank]
         table = build_table(
             metadata, ((result.index.fqn, result.storage_data[0]) for result in written)
         )
-        # One entry a file, however many tensors came from it.
+        # One entry per file, however many tensors the file contains.
         entries = {
             result.storage_data[1].name: result.storage_data[1] for result in written
         }
         self.outcome = self._publish(
             str(self.attempt), table, tuple(entries[name] for name in sorted(entries))
         )
-        # DCP broadcasts the metadata when this returns: the way by which the outcome reaches every rank
-        # without a collective of our own, in which a rank that failed would be missing.
+        # DCP broadcasts the metadata after this method returns. The outcome is sent with them, because a
+        # failed rank would not take part in a separate collective.
         metadata.storage_data = self.outcome
 
     @classmethod
@@ -212,8 +217,10 @@ class StoreWriter(StorageWriter):
 
 
 class StoreReader(StorageReader):
-    """Reads one published checkpoint into tensors that exist: whatever boxes they need, from whichever files
-    hold them."""
+    """Reads one published checkpoint into existing tensors.
+
+    Only the boxes that the tensors need are read, from the files that contain them.
+    """
 
     def __init__(self, reader: CheckpointReader, name: str, table: Table) -> None:
         self._reader = reader
@@ -226,28 +233,28 @@ class StoreReader(StorageReader):
         }
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to reset: a reader is used once."""
+        """Do nothing, because a reader is used only once."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """DCP's view of the table."""
+        """Return the table as DCP metadata."""
         return build_metadata(self._table)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Nothing to set up."""
+        """Do nothing."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     @torch.no_grad()
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the planned boxes. Raises InvalidCheckpointError or OSError."""
+        """Fill the planned boxes. Raises InvalidCheckpointError if a file is damaged, or OSError."""
         with ExitStack() as stack:
             shards: dict[str, ShardSource] = {}
             for item in plan.items:
@@ -255,7 +262,7 @@ class StoreReader(StorageReader):
                 if index.offset is None:
                     raise InvalidCheckpointError(f"{index.fqn} is not a tensor")
                 place = self._places[index.fqn, tuple(index.offset)]
-                # Files are opened when the first tensor wants them: a rank of a sharded model needs a few.
+                # Open a file for the first tensor that needs it. A rank of a sharded model needs few files.
                 if place.file not in shards:
                     shards[place.file] = stack.enter_context(
                         self._reader.open_shard(self._name, place.file)
@@ -288,15 +295,14 @@ def _read_box(
     starts: tuple[int, ...],
     target: torch.Tensor,
 ) -> None:
-    """Fill ``target`` with the box of its shape that begins at ``starts`` within the stored chunk
-    ``place``."""
+    """Fill ``target`` from the stored chunk ``place``: the box of its shape that begins at ``starts``."""
     if target.numel() == 0:
         return
     starts, sizes = starts or (0,), place.sizes or (1,)
     if target.dim() == 0:
         target = target.reshape(1)
 
-    # Whole rows of the stored type go straight into the tensor's own memory.
+    # Whole rows of the stored type are read directly into the tensor's own memory.
     row_bytes = math.prod(sizes[1:]) * dtype.itemsize
     first = place.offset + starts[0] * row_bytes
     whole_rows = tuple(target.shape[1:]) == sizes[1:]
@@ -309,8 +315,8 @@ def _read_box(
         shard.read_into(view_bytes(target), first)
         return
 
-    # All else goes through a slab of rows, which also narrows, converts and moves to the device: the extra
-    # memory is bounded, however large the tensor is.
+    # In all other cases, rows are read into a slab, which is then narrowed, converted and copied to the
+    # device. The slab bounds the extra memory, however large the tensor is.
     rows = max(1, min(SLAB_BYTES // row_bytes, target.shape[0]))
     slab = torch.empty((rows, *sizes[1:]), dtype=dtype)
     for row in range(0, target.shape[0], rows):

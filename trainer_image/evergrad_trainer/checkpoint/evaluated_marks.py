@@ -1,7 +1,7 @@
-"""Marks of checkpoints that were evaluated: empty files in ``evaluated/``. Retention leaves what has none.
+"""Marks of evaluated checkpoints: empty files in ``evaluated/``.
 
-A mark names the checkpoint and the beginning of its manifest's hash, because another checkpoint may have its
-name later.
+Retention keeps a limited number of checkpoints without a mark. The name of a mark contains the name of the
+checkpoint and the first digits of its manifest's hash, because another checkpoint may have the name later.
 """
 
 import contextlib
@@ -17,26 +17,28 @@ _DIGITS: Final = 16
 
 
 def mark_of(candidate: Candidate) -> str:
-    """Name of a checkpoint's mark."""
+    """Return the name of the mark of a checkpoint, such as ``step-1200.0123456789abcdef``."""
     digits = candidate.manifest.checksum[:_DIGITS] if candidate.manifest is not None else ""
     return f"{candidate.name}.{digits}"
 
 
 def list_marks(directory: Path) -> set[str]:
-    """Names of all marks in a ``checkpoints`` directory. Raises OSError."""
+    """Return the names of all marks in a ``checkpoints`` directory. Raises OSError."""
     return {path.name for path in list_entries(directory / EVALUATED)}
 
 
 def write_marks(
     directory: Path, done: Sequence[Candidate], *, there: Sequence[Candidate]
 ) -> None:
-    """Mark checkpoints as evaluated, and remove marks of those that are not ``there`` any more. Raises
-    OSError."""
+    """Mark the ``done`` checkpoints as evaluated, and remove the marks of checkpoints that no longer exist.
+
+    ``there`` are the existing checkpoints. Raises OSError if a mark cannot be written.
+    """
     folder = directory / EVALUATED
     folder.mkdir(exist_ok=True)
     for one in done:
         (folder / mark_of(one)).touch()
-    # A mark that stays behind does no harm.
+    # Errors are ignored, because a mark without a checkpoint has no effect.
     known = {mark_of(one) for one in (*there, *done)}
     for name in list_marks(directory) - known:
         with contextlib.suppress(OSError):
@@ -46,8 +48,10 @@ def write_marks(
 def find_waiting(
     candidates: Sequence[Candidate], marks: Collection[str]
 ) -> list[Candidate]:
-    """The readable checkpoints that wait for their evaluation, the oldest first: of several of one step the
-    newest."""
+    """Return the readable checkpoints without a mark, oldest first.
+
+    If a step has several checkpoints, only the newest of them is considered.
+    """
     newest: dict[int, Candidate] = {}
     for one in candidates:
         step = one.version.step

@@ -1,21 +1,21 @@
-"""Named points of the publish protocol at which a test may kill a process or raise an error."""
+"""Named points of the publish protocol at which a test can kill a process or raise an error."""
 
 from typing import Protocol
 
 MID_SHARD = "mid-shard"
-"""Each rank, between two tensors of its shard."""
+"""Each rank: between two tensors of its shard."""
 BEFORE_FSYNC = "before-fsync"
-"""Each rank, its shard written and not yet on the disk."""
+"""Each rank: its shard is written but not yet durable."""
 AFTER_SHARDS = "after-shards"
-"""Rank 0, once every rank's shard is durable."""
+"""Rank 0: the shards of all ranks are durable."""
 BEFORE_MANIFEST = "before-manifest"
-"""Rank 0, all but the manifest written."""
+"""Rank 0: all files except the manifest are written."""
 BEFORE_RENAME = "before-rename"
-"""Rank 0, the manifest durable in the attempt directory."""
+"""Rank 0: the manifest is durable in the attempt directory."""
 AFTER_RENAME = "after-rename"
-"""Rank 0, published, before ``latest`` says so."""
+"""Rank 0: the checkpoint is published, but ``latest`` does not name it yet."""
 RETENTION = "retention"
-"""Rank 0, an old checkpoint renamed into the trash and not yet deleted."""
+"""Rank 0: an old checkpoint is renamed into the trash but not yet deleted."""
 
 POINTS = (
     MID_SHARD,
@@ -29,13 +29,16 @@ POINTS = (
 
 
 class FaultPoints(Protocol):
-    """Called at each point, in the thread that gets there. May kill the process or raise OSError."""
+    """A hook that is called at each point, in the thread that reaches it.
+
+    The hook may kill the process or raise OSError.
+    """
 
     def reached(self, point: str, rank: int) -> None: ...
 
 
 class NoFaults:
-    """The fault points of the product: nothing happens at any of them."""
+    """The hook outside tests, which does nothing."""
 
     def reached(self, point: str, rank: int) -> None:
         """Do nothing."""

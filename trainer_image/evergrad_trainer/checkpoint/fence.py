@@ -1,4 +1,4 @@
-"""Watches, on behalf of a process that saves, whether a newer one has claimed the run directory."""
+"""Checks whether a newer process has claimed the run directory of this process."""
 
 import logging
 import time
@@ -10,13 +10,16 @@ from evergrad_trainer.checkpoint.generations import check_fence
 from evergrad_trainer.distributed.world import Membership
 
 FENCE_SECONDS = 5.0
-"""How often rank 0 looks between saves whether a newer process has claimed the directory."""
+"""Interval at which rank 0 checks for a newer claim between saves."""
 
 _log = logging.getLogger(__name__)
 
 
 class Fence:
-    """Newer claims, as far as this rank has seen them. Ranks see one at different times and stop together."""
+    """The newer claim that this rank has seen, if any.
+
+    Ranks may see a claim at different times, so they agree before they stop.
+    """
 
     def __init__(self, directory: Path, membership: Membership) -> None:
         self._directory = directory
@@ -30,11 +33,11 @@ class Fence:
         return self._error is not None
 
     def note(self, error: FencedError | None) -> None:
-        """Remember the claim that a save has met; the first one counts."""
+        """Record the newer claim that a save has found. Only the first recorded claim is kept."""
         self._error = self._error or error
 
     def look(self) -> None:
-        """Look at the directory, at most every FENCE_SECONDS; to be called each step on rank 0."""
+        """Check the directory, at most every FENCE_SECONDS. Call this after each step on rank 0."""
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + FENCE_SECONDS
@@ -43,12 +46,12 @@ class Fence:
         except FencedError as error:
             self._error = error
         except OSError as error:
-            # A save would fail too, and say so; training itself needs nothing from the volume.
+            # This is not an error here: training does not need the volume, and a save would report it.
             _log.warning("%s: cannot be read: %s", self._directory, error)
 
     def agree(self) -> None:
-        """Raise FencedError on all ranks if one of them has seen a newer claim. Every rank calls this."""
-        # One collective before each save: a rank that raised alone would leave the others in the save.
+        """Raise FencedError on all ranks if any rank has seen a newer claim. Every rank calls this."""
+        # Collective, before each save: if one rank raised alone, the other ranks would hang in the save.
         if self._membership.world.all_agree(not self.is_known):
             return
         why = f"this process is generation {self._membership.world.generation}"

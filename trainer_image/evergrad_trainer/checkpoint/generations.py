@@ -1,4 +1,4 @@
-"""The fencing token on the volume: the process with the highest claimed generation may write, no other."""
+"""The fencing token on the volume. Only the process with the highest claimed generation may write."""
 
 import errno
 import json
@@ -21,17 +21,17 @@ from evergrad_trainer.checkpoint.layout import (
 
 
 def claim_generation(directory: Path) -> int:
-    """Claim the next free generation of a ``checkpoints`` directory, which is made if need be. Rank 0 of each
-    start only.
+    """Claim the next free generation of a ``checkpoints`` directory and return it.
 
-    The claim is durable when this returns. Raises VolumeError if the directory cannot be written,
-    RunDirectoryError if it can be none.
+    Only rank 0 calls this, once per start. The directory is created if it does not exist. The claim is
+    durable when this function returns. Raises VolumeError if the directory cannot be written, and
+    RunDirectoryError if the path cannot be a directory.
     """
 
     def claim() -> int:
         (directory / GENERATIONS).mkdir(parents=True, exist_ok=True)
-        # Numbers are never removed, so that a stale listing cannot make a used one look free: the create
-        # refuses it. A claim that failed half-way leaves a number that nobody uses.
+        # Claims are never removed. If a stale listing makes a used number look free, the exclusive create
+        # fails and the loop tries the next number. A failed claim only leaves an unused number.
         generation = newest_generation(directory) + 1
         while True:
             try:
@@ -40,7 +40,7 @@ def claim_generation(directory: Path) -> int:
                 generation += 1
             else:
                 break
-        # The name and its folder, before anything rests on the claim.
+        # The claim and its folder must be durable before any code relies on the claim.
         fsync_directory(directory / GENERATIONS)
         fsync_directory(directory)
         return generation
@@ -52,10 +52,11 @@ def claim_generation(directory: Path) -> int:
 
 
 def claim_exactly(directory: Path, generation: int) -> None:
-    """Claim ``generation``, whose number somebody else has given out, for this process.
+    """Claim the given ``generation``, which the coordinator has assigned, for this process.
 
-    On a full volume the file may stay empty: its name is the claim. Raises FencedError if it or a newer one
-    is claimed already, VolumeError if the directory cannot be written, RunDirectoryError if it can be none.
+    On a full volume the file may remain empty, because its name is the claim. Raises FencedError if this or a
+    newer generation is already claimed, VolumeError if the directory cannot be written, and RunDirectoryError
+    if the path cannot be a directory.
     """
     path = directory / GENERATIONS / generation_name(generation)
     mine, is_made = _claim(), False
@@ -64,7 +65,8 @@ def claim_exactly(directory: Path, generation: int) -> None:
         nonlocal is_made
         (directory / GENERATIONS).mkdir(parents=True, exist_ok=True)
         if is_made and path.exists() and mine.startswith(path.read_bytes()):
-            # From a try of this very process that failed behind it; only a part of it may be there.
+            # An earlier attempt of this process created this file and failed afterwards. The file may contain
+            # only a part of the claim.
             path.unlink()
         check_fence(directory, generation - 1)
         with path.open("xb", buffering=0) as file:
@@ -73,7 +75,8 @@ def claim_exactly(directory: Path, generation: int) -> None:
                 file.write(mine)
                 os.fsync(file.fileno())
             except OSError as error:
-                # The fence reads names alone. Those who hold the state train on where nothing can be saved.
+                # The fence reads only names, so an empty file is enough. Ranks that hold the state continue
+                # training even if the volume is full and no checkpoint can be saved.
                 if not is_no_space(error):
                     raise
         fsync_directory(directory / GENERATIONS)
@@ -81,7 +84,7 @@ def claim_exactly(directory: Path, generation: int) -> None:
     try:
         retry(claim, where=directory, what=_NOT_RECORDED)
     except FileExistsError:
-        # Another process took this very number: the same error as for a newer one.
+        # Another process has claimed this number. Raise the same error as for a newer claim.
         check_fence(directory, generation - 1)
         raise
     except OSError as error:
@@ -89,10 +92,10 @@ def claim_exactly(directory: Path, generation: int) -> None:
 
 
 def check_fence(directory: Path, generation: int, *, fresh: bool = False) -> None:
-    """Raise FencedError if a newer process has claimed a ``checkpoints`` directory; OSError if it cannot be
-    read.
+    """Raise FencedError if a newer process has claimed a ``checkpoints`` directory.
 
-    ``fresh`` asks a network volume for the directory as it is now, not as this machine remembers it.
+    With ``fresh``, the directory is read from the server of a network volume and not from this host's cache.
+    Raises OSError if the directory cannot be read.
     """
     newest = newest_generation(directory, fresh=fresh)
     if newest > generation:
@@ -107,18 +110,21 @@ def check_fence(directory: Path, generation: int, *, fresh: bool = False) -> Non
 
 
 def newest_generation(directory: Path, *, fresh: bool = False) -> int:
-    """The highest generation that was ever claimed in a ``checkpoints`` directory; 0 if none was."""
+    """Return the highest generation that was ever claimed in a ``checkpoints`` directory; 0 if none was.
+
+    ``fresh`` is described at :func:`check_fence`. Raises OSError if the directory cannot be read.
+    """
     claims = directory / GENERATIONS
     if fresh:
-        # An NFS client may answer from a listing that is up to a minute old. Changing the directory makes it
-        # ask again.
+        # An NFS client may return a cached listing that is up to a minute old. A change of the directory's
+        # times makes the client request the listing from the server.
         os.utime(claims)
     numbers = (parse_generation_name(name) for name in os.listdir(claims))
     return max((number for number in numbers if number is not None), default=0)
 
 
 def _claim() -> bytes:
-    """The content of a claim: for people who look into the directory, and to recognise this process."""
+    """Return the content of a claim, which identifies this process to users and to ``claim_exactly``."""
     claim = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
     return json.dumps(claim).encode() + b"\n"
 
@@ -134,8 +140,11 @@ _NO_DIRECTORY: Final = (
 
 
 def _not_recorded(directory: Path, error: OSError) -> RunDirectoryError | VolumeError:
-    """Only a path that can be no directory is a mistake of the manifest; a mount that cannot be written is
-    this host's."""
+    """Return the error for a failed claim.
+
+    If the path cannot be a directory, the manifest is wrong. Any other error is a problem of the volume or of
+    this host.
+    """
     if error.errno in _NO_DIRECTORY:
         remedy = "Give the run a directory that can be written and has free space"
         return RunDirectoryError(

@@ -1,8 +1,8 @@
-"""Leases: a reader beside the run keeps a checkpoint from being retired, for as long as the reader lives.
+"""Leases, with which a reader outside the run prevents the removal of a checkpoint while it reads.
 
-A lease is a small file that its holder touches every few seconds. It ends with its file, or when it was not
-touched for a while, so that a reader that was killed holds nothing for long. All times are those that the
-volume gives its files: no clocks of two hosts are compared.
+A lease is a small file that its holder touches every 20 s. A lease ends when its file is removed or was not
+touched for 120 s, so that a killed reader does not hold a checkpoint for longer. All times are file times of
+the volume, because the clocks of two hosts may differ.
 """
 
 import contextlib
@@ -21,19 +21,19 @@ from evergrad_trainer.checkpoint.files import list_entries
 from evergrad_trainer.checkpoint.layout import LATEST, LEASES
 
 LEASE_SECONDS: Final = 120.0
-"""How long a lease lasts after it was touched: a volume may be away for a while."""
+"""How long a lease is valid after it was touched. This allows for a volume that is unavailable for a time."""
 RENEWAL_SECONDS: Final = 20.0
-"""How often a holder touches its lease: several times, before it ends."""
+"""Interval at which a holder touches its lease, so that several attempts fit into LEASE_SECONDS."""
 
 _log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
 def hold(directory: Path, checkpoint: str) -> Iterator[None]:
-    """Keep a checkpoint of a ``checkpoints`` directory from being retired. Raises OSError where that cannot
-    be written.
+    """Prevent the removal of ``checkpoint`` in a ``checkpoints`` directory during the body.
 
-    The checkpoint may have been retired just before: whoever holds it looks whether it is there.
+    Retention may have removed the checkpoint just before the lease was written. In the body, check that the
+    checkpoint exists. Raises OSError if the lease cannot be written.
     """
     path = directory / LEASES / f"{checkpoint}.{unique_suffix()}"
     content = {"checkpoint": checkpoint, "host": socket.gethostname(), "pid": os.getpid()}
@@ -47,7 +47,7 @@ def hold(directory: Path, checkpoint: str) -> Iterator[None]:
             try:
                 os.utime(path)
             except FileNotFoundError:
-                # This process stood still for too long, and somebody has tidied up.
+                # This process was suspended for too long, so another process removed the ended lease.
                 with contextlib.suppress(OSError):
                     write_new(path, data)
             except OSError as error:
@@ -65,18 +65,19 @@ def hold(directory: Path, checkpoint: str) -> Iterator[None]:
 
 
 def _make_folder(folder: Path) -> None:
-    """Make the folder of leases, which all who read the run write to, as its parent is.
+    """Create the folder of leases with the mode, the owner and the group of its parent.
 
-    Otherwise the reader who comes first, such as root, would keep out the run's own user. As far as this is
-    permitted: a reader of the same user need change nothing.
+    All readers of the run write to this folder. Without these changes, the first reader, for example root,
+    would lock out the run's own user. Changes that are not permitted are skipped, because a reader that runs
+    as the same user does not need them.
     """
     try:
         folder.mkdir()
     except FileExistsError:
         return
     parent = folder.parent.stat()
-    # In this order: whoever has given it away may no longer change it. The group may be the only part that is
-    # permitted.
+    # The owner is changed last, because a process that is no longer the owner cannot change the folder. The
+    # group is changed separately, because it may be the only permitted change.
     with contextlib.suppress(OSError):
         os.chmod(folder, stat.S_IMODE(parent.st_mode))
     with contextlib.suppress(OSError):
@@ -87,9 +88,10 @@ def _make_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def hold_if_possible(directory: Path, checkpoint: str) -> Iterator[None]:
-    """As ``hold``, for a reader that continues where no lease can be written."""
+    """Hold a lease as ``hold`` does; if the lease cannot be written, log a warning and run without it."""
     with contextlib.ExitStack() as stack:
-        # Retention follows a save, which writes this. Anything else is a copy, which nobody retires.
+        # Every save writes ``latest`` before retention. A directory without it is a copy, in which retention
+        # never runs.
         if (directory / LATEST).exists():
             try:
                 stack.enter_context(hold(directory, checkpoint))
@@ -103,10 +105,11 @@ def hold_if_possible(directory: Path, checkpoint: str) -> Iterator[None]:
 
 
 def find_leased(directory: Path, *, now: float) -> set[str]:
-    """Names of the checkpoints that somebody reads; leases that have ended are removed.
+    """Return the names of the checkpoints with a valid lease, and remove leases that have ended.
 
-    ``now``: what the volume gives a file that is written now. Raises OSError for trouble of the volume, and
-    not for what belongs to another user: that would not pass, and a run without retention fills its volume.
+    ``now`` is the time that the volume gives to a file that is written now. Raises OSError for a problem of
+    the volume. A folder that belongs to another user is only logged: that problem is permanent, and a run
+    without retention would fill its volume.
     """
     try:
         leases = list_entries(directory / LEASES)
@@ -118,10 +121,10 @@ def find_leased(directory: Path, *, now: float) -> set[str]:
     names = set()
     for path in leases:
         with contextlib.suppress(FileNotFoundError):
-            # Also where it lies in the future: the volume's clock was set back, and a living holder is
-            # stamped by it as it is now.
+            # A time in the future also means that the lease has ended: the volume's clock was set back, and a
+            # live holder would have touched its lease with the current time since.
             if abs(now - path.stat().st_mtime) > LEASE_SECONDS:
-                # It has ended, whether or not it may be removed.
+                # The lease has ended, even if this process is not permitted to remove it.
                 with contextlib.suppress(OSError):
                     path.unlink()
                 continue
@@ -130,8 +133,8 @@ def find_leased(directory: Path, *, now: float) -> set[str]:
             except FileNotFoundError:
                 raise
             except (OSError, ValueError, TypeError, KeyError):
-                # It is being written, or cannot be read. Its name says the same, for as long as no
-                # checkpoint's name ends like a suffix.
+                # The lease is still being written or cannot be read. Its file name also contains the name of
+                # the checkpoint, before the suffix.
                 names.add(path.name.rpartition(".")[0])
     names.discard("")
     return names

@@ -1,6 +1,6 @@
-"""``manifest.json``: the fields of a published checkpoint, their encoding and their checks.
+"""``manifest.json``: the fields of a published checkpoint, their encoding and their validation.
 
-Pure: no torch.
+This module is pure and does not import torch.
 """
 
 import json
@@ -15,21 +15,21 @@ from evergrad_trainer.checkpoint.files import HASH_ALGORITHM, hash_bytes
 from evergrad_trainer.checkpoint.layout import MANIFEST, Version
 
 FORMAT = CheckpointFile.FORMAT
-"""Grows when an older program could not read what a newer one writes."""
+"""Version of the manifest format. It is increased if older programs cannot read the new format."""
 
 
 PERMANENT = CheckpointFile.PERMANENT
-"""Key of ``extra`` that retention looks at: a checkpoint that has it is never removed. A program that does
-not know it takes it for one more counter."""
+"""Key of ``extra``. Retention never removes a checkpoint for which it is true. An older program that does not
+support the key reads it as a counter."""
 
 _IDENTITY = ("run", "config_hash", "data_fingerprint")
-"""Fields of an identity that are written to a manifest. Never more: an older program would not know them."""
+"""Fields of an identity in a manifest. Do not add any, because older programs could not read them."""
 
 
 class InvalidCheckpointError(EvergradError):
     """A checkpoint is damaged or incomplete.
 
-    ``str`` is the reason, e.g. ``file rank-00000.bin: checksum differs``.
+    The message is the reason, for example ``file rank-00000.bin: checksum differs``.
     """
 
     code = "internal.checkpoint_damaged"
@@ -37,20 +37,20 @@ class InvalidCheckpointError(EvergradError):
 
 
 class UnknownFormatError(EvergradError):
-    """A checkpoint was written by a newer program. Not damage: it must not be set aside or skipped."""
+    """A checkpoint was written by a newer program. It is not damaged, so do not quarantine or skip it."""
 
     code = "internal.checkpoint_newer"
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Whose checkpoints these are. A run loads only what has the same identity."""
+    """The identity of the run that wrote a checkpoint. A run loads only checkpoints with its own identity."""
 
     run: str
     config_hash: str
     data_fingerprint: str
     recipe: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """The values that ``config_hash`` was made of, as far as known; a checkpoint has them in ``extra``."""
+    """The values that ``config_hash`` was computed from, if known. A checkpoint has them in ``extra``."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The facts of one checkpoint.
+    """The manifest of one checkpoint.
 
-    ``finished`` is Unix time in seconds; ``extra`` is the caller's, JSON values only.
+    ``finished`` is Unix time in seconds. ``extra`` contains JSON values from the caller of the save.
     """
 
     version: Version
@@ -80,24 +80,27 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Length of all files together, in bytes."""
+        """Size of all files together, in bytes."""
         return sum(file.bytes for file in self.files)
 
     @property
     def is_permanent(self) -> bool:
-        """Whether retention leaves it for ever."""
+        """Whether retention never removes this checkpoint."""
         return self.extra.get(PERMANENT) is True
 
     @property
     def checksum(self) -> str:
-        """Hash over all fields, which differs as soon as one of them does."""
+        """Hash over all fields, which changes if any field changes."""
         text = json.dumps(
             _to_json(self), sort_keys=True, separators=(",", ":"), allow_nan=False
         )
         return hash_bytes(text.encode())
 
     def has_same_content(self, other: "Manifest") -> bool:
-        """Whether both hold the same state of the same step, whichever attempt wrote it and when."""
+        """Return whether both manifests describe the same state of the same step.
+
+        The attempt and the time may differ.
+        """
         return self._content() == other._content()
 
     def _content(self) -> tuple[object, ...]:
@@ -106,7 +109,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A published name; ``manifest`` is None where it cannot be read, and ``reason`` then says why."""
+    """A published name. If the manifest cannot be read, ``manifest`` is None and ``reason`` is the error."""
 
     name: str
     version: Version
@@ -115,23 +118,22 @@ class Candidate:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The bytes of ``manifest.json``, with a checksum over all fields so that a flipped bit in
-    them is seen."""
+    """Encode ``manifest.json``, with a checksum over all fields to detect flipped bits."""
     fields = {**_to_json(manifest), "checksum": manifest.checksum}
     return json.dumps(fields, indent=1, allow_nan=False).encode() + b"\n"
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Read ``manifest.json``.
+    """Decode ``manifest.json``.
 
-    Raises InvalidCheckpointError for damage, UnknownFormatError for a newer program's.
+    Raises InvalidCheckpointError if it is damaged, and UnknownFormatError if a newer program wrote it.
     """
     if not data:
         raise InvalidCheckpointError(f"file {MANIFEST}: is empty")
     try:
         raw = json.loads(data)
         manifest_format = raw["format"]
-        # Before any other field: those of a newer format may mean something else.
+        # Check the format first, because other fields may have a different meaning in a newer format.
         if isinstance(manifest_format, int) and manifest_format > FORMAT:
             raise UnknownFormatError(
                 f"file {MANIFEST}: has format {manifest_format}, this program knows up to {FORMAT}"
@@ -141,7 +143,7 @@ def decode_manifest(data: bytes) -> Manifest:
         raise InvalidCheckpointError(
             f"file {MANIFEST}: is not a manifest ({error!r})"
         ) from error
-    # Over the fields as they were understood: what was read is what was written.
+    # The checksum covers the decoded fields, which proves that they are the fields that were written.
     if raw.get("checksum") != manifest.checksum:
         raise InvalidCheckpointError(f"file {MANIFEST}: checksum differs")
     return manifest
@@ -166,7 +168,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
 def _from_json(raw: dict[str, Any]) -> Manifest:
     if raw["hash_algorithm"] != HASH_ALGORITHM:
         raise ValueError(f"hash_algorithm {raw['hash_algorithm']!r}")
-    # Field by field, so that a damaged file is an error here and not somewhere in the loading.
+    # Convert each field, so that a damaged file raises an error here and not later during the load.
     identity = raw["identity"]
     return Manifest(
         version=Version(
@@ -196,7 +198,7 @@ def _integer(value: Any) -> int:
 
 
 def _plain_name(value: Any) -> str:
-    # A name with a separator could reach outside the checkpoint's own directory.
+    # A name with a separator could refer to a file outside the checkpoint's directory.
     if (
         not isinstance(value, str)
         or not value

@@ -1,4 +1,4 @@
-"""Reads a run's newest checkpoint into memory while packages are still being imported."""
+"""Reads a run's newest checkpoint into memory while the process still imports packages."""
 
 import contextlib
 import json
@@ -9,14 +9,15 @@ from evergrad_trainer.checkpoint.layout import LATEST, MANIFEST, parse_checkpoin
 
 
 def read_ahead(checkpoints: Path, *, memory_bytes: int | None) -> HeldFiles | None:
-    """Begin to read what a start will most probably restore; where its files will be.
+    """Start to read the checkpoint that the start will most likely restore, and return its files.
 
-    A checkpoint is written past the page cache, so that restoring it would wait for the disk. Which
-    checkpoint is restored is decided later, and nothing that is read here is used before its hash was
-    compared with the manifest. None where there is nothing to read, or not enough memory to keep it.
+    A checkpoint is not in the page cache, because it is written past it, so a restore would wait for the
+    disk. The restore decides later which checkpoint is used, and compares the hash of each file with the
+    manifest. ``memory_bytes`` is the memory that this process may use. Returns None if there is no checkpoint
+    or not enough memory.
     """
     sizes = {}
-    # Trouble of the volume is met again, and reported, by the restore itself.
+    # Errors of the volume are ignored here, because the restore meets and reports them.
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         name = json.loads((checkpoints / LATEST).read_bytes())["checkpoint"]
         if parse_checkpoint_name(name):

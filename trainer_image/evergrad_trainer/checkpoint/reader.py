@@ -1,4 +1,4 @@
-"""Reading published checkpoints by name, on any rank: manifests, small files, shards, and their checks."""
+"""Reads and validates published checkpoints by name, on any rank: manifests, small files and shards."""
 
 import contextlib
 import os
@@ -21,25 +21,25 @@ from evergrad_trainer.checkpoint.manifest import (
 
 HASH_THREADS = 8
 COPY_BYTES = 16 * 2**20
-"""Bytes of one copy from memory, which holds the interpreter lock: other threads get it in between."""
+"""Bytes per copy from memory. A copy holds the GIL; other threads can acquire it between two copies."""
 
 
 class ShardSource(Protocol):
-    """One file of a published checkpoint, wherever its bytes are."""
+    """One file of a published checkpoint, on the volume or in memory."""
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill ``buffer`` from ``offset``. Raises InvalidCheckpointError if the file is too short."""
+        """Fill ``buffer`` from byte ``offset``. Raises InvalidCheckpointError if the file is too short."""
 
 
 class MemorySource:
-    """A file that was read and hashed already, and is loaded from memory."""
+    """A file in memory that was already read and hashed."""
 
     def __init__(self, data: memoryview, name: str) -> None:
         self._data = data
         self._name = name
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Copy from ``offset`` on. Raises InvalidCheckpointError if the file is too short."""
+        """Fill ``buffer`` from byte ``offset``. Raises InvalidCheckpointError if the file is too short."""
         part = self._data[offset : offset + len(buffer)]
         if len(part) < len(buffer):
             raise InvalidCheckpointError(
@@ -48,7 +48,7 @@ class MemorySource:
         for begin in range(0, len(part), COPY_BYTES):
             piece = part[begin : begin + COPY_BYTES]
             buffer[begin : begin + len(piece)] = piece
-            # Counted again, as bytes from a file are: whoever watches this process sees that it goes on.
+            # Report these bytes again, like bytes from a file, to show progress.
             MOVED.note(len(piece))
 
 
@@ -60,11 +60,11 @@ class FileSource:
         self._name = name
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill ``buffer`` from ``offset``; the interpreter lock is free meanwhile.
+        """Fill ``buffer`` from byte ``offset``. The GIL is released during the read.
 
         Raises InvalidCheckpointError if the file is too short.
         """
-        # A call may give less than was asked for; nothing at all means the end of the file.
+        # A call may return fewer bytes than requested. Zero bytes mean the end of the file.
         while buffer:
             count = os.preadv(self._descriptor, [buffer], offset)
             if count == 0:
@@ -75,23 +75,23 @@ class FileSource:
 
 
 class CheckpointReader:
-    """The content of the checkpoints in one directory. Changes nothing.
+    """Read-only access to the checkpoints in one directory.
 
-    Methods raise InvalidCheckpointError for damage, UnknownFormatError for a newer program's checkpoint, and
-    OSError for a volume that cannot be read.
+    The methods raise InvalidCheckpointError if a checkpoint is damaged, UnknownFormatError if a newer program
+    wrote it, and OSError if the volume cannot be read.
     """
 
     def __init__(self, directory: Path, *, stale_seconds: float) -> None:
-        """``stale_seconds``: how long another node's fresh file may stay unseen from here."""
+        """``stale_seconds`` is how long a new file of another node may remain invisible on this node."""
         self._directory = directory
         self._stale_seconds = stale_seconds
         self._held: HeldFiles | None = None
 
     @contextlib.contextmanager
     def holding(self, held: HeldFiles) -> Iterator[None]:
-        """Keep what is validated meanwhile in ``held``, as far as there is room, and load from there.
+        """Keep files that are validated during the body in ``held``, if there is room, and load from there.
 
-        Each byte is then read once, and the loaded bytes are those that were hashed.
+        Each byte is then read only once, and the loaded bytes are the hashed bytes.
         """
         self._held = held
         try:
@@ -100,17 +100,18 @@ class CheckpointReader:
             self._held = None
 
     def locate(self, name: str) -> str:
-        """The checkpoint's directory, for messages."""
+        """Return the path of a checkpoint's directory, for messages."""
         return str(self._directory / name)
 
     def read_manifest(self, name: str, *, patient: bool = False) -> Manifest:
-        """The manifest alone, opened by name: a listing may be stale, an open is not.
+        """Return the manifest of a checkpoint.
 
-        ``patient``: the checkpoint is known to exist, so that this waits a moment until it is seen from here.
+        The manifest is opened by name, because a listing may be stale. If the checkpoint is known to exist,
+        pass ``patient`` to wait up to ``stale_seconds`` until it is visible on this node.
         """
         data = self._read(name, layout.MANIFEST, patient=patient)
         manifest = decode_manifest(data)
-        # A directory that was renamed by hand would bring the run to another step than its name says.
+        # If a user has renamed the directory, the run would continue at a different step than the name says.
         named = parse_checkpoint_name(name)
         if named is not None and named.step != manifest.version.step:
             raise InvalidCheckpointError(
@@ -119,7 +120,7 @@ class CheckpointReader:
         return manifest
 
     def read_document(self, name: str, file: FileEntry) -> bytes:
-        """A small file's content, checked against its hash."""
+        """Return the content of a small file after a check of its hash."""
         held = self._find_held(name, file.name)
         data = self._read(name, file.name, patient=True) if held is None else bytes(held)
         if files.hash_bytes(data) != file.hash:
@@ -128,7 +129,7 @@ class CheckpointReader:
 
     @contextlib.contextmanager
     def open_shard(self, name: str, file: str) -> Iterator[ShardSource]:
-        """Open a file by its name in the manifest."""
+        """Open a file by its name in the manifest, from memory if it is held there."""
         held = self._find_held(name, file)
         if held is not None:
             yield MemorySource(held, file)
@@ -147,15 +148,16 @@ class CheckpointReader:
     def validate(
         self, name: str, *, checksums: bool, meter: files.Meter | None = None
     ) -> Manifest:
-        """Check that every file is there with its size, and with ``checksums`` its hash.
+        """Validate a checkpoint and return its manifest.
 
-        ``meter`` counts what has been read, so that others can see whether it continues.
+        Every file must exist with the right size and, with ``checksums``, the right hash.
+        ``meter`` counts the blocks that have been read, so that another thread can check for progress.
         """
         manifest = self.read_manifest(name)
         if meter is not None:
             meter.add()
 
-        # Sizes first: they cost one call a file and show most of what goes wrong.
+        # Check sizes first, because they need only one call per file and reveal most problems.
         for file in manifest.files:
             try:
                 found = os.stat(self._directory / name / file.name).st_size
@@ -170,9 +172,9 @@ class CheckpointReader:
             self._held.wait(meter)
             self._held.keep_only(self._directory / name)
 
-        # The small table is always hashed: a flipped bit in it would load a tensor from a wrong place. The
-        # same holds for: what was read ahead, which has its hash already. Several files at a time, since one
-        # alone waits for the disk.
+        # The small table is always checked, because a flipped bit could load a tensor from a wrong offset.
+        # Files that were read ahead are also checked, because their hashes are already known. Several files
+        # are hashed in parallel, because a single thread would mostly wait for the disk.
         folder, held = self._directory / name, self._held
         hashed = [
             file
@@ -197,7 +199,7 @@ class CheckpointReader:
         return manifest
 
     def holds(self, name: str, manifest: Manifest) -> bool:
-        """Whether ``name`` exists, validates and has the content that ``manifest`` describes."""
+        """Return whether ``name`` exists, validates and has the same content as ``manifest``."""
         if not os.path.lexists(self._directory / name):
             return False
         try:

@@ -1,4 +1,4 @@
-"""Retention: which checkpoints are kept and which may go. Pure: candidates in, names out."""
+"""Decides which checkpoints are kept and which are removed. Pure: takes candidates and returns names."""
 
 from collections.abc import Collection, Sequence
 
@@ -7,10 +7,11 @@ from evergrad_trainer.checkpoint.manifest import Candidate
 
 
 def choose_best(candidates: Sequence[Candidate], pointer: str | None) -> str | None:
-    """The name of the best checkpoint: the newest of those saved as the best and of the one in ``best.json``.
+    """Return the name of the best checkpoint, or None if there is none.
 
-    The manifests count too, because a kill between publishing and writing the pointer must not unpin the new
-    best.
+    This is the newest of the checkpoints that were saved as the best and of ``pointer``, the name in
+    ``best.json``. The manifests are considered because a process may be killed after it has published the
+    new best checkpoint and before it has written the pointer.
     """
     marked = [
         candidate
@@ -24,12 +25,13 @@ def choose_best(candidates: Sequence[Candidate], pointer: str | None) -> str | N
 def choose_removals(
     valid: Sequence[Candidate], *, keep: int, pinned: Collection[str]
 ) -> list[str]:
-    """Names to remove so that the ``keep`` newest of the ``valid`` candidates and all ``pinned`` ones stay;
-    oldest first.
+    """Return the names to remove, oldest first.
 
-    Candidates that do not validate must not be passed: they neither count nor are removed.
+    The ``keep`` newest of the ``valid`` candidates and all ``pinned`` ones are kept. Pass only candidates
+    that validate: damaged checkpoints do not count and are never removed. For example, with steps 100, 200
+    and 300, ``keep=1`` and ``step-100`` pinned, the result is ``["step-200"]``.
     """
-    # Oldest first, so that a kill half-way leaves the newer ones.
+    # Oldest first, so that the newer checkpoints remain if the process is killed between two removals.
     ordered = sorted(valid, key=_version, reverse=True)
     return [
         candidate.name
@@ -41,8 +43,11 @@ def choose_removals(
 def choose_next_removal(
     valid: Sequence[Candidate], *, pinned: Collection[str]
 ) -> str | None:
-    """The name that ``choose_removals`` would give next if there were more checkpoints: the oldest that is
-    not pinned. Never the newest of the ``valid`` candidates, which a restart needs."""
+    """Return the oldest of the ``valid`` candidates that is not pinned, or None if there is none.
+
+    ``choose_removals`` would remove this checkpoint next. The newest candidate is never returned, because a
+    restart needs it.
+    """
     ordered = sorted(valid, key=_version)
     return next((one.name for one in ordered[:-1] if one.name not in pinned), None)
 

@@ -1,6 +1,6 @@
-"""Finding the checkpoint to load: rank 0 looks and validates, its choice reaches all ranks.
+"""Finds the checkpoint to load. Rank 0 lists and validates checkpoints and sends its choice to all ranks.
 
-The wait of the others is bounded by rank 0's progress, not by the size of the state.
+The other ranks wait while rank 0 makes progress, however large the state is.
 """
 
 import contextlib
@@ -32,13 +32,13 @@ from evergrad_trainer.distributed.world import World
 from evergrad_trainer.state.registry import recipe_in
 
 BEAT_SECONDS = 1.0
-"""How often rank 0 says that it is still at it while it validates checkpoints."""
+"""Interval of rank 0's heartbeats to the other ranks while it validates checkpoints."""
 STALL_SECONDS = 600.0
-"""How long rank 0 may validate without one more byte read, or one more checkpoint looked at, before all give
+"""How long rank 0 may validate without progress (a read block or a further checkpoint) until all ranks give
 up."""
 
 _NAMED_STEPS = 8
-"""How many steps an error lists of those that there are."""
+"""Maximum number of existing steps in an error message."""
 
 _log = logging.getLogger(__name__)
 _Damaged: TypeAlias = tuple[Candidate, InvalidCheckpointError | OSError | VolumeError]
@@ -46,8 +46,7 @@ _Damaged: TypeAlias = tuple[Candidate, InvalidCheckpointError | OSError | Volume
 
 @dataclass(frozen=True)
 class Rejected:
-    """A checkpoint that was passed over; ``quarantined_as`` is where it is now, None if it was left where it
-    was."""
+    """A checkpoint that was skipped. ``quarantined_as`` is its new path, or None if it was not moved."""
 
     checkpoint: str
     step: int
@@ -57,34 +56,34 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Search:
-    """The checkpoint that is wanted, and the changes that are allowed meanwhile."""
+    """Criteria for the checkpoint to load, and the changes that the search may make."""
 
     store: CheckpointStore
     checksums: bool
     identity: Identity | None = None
-    """Refuse checkpoints of any other; None: anyone's will do."""
+    """Refuse checkpoints with another identity. If this is None, accept any identity."""
     prefix: str | tuple[str, ...] = ""
-    """Only tensors whose keys begin so, or in one of these ways, are wanted."""
+    """Load only tensors whose keys begin with this prefix or one of these prefixes."""
     only: str | None = None
-    """Consider this name alone."""
+    """Consider only the checkpoint with this name."""
     step: int | None = None
-    """Consider checkpoints of this step alone."""
+    """Consider only checkpoints of this step."""
     may_quarantine: bool = False
-    """The directory is ours: set damaged checkpoints aside."""
+    """Whether the directory belongs to this run, so that damaged checkpoints may be quarantined."""
     meter: Meter = field(default_factory=Meter)
-    """Counts what validation has read."""
+    """Counts the blocks and checkpoints that validation has read."""
     ahead: HeldFiles | None = None
-    """Files of the newest checkpoint that were read, or are being read, since before the search."""
+    """Files of the newest checkpoint whose read was started before the search."""
     leases: contextlib.ExitStack | None = None
-    """Another run's directory, which may train on: what is read is kept from being retired until this is
-    closed."""
+    """For the directory of another run, which may still be training: receives a lease on each checkpoint that
+    is read, which prevents its removal until the stack is closed."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Rank 0's decision, as it travels to the others.
+    """Rank 0's decision, in the form in which it is sent to the other ranks.
 
-    Neither checkpoint nor problems: there is nothing to load.
+    If ``checkpoint``, ``problems`` and ``trouble`` are empty, there is nothing to load.
     """
 
     checkpoint: str = ""
@@ -96,22 +95,22 @@ class Choice:
     rejected: list[dict[str, Any]] = field(default_factory=list)
     problems: list[dict[str, str]] = field(default_factory=list)
     trouble: str = ""
-    """Trouble of the volume; it says nothing about the checkpoints."""
+    """A problem of the volume, which does not mean that checkpoints are damaged."""
 
 
 def choose_together(search: Search, tried: list[Rejected], world: World) -> Choice:
-    """Rank 0's choice on all ranks, none of those ``tried``. Every rank calls this."""
+    """Return rank 0's choice on all ranks, except the checkpoints in ``tried``. Every rank calls this."""
     if world.size == 1:
         return _choose(search, tried)
     chosen: list[Choice] = []
-    # A daemon: a volume that hangs must not keep the process from ending.
+    # A daemon thread, so that a volume that hangs cannot prevent the process from exiting.
     thread = threading.Thread(
         target=lambda: chosen.append(_choose(search, tried)), name="validate", daemon=True
     )
     if world.is_main:
         thread.start()
 
-    # Progress is counted in blocks read, not in time: a slow volume may take as long as it needs.
+    # Progress is measured in blocks, not in time, so that a slow volume can take as long as it needs.
     known, since = search.meter.units, time.monotonic()
     while True:
         answer: dict[str, Any] | None = None
@@ -134,14 +133,14 @@ def choose_together(search: Search, tried: list[Rejected], world: World) -> Choi
                     "volume and its server."
                 )
                 answer = asdict(Choice(trouble=why))
-        # One broadcast a beat, empty while rank 0 validates: the others' timeout is that of a beat, however
-        # large the checkpoints are.
+        # Collective: one broadcast per heartbeat, which is empty while rank 0 validates. The timeout of the
+        # other ranks only needs to cover one heartbeat, however large the checkpoints are.
         if (answer := world.broadcast_json(answer)) is not None:
             return Choice(**answer)
 
 
 def _choose(search: Search, tried: list[Rejected]) -> Choice:
-    """Rank 0's part: never raises, so that the others are not left waiting."""
+    """Make the choice on rank 0. Volume errors become a Choice, because the other ranks wait for one."""
     where = search.store.reader.locate("")
     what = "the checkpoints cannot be listed"
     try:
@@ -151,12 +150,12 @@ def _choose(search: Search, tried: list[Rejected]) -> Choice:
     except OSError as error:
         return Choice(trouble=str(volume_error(error, where, what)))
     except UnknownFormatError as error:
-        # Not damage: passing it over would train again what a newer program has trained.
+        # This is not damage. Without this checkpoint, the run would repeat steps of the newer program.
         return _refuse([Problem(where, "cannot be read", why=str(error))])
 
 
 def _search(search: Search, tried: list[Rejected]) -> Choice:
-    """The newest candidate that validates; without one, the problems of all there are."""
+    """Return the newest candidate that validates. If there is none, return the problems of all candidates."""
     store = search.store
     damaged: list[_Damaged] = []
     names = {rejection.checkpoint for rejection in tried}
@@ -173,7 +172,7 @@ def _search(search: Search, tried: list[Rejected]) -> Choice:
         if search.leases is not None:
             search.leases.enter_context(store.catalog.hold(name))
         try:
-            # Tried again for a while: what a volume refuses for a moment says nothing about a checkpoint.
+            # Retry for a limited time, because a momentary error of the volume does not mean damage.
             manifest = retry(
                 functools.partial(
                     store.reader.validate,
@@ -185,7 +184,7 @@ def _search(search: Search, tried: list[Rejected]) -> Choice:
                 what="the checkpoint cannot be read",
             )
         except (InvalidCheckpointError, OSError, VolumeError) as error:
-            # Retired between listing and lease: a newer one has come.
+            # Retention removed it between the listing and the lease, so there is a newer one.
             is_gone = isinstance(error, InvalidCheckpointError) and not os.path.lexists(
                 store.reader.locate(name)
             )
@@ -194,10 +193,10 @@ def _search(search: Search, tried: list[Rejected]) -> Choice:
                 return _search(search, [*tried, gone])
             damaged.append((candidate, error))
             continue
-        # The newest that is whole decides: an older one of the right identity would lose what this one has.
+        # The newest valid checkpoint decides. An older one with the right identity would lose its progress.
         if problems := _compare_identity(search, name, manifest):
             return _refuse(problems)
-        # Damaged ones are set aside only now: without a valid one nothing moves, and a person decides.
+        # Quarantine damaged checkpoints only now. If none is valid, nothing is moved and a user decides.
         passed = [asdict(_set_aside(search, *rejection)) for rejection in damaged]
         version = manifest.version
         return Choice(
@@ -214,8 +213,8 @@ def _search(search: Search, tried: list[Rejected]) -> Choice:
 
 
 def _refuse_all(search: Search, tried: list[Rejected], damaged: list[_Damaged]) -> Choice:
-    """Name every checkpoint that there is, none of which validates."""
-    # One that could not be read may be whole: to call it lost would be to begin again.
+    """Return a refusal that names every checkpoint, because none of them validates."""
+    # A checkpoint that could not be read may be valid. It must not be reported as lost, so raise the error.
     if unread := [
         error for _, error in damaged if isinstance(error, OSError | VolumeError)
     ]:
@@ -240,7 +239,7 @@ def _refuse_all(search: Search, tried: list[Rejected], damaged: list[_Damaged]) 
 
 
 def _pick(search: Search, candidates: list[Candidate]) -> Problem | None:
-    """Leave the candidates of the wanted step alone; the problem, where there is none."""
+    """Keep only the candidates of the wanted step in the list. Returns the problem if none remains."""
     there = sorted({one.version.step for one in candidates}, reverse=True)
     candidates[:] = [one for one in candidates if one.version.step == search.step]
     if candidates or not there:
@@ -264,7 +263,7 @@ def _set_aside(
     candidate: Candidate,
     error: InvalidCheckpointError | OSError | VolumeError,
 ) -> Rejected:
-    """Quarantine what is damaged; what could not be read this time may be fine and stays."""
+    """Quarantine a damaged checkpoint. A checkpoint that could not be read stays, because it may be valid."""
     step, reason = candidate.version.step, str(error)
     rejected = Rejected(candidate.name, step, reason, None)
     if not search.may_quarantine or not isinstance(error, InvalidCheckpointError):
@@ -297,12 +296,14 @@ _IDENTITY = (
         "Restore the data this run began with, or start a new run with initFrom",
     ),
 )
-"""Fields a checkpoint must share with the run, what they are called, and what helps where they differ."""
+"""Fields that a checkpoint must share with the run: attribute, name in messages, and remedy."""
 
 
 def _compare_identity(search: Search, name: str, manifest: Manifest) -> list[Problem]:
-    """Why a checkpoint is not this run's: by fields of the recipe where both sides know theirs, else by
-    hashes."""
+    """Return the differences between the identities of a checkpoint and of this run.
+
+    If both recipes are known, the differences are listed by field. Otherwise only the hashes are compared.
+    """
     if search.identity is None:
         return []
     where, found = search.store.reader.locate(name), manifest.identity
@@ -319,8 +320,8 @@ def _compare_identity(search: Search, name: str, manifest: Manifest) -> list[Pro
     stored, own = recipe_in(manifest.extra), search.identity.recipe
     if "config_hash" not in problems or not stored or not own:
         return list(problems.values())
-    # Two versions may read one file differently: then no field differs, and the hashes are all there is. One
-    # that differs by the form of its numbers alone is the same recipe.
+    # If no field differs, keep the difference of the hashes, because two versions may read one file
+    # differently. But if only the form of numbers differs, as in 1 and 1.0, the recipes are the same.
     changes = changed_fields(stored, own)
     if changes or hash_recipe(stored) == search.identity.config_hash:
         del problems["config_hash"]

@@ -1,6 +1,6 @@
-"""A copy of the state by value, in host memory that is used again for the next save.
+"""Copies the state to host memory, which is reused for the next save.
 
-It is all that training waits for.
+Training waits only for this copy. The rest of a save runs in the background.
 """
 
 import heapq
@@ -17,8 +17,10 @@ from evergrad_trainer.checkpoint.layout import ALIGNMENT
 
 @dataclass(frozen=True)
 class StagedTensor:
-    """This rank's part of one tensor: ``data`` (contiguous, on the host) is the box at ``offsets`` of a
-    tensor of ``shape``."""
+    """This rank's part of one tensor.
+
+    ``data`` (contiguous, on the host) is the box at ``offsets`` of a tensor of the full ``shape``.
+    """
 
     data: torch.Tensor
     offsets: tuple[int, ...]
@@ -30,7 +32,7 @@ class StagedTensor:
 class StagedState:
     """The tensors that this rank writes.
 
-    ``signature`` names keys, dtypes and shapes of the whole state and is the same on every rank.
+    ``signature`` is a hash of the keys, dtypes and shapes of the whole state. It is equal on every rank.
     """
 
     tensors: dict[str, StagedTensor]
@@ -38,8 +40,10 @@ class StagedState:
 
 
 def require_tensors(state: Mapping[str, object]) -> None:
-    """Raise TypeError, naming the keys, if the state holds anything but dense tensors with memory behind
-    them."""
+    """Raise TypeError if ``state`` contains anything but dense tensors with allocated memory.
+
+    The message names the keys.
+    """
     wrong = [
         f"{key} ({type(value).__name__})"
         for key, value in state.items()
@@ -52,11 +56,13 @@ def require_tensors(state: Mapping[str, object]) -> None:
 
 
 def assign_owners(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """The rank that writes each replicated tensor: largest first to the rank with the fewest bytes.
+    """Return the rank that writes each replicated tensor. ``sizes`` are the tensors' bytes by name.
 
-    The answer is the same on every rank.
+    The tensors are assigned from the largest to the smallest, each to the rank with the fewest bytes so far.
+    The result is equal on every rank. For example, ``assign_owners({"a": 8, "b": 4, "c": 2}, 2)`` returns
+    ``{"a": 0, "b": 1, "c": 1}``.
     """
-    # A heap of (bytes so far, rank), which also breaks ties: no rank's answer may differ.
+    # A heap of (bytes so far, rank). The rank breaks ties, so that the result is equal on every rank.
     loads = [(0, rank) for rank in range(world_size)]
     owners = {}
     for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
@@ -67,18 +73,20 @@ def assign_owners(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
 
 
 def view_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous host tensor of any dtype, without a copy."""
+    """Return the memory of a contiguous host tensor of any dtype, without a copy."""
     if tensor.numel() == 0:
         return memoryview(b"")
-    # Strides of dimensions of length one may be anything, and a view as bytes wants them proper.
+    # Dimensions of length one may have any stride, but a view as bytes requires regular strides.
     return (
         tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
     )
 
 
 class HostStager:
-    """Copies what one rank will write into one host buffer, kept between saves (pinned where the source is an
-    accelerator)."""
+    """Copies the tensors that one rank will write into one host buffer, which is kept between saves.
+
+    The buffer is pinned if the source is an accelerator.
+    """
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -87,13 +95,13 @@ class HostStager:
     def stage(
         self, state: Mapping[str, torch.Tensor], *, rank: int, world_size: int
     ) -> StagedState:
-        """Snapshot ``state`` by value. The previous snapshot's memory is overwritten: its save must have
-        ended.
+        """Copy the parts of ``state`` that this rank writes, and return the snapshot.
 
-        Replicated tensors are copied only by the rank that writes them. Raises MemoryError or RuntimeError if
-        there is no memory for the copy.
+        The memory of the previous snapshot is overwritten, so its save must have ended. A replicated tensor
+        is copied only by the rank that writes it. Raises MemoryError or RuntimeError if there is not enough
+        memory for the copy.
         """
-        # Who writes what follows from names and sizes alone: no exchange before the copy.
+        # The assignment depends only on names and sizes, so ranks need no communication before the copy.
         replicated = {
             key: value.nbytes
             for key, value in state.items()
@@ -104,7 +112,7 @@ class HostStager:
         locals_: dict[str, torch.Tensor] = {}
         for key, value in state.items():
             if isinstance(value, DTensor):
-                # A rank outside the tensor's mesh holds no part of it.
+                # A rank outside the tensor's device mesh holds no shard of it.
                 if value.device_mesh.get_coordinate() is not None:
                     sources[key], locals_[key] = value, value.to_local()
             elif owners[key] == rank:
@@ -113,7 +121,7 @@ class HostStager:
         data = self._copy(locals_)
         tensors = {}
         for key, source in sources.items():
-            # The box of the whole tensor; a DTensor's rank has one chunk of it.
+            # The box within the whole tensor. For a DTensor, this rank has exactly one chunk.
             offsets, is_shard = (0,) * source.dim(), isinstance(source, DTensor)
             if is_shard:
                 sharded: Any = source  # DCP's protocol for sharded tensors carries no types
@@ -126,19 +134,20 @@ class HostStager:
         return StagedState(tensors, hash_bytes("\n".join(described).encode()))
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def _copy(self, sources: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        # Aligned as in the file, so that one layout of the buffer serves all dtypes.
+        # Align tensors as in the file, so that the buffer suits all dtypes.
         starts, total = {}, 0
         for key, source in sources.items():
             starts[key] = total
             total += -(-source.nbytes // ALIGNMENT) * ALIGNMENT
         devices = {source.device for source in sources.values() if source.is_cuda}
 
-        # A smaller need (a larger world) gives the memory back only when more than half of it would lie idle.
-        # Pinned memory costs seconds to get, and only copies from an accelerator gain by it.
+        # If less memory is needed (in a larger world), the buffer is replaced only if more than half of it
+        # would be unused. Only copies from an accelerator benefit from pinned memory, which takes seconds to
+        # allocate.
         fits = total <= self._buffer.numel() <= 2 * total
         if not fits or self._buffer.is_pinned() != (bool(devices) and total > 0):
             self.release()
@@ -158,11 +167,11 @@ class HostStager:
             ):
                 place.copy_(source, non_blocking=source.is_cuda)
             else:
-                # One thread fills the memory bus; torch would gather its threads for every tensor and wait
-                # for them on a busy machine.
+                # One thread saturates the memory bus. For each tensor, torch would start its thread pool and,
+                # on a busy machine, wait for it.
                 view_bytes(place)[:] = view_bytes(source)
             copies[key] = place
-        # Copies from an accelerator are only begun by now; training may overwrite their sources next.
+        # Copies from an accelerator are asynchronous. Wait for them before training overwrites the sources.
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
         return copies

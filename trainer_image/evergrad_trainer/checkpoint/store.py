@@ -1,7 +1,7 @@
-"""The place of one run's checkpoints: a POSIX directory, local or shared between nodes. No torch here.
+"""The store of one run's checkpoints: a POSIX directory, local or shared between nodes.
 
-A store has names and bytes. Tensors are the matter of ``dcp_storage.py``; when to save, how many to keep
-and what to do about a failure are the matter of ``manager.py``.
+A store handles names and bytes, without torch. ``dcp_storage.py`` handles tensors. ``manager.py`` decides
+when to save, how many checkpoints to keep and how to handle failures.
 """
 
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from evergrad_trainer.checkpoint.reader import CheckpointReader
 
 @dataclass(frozen=True)
 class CheckpointStore:
-    """The three parts of one directory of checkpoints.
+    """Access to one directory of checkpoints.
 
-    ``attempts`` leads to new checkpoints, ``catalog`` lists and retires them, ``reader`` reads them.
-    Only ``reader`` and ``attempts.create_shard`` are for every rank; the rest is rank 0's.
+    ``attempts`` writes and publishes checkpoints, ``catalog`` lists and removes them, ``reader`` reads them.
+    Any rank may use ``reader`` and ``attempts.create_shard``. Only rank 0 may use the other methods.
     """
 
     attempts: FilesystemAttempts
@@ -30,9 +30,9 @@ class CheckpointStore:
 def open_store(
     directory: Path, *, medium: Medium | None = None, keep_waiting: int = 0
 ) -> CheckpointStore:
-    """The store in ``directory`` (a run's ``checkpoints``). Touches nothing.
+    """Return the store in ``directory``, a run's ``checkpoints`` directory, without any file operation.
 
-    ``keep_waiting``: how many checkpoints, the newest, retention leaves until they are evaluated.
+    ``keep_waiting`` is the number of newest checkpoints that retention keeps until they are evaluated.
     """
     medium = medium or Medium()
     reader = CheckpointReader(directory, stale_seconds=medium.stale_seconds)
@@ -44,11 +44,11 @@ def open_store(
 
 
 _MOST_STEPS = 12
-"""Steps that a message names, the newest ones: a run may keep hundreds of checkpoints."""
+"""Maximum number of steps in a message, the newest ones, because a run may keep hundreds of checkpoints."""
 
 
 def suggest_steps(store: CheckpointStore) -> str:
-    """The remedy for a step that has no checkpoint: the steps that have one; empty if none has."""
+    """Return a remedy that lists the steps with a checkpoint; empty if there are no checkpoints."""
     steps = sorted({one.version.step for one in store.catalog.scan()})
     if not steps:
         return ""

@@ -1,6 +1,6 @@
-"""``tensors.json``: the parts of all tensors, and the bytes of the files that hold them.
+"""``tensors.json``: the chunks of all tensors and their location in the files of a checkpoint.
 
-It is DCP's metadata as JSON, never as a pickle.
+The table corresponds to DCP's metadata, but is stored as JSON and not as a pickle.
 """
 
 import json
@@ -23,7 +23,11 @@ from evergrad_trainer.checkpoint.manifest import InvalidCheckpointError
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A box of a tensor: raw little-endian values in row-major order at ``offset`` (bytes) of ``file``."""
+    """A box of a tensor, stored at byte ``offset`` of ``file``.
+
+    The data are raw little-endian values in row-major order. ``offsets`` and ``sizes`` are the first index
+    and the size of the box in each dimension of the tensor.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -34,7 +38,7 @@ class StoredChunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A whole tensor; its chunks cover it without overlap."""
+    """A whole tensor. Its chunks cover it without overlap."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -45,9 +49,12 @@ Table = dict[str, StoredTensor]
 
 
 def build_table(metadata: Metadata, stored: Iterable[tuple[str, StoredChunk]]) -> Table:
-    """The table of what all ranks wrote: dtypes and shapes from DCP's global plan, places from the ranks'
-    results."""
-    # In the order of the ranks, so that equal states give equal tables.
+    """Build the table of the tensors that all ranks have written.
+
+    ``metadata`` is DCP's global plan with dtypes and shapes. ``stored`` contains pairs of tensor name and
+    chunk from the ranks' results. Raises TypeError if ``metadata`` contains anything but tensors.
+    """
+    # The chunks are in the order of the ranks, so that equal states produce equal tables.
     chunks: dict[str, list[StoredChunk]] = {key: [] for key in metadata.state_dict_metadata}
     for key, chunk in stored:
         chunks[key].append(chunk)
@@ -62,8 +69,8 @@ def build_table(metadata: Metadata, stored: Iterable[tuple[str, StoredChunk]]) -
 
 
 def build_metadata(table: Table) -> Metadata:
-    """DCP's view of a table, for its resharding."""
-    # No offsets in files: DCP plans with boxes, and the reader finds the bytes of each box itself.
+    """Convert a table to DCP metadata, which DCP needs for resharding."""
+    # The metadata have no file offsets: DCP plans with boxes, and StoreReader locates the bytes of each box.
     tensors: dict[str, STORAGE_TYPES] = {
         key: TensorStorageMetadata(
             properties=TensorProperties(dtype=tensor.dtype),
@@ -79,7 +86,7 @@ def build_metadata(table: Table) -> Metadata:
 
 
 def encode_table(table: Table) -> bytes:
-    """The bytes of ``tensors.json``."""
+    """Encode a table as ``tensors.json``."""
     tensors = {
         key: {
             "dtype": str(tensor.dtype).removeprefix("torch."),
@@ -92,14 +99,15 @@ def encode_table(table: Table) -> bytes:
 
 
 def decode_table(data: bytes) -> Table:
-    """Read ``tensors.json``.
+    """Decode ``tensors.json``.
 
-    Raises InvalidCheckpointError if it is not one or does not cover every tensor.
+    Raises InvalidCheckpointError if ``data`` is not a valid table or if the chunks do not cover every tensor.
     """
     try:
         table: Table = {}
         for key, raw in json.loads(data).items():
-            # Looked up by name in torch, where ``load`` and the like are found as well.
+            # The name is looked up in torch, which also contains functions such as ``load``. The next check
+            # rejects anything that is not a dtype.
             dtype = getattr(torch, raw["dtype"])
             if not isinstance(dtype, torch.dtype):
                 raise ValueError(f"{raw['dtype']!r} is not a dtype")
@@ -119,7 +127,7 @@ def decode_table(data: bytes) -> Table:
         raise InvalidCheckpointError(
             f"file {TENSORS}: is not a table of tensors ({error!r})"
         ) from error
-    # A hole would leave memory as it was: random weights that nobody notices.
+    # If a chunk were missing, a part of the tensor would silently keep uninitialised values.
     for key, tensor in table.items():
         if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(
             tensor.shape

@@ -1,4 +1,4 @@
-"""Reading checkpoints outside the run they belong to: weights to begin another run with, or to export."""
+"""Reads checkpoints outside their own run, to start another run with the weights or to export them."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ from evergrad_trainer.checkpoint.tensor_table import Table
 from evergrad_trainer.distributed.world import World
 
 WEIGHTS = "model."
-"""Keys of a state that are the model's begin so."""
+"""Prefix of the model's keys in a state."""
 
 _ALONE = World(generation=0, rank=0, size=1, device=torch.device("cpu"))
 _NAME_ONE = "Name a run directory that has one, or one checkpoint"
@@ -42,13 +42,15 @@ def load_weights(
     step: int | None = None,
     prefix: str | tuple[str, ...] = WEIGHTS,
 ) -> Restored:
-    """Load another run's tensors into those of ``state`` whose keys begin with ``prefix``, in place; floats
-    of another width are converted.
+    """Load another run's tensors in place into the tensors of ``state`` whose keys begin with ``prefix``.
 
-    ``path`` is a run directory, its ``checkpoints`` (the newest that validates is taken, of ``step`` where
-    one is given) or one checkpoint. Nothing in it is changed; a run that trains there retires none of it
-    meanwhile. With a ``world`` every rank calls this. Raises CheckpointError if nothing there can be used or
-    if the tensors are not those of ``state``.
+    ``path`` is one checkpoint, a run directory or its ``checkpoints`` directory. For a directory, the newest
+    valid checkpoint (of ``step``, if given) is loaded. Floats of another width are converted. No checkpoint
+    is changed. A run that trains in ``path`` does not remove the checkpoint during the load. With a
+    ``world``, every rank calls this. Raises CheckpointError if no checkpoint can be used or if its tensors do
+    not match ``state``.
+
+    For example, ``load_weights(Path("/runs/base"), registry.tensors(), step=1200)``.
     """
     directory, only = _find(path)
     wanted = {key: value for key, value in state.items() if key.startswith(prefix)}
@@ -68,9 +70,10 @@ def load_weights(
 
 
 def look_at(path: Path, *, step: int | None = None) -> tuple[Path, Choice]:
-    """The checkpoint that ``load_weights`` would take of ``path``, as far as the sizes of its files tell.
+    """Return the checkpoint that ``load_weights`` would load from ``path``, without hashing its shards.
 
-    Nothing but its manifest is read. Raises CheckpointError, and VolumeError where it cannot be read now.
+    Only the manifest, the table of tensors and the sizes of the files are read. Raises CheckpointError if no
+    checkpoint can be used, and VolumeError if the volume cannot be read now.
     """
     directory, only = _find(path)
     search = Search(open_store(directory), checksums=False, only=only, step=step)
@@ -84,9 +87,9 @@ def look_at(path: Path, *, step: int | None = None) -> tuple[Path, Choice]:
 
 
 class StoredTensors:
-    """The tensors of one checkpoint, each read when it is asked for and held by nobody else.
+    """The tensors of one checkpoint. Each tensor is read on request and is not cached.
 
-    ``table`` has their types and shapes by name.
+    ``table`` contains their types and shapes by name.
     """
 
     def __init__(self, reader: CheckpointReader, name: str, table: Table) -> None:
@@ -95,10 +98,10 @@ class StoredTensors:
         self._name = name
 
     def read(self, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """One whole tensor on the host, whichever shards its parts lie in.
+        """Return one whole tensor on the host, from all shards that contain parts of it.
 
-        ``dtype``: what to convert it to, a slab at a time, so that it is held once. Raises CheckpointError
-        where it cannot be read.
+        If ``dtype`` is given, the tensor is converted slab by slab, so that memory holds only one whole copy.
+        Raises CheckpointError if the tensor cannot be read.
         """
         stored = self.table[key]
         tensor = torch.empty(stored.shape, dtype=dtype or stored.dtype)
@@ -110,12 +113,12 @@ class StoredTensors:
 def open_tensors(
     checkpoint: Path, *, prefix: str = "", checksums: bool = True
 ) -> StoredTensors:
-    """The tensors of one checkpoint whose keys begin with ``prefix``.
+    """Return the tensors of one checkpoint whose keys begin with ``prefix``.
 
-    ``checksums=False`` where it was validated a moment ago: hashing reads all of it. Raises CheckpointError
-    if it does not validate.
+    Hashing reads the whole checkpoint. If it has just been validated, pass ``checksums=False``. Raises
+    CheckpointError if the checkpoint does not validate.
     """
-    # Whole before anything is read: a bad hash found half-way would leave half of an export.
+    # Validate the whole checkpoint first: a wrong hash found later would leave an incomplete export.
     checkpoint = checkpoint.resolve()
     reader = open_store(checkpoint.parent).reader
     with _loading(str(checkpoint)):
@@ -125,7 +128,7 @@ def open_tensors(
 
 
 def read_extra(checkpoint: Path) -> Mapping[str, Any]:
-    """The values that one checkpoint was saved with. Raises CheckpointError."""
+    """Return the ``extra`` values of one checkpoint. Raises CheckpointError if it cannot be read."""
     with _loading(str(checkpoint)):
         store = open_store(checkpoint.resolve().parent)
         return store.reader.read_manifest(checkpoint.resolve().name, patient=True).extra
@@ -133,7 +136,7 @@ def read_extra(checkpoint: Path) -> Mapping[str, Any]:
 
 @contextlib.contextmanager
 def _loading(where: str) -> Iterator[None]:
-    """Make damage, and a volume that cannot be read, a CheckpointError that names the checkpoint."""
+    """Convert an error of the body (damage, newer format, OSError) to a CheckpointError for ``where``."""
     try:
         yield
     except (InvalidCheckpointError, UnknownFormatError, OSError) as error:
@@ -142,32 +145,33 @@ def _loading(where: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def hold_checkpoint(path: Path, *, step: int | None = None) -> Iterator[Path]:
-    """The newest checkpoint (of ``step``) that validates, in a run directory, its ``checkpoints``, or
-    ``path`` itself; a run that trains there does not retire it meanwhile.
+    """Yield the path of the newest valid checkpoint and hold a lease on it during the body.
 
-    Raises CheckpointError, naming what was found and why it cannot be used.
+    ``path`` is one checkpoint, a run directory or its ``checkpoints`` directory. If ``step`` is given, only
+    checkpoints of this step are considered. Raises CheckpointError with the reason for each unusable
+    checkpoint.
     """
     directory, only = _find(path)
     store = open_store(directory)
     problems: dict[str, Problem] = {}
     is_stale = True
-    # Ends: each name is tried once.
+    # The loop ends, because each name is tried only once.
     while is_stale:
         found = store.catalog.scan() if only is None else [store.catalog.describe(only)]
         is_stale = False
-        # Newest first; damaged ones are named only where none is whole.
+        # Newest first. Damaged checkpoints are reported only if none is valid.
         for candidate in found:
             name, version = candidate.name, candidate.version
             if name in problems or step not in (None, version.step):
                 continue
-            # Before it is validated, which may take minutes.
+            # Hold the lease before validation, which may take minutes.
             with store.catalog.hold(name):
                 try:
                     store.reader.validate(name, checksums=True)
                 except (InvalidCheckpointError, UnknownFormatError, OSError) as error:
                     where = str(directory / name)
                     problems[name] = Problem(where, "cannot be loaded", why=str(error))
-                    # Retired between listing and lease: a newer one has come.
+                    # Retention removed it between the listing and the lease, so there is a newer one.
                     if is_stale := not os.path.lexists(directory / name):
                         break
                 else:
@@ -179,14 +183,13 @@ def hold_checkpoint(path: Path, *, step: int | None = None) -> Iterator[Path]:
 
 
 def _find(path: Path) -> tuple[Path, str | None]:
-    """The directory of checkpoints that ``path`` means, and the one name in it that it means, if it means
-    one."""
+    """Return the directory of checkpoints for ``path``, and the name of the checkpoint if ``path`` is one."""
     path = path.resolve()
-    # First: a run may have any name, that of a checkpoint too.
+    # Check this first, because a run directory may have the name of a checkpoint.
     inner = path / RunFile.CHECKPOINTS
     if inner.is_dir():
         return inner, None
-    # A checkpoint may have been copied elsewhere under any name: its manifest shows what it is.
+    # A copied checkpoint may have any name, but its manifest identifies it.
     if (path / MANIFEST).exists() or parse_checkpoint_name(path.name):
         return path.parent, path.name
     return path, None

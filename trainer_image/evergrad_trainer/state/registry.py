@@ -167,7 +167,7 @@ class Registry:
 
         Values of unknown providers are ignored.
         """
-        # Those without values, too: an empty mapping says that the state is older than the provider.
+        # Providers without stored values receive an empty mapping: the state is older than the provider.
         for name, provider in self._providers.items():
             if only is None or name in only:
                 provider.load_values(values.get(name, {}))
