@@ -1,4 +1,4 @@
-"""When and what to save, what to do when that fails, what to load at a start: the policy over a store."""
+"""Decides when to save, how to handle failed saves, and which checkpoint to load at a start."""
 
 import functools
 import json
@@ -36,26 +36,26 @@ from evergrad_trainer.checkpoint.store import CheckpointStore, open_store
 from evergrad_trainer.distributed.world import Membership, World
 
 _JOIN_SECONDS = 0.02
-"""How often a wait for a save looks whether its world was given up."""
+"""Interval at which a wait for a save checks whether the world was given up."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass
 class _Flight:
-    """A save that has begun and is not yet reported."""
+    """A save that was started and is not reported yet."""
 
     background: BackgroundSave
     blocking_seconds: float
     best: bool
 
     def join(self, world: World) -> None:
-        """Wait for its end. Raises PeerLostError when it cannot end because the world was given up."""
+        """Wait until the save has ended. Raises PeerLostError if the world is given up meanwhile."""
         if world.interrupt is None:
             self.background.join()
             return
-        # In short waits: the thread may hang on a lost peer until the group's timeout, which is far longer
-        # than the others wait for this process.
+        # Wait in short intervals: the thread may block on a lost peer until the group's timeout, which is far
+        # longer than the other processes wait for this one.
         while not self.background.is_done:
             if world.interrupt.is_overdue:
                 raise PeerLostError("the group was given up during a save")
@@ -63,11 +63,11 @@ class _Flight:
 
 
 class CheckpointManager:
-    """One process's part in its run's checkpoints. Used from the main thread; every rank makes the same calls
-    in the same order.
+    """Saves and restores the checkpoints of one run, on one rank.
 
-    ``membership.world`` is read at each call and kept no longer than one save. ``on_event(type, fields)`` is
-    called from here only, never from the background thread.
+    Use the manager only from the main thread. Every rank must make the same calls in the same order.
+    ``membership.world`` is read at each call and is not kept for longer than one save.
+    ``on_event(type, fields)`` is called in the main thread, never in the background thread of a save.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class CheckpointManager:
         store: CheckpointStore | None = None,
     ) -> None:
         self.published: PublishedCheckpoint | None = None
-        """Newest checkpoint that this process has saved since its last restore; the same on every rank."""
+        """Newest checkpoint that this process has saved since its last restore; equal on every rank."""
         self.failures = 0
-        """Saves that have failed in a row."""
+        """Number of consecutive failed saves."""
         self.anchors: frozenset[int] = frozenset()
-        """Steps whose checkpoints retention leaves, however old they are."""
+        """Steps whose checkpoints retention keeps, however old they are."""
         self._directory = directory
         self._membership = membership
         self._settings = settings
@@ -100,18 +100,24 @@ class CheckpointManager:
         self._has_warned_of_room = False
 
     def enter_world(self, *, failures: int, saves: int = 0) -> None:
-        """Begin to save in ``membership.world``, which is new. ``failures``: in a row so far, as the ranks
-        have agreed; ``saves``: how many this generation may have seen already."""
+        """Prepare for saves in ``membership.world``, which is new.
+
+        ``failures`` is the number of consecutive failed saves so far, which the ranks have agreed on.
+        ``saves`` is the largest number of saves that this generation may already have started.
+        """
         self._serial = saves
         self.failures = failures
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save is in flight."""
+        """Whether a save is in progress."""
         return self._flight is not None and not self._flight.background.is_done
 
     def is_fenced(self) -> bool:
-        """Whether this rank has seen a newer process claim the directory; travels in the agreed flags."""
+        """Return whether this rank has seen a newer claim of the directory.
+
+        The loop shares the result with all ranks in its agreed flags.
+        """
         return self._fence.is_known
 
     def save(
@@ -123,19 +129,20 @@ class CheckpointManager:
         best: bool = False,
         wait: bool = False,
     ) -> float:
-        """Save ``state`` and ``extra`` (JSON values) as they are now; seconds that training stood still.
+        """Save ``state`` and ``extra`` (JSON values), and return the seconds that training was blocked.
 
-        Waits first for a save that is still under way. With ``wait``, or where saving is not asynchronous,
-        returns when the checkpoint is published or has failed (see ``published``). A failure is an event;
-        SaveError only after several in a row. Raises FencedError, on all ranks, once a newer process has
-        claimed the directory; TypeError or ValueError for a state or an ``extra`` that cannot be stored.
+        First waits for any earlier save that is still in progress. With ``wait``, or if saving is not
+        asynchronous, returns when the checkpoint is published or the save has failed (see ``published``).
+        A failed save is reported as an event. Raises SaveError after several consecutive failures. Raises
+        FencedError on all ranks if a newer process has claimed the directory. Raises TypeError or ValueError
+        if ``state`` or ``extra`` cannot be stored.
         """
         started = time.monotonic()
-        # A mistake of the caller is raised before anything is waited for or sent.
+        # Raise the caller's mistakes before this rank waits or communicates.
         require_tensors(state)
         copied: dict[str, Any] = json.loads(json.dumps(extra, allow_nan=False))
 
-        # There is one host buffer and one group for saves: the save before this one must have ended.
+        # There is only one host buffer and one group for saves, so the previous save must have ended.
         self.land()
         self._fence.agree()
 
@@ -166,11 +173,11 @@ class CheckpointManager:
         return flight.blocking_seconds
 
     def mark_best(self, step: int) -> None:
-        """Make the checkpoint of ``step``, saved already, the best one; waits for its save if that is under
-        way.
+        """Mark the checkpoint of ``step``, which was saved before, as the best one.
 
-        Every rank calls this; rank 0 writes, where it is not marked yet. Trouble of the volume is reported by
-        an event: the checkpoint is no worse for it.
+        Waits for its save if that is still in progress. Every rank calls this, and rank 0 writes the pointer
+        unless it already names a checkpoint of ``step``. If the volume fails, a warning event is reported,
+        because the checkpoint itself is still valid.
         """
         self.land()
         if not self._membership.world.is_main:
@@ -182,19 +189,23 @@ class CheckpointManager:
             self._on_event(EventType.WARNING, {"message": message})
 
     def poll(self) -> None:
-        """Report a save that has ended since the last call. To be called each step; costs next to nothing.
+        """Report a save that has ended since the last call. Call this after each step; it is cheap.
 
-        Raises SaveError after too many failures in a row. A newer claim on the directory is not raised here
-        but shown by ``is_fenced``, because ranks notice it at different steps.
+        Raises SaveError after too many consecutive failures. A newer claim of the directory does not raise an
+        error here, because ranks detect it at different steps. Use ``is_fenced`` instead.
         """
         if self._flight is not None and self._flight.background.is_done:
             self.land()
-        # One rank asks the volume: a thousand would be a load on it, and the loop's flags carry the answer.
+        # Only rank 0 reads the volume, because a thousand ranks would overload it. The loop's flags share the
+        # result.
         if self._membership.world.is_main:
             self._fence.look()
 
     def wait(self) -> None:
-        """Wait for a save under way and report it. Raises SaveError; FencedError if it met a newer claim."""
+        """Wait for a save in progress, if any, and report it.
+
+        Raises SaveError after too many consecutive failures, and FencedError if the save found a newer claim.
+        """
         outcome = self.land()
         if outcome is not None and outcome.fenced is not None:
             raise outcome.fenced
@@ -202,21 +213,20 @@ class CheckpointManager:
     def restore(
         self, state: Mapping[str, torch.Tensor], *, ahead: HeldFiles | None = None
     ) -> Restored | None:
-        """Load the newest checkpoint that validates into ``state`` in place, all ranks together; None if
-        there never was one.
+        """Load the newest valid checkpoint into ``state`` in place. All ranks call this.
 
-        ``ahead``: the newest checkpoint's files, where this process has begun to read them already. First
-        removes what killed processes left behind. Damaged checkpoints go to ``quarantine/``, each with an
-        event. Raises CheckpointError if there are checkpoints and none can be used, or if they are not this
-        run's.
+        Returns None if there are no checkpoints. ``ahead`` contains the files of the newest checkpoint if
+        this process has already started to read them. First removes files that killed processes have left.
+        Damaged checkpoints are moved to ``quarantine/`` and reported as events. Raises CheckpointError if
+        none of the checkpoints can be used or if they belong to another run.
         """
         world = self._membership.world
-        self.published = None  # may be damaged by now, and set aside: what is loaded counts
+        self.published = None  # it may be damaged and quarantined by now
         if world.is_main:
             try:
                 self._store.attempts.clean(world.generation)
             except OSError as error:
-                # Rubbish takes room and does no other harm.
+                # This is only a warning, because such files need space but are otherwise harmless.
                 _log.warning(
                     "what an earlier process left behind could not be removed: %s", error
                 )
@@ -240,9 +250,10 @@ class CheckpointManager:
         return restored
 
     def note_announced(self) -> None:
-        """The events of this world's start are written; called by every rank, once a step is trained.
+        """Record that the events of this world's start are written. Every rank calls this after a step.
 
-        Rank 0 also reports what a process has set aside that was lost before it had written so.
+        Rank 0 also reports checkpoints that an earlier process has quarantined if that process was killed
+        before it wrote the event.
         """
         if not self._membership.world.is_main:
             return
@@ -254,7 +265,7 @@ class CheckpointManager:
             if noted:
                 self._store.catalog.forget_fallbacks()
         except OSError as error:
-            # The next start reports them again, which does no harm.
+            # This is only a warning. The next start reports the fallbacks again, which is harmless.
             _log.warning("%s: %s", self._directory, error)
 
     def _report_fallback(self, passed: Mapping[str, Any]) -> None:
@@ -263,33 +274,34 @@ class CheckpointManager:
         self._on_event(EventType.FALLBACK, fields)
 
     def close(self) -> None:
-        """Wait for a save under way, report it and give the memory back. Raises as ``wait`` does."""
+        """Wait for a save in progress, report it and release the memory. Raises what ``wait`` raises."""
         try:
             self.wait()
         finally:
             self._stager.release()
 
     def abandon(self, *, patience_seconds: float = 5.0) -> None:
-        """Give up a save whose world has ended, or leave in an exception's path.
+        """Abandon a save whose world has ended, or whose process is handling an exception.
 
-        A save that ends within the patience is reported; one that hangs is left behind and is no failure: the
-        next world saves again. Its thread may wait for a peer that is gone; it never keeps the process from
-        ending.
+        A save that ends within ``patience_seconds`` is reported. A save that hangs is left running and does
+        not count as a failure, because the next world saves again. Its thread may wait for a lost peer, but
+        it never prevents the process from exiting.
         """
-        # Forgotten first: an error on the way must not make a later call wait for this save again.
+        # Clear the save first, so that a later call does not wait for it again if this method raises.
         flight, self._flight = self._flight, None
         if flight is not None:
             flight.background.join(patience_seconds)
             if flight.background.is_done:
                 self._report(flight)
             else:
-                # The thread may still read what the old one holds.
+                # The thread may still read the memory of the old stager.
                 self._stager = HostStager()
 
     def land(self) -> SaveResult | None:
-        """Wait for the save under way, if any, and report it; how it ended. Raises SaveError.
+        """Wait for the save in progress, if any, report it and return its result.
 
-        A newer claim is not raised: ranks may have noticed the end of the save one after the other.
+        Raises SaveError after too many consecutive failures. A newer claim does not raise an error here,
+        because ranks may detect the end of the save at different steps.
         """
         flight = self._flight
         if flight is None:
@@ -297,17 +309,17 @@ class CheckpointManager:
         flight.join(self._membership.world)
         self._flight = None
         outcome = self._report(flight)
-        # A fenced save is no failure of the volume; ``wait`` raises its own error.
+        # A fenced save is not a failure of the volume. ``wait`` raises the FencedError.
         if self.failures >= self._settings.max_failures and outcome.fenced is None:
             kind = ErrorKind.ENVIRONMENT if outcome.is_of_host else ErrorKind.INTERNAL
             raise SaveError(self._describe_failed_saves(outcome), kind, outcome.trouble)
         return outcome
 
     def _describe_failed_saves(self, outcome: SaveResult) -> str:
-        """What happened, where a restart would continue, and what to do."""
+        """Return a message with the failure, the checkpoint that a restart would load, and a remedy."""
         times = "save has" if self.failures == 1 else "saves in a row have"
         text = f"{self._directory}: {self.failures} {times} failed; the last one: {outcome.reason}."
-        # One rank looks, and it speaks for all.
+        # Only rank 0 reads the volume, because it reports the error for all ranks.
         newest = None
         if self._membership.world.is_main:
             newest = find_newest_valid(self._store)
@@ -321,9 +333,9 @@ class CheckpointManager:
         return f"{text} Check the volume; then start the run again"
 
     def _report(self, flight: _Flight) -> SaveResult:
-        """Count a save that has ended and make it an event."""
+        """Count a save that has ended, and report it as an event."""
         outcome = flight.background.outcome
-        # A second try has used the serial behind its own.
+        # A second attempt has used the next serial.
         self._serial += outcome.serials - 1
         published = outcome.published
         if published is not None:
@@ -343,7 +355,7 @@ class CheckpointManager:
             self._warn_of_removal(outcome)
             return outcome
 
-        # A lost peer ends this world, and the next one saves again: that counts for no failure.
+        # A lost peer ends this world and the next world saves again, so this does not count as a failure.
         if not (outcome.is_peer_lost and self._membership.world.interrupt is not None):
             self.failures += 1
         self._fence.note(outcome.fenced)
@@ -358,8 +370,7 @@ class CheckpointManager:
         return outcome
 
     def _warn_of_removal(self, outcome: SaveResult) -> None:
-        """Report the first checkpoint of this process that was removed early; later ones are in the events
-        of their saves."""
+        """Warn once per process that a checkpoint was removed early. Save events report later removals."""
         if not outcome.removed or self._has_warned_of_room:
             return
         self._has_warned_of_room = True

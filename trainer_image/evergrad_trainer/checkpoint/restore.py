@@ -1,7 +1,7 @@
-"""Loading a checkpoint into tensors that exist, all ranks together.
+"""Loads a checkpoint into existing tensors, on all ranks together.
 
-Rank 0 reads; the others get what it has read by the path by which newcomers get their state, and need no
-volume. Only where each rank holds a part of its own (DTensors) does each read its part.
+Rank 0 reads the checkpoint. The other ranks receive it in the same way as new members receive their state,
+and do not need the volume. If the state is sharded (DTensors), each rank reads its own part instead.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ from evergrad_trainer.state.registry import EMA, OPTIMIZER
 from evergrad_trainer.state.transfer import pass_along
 
 NAMED_TENSORS = 5
-"""How many tensor names an error lists of each kind."""
+"""Maximum number of tensor names per kind of problem in an error message."""
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -46,9 +46,9 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class LoadFailure:
-    """Why a checkpoint that had validated could not be loaded, as all ranks have agreed.
+    """The reason why a validated checkpoint could not be loaded, equal on all ranks.
 
-    ``is_damage``: a rank found it damaged. Without that it may be whole, and readable at another time.
+    ``is_damage`` is true if a rank found damage. Otherwise the checkpoint may be valid and readable later.
     """
 
     reason: str
@@ -56,15 +56,18 @@ class LoadFailure:
 
 
 Load = Callable[[Search, Choice, Mapping[str, torch.Tensor], World], LoadFailure | None]
-"""A function that loads the chosen checkpoint on all ranks; None if all succeeded."""
+"""A function that loads the chosen checkpoint on all ranks and returns None if all ranks succeeded."""
 _REFUSALS = (InvalidCheckpointError, UnknownFormatError, OSError, VolumeError)
-"""Errors that a rank's own part of a load may end with."""
+"""Errors that one rank's part of a load may raise."""
 
 
 @dataclass(frozen=True)
 class Restored:
-    """A checkpoint that was loaded. ``extra`` are the values that the save was given; ``checksum`` covers all
-    of it, by way of its manifest."""
+    """A loaded checkpoint.
+
+    ``extra`` are the values that were passed to the save. ``checksum`` is the checksum of the manifest, which
+    covers all files of the checkpoint.
+    """
 
     step: int
     generation: int
@@ -78,16 +81,17 @@ class Restored:
 def load_newest(
     search: Search, state: Mapping[str, torch.Tensor], *, world: World
 ) -> tuple[Restored, list[Rejected]] | None:
-    """Load the newest valid checkpoint into ``state`` in place; None if there never was one. Every rank calls
-    this.
+    """Load the newest valid checkpoint into ``state`` in place. Every rank calls this.
 
-    Returns also what was passed over. Raises CheckpointError, the same on all ranks, if there are checkpoints
-    and none can be used, if they belong to another identity, or if their tensors are not those of ``state``;
-    VolumeError where none is left but one that the volume did not give this time.
+    Returns the loaded checkpoint and the checkpoints that were skipped, or None if there are no checkpoints.
+    Raises CheckpointError on all ranks if none of the checkpoints can be used, if they have another identity,
+    or if their tensors do not match ``state``. Raises VolumeError if the volume cannot be read, or if every
+    checkpoint that may be valid could not be read.
     """
     started = time.monotonic()
     is_sharded = any(isinstance(value, DTensor) for value in state.values())
-    # Only for the one rank that both validates and reads all: where each reads a part, the whole is too much.
+    # Hold files in memory only if rank 0 both validates and reads all of them. If each rank reads only its
+    # part of a sharded state, whole files would need too much memory.
     with contextlib.ExitStack() as stack:
         if world.is_main and not is_sharded:
             held = search.ahead or HeldFiles(limit_bytes=room_for_files())
@@ -126,10 +130,11 @@ def load_of_step(
     world: World,
     is_right: Callable[[], bool],
 ) -> Path:
-    """Load a checkpoint of ``step`` into ``state`` in place: the newest for which ``is_right``, asked when it
-    was loaded. All ranks call this.
+    """Load the newest checkpoint of ``step`` for which ``is_right`` returns true, and return its path.
 
-    Nothing is set aside. Raises CheckpointError, the same on all, where there is none.
+    The checkpoint is loaded into ``state`` in place, and ``is_right`` is called after each load. All ranks
+    call this function. No checkpoint is quarantined. Raises CheckpointError on all ranks if no checkpoint
+    fits, and VolumeError if the volume cannot be read.
     """
     store = search.store
     where, what = store.reader.locate(""), "the checkpoints cannot be listed"
@@ -138,7 +143,7 @@ def load_of_step(
         found = [one.name for one in store.catalog.scan() if one.version.step == step]
         first = next(checkpoint_names(Version(step, 0, 0)))
         if first not in found:
-            # A listing of a network volume may be old; a file that is opened by its name is not.
+            # A listing of a network volume may be stale, but opening a file by its name is not.
             with contextlib.suppress(InvalidCheckpointError, UnknownFormatError):
                 store.reader.read_manifest(first, patient=True)
                 found.append(first)
@@ -146,7 +151,8 @@ def load_of_step(
 
     names: list[str] | None = None
     if world.is_main:
-        # A volume that cannot be listed now may be later; the others wait for an answer.
+        # On an error, ``names`` stays None. The other ranks wait for the broadcast, so rank 0 must not raise
+        # here.
         with contextlib.suppress(OSError, VolumeError):
             names = retry(find_names, where=where, what=what)
     # Collective: all ranks try the same checkpoints in the same order.
@@ -158,7 +164,7 @@ def load_of_step(
         try:
             found = load_newest(replace(search, only=name), state, world=world)
         except CheckpointError as error:
-            # The remedy is given once, for all of them.
+            # The remedy is given only once, for all checkpoints.
             problems += [replace(one, remedy="") for one in error.problems]
             continue
         if found is not None and is_right():
@@ -174,17 +180,20 @@ def load_of_step(
 def _load_first_whole(
     search: Search, state: Mapping[str, torch.Tensor], world: World, *, load: Load
 ) -> tuple[Choice, list[Rejected]]:
-    """Choose and load until one checkpoint could be loaded on all ranks, or none is left; what was passed
-    over."""
+    """Choose and load checkpoints until one is loaded on all ranks or none is left.
+
+    Returns the choice and the checkpoints that were skipped.
+    """
     rejected: list[Rejected] = []
     unread: list[str] = []
-    # Ends: what was tried once is not chosen again.
+    # The loop ends, because a rejected checkpoint is not chosen again.
     while True:
         choice = choose_together(search, rejected, world)
         if choice.trouble:
             raise VolumeError(choice.trouble)
         if choice.problems and unread:
-            # To refuse is to end the run for good, and what could not be read this time may be whole.
+            # A CheckpointError would end the run permanently, but a checkpoint that could not be read may be
+            # valid.
             raise VolumeError(unread[0])
         raise_problems(choice.problems)
         if not choice.checkpoint:
@@ -195,23 +204,23 @@ def _load_first_whole(
             return choice, rejected
         if not failure.is_damage:
             unread.append(failure.reason)
-        # It validated and could not be read: the next older one may do. All ranks go round together.
+        # The checkpoint was valid but could not be loaded. All ranks try the next older one together.
         rejected.append(Rejected(choice.checkpoint, choice.step, failure.reason, None))
 
 
 def read_state(
     reader: CheckpointReader, name: str, table: Table, state: Mapping[str, torch.Tensor]
 ) -> None:
-    """Fill ``state`` from a checkpoint in place, on this rank alone.
+    """Fill ``state`` in place from a checkpoint, on this rank alone.
 
     Only this rank's part of a DTensor is read. Raises InvalidCheckpointError or OSError.
     """
-    # DCP's planner flattens nested states, of which there are none: keys stay as they are.
+    # Disable DCP's flattening of nested states: Evergrad's states are flat and must keep their keys.
     ignore_solo_warning()
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
-        # Which bytes a rank needs follows from its own tensors: no exchange, so nothing hangs if a peer fails
-        # to read.
+        # The bytes that a rank needs depend only on its own tensors. Without collectives, no rank hangs if
+        # another rank fails to read.
         dcp_load(
             dict(state),
             storage_reader=StoreReader(reader, name, table),
@@ -229,7 +238,10 @@ def open_table(
     *,
     prefix: str | tuple[str, ...] = "",
 ) -> Table:
-    """The checkpoint's tensors whose keys begin with ``prefix``. Raises InvalidCheckpointError."""
+    """Return the checkpoint's tensors whose keys begin with ``prefix``.
+
+    Raises InvalidCheckpointError if the table is missing or damaged.
+    """
     entries = [file for file in manifest.files if file.name == TENSORS]
     if not entries:
         raise InvalidCheckpointError(f"file {TENSORS}: is not in the manifest")
@@ -240,8 +252,10 @@ def open_table(
 def compare_tensors(
     table: Table, state: Mapping[str, torch.Tensor], *, where: str
 ) -> list[Problem]:
-    """Differences that keep ``table`` from filling ``state``: keys on one side only, other shapes, integers
-    for floats."""
+    """Return the differences that prevent a load of ``table`` into ``state``.
+
+    These are keys that exist on one side only, different shapes, and conversions between integers and floats.
+    """
     shared = [(key, table[key], value) for key, value in state.items() if key in table]
     found = {
         "tensors are missing": [key for key in state if key not in table],
@@ -253,7 +267,7 @@ def compare_tensors(
             for key, stored, value in shared
             if tuple(value.shape) != stored.shape
         ],
-        # Floats of another width are converted; an integer made of a float would be another value.
+        # Floats of another width are converted. A conversion from float to integer would change the value.
         "types differ": [
             f"{key} (stored {stored.dtype}, wanted {value.dtype})"
             for key, stored, value in shared
@@ -270,7 +284,7 @@ def compare_tensors(
             )
             remedy = "Use a checkpoint of the same model"
             if all(name.startswith(f"{OPTIMIZER}.") for name in names):
-                # Its state follows from its type and from what it trains.
+                # The optimizer's state depends on its type and on the trained parameters.
                 remedy = "Use the same optimizer, or load the weights alone"
             elif all(name.startswith(f"{EMA}.") for name in names):
                 remedy = "Set spec.training.ema in both runs or in none, or load the weights alone"
@@ -281,7 +295,7 @@ def compare_tensors(
 def _load_parts(
     search: Search, choice: Choice, state: Mapping[str, torch.Tensor], world: World
 ) -> LoadFailure | None:
-    """Read on every rank what it holds, and agree; the ranks' failure, None if all succeeded."""
+    """Read each rank's own part, then exchange the results. Returns None if all ranks succeeded."""
     problems = list[Problem]()
     refusal: dict[str, Any] | None = None
     try:
@@ -290,7 +304,7 @@ def _load_parts(
             _read(search, choice, table, state)
     except _REFUSALS as error:
         refusal = _describe(error, world)
-    # The one collective of this path: a rank that failed must not leave the others with another state.
+    # Collective, the only one here: if one rank has failed, all ranks must reject the checkpoint.
     answers = world.gather_json(
         {"problems": [asdict(problem) for problem in problems], "refusal": refusal}
     )
@@ -307,7 +321,7 @@ def _load_parts(
 def _load_and_pass_along(
     search: Search, choice: Choice, state: Mapping[str, torch.Tensor], world: World
 ) -> LoadFailure | None:
-    """Read on rank 0, and give what it reads to the others; why that failed, None if it did not."""
+    """Read the checkpoint on rank 0 and pass it to the other ranks. Returns None if all ranks succeeded."""
     table: Table = {}
     problems = list[Problem]()
     refusal: dict[str, Any] | None = None
@@ -325,20 +339,20 @@ def _load_and_pass_along(
             refusal = _describe(error, world)
         return refusal is None
 
-    # Said before the first tensor: all replicas have the same tensors, so that rank 0's comparison speaks for
-    # all, and none of them waits for tensors that will not come.
+    # Collective, before the first tensor: if the tensors do not match, no rank waits for them. Rank 0's
+    # comparison is valid for all ranks, because all replicas have the same tensors.
     opened = world.broadcast_json(
         {"problems": [asdict(problem) for problem in problems], "refusal": refusal}
     )
     raise_problems(opened["problems"])
     if not opened["refusal"] and pass_along(state, world, fill=fill):
         return None
-    # The transfer has ended on all ranks, whole or not; only rank 0 has the reason.
+    # Collective: the load has failed on all ranks, but only rank 0 has the reason.
     return LoadFailure(**world.broadcast_json(refusal))
 
 
 def _describe(error: Exception, world: World) -> dict[str, Any]:
-    """The fields of a LoadFailure, as they travel to the other ranks."""
+    """Return the fields of a LoadFailure, in the form in which they are sent to the other ranks."""
     is_damage = not isinstance(error, OSError | VolumeError)
     return {"reason": f"rank {world.rank}: {error}", "is_damage": is_damage}
 
@@ -346,9 +360,9 @@ def _describe(error: Exception, world: World) -> dict[str, Any]:
 def _open(
     search: Search, choice: Choice, state: Mapping[str, torch.Tensor]
 ) -> tuple[Table, list[Problem]]:
-    """The chosen checkpoint's table, and what keeps it from filling ``state``.
+    """Return the table of the chosen checkpoint and the problems that prevent a load into ``state``.
 
-    Raises as ``_read_patiently`` does.
+    Raises the same errors as ``_read_patiently``.
     """
     reader = search.store.reader
 
@@ -376,7 +390,7 @@ def _open(
 def _read(
     search: Search, choice: Choice, table: Table, state: Mapping[str, torch.Tensor]
 ) -> None:
-    """Read the tensors of ``state`` with patience. Raises as ``_read_patiently`` does."""
+    """Read the tensors of ``state`` with retries. Raises the same errors as ``_read_patiently``."""
     reader = search.store.reader
     _read_patiently(
         search, choice, lambda: read_state(reader, choice.checkpoint, table, state)
@@ -384,14 +398,15 @@ def _read(
 
 
 def _read_patiently(search: Search, choice: Choice, read: Callable[[], Result]) -> Result:
-    """Read a part of the chosen checkpoint, again where the volume refuses for a moment.
+    """Read a part of the chosen checkpoint, and retry if the volume has a temporary error.
 
-    Raises InvalidCheckpointError; OSError or VolumeError where the volume cannot be read.
+    Raises InvalidCheckpointError if the checkpoint is damaged, and OSError or VolumeError if the volume
+    cannot be read.
     """
     where = search.store.reader.locate(choice.checkpoint)
     return retry(read, where=where, what="the checkpoint cannot be read")
 
 
 def raise_problems(problems: list[dict[str, Any]]) -> None:
-    """Raise CheckpointError where rank 0 has found any."""
+    """Raise CheckpointError if ``problems`` is not empty."""
     raise_if([Problem(**problem) for problem in problems], CheckpointError)

@@ -1,6 +1,6 @@
-"""One save, from a snapshot in host memory to a published checkpoint.
+"""Runs one save, from a snapshot in host memory to a published checkpoint.
 
-Runs in a thread of its own on every rank.
+A save runs in a separate thread on every rank.
 """
 
 import contextlib
@@ -46,11 +46,11 @@ from evergrad_trainer.checkpoint.store import CheckpointStore
 from evergrad_trainer.checkpoint.tensor_table import Table, encode_table
 
 BACKGROUND_NICENESS = 10
-"""Niceness of a save beside training: training goes first, and the save still ends within seconds on cores
-that are all busy.
+"""Niceness of a background save. Training takes precedence, and the save still ends within seconds if all
+cores are busy.
 
-At 19 a save of 600 MB lasted as long as training kept both cores busy (over 20 s), and was not durable for
-that long.
+With a niceness of 19, a save of 600 MB did not end while training kept both cores busy (over 20 s), and the
+checkpoint was not durable during this time.
 """
 
 _log = logging.getLogger(__name__)
@@ -58,10 +58,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SaveOrder:
-    """One save: the version, the values beside the tensors, and the place of this rank.
+    """The parameters of one save, except for the tensors.
 
-    ``group`` (gloo, None in a world of one) belongs to this save alone until it ends. ``anchors``: steps
-    whose checkpoints are never removed.
+    ``group`` is a gloo group, or None in a world of one process. No other code may use it until the save has
+    ended. ``anchors`` are steps whose checkpoints are never removed. ``keep`` is the number of newest
+    checkpoints to keep.
     """
 
     version: Version
@@ -77,9 +78,9 @@ class SaveOrder:
 
 @dataclass(frozen=True)
 class PublishedCheckpoint:
-    """A checkpoint of this process that exists now.
+    """A checkpoint that this process has published.
 
-    ``seconds`` from the snapshot to the end of the publication.
+    ``bytes`` is the size of all files. ``seconds`` is the time from the snapshot to the publication.
     """
 
     step: int
@@ -91,13 +92,13 @@ class PublishedCheckpoint:
 
 @dataclass(frozen=True)
 class SaveResult:
-    """The end of a save: ``published``, or why not. ``kept`` (rank 0) counts the validated checkpoints there
-    are now.
+    """The result of a save: the ``published`` checkpoint, or the ``reason`` of the failure.
 
-    ``is_peer_lost``: its group broke, which says nothing about the volume. ``is_of_host``: trouble of a
-    volume or a host, which may pass, was all that was wrong. ``trouble``: the reason as a value.
-    ``is_agreed``: all ranks have the same outcome. ``serials``: how many this save has used, one for each
-    try. ``removed`` (rank 0): the checkpoint that was removed to make room for this save, empty for none.
+    ``kept`` (rank 0) is the number of valid checkpoints now. ``is_peer_lost`` is true if the group failed,
+    which does not mean that the volume failed. ``is_of_host`` is true if only temporary problems of a volume
+    or a host caused the failure. ``trouble`` is the reason as a value. ``is_agreed`` is true if all ranks
+    have the same outcome. ``serials`` is the number of attempts, each of which used one serial. ``removed``
+    (rank 0) is the name of the checkpoint that was removed to free space for this save, or empty.
     """
 
     published: PublishedCheckpoint | None = None
@@ -113,17 +114,18 @@ class SaveResult:
 
 
 class BackgroundSave:
-    """A save under way. With ``yields`` its thread leaves the cores to training.
+    """A save that runs in a daemon thread. If ``yields`` is true, the thread has a lower priority.
 
-    The thread is a daemon and not dcp.async_save's executor, whose threads the interpreter joins at its exit:
-    a thread that waits for a frozen peer would hold a failed process for the whole timeout of the group.
+    This does not use the executor of dcp.async_save, because the interpreter joins its threads at exit. A
+    thread that waits for a frozen peer would then delay the exit of a failed process by the timeout of the
+    group.
     """
 
     def __init__(self, run: Callable[[], SaveResult], *, name: str, yields: bool) -> None:
         self._outcome = SaveResult(reason="its thread ended with an unexpected error")
 
         def work() -> None:
-            # Elsewhere than on Linux threads have no priority of their own.
+            # Only Linux has priorities for single threads.
             if yields and sys.platform == "linux":
                 with contextlib.suppress(OSError):
                     thread = threading.get_native_id()
@@ -136,23 +138,23 @@ class BackgroundSave:
 
     @property
     def is_done(self) -> bool:
-        """Whether ``join`` would return at once."""
+        """Whether the save has ended."""
         return not self._thread.is_alive()
 
     @property
     def outcome(self) -> SaveResult:
-        """The end of the save. Only once it is done."""
+        """The result of the save. Valid only after the save has ended."""
         return self._outcome
 
     def join(self, timeout_seconds: float | None = None) -> None:
-        """Wait for the end, or as long as that."""
+        """Wait until the save has ended, or until the timeout has passed."""
         self._thread.join(timeout_seconds)
 
 
 def ignore_solo_warning() -> None:
-    """Silence DCP's advice that a world of one is a world of one.
+    """Suppress DCP's warning that there is no process group, which is intended in a world of one process.
 
-    Main thread only: filters are the process's.
+    Call this only in the main thread, because warning filters belong to the whole process.
     """
     warnings.filterwarnings(
         "ignore",
@@ -164,19 +166,20 @@ def ignore_solo_warning() -> None:
 def run_save(
     store: CheckpointStore, order: SaveOrder, planner: SnapshotPlanner
 ) -> SaveResult:
-    """Write, publish, mark, retire old checkpoints; on a full volume, remove one first and try once more.
+    """Write and publish a checkpoint, write the pointers, and remove old checkpoints. Never raises.
 
-    Failures of any rank come back as the same outcome on all; never raises.
+    If the volume is full, one old checkpoint is removed and the save is retried once. A failure on any rank
+    produces the same result on all ranks.
     """
     outcome = _save_once(store, order, planner)
     if outcome.trouble != "no_space" or not outcome.is_agreed:
         return outcome
 
-    # The volume may have room for all checkpoints that are kept, and not for one more beside them.
+    # The volume may have space for all kept checkpoints, but not for one additional checkpoint.
     try:
         has_room, removed = _make_room(store, order)
     except RuntimeError as error:
-        # Only a lost peer ends the exchange, and the next world saves again.
+        # The broadcast fails only if a peer is lost. The next world saves again.
         return replace(
             outcome,
             reason=f"rank {order.rank}: {error}",
@@ -186,7 +189,7 @@ def run_save(
         )
     if not has_room:
         return outcome
-    # Its own directory, so that nothing of the first try can get into it.
+    # A new serial gives the second attempt its own directory, without any files of the first attempt.
     version = replace(order.version, serial=order.version.serial + 1)
     again = _save_once(store, replace(order, version=version), planner)
     return replace(again, removed=removed, serials=2)
@@ -195,7 +198,7 @@ def run_save(
 def _save_once(
     store: CheckpointStore, order: SaveOrder, planner: SnapshotPlanner
 ) -> SaveResult:
-    """One try to write and publish, and the tidying up after it."""
+    """Make one attempt to write and publish, and clean up afterwards."""
     started = time.monotonic()
     publish = functools.partial(_publish, store, order)
     writer = StoreWriter(
@@ -203,8 +206,8 @@ def _save_once(
     )
     failed = SaveResult()
 
-    # All ranks go through DCP's exchange together: it plans, each rank writes, rank 0 publishes in between,
-    # and its outcome comes back to all inside the metadata that DCP broadcasts at the end.
+    # Collectives of DCP, on all ranks: DCP plans, each rank writes, rank 0 publishes, and then DCP broadcasts
+    # the metadata, which contain rank 0's outcome.
     try:
         metadata = dcp_save(
             {},
@@ -217,8 +220,8 @@ def _save_once(
     except CheckpointException as error:
         answer, failed = writer.outcome, _describe_failures(error)
     except (OSError, RuntimeError, ValueError) as error:
-        # A peer is gone, where there is one. Rank 0 may have published before it noticed: then the checkpoint
-        # is valid.
+        # If there is a group, a RuntimeError means that a peer is gone. Rank 0 may have published before the
+        # error, in which case the checkpoint is valid.
         lost = isinstance(error, RuntimeError) and order.group is not None
         answer = writer.outcome
         failed = SaveResult(
@@ -229,7 +232,7 @@ def _save_once(
         )
 
     if answer is None:
-        # The attempt is invisible to readers; its room is given back now and not at the next start.
+        # Readers cannot see the attempt. Remove it now to free its space before the next start.
         if writer.attempt is not None:
             store.attempts.discard(writer.attempt)
         return failed
@@ -242,8 +245,8 @@ def _save_once(
     )
     kept = 0
     if order.rank == 0:
-        # The checkpoint is valid whatever happens to pointers and retention: trouble there is logged, and the
-        # next save tries again.
+        # The checkpoint is valid even if the pointers or the retention fail. Such an error is only logged,
+        # because the next save tries again.
         try:
             kept = _settle(store, order, answer["checkpoint"])
         except OSError as error:
@@ -259,9 +262,9 @@ def _publish(
     table: Table,
     shards: tuple[FileEntry, ...],
 ) -> dict[str, Any]:
-    """Make the attempt a checkpoint: the table, then the manifest that names all files and their hashes."""
+    """Publish the attempt: write the table, then the manifest with all files and their hashes."""
     store.faults.reached(AFTER_SHARDS, order.rank)
-    # The table before the manifest, which has its hash.
+    # The table comes before the manifest, because the manifest contains its hash.
     document = store.attempts.write_document(attempt, TENSORS, encode_table(table))
     manifest = Manifest(
         version=order.version,
@@ -283,8 +286,8 @@ def _publish(
 
 
 def _settle(store: CheckpointStore, order: SaveOrder, name: str) -> int:
-    """Write the pointers and retire old checkpoints; how many valid ones there are now. Raises OSError."""
-    # Retention continues without the pointers: on a full volume it makes the room that they need.
+    """Write the pointers, remove old checkpoints, and return the number of valid ones. Raises OSError."""
+    # If the pointers cannot be written to a full volume, retention runs first and frees space for them.
     is_pointed = _write_pointers(store, order, name)
 
     valid = _list_valid(store, known=name)
@@ -303,9 +306,9 @@ def _settle(store: CheckpointStore, order: SaveOrder, name: str) -> int:
 
 
 def _write_pointers(store: CheckpointStore, order: SaveOrder, name: str) -> bool:
-    """Let ``latest``, and ``best.json`` for the best one, name the checkpoint; whether they do.
+    """Write the name of the checkpoint to ``latest``, and to ``best.json`` if it is the best one.
 
-    Raises OSError for anything but a full volume.
+    Returns False if the volume is full. Raises OSError for any other error.
     """
     try:
         store.catalog.write_pointer(LATEST, name, order.version)
@@ -319,8 +322,7 @@ def _write_pointers(store: CheckpointStore, order: SaveOrder, name: str) -> bool
 
 
 def find_newest_valid(store: CheckpointStore) -> str | None:
-    """The name of the newest checkpoint that a restart can use; None where there is none, or none is
-    readable now."""
+    """Return the name of the newest checkpoint that a restart can use; None if none is readable now."""
     try:
         return next((one.name for one in _list_valid(store)), None)
     except OSError as error:
@@ -329,10 +331,10 @@ def find_newest_valid(store: CheckpointStore) -> str | None:
 
 
 def _list_valid(store: CheckpointStore, *, known: str = "") -> list[Candidate]:
-    """Checkpoints that a restart can use, newest first. ``known``: one that needs no validation.
+    """Return the checkpoints that a restart can use, newest first. ``known`` is a name to trust as valid.
 
-    Damaged ones neither count nor are removed: ``keep`` is of checkpoints that a restart can use. Nor do
-    those that cannot be read now, which must not keep the others from being retired.
+    Damaged checkpoints are not counted or removed, because ``keep`` is a number of usable checkpoints.
+    Checkpoints that cannot be read now are also skipped, so that they do not block the removal of others.
     """
     valid: list[Candidate] = []
     for candidate in store.catalog.scan():
@@ -350,7 +352,7 @@ def _list_valid(store: CheckpointStore, *, known: str = "") -> list[Candidate]:
 def _find_pinned(
     store: CheckpointStore, order: SaveOrder, valid: list[Candidate]
 ) -> set[str]:
-    """Names of checkpoints that retention leaves, however old they are. Raises OSError."""
+    """Return the names of checkpoints that retention keeps, however old they are. Raises OSError."""
     pinned = {*store.catalog.leased(), *store.catalog.waiting(valid)}
     if (best := choose_best(valid, store.catalog.read_pointer(BEST))) is not None:
         pinned.add(best)
@@ -363,10 +365,10 @@ def _find_pinned(
 
 
 def _make_room(store: CheckpointStore, order: SaveOrder) -> tuple[bool, str]:
-    """Remove the checkpoint that retention would remove next, if there is one: whether it is gone, on all
-    ranks, and its name, on rank 0.
+    """Remove the checkpoint that retention would remove next, if there is one.
 
-    Raises RuntimeError where a peer is lost.
+    Returns whether one was removed (equal on all ranks) and, on rank 0, its name. Raises RuntimeError if a
+    peer is lost.
     """
     removed = ""
     if order.rank == 0:
@@ -382,25 +384,28 @@ def _make_room(store: CheckpointStore, order: SaveOrder) -> tuple[bool, str]:
     if order.group is None:
         return bool(removed), removed
 
-    # All ranks try again together, or none does.
+    # Collective: either all ranks retry the save or none of them does.
     has_room = torch.tensor([int(bool(removed))])
     dist.broadcast(has_room, group=order.group, group_src=0)
     return bool(has_room.item()), removed
 
 
 def _describe_failures(error: CheckpointException) -> SaveResult:
-    """The outcome of a save that ranks reported failures of: a fence on any rank decides."""
+    """Return the result of a save that failed on one or more ranks.
+
+    If any rank was fenced, the result contains its FencedError.
+    """
     failures = sorted(error.failures.items())
     reason = "; ".join(
         f"rank {rank}: {str(failure) or type(failure).__name__}"
         for rank, (failure, _) in failures[:3]
     )
-    # A full volume fails all ranks alike: three are enough to see it.
+    # List only three ranks, because a full volume causes the same failure on all ranks.
     if len(failures) > 3:
         reason += f"; and {len(failures) - 3} ranks more"
     fences = [failure for _, (failure, _) in failures if isinstance(failure, FencedError)]
     is_of_host = all(is_host_trouble(failure) for _, (failure, _) in failures)
-    # The volume is one for all ranks: if it was full for one of them, that explains the save's failure.
+    # All ranks share the volume. If it was full for one of them, this is the cause of the failure.
     troubles = [trouble_of(failure) for _, (failure, _) in failures]
     known = [one for one in ("fenced", "no_space") if one in troubles]
     return SaveResult(

@@ -140,7 +140,7 @@ def choose_together(search: Search, tried: list[Rejected], world: World) -> Choi
 
 
 def _choose(search: Search, tried: list[Rejected]) -> Choice:
-    """Make the choice on rank 0. Volume errors become a Choice, because the other ranks wait for one."""
+    """Make the choice on rank 0. Never raises: an error becomes a Choice, for which the other ranks wait."""
     where = search.store.reader.locate("")
     what = "the checkpoints cannot be listed"
     try:
