@@ -92,7 +92,7 @@ class BoundedFile:
         return self._size >= (bound if self._ends_line else bound + _LONGEST_LINE)
 
     def _rotate(self) -> None:
-        """Continue in a new file for the end. Raises OSError."""
+        """Start a new file for the newest output, and drop the older part if there is one. Raises OSError."""
         if self._is_head:
             note = f"[evergrad] the output continues in {self._older.name} and {self._newest.name}\n"
         else:

@@ -11,9 +11,10 @@ SAMPLES: Final = "samples"
 
 
 def unit_read(*, tokens_per_step: object, samples_per_step: object) -> str:
-    """Return the unit of the column ``tokens``: ``samples`` if both arguments are equal, else ``tokens``.
+    """Return the unit of the column ``tokens``: ``samples`` or ``tokens``.
 
-    A sample of text has at least two tokens, so equal numbers mean that the samples are not text.
+    A sample of text has at least two tokens. If both arguments are the same number, the samples are not text,
+    so the unit is ``samples``.
     """
     return SAMPLES if tokens_per_step == samples_per_step is not None else TOKENS
 
@@ -107,19 +108,21 @@ class EventType:
     """
 
     START = "start"
-    """fields: run, process_start_time (Unix s), resumed_from (step or null), total_steps, world_size, pid."""
+    """The first event of each start of a run. fields: run, process_start_time (Unix s), resumed_from (step or
+    null), total_steps, world_size, pid."""
     PHASES = "phases"
     """The first step is finished. fields: seconds per start-up phase {imports, data, group, model,
     checkpoint, first_step}."""
     SAVE = "save"
     """A checkpoint is published. fields: checkpoint, seconds, blocking_seconds, bytes, kept, best."""
     SAVE_FAILED = "save_failed"
-    """fields: reason (in words), trouble (one of causes.TROUBLES), failures (in a row), blocking_seconds."""
+    """A save failed. fields: reason (text), trouble (one of causes.TROUBLES), failures (number of consecutive
+    failures), blocking_seconds."""
     FALLBACK = "fallback"
     """A checkpoint did not validate, so an older one was loaded. fields: checkpoint, reason,
     quarantined_as."""
     RESTORED = "restored"
-    """fields: checkpoint, seconds."""
+    """A checkpoint was loaded. fields: checkpoint, seconds."""
     BEGUN_FROM = "begun_from"
     """A new run begins with the state of another run. fields: path, checkpoint, from_step, hash, load,
     seconds."""
@@ -131,7 +134,7 @@ class EventType:
     CHANGED = "changed"
     """The file differs from the file of the previous start. fields: changes, a list of {path, old, new}."""
     WARNING = "warning"
-    """fields: message."""
+    """A problem that does not stop the run. fields: message."""
     SKIPPED = "skipped"
     """A step made no update, and training continued. fields: why (causes.SKIPS), message, in_a_row (number of
     consecutive non-finite steps)."""
@@ -150,11 +153,11 @@ class EventType:
     STOP = "stop"
     """The run stops at this step boundary. fields: reason (StopReason), saved."""
     COMPLETE = "complete"
-    """fields: total_steps."""
+    """All steps are finished. fields: total_steps."""
     FAILED = "failed"
-    """fields: error (class name), message, exit_code."""
+    """The run failed with an error. fields: error (class name), message, exit_code."""
     END = "end"
-    """fields: exit_code."""
+    """The last event of a run, unless the run is killed. fields: exit_code."""
 
 
 StopReason = Literal[

@@ -212,7 +212,7 @@ class StoreWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Never chosen by path."""
+        """Return False, because DCP never selects this class by a path."""
         return False
 
 
@@ -283,7 +283,7 @@ class StoreReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Never chosen by path."""
+        """Return False, because DCP never selects this class by a path."""
         return False
 
 

@@ -322,7 +322,10 @@ def _write_pointers(store: CheckpointStore, order: SaveOrder, name: str) -> bool
 
 
 def find_newest_valid(store: CheckpointStore) -> str | None:
-    """Return the name of the newest checkpoint that a restart can use; None if none is readable now."""
+    """Return the name of the newest checkpoint that a restart can use.
+
+    Returns None if there is no such checkpoint or if the directory cannot be read now.
+    """
     try:
         return next((one.name for one in _list_valid(store)), None)
     except OSError as error:

@@ -124,7 +124,7 @@ class HostStager:
             # The box within the whole tensor. For a DTensor, this rank has exactly one chunk.
             offsets, is_shard = (0,) * source.dim(), isinstance(source, DTensor)
             if is_shard:
-                sharded: Any = source  # DCP's protocol for sharded tensors carries no types
+                sharded: Any = source  # DCP's protocol for sharded tensors is not typed
                 (chunk,) = sharded.__create_chunk_list__()
                 offsets = tuple(chunk.offsets)
             tensors[key] = StagedTensor(data[key], offsets, source.shape, is_shard=is_shard)

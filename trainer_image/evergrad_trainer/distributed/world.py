@@ -127,7 +127,7 @@ class World:
             ):
                 raise PeerLostError("the group was given up during a collective")
             work.wait()
-        except Exception as error:  # noqa: BLE001 - raised again, as what it means
+        except Exception as error:  # noqa: BLE001 - raised again as a more specific error
             raise self._explained(error) from None
         self.unfinished[:] = [entry for entry in self.unfinished if entry[0] is not work]
 
@@ -171,7 +171,7 @@ class World:
             return
         try:
             work.wait()
-        except Exception as error:  # noqa: BLE001 - raised again, as what it means
+        except Exception as error:  # noqa: BLE001 - raised again as a more specific error
             raise self._explained(error) from None
 
     def await_started(self) -> None:
@@ -201,7 +201,7 @@ class World:
     ) -> Pending:
         try:
             work = begin()
-        except Exception as error:  # noqa: BLE001 - raised again, as what it means
+        except Exception as error:  # noqa: BLE001 - raised again as a more specific error
             raise self._explained(error) from None
         assert work is not None  # noqa: S101 - async_op=True returns a Work by contract
         # Keep the tensors alive, because a collective of an abandoned group may still write to them.
