@@ -1,7 +1,8 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) beside the frozen weights of a model, by peft's own layers.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) next to the frozen weights of a model, with the layers of peft.
 
-The frozen weights are the base: every process makes them again from the model's directory or the seed, and
-the run's state has their hash. Only what is trained is saved, sent to newcomers and given to the optimizer.
+The frozen weights are the base. Every process loads them from the model's directory or creates them from the
+seed, and the run's state contains their hash. Only trained weights are saved, sent to new members and passed
+to the optimizer.
 """
 
 import importlib
@@ -25,20 +26,20 @@ if TYPE_CHECKING:
 
 _FIELD: Final = "spec.training.model.lora"
 _NAME: Final = "default"
-"""peft's name of a model's only adapter, a part of the names of its parameters."""
+"""The name of the adapter in peft, which is a part of the names of its parameters."""
 _MOST_NAMED: Final = 6
 ADAPTER_FILE: Final = "adapter_model.safetensors"
-"""Name of the file of weights in a directory that peft reads."""
+"""Name of the weights file in a directory that peft reads."""
 INITIAL_FIELD: Final = "spec.training.initFrom.path"
 
 
 def add_adapters(
     model: "PreTrainedModel", lora: Lora, *, seed: int, dtype: torch.dtype
 ) -> None:
-    """Freeze ``model`` and put adapters of type ``dtype`` beside its layers, in place.
+    """Freeze ``model`` and add adapters of type ``dtype`` to its layers, in place.
 
-    Their first values are a function of ``seed`` alone; what they add is zero until the first update. Raises
-    ModelError for layers that there are not, and where peft is not installed.
+    The initial values depend only on ``seed``, and the adapters add zero until the first update. Raises
+    ModelError if a target layer does not exist, or if peft is not installed.
     """
     try:
         peft: Any = importlib.import_module("peft")
@@ -61,20 +62,24 @@ def add_adapters(
     )
     seed_generators(seed, 0, 0, Purpose.ADAPTERS)
     with warnings.catch_warnings():
-        # A model may have layers of both kinds; peft says that it corrects the flag for some of them.
+        # A model may have layers of both kinds. peft warns that it corrects the flag for some of them.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
         peft.inject_adapter_in_model(config, model, adapter_name=_NAME)
     mark_base(
         model, [name for name, one in model.named_parameters() if not one.requires_grad]
     )
     for parameter in model.parameters():
-        # peft gives them the type of the layer beside them, in which small updates would be rounded away.
+        # peft uses the type of the base layer, in which small updates could be lost to rounding.
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
 
 
 def choose_targets(model: "PreTrainedModel", lora: Lora) -> dict[str, Any]:
-    """The layers that get an adapter, by their whole names. Raises ModelError with all problems."""
+    """Return the layers that get an adapter, by their full names.
+
+    Raises ModelError with all problems if a target is not valid, if there are no linear layers, or if the
+    rank is too large.
+    """
     layers: dict[str, Any] = {
         name: one for name, one in model.named_modules() if _is_linear(one)
     }
@@ -149,7 +154,10 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def check_initial(path: Path, lora: Lora | None) -> list[Problem]:
-    """A directory of weights is no beginning for adapters: it would be their base."""
+    """Return a problem if ``initFrom.path`` is a transformers directory and ``model.lora`` is set.
+
+    Adapters cannot start from whole weights, because whole weights are their base.
+    """
     if lora is None or not (path / "config.json").is_file():
         return []
     what = "names a transformers directory beside model.lora"
@@ -158,7 +166,7 @@ def check_initial(path: Path, lora: Lora | None) -> list[Problem]:
 
 
 def merge_adapters(model: "PreTrainedModel") -> None:
-    """Add what the adapters have learned to the weights beside them, in fp32, and remove them, in place."""
+    """Add the adapters to their base weights, in fp32, and remove the adapters, in place."""
     from peft.tuners.lora import LoraLayer
 
     with torch.no_grad():
@@ -173,24 +181,24 @@ def merge_adapters(model: "PreTrainedModel") -> None:
             )
             added = up @ down * float(layer.scaling[_NAME])
             if not isinstance(plain, nn.Linear):
-                # GPT-2's layers hold their weights the other way round.
+                # GPT-2's layers store their weights transposed.
                 added = added.T
             plain.weight.copy_(plain.weight.float() + added)
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, plain)
     mark_base(model, ())
-    # Saving would take these for the signs of a model of adapters.
+    # Remove these attributes: otherwise, save_pretrained would treat the model as a model with adapters.
     for name in ("peft_config", "_hf_peft_config_loaded"):
         vars(model).pop(name, None)
 
 
 def adapter_key(name: str) -> str:
-    """The name that peft's own files have for a parameter of an adapter."""
+    """Return the name of an adapter's parameter in the files of peft."""
     return f"base_model.model.{name.replace(f'.{_NAME}.', '.')}"
 
 
 def write_adapter_config(model: "PreTrainedModel", directory: Path, *, base: str) -> None:
-    """Write peft's configuration of the adapters of ``model``. ``base``: where its base is found."""
+    """Write peft's configuration of the adapters of ``model``. ``base``: path or name of the base model."""
     config: Any = vars(model)["peft_config"][_NAME]
     config.base_model_name_or_path = base
     config.inference_mode = True

@@ -1,5 +1,7 @@
-"""Facts about an architecture that transformers' class of it decides: which attention it has, and whether its
-output head shares the weights of its embeddings."""
+"""Properties of an architecture that depend on its class in transformers.
+
+They are its implementation of attention, and whether its output head shares the weights of its embeddings.
+"""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -13,17 +15,17 @@ if TYPE_CHECKING:
 
 Attention = Literal["sdpa", "eager"]
 NOT_CAUSAL: Final = frozenset({"cpmant", "xlm", "xlnet"})
-"""Types among transformers' causal models whose tokens see later ones, whatever their configuration says."""
+"""Types among the causal models of transformers whose tokens always attend to later tokens."""
 _TIED: Final = "tie_word_embeddings"
 _ROWS_COMPARED: Final = 4096
-"""Rows of two tables that are in memory at a time: 4,096 rows of 16,384 floats are 256 MiB."""
+"""Rows of two tables that are in memory at the same time. 4,096 rows of 16,384 floats are 256 MiB."""
 
 
 def causal_class(kind: "type[PreTrainedConfig]") -> Any:
-    """transformers' causal language model with configurations of this kind; None if it has none."""
+    """Return the causal language model of transformers for configurations of this class; None if none."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    # The auto class reads the same table. A few types have several classes, of which it takes the first.
+    # The auto class reads the same table. A few types have several classes, and it uses the first class.
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
@@ -31,25 +33,25 @@ def causal_class(kind: "type[PreTrainedConfig]") -> Any:
 
 
 def choose_attention(config: "PreTrainedConfig") -> Attention:
-    """SDPA if transformers' class has it; otherwise eager attention, which every class has."""
+    """Return SDPA if the class in transformers supports it; otherwise eager attention, which all support."""
     return (
         "sdpa" if getattr(causal_class(type(config)), "_supports_sdpa", False) else "eager"
     )
 
 
 def has_attention(config: "PreTrainedConfig") -> bool:
-    """Whether the model has attention at all: a state-space model has none."""
+    """Whether the model has attention. For example, a state-space model has none."""
     text: Any = config.get_text_config()
     return bool(getattr(text, "num_attention_heads", None))
 
 
 def is_tied(config: "PreTrainedConfig") -> bool:
-    """Whether the configuration says that the output head shares the weights of the embeddings."""
+    """Whether the configuration ties the output head to the weights of the embeddings."""
     return any(bool(getattr(one, _TIED, False)) for one in _levels(config))
 
 
 def untie(config: "PreTrainedConfig") -> None:
-    """Make the configuration say that they share nothing, in place."""
+    """Change the configuration in place, so that head and embeddings share no weights."""
     for one in _levels(config):
         if hasattr(one, _TIED):
             setattr(one, _TIED, False)
@@ -62,9 +64,9 @@ def _levels(config: "PreTrainedConfig") -> Iterator["PreTrainedConfig"]:
 
 
 def find_untied(config: "PreTrainedConfig", directory: Path) -> tuple[str, str] | None:
-    """Two tensors of ``directory`` that the configuration says are one, and that differ; None if none do.
+    """Return two tensors of ``directory`` that the configuration ties but that differ, or None.
 
-    transformers loads both and leaves them apart, whatever the configuration says.
+    transformers loads both tensors and does not tie them, despite the configuration.
     """
     if not is_tied(config):
         return None
@@ -73,7 +75,7 @@ def find_untied(config: "PreTrainedConfig", directory: Path) -> tuple[str, str] 
         getattr(causal_class(type(config)), "_tied_weights_keys", None) or {}
     )
     for target, source in pairs.items():
-        # The names of most tied models' files have only one of the two: nothing is read then.
+        # The files of most tied models contain only one of the two tensors, and then no tensor is read.
         if target in files and source in files:
             stamps = tuple(
                 (path, path.stat().st_mtime_ns, path.stat().st_size)
@@ -86,7 +88,7 @@ def find_untied(config: "PreTrainedConfig", directory: Path) -> tuple[str, str] 
 
 @lru_cache(maxsize=4)
 def _are_equal(one: str, other: str, stamps: tuple[tuple[Path, int, int], ...]) -> bool:
-    """Whether two stored tensors have equal values. ``stamps``: their files, and when those were written."""
+    """Whether two stored tensors have equal values. ``stamps``: their files, with time and size of each."""
     from safetensors import safe_open
 
     first, second = (path for path, _, _ in stamps)
@@ -98,7 +100,7 @@ def _are_equal(one: str, other: str, stamps: tuple[tuple[Path, int, int], ...]) 
         shape = mine.get_shape()
         if shape != its.get_shape() or not shape:
             return False
-        # A part at a time: whole tables of a large vocabulary are gigabytes.
+        # Compare in parts, because whole tables of a large vocabulary have gigabytes.
         for begin in range(0, shape[0], _ROWS_COMPARED):
             rows = slice(begin, begin + _ROWS_COMPARED)
             if not bool((mine[rows] == its[rows]).all()):

@@ -1,5 +1,7 @@
-"""Builds a transformers causal model from a configuration or a local directory: safetensors only, never
-remote code."""
+"""Builds a transformers causal model from a configuration or a local directory.
+
+Only safetensors files are loaded, and remote code is never run.
+"""
 
 import copy
 import difflib
@@ -51,14 +53,14 @@ DTYPES = {
     "fp16-autocast": torch.float32,
     "bf16": torch.bfloat16,
 }
-"""Type of the weights by ``runtime.precision``."""
+"""Type of the weights for each value of ``runtime.precision``."""
 PRODUCTS = {
     "fp32": torch.float32,
     "bf16-autocast": torch.bfloat16,
     "fp16-autocast": torch.float16,
     "bf16": torch.bfloat16,
 }
-"""Type of matrix products by ``runtime.precision``."""
+"""Type of matrix products for each value of ``runtime.precision``."""
 _NO_PART_OF_THE_MODEL = (
     "transformers_version",
     "architectures",
@@ -68,21 +70,21 @@ _NO_PART_OF_THE_MODEL = (
     "id2label",
     "label2id",
 )
-"""Keys of a configuration that do not change what is computed, or that this program sets itself."""
+"""Configuration keys that do not change the computation, or that this program sets itself."""
 _PLAIN = Model.model_validate({})
-"""Settings that change nothing."""
+"""The default settings, which leave the model unchanged."""
 _LARGE_VOCABULARY: Final = 2**20
-"""More ids than any tokenizer has."""
+"""A vocabulary size larger than the vocabulary of any tokenizer."""
 
 
 @dataclass(frozen=True)
 class ModelPlan:
     """Plan of a model: a configuration, and the directory of its weights if it has any.
 
-    Without a configuration the file names no model: the task makes all its modules itself. ``settings``: what
-    is changed in the model once it is built. ``stored_config``: the one to load the weights with, where
-    that is not the one that their directory has. ``untied``: two tensors of the weights that differ although
-    their configuration says that they are one; ``config`` says that they are two.
+    If ``config`` is None, the manifest describes no model and the task builds all its modules itself.
+    ``settings``: the changes to apply after the model is built. ``stored_config``: the configuration to load
+    the weights with, if it differs from the configuration in their directory. ``untied``: the names of two
+    tensors whose values differ although the stored configuration ties them; ``config`` does not tie them.
     """
 
     config: "PreTrainedConfig | None"
@@ -96,7 +98,7 @@ class ModelPlan:
         return "" if self.config is None else str(self.config.model_type)
 
     def weight_type(self, precision: str) -> torch.dtype:
-        """The type that weights are built in; adapters have that of the precision."""
+        """The type that weights are built in. Adapters always use the type of ``precision``."""
         lora = self.settings.lora
         return DTYPES[precision if lora is None or not lora.base_dtype else lora.base_dtype]
 
@@ -106,7 +108,7 @@ class ModelPlan:
         return choose_attention(self.require_config())
 
     def require_config(self) -> "PreTrainedConfig":
-        """The configuration. Raises ModelError where the file names no model."""
+        """Return the configuration. Raises ModelError if the manifest describes no model."""
         if self.config is None:
             why = "the task's build asks for the model that it describes"
             raise ModelError(
@@ -115,10 +117,10 @@ class ModelPlan:
         return self.config
 
     def describe(self) -> dict[str, Any]:
-        """Return what transformers made of the configuration, its own defaults included, as JSON values.
+        """Return the configuration as transformers resolved it, including its defaults, as JSON values.
 
-        They decide the function. The manifest and the path of a directory do not: defaults change with
-        transformers, and files by hand.
+        These values define the function that the model computes. The manifest and the path of a directory do
+        not, because defaults change between versions of transformers and users can edit the files.
         """
         config = {} if self.config is None else self.config.to_dict()
         kept = {
@@ -132,7 +134,7 @@ class ModelPlan:
             "config": values,
         }
         if self.untied is not None:
-            # A run that an older version began has this as its directory says it.
+            # The record of a run started by an older version has the value from the directory here.
             described[CORRECTED] = {"tie_word_embeddings": True}
         return described
 
@@ -140,10 +142,11 @@ class ModelPlan:
 def plan_model(
     settings: Model, *, base_directory: Path, vocab_size: int | None
 ) -> ModelPlan:
-    """Read the configuration and check it against the tokenizer. Raises ModelError; builds nothing.
+    """Read the configuration and check it against the tokenizer, without building the model.
 
-    ``vocab_size``: the tokenizer's; None if the tokenizer is not on this machine. Nothing is compared with it
-    then, and a configuration without a vocabulary gets a large one, which has every id that it may name.
+    ``vocab_size``: the vocabulary size of the tokenizer; None if the tokenizer is not on this machine. In
+    that case the sizes are not compared, and a configuration without ``vocab_size`` gets a size that is
+    large enough for every id. Raises ModelError if the model cannot be used.
     """
     if not settings.is_given:
         return ModelPlan(None, None)
@@ -157,7 +160,7 @@ def plan_model(
     text = plan.require_config().get_text_config()
     own = int(text.vocab_size)
     if settings.resize_embeddings is not None:
-        # Never smaller: a model's own ids stay.
+        # Never shrink the embeddings, so that the model's existing ids stay valid.
         multiple_of = settings.resize_embeddings.multiple_of
         rows = padded_size(max(own, vocab_size or 0), multiple_of=multiple_of)
         plan = replace(plan, stored_config=copy.deepcopy(plan.require_config()))
@@ -180,15 +183,16 @@ def plan_model(
 def plan_directory(
     directory: Path, settings: Model = _PLAIN, *, field: str = f"{_FIELD}.path"
 ) -> ModelPlan:
-    """Plan the model that a transformers directory holds, as ``settings`` change it.
+    """Plan the model in a transformers directory, with the changes of ``settings``.
 
-    ``field``: the field of the manifest that names the directory. Raises ModelError.
+    ``field``: the manifest field that names the directory. Raises ModelError if the directory or its
+    configuration cannot be used.
     """
     config = _read_directory(directory, settings.config_overrides, field)
     changed = config if settings.config_overrides else None
     weights = find_weights(directory, field=field)
-    # Decided here for all that build the model: transformers decides it when it loads the weights, and never
-    # sees them where a checkpoint is loaded, or parameters are counted.
+    # Decide here whether weights are tied, for every caller that builds the model. transformers decides only
+    # when it loads the weights, which does not happen when a checkpoint is loaded or parameters are counted.
     untied = None if weights is None else _find_untied(config, settings, weights)
     if untied is not None:
         changed = config
@@ -199,7 +203,7 @@ def plan_directory(
 
 
 def _check_is_causal(kind: "type[PreTrainedConfig]", field: str) -> None:
-    """Raise ModelError unless transformers has a causal language model with configurations of this kind."""
+    """Raise ModelError unless transformers has a causal language model for configurations of this class."""
     if causal_class(kind) is None:
         raise ModelError(
             Problem(
@@ -214,7 +218,7 @@ def _check_is_causal(kind: "type[PreTrainedConfig]", field: str) -> None:
 def _find_untied(
     config: "PreTrainedConfig", settings: Model, weights: Path
 ) -> tuple[str, str] | None:
-    """As ``find_untied``. Raises ModelError where the file itself asks for one tensor."""
+    """Call ``find_untied``. Raises ModelError if the manifest explicitly ties tensors that differ."""
     untied = find_untied(config, weights)
     if untied is not None and settings.config_overrides.get("tie_word_embeddings"):
         raise ModelError(
@@ -231,16 +235,18 @@ def _find_untied(
 def build_model(
     plan: ModelPlan, *, seed: int, precision: str, with_weights: bool = True
 ) -> "PreTrainedModel":
-    """Build the model on the CPU, in training mode, its initial weights a function of ``seed`` alone.
+    """Build the model on the CPU, in training mode. Its initial weights depend only on ``seed``.
 
-    ``with_weights=False`` leaves the weights uninitialised, for a checkpoint that is loaded over them; frozen
-    ones that adapters stand beside have their values all the same. Raises ModelError.
+    ``with_weights=False`` leaves the weights uninitialised, because a checkpoint will overwrite them. With
+    LoRA, the frozen weights are loaded in any case, because a checkpoint contains only the adapters.
+    Raises ModelError if the model cannot be built.
     """
     config = plan.require_config()
     from transformers.initialization import no_init_weights
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-    # Stored weights win over the seed, and a checkpoint wins over both: it has all that is trained.
+    # Stored weights take precedence over the seed, and a checkpoint takes precedence over both, because it
+    # contains every trained weight.
     dtype = plan.weight_type(precision)
     with_weights = with_weights or plan.settings.lora is not None
     if with_weights and plan.weights is not None:
@@ -252,12 +258,12 @@ def build_model(
             resize_embeddings(model, rows)
     else:
         seed_generators(seed, 0, 0, Purpose.INITIAL_WEIGHTS)
-        # For a checkpoint they are left as they are in memory: it overwrites every one of them.
+        # If a checkpoint follows, skip the initialisation: the checkpoint overwrites every weight.
         with nullcontext() if with_weights else no_init_weights():
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=plan.attention
             )
-            # Skipping the initialisation skips this too; a tied weight is one tensor, and is saved as one.
+            # no_init_weights also skips tying, but tied weights must be one tensor, as in the checkpoint.
             model.tie_weights()
     _check_causal(model, plan.name)
     model.config.use_cache = False
@@ -267,8 +273,8 @@ def build_model(
 
 
 def _check_causal(model: "PreTrainedModel", name: str) -> None:
-    """Raise ModelError for a model whose tokens see later ones: it would learn to copy the next token."""
-    # Only configurations that know the key: others keep it, and their models do not read it.
+    """Raise ModelError if tokens attend to later tokens: the model would learn to copy the next token."""
+    # Check the class: any configuration stores an unknown key, but its model does not read it.
     config: Any = model.config
     is_encoder = hasattr(type(config), "is_decoder") and not config.is_decoder
     if not is_encoder and name not in NOT_CAUSAL:
@@ -286,23 +292,26 @@ def _check_causal(model: "PreTrainedModel", name: str) -> None:
 def change_model(
     model: "PreTrainedModel", plan: ModelPlan, *, seed: int, precision: str
 ) -> None:
-    """Change a model that was built, or is empty, as the plan says, in place. Raises ModelError."""
+    """Apply the plan's settings to a built or empty model, in place.
+
+    Raises ModelError if a setting does not fit the model.
+    """
     settings = plan.settings
     if settings.embedding_noise is not None:
         add_noise(model, settings.embedding_noise)
     if settings.head_precision is not None:
         make_full_precision(model)
-    # Last: an adapter beside the head wraps it.
+    # Add adapters last, because an adapter on the head wraps the head.
     if settings.lora is not None:
         add_adapters(model, settings.lora, seed=seed, dtype=DTYPES[precision])
 
 
 def build_empty_model(plan: ModelPlan, *, precision: str) -> "PreTrainedModel":
-    """The model without memory for any of its tensors: names, types and shapes.
+    """Build the model on the meta device: names, types and shapes, without memory for tensors.
 
     Raises ModelError if the model cannot be built.
     """
-    # Outside the try: its own error says what to do.
+    # Call this outside the try block: its ModelError already contains a remedy.
     config = plan.require_config()
     from transformers.initialization import no_init_weights
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
@@ -315,7 +324,7 @@ def build_empty_model(plan: ModelPlan, *, precision: str) -> "PreTrainedModel":
                 attn_implementation=plan.attention,
             )
             model.tie_weights()
-            # Buffers too, which a model computes from numbers alone and makes real all the same.
+            # Move buffers too: models compute them from numbers, so they were allocated on the CPU.
             torch.nn.Module.to(model, "meta")
             return model
 
@@ -323,10 +332,10 @@ def build_empty_model(plan: ModelPlan, *, precision: str) -> "PreTrainedModel":
         try:
             model = build(_WeightsOnMeta())
         except RuntimeError:
-            # Some models compute with both, such as gemma4.
+            # Some models, for example gemma4, combine weights with computed tensors while they are built.
             model = build(torch.device("meta"))
     except Exception as error:
-        # Shapes that do not fit show only when the layers are made.
+        # Shapes that do not fit are detected only when the layers are created.
         raise ModelError(
             Problem(
                 f"{_FIELD}.config",
@@ -340,10 +349,10 @@ def build_empty_model(plan: ModelPlan, *, precision: str) -> "PreTrainedModel":
 
 
 class _WeightsOnMeta(TorchFunctionMode):
-    """Gives no memory to what weights are made of.
+    """Creates weights on the meta device, and other tensors on the CPU.
 
-    Other than under ``torch.device("meta")``, tables of angles are computed on the processor: on the meta
-    device they would import sympy, half a second.
+    ``torch.device("meta")`` would also put the tables of rotary angles on the meta device, which imports
+    sympy and takes half a second.
     """
 
     _OF_WEIGHTS = frozenset(
@@ -381,11 +390,11 @@ def _read_config(values: dict[str, Any], vocab_size: int) -> "PreTrainedConfig":
         )
     kind = CONFIG_MAPPING[model_type]
     _check_is_causal(kind, f"{_FIELD}.config.model_type")
-    # A key that the architecture does not have would be kept, and change nothing.
+    # Reject unknown keys: transformers would store them, and they would have no effect.
     defaults = kind().to_dict()
     known = set(defaults)
     if "vocab_size" not in known:
-        # A model of text and images, say: its parts are never trained by text alone.
+        # For example, a model of text and images: training on text alone leaves parts of it untrained.
         inner = str((defaults.get("text_config") or {}).get("model_type", ""))
         raise ModelError(
             Problem(
@@ -398,7 +407,7 @@ def _read_config(values: dict[str, Any], vocab_size: int) -> "PreTrainedConfig":
             )
         )
     values.setdefault("vocab_size", vocab_size)
-    # transformers itself moves older keys where they are today.
+    # Accept older keys, because transformers itself translates them to current keys.
     older = find_older_keys(values, known)
     problems = [
         _unknown(
@@ -413,11 +422,11 @@ def _read_config(values: dict[str, Any], vocab_size: int) -> "PreTrainedConfig":
     if problems:
         raise ModelError(*problems)
     try:
-        # Copied, since transformers changes the mappings that it is given.
+        # Copy the values, because transformers modifies the mappings that it receives.
         given = copy.deepcopy(translate_numbers(kind, values))
         config: PreTrainedConfig = AutoConfig.for_model(model_type, **given)
     except Exception as error:
-        # transformers raises whatever its model's own checks raise: all of it is about the user's values.
+        # The checks of a model raise exceptions of any type, all of them about the user's values.
         raise ModelError(
             Problem(
                 f"{_FIELD}.config",
@@ -432,7 +441,7 @@ def _read_config(values: dict[str, Any], vocab_size: int) -> "PreTrainedConfig":
 def _read_directory(
     directory: Path, overrides: dict[str, Any], field: str
 ) -> "PreTrainedConfig":
-    """The configuration of a transformers directory, with other values for the keys of ``overrides``."""
+    """Return the configuration of a transformers directory, with ``overrides`` applied."""
     import_transformers()
     from transformers.models.auto.configuration_auto import AutoConfig
 
@@ -461,7 +470,7 @@ def _read_directory(
     if not overrides:
         return config
     known = config.to_dict()
-    # A key that the architecture does not have would be kept, and change nothing.
+    # Reject unknown keys: transformers would store them, and they would have no effect.
     why = f"a {config.model_type} configuration has no such key"
     raise_if(
         [
@@ -475,7 +484,7 @@ def _read_directory(
         given = copy.deepcopy(translate_numbers(type(config), overrides))
         changed: PreTrainedConfig = type(config).from_dict({**known, **given})
     except Exception as error:
-        # transformers raises whatever its model's own checks raise.
+        # The checks of a model raise exceptions of any type.
         what = f"transformers refuses this {config.model_type} configuration"
         where = f"{_FIELD}.configOverrides"
         raise ModelError(Problem(where, _one_line(error), what)) from error
@@ -483,12 +492,13 @@ def _read_directory(
 
 
 def find_weights(directory: Path, *, field: str = f"{_FIELD}.path") -> Path | None:
-    """Return the directory if it has safetensors; None if it has no weights at all.
+    """Return the directory if it has safetensors files; None if it has no weights.
 
-    Pickled weights alone are refused, and so are two sets of weights. ``field``: what named the directory.
+    ``field``: the manifest field that names the directory. Raises ModelError if the directory has only
+    pickled weights, or two sets of weights.
     """
     if any(directory.glob("*.safetensors")):
-        # Whoever reads them, one process or each of many: all have to take the same ones.
+        # Refuse two sets of weights, because every process that loads them must load the same set.
         if (problem := find_ambiguity(directory, field=field)) is not None:
             raise ModelError(problem)
         return directory
@@ -514,14 +524,15 @@ def load_directory(
     config: "PreTrainedConfig | None" = None,
     attention: Attention = "sdpa",
 ) -> "PreTrainedModel":
-    """Load model and weights of a transformers directory, with ``config`` instead of its own.
+    """Load the model and weights of a transformers directory.
 
-    Raises ModelError unless every weight is there and fits.
+    If ``config`` is given, it replaces the configuration in the directory. Raises ModelError if a weight is
+    missing or has another shape.
     """
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    # transformers adds them to the weights beside them, but only where peft is installed.
+    # transformers would apply these adapters to the weights, but only if peft is installed.
     if (directory / "adapter_config.json").exists():
         what, why = (
             "has adapters beside its weights",
@@ -541,7 +552,7 @@ def load_directory(
                 local_files_only=True,
                 use_safetensors=True,
                 trust_remote_code=False,
-                # They are refused below, by name: its own error points to a log.
+                # Mismatches are refused below with their names; the error of transformers refers to a log.
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
@@ -553,7 +564,7 @@ def load_directory(
                 remedy="Check that the files are whole and belong to config.json",
             )
         ) from error
-    # transformers would continue with fresh random values for what is missing.
+    # transformers would initialise missing weights with random values.
     missing = sorted(
         {*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])}
     )
@@ -568,16 +579,16 @@ def load_directory(
         )
     loaded: PreTrainedModel = model
     _check_tied(loaded, directory)
-    # Those that were not noted while they were read.
+    # Count the bytes that _watch_reading did not count.
     num_bytes = sum(one.numel() * one.element_size() for one in loaded.parameters())
     MOVED.note(max(0, num_bytes - sum(read)))
     return loaded
 
 
 def _check_tied(model: "PreTrainedModel", directory: Path) -> None:
-    """Raise ModelError where transformers has left tensors apart that the configuration says are one.
+    """Raise ModelError if transformers left tensors separate that the configuration ties.
 
-    A model that is built without these weights, for a checkpoint, would have one tensor.
+    A model that is built without these weights, to load a checkpoint, would have a single tensor.
     """
     expected = model.get_expanded_tied_weights_keys(all_submodels=True)
     apart = sorted(expected.keys() - model.all_tied_weights_keys.keys())
@@ -594,10 +605,10 @@ def _check_tied(model: "PreTrainedModel", directory: Path) -> None:
 
 @contextmanager
 def _watch_reading() -> Iterator[list[int]]:
-    """Note one byte for each weight that transformers has read: it says no more than that one is there.
+    """Count one byte as moved for each weight that transformers has read, and yield the list of counts.
 
-    It shows a progress bar, whose items are the weights, and lets others make the bar. One that shows none
-    notes nothing here. Yields what was noted.
+    transformers iterates over the weights in a progress bar and provides a hook that creates the bar. The
+    hook reports each item, but not its size. A version without the progress bar reports nothing here.
     """
     from transformers.utils import logging
 

@@ -1,7 +1,7 @@
-"""Compares the configuration that weights were trained with and that of the model they are loaded into.
+"""Compares the configuration of trained weights with the configuration of the model that loads them.
 
-Shapes alone do not tell: with another base of its rotary positions, another activation or another number of
-heads, a model takes the same tensors and computes something else with them.
+Comparing shapes is not enough. For example, a model with another base of its rotary positions, another
+activation or another number of heads can load the same tensors, but computes another function.
 """
 
 import re
@@ -25,31 +25,33 @@ _HARMLESS: Final = re.compile(
     """,
     re.VERBOSE,
 )
-"""Keys that change nothing in what trained weights compute."""
+"""Keys that do not change the function of trained weights."""
 _SET_BY_EXPORTS: Final = ("bos_token_id", "eos_token_id")
-"""Keys of which an export of a model that was created here takes the tokenizer's ids."""
+"""Keys that an export sets to the ids of the tokenizer, if the model was created by Evergrad."""
 _COUNTS_FROM_PADDING: Final = re.compile(r".*(bert|data2vec|xlm|electra|ernie|biogpt).*")
-"""Types of models some of which number their positions from ``pad_token_id``."""
+"""Matches model types that include models whose positions start from ``pad_token_id``."""
 _SAME_ACTIVATION: Final = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}
 _POSITIONS: Final = "max_position_embeddings"
 _INDEPENDENT_ROPE: Final = ("default", "linear", "llama3")
-"""Kinds of rotary positions that do not depend on the largest one. A table of learned positions has it as its
-shape."""
+"""Types of rotary positions that do not depend on the largest position. A table of learned positions does:
+the largest position is a part of its shape."""
 
 
 def compare_functions(
     stored: Mapping[str, Any], own: Mapping[str, Any], *, where: str, field: str
 ) -> tuple[list[Problem], list[str]]:
-    """Compare two descriptions of a model, as ``ModelPlan.describe`` makes them.
+    """Compare two descriptions of a model from ``ModelPlan.describe``.
 
-    ``stored``: of the weights in ``where``, which ``field`` of the manifest names. Returns a problem for each
-    key with which the weights would compute another function, and a line for each other key that differs.
+    ``stored``: the description of the weights in ``where``, which the manifest field ``field`` names.
+    ``own``: the description of the run's model. Returns a problem for each key with which the weights would
+    compute another function, and a line of text for each other key that differs.
     """
     before, now = (_normalise(one) for one in comparable_configs(stored, own))
     defaults = _default_ids(now)
     problems, lines = [], []
     for key, was, value in _changes(before, now):
-        # Nobody chose it: an export has the tokenizer's id in its place, and nothing else reads it.
+        # Ignore a difference from the default: the manifest did not choose this id, an export replaces it
+        # with the id of the tokenizer, and no other code reads it.
         if key in defaults and defaults[key] in (was, value):
             continue
         if _is_harmless(key, was, value, now):
@@ -71,13 +73,14 @@ def compare_functions(
 
 
 def _default_ids(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The ids that begin and end a text in a configuration that names none, by their keys."""
+    """Return the default ids for the beginning and the end of a text in a configuration, by their keys."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = str(config.get("model_type", ""))
     if kind not in CONFIG_MAPPING:
         return {}
-    # Of the class: a few cannot be made without values, or warn of their own defaults.
+    # Read the attributes of the class: a few configurations cannot be created without values, or log warnings
+    # about their defaults.
     made = CONFIG_MAPPING[kind]
     return {key: getattr(made, key, None) for key in _SET_BY_EXPORTS}
 
@@ -100,13 +103,13 @@ def _is_harmless(key: str, was: Any, value: Any, config: Mapping[str, Any]) -> b
 
 
 def _rope_types(parameters: Mapping[str, Any]) -> Iterable[str]:
-    # Models with several kinds of layers have the parameters of each under its name.
+    # Models with several types of layers have the parameters of each type under its name.
     inner = [one for one in parameters.values() if isinstance(one, Mapping)]
     return [str(one.get("rope_type", "default")) for one in inner or [parameters]]
 
 
 def _normalise(value: Any, key: str = "") -> Any:
-    """The same configuration, with one spelling for what has several."""
+    """Return the configuration with a single notation for values that have several notations."""
     if isinstance(value, Mapping):
         values = {name: _normalise(one, name) for name, one in value.items()}
         if key == "rope_parameters" and not any(
@@ -126,7 +129,7 @@ def _normalise(value: Any, key: str = "") -> Any:
 
 
 def _fill_in(values: dict[str, Any]) -> dict[str, Any]:
-    """Write the sizes that follow from others where a configuration leaves them to the model's code."""
+    """Set sizes that are None to the values that the model's code derives from other sizes."""
     heads, width = values.get("num_attention_heads"), values.get("hidden_size")
     follows = {
         "num_key_value_heads": heads,

@@ -1,5 +1,4 @@
-"""Compilation of a model block by block: gradients of later blocks are summed while earlier ones are
-computed."""
+"""Compiles a model block by block, so that gradients are summed while earlier blocks still compute."""
 
 from collections.abc import Sequence
 
@@ -12,19 +11,19 @@ from evergrad_trainer.models.parallel import transformer_blocks
 
 
 def should_compile(runtime: Runtime, device: torch.device) -> bool:
-    """Decide whether the model is compiled; ``auto``: on an accelerator, where kernels can be built."""
+    """Whether to compile the model. ``auto`` compiles on an accelerator if there is a C++ compiler."""
     if runtime.compile == "auto":
         return device.type == "cuda" and has_cpp_compiler()
     return runtime.compile == "on"
 
 
 def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module] = ()) -> bool:
-    """Compile each repeated block of ``model`` (or ``blocks``) in place, and return whether it has any.
+    """Compile each repeated block of ``model`` (or ``blocks``) in place, and return whether there are any.
 
-    One graph of the whole model would be one node of autograd: its gradients come at once, after all of the
-    backward pass, so that no sum over ranks could begin under it, and all of them are in memory beside the
-    buckets. Blocks of one kind share one graph, which also compiles in a fraction of the time. FSDP2's
-    gathers stay between the graphs.
+    A graph of the whole model would be a single autograd node. It would return all gradients together after
+    the backward pass, so sums over ranks could not overlap with the backward pass, and all gradients would be
+    in memory in addition to the buckets. Blocks of the same kind share a graph, which also compiles faster.
+    The gathers of FSDP2 stay between the graphs.
     """
     blocks = blocks or transformer_blocks(model)
     for block in blocks:

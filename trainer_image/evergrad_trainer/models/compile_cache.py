@@ -1,5 +1,7 @@
-"""Compiled kernels of a run, kept as one file beside its checkpoints: a process that replaces another takes
-them from there instead of compiling again."""
+"""Stores the compiled kernels of a run in one file per device type, next to the checkpoints.
+
+A replacement process loads the kernels instead of compiling them again.
+"""
 
 import hashlib
 import logging
@@ -11,17 +13,17 @@ import torch
 from evergrad_trainer.base.durable import is_temporary, replace_durably
 
 MAX_BYTES: Final = 512 * 2**20
-"""Most bytes of one file. The kernels of a model compiled block by block are a few megabytes."""
+"""Maximum bytes of a file. The kernels of a model that is compiled block by block have a few megabytes."""
 MAX_FILES: Final = 4
-"""Most files of a run: one for each kind of device and each version of torch that it has seen."""
+"""Maximum number of files of a run. There is one file per device type and version of torch."""
 _log = logging.getLogger(__name__)
 
 
 def load_compiled(folder: Path, device: torch.device) -> int:
-    """Give torch what was compiled for ``device`` in this run before; the bytes that were read.
+    """Load the kernels that this run has compiled for ``device``. Returns the number of bytes read.
 
-    0 without a file, or with one that cannot be read: then everything is compiled, which takes longer and is
-    logged.
+    Returns 0 if there is no file or it cannot be read. In that case all kernels are compiled, which takes
+    longer. A file that cannot be read is logged.
     """
     path = _locate(folder, device)
     try:
@@ -31,16 +33,16 @@ def load_compiled(folder: Path, device: torch.device) -> int:
     except OSError as error:
         _log.warning("%s: compiled kernels cannot be read: %s", path, error.strerror)
         return 0
-    # Entries that do not fit (another version, a torn file) are passed over by torch, which then compiles.
+    # torch ignores entries that do not fit (another version or a truncated file), and compiles instead.
     return len(data) if torch.compiler.load_cache_artifacts(data) is not None else 0
 
 
 def save_compiled(folder: Path, device: torch.device, *, loaded_bytes: int) -> int:
-    """Keep what this process has compiled, for those that come after it; the bytes that the file now has.
+    """Save the kernels of this process for later processes. Returns the number of bytes in the file.
 
-    One process of a run calls this, and readers see the old file or the new one. ``loaded_bytes``: what
-    this or :func:`load_compiled` returned; a file of that size holds the same. Trouble of the volume is
-    logged and costs nothing but the time to compile again.
+    Only one process of a run may call this. Readers see either the old or the new file. ``loaded_bytes``: the
+    last result of this function or of :func:`load_compiled`; a file of the same size is not written again.
+    Errors of the volume are logged; their only effect is that later processes compile again.
     """
     found = torch.compiler.save_cache_artifacts()
     if found is None or len(found[0]) == loaded_bytes:
@@ -57,7 +59,7 @@ def save_compiled(folder: Path, device: torch.device, *, loaded_bytes: int) -> i
         files = sorted(
             folder.glob("*.bin"), key=lambda one: one.stat().st_mtime, reverse=True
         )
-        # One process writes at a time: temporary files are what a kill has left.
+        # Only one process writes, so temporary files are left over from a killed process.
         left = [one for one in folder.iterdir() if is_temporary(one.name, path.name)]
         for old in (*files[MAX_FILES:], *left):
             old.unlink(missing_ok=True)

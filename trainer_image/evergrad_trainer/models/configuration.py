@@ -1,7 +1,7 @@
-"""Values of ``model.config`` as transformers' own configuration classes take them.
+"""Translates the values of ``model.config`` for the configuration classes of transformers.
 
-A manifest has one form for each number (10000.0 is 10000), and may have keys of older configurations. Both
-are translated here and nowhere else.
+A manifest has a single form for each number (10000.0 is 10000), and may have keys of older configurations.
+Both are translated only in this module.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -21,19 +21,21 @@ OLDER_ROPE_KEYS: Final = (
     "partial_rotary_factor",
     "rope_local_base_freq",
 )
-"""Keys that configurations had before ``rope_parameters`` contained them; transformers moves them there."""
+"""Keys of older configurations, which transformers moves to ``rope_parameters``."""
 DTYPE_KEYS: Final = ("dtype", "torch_dtype")
-"""The type of the weights under its present and its older name; a run has ``runtime.precision`` instead."""
+"""The current and the older key for the type of the weights. A run uses ``runtime.precision`` instead."""
 
 
 def translate_numbers(
     kind: type["PreTrainedConfig"], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """``values`` for the class ``kind``, with whole numbers as floats where a field takes only floats.
+    """Return ``values`` for the class ``kind``, with integers as floats if a field accepts only floats.
 
-    transformers refuses ``initializer_range: 1`` and takes 1.0; a manifest cannot contain the second.
+    For example, transformers refuses ``initializer_range: 1`` and accepts 1.0, which a manifest cannot
+    contain.
     """
-    # The annotations as they are: one that is a text belongs to a field of every class, none of them a float.
+    # Annotations that are strings need no resolution: they are of fields that all classes share, and none of
+    # these is a float.
     types = {name: one.type for name, one in kind.__dataclass_fields__.items()}
     translated: dict[str, Any] = {}
     for key, value in values.items():
@@ -47,14 +49,15 @@ def translate_numbers(
         elif isinstance(value, Mapping) and key in (ROPE, "rope_scaling"):
             translated[key] = _translate_rope(value)
         else:
-            # An older key has no type of its own; rope_parameters, where it is moved, has floats.
+            # An older key has no field and so no type. It is moved to rope_parameters, whose values are
+            # floats.
             older = float if key in OLDER_ROPE_KEYS else None
             translated[key] = _translate(value, types.get(key, older))
     return translated
 
 
 def _translate_rope(values: Mapping[str, Any]) -> dict[str, Any]:
-    """As above, for ``rope_parameters``: one mapping, or one for each type of layer."""
+    """Translate ``rope_parameters``, which is one mapping, or one mapping per type of layer."""
     from transformers.modeling_rope_utils import RopeParameters
 
     types = get_type_hints(RopeParameters)
@@ -79,7 +82,7 @@ def _translate(value: Any, kind: Any) -> Any:
 
 
 def find_older_keys(values: Mapping[str, Any], known: Collection[str]) -> set[str]:
-    """The keys of ``values`` that are not ``known`` to the architecture and that transformers translates."""
+    """Return the keys of ``values`` that are not in ``known`` but that transformers translates."""
     older = {"torch_dtype"} | (set(OLDER_ROPE_KEYS) if ROPE in known else set())
     return {key for key in values if key in older and key not in known}
 
@@ -90,8 +93,7 @@ def check_older_keys(
     older: Collection[str],
     config: "PreTrainedConfig",
 ) -> list[Problem]:
-    """The ``older`` keys of ``values`` that transformers has not moved into ``config``, or that contradict
-    another key."""
+    """Return a problem for each older key that has no effect in ``config`` or contradicts another key."""
     problems = []
     if values.get("rope_scaling") and values.get(ROPE):
         remedy = f"Keep {ROPE}, and remove rope_scaling"
@@ -107,7 +109,7 @@ def check_older_keys(
                 Problem(f"{where}.{key}", what, why, f"Remove {key}, and keep {ROPE}.{key}")
             )
 
-    # A key that the class does not move stays an attribute that no layer reads.
+    # A key that the class does not move remains an attribute that no layer reads.
     left = config.to_dict()
     moved = list(_leaves(left.get(ROPE)))
     for key in sorted(set(older) - {"torch_dtype", "rope_scaling"}):
@@ -127,8 +129,10 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def find_ignored_dtype(values: Mapping[str, Any], weights: str) -> tuple[str, Any] | None:
-    """The key and value of a type of weights in ``values`` that is not ``weights``, such as ``float32``; None
-    where there is none."""
+    """Return the key and value of a weight type in ``values`` that differs from ``weights``; else None.
+
+    ``weights``: the type that the run uses, for example ``float32``.
+    """
     for key in DTYPE_KEYS:
         value = values.get(key)
         if value is not None and value != weights:
@@ -137,9 +141,9 @@ def find_ignored_dtype(values: Mapping[str, Any], weights: str) -> tuple[str, An
 
 
 def check_shapes(config: "PreTrainedConfig", *, where: str) -> list[Problem]:
-    """Numbers that transformers builds a model from and that end its first step.
+    """Return problems with numbers for which transformers builds a model that fails in its first step.
 
-    ``where``: the field that has the configuration.
+    ``where``: the manifest field of the configuration.
     """
     text = config.get_text_config()
 

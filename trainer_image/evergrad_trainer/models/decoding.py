@@ -1,4 +1,4 @@
-"""Greedy decoding: the ids that a model continues with, each the most probable one."""
+"""Greedy decoding: continues prompts with the most probable id at each position."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from torch import nn
 
 IsEnd = Callable[[Sequence[int]], bool]
 _WIDTHS: Final = 64
-"""Rows that are computed whole are as wide as the next multiple of it: few shapes instead of one a token."""
+"""Rows without a cache are padded to a multiple of this width, which gives few shapes, not one per id."""
 
 
 def decode(
@@ -21,15 +21,17 @@ def decode(
     is_end: IsEnd,
     is_even: bool = False,
 ) -> list[list[int]]:
-    """The ids that follow each prompt: at most ``most``, up to and with the one at which ``is_end`` of them
-    is true, and no further than the model has positions.
+    """Return the ids that follow each prompt.
 
-    ``is_even``: call the model ``most`` times whatever it gives, since other ranks take part in each call.
+    A row ends after ``most`` ids, when ``is_end`` of its new ids is true (including the last id), or when the
+    model has no more positions. ``is_even``: always call the model ``most`` times, because other ranks take
+    part in each call.
     """
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     rows = [list(prompt) for prompt in prompts]
     is_done = [False] * len(rows)
-    # Only a model that takes all of these keeps keys and values; each id is added to ``rows`` as it is taken.
+    # Use the cache only if the model accepts all of these arguments. Both decoders read the new ids from
+    # ``rows``.
     known = inspect.signature(model.forward).parameters.keys()
     decoder: _Decoder
     if {"past_key_values", "attention_mask", "position_ids", "use_cache"} <= known:
@@ -54,12 +56,11 @@ def decode(
 
 class _Decoder(Protocol):
     def next_ids(self) -> list[int]:
-        """The most probable next id of each row."""
+        """Return the most probable next id of each row."""
 
 
 class _Cached:
-    """Keeps the keys and values of what was read. Rows are filled up at their left, so that all of them go on
-    at the same place."""
+    """Caches keys and values. Rows are padded on the left, so that all rows continue at the same index."""
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class _Cached:
         positions: int | None,
     ) -> None:
         known = inspect.signature(model.forward).parameters.keys()
-        # The last token's logits are all that is wanted; a router loss has no place in a row that continues.
+        # Compute only the logits of the last token, and no router loss, which does not apply to decoding.
         choices = {"logits_to_keep": 1, "output_router_logits": False}
         self._choices = {name: value for name, value in choices.items() if name in known}
         self._model = model
@@ -98,14 +99,14 @@ class _Cached:
         self._mask = torch.cat([self._mask, torch.ones_like(self._ids)], dim=1)
         self._places = self._places[:, -1:] + 1
         if self._most is not None:
-            # A row that has come to the last position takes no more ids; it only continues beside the others.
+            # A row at the last position gets no more ids. It is only computed along with the other rows.
             self._places = self._places.clamp(max=self._most - 1)
         ids: list[int] = found.tolist()
         return ids
 
 
 class _Whole:
-    """Reads each row from its beginning for every id: for models that keep nothing, or something else."""
+    """Computes each row from its beginning for every id, for models without a cache of keys and values."""
 
     def __init__(
         self,
@@ -126,7 +127,7 @@ class _Whole:
         inputs = torch.zeros(len(rows), width, dtype=torch.int64, device=self._device)
         for at, row in enumerate(rows):
             inputs[at, : len(row)] = torch.tensor(row, device=self._device)
-        # Later tokens do not change what is computed for an earlier one.
+        # Padding on the right is safe, because later tokens do not change the results of earlier tokens.
         logits = self._model(input_ids=inputs, use_cache=False).logits
         numbers = torch.arange(len(rows), device=self._device)
         last = torch.tensor([len(row) - 1 for row in rows], device=self._device)

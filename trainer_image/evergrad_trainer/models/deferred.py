@@ -1,9 +1,9 @@
-"""A model without memory for its weights, which are made one by one after it has been cut into shards.
+"""Builds a model without memory for its weights, and creates the weights one by one after sharding.
 
-Its weights have the bits that :func:`evergrad_trainer.models.build.build_model` gives them. The operations
-that fill a parameter are recorded while the model is built on the meta device, and replayed in the same
-order, so that the generator's numbers are the same ones; a process holds one whole tensor at a time, and
-keeps its part of it.
+The weights are bitwise equal to the weights of :func:`evergrad_trainer.models.build.build_model`. The
+operations that fill a parameter are recorded while the model is built on the meta device. They are replayed
+in the same order, so that the generator gives the same numbers. A process holds one whole tensor at a time,
+and keeps only its shard of it.
 """
 
 import contextlib
@@ -29,18 +29,18 @@ _aten = torch.ops.aten
 _DRAWS = frozenset({_aten.normal_, _aten.uniform_})
 _REPLAYABLE = _DRAWS | {_aten.zero_, _aten.fill_}
 Weights = Iterator[tuple[str, torch.Tensor]]
-"""Names of parameters, each with its whole value on the CPU, made when it is asked for."""
+"""Iterates over names of parameters and their whole values on the CPU, which are created lazily."""
 
 
 @dataclass(frozen=True)
 class _Fill:
-    """One operation in place on a part of a storage."""
+    """An in-place operation on a part of a storage."""
 
     operation: Any
     storage: torch.UntypedStorage
-    """Kept alive: the address of one that was freed could be given to another tensor."""
+    """The storage. The reference keeps it alive, because the address of a freed storage could be reused."""
     length: int
-    """Elements of the whole storage."""
+    """Number of elements of the whole storage."""
     part: tuple[tuple[int, ...], tuple[int, ...], int]
     """Size, stride and offset."""
     dtype: torch.dtype
@@ -56,12 +56,12 @@ class _Fill:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is left of what stood there before."""
+        """Whether the operation overwrites the whole storage."""
         return torch.Size(self.part[0]).numel() == self.length
 
 
 class _Recorder(TorchDispatchMode):
-    """Dispatch mode that records what is done in place to tensors without memory.
+    """Dispatch mode that records in-place operations on tensors without memory.
 
     ``is_replayable`` becomes false at the first operation that cannot be replayed.
     """
@@ -87,9 +87,9 @@ class _Recorder(TorchDispatchMode):
 
 
 class Reads(TorchDispatchMode):
-    """Dispatch mode that ends with NotImplementedError what reads or changes a tensor without memory.
+    """Dispatch mode that raises NotImplementedError if code reads or changes a tensor without memory.
 
-    A copy of such a tensor would have no values either, and a change of it would be lost, without a word.
+    Otherwise, a copy of such a tensor would silently have no values, and a change would be lost.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class Reads(TorchDispatchMode):
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
-        """While a model without memory is made."""
+        """Allow such operations while a model without memory is built."""
         self._is_allowed = True
         try:
             yield
@@ -115,16 +115,15 @@ class Reads(TorchDispatchMode):
 
 
 class DeferredModel:
-    """``model`` on the meta device (its buffers are real), and what fills its parameters."""
+    """A model on the meta device, with real buffers, and the operations that fill its parameters."""
 
     def __init__(self, model: "PreTrainedModel", fills: list[_Fill], seed: int) -> None:
         self.model = model
         self.weights: Weights | None = None
-        """Values that :meth:`materialise` fills the parameters with; without it they are left as they
-        are in memory."""
+        """Values that :meth:`materialise` writes to the parameters. If None, they stay uninitialised."""
         self._fills = fills
         self._seed = seed
-        # As they are before sharding replaces them.
+        # Remember the names by storage now, because sharding replaces the parameters.
         self._names = {
             p.untyped_storage()._cdata: name for name, p in model.named_parameters()
         }
@@ -135,26 +134,25 @@ class DeferredModel:
         *,
         on_whole: Callable[[nn.Parameter, torch.Tensor], None] | None = None,
     ) -> None:
-        """Give the parameters, sharded by now or not, memory on ``device`` and their values.
+        """Allocate the parameters on ``device``, whether sharded or not, and fill them with their values.
 
-        ``on_whole`` is given each parameter with its whole value, which no process holds later.
+        ``on_whole`` is called with each parameter and its whole value, which is not available later.
         """
         made: dict[int, nn.Parameter] = {}
         with torch.no_grad():
-            # Memory first, for all parameters: values are made in an order that is not that of the modules.
+            # Allocate all parameters first: values are created in another order than the order of modules.
             for module in self.model.modules():
                 for name, old in module._parameters.items():
                     if old is not None:
-                        # Two modules that share a weight go on sharing it, which ``to_empty`` would not let
-                        # them.
+                        # Keep weights that two modules share shared; ``to_empty`` would separate them.
                         if id(old) not in made:
                             empty = torch.empty_like(old, device=device)
                             made[id(old)] = nn.Parameter(empty, old.requires_grad)
                         module._parameters[name] = made[id(old)]
-            # Moves the buffers; and FSDP2 takes over the new parameters in the place of those it has cut.
+            # Move the buffers. This call also makes FSDP2 replace its sharded parameters with the new ones.
             self.model.to(device)  # type: ignore[arg-type]
 
-            # Values, one whole tensor at a time: a process never holds the model whole.
+            # Fill one whole tensor at a time, so that a process never holds the whole model.
             parameters = dict(self.model.named_parameters())
             for name, whole in self.weights or ():
                 target = parameters[name]
@@ -162,20 +160,20 @@ class DeferredModel:
                 if on_whole is not None:
                     on_whole(target, values)
                 if isinstance(target, DTensor):
-                    # Without a source rank each one cuts its own copy, and nothing is sent.
+                    # Without a source rank, each rank shards its own copy and nothing is sent.
                     mesh, cut = target.device_mesh, target.placements
                     values = distribute_tensor(values, mesh, cut, src_data_rank=None)
                 target.copy_(values)
 
     def initial_weights(self) -> Weights:
-        """The weights of a fresh model, a function of the seed alone, from a generator of their own.
+        """Yield the initial weights, which depend only on the seed, from a separate generator.
 
-        A draw that is overwritten later is made all the same: the numbers of those after it depend on it.
+        Draws that are overwritten later are replayed too, because later draws depend on them.
         """
         generator = torch.Generator().manual_seed(
             keyed_seed(self._seed, 0, 0, Purpose.INITIAL_WEIGHTS)
         )
-        # Values from before a tensor was filled whole are of no use; only those that come after that count.
+        # Skip operations before a tensor is first filled as a whole, because that overwrites their values.
         first = {fill.key: index for index, fill in enumerate(self._fills) if fill.is_whole}
         last = {fill.key: index for index, fill in enumerate(self._fills)}
         values: dict[int, torch.Tensor] = {}
@@ -192,7 +190,7 @@ class DeferredModel:
             )
             if is_kept:
                 values[fill.key] = whole
-            # Given out as soon as nothing more is done to it, so that few tensors are in memory at a time.
+            # Yield a tensor after its last operation, so that few tensors are in memory at the same time.
             if is_kept and index == last[fill.key]:
                 yield (
                     self._names[fill.key],
@@ -200,7 +198,7 @@ class DeferredModel:
                 )
 
     def stored_weights(self, directory: Path) -> Weights | None:
-        """The weights of a transformers directory; None where its names or shapes are not the model's own."""
+        """Return the weights of a transformers directory; None if names or shapes differ from the model's."""
         from safetensors import safe_open
 
         shapes = {
@@ -224,7 +222,7 @@ class DeferredModel:
                 with safe_open(directory / files[name], framework="pt") as file:
                     yield name, file.get_tensor(name)
 
-        # Before the first tensor is read: once shards are filled there is no way back to a whole model.
+        # Check all shapes before the first tensor is read: filled shards cannot become a whole model again.
         for name, shape in shapes.items():
             with safe_open(directory / files[name], framework="pt") as file:
                 if tuple(file.get_slice(name).get_shape()) != tuple(shape):
@@ -235,25 +233,26 @@ class DeferredModel:
 def defer_model(
     plan: ModelPlan, *, seed: int, precision: str, with_weights: bool = True
 ) -> DeferredModel | None:
-    """The planned model without memory for its weights; None where their values cannot be made one by one.
+    """Build the planned model without memory for its weights. Returns None if this is not possible.
 
-    ``with_weights=False`` is for a checkpoint that is loaded over them: then a model whose values cannot be
-    made will do, and its ``weights`` are None.
+    It is not possible if the values cannot be created one by one. ``with_weights=False`` is for a checkpoint
+    that overwrites the weights: then such a model is returned too if only its stored weights do not match,
+    and its ``weights`` are None.
     """
-    # The frozen weights beside adapters are hashed while they are whole, and adapters begin with draws of
-    # their own.
+    # LoRA is not supported: its frozen weights are hashed while they are whole, and the initial adapters use
+    # separate draws.
     if plan.config is None or plan.settings.lora is not None:
         return None
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-    # Built on the meta device under a recorder; the global generator must stay where it is.
+    # Build on the meta device under a recorder, and check that the global generator does not advance.
     before = torch.get_rng_state()
     with _parameters_without_memory(), _Recorder() as recorder:
         model = AutoModelForCausalLM.from_config(
             plan.config, dtype=DTYPES[precision], attn_implementation=plan.attention
         )
         model.tie_weights()
-    # A number drawn for something else would have moved all that come after it.
+    # If another operation drew a number, all later draws would differ.
     is_replayable = recorder.is_replayable and torch.equal(before, torch.get_rng_state())
     filled = {fill.key for fill in recorder.fills if fill.is_whole}
     keys = [parameter.untyped_storage()._cdata for parameter in model.parameters()]
@@ -263,7 +262,7 @@ def defer_model(
     change_model(model, plan, seed=seed, precision=precision)
     model.train()
     deferred = DeferredModel(model, recorder.fills, seed)
-    # Nothing is made or read before somebody asks for the first one.
+    # Values are created or read only when materialise iterates over them.
     deferred.weights = (
         deferred.initial_weights()
         if plan.weights is None
@@ -274,9 +273,9 @@ def defer_model(
 
 @contextlib.contextmanager
 def _parameters_without_memory() -> Iterator[None]:
-    """Put each parameter on the meta device as its module gets it.
+    """Move each parameter to the meta device when it is registered.
 
-    Buffers stay real: nothing would compute them again.
+    Buffers stay real, because they could not be computed again later.
     """
     register = nn.Module.register_parameter
 

@@ -1,4 +1,4 @@
-"""Several documents in one row that do not see each other, and the models that can keep them apart."""
+"""Separates several documents in one row, and lists the models that support it."""
 
 from collections.abc import Iterator
 from typing import Any, Final
@@ -12,22 +12,23 @@ from evergrad_trainer.models.experts import router_coefficient
 MASKED: Final = frozenset(
     {"gpt2", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3"}
 )
-"""transformers' model types whose attention takes the mask that is given and whose places are the positions
-that are given, which a test shows of each."""
+"""Model types of transformers that use the given attention mask and the given positions. A test checks each
+type."""
 
 
 def keep_apart(
     position_ids: torch.Tensor, *, with_mask: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Arguments of a model for rows [b, S] of documents, each of which begins at position 0: positions, and a
-    mask [b, 1, S, S] that is true where a token sees another.
+    """Return the arguments of a model for rows of several documents: positions and an attention mask.
 
-    ``with_mask=False``: for a model that computes a router loss, which takes no such mask; transformers makes
-    the same one of the positions.
+    ``position_ids``: [b, S]; each document starts at position 0. The mask is bool [b, 1, S, S], and true if a
+    token attends to another token. ``with_mask=False`` is for a model with a router loss, which does not
+    accept such a mask; transformers then derives the same mask from the positions.
     """
     if not with_mask:
         return {"position_ids": position_ids}
-    # Given whole where it can be: what is left to be found out from positions differs between versions.
+    # Pass the whole mask if possible, because versions of transformers derive masks from positions in
+    # different ways.
     documents = (position_ids == 0).cumsum(dim=1)
     is_same = documents[:, None, :, None] == documents[:, None, None, :]
     length = position_ids.shape[1]
@@ -38,14 +39,14 @@ def keep_apart(
 
 
 def why_not_apart(config: Any, sequence_length: int) -> str | None:
-    """Why documents of a row cannot be kept apart in this model; None where they can."""
+    """Return the reason why this model cannot separate the documents of a row; None if it can."""
     text = config.get_text_config()
     name = str(config.model_type)
     if name not in MASKED:
         return (
             f"the attention of {name} is not known to keep the documents of a sample apart"
         )
-    # Some have the number in their configuration and a switch beside it.
+    # Some configurations have a window and a separate switch that enables it.
     window = getattr(text, "sliding_window", None)
     if (
         window is not None
@@ -62,7 +63,7 @@ def why_not_apart(config: Any, sequence_length: int) -> str | None:
 def check_packing(
     config: Any, data: Data, *, reads_rows: bool, has_pairs: bool = False
 ) -> Iterator[Problem]:
-    """Check that the model trains on what ``data.packing`` puts into a sample, and on nothing else."""
+    """Yield problems if the model does not support the packing of samples that ``data.packing`` selects."""
     where = "spec.training.data.packing"
     if data.packing == "documents":
         why = why_not_apart(config, data.sequence_length)

@@ -1,8 +1,7 @@
-"""Floating-point operations of a step, and the most that a device can do, for utilisation (MFU).
+"""Floating-point operations of a step, and peak rates of devices, for the utilisation (MFU).
 
-Counted is what the model needs, whatever the run computes besides: recomputation adds nothing. A
-multiplication and an addition are two operations. Formula: Chowdhery et al., PaLM (arXiv 2204.02311),
-appendix B.
+Only operations that the model needs are counted, so recomputation adds nothing. A multiplication and an
+addition are two operations. Formula: Chowdhery et al., PaLM (arXiv 2204.02311), appendix B.
 """
 
 import re
@@ -27,8 +26,10 @@ _CHOSEN: Final = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k")
 
 @dataclass(frozen=True)
 class Peak:
-    """Speed of a device at best, in TFLOP/s of dense matrix products, by precision; ``source``: where the
-    figures are published. None: it has no such units."""
+    """The peak rates of a device for dense matrix products, in TFLOP/s, by precision.
+
+    A rate is None if the device has no units for this precision. ``source``: the publication of the figures.
+    """
 
     device: str
     bf16: float | None
@@ -63,23 +64,23 @@ PEAKS: Final = (
     ),
     Peak("MI300X", 1307.4, 653.7, 163.4, "AMD, Instinct MI300X datasheet"),
 )
-"""Known devices. A device is the first one whose words all stand in its name: of two names of which one
-contains the other the longer comes first."""
+"""Known devices. The first entry whose words all occur in the name of a device applies. If one entry contains
+the words of another entry, the longer entry must come first."""
 
 
 _OTHERS: Final = frozenset({"Laptop", "MIG", "Max-Q", "D", "Ti", "SUPER"})
-"""Words of devices, or parts of one, that are slower or faster than what they are named after."""
+"""Words in names of variants whose rates differ from the device with the same name."""
 
 
 def find_peak(name: str, *, precision: str, matmul_precision: str) -> float | None:
-    """The most FLOP/s of the device that torch calls ``name``; None where it is not known.
+    """Return the peak FLOP/s of the device with torch's name ``name``; None if it is unknown.
 
-    ``precision`` and ``matmul_precision`` as in ``spec.training.runtime``.
+    ``precision`` and ``matmul_precision`` have the values of ``spec.training.runtime``.
     """
     if _OTHERS & set(name.split()):
         return None
     words = set(re.split(r"[\s,()]+", name))
-    # torch joins some words with a dash: "A100-SXM4-80GB".
+    # Some names in torch join words with a hyphen, for example "A100-SXM4-80GB".
     words |= {word.partition("-")[0] for word in words}
     for peak in PEAKS:
         if not words.issuperset(peak.device.split()) and not name.startswith(
@@ -98,7 +99,7 @@ def find_peak(name: str, *, precision: str, matmul_precision: str) -> float | No
 def device_peak(
     device: torch.device, *, precision: str, matmul_precision: str
 ) -> float | None:
-    """The most FLOP/s of ``device``; None for a CPU, and for an accelerator that is not known."""
+    """Return the peak FLOP/s of ``device``; None for a CPU or an unknown accelerator."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -108,11 +109,12 @@ def device_peak(
 def flops_per_token(
     model: nn.Module, config: "PreTrainedConfig | None", *, sequence_length: int
 ) -> float | None:
-    """Operations of a token, forward and backward; None where the shape of attention is not known.
+    """Return the operations per token, forward and backward; None if the shape of attention is unknown.
 
-    Two operations a weight of a matrix forward, two for the gradient of its input, and two for its own,
-    which frozen weights have not; embeddings are looked up and not multiplied. Attention: 12 · layers · heads
-    · head size · length, over the whole square, as is the custom, although causal kernels compute half.
+    Each weight of a matrix counts two operations in the forward pass, two for the gradient of the input, and
+    two for the gradient of the weight, unless it is frozen. Embeddings are looked up and do not count.
+    Attention counts 12 · layers · heads · head size · length. By convention this is the whole square,
+    although causal kernels compute half of it.
     """
     if config is None:
         return None
@@ -129,7 +131,7 @@ def flops_per_token(
         seen = min(seen, window)
     attention = 12.0 * layers * heads * head_size * seen
 
-    # A mixture computes a token with the chosen experts alone.
+    # In a mixture of experts, only the chosen experts process a token.
     counts = [one for key in _EXPERTS if isinstance(one := getattr(text, key, None), int)]
     chosen = [one for key in _CHOSEN if isinstance(one := getattr(text, key, None), int)]
     share = 1.0
@@ -140,14 +142,14 @@ def flops_per_token(
     }
     products = 0.0
     for name, weight in model.named_parameters():
-        # The weights of a norm and biases are no matrices.
+        # Skip biases and weights of norms, which are not matrices.
         if id(weight) in tables or weight.dim() < 2:
             continue
         is_expert = ".experts." in name and ".shared" not in name
         operations = 6 if weight.requires_grad else 4
         products += operations * weight.numel() * (share if is_expert else 1.0)
 
-    # A head that shares the table of the embeddings multiplies with it all the same.
+    # Count a head that shares its weights with the embeddings, because it multiplies with them.
     head = getattr(model, "get_output_embeddings", lambda: None)()
     shared: Any = getattr(head, "weight", None)
     if shared is not None and id(shared) in tables:

@@ -1,8 +1,8 @@
-"""Sums of a step's gradients over its slots and all ranks.
+"""Sums the gradients of a step over its slots and all ranks.
 
-Plain data parallelism reduces our own flat buckets instead of wrapping the model, so that the group can
-change between two steps. ``begin`` → for each slot: ``before_backward``, backward, ``after_backward`` →
-``finish`` → a wait for the device → ``problem``.
+Plain data parallelism reduces flat buckets instead of wrapping the model, so that the group can change
+between two steps. The order of calls is: ``begin`` → for each slot: ``before_backward``, backward,
+``after_backward`` → ``finish`` → wait for the device → ``problem``.
 """
 
 import math
@@ -17,34 +17,35 @@ from evergrad_trainer.distributed.world import World
 
 
 class GradientSum(Protocol):
-    """Sums gradients over slots and ranks; afterwards each ``parameter.grad`` holds the sum."""
+    """Sums gradients over slots and ranks. After ``finish``, each ``parameter.grad`` contains the sum."""
 
     def begin(self, world: World) -> None:
-        """Forget the last step's gradients, and begin a step of ``world``."""
+        """Drop the gradients of the last step, and start a step of ``world``."""
 
     def before_backward(self, *, is_last: bool) -> None:
         """Prepare for a slot's gradients.
 
-        ``is_last``: this rank's last slot of the step, after which its part of the sum is final.
+        ``is_last``: whether this is the rank's last slot of the step, after which its own sum is final.
         """
 
     def after_backward(self) -> None:
-        """Take the slot's gradients, which are all there."""
+        """Add the slot's gradients, after the backward pass has computed all of them."""
 
     def finish(self) -> None:
-        """Make ``parameter.grad`` the sum over all slots of all ranks. Raises PeerLostError.
+        """Set each ``parameter.grad`` to the sum over all slots of all ranks.
 
-        On an accelerator this is launched and not waited for: see :meth:`World.follow`.
+        On an accelerator, the sums are launched without waiting: see :meth:`World.follow`. Raises
+        PeerLostError if a rank is lost.
         """
 
     def problem(self) -> Problem | None:
-        """Return what kept the sums from being made, the same on every rank; None if nothing did.
+        """Return the reason why the sums are not valid, the same on every rank; None if they are valid.
 
-        The sums must be here: see :meth:`World.await_started`.
+        Call it only after the sums have completed: see :meth:`World.await_started`.
         """
 
     def forget(self) -> None:
-        """Drop all buffers: a collective that never ended may still write into them."""
+        """Drop all buffers, because a collective that has not ended may still write to them."""
 
 
 class _Bucket:
@@ -67,8 +68,10 @@ class _Bucket:
 def _partition(
     parameters: Sequence[torch.nn.Parameter], bucket_bytes: int
 ) -> list[list[torch.nn.Parameter]]:
-    """Parameters in reverse order (about that of the backward pass), cut where a bucket is full or the type
-    changes."""
+    """Divide the parameters into buckets, in reverse order, which is about the order of the backward pass.
+
+    A new bucket starts if the bucket is full, or if the type or the device changes.
+    """
     buckets: list[list[torch.nn.Parameter]] = []
     size = 0
     for parameter in reversed(parameters):
@@ -87,7 +90,7 @@ def _partition(
 
 
 class BucketedSum:
-    """Sum over slots in place, then over ranks bucket by bucket, overlapping with the last backward pass."""
+    """Sums over slots in place, then over ranks bucket by bucket, during the last backward pass."""
 
     def __init__(
         self, parameters: Sequence[torch.nn.Parameter], *, bucket_bytes: int
@@ -104,16 +107,16 @@ class BucketedSum:
 
     def begin(self, world: World) -> None:
         self._world = world
-        # Those of a step that was cut short belong to a group that is gone.
+        # Drop sums of an interrupted step, because their group no longer exists.
         self._works = []
         self._is_armed = False
         if world.group is None:
-            # Alone: autograd hands over its own gradients; buckets would only cost memory and a copy.
+            # With one rank, use the gradients of autograd: buckets would only cost memory and a copy.
             self._buckets, self._bucket_of = [], {}
             for parameter in self._parameters:
                 parameter.grad = None
             return
-        # Made in the first step with others, and kept: parameters do not change.
+        # Create the buckets in the first step with several ranks, and keep them: parameters do not change.
         if not self._buckets:
             self._buckets = [
                 _Bucket(part) for part in _partition(self._parameters, self._bucket_bytes)
@@ -121,7 +124,7 @@ class BucketedSum:
             self._bucket_of = {
                 p: bucket for bucket in self._buckets for p in bucket.parameters
             }
-        # autograd adds to a gradient that is there already: all slots are summed in the buckets themselves.
+        # autograd adds to an existing gradient, so all slots are summed directly in the buckets.
         for bucket in self._buckets:
             bucket.flat.zero_()
             bucket.missing = len(bucket.parameters)
@@ -129,24 +132,25 @@ class BucketedSum:
                 parameter.grad = view
 
     def before_backward(self, *, is_last: bool) -> None:
-        # Earlier slots only add: a bucket that was sent before the last one was added would be too small.
+        # Send buckets only in the last slot: a bucket that is sent earlier would lack later slots.
         self._is_armed = is_last and bool(self._buckets)
 
     def after_backward(self) -> None:
-        """Nothing to do: autograd has added to the buckets' views."""
+        """Do nothing, because autograd has added the gradients to the views of the buckets."""
 
     def finish(self) -> None:
         for bucket in self._buckets[len(self._works) :]:
-            # A parameter that took no part in the last slot never fired its hook.
+            # Reduce the remaining buckets: the hook of a parameter that the last slot did not use never ran.
             self._reduce(bucket)
         works, self._works = self._works, []
-        # Collective: the first buckets were summed under the backward pass, so that little is waited for.
+        # Collective: wait for all sums. The first buckets were summed during the backward pass, so this wait
+        # is short.
         for work in works:
             self._reducing_world.follow(work)
         _fill_missing(self._parameters)
 
     def problem(self) -> Problem | None:
-        """Nothing: what is not finite shows in the norm."""
+        """Return None: values that are not finite are detected by the gradient norm."""
         return None
 
     def forget(self) -> None:
@@ -164,7 +168,7 @@ class BucketedSum:
         if not self._is_armed:
             return
         self._bucket_of[parameter].missing -= 1  # type: ignore[index]
-        # Every rank must start the same bucket next, whatever the order its own gradients arrive in.
+        # Every rank must start the buckets in the same order, also if its gradients arrive in another order.
         while (
             len(self._works) < len(self._buckets)
             and self._buckets[len(self._works)].missing == 0
@@ -176,12 +180,13 @@ class BucketedSum:
 
 
 class ExactSum:
-    """Sums that do not depend on order: every slot's gradient is rounded to a fixed grid and summed as 64-bit
-    integers.
+    """Sums that do not depend on the order: gradients are rounded to a fixed grid and added as integers.
 
-    Integer addition is associative, so worlds of every size give the same bits, at 8 bytes a parameter and
-    without overlap. The grid is 2**-44 (5.7e-14); sums up to 2**18 fit. A slot that could leave that range is
-    not added but counted, in one place more at the end of each sum, so that all ranks learn of it together.
+    Each slot's gradient is rounded to multiples of 2**-44 (5.7e-14) and summed as 64-bit integers; sums up to
+    2**18 fit. Integer addition is associative, so every world size gives the same bits. This costs 8 bytes
+    per parameter, and the sums do not overlap with the backward pass. If a slot could leave the range, its
+    gradient is not added. Instead, it is counted in an extra element at the end of each sum, so that all
+    ranks detect it in the same step.
     """
 
     GRID_BITS = 44
@@ -213,24 +218,24 @@ class ExactSum:
             ]
         for total in self._sums:
             total.zero_()
-        # Each slot has gradients of its own, which are rounded before they are added.
+        # Clear the gradients, because each slot's gradients are rounded before they are added.
         for parameter in self._parameters:
             parameter.grad = None
 
     def before_backward(self, *, is_last: bool) -> None:
-        """Nothing to prepare: reduction begins when all slots are done."""
+        """Do nothing, because the reduction starts after all slots."""
 
     def after_backward(self) -> None:
         for total, part in zip(self._sums, self._partition, strict=True):
-            # A parameter that took no part in the slot has none.
+            # A parameter that the slot did not use has no gradient.
             flat = torch.cat(
                 [
                     (torch.zeros_like(p) if p.grad is None else p.grad).flatten()
                     for p in part
                 ]
             )
-            # A comparison that is false for what is not a number, too. It stays on the device: reading it
-            # here would make an accelerator wait for the host at every bucket of every slot.
+            # This comparison is also false for NaN. Keep the result on the device: reading it here would make
+            # an accelerator wait for the host at every bucket of every slot.
             fits = flat.abs().amax() < self._largest
             whole = torch.where(fits, flat.double(), 0.0)
             total[:-1] += (whole * self._scale).round_().to(torch.int64)
@@ -239,12 +244,13 @@ class ExactSum:
                 parameter.grad = None
 
     def finish(self) -> None:
-        # Collective: one bucket is summed while others wait; every rank starts them in the same order.
+        # Collective: start all sums before waiting for the first; every rank starts them in the same order.
         if self._world is not None and self._world.group is not None:
             works = [self._world.start_sum(total) for total in self._sums]
             for work in works:
                 self._world.follow(work)
-        # Back to the parameters' own type, once for all slots and ranks.
+        # Convert to the type of the parameters after the sum over all slots and ranks, so that the result is
+        # rounded only one time.
         for total, part in zip(self._sums, self._partition, strict=True):
             flat = (total[:-1].double() / self._scale).to(part[0].dtype)
             for parameter, values in zip(
@@ -253,7 +259,8 @@ class ExactSum:
                 parameter.grad = values.view_as(parameter)
 
     def problem(self) -> Problem | None:
-        # One look for all buckets: a rank that sees one out of range sees the same as all others.
+        # Read the counts of all buckets in one transfer. They are sums over ranks, so all ranks read the same
+        # values.
         if not self._sums or not int(
             torch.stack([total[-1] for total in self._sums]).sum()
         ):
@@ -272,13 +279,14 @@ class ExactSum:
 
 
 class ShardedSum:
-    """FSDP2 reduces by itself, slot by slot, into gradients that are sharded as the weights are.
+    """Gradient sums of FSDP2, which reduces each slot into gradients that are sharded like the weights.
 
-    Holding sums back until the last slot would send less, and keep the whole model's gradients on every rank.
+    Reducing only after the last slot would send less data, but keep the gradients of the whole model on every
+    rank.
     """
 
     def __init__(self, model: torch.nn.Module, *, free: Callable[[], None]) -> None:
-        """``free`` frees what a slot has left gathered."""
+        """``free``: called after each slot to free weights that are still gathered."""
         self._parameters = tuple(
             parameter for parameter in model.parameters() if parameter.requires_grad
         )
@@ -289,11 +297,11 @@ class ShardedSum:
             parameter.grad = None
 
     def before_backward(self, *, is_last: bool) -> None:
-        """Nothing to prepare: every slot is reduced."""
+        """Do nothing, because FSDP2 reduces every slot."""
 
     def after_backward(self) -> None:
         # FSDP2 has added the slot's sum over ranks to the sharded gradients, and freed the modules that the
-        # backward pass has come through. Others would stay as they are now, through all updates to come.
+        # backward pass used. Free the other modules, which would otherwise keep outdated weights.
         self._free()
 
     def finish(self) -> None:
@@ -301,19 +309,18 @@ class ShardedSum:
         _fill_missing(self._parameters)
 
     def problem(self) -> Problem | None:
-        """Nothing: what is not finite shows in the norm."""
+        """Return None: values that are not finite are detected by the gradient norm."""
         return None
 
     def forget(self) -> None:
-        """Nothing of its own: a sharded model does not outlive its group."""
+        """Do nothing, because a sharded model is discarded together with its group."""
 
 
 def _fill_missing(parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Give parameters that took no part in the step a gradient of zero: the optimizer would pass over one
-    without a gradient.
+    """Set the gradient of parameters that the step did not use to zero.
 
-    Then its decay and its moments would depend on whether its world sums in buckets, which are zeros where
-    nothing was added.
+    The optimizer skips a parameter without a gradient. Without this function, weight decay and moments of
+    such a parameter would depend on whether the world uses buckets, in which an unused parameter has zeros.
     """
     for parameter in parameters:
         if parameter.grad is None:

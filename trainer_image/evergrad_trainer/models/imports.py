@@ -1,4 +1,4 @@
-"""Imports transformers without reading the sources of all of its models."""
+"""Imports transformers without reading the source files of all its models."""
 
 import importlib
 import importlib.abc
@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 _TOOLS = "transformers.utils.import_utils"
-"""Has the two names that are replaced: the list of a folder's models, and the module made of such a list."""
+"""The module with the two replaced names: the function that lists the models of a folder, and the module
+class that is built from such a list."""
 _TABLES = (
     "_modules",
     "_class_to_module",
@@ -18,16 +19,16 @@ _TABLES = (
     "_import_structure",
     "__all__",
 )
-"""Tables in which a module of transformers keeps its names."""
+"""Attributes in which a module of transformers stores its names."""
 
 
 def import_transformers() -> None:
-    """Import transformers, and leave the list of all its models for whoever asks for a name that is in it.
+    """Import transformers, and postpone the list of all its models until a name in the list is requested.
 
-    transformers finds out what its two thousand model files hold by reading each of them, at its import:
-    most of a second, and the same again for ``transformers.models``. A model that is imported by its own
-    path needs no list. Nothing changes where transformers has been imported already, or where its version
-    has no such list.
+    At import, transformers reads each of its two thousand model files to list its classes. This takes most
+    of a second, and the same time again for ``transformers.models``. A model that is imported by its own
+    module path needs no list. This function has no effect if transformers is already imported, or if its
+    version has no such list.
     """
     if "transformers" in sys.modules:
         return
@@ -40,7 +41,7 @@ def import_transformers() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Replaces names of one module as soon as its code has run, before another takes them from it."""
+    """Replaces names of a module directly after its code has run, before other modules import them."""
 
     def find_spec(
         self,
@@ -48,7 +49,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         path: Sequence[str] | None,
         target: types.ModuleType | None = None,
     ) -> importlib.machinery.ModuleSpec | None:
-        """The module's own way to be loaded, with the replacement behind it."""
+        """Return the regular spec of the module, with a loader that then replaces the names."""
         if fullname != _TOOLS:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
@@ -66,7 +67,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _NoList(dict[frozenset[str], dict[str, Any]]):
-    """The list of a folder that has not been read: no names, and how to get them."""
+    """An empty placeholder for the list of a folder. ``read`` returns the real list."""
 
     def __init__(self, read: Callable[[], dict[Any, dict[str, Any]]]) -> None:
         super().__init__({frozenset(): {}})
@@ -74,7 +75,7 @@ class _NoList(dict[frozenset[str], dict[str, Any]]):
 
 
 def _postpone_lists(tools: Any) -> None:
-    """Let the list of all models be made by the first name that is in no other."""
+    """Postpone building the list of all models until a name is requested that no other table contains."""
     define, plain = (
         getattr(tools, name, None) for name in ("define_import_structure", "_LazyModule")
     )
@@ -87,11 +88,11 @@ def _postpone_lists(tools: Any) -> None:
         folder = path.parent if path.name == "__init__.py" else path
         if folder != models:
             return define(module_path, prefix)
-        # By one spelling of the path, under which the list of the folder is kept when it is made.
+        # Always use the same spelling of the path, because define caches the list by this path.
         return _NoList(lambda: define(folder, prefix))
 
     class ListedLater(plain):  # type: ignore[misc, valid-type]
-        """A module of transformers that makes its list when a name is asked for that it does not know."""
+        """A module of transformers that builds its list when an unknown name is requested."""
 
         def __init__(
             self, name: str, module_file: str, import_structure: Any, **more: Any
@@ -100,18 +101,20 @@ def _postpone_lists(tools: Any) -> None:
             self._unread: _NoList | None = None
             if isinstance(import_structure, _NoList):
                 self._unread = import_structure
-                # Asked for by `import *` and by dir().
+                # `import *` and dir() request __all__. Delete it, so that the request reaches __getattr__.
                 del self.__all__
 
         def __getattr__(self, name: str) -> Any:
             is_known = any(name in vars(self).get(table, ()) for table in _TABLES[:3])
-            # Others look for such names in every module: inspect, warnings, pickle.
+            # Do not build the list for private names: inspect, warnings and pickle look them up in every
+            # module.
             is_private = name.startswith("_") and name != "__all__"
             unread = vars(self).get("_unread") is not None
             if unread and not is_known:
                 place = Path(vars(self)["__file__"]).parent / name
                 if place.with_suffix(".py").is_file() or (place / "__init__.py").is_file():
-                    # `from transformers import initialization` asks for the name before it imports the part.
+                    # `from transformers import initialization` requests the name before the submodule is
+                    # imported.
                     return importlib.import_module(f"{self.__name__}.{name}")
                 if not is_private:
                     _read_list(self, plain)
@@ -128,11 +131,11 @@ def _postpone_lists(tools: Any) -> None:
 
 
 def _read_list(module: Any, plain: Any) -> None:
-    """Make the list of ``module``, and give it the names that it would have had from its import on."""
+    """Build the list of ``module``, and set the names that the module would have after a regular import."""
     unread = module._unread
     if unread is None:
         return
-    # Entries that the package itself has added to the empty list, and what its folder holds.
+    # Merge the entries that the package added to the empty list with the list of its folder.
     structure = {backends: dict(names) for backends, names in unread.read().items()}
     for backends, names in unread.items():
         structure.setdefault(backends, {}).update(names)

@@ -1,4 +1,4 @@
-"""Kernels that the file chooses: the precision of fp32 matrix products, and the backend of attention."""
+"""Selects kernels from the manifest: the precision of fp32 matrix products, and the attention backend."""
 
 import functools
 from collections.abc import Callable
@@ -21,27 +21,30 @@ SWITCHES: Final[dict[str, Callable[[bool], object]]] = {
     "cudnn": torch.backends.cuda.enable_cudnn_sdp,
     "math": torch.backends.cuda.enable_math_sdp,
 }
-"""torch's switches, which hold for the CPU as well, whatever their module is called."""
+"""The switches of torch. They apply to the CPU too, despite the name of their module."""
 _TRIED_TOKENS: Final = 64
-"""Length of the sequence on which a backend is tried: no backend's conditions depend on it."""
+"""Sequence length of the backend test. The conditions of the backends do not depend on it."""
 _RUNTIME: Final = "spec.training.runtime"
 _FIRST_WITH_TF32: Final = (8, 0)
-"""Compute capability of the first accelerators with TF32 (Ampere)."""
+"""Compute capability of the first accelerators that support TF32 (Ampere)."""
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Properties that decide which backends of attention a device has for a model."""
+    """The properties of a model that determine which attention backends a device supports."""
 
     num_heads: int
     num_key_value_heads: int
-    """Fewer than ``num_heads`` where several queries share a key."""
+    """Number of key and value heads; smaller than ``num_heads`` if several queries share a key."""
     head_size: int
     dtype: torch.dtype
 
 
 def attention_shape(plan: ModelPlan, *, precision: str) -> AttentionShape | None:
-    """The attention of the planned model; None where its configuration does not tell."""
+    """Return the attention shape of the planned model.
+
+    Returns None if there is no model, if its attention is eager, or if the configuration lacks the sizes.
+    """
     if plan.config is None or plan.attention == "eager":
         return None
     config = plan.config.get_text_config()
@@ -54,7 +57,7 @@ def attention_shape(plan: ModelPlan, *, precision: str) -> AttentionShape | None
         num_heads=int(heads),
         num_key_value_heads=int(getattr(config, "num_key_value_heads", None) or heads),
         head_size=int(getattr(config, "head_dim", None) or hidden // heads),
-        # Under autocast the products of attention are of its type as well.
+        # Under autocast, attention also computes in the type of products.
         dtype=PRODUCTS[precision],
     )
 
@@ -66,11 +69,11 @@ def choose_kernels(
     shape: AttentionShape | None,
     is_eager: bool = False,
 ) -> dict[str, str]:
-    """Set both choices for this process, and return what computes from here on, for the run's provenance.
+    """Set both choices for this process, and return them with the device, for the run's provenance.
 
-    ``shape``: of the attention that is tried on the device; None where it is not known, such as for a module
-    that is no language model. ``is_eager``: the model multiplies matrices where others call a kernel of
-    attention. Raises ModelError where the device cannot do what was chosen.
+    ``shape``: the attention to test on the device; None if it is unknown, for example for a module that is
+    not a language model. ``is_eager``: the model computes attention as matrix products instead of calling a
+    kernel. Raises ModelError if the device does not support a choice.
     """
     attention = runtime.attention
     if is_eager and (problem := problem_of_eager(runtime)) is not None:
@@ -92,12 +95,12 @@ def choose_kernels(
                 "Set matmulPrecision: highest, or leave it out",
             )
         )
-    # torch has one switch for the process. The default is set, too: a process may serve another run later.
+    # torch has one switch per process. Set the default too, because the process may run another job later.
     torch.set_float32_matmul_precision(runtime.matmul_precision)
-    # Convolutions are products, too, and torch makes them in TF32 unless it is told otherwise.
+    # Set convolutions too: torch computes them in TF32 by default.
     torch.backends.cudnn.allow_tf32 = runtime.matmul_precision == "high"
-    # Switches of the process and not a context around the forward pass: what is computed again in the
-    # backward pass must take the same backend.
+    # Use the switches of the process, not a context around the forward pass, because recomputation in the
+    # backward pass must use the same backend.
     _switch_on(attention)
     chosen = (
         attention
@@ -123,7 +126,7 @@ def choose_kernels(
 
 
 def problem_of_eager(runtime: Runtime) -> Problem | None:
-    """The problem of a backend of attention that is chosen for a model which calls none; None if none is."""
+    """Return the problem if the manifest chooses an attention backend for an eager model, else None."""
     if runtime.attention == "auto":
         return None
     return Problem(
@@ -140,9 +143,9 @@ def _switch_on(attention: str) -> None:
 
 
 def _try_attention(device: torch.device, shape: AttentionShape, *, runs: bool) -> str:
-    """Name the backend that torch takes on ``device``; ``none`` where nothing that is switched on can do it.
+    """Return the backend that torch selects on ``device``; ``none`` if no enabled backend supports the shape.
 
-    ``runs``: the name is not enough, since some backends refuse only when they run.
+    ``runs``: also run the backend, because some backends fail only when they run.
     """
     query, key = (
         torch.zeros(
@@ -168,7 +171,7 @@ def _try_attention(device: torch.device, shape: AttentionShape, *, runs: bool) -
 def choose_autocast(
     precision: str, device: torch.device
 ) -> Callable[[], AbstractContextManager[object]]:
-    """Choose the context of a forward pass, whose products may be of another type than the weights."""
+    """Return the context for a forward pass: autocast if products have another type than the weights."""
     if PRODUCTS[precision] == DTYPES[precision]:
         return nullcontext
     return functools.partial(torch.autocast, device.type, dtype=PRODUCTS[precision])

@@ -1,4 +1,4 @@
-"""Sharding by FSDP2, and the choice of how gradients are summed."""
+"""Sharding with FSDP2, and the choice of how gradients are summed."""
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,42 +30,42 @@ _PRODUCT_MODULES: Final = (
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
 )
-"""Modules whose weights autocast rounds before it computes with them, and that do nothing else with them.
+"""Modules that use their weights only in a matrix product, for which autocast rounds the weights.
 
-Just these classes, none derived from them: a forward pass of its own may read the weights as they are.
+Subclasses do not count, because their own forward pass may read the weights in full precision.
 """
 LARGE_BYTES: Final = 64 * 2**20
-"""Weights from which on a frozen module is cut: less is no burden for a process, and gathering it in every
-pass would cost more than it saves."""
+"""Size of the weights from which a frozen module is sharded. A smaller module fits in every process, and
+gathering it in every pass would cost more than it saves."""
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks of a transformers model: the longest ModuleList in it."""
+    """Return the repeated blocks of a transformers model: the modules of its longest ModuleList."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return max((list(modules) for modules in lists), key=len, default=[])
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How FSDP2 cuts a model: ``shards`` ranks hold one copy of it together (None: all ranks)."""
+    """How FSDP2 shards a model: each group of ``shards`` ranks holds one copy (None: all ranks)."""
 
     precision: str
     shards: int | None = None
     timeout_seconds: float = 600.0
-    """Timeout of the collectives inside of one copy and between copies."""
+    """Timeout of the collectives within one copy and between copies."""
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """A module that is cut as a tree of its own: its weights are whole while it is called, and only then."""
+    """A module that is sharded as a separate tree. Its weights are gathered only while it is called."""
 
     module: nn.Module
     blocks: Sequence[nn.Module] = ()
-    """Parts that are gathered one by one; empty: the longest ModuleList."""
+    """Parts that are gathered one by one. If empty, the modules of the longest ModuleList."""
     is_frozen: bool = False
 
     def units(self) -> list[nn.Module]:
-        """The parts that are gathered one by one, each without those before it; the module is the last."""
+        """Return the parts that are gathered one by one, each without earlier parts; the module is last."""
         blocks = self.blocks or transformer_blocks(self.module)
         units = [block for block in dict.fromkeys(blocks) if block is not self.module]
         embedding, head = (
@@ -73,12 +73,13 @@ class ShardPlan:
             for name in ("get_input_embeddings", "get_output_embeddings")
         )
         if embedding is not None and getattr(head, "weight", None) is not embedding.weight:
-            # Not needed between its forward and its backward pass; the head is, and stays with the root.
+            # The embedding is not needed between its forward and its backward pass. The head is needed, so
+            # it stays with the root.
             units.append(embedding)
         return [*units, self.module]
 
     def parameters(self) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-        """Each unit with its parameters and their names, once for each module that uses one."""
+        """Yield each unit with its parameters and their names, once for each module that uses a parameter."""
         names = {module: path for path, module in self.module.named_modules()}
         *inner, root = self.units()
         rest = set(names).difference(*(unit.modules() for unit in inner))
@@ -91,7 +92,10 @@ class ShardPlan:
 
 
 def find_shared(cuts: Mapping[str, ShardPlan]) -> Iterator[tuple[str, str]]:
-    """Both names of each parameter that two units use: each unit would cut a copy, and train it alone."""
+    """Yield both names of each parameter that two units share.
+
+    FSDP2 cannot shard such a parameter: each unit would shard its own copy and train it separately.
+    """
     seen: dict[nn.Parameter, tuple[nn.Module, str]] = {}
     for name, cut in cuts.items():
         for unit, own, parameter in cut.parameters():
@@ -101,8 +105,10 @@ def find_shared(cuts: Mapping[str, ShardPlan]) -> Iterator[tuple[str, str]]:
 
 
 def find_products(model: nn.Module) -> set[tuple[nn.Module, str]]:
-    """The parameters, by module and name, that are used in products alone, which autocast computes in a
-    narrower type."""
+    """Return the parameters, by module and name, that are used only in matrix products.
+
+    Autocast computes these products in a narrower type.
+    """
     users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -118,14 +124,17 @@ def find_products(model: nn.Module) -> set[tuple[nn.Module, str]]:
 
 def _is_product(module: nn.Module) -> bool:
     kind = type(module)
-    # GPT-2's layer is known by its name, since transformers may not have been imported.
+    # Compare the name of GPT-2's layer, not its class, because transformers may not have been imported.
     name = f"{kind.__module__}.{kind.__name__}"
     return kind in _PRODUCT_MODULES or name == "transformers.pytorch_utils.Conv1D"
 
 
 def _adapters_in(module: nn.Module) -> Iterator[nn.Module]:
-    """Parts of adapters: peft gives what they are called with the type of their weights, and dropout would
-    round otherwise in a narrower one."""
+    """Yield the modules of adapters in ``module``.
+
+    peft converts their inputs to the type of their weights, and dropout would round differently in a narrower
+    type, so adapter weights keep their type.
+    """
     for part in module.modules():
         if type(part).__module__.startswith("peft."):
             for name, child in part.named_children():
@@ -134,29 +143,29 @@ def _adapters_in(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def shard(cuts: Sequence[ShardPlan], world: World, sharding: Sharding) -> None:
-    """Cut modules in place, unit by unit (FSDP2). Gradients are summed over all ranks, not averaged.
+    """Shard modules in place, unit by unit (FSDP2). Gradients are summed over all ranks, not averaged.
 
-    Weights on the CPU move to the device unit by unit. In a world of one there is nothing to share, and
-    the modules stay as they are. Raises HostError where the ranks cannot be cut into copies.
+    Weights on the CPU move to the device unit by unit. If there is only one rank, the modules do not change.
+    Raises HostError if the ranks cannot be divided into copies of the model.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     if world.group is None:
         return
-    # One for all: the norm of the gradients is taken over the parts of all modules together.
+    # Use one mesh for all modules, because the gradient norm is computed over the shards of all modules.
     mesh = _build_mesh(world, sharding)
-    # Nothing but the weights has another type: what a module is given, and what it gives, is as autocast has
-    # it for modules that are whole. Sums over ranks keep the type of the weights.
+    # Only the gathered weights have another type. Inputs and outputs have the types that autocast uses for
+    # modules without sharding, and sums over ranks keep the type of the weights.
     weights, rounded = DTYPES[sharding.precision], PRODUCTS[sharding.precision]
     policy = MixedPrecisionPolicy(reduce_dtype=weights, cast_forward_inputs=False)
     for cut in cuts:
-        # From the inside out: a module takes what its own modules have not taken.
+        # Shard from the inside out: a unit contains the parameters that its inner units do not contain.
         *inner, root = cut.units()
         blocks = cut.blocks or transformer_blocks(cut.module)
         products = find_products(cut.module) if rounded != weights else set()
         for unit in inner:
-            # The last block is the first that the backward pass needs: it would be gathered again at once.
-            # Most frozen modules have no backward pass.
+            # The backward pass needs the last block first, so freeing it would only gather it again. Most
+            # frozen modules have no backward pass.
             is_needed_next = bool(blocks) and unit is blocks[-1] and not cut.is_frozen
             fully_shard(
                 unit, mesh=mesh, mp_policy=policy, reshard_after_forward=not is_needed_next
@@ -164,19 +173,23 @@ def shard(cuts: Sequence[ShardPlan], world: World, sharding: Sharding) -> None:
         fully_shard(root, mesh=mesh, mp_policy=policy)
         for module in root.modules():
             if isinstance(module, FSDPModule):
-                # Half the traffic and memory, and the bits that autocast would make of the whole weights.
+                # Gather the rounded weights: this halves traffic and memory, and gives the same bits as
+                # autocast with unsharded weights.
                 torch_private.gather_as(module, products, rounded)
-                # The step divides by what its samples weigh, not by the number of ranks; gloo has no sums
-                # that divide.
+                # The step divides by the weight of its samples, not by the number of ranks. Also, gloo does
+                # not support averaging.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        # Before FSDP2's own, and on the root alone: blocks may be compiled with their hooks.
+        # Run this hook before the hook of FSDP2, and only on the root, because blocks may be compiled with
+        # their hooks.
         root.register_forward_pre_hook(_require_own_weights, prepend=True)
 
 
 def _require_own_weights(module: nn.Module, _inputs: Any) -> None:
-    """Refuse a call with other weights (torch.func.functional_call): the gathered ones would take their
-    place, and the result would be that of another model."""
+    """Raise ValueError if the module is called with other weights (torch.func.functional_call).
+
+    FSDP2 would replace them with the gathered weights, and compute the result of another model.
+    """
     from torch.distributed.fsdp import FSDPModule
 
     parts = (part for part in module.modules() if isinstance(part, FSDPModule))
@@ -189,17 +202,18 @@ def _require_own_weights(module: nn.Module, _inputs: Any) -> None:
 
 
 def _build_mesh(world: World, sharding: Sharding) -> "DeviceMesh":
-    """The ranks as one row or, with several copies of the model, as a row for each copy (HSDP).
+    """Build a mesh with one row of ranks or, with several copies of the model, one row per copy (HSDP).
 
-    Neighbours share a copy: they are workers of one node, or of as few nodes as can be.
+    Consecutive ranks share a copy, so that a copy spans as few nodes as possible. For example, 8 ranks with
+    ``shards=4`` form the rows [0, 1, 2, 3] and [4, 5, 6, 7].
     """
     from torch.distributed.device_mesh import DeviceMesh
 
     device, group, shards = world.device.type, world.group, sharding.shards or world.size
     assert group is not None  # noqa: S101 - the caller has looked
     if problem := problem_of_shards(shards, world.size):
-        # Preflight has refused what can never train. This is a group that has lost a node, or not all of it:
-        # wrong input would end the run.
+        # Raise HostError, not an error of wrong input, which would end the run: preflight has refused numbers
+        # that can never train, so this group has lost a node or is not complete yet.
         raise HostError(str(problem))
     if shards == world.size:
         return DeviceMesh.from_group(group, device)
@@ -208,8 +222,8 @@ def _build_mesh(world: World, sharding: Sharding) -> "DeviceMesh":
     own: dict[str, dist.ProcessGroup] = {}
     for name, lines in (("copies", grid.T.tolist()), ("shards", grid.tolist())):
         for ranks in lines:
-            # Collective: every rank takes part in making every group, in this order, also in those that it
-            # is not in.
+            # Collective: every rank must create every group in this order, also the groups that do not
+            # include the rank.
             made = dist.new_group(ranks, timeout=timeout)
             if world.rank in ranks:
                 own[name] = made
@@ -222,8 +236,7 @@ def _build_mesh(world: World, sharding: Sharding) -> "DeviceMesh":
 
 
 def problem_of_shards(shards: int, world_size: int) -> Problem | None:
-    """The reason that keeps ``world_size`` ranks from being copies of ``shards`` ranks each; None if nothing
-    does."""
+    """Return the problem if ``world_size`` ranks cannot form copies of ``shards`` ranks each, else None."""
     if world_size % shards == 0:
         return None
     return Problem(
@@ -235,10 +248,10 @@ def problem_of_shards(shards: int, world_size: int) -> Problem | None:
 
 
 def reshard(*modules: nn.Module) -> None:
-    """Free what passes have left gathered, and forget them: those that no backward pass has followed.
+    """Free the gathered weights, and reset the state of forward passes without a backward pass.
 
-    A root and its last block stay gathered for the backward pass; where none comes, the next pass would
-    compute with weights of before the update, and a save would find no shards.
+    A root and its last block stay gathered for the backward pass. If there is no backward pass, the next pass
+    would compute with the weights from before the update, and a save would find no shards.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -250,9 +263,10 @@ def reshard(*modules: nn.Module) -> None:
 
 
 def default_bucket_bytes(*, on_accelerator: bool) -> int:
-    """Return the bytes of a bucket where the file says none: few for TCP, whose sums take cores that compute.
+    """Return the bucket size in bytes to use if the manifest sets none: 64 MiB with NCCL, 4 MiB with gloo.
 
-    NCCL starts each sum with a kernel of its own, so that many small ones cost more than they hide.
+    Buckets are small for TCP, because its sums use CPU cores that also compute. NCCL launches a kernel for
+    each sum, so many small sums cost more than they hide.
     """
     return (64 if on_accelerator else 4) * 2**20
 
@@ -267,7 +281,7 @@ def build_gradient_sum(
 ) -> GradientSum:
     """Choose how this run sums its gradients.
 
-    ``frozen``: modules that are cut, too, and used by the passes.
+    ``frozen``: frozen modules that are sharded too and used in the passes.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     on_accelerator = parameters[0].device.type == "cuda"

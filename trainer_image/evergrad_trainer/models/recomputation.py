@@ -1,4 +1,4 @@
-"""Recomputation of activations block by block: less memory for the backward pass, the same bits."""
+"""Recomputes activations block by block: the backward pass needs less memory and gives the same bits."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -24,21 +24,23 @@ KEPT: frozenset[Any] = frozenset(
         _ATEN._scaled_dot_product_cudnn_attention.default,
     }
 )
-"""Operations whose results ``selective`` keeps: matrix products and fused attention, nearly all the
-arithmetic of a block. Batched products are not among them, since those of plain attention are as large as
-the square of the sequence."""
+"""Operations whose results ``selective`` keeps: matrix products and fused attention.
+
+They are nearly all the arithmetic of a block. Batched products are not included, because the results in
+attention without a fused kernel grow with the square of the sequence length.
+"""
 
 
 def recompute(blocks: Sequence[nn.Module], *, is_selective: bool) -> None:
-    """Make each block compute its inside again in the backward pass, in place.
+    """Make each block recompute its activations in the backward pass, in place.
 
-    ``is_selective``: results of :data:`KEPT` stay in memory, and only what is cheap is computed again.
+    ``is_selective``: keep the results of :data:`KEPT` in memory, and recompute only cheap operations.
     """
     from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
     for block in blocks:
-        # The method and not the module is wrapped: compilation then finds the recomputation inside of its
-        # graph, and FSDP2's gathers stay outside of both.
+        # Wrap the method and not the module, so that recomputation is inside the compiled graph, and the
+        # gathers of FSDP2 stay outside of both.
         options: dict[str, Any] = {"use_reentrant": False}
         if is_selective:
             options["context_fn"] = functools.partial(
@@ -50,10 +52,10 @@ def recompute(blocks: Sequence[nn.Module], *, is_selective: bool) -> None:
 def _recomputed(
     plain: Callable[..., Any], checkpoint: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return ``plain`` with its inside computed again, as a function of this file.
+    """Return a function, defined in this file, that calls ``plain`` with recomputation.
 
-    The compiler begins with the first frame that is not torch's own. With torch's function as the block's
-    method it met none before ``checkpoint``, which it does not enter, and compiled nothing.
+    The compiler starts at the first frame outside of torch. If the block's method were a function of torch,
+    the compiler would find no such frame before ``checkpoint``, which it does not enter, and compile nothing.
     """
 
     def forward(*arguments: Any, **named: Any) -> Any:
@@ -65,7 +67,7 @@ def _recomputed(
 def _choose_policy(
     context: object, operation: object, *args: object, **kwargs: object
 ) -> "CheckpointPolicy":
-    """Decide what becomes of one operation's result: a callback of torch's selective checkpointing."""
+    """Decide whether an operation's result is kept. A callback of torch's selective checkpointing."""
     from torch.utils.checkpoint import CheckpointPolicy
 
     is_kept = operation in KEPT
@@ -73,9 +75,10 @@ def _choose_policy(
 
 
 def offload_inputs(blocks: Sequence[nn.Module]) -> None:
-    """Make the inputs that recomputed blocks keep wait for the backward pass in host memory, in place.
+    """Keep the inputs of recomputed blocks in host memory until the backward pass, in place.
 
-    Called after compilation: the hooks stand around a block's graph, which would not take them in.
+    Call this after compilation, so that the hooks are around the graph of a block: a graph cannot include
+    them.
     """
     for block in blocks:
         torch_private.wrap_call(
@@ -86,12 +89,12 @@ def offload_inputs(blocks: Sequence[nn.Module]) -> None:
 def _call_with_inputs_on_host(
     call: Callable[..., Any], *arguments: Any, **named: Any
 ) -> Any:
-    """Call a block while its inputs are saved in host memory.
+    """Call a block, and save its inputs in host memory.
 
-    Its inputs are the positional tensors that have a gradient: what all blocks share, such as masks and
-    tables of angles, would be copied once for each, and what is given by name torch's checkpoint holds
-    without saving it. Storages are compared and not tensors, since FSDP2 and graphs save views of what they
-    are called with.
+    Only positional tensors with a gradient are copied. Tensors that all blocks share, such as masks and
+    tables of angles, would be copied for each block, and torch's checkpoint holds keyword arguments without
+    saving them. The function compares storages and not tensors, because FSDP2 and graphs save views of their
+    inputs.
     """
     inputs = {
         one.untyped_storage().data_ptr()
@@ -99,14 +102,14 @@ def _call_with_inputs_on_host(
         if isinstance(one, torch.Tensor) and one.requires_grad
     }
 
-    # A graph also saves the block's weights here, which stay where they are.
+    # A graph also saves the block's weights here. They are not copied.
     def leave(saved: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
         is_input = saved.untyped_storage().data_ptr() in inputs
         return saved.device, copy_to_host(saved) if is_input else saved
 
     def bring_back(left: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
         device, tensor = left
-        # On the stream that the copy to the host was on, behind it.
+        # This copy runs on the same stream as the copy to the host, and so after it.
         return tensor.to(device, non_blocking=True)
 
     with saved_tensors_hooks(leave, bring_back):
@@ -114,10 +117,13 @@ def _call_with_inputs_on_host(
 
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in host memory: of a tensor on an accelerator one that is pinned, and that is complete
-    once its stream has come this far."""
+    """Return a copy of a tensor in host memory.
+
+    For a tensor on an accelerator, the copy is pinned and asynchronous: it is complete when the stream has
+    reached this point. A view with gaps is returned without copying.
+    """
     copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type != "cpu")
-    # A graph was compiled for the strides of what it saves: a view with gaps stays as it is.
+    # Do not copy if the strides would change, because a graph is compiled for the strides of saved tensors.
     return (
         copy.copy_(tensor, non_blocking=True)
         if copy.stride() == tensor.stride()
