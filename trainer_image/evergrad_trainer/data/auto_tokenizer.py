@@ -1,7 +1,7 @@
-"""What transformers' AutoTokenizer makes of a directory, compared with what this program makes of it.
+"""Compares the ids of transformers' AutoTokenizer with the ids of this program for the same directory.
 
-Several files of a directory decide the ids of a text, and the class that transformers chooses does, too. A
-model that was trained on other ids than its users' programs make is of no use to them.
+The ids of a text depend on several files of the directory, and on the class that transformers selects. A
+model is not usable if it was trained with other ids than its users' programs produce.
 """
 
 import json
@@ -25,7 +25,7 @@ _LISTS: Final = (
     "additional_special_tokens",
     "extra_special_tokens",
 )
-"""Keys of those files that hold several tokens."""
+"""Keys in these files that contain several tokens."""
 _TEXTS: Final = (
     "The quick brown fox jumps over the lazy dog.",
     " a leading space",
@@ -40,16 +40,16 @@ _TEXTS: Final = (
     "x",
     " ",
 )
-"""Texts in which readers of tokenizers are known to differ: digits, spaces, capitals, lines, apostrophes."""
+"""Texts for which readers of tokenizers are known to differ: digits, spaces, capitals, lines, apostrophes."""
 COMBINED: Final = ("e\u0301 A\u030a \ufb01",)
-"""Characters that some classes compose."""
+"""Texts with characters that some classes normalise to composed characters."""
 _TOKENS_A_TEXT: Final = 64
-"""Added tokens in one probe: some directories have thousands."""
+"""Number of added tokens in one probe text. Some directories have thousands of added tokens."""
 
 
 @dataclass(frozen=True)
 class TokenizerDifference:
-    """A text of which two readers make other ids."""
+    """A text for which two readers give different ids. ``ours`` and ``theirs`` are these ids."""
 
     text: str
     ours: tuple[int, ...]
@@ -68,7 +68,7 @@ def _show(ids: Sequence[int]) -> str:
 
 
 def load_auto(directory: Path) -> Any:
-    """transformers' tokenizer of a directory, without remote code. Raises whatever transformers raises."""
+    """Load a directory with AutoTokenizer, without remote code. Exceptions of transformers are not caught."""
     from transformers.models.auto.tokenization_auto import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(
@@ -77,12 +77,12 @@ def load_auto(directory: Path) -> Any:
 
 
 def encoder_of(auto: Any) -> Encode:
-    """How a tokenizer of transformers encodes a text without special tokens around it."""
+    """Return a function that encodes a text like a transformers tokenizer, without adding special tokens."""
     backend = getattr(auto, "backend_tokenizer", None)
     if not isinstance(backend, Backend):
         return lambda text: auto(text, add_special_tokens=False)["input_ids"]
-    # As a call of it, but one text at a time: a batch, even of one text, would start the library's threads
-    # in this process, which may fork later.
+    # Call the backend instead of the tokenizer: the tokenizer encodes batches, even for a single text, which
+    # would start the library's threads in this process, and the process may fork later.
     backend.encode_special_tokens = bool(auto.split_special_tokens)
     backend.no_truncation()
     backend.no_padding()
@@ -90,20 +90,23 @@ def encoder_of(auto: Any) -> Encode:
 
 
 def probe_texts(directory: Path) -> list[str]:
-    """Texts that show differences: each added token of each file among others, and the usual traps."""
+    """Return texts that show differences: known difficult texts, and each added token of the files."""
     tokens = list(dict.fromkeys(_tokens_of(directory)))
     texts = [*_TEXTS]
-    # First by themselves, so that a message shows one token.
+    # First probe single tokens, so that a message shows only one token.
     texts += tokens[:_TOKENS_A_TEXT]
     for begin in range(0, len(tokens), _TOKENS_A_TEXT):
         some = tokens[begin : begin + _TOKENS_A_TEXT]
         texts += ["a".join(("", *some, "")), " b\n".join(("", *some, ""))]
-    # Last: a difference in another one is the worse.
+    # Probe these texts last, because a difference in another text is more serious.
     return [*texts, *COMBINED]
 
 
 def ids_or_none(encode: Encode, text: str) -> tuple[int, ...]:
-    """The ids of ``text``; none if the reader refuses it, as a vocabulary without an unknown token does."""
+    """Return the ids of ``text``; an empty tuple if the reader refuses it.
+
+    For example, a vocabulary without an unknown token refuses some texts.
+    """
     try:
         return tuple(encode(text))
     except Exception:  # noqa: BLE001 - tokenizers raises a bare Exception, and a class may lack a token
@@ -113,7 +116,7 @@ def ids_or_none(encode: Encode, text: str) -> tuple[int, ...]:
 def first_difference(
     ours: Encode, theirs: Encode, texts: Sequence[str]
 ) -> TokenizerDifference | None:
-    """The first of ``texts`` of which two readers make other ids; None if there is none."""
+    """Return the first difference between two readers on ``texts``; None if all ids are equal."""
     for text in texts:
         mine, its = ids_or_none(ours, text), ids_or_none(theirs, text)
         if mine != its:
@@ -122,13 +125,15 @@ def first_difference(
 
 
 def listed_tokens(directory: Path) -> set[str]:
-    """The tokens that a list of the directory's files has; not those that only a role such as ``eos_token``
-    names, which may be misspelled."""
+    """Return the tokens in the lists of the directory's files.
+
+    Tokens that are named only by a role, such as ``eos_token``, are not included: they may be misspelled.
+    """
     return set(_tokens_of(directory, with_roles=False))
 
 
 def _tokens_of(directory: Path, *, with_roles: bool = True) -> Iterator[str]:
-    """The spelling of each added and special token that a file of the directory names."""
+    """Yield the spelling of each added or special token in the files of the directory."""
     for name in _FILES:
         path = directory / name
         try:
@@ -136,7 +141,7 @@ def _tokens_of(directory: Path, *, with_roles: bool = True) -> Iterator[str]:
                 json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
             )
         except (OSError, ValueError):
-            # Reported by whoever reads the file for its content.
+            # Skip the file: the code that reads its content reports the error.
             continue
         if not isinstance(content, dict):
             continue

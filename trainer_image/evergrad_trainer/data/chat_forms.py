@@ -1,4 +1,4 @@
-"""Forms in which a chat template may be given a content, and what it makes of the parts of messages."""
+"""Forms of message contents for chat templates, and checks that a rendered text contains the contents."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,19 +6,22 @@ from typing import Any, Final
 
 Message = Mapping[str, Any]
 PROBE: Final = "\ue0a8\uf8ff\ue0a8"
-"""A text of private characters, which no template looks for."""
+"""A text of private-use characters, which no template handles specially."""
 SHORT: Final = 8
-"""Characters of a text below which it may stand in another one by chance."""
+"""Number of characters below which a text may occur in another text by chance."""
 CONTENT: Final = "content"
 REASONING: Final = "reasoning"
 TOOL_CALLS: Final = "toolCalls"
 PARTS: Final = {CONTENT: "content", REASONING: "reasoning", TOOL_CALLS: "tool calls"}
-"""Kinds of parts of a message, and their names in words."""
+"""Kinds of parts of a message, with their names for messages to users."""
 
 
 def forms_of_content(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """The messages as they are, and then in other forms that mean the same: contents that are parts as one
-    text, contents that are texts as one part, and an empty text where there is no content."""
+    """Yield the messages without changes, and then in other forms with the same meaning.
+
+    The other forms are: lists of parts joined as one text, texts as a list of one part, and an empty text for
+    each missing content.
+    """
     yield list(messages)
     texts = [one for one in messages if isinstance(one.get("content"), str)]
     if any(isinstance(one.get("content"), list) for one in messages):
@@ -30,7 +33,7 @@ def forms_of_content(messages: Sequence[Message]) -> Iterator[list[Message]]:
 
 
 def content_of(message: Message) -> str:
-    """The whole content of a message as one text; "" where it has none."""
+    """Return the whole content of a message as one text; "" if it has no content."""
     content = message.get("content", "")
     if isinstance(content, str):
         return content
@@ -48,8 +51,8 @@ def _as_parts(message: Message) -> Message:
 
 
 def shows_contents(messages: Sequence[Message], text: str) -> bool:
-    """Whether the contents of all messages are in their text, as texts."""
-    # Each part by itself: a template may strip them one by one.
+    """Whether ``text`` contains the contents of all messages, as texts."""
+    # Check each part separately, because a template may strip white space from each part.
     said = (
         part["text"] if isinstance(part, dict) else part
         for one in messages
@@ -63,7 +66,7 @@ def _parts(content: str | list[dict[str, str]]) -> list[Any]:
 
 
 def writes_parts(messages: Sequence[Message], text: str) -> bool:
-    """Whether a content of parts was written out as the list that it is."""
+    """Whether a list of parts was written as a Python or JSON list."""
     lists = [one["content"] for one in messages if isinstance(one.get("content"), list)]
     return any(
         str(parts) in text or json.dumps(parts, ensure_ascii=False) in text
@@ -73,13 +76,13 @@ def writes_parts(messages: Sequence[Message], text: str) -> bool:
 
 
 def is_shown(said: str, text: str) -> bool:
-    """Whether a text stands in the text of its conversation; white space around it does not count."""
+    """Whether the text of a conversation contains ``said``, ignoring white space around it."""
     said = said.strip()
     return said in text or json.dumps(said, ensure_ascii=False)[1:-1] in text
 
 
 def parts_of(message: Message) -> Iterator[tuple[str, str]]:
-    """The parts of a message, each as its kind and a text that shows that it was written out."""
+    """Yield the parts of a message, as pairs of the kind and a text that a rendered part contains."""
     if said := content_of(message):
         yield CONTENT, said
     reasoning = message.get("reasoning_content")
@@ -94,7 +97,7 @@ def parts_of(message: Message) -> Iterator[tuple[str, str]]:
 
 
 def replace_part(message: Message, kind: str, probe: str) -> Message:
-    """The message with a text that stands out in the place of one of its parts."""
+    """Return the message with one of its parts replaced by a unique text."""
     if kind == REASONING:
         return {
             **message,

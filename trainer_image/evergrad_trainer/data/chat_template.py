@@ -1,4 +1,4 @@
-"""Chat templates: messages → text, and which parts of the text are the assistant's."""
+"""Chat templates: render messages as text, and mark the parts of the text that the assistant wrote."""
 
 import datetime
 import json
@@ -28,32 +28,33 @@ from evergrad_trainer.data.marked_text import MarkedSpan, MarkedText
 
 ASSISTANT: Final = "assistant"
 TEMPLATE_FILE: Final = "chat_template.jinja"
-"""Name of the template in a tokenizer's directory."""
+"""File name of the template in a tokenizer's directory."""
 TEMPLATE_FOLDER: Final = "additional_chat_templates"
-"""Folder in it with further templates, each named after its file."""
+"""Folder in a tokenizer's directory with further templates, each named after its file."""
 FOR_TEMPLATES: Final = ("tools", "documents")
-"""Keys of a conversation that its template is given besides the messages."""
+"""Keys of a conversation that are passed to its template in addition to the messages."""
 FIRST_RENDERING: Final = 1
-"""In the texts of the first versions, keys that a conversation lacks were undefined, and ``tojson`` had fewer
+"""Number of the first rule. Missing keys of a conversation were undefined, and ``tojson`` had fewer
 arguments."""
 FORMS_OF_CONTENT: Final = 3
-"""Since this rule contents may be parts or missing, and turns are found in any template."""
+"""Number of the first rule that accepts contents that are parts or missing, and finds turns in any
+template."""
 RENDERING: Final = 3
-"""Number of the rule by which conversations become text. Another rule needs another number: runs that an
-earlier one began continue with its texts."""
+"""Number of the current rule that renders conversations as text. If the rule changes, the number must change
+too, because a run that started with an earlier rule continues with the texts of that rule."""
 _ADDRESS: Final = re.compile(r"<[^<>]* at 0x[0-9a-f]{4,16}>")
-"""An object of Python as it is written out where it has no text of its own."""
+"""Matches the default ``repr`` of a Python object, for example ``<function f at 0x7f00>``."""
 _BEGIN: Final = "\ud800"
 _END: Final = "\udfff"
-"""Marks around what stands in a ``generation`` block: halves of surrogate pairs, which no text has."""
+"""Marks around the text of a ``generation`` block: halves of surrogate pairs, which no text contains."""
 
 
 class ChatTemplateError(Exception):
-    """A conversation that a template does not render, with its reason."""
+    """A template cannot render a conversation. The message contains the reason."""
 
 
 class _Generation(Extension):
-    """The block ``{% generation %}…{% endgeneration %}`` that templates put around assistant turns."""
+    """Jinja extension for ``{% generation %}…{% endgeneration %}``, the block around an assistant turn."""
 
     tags = {"generation"}  # noqa: RUF012 - the base class has it so
 
@@ -68,16 +69,16 @@ class _Generation(Extension):
 
 
 class DateNeededError(ChatTemplateError):
-    """A template writes the date, and it was given none."""
+    """A template writes the date, but no date was configured."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A jinja template as tokenizers carry it.
+    """A Jinja chat template of a tokenizer.
 
-    ``variables``: what it knows besides the messages, such as ``eos_token``. ``rendering``: number of the
-    rule by which it makes texts, :data:`RENDERING` or an earlier one. ``date``: the day (YYYY-MM-DD) that
-    ``strftime_now`` gives; without it templates have no such function.
+    ``variables``: names and values in addition to the messages, for example ``eos_token``. ``rendering``:
+    number of the rule that renders texts, :data:`RENDERING` or an earlier number. ``date``: the day
+    (YYYY-MM-DD) that ``strftime_now`` returns; if it is None, the template has no such function.
     """
 
     source: str
@@ -92,11 +93,11 @@ class ChatTemplate:
         *,
         num_before: int = 0,
     ) -> MarkedText:
-        """The text of a conversation, in which the assistant's turns behind ``num_before`` messages are
-        marked.
+        """Render a conversation, and mark the assistant's turns after the first ``num_before`` messages.
 
-        Marked is what the template's ``generation`` blocks hold. In the text of a template without them a
-        turn is what follows the prompt for it: see :func:`find_turn`. Raises ChatTemplateError.
+        If the template has ``generation`` blocks, the marked spans are the contents of these blocks.
+        Otherwise, a turn is the text that follows the prompt for this turn: see :func:`find_turn`. Raises
+        ChatTemplateError if the template fails or a turn cannot be found.
         """
         if self.rendering < FORMS_OF_CONTENT:
             return self._mark(messages, extra, num_before, self._text(messages, extra))
@@ -112,12 +113,13 @@ class ChatTemplate:
         num_before: int,
         whole: str,
     ) -> MarkedText:
-        """``whole``, the text of the messages, with its turns marked."""
+        """Return ``whole``, the text of the messages, with the assistant's turns marked."""
         if _BEGIN in whole:
             text = _unmark(whole)
             if not any(message["role"] == ASSISTANT for message in messages[:num_before]):
                 return text
-            # Blocks need not be one a turn: those of the turns before lie in the text of these.
+            # A turn may have several blocks, so blocks cannot be counted. Skip the blocks that lie in the
+            # text of the first num_before messages.
             before = _unmark(self._text(messages[:num_before], extra))
             if not text.startswith(before):
                 raise ChatTemplateError(
@@ -152,11 +154,11 @@ class ChatTemplate:
     def _choose_form(
         self, messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any]
     ) -> tuple[Sequence[Mapping[str, Any]], str]:
-        """The messages in the first form that the template renders whole, and their text.
+        """Return the messages in the first form that the template renders completely, and their text.
 
-        The form that the row has comes first, which gives transformers' text. Some templates know contents
-        that are texts, or lists of parts, or that are there, and leave out or write as Python what is none
-        of these.
+        The form of the row comes first, because it gives the same text as transformers. Some templates
+        support only contents that are texts, or only lists of parts, or fail if contents are missing; they
+        omit other contents or write them as Python values.
         """
         first: tuple[Sequence[Mapping[str, Any]], str] | None = None
         failed: ChatTemplateError | None = None
@@ -170,7 +172,7 @@ class ChatTemplate:
                 continue
             if shows_contents(form, text):
                 return form, text
-            # Written as Python, a list is no text of a conversation.
+            # Skip a text in which the template wrote a list of parts as a Python value.
             if first is None and not writes_parts(form, text):
                 first = form, text
         if first is not None:
@@ -182,7 +184,7 @@ class ChatTemplate:
     def _find_dropped(
         self, messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any], text: str
     ) -> frozenset[str]:
-        """The kinds of parts of messages that the text lacks, by the names in ``PARTS``."""
+        """Return the kinds of message parts that are missing from the text, by their names in ``PARTS``."""
         found = [
             (at, kind)
             for at, message in enumerate(messages)
@@ -190,9 +192,10 @@ class ChatTemplate:
             if len(said.strip()) < SHORT or not is_shown(said, text)
         ]
         unsure = list(dict.fromkeys(found))
-        # Templates also write a part in other words, as JSON or without its ends, and a short text stands in
-        # many others: parts that stand out tell what is there. All at once, and one by one only where one is
-        # missing, since a changed part may change what is made of another.
+        # A template may write a part in another form, for example as JSON or stripped, and a short part may
+        # match by chance. Replace these parts with unique probes and look for the probes in the text. First
+        # replace all parts together. If a probe is missing, replace the parts one by one, because a changed
+        # part may affect how another part is rendered.
         if not unsure or self._shows_probes(messages, extra, unsure):
             return frozenset()
         dropped: set[str] = set()
@@ -209,7 +212,7 @@ class ChatTemplate:
         extra: Mapping[str, Any],
         places: Sequence[tuple[int, str]],
     ) -> bool:
-        """Whether texts that stand out come out of the template, in the place of some parts of messages."""
+        """Whether the template renders unique probe texts that replace the parts at ``places``."""
         changed = list(messages)
         probes = [f"{PROBE}{number}{PROBE}" for number in range(len(places))]
         for (at, kind), probe in zip(places, probes, strict=True):
@@ -217,7 +220,7 @@ class ChatTemplate:
         try:
             text = self._text(changed, extra)
         except ChatTemplateError:
-            # It reads the part, and refuses this one.
+            # The template refuses the probe, so it reads the part, if only one part was replaced.
             return len(places) == 1
         return all(probe in text for probe in probes)
 
@@ -228,7 +231,7 @@ class ChatTemplate:
         *,
         is_prompt: bool = False,
     ) -> str:
-        # As transformers gives them: None where a conversation has none, which is not undefined.
+        # Pass missing keys as None, as transformers does. None differs from undefined in a template.
         values = {
             **dict.fromkeys(FOR_TEMPLATES if self.rendering > FIRST_RENDERING else ()),
             **extra,
@@ -243,7 +246,7 @@ class ChatTemplate:
         except ChatTemplateError:
             raise
         except Exception as error:
-            # A template is a program of its author: it raises whatever its expressions raise.
+            # The expressions of a template can raise exceptions of any type.
             said = " ".join(str(error).split())[:200] or type(error).__name__
             if isinstance(error, UndefinedError) and "'strftime_now' is undefined" in said:
                 raise DateNeededError("the chat template writes the date") from error
@@ -252,12 +255,14 @@ class ChatTemplate:
         return text
 
     def _refuse_addresses(self, text: str, values: Mapping[str, Any]) -> None:
-        """Raise ChatTemplateError where an object of Python was written out with its place in memory, which
-        is another one in each process."""
+        """Raise ChatTemplateError if the text contains the memory address of a Python object.
+
+        The address differs in each process, so the same row would get different texts.
+        """
         found = _ADDRESS.search(text)
         if found is None:
             return
-        # The row or the template may quote one, which is a text as any other.
+        # Accept an address that the row or the template quotes, because it is ordinary text.
         given = (self.source, json.dumps(values, ensure_ascii=False, default=str))
         if not any(found.group() in one for one in given):
             raise ChatTemplateError(
@@ -267,7 +272,7 @@ class ChatTemplate:
 
 
 def check_template(source: str) -> None:
-    """Raise ChatTemplateError unless ``source`` is a template."""
+    """Raise ChatTemplateError if ``source`` is not a valid template."""
     try:
         _compile(source)
     except TemplateError as error:
@@ -281,8 +286,9 @@ def _compile(source: str, *, is_first: bool = False, date: str | None = None) ->
     def raise_exception(message: str) -> None:
         raise ChatTemplateError(f"the chat template refuses it: {message}")
 
-    # As tokenizers' templates expect it; sandboxed, since a template comes with a model. There is no clock:
-    # the same rows must always give the same text. A date is one of the manifest.
+    # Use the options that templates of tokenizers expect. The environment is sandboxed, because a template
+    # comes with a model. It has no clock, because the same rows must always give the same text; a date comes
+    # from the manifest.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -291,14 +297,15 @@ def _compile(source: str, *, is_first: bool = False, date: str | None = None) ->
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = raise_exception
-    # Chance would give the same row another text each time.
+    # Refuse random values, which would give the same row another text each time.
     environment.globals["lipsum"] = _refuse_chance
     environment.filters["random"] = _refuse_chance
     if date is not None:
         day = datetime.date.fromisoformat(date)
         environment.globals["strftime_now"] = day.strftime
     if is_first:
-        # Rows whose template gives more are refused or left out, as they were.
+        # Keep the earlier signature: if a template passes more arguments, its rows are refused or skipped, as
+        # in the version that started the run.
         environment.filters["tojson"] = lambda value, ensure_ascii=False, indent=None: (
             _to_json(value, ensure_ascii, indent)
         )
@@ -313,8 +320,10 @@ def _refuse_chance(*_: object) -> str:
 
 
 def _refuse_callable(value: Any) -> Any:
-    """What a template writes out. Raises ChatTemplateError for a method: ``schema.items`` is one, since every
-    mapping has it, where the key of that name was meant."""
+    """Return a value that a template writes. Raises ChatTemplateError if the value is a method.
+
+    For example, ``schema.items`` is the method of a mapping, although the template meant the key ``items``.
+    """
     if callable(value) and not isinstance(value, Undefined):
         name = getattr(value, "__name__", type(value).__name__)
         raise ChatTemplateError(
@@ -331,8 +340,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The filter that templates know, with transformers' arguments; jinja's own escapes what would end a tag
-    of HTML."""
+    """The filter ``tojson`` with the arguments of transformers. Jinja's own filter escapes HTML."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -343,7 +351,7 @@ def _to_json(
 
 
 def _unmark(text: str) -> MarkedText:
-    """``text`` without its marks, and where they were."""
+    """Return ``text`` without its marks, and the spans that were marked."""
     pieces, spans, length = [], [], 0
     for at, part in enumerate(text.split(_BEGIN)):
         turn, is_marked, rest = part.partition(_END) if at else ("", "", part)

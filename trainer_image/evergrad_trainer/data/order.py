@@ -1,7 +1,7 @@
-"""The published sample order: a keyed permutation without state, sample ids and their 64-bit hashes.
+"""The published sample order: a stateless keyed permutation, sample ids and their 64-bit hashes.
 
-Everything here is a contract: a change would silently reorder every run that is resumed. Golden values are
-pinned by the tests. Reference: docs/decisions/0002-data-order.md.
+Do not change the results of this module: a change would silently reorder the data of every resumed run. Tests
+pin golden values. Reference: docs/decisions/0002-data-order.md.
 """
 
 from collections.abc import Sequence
@@ -21,16 +21,16 @@ MAX_SIZE: Final = 2**62
 _ROUND_A: Final = 0x9FB21C651E98DF25
 _ROUND_B: Final = 0xD6E8FEB86659FD93
 _ROUNDS: Final = 8
-"""With 4 rounds sizes below a hundred are measurably uneven, with 6 sizes below ten; 8 pass at every size
-tried."""
+"""Rounds of the Feistel network. With 4 rounds, sizes below 100 are measurably uneven; with 6 rounds, sizes
+below 10. 8 rounds pass at every tested size."""
 _FEW: Final = 16
-"""Number of values up to which plain integers are quicker than arrays."""
+"""Number of values up to which plain integers are faster than arrays."""
 _CACHED_PERMUTATIONS: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
 class SampleId:
-    """One window of one source in one pass over it. ``source`` is its index in ``data.sources``."""
+    """One window of a source in one epoch. ``source`` is the index of the source in ``data.sources``."""
 
     source: int
     epoch: int
@@ -38,7 +38,7 @@ class SampleId:
 
 
 def absorb(*values: int) -> int:
-    """A 64-bit hash of a sequence of integers, each taken modulo 2**64. Their order matters."""
+    """Return a 64-bit hash of a sequence of integers, each taken modulo 2**64. The order matters."""
     state = 0
     for value in values:
         mixed_in = state ^ (value & MASK)
@@ -47,16 +47,19 @@ def absorb(*values: int) -> int:
 
 
 def sample_hash(position: int, sample: SampleId) -> int:
-    """64-bit hash of one sample at its position in the stream. A step's hash is their sum modulo 2**64."""
+    """Return the 64-bit hash of a sample at its position in the stream.
+
+    The hash of a step is the sum of the hashes of its samples modulo 2**64.
+    """
     return absorb(position, sample.source, sample.epoch, sample.window)
 
 
 class Permutation:
-    """A bijection of [0, size), keyed by (seed, source, epoch): O(1) memory, O(1) seek.
+    """A bijection of [0, size), keyed by (seed, source, epoch), with O(1) memory and O(1) random access.
 
-    A balanced Feistel network over the smallest domain of an even number of bits that holds ``size``. A value
-    outside [0, size) is permuted again until it falls inside (cycle walking), at most about four times on
-    average.
+    It is a balanced Feistel network over the smallest domain with an even number of bits that contains
+    ``size``. A value outside [0, size) is permuted again until it is inside (cycle walking), at most about
+    four times on average.
     """
 
     def __init__(self, *, seed: int, source: int, epoch: int, size: int) -> None:
@@ -68,19 +71,19 @@ class Permutation:
         self._keys = tuple(absorb(seed, source, epoch, number) for number in range(_ROUNDS))
 
     def __call__(self, index: int) -> int:
-        """Where ``index`` goes. Raises IndexError outside [0, size)."""
+        """Return the image of ``index``. Raises IndexError if it is outside [0, size)."""
         if not 0 <= index < self.size:
             raise IndexError(f"{index} is outside a permutation of {self.size}")
-        # Cycle walking: the domain is at most four times as large, so few turns are needed.
+        # Cycle walking: the domain is at most four times as large, so few iterations are needed.
         value = self._scatter(index)
         while value >= self.size:
             value = self._scatter(value)
         return value
 
     def many(self, indices: Integers) -> Integers:
-        """Where every one of ``indices`` (uint64, one dimension) goes.
+        """Return the images of ``indices``, both uint64 of shape (n,).
 
-        Raises IndexError if one is outside.
+        Raises IndexError if an index is outside [0, size).
         """
         largest = int(indices.max()) if indices.size else 0
         if largest >= self.size:
@@ -89,7 +92,7 @@ class Permutation:
             moved_alone = [self(index) for index in indices.tolist()]
             return np.array(moved_alone, dtype=np.uint64)
 
-        # Cycle walking, of those that are still outside.
+        # Cycle walking: repeat for the values that are still outside.
         values = self._scatter_many(indices)
         outside = np.flatnonzero(values >= self.size)
         while outside.size:
@@ -107,12 +110,12 @@ class Permutation:
             scrambled = ((right ^ key) * _ROUND_A) & MASK
             scrambled ^= scrambled >> 32
             scrambled = (scrambled * _ROUND_B) & MASK
-            # The upper bits, which depend on all bits of the product.
+            # Use the upper bits, because they depend on all bits of the product.
             left, right = right, left ^ (scrambled >> shift)
         return left << half | right
 
     def _scatter_many(self, values: Integers) -> Integers:
-        # The same as in ``_scatter``, where arrays of uint64 wrap by themselves.
+        # The same as ``_scatter``, without masks, because arrays of uint64 wrap.
         half = np.uint64(self._half_bits)
         shift = np.uint64(64 - self._half_bits)
         lower = np.uint64((1 << self._half_bits) - 1)
@@ -127,10 +130,10 @@ class Permutation:
 
 
 class ItemOrders:
-    """The endless sequence of each source's items: pass after pass over it, each newly permuted.
+    """The endless sequence of each source's items: epoch after epoch, each with a new permutation.
 
-    ``places``: where each begins, and what its passes are keyed by; without them at its first item, keyed by
-    its index.
+    ``places``: the start position of each source and the key of its permutations. If it is empty, a source
+    starts at its first item and its key is its index.
     """
 
     def __init__(
@@ -139,7 +142,7 @@ class ItemOrders:
         own_sizes = tuple(sizes)
         numbers = [one.number for one in places] or list(range(len(own_sizes)))
         self.taken = tuple(one.taken for one in places) or (0,) * len(own_sizes)
-        """Items that each source has given before the first of these."""
+        """Number of items of each source that were used before."""
         self._sizes = own_sizes
 
         @lru_cache(maxsize=_CACHED_PERMUTATIONS)
@@ -148,10 +151,10 @@ class ItemOrders:
                 seed=seed, source=numbers[source], epoch=epoch, size=own_sizes[source]
             )
 
-        # Kept: a slot's samples are nearly always of the epochs that the slot before had.
+        # Cache permutations, because consecutive slots nearly always use the same epochs.
         self._permutation = permutation
 
     def item(self, source: int, index: int) -> SampleId:
-        """The item at ``index`` (0-based) of the sequence of ``source``."""
+        """Return the item at ``index`` (from 0) of the sequence of ``source``."""
         epoch, place = divmod(self.taken[source] + index, self._sizes[source])
         return SampleId(source, epoch, self._permutation(source, epoch)(place))

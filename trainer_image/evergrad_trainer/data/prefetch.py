@@ -1,4 +1,4 @@
-"""Reading the micro-batches that a rank will want next, in one background thread."""
+"""Reads the micro-batches that a rank will need next, in one background thread."""
 
 import threading
 from collections import deque
@@ -11,22 +11,22 @@ Key = tuple[int, int]
 
 
 class Slots(Protocol):
-    """A training stream: the place that micro-batches are read from."""
+    """A training stream, which returns the micro-batch of a slot."""
 
     def slot(self, step: int, slot: int) -> Batch: ...
 
 
 class Prefetcher:
-    """Reads ahead; ``take`` gives exactly the micro-batch asked for.
+    """Reads micro-batches ahead. ``take`` always returns the requested micro-batch.
 
-    Batches that were foreseen wrongly are dropped: the world, and with it this rank's slots, may change any
-    time.
+    Batches that are no longer needed are dropped, because the world, and so the slots of this rank, can
+    change at any time.
     """
 
     def __init__(
         self, stream: Slots, *, prepare: Callable[[Batch], Batch] | None = None
     ) -> None:
-        """``prepare``: what is done to each micro-batch once it is read, in the thread that reads it."""
+        """``prepare``: a function that is applied to each micro-batch, in the thread that reads it."""
         self._stream = stream
         self._prepare = prepare
         self._changed = threading.Condition()
@@ -37,17 +37,17 @@ class Prefetcher:
         self._thread: threading.Thread | None = None
 
     def take(self, step: int, slot: int, *, upcoming: Sequence[Key] = ()) -> Batch:
-        """The micro-batch of (step, slot); ``upcoming`` will probably be asked for next.
+        """Return the micro-batch of (step, slot). ``upcoming``: the micro-batches to read ahead.
 
-        Raises what reading it raised.
+        Raises the exception that reading the micro-batch raised.
         """
         key = (step, slot)
         with self._changed:
-            # The thread is at it: reading it here too would take as long again.
+            # If the thread is reading this batch, wait for it: reading it here too would not be faster.
             while self._reading == key:
                 self._changed.wait()
             found = self._ready.pop(key, None)
-            # Read here what nobody has begun; the thread continues with what comes after it.
+            # The thread reads only the upcoming batches. If this batch is not ready, it is read below.
             if not self._is_closed:
                 coming = [one for one in upcoming if one != key]
                 self._ready = {
@@ -55,7 +55,7 @@ class Prefetcher:
                 }
                 known = {*self._ready, self._reading}
                 self._wanted = deque(one for one in coming if one not in known)
-                # Started with the first wish: a stream that is never read ahead has no thread.
+                # Start the thread at the first request, so that a stream without prefetching has no thread.
                 if self._wanted and self._thread is None:
                     self._thread = threading.Thread(
                         target=self._serve, name="evergrad-prefetch", daemon=True
@@ -70,7 +70,7 @@ class Prefetcher:
         return found
 
     def close(self) -> None:
-        """End the thread. The prefetcher can still be asked, and then reads in the caller's thread."""
+        """End the thread. After this, ``take`` reads in the caller's thread."""
         with self._changed:
             self._is_closed = True
             self._wanted.clear()
@@ -87,7 +87,7 @@ class Prefetcher:
         return self._prepare(batch)
 
     def _serve(self) -> None:
-        """Read what is wanted, one batch after the other, until ``close``."""
+        """Read the requested batches one after the other, until ``close``."""
         while True:
             with self._changed:
                 while not self._wanted and not self._is_closed:
@@ -96,7 +96,7 @@ class Prefetcher:
                     return
                 key = self._wanted.popleft()
                 self._reading = key
-            # Without the lock, so that ``take`` can change what is wanted meanwhile.
+            # Read without the lock, so that ``take`` can change the requests in the meantime.
             result: Batch | BaseException
             try:
                 result = self._read(key)

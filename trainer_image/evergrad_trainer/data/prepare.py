@@ -1,5 +1,8 @@
-"""Prepare: source files → token files, once a fingerprint, in parallel, resumable, published by
-one rename."""
+"""Prepares data: converts source files to token files.
+
+Each fingerprint is prepared only one time. The work runs in parallel, resumes after an interruption, and is
+published by one rename.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -54,13 +57,13 @@ __all__ = [
 
 _Named = TypeVar("_Named", SourceEntry, PreparedSource)
 _MOST_NAMES: Final = 5
-"""Files that a message names one by one."""
+"""Maximum number of files that a message lists by name."""
 
 
 def resolve_prepared_directory(
     training: Training, *, base_directory: Path, default: Path
 ) -> Path:
-    """``data.preparedDirectory``, relative to the manifest's directory, else ``default``."""
+    """Return ``data.preparedDirectory``, relative to the manifest's directory; ``default`` if it is unset."""
     named = training.data.prepared_directory
     return base_directory / named if named is not None else default
 
@@ -74,11 +77,12 @@ def prepare(
     on_progress: OnProgress | None = None,
     begun_with: Collection[str] = (),
 ) -> Prepared:
-    """Make all sources ready to be read; what is published already is only looked at. Idempotent.
+    """Prepare all sources for reading. Sources that are already published are only checked. Idempotent.
 
-    Relative paths start at ``base_directory``; ``prepared_directory`` counts where the manifest names none.
-    ``workers``: helper processes, by default one a core. ``begun_with``: fingerprints of the data that the
-    run began with, or goes on in. Raises DataError for whatever is wrong with files, lines or the tokenizer.
+    Relative paths start at ``base_directory``. ``prepared_directory`` is used if the manifest names no
+    directory. ``workers``: number of helper processes, by default one per core. ``begun_with``: fingerprints
+    of the data that the run started with or continues with. Raises DataError if files, lines or the tokenizer
+    cannot be used.
     """
     root = resolve_prepared_directory(
         training, base_directory=base_directory, default=prepared_directory
@@ -108,9 +112,9 @@ def check_published(
     prepared_directory: Path,
     begun_with: Collection[str] = (),
 ) -> None:
-    """Raise DataError naming each source that ``prepare`` would have to tokenise.
+    """Raise DataError, with each source that ``prepare`` would have to tokenise, without preparing it.
 
-    Arguments as there; nothing is prepared.
+    The arguments are the same as in ``prepare``.
     """
     root = resolve_prepared_directory(
         training, base_directory=base_directory, default=prepared_directory
@@ -135,13 +139,13 @@ def _plan_all(
     begun_with: Collection[str],
     report: Reporter,
 ) -> list[SourcePreparation]:
-    """What is to be prepared for the training sources, and then for those of evaluations."""
+    """Plan the preparation of the training sources, followed by the evaluation sources."""
     sources = training_sources(training, base_directory)
     entries = [*sources, *evaluation_sources(training, base_directory)]
     files = _find_all(entries, root)
     with disk_errors(root):
         root.mkdir(parents=True, exist_ok=True)
-        # First all scans: what is to be prepared, and in how many bytes, follows from the contents.
+        # Scan all sources first: the contents determine which sources to prepare, and their size in bytes.
         report.begin("scan", sum(path.stat().st_size for paths in files for path in paths))
         contents = []
         for source, paths in zip(entries, files, strict=True):
@@ -149,7 +153,7 @@ def _plan_all(
             found = scan_cached(source, paths, root / SCANS, on_bytes=report.advance)
             contents.append(found)
 
-    # Nothing is held out of a source that is only evaluated on.
+    # Hold out no documents of a source that is used only for evaluation.
     whole = replace(recipe, held_out=None)
     recipes = [recipe] * len(sources) + [whole] * (len(entries) - len(sources))
     return [
@@ -159,7 +163,7 @@ def _plan_all(
 
 
 def _build_recipe(training: Training, base_directory: Path) -> Recipe:
-    """How the texts of ``data.sources`` are prepared."""
+    """Collect the settings that determine how the texts of ``data.sources`` are prepared."""
     return Recipe(
         load_tokenizer(training.tokenizer, base_directory),
         training.data.malformed,
@@ -172,8 +176,8 @@ def _build_recipe(training: Training, base_directory: Path) -> Recipe:
 def _find_all(
     entries: Sequence[SourceEntry], prepared_directory: Path
 ) -> list[tuple[Path, ...]]:
-    """The files of each source. Raises DataError naming every mistake in the paths of all of them."""
-    # All files are looked at before the first one is read.
+    """Find the files of each source. Raises DataError with all problems in the paths of all sources."""
+    # Check the paths of all files before reading the first file.
     found = [
         find_files(source, prepared_directory=prepared_directory) for source in entries
     ]
@@ -188,11 +192,11 @@ def check_unchanged(
     base_directory: Path,
     prepared_directory: Path,
 ) -> None:
-    """Raise DataError naming each source whose content is not what ``recorded`` was prepared from, or would
-    become other tokens, and each text that rows take from the tokenizer's directory and that changed.
+    """Raise DataError if the data of a resumed run changed since ``recorded`` was prepared.
 
-    For a run that is resumed, before ``prepare`` makes anything of the new content. Reads only files that
-    look touched.
+    The error lists each source whose content changed or would give other tokens, and each changed text that
+    rows use from the tokenizer's directory. Call this before ``prepare``, which would prepare the new
+    content. Only files whose size or times changed are read.
     """
     root = resolve_prepared_directory(
         training, base_directory=base_directory, default=prepared_directory
@@ -204,7 +208,7 @@ def check_unchanged(
     )
     files = _find_all([source for source, _ in pairs], root)
 
-    # Content decides, not paths or times: a file that was copied elsewhere is still the same data.
+    # Compare contents, not paths or times: a file that was copied to another path is the same data.
     recipe = _build_recipe(training, base_directory)
     problems = find_changed_texts(recorded.row_texts, training, base_directory)
     contents = []
@@ -229,7 +233,7 @@ def check_unchanged(
     raise_if(problems, DataError)
 
     if recipe.tokenizer.identity != recorded.tokenizer_identity:
-        # Said in words of its own.
+        # A changed tokenizer is reported with a separate message.
         return
     whole, known = replace(recipe, held_out=None), recorded.fingerprints
     trained, evaluated = [], []
@@ -244,11 +248,10 @@ def check_unchanged(
 
 
 def check_prepared(recorded: Prepared, prepared: Prepared) -> None:
-    """Raise DataError naming each source that was prepared from other content than ``recorded``, or became
-    other tokens.
+    """Raise DataError, with each source whose content or tokens differ between ``prepared`` and ``recorded``.
 
-    After ``prepare``, which expands each folder anew: a file that came since ``check_unchanged`` is among its
-    files.
+    Call this after ``prepare``, which expands each folder again and so includes files that were added after
+    ``check_unchanged``.
     """
     trained = list(zip(prepared.sources, recorded.sources, strict=False))
     evaluated = _pair_by_name(prepared.evaluation, recorded.evaluation)
@@ -281,12 +284,13 @@ def _check_reading(
     trained: Sequence[tuple[Path, str, PreparedSource]],
     evaluated: Sequence[tuple[str, str, PreparedSource]],
 ) -> None:
-    """Raise DataError naming each source whose files are what they were, and become other tokens.
+    """Raise DataError, with each source whose files are unchanged but give other tokens.
 
-    ``trained``, ``evaluated``: the path or the field of each source, its fingerprint now, and what it was
-    before.
+    ``trained``, ``evaluated``: the path or the manifest field of each source, its current fingerprint, and
+    the recorded source.
     """
-    # Of the fields that decide a fingerprint a run's recipe has all, but for those of evaluation sources.
+    # The run's recipe fixes every manifest field that affects the fingerprint of a training source, so only
+    # the tokenizer's files or the version can differ. It does not fix the fields of evaluation sources.
     what = "its rows would become other samples than when this run was prepared"
     why = (
         "the chat template or the special tokens of the tokenizer changed, or an older version of Evergrad "
@@ -317,8 +321,11 @@ def _check_reading(
 def _pair_by_name(
     now: Sequence[_Named], recorded: Sequence[PreparedSource]
 ) -> list[tuple[_Named, PreparedSource]]:
-    """The evaluation sources that there were before, too: others may come, go and change places, but the
-    results of one name are of one content."""
+    """Return the evaluation sources that were also recorded, each with its record.
+
+    Evaluation sources may be added, removed and reordered, but all results under a name must be measured on
+    the same content.
+    """
     before = {source.name: source for source in recorded}
     return [(source, before[source.name]) for source in now if source.name in before]
 
@@ -331,10 +338,10 @@ def _change_of(
     *,
     is_evaluated: bool,
 ) -> Problem:
-    """The problem of a source whose content is not what was prepared, with the files that differ.
+    """Return the problem of a source whose content differs from the prepared content, with the changed files.
 
-    ``new``: hashes of the files of a folder or pattern by their names; empty for one file. ``is_evaluated``:
-    it is one of ``evaluation.sources``.
+    ``new``: hashes of the files of a folder or pattern by their names; empty for a single file.
+    ``is_evaluated``: the source is in ``evaluation.sources``.
     """
     other = "train the new content under another run name"
     if is_evaluated:
@@ -346,7 +353,7 @@ def _change_of(
         remedy = f"Restore the file to go on with this run, or {other}"
         return Problem(str(path), what, why, remedy)
 
-    # By their names, since the order of the files and with it that of all documents follows from these.
+    # Compare by name, because the names determine the order of the files and so of all documents.
     changed = [name for name in old.keys() & new.keys() if old[name] != new[name]]
     differences = (
         ("added", sorted(new.keys() - old.keys())),
@@ -356,7 +363,7 @@ def _change_of(
     shown = []
     for word, names in differences:
         if names:
-            # A folder may have thousands.
+            # Shorten the list: a folder may have thousands of files.
             left = len(names) - _MOST_NAMES
             more = f" and {left} more" if left > 0 else ""
             shown.append(f"{word}: {', '.join(names[:_MOST_NAMES])}{more}")
@@ -366,10 +373,10 @@ def _change_of(
 
 
 def _find_unprepared(preparations: Sequence[SourcePreparation]) -> list[Problem]:
-    """A problem for each source whose tokens are not published."""
+    """Return a problem for each source whose tokens are not published."""
     why = "this start may prepare nothing (--require-prepared), and {} has no tokens of its content"
     remedy = "Run `evergrad prepare` with this file first, or leave --require-prepared out"
-    # That command is not given a run, and makes the text of this version.
+    # `evergrad prepare` has no run as input, so it always renders the texts of the current version.
     of_run = (
         "Leave --require-prepared out once: the run makes the text of the version that began it, which "
         "`evergrad prepare` does not"
@@ -389,20 +396,20 @@ def _find_unprepared(preparations: Sequence[SourcePreparation]) -> list[Problem]
 def _prepare_all(
     preparations: Sequence[SourcePreparation], report: Reporter, *, workers: int
 ) -> list[PreparedSource]:
-    # Files of tokens are read where they lie. Sources of equal content share one published directory.
+    # Token files are read in place and not prepared. Sources of equal content share a published directory.
     texts = [one for one in preparations if one.source.type in TEXT_TYPES]
     found = {one.fingerprint: open_published(one.final) for one in texts}
-    # Published sources are found once, before the first job: they decide how much there is to do.
+    # Find the published sources before the first job, because the rest determines the amount of work.
     missing = {one.fingerprint: one for one in texts if found[one.fingerprint] is None}
     pending = list(missing.values())
     report.begin("tokenize", sum(_work_of(one) for one in pending))
-    # One pool for all sources: helpers are started once.
+    # Use one pool for all sources, so that the helper processes start only one time.
     pool = _LazyPool(pending, workers)
     try:
         for one in pending:
             found[one.fingerprint] = publish(one, pool=pool.get, report=report)
     finally:
-        # Also after an error: helpers would otherwise work on until they notice that their input has ended.
+        # Close the pool after an error too: helpers would otherwise work until they detect the end of input.
         pool.close()
     return [
         _prepared_source(
@@ -413,7 +420,7 @@ def _prepare_all(
 
 
 def _work_of(preparation: SourcePreparation) -> int:
-    """Bytes of all its chunks."""
+    """Return the bytes of all chunks of a source."""
     return sum(chunk.size for chunk in preparation.content.chunks)
 
 
@@ -426,7 +433,7 @@ class _LazyPool:
         self._pool: Pool | None = None
 
     def get(self) -> Pool:
-        # Late: a start that finds every chunk of an earlier attempt finished needs no helper.
+        # Start the pool late: if an earlier attempt finished every chunk, no helper process is needed.
         if self._pool is None:
             chunks = max(len(one.content.chunks) for one in self._pending)
             size = sum(_work_of(one) for one in self._pending)
@@ -448,7 +455,7 @@ def _prepared_source(
     preparation: SourcePreparation, published: PublishedSource | None, *, reused: bool
 ) -> PreparedSource:
     source, content = preparation.source, preparation.content
-    # A folder may change later: which files it stood for is part of what was prepared.
+    # Record the files of a folder, because the folder may change later.
     files: tuple[PreparedFile, ...] = ()
     if source.is_expanded(tuple(path for path, _ in content.files)):
         files = tuple(
@@ -456,7 +463,7 @@ def _prepared_source(
             for path, one in content.files
         )
 
-    # Files of tokens have no published directory; they have no documents to count either.
+    # Token files have no published directory and no documents to count.
     if published is None:
         recipe = preparation.recipe
         train, held_out = cut_tokens(

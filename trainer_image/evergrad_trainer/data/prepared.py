@@ -1,5 +1,7 @@
-"""Prepared data as it lies on disk: a directory a fingerprint with token files and an index, checked before
-it is used."""
+"""Prepared data on disk: one directory per fingerprint, with token files and an index.
+
+The files are checked before they are used.
+"""
 
 import json
 from collections.abc import Mapping
@@ -25,8 +27,8 @@ WIDTH: Final[dict[Dtype, int]] = {"uint16": 2, "uint32": 4}
 class Shard:
     """Tokens [start, start + tokens) of a flat little-endian file.
 
-    ``documents``: a file of int64 pairs (first token in the shard, line in the source), one a document, where
-    there are any.
+    ``documents``: a file with one pair of int64 per document (first token in the shard, line in the source);
+    None if there are no documents.
     """
 
     path: Path
@@ -37,22 +39,23 @@ class Shard:
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """One stream of tokens: its shards, one after the other."""
+    """A stream of tokens: the concatenation of its shards."""
 
     dtype: Dtype
     shards: tuple[Shard, ...]
 
     @property
     def tokens(self) -> int:
-        """Tokens in all shards."""
+        """Number of tokens in all shards."""
         return sum(shard.tokens for shard in self.shards)
 
 
 @dataclass(frozen=True)
 class PreparedFile:
-    """One file of a source that is a folder or a pattern: its path from the folder, and its content.
+    """One file of a source that is a folder or a pattern.
 
-    ``lines``: lines, rows, or 1 where the file is one document.
+    ``name``: its path relative to the folder. ``lines``: number of lines or rows; 1 if the file is one
+    document.
     """
 
     name: str
@@ -63,13 +66,13 @@ class PreparedFile:
 
 @dataclass(frozen=True)
 class PreparedSource:
-    """One source, ready to be read. ``documents`` counts all of them, held-out ones included; None where
-    there are none to count.
+    """One source, prepared for reading.
 
-    ``skipped``: lines that gave no document, by reason. ``repaired``: documents in which half a surrogate
-    pair was replaced. ``reused``: nothing had to be done for it this time. ``files``: those of a folder or
-    pattern as it was expanded, in their order; none for a source that names one file. ``unit``: what holds
-    one document each.
+    ``documents``: number of documents, including held-out documents; None for token files. ``skipped``:
+    number of lines that gave no document, by reason. ``repaired``: number of documents in which a lone
+    surrogate was replaced. ``reused``: whether an earlier preparation was used. ``files``: the files of a
+    folder or pattern, in order; empty if the source names a single file. ``unit``: the part of a source that
+    contains one document.
     """
 
     name: str
@@ -88,7 +91,7 @@ class PreparedSource:
 
     @property
     def malformed(self) -> int:
-        """Lines that were skipped by the policy ``malformed: skip``."""
+        """Number of lines that were skipped by the policy ``malformed: skip``."""
         return sum(
             count for reason, count in self.skipped.items() if reason not in HARMLESS
         )
@@ -96,9 +99,9 @@ class PreparedSource:
 
 @dataclass(frozen=True)
 class Prepared:
-    """All of a manifest's data, ready to be read.
+    """All data of a manifest, prepared for reading.
 
-    Goes through JSON to other processes and into the run directory.
+    It is passed to other processes and stored in the run directory as JSON.
     """
 
     sources: tuple[PreparedSource, ...]
@@ -107,23 +110,23 @@ class Prepared:
     vocab_size: int
     end_of_document: int
     folder: Path | None = None
-    """Where a task of the user's own has prepared its data; None where it has prepared none."""
+    """Directory in which a custom task prepared its data; None if it prepared no data."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Facts that the task returned about them, as JSON values."""
+    """Facts about the data that the custom task returned, as JSON values."""
     row_texts: Mapping[str, str] = field(default_factory=dict)
-    """Hashes of the texts that rows take from the tokenizer's directory, by what they are."""
+    """Hashes of the texts that rows use from the tokenizer's directory, keyed by the kind of text."""
 
     @property
     def fingerprints(self) -> frozenset[str]:
-        """Those of all sources."""
+        """Fingerprints of all sources."""
         return frozenset(one.fingerprint for one in (*self.sources, *self.evaluation))
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values only."""
-        # Through the text, so that paths become texts and tuples lists as at the other end.
+        """Return the data as JSON values."""
+        # Convert through JSON text, so that paths become texts and tuples become lists, as after reading.
         value: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
         if self.folder is None:
-            # Runs on text alone record the same as they did before there were others.
+            # Keep the record of runs without a custom task the same as in versions without custom tasks.
             del value["folder"], value["facts"]
         if not self.row_texts:
             del value["row_texts"]
@@ -149,7 +152,7 @@ class Prepared:
 
 
 def _source_from_json(value: dict[str, Any]) -> PreparedSource:
-    # All other fields are JSON values as they are.
+    # All other fields are JSON values and need no conversion.
     train, held_out = _sequence_from_json(value["train"]), value["held_out"]
     changed = {
         "path": Path(value["path"]),
@@ -187,16 +190,16 @@ class PublishedSource:
 
 
 def open_published(directory: Path) -> PublishedSource | None:
-    """The finished preparation in ``directory``, or None if there is none.
+    """Open the finished preparation in ``directory``. Returns None if the directory does not exist.
 
-    Raises DataError if files are missing or cut short.
+    Raises DataError if files are missing or truncated.
     """
     try:
         text = (directory / INDEX).read_text(encoding="utf-8")
     except FileNotFoundError:
         if not directory.exists():
             return None
-        # Directories get their name by one rename, with the index in them.
+        # A directory gets its final name by a rename, after its index is written, so the index was removed.
         raise DataError(_damaged(directory, directory / INDEX, "is missing")) from None
     except (OSError, ValueError) as error:
         raise DataError(
@@ -204,7 +207,7 @@ def open_published(directory: Path) -> PublishedSource | None:
         ) from error
     try:
         index: dict[str, Any] = json.loads(text)
-        # Prepared data of another version: the same message as for damage, since preparing again helps both.
+        # Report data of another format like damaged data, because the remedy is the same: prepare again.
         if index["format"] != FORMAT:
             raise ValueError(f"format {index['format']}, not {FORMAT}")
         dtype: Dtype = "uint16" if index["dtype"] == "uint16" else "uint32"
@@ -234,23 +237,23 @@ def open_published(directory: Path) -> PublishedSource | None:
         raise DataError(
             _damaged(directory, directory / INDEX, f"is not an index ({error})")
         ) from error
-    # The index was written last and published with its files: what is missing now was removed since.
+    # The index was written last, so a file that is missing now was removed after publication.
     raise_if(sequence_problems(directory, published.train, published.held_out), DataError)
     return published
 
 
 def tokens_path(directory: Path, stream: str, number: int) -> Path:
-    """The file of token ids of one chunk."""
+    """Return the path of the file with the token ids of one chunk."""
     return directory / f"{stream}-{number:05d}.tokens"
 
 
 def documents_path(directory: Path, stream: str, number: int) -> Path:
-    """The file that says where the documents of one chunk begin."""
+    """Return the path of the file with the start positions of the documents of one chunk."""
     return directory / f"{stream}-{number:05d}.documents"
 
 
 def sequence_problems(directory: Path, *sequences: TokenSequence | None) -> list[Problem]:
-    """The first files of prepared data that are missing or have another size than the index says."""
+    """Return a problem for each of the first 5 files that are missing or have another size than indexed."""
     problems: list[Problem] = []
     for sequence in filter(None, sequences):
         for shard in sequence.shards:
@@ -264,7 +267,7 @@ def sequence_problems(directory: Path, *sequences: TokenSequence | None) -> list
                 if size != wanted:
                     what = f"has {size} bytes and should have {wanted}"
                     problems.append(_damaged(directory, shard.path, what))
-            # A few show what happened; each look is a call to a volume that may be slow.
+            # Stop after a few problems: they show the cause, and each stat call may be slow on a volume.
             if len(problems) == _MOST_PROBLEMS:
                 return problems
     return problems

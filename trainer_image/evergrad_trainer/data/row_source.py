@@ -1,4 +1,4 @@
-"""Rows of marked tokens as items: one or several rows a sample, each seeing itself alone."""
+"""Items of marked token rows: one or several rows per sample, each attending only to itself."""
 
 import hashlib
 import json
@@ -29,31 +29,31 @@ _MOST_PLACES = 3
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Ids of a row, and which of them are learned."""
+    """The ids of a row, and a mark for each id that is learned. Both have shape (tokens,)."""
 
     ids: npt.NDArray[np.int64]
     marks: npt.NDArray[np.bool_]
 
 
 class RowReader:
-    """The rows of a sequence of marked tokens, by their number."""
+    """Reads the rows of a sequence of marked tokens by their number."""
 
     def __init__(self, source: PreparedSource, sequence: TokenSequence) -> None:
-        """Raises DataError if the index of the rows cannot be read, or is not the one that was written."""
+        """Read the index of the rows. Raises DataError if it cannot be read or is damaged."""
         self.source = source
-        # Only spans are read, so that the length of windows plays no part.
+        # Only spans are read, so the length of windows has no effect.
         self._reader = TokenReader(sequence, sequence_length=1, end_of_document=0)
         begins, lines = [], []
         shards = sequence.shards
         for start, shard in zip(
             accumulate([0, *(one.tokens for one in shards)]), shards, strict=False
         ):
-            # A source of rows is prepared here, and each shard has its index.
+            # Sources of rows are always prepared, so each shard has an index.
             assert shard.documents is not None  # noqa: S101
             # First token and line [n, 2] of each row.
             index = read_documents(shard.documents)
-            # Each row is trained on as far as the next one begins: what is wrong here would be no error
-            # anywhere.
+            # Check the index here: a row ends at the beginning of the next row, so a wrong index would cause
+            # no error in training.
             lengths = np.diff(index[:, 0], prepend=0, append=shard.tokens)
             if not len(index) or lengths[0] != 0 or lengths[1:].min() < 1:
                 what = f"is no index of rows of {shard.tokens} tokens"
@@ -61,7 +61,8 @@ class RowReader:
             begins.append(index[:, 0] + start)
             lines.append(index[:, 1])
 
-        # An index that ends early is whole by itself, and its last row then holds all that follow.
+        # Compare the number of rows too: a truncated index looks valid, but its last row would contain all
+        # following rows.
         number, held_out = sum(map(len, lines)), source.held_out_documents or 0
         wanted = (
             held_out if sequence == source.held_out else (source.documents or 0) - held_out
@@ -74,18 +75,18 @@ class RowReader:
         self._begins = np.concatenate(begins) if begins else np.empty(0, dtype=np.int64)
         self._lines = np.concatenate(lines) if lines else np.empty(0, dtype=np.int64)
         self.lengths: npt.NDArray[np.int64] = np.diff(self._begins, append=sequence.tokens)
-        """Tokens of each row."""
+        """Number of tokens of each row, of shape (rows,)."""
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def read(self, row: int) -> TokenRow:
-        """A row. Raises DataError if a file cannot be read any more."""
+        """Read a row. Raises DataError if a file can no longer be read."""
         values = self._reader.read_span(int(self._begins[row]), int(self.lengths[row]))
         return TokenRow(*split_marks(values))
 
     def describe(self, rows: Sequence[int]) -> str:
-        """The file and line of each row, of many the first ones."""
+        """Return the file and line of each row, for at most 3 rows, and the number of further rows."""
         places = []
         for row in rows[:_MOST_PLACES]:
             file, line = place_of_line(self.source, int(self._lines[row]))
@@ -95,10 +96,11 @@ class RowReader:
 
 
 class RowSource:
-    """``input_ids``, ``labels`` and ``position_ids``, int64 [items, S], of whole rows one behind the other.
+    """Items of whole rows, concatenated: ``input_ids``, ``labels`` and ``position_ids``, int64 [items, S].
 
-    A row of n tokens takes n - 1 places: all tokens but the last, each labelled with the one behind it where
-    that is learned. An item weighs as many tokens as carry a label. Without packing there are no positions.
+    A row of n tokens takes n - 1 positions: all tokens except the last, each labelled with the next token if
+    the next token is learned. The weight of an item is its number of labels. Without packing, there is no
+    tensor ``position_ids``.
     """
 
     fill: Mapping[str, int] = {INPUT_IDS: 0, LABELS: IGNORE_INDEX, POSITIONS: 0}
@@ -112,7 +114,7 @@ class RowSource:
         learns_everything: bool = False,
     ) -> None:
         """``is_packed``: several rows share an item."""
-        # Rows as they are prepared are the same for each of these, and items and labels are not.
+        # Include these settings, because they change items and labels, but not the prepared rows.
         said = [reader.source.fingerprint, sequence_length, is_packed, learns_everything]
         self.fingerprint = hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
         self.reader = reader
@@ -128,11 +130,11 @@ class RowSource:
         return len(self._bins)
 
     def read(self, items: Sequence[int]) -> Rows:
-        """Read items. Raises IndexError, and DataError if a file cannot be read any more."""
+        """Read items. Raises IndexError if an item does not exist, and DataError if a file cannot be read."""
         shape = (len(items), self._length)
         inputs = np.zeros(shape, dtype=np.int64)
         labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
-        # Places behind the last row are at position 0 each, so that each of them sees itself alone.
+        # Each token after the last row has position 0, so that it attends only to itself.
         positions = np.zeros(shape, dtype=np.int64)
         for at, item in enumerate(items):
             begin = 0
@@ -149,11 +151,11 @@ class RowSource:
             INPUT_IDS: torch.from_numpy(inputs),
             LABELS: torch.from_numpy(labels),
         }
-        # A row by itself sees what stands before it, as in any model, and is filled up behind its end.
+        # A single row needs no positions: causal attention never reaches the padding after its end.
         if self._is_packed:
             tensors[POSITIONS] = torch.from_numpy(positions)
         return Rows(tensors, weight=int((labels != IGNORE_INDEX).sum()))
 
     def describe(self, item: int) -> str:
-        """File and line of the rows."""
+        """Return the file and line of the rows of an item."""
         return self.reader.describe(self._bins.of(item))

@@ -1,4 +1,4 @@
-"""Where the data of a run begin: each source at its first item, or where an earlier run has left it."""
+"""Start positions of a run's data: each source starts at its first item, or where an earlier run stopped."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -8,16 +8,16 @@ from typing import Any, Final
 from pydantic import BaseModel, Field, NonNegativeInt
 
 DATA_START: Final = "dataStart"
-"""Key of ``run.json`` under which stands where the data of the run begin."""
+"""Key in ``run.json`` for the start position of the run's data."""
 
 
 @dataclass(frozen=True)
 class SourcePosition:
-    """The order of a source's items, and how far into it a run begins.
+    """The order of a source's items, and the position in that order at which a run starts.
 
-    ``fingerprint``: of the items, which say which source it is. ``number``: what its permutations are keyed
-    by. ``taken``: items that it gave before, in all its passes. ``content``: hash of the files that the items
-    are cut from; empty where nobody knows it.
+    ``fingerprint``: fingerprint of the items, which identifies the source. ``number``: the key of its
+    permutations. ``taken``: number of items used before, over all epochs. ``content``: hash of the files that
+    the items are cut from; empty if it is unknown.
     """
 
     name: str
@@ -28,7 +28,7 @@ class SourcePosition:
 
 
 class PlaceRecord(BaseModel):
-    """A place as ``run.json`` has it."""
+    """A source position in ``run.json``."""
 
     name: str
     fingerprint: str
@@ -37,10 +37,10 @@ class PlaceRecord(BaseModel):
 
 
 class StartRecord(BaseModel):
-    """A ``DataStart`` as ``run.json`` has it; the last three keys only where it is another run's position.
+    """A ``DataStart`` in ``run.json``. The last three keys are present only if it continues another run.
 
-    ``content``: hashes of files by the fingerprints of the items that are cut from them. They stand apart
-    from the places, where older versions expect no further key.
+    ``content``: hashes of files, keyed by the fingerprints of the items that are cut from them. The hashes
+    are not part of the source records, because older versions accept no further keys in these records.
     """
 
     after_step: NonNegativeInt = Field(alias="afterStep")
@@ -52,11 +52,12 @@ class StartRecord(BaseModel):
 
 @dataclass(frozen=True)
 class DataStart:
-    """Where the data of a run begin, with the step behind which that is.
+    """The start position of a run's data, and the step after which it applies.
 
-    ``sources``: those of the mixture, in its order. ``left_out``: those that earlier runs had and this one
-    has not, which go on where a later run has them again. ``data_before``: the fingerprint of the data of the
-    run whose position this is; empty for a run that begins at its first step.
+    ``sources``: positions of the sources of the mixture, in its order. ``left_out``: positions of sources
+    that earlier runs used and this run does not use; a later run that uses such a source continues there.
+    ``data_before``: the fingerprint of the data of the earlier run; empty if the run starts from the
+    beginning.
     """
 
     sources: tuple[SourcePosition, ...]
@@ -66,7 +67,7 @@ class DataStart:
 
     @property
     def goes_on(self) -> bool:
-        """Whether it is the position of another run."""
+        """Whether the data continue from the position of another run."""
         return bool(self.data_before)
 
     def go_on(
@@ -77,10 +78,10 @@ class DataStart:
         data_fingerprint: str,
         contents: Mapping[str, str] | None = None,
     ) -> "DataStart":
-        """Where a run begins that takes over behind ``step`` of this one.
+        """Return the start position of a run that continues after ``step`` of this run.
 
-        ``cursor``: items that each source has given by then, by name. ``contents``: hashes of their files, as
-        far as they are known. Raises ValueError if the cursor is that of other sources.
+        ``cursor``: number of items used from each source up to then, by name. ``contents``: hashes of their
+        files, if known. Raises ValueError if the names in ``cursor`` are not the names of these sources.
         """
         if {one.name for one in self.sources} != cursor.keys():
             raise ValueError(f"the cursor has the sources {', '.join(cursor)}")
@@ -98,7 +99,7 @@ class DataStart:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values, as ``run.json`` has them."""
+        """Return the start position as JSON values for ``run.json``."""
         places = (*self.sources, *self.left_out)
         sources, left_out = (
             [
@@ -118,7 +119,7 @@ class DataStart:
 
     @staticmethod
     def from_record(record: StartRecord) -> "DataStart":
-        """The inverse of ``to_json``, of values that were checked."""
+        """Build a start position from a validated record. The inverse of ``to_json``."""
         sources, left_out = (
             tuple(
                 SourcePosition(**dict(one), content=record.content.get(one.fingerprint, ""))
@@ -135,11 +136,11 @@ class DataStart:
 
 
 def place_sources(start: DataStart | None, sources: Sequence[tuple[str, str]]) -> DataStart:
-    """``start`` for a mixture of ``sources``, given by name and fingerprint: without one, all at their first
-    item.
+    """Return the start position for a mixture of ``sources``, given as pairs of name and fingerprint.
 
-    A source with the items of one in ``start`` continues there, whatever it is called. The others begin at
-    their first item, each with a number of its own, so that no order is that of another source.
+    If ``start`` is None, every source starts at its first item. Otherwise, a source with the same items as a
+    source in ``start`` continues there, even if its name changed. The other sources start at their first
+    item, each with a new number, so that no two sources share an order.
     """
     if start is None:
         return DataStart(
@@ -149,7 +150,7 @@ def place_sources(start: DataStart | None, sources: Sequence[tuple[str, str]]) -
             )
         )
 
-    # Several sources may have the same items: the one that kept its name continues as itself.
+    # Several sources may have the same items, so match by name first and by items alone second.
     earlier = [*start.sources, *start.left_out]
     numbers = itertools.count(max((one.number for one in earlier), default=-1) + 1)
     found: dict[int, SourcePosition] = {}

@@ -1,6 +1,6 @@
-"""The training stream: step and slot → one micro-batch, as a pure function.
+"""The training stream: a pure function from a step and a slot to a micro-batch.
 
-It has no ranks and no position: any rank of any world computes any slot.
+It has no ranks and no current position: any rank of any world can compute any slot.
 """
 
 import json
@@ -23,9 +23,9 @@ from evergrad_trainer.data.start_positions import DataStart, SourcePosition, pla
 
 @dataclass(frozen=True)
 class BatchShape:
-    """The cut of a step: G samples, in micro-batches of b.
+    """The shape of a step: G samples (``global_batch_size``) in micro-batches of b (``micro_batch_size``).
 
-    ``overfits``: every step of a stage has the samples of its first one.
+    ``overfits``: every step of a stage uses the samples of its first step.
     """
 
     global_batch_size: int
@@ -34,7 +34,7 @@ class BatchShape:
 
 
 class TrainingStream:
-    """Samples of all sources, mixed and permuted stage by stage, cut into steps of M = G / b slots."""
+    """The samples of all sources, mixed and permuted per stage, and divided into steps of M = G / b slots."""
 
     def __init__(
         self,
@@ -44,17 +44,17 @@ class TrainingStream:
         batching: BatchShape,
         start: DataStart | None = None,
     ) -> None:
-        """``start``: where another run has left its data.
+        """``start``: the position at which another run left its data.
 
-        Raises ValueError unless the ends of the stages rise, and only the last has none; ConfigurationError
-        for a position in several stages.
+        Raises ValueError if the ends of the stages do not increase, or if not exactly the last stage is open.
+        Raises ConfigurationError if ``start`` is given and there are several stages.
         """
         self.stages = tuple(stages)
         self._seed = seed
         self.slots_per_step = batching.global_batch_size // batching.micro_batch_size
         self._batching = batching
         ends = [stage.until for stage in stages[:-1]]
-        # The last step of each stage but the last one.
+        # The last step of each stage except the last stage.
         self._ends = [end for end in ends if end is not None]
         is_open_too_early = len(self._ends) < len(ends)
         is_rising = sorted({0, *self._ends}) == [0, *self._ends]
@@ -63,7 +63,7 @@ class TrainingStream:
                 f"stages end at steps that rise, and only the last one is open; these end at {ends}"
             )
         self.start: DataStart | None = None
-        """Where the sources begin; None with several stages, each of which begins at its first items."""
+        """The start positions of the sources; None with several stages, which start at their first items."""
         if len(stages) == 1:
             named = [
                 (name, one.fingerprint) for name, (one, _) in stages[0].sources.items()
@@ -78,16 +78,15 @@ class TrainingStream:
         places = self.start.sources if self.start is not None and self.start.goes_on else ()
         self._orders: list[_StageOrder] = []
         for number, stage in enumerate(stages):
-            # Each stage has an order of its own; the first stage's is that of a run without stages.
+            # Each stage has a separate order. The first stage has the order of a run without stages.
             own_seed = absorb(seed, number) >> 1 if number else seed
             self._orders.append(_StageOrder(stage, own_seed, places))
-        # A sample's source is its place among the sources of all stages, one stage after the other.
-        # They continue counting, so that an id names one sample of the whole run.
+        # Number the sources of all stages consecutively, so that the id of a sample is unique in the run.
         self._first_source = [0]
         for order in self._orders:
             self._first_source.append(self._first_source[-1] + len(order.sources))
         self._named = [pair for order in self._orders for pair in order.sources]
-        # Sources that epochs are counted of: one that several stages have is there once.
+        # Count each source only one time for epochs, also if several stages use it.
         sizes = {(name, source.fingerprint): len(source) for name, source in self._named}
         self.num_samples = sum(sizes.values())
         if len(self._orders) == 1 and isinstance(self._orders[0].mixture, PassMixture):
@@ -96,19 +95,23 @@ class TrainingStream:
 
     @property
     def first_step(self) -> int:
-        """The first step that has samples here: 1, or that behind the position of another run."""
+        """The first step of this stream: 1, or the step after the position of another run."""
         return self._steps_before(0) + 1
 
     def starting_at(self, start: DataStart) -> "TrainingStream":
-        """The same stages, begun where another run has left its data. Raises ConfigurationError."""
+        """Return a stream of the same stages that starts at the position of another run.
+
+        Raises ConfigurationError if there are several stages.
+        """
         return TrainingStream(
             self.stages, seed=self._seed, batching=self._batching, start=start
         )
 
     def slot(self, step: int, slot: int) -> Batch:
-        """The micro-batch of a slot (from 0) of a step (from ``first_step``).
+        """Return the micro-batch of a slot (from 0) of a step (from ``first_step``).
 
-        Raises DataError if a file cannot be read any more.
+        Raises IndexError if the step or the slot is out of range, and DataError if a file can no longer be
+        read.
         """
         if step < self.first_step or not 0 <= slot < self.slots_per_step:
             raise IndexError(
@@ -120,50 +123,50 @@ class TrainingStream:
         size = self._batching.micro_batch_size
         whole = self._batching.global_batch_size
         before = self._steps_before(number)
-        # The hash is that of the first step, too: all steps have it alike.
+        # Every step of an overfitting stage reads its first step, so all steps have the same hash.
         read = before + 1 if self._batching.overfits else step
         first = (read - 1) * whole + slot * size
         positions = range(first, first + size)
 
-        # Positions within the stage: a stage's order does not depend on what came before it.
+        # Use positions within the stage, because the order of a stage does not depend on earlier stages.
         skipped = before * whole
         located = [order.mixture.locate(position - skipped) for position in positions]
         rows = order.read(located)
 
-        # By the source's number among those of all stages.
+        # Use the number of the source among the sources of all stages.
         offset = self._first_source[number]
         samples = tuple(
             SampleId(offset + one.source, one.epoch, one.window) for one in located
         )
-        # A sum, so that the hash of a step does not depend on which rank has which slot.
+        # Use a sum, so that the hash of a step does not depend on the assignment of slots to ranks.
         total = sum(map(sample_hash, positions, samples)) % 2**64
         return Batch(tensors=rows.tensors, weight=rows.weight, samples=samples, hash=total)
 
     def stage_number(self, step: int) -> int:
-        """Which stage a step (from 1) belongs to, from 0."""
+        """Return the number of the stage (from 0) of a step (from 1)."""
         return bisect_left(self._ends, step)
 
     def stage(self, step: int) -> Stage:
-        """The stage a step (from 1) belongs to."""
+        """Return the stage of a step (from 1)."""
         return self.stages[self.stage_number(step)]
 
     def entered_after(self, finished_step: int) -> Stage | None:
-        """The stage that the step after ``finished_step`` enters; None within a stage."""
+        """Return the stage that starts after ``finished_step``; None if no stage starts there."""
         if finished_step not in self._ends:
             return None
         return self.stage(finished_step + 1)
 
     def cursor(self, finished_step: int) -> dict[str, int]:
-        """Samples each source has given when ``finished_step`` steps are done: its next index, by name.
+        """Return the number of samples used from each source after ``finished_step`` steps, by name.
 
-        Those that it gave in a run before this one count. Names of a run with several stages begin with the
-        stage's number.
+        The number is the next index of the source, and includes samples that earlier runs used. With several
+        stages, names begin with the number of the stage; for example, ``0/web``.
         """
-        # In closed form for each stage: a resume does not replay the stream.
+        # Compute the numbers in closed form per stage, so that resuming does not replay the stream.
         found: dict[str, int] = {}
         for number, order in enumerate(self._orders):
             before = self._steps_before(number)
-            # The last stage is open: it ends wherever the run stands.
+            # The last stage is open, so count its steps up to finished_step.
             end = self._ends[number] if number < len(self._ends) else finished_step
             done = max(0, min(finished_step, end) - before)
             if self._batching.overfits:
@@ -175,9 +178,10 @@ class TrainingStream:
         return found
 
     def exhausted_after(self, epochs: Fraction, which: Literal["first", "all"]) -> int:
-        """Samples of all steps after which the first source, or the last, has given ``epochs`` times its own.
+        """Return the number of samples after which a source has been used for ``epochs`` epochs.
 
-        Raises ValueError for several stages.
+        ``which``: whether the first source or all sources must have reached this number of epochs. Raises
+        ValueError if there are several stages.
         """
         if len(self._orders) > 1:
             raise ValueError(
@@ -187,7 +191,7 @@ class TrainingStream:
         return before + exhausted_after(self._orders[0].mixture, epochs, which)
 
     def describe(self, sample: SampleId) -> str:
-        """The sample's id and its place in its source, for messages."""
+        """Return the sample's id and its position in its source, for messages."""
         name, source = self._named[sample.source]
         place = source.describe(sample.window)
         return f"{name}/epoch {sample.epoch}/window {sample.window} ({place})"
@@ -198,7 +202,7 @@ class TrainingStream:
         return 0 if self.start is None else self.start.after_step
 
     def _compute_fingerprint(self, seed: int) -> str:
-        """Equal exactly where every step has the same samples with the same content."""
+        """Return a hash that is equal if and only if each step has the same samples with the same content."""
         facts: list[dict[str, Any]] = [
             {
                 **order.stage.facts,
@@ -216,7 +220,7 @@ class TrainingStream:
         if self.start is not None and self.start.goes_on:
             places = [[one.number, one.taken] for one in self.start.sources]
             facts[0]["start"] = {"after": self.start.after_step, "places": places}
-        # Runs of one stage, as all were before there were stages, keep their fingerprint.
+        # Runs of one stage keep the fingerprint from the versions before there were stages.
         known = facts[0]
         if len(facts) > 1:
             known = {"stages": facts, "ends": self._ends}
@@ -225,7 +229,7 @@ class TrainingStream:
 
 
 class _StageOrder:
-    """The mixture of one stage's sources, and their items."""
+    """The sources of one stage, and their mixture."""
 
     def __init__(self, stage: Stage, seed: int, places: Sequence[SourcePosition]) -> None:
         self.stage = stage
@@ -242,16 +246,16 @@ class _StageOrder:
             self.mixture = Mixture(sizes, weights=weights, seed=seed, places=places)
 
     def read(self, samples: Sequence[SampleId]) -> Rows:
-        """The samples' rows, one after the other; ``source`` of each counts within this stage."""
+        """Return the rows of the samples, in order. ``source`` of a sample is its number in this stage."""
         sources = [source for _, source in self.sources]
         return read_rows(sources, samples)
 
 
 def read_rows(sources: Sequence[Source], samples: Sequence[SampleId]) -> Rows:
-    """The rows of some samples, in their order."""
+    """Return the rows of some samples, in order."""
     if len(sources) == 1:
         return sources[0].read([sample.window for sample in samples])
-    # Item by item: neighbours of a mixture come from different sources.
+    # Read item by item, because consecutive samples of a mixture come from different sources.
     parts = [sources[sample.source].read([sample.window]) for sample in samples]
     tensors = {
         name: torch.cat([part.tensors[name] for part in parts]) for name in parts[0].tensors

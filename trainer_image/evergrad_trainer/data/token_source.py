@@ -1,4 +1,4 @@
-"""Windows of a token sequence as items: every token predicted from those before it."""
+"""Items that are windows of a token sequence. Every token is predicted from the tokens before it."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -14,15 +14,20 @@ from evergrad_trainer.data.prepared import PreparedSource, TokenSequence
 from evergrad_trainer.data.token_files import TokenReader, read_documents
 
 IGNORE_INDEX: Final = -100
-"""The label of positions where nothing is learned."""
+"""The label of positions at which nothing is learned."""
 INPUT_IDS: Final = "input_ids"
 LABELS: Final = "labels"
 POSITIONS: Final = "position_ids"
-"""Position of each token in its document: it begins again with each, and so does what a token sees."""
+"""Position of each token in its document. It starts at 0 in each document, and a token attends only to its
+own document."""
 
 
 def positions_behind(is_end: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """Positions [n, S] that begin again at the left edge and behind each end, from where the ends are."""
+    """Return positions, int64 [n, S], that start at 0 at the left edge and after each end of a document.
+
+    ``is_end``: bool [n, S], true at each end of a document. For example, the ends [0, 1, 0] give the
+    positions [0, 1, 0].
+    """
     places = np.broadcast_to(np.arange(is_end.shape[1]), is_end.shape)
     begins = np.zeros(is_end.shape, dtype=np.int64)
     begins[:, 1:] = np.where(is_end[:, :-1], places[:, 1:], 0)
@@ -31,7 +36,7 @@ def positions_behind(is_end: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
 
 
 def place_of_line(source: PreparedSource, line: int) -> tuple[str, int]:
-    """The file, and the line in it, of a line that is counted through the source."""
+    """Return the file and the line in this file for a line number that counts through the whole source."""
     files = source.files
     if not files:
         return source.path.name, line
@@ -41,14 +46,12 @@ def place_of_line(source: PreparedSource, line: int) -> tuple[str, int]:
 
 
 class TokenSource:
-    """``input_ids`` and ``labels``, int64 [items, S]; labels are shifted by one, and IGNORE_INDEX where
-    nothing is learned.
+    """Items with ``input_ids`` and ``labels``, int64 [items, S].
 
-    ``keeps_apart``: also ``position_ids``, which begin again behind each end of a document; an end predicts
-    nothing then, since what follows it is another document.
-
-    An item weighs as many tokens as carry a label. ``sequence`` is the part of ``source`` to read: its
-    training tokens, or what is held out of them.
+    Labels are shifted by one, and IGNORE_INDEX at positions at which nothing is learned. The weight of an
+    item is its number of labels. ``sequence``: the part of ``source`` to read, either its training tokens or
+    its held-out tokens. ``keeps_apart``: also return ``position_ids``, which start at 0 after each end of a
+    document. In this case the end of a document has no label, because another document follows.
     """
 
     fill: Mapping[str, int] = {INPUT_IDS: 0, LABELS: IGNORE_INDEX, POSITIONS: 0}
@@ -73,10 +76,10 @@ class TokenSource:
         return self._reader.num_windows
 
     def read(self, items: Sequence[int]) -> Rows:
-        """Read items. Raises IndexError, and DataError if a file cannot be read any more."""
+        """Read items. Raises IndexError if an item does not exist, and DataError if a file cannot be read."""
         windows = self._reader.read(items)
         length = windows.tokens.shape[1] - 1
-        # A copy in any case: of one row the slice is contiguous already, and marking its labels would change
+        # Always copy: the slice of a single row is already contiguous, and changing its labels would change
         # the inputs.
         labels = windows.tokens[:, 1:].copy()
         valid = np.minimum(windows.lengths - 1, length)
@@ -92,13 +95,13 @@ class TokenSource:
         return Rows(tensors, weight=int(valid.sum()))
 
     def describe(self, item: int) -> str:
-        """The file, and the lines (or rows) of the documents or the tokens in it."""
+        """Return the file and the lines or rows of the item's documents, or the range of its tokens."""
         shard, first, end = self._reader.place(item)
         if shard.documents is None:
-            # Tokens are read where they lie, so that the shard is the file.
+            # Token files are read in place, so the shard is the file.
             return f"{shard.path.name}, tokens {shard.start + first} to {shard.start + end - 1}"
 
-        # Read when a message wants it: nothing else needs to know where documents begin.
+        # Read the index only for messages: no other code needs the starts of documents.
         documents = read_documents(shard.documents)
         within = np.searchsorted(documents[:, 0], [first, end - 1], side="right") - 1
         begun, ended = documents[within, 1].tolist()

@@ -1,5 +1,7 @@
-"""Tokenizers: the built-in one of bytes, and any transformers tokenizer from a local directory, never with
-remote code."""
+"""Tokenizers: the built-in byte tokenizer, and transformers tokenizers from a local directory.
+
+Remote code is never run.
+"""
 
 import importlib.util
 import json
@@ -36,7 +38,7 @@ Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 BYTE_END: Final = 256
 BYTE_END_TOKEN: Final = "<|end_of_document|>"
-"""How the end of a document is spelled in the transformers form of the byte tokenizer."""
+"""The spelling of the end of a document in the transformers form of the byte tokenizer."""
 
 _FIELD: Final = "spec.training.tokenizer"
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -70,19 +72,19 @@ _COPIED_FILES = (_FILE, *_CONFIG_FILES, *_OTHER_FILES)
 
 
 FOLLOWED: Final = "auto-"
-"""How the identity of a tokenizer begins whose files give other ids than its tokenizer.json alone."""
+"""Prefix of the identity of a tokenizer for which AutoTokenizer gives other ids than its tokenizer.json."""
 _GENERAL_CLASS: Final = "PreTrainedTokenizerFast"
 SAVE_AGAIN: Final = (
     "Correct the directory's files, or save the tokenizer again with save_pretrained as a "
     f"{_GENERAL_CLASS}, which needs no code of its own"
 )
-"""What to do about a directory that AutoTokenizer cannot load."""
+"""The remedy for a directory that AutoTokenizer cannot load."""
 _LONGEST_ERROR: Final = 300
-"""Most characters of an error of transformers in a message; some list all classes that there are."""
+"""Maximum number of characters of a transformers error in a message. Some errors list all classes."""
 
 
 class TextTokenizer(Protocol):
-    """Text to ids and back. ``identity`` changes whenever the ids of some text may."""
+    """Converts text to ids and back. ``identity`` changes if the ids of any text may change."""
 
     @property
     def vocab_size(self) -> int:
@@ -94,7 +96,7 @@ class TextTokenizer(Protocol):
 
     @property
     def identity(self) -> str:
-        """Equal for tokenizers that give equal ids."""
+        """A text that is equal for two tokenizers only if they give equal ids."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -102,42 +104,52 @@ class TextTokenizer(Protocol):
 
     @property
     def added_ids(self) -> frozenset[int]:
-        """Ids of tokens that are found in a text as they are spelled, such as the end of a turn."""
+        """Ids of tokens that are matched in a text by their spelling, for example the end of a turn."""
 
     @property
     def special_ids(self) -> Mapping[str, int]:
-        """Ids of ``bos_token`` and ``pad_token``, of those that the tokenizer has."""
+        """Ids of ``bos_token`` and ``pad_token``, by name. A token that the tokenizer lacks is absent."""
 
     @property
     def auto_error(self) -> str:
-        """The reason why AutoTokenizer cannot load the directory, so that only its tokenizer.json is read;
-        empty if it can, or if there is no directory."""
+        """The reason why AutoTokenizer cannot load the directory, so that only its tokenizer.json is read.
+
+        Empty if AutoTokenizer can load it, or if there is no directory.
+        """
 
     def encode_many(self, texts: Sequence[str]) -> list[Tokens]:
-        """The ids of each text, without any special token around them."""
+        """Return the ids of each text, without special tokens around them."""
 
     def encode_documents(
         self, texts: Sequence[str]
     ) -> tuple[Tokens, npt.NDArray[np.int64]]:
-        """The ids of all texts in one array, each text followed by the end id, and the number of ids of each
-        (end included)."""
+        """Return the ids of all texts in one array, and the number of ids of each text.
+
+        Each text is followed by the end id, which its number of ids includes.
+        """
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """The ids of a text, without any special token around them, and the characters [start, end) of each.
+        """Return the ids of a text, and the characters [start, end) of each id.
 
-        The spelling of a special token in the text is that token.
+        No special tokens are added around the text. A special token that is spelled in the text gets its id.
         """
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of some ids. Ends of documents are left out, and ids without a text, which a model with a
-        larger vocabulary gives."""
+        """Return the text of some ids.
+
+        Ends of documents are left out. Ids without a text, which a model with a larger vocabulary can
+        produce, are left out too.
+        """
 
     def save_pretrained(self, directory: Path) -> None:
-        """Write the tokenizer so that transformers' AutoTokenizer gives the same ids."""
+        """Write the tokenizer to a directory, from which transformers' AutoTokenizer gives the same ids."""
 
 
 def load_tokenizer(config: Tokenizer, base_directory: Path) -> TextTokenizer:
-    """The tokenizer a manifest names; its path is relative to ``base_directory``. Raises DataError."""
+    """Load the tokenizer that a manifest names. Its path is relative to ``base_directory``.
+
+    Raises DataError if the path is missing or the directory cannot be used.
+    """
     if config.type == "byte":
         return ByteTokenizer()
     if config.path is None:
@@ -153,19 +165,25 @@ def load_tokenizer(config: Tokenizer, base_directory: Path) -> TextTokenizer:
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype[Any]:
-    """uint16 where it holds every id below ``vocab_size``, else uint32; little-endian, as on disk."""
+    """Return uint16 if it holds every id below ``vocab_size``, else uint32; little-endian, as on disk.
+
+    For example, a vocabulary of 50,257 ids fits in uint16 and a vocabulary of 128,256 ids needs uint32.
+    """
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 def describe_reader(tokenizer: TextTokenizer) -> dict[str, str]:
-    """Which reader's ids are trained, for the record of a run."""
+    """Describe the reader that produced the ids, for the record of a run."""
     if tokenizer.auto_error:
         return {"reader": f"{_FILE} alone", "autoTokenizer": tokenizer.auto_error}
     return {"reader": "AutoTokenizer"}
 
 
 def replace_lone_surrogates(text: str) -> str:
-    """Half a surrogate pair (JSON can escape one) is no character and has no UTF-8: U+FFFD stands for it."""
+    """Replace each lone surrogate with U+FFFD.
+
+    JSON can escape half of a surrogate pair, which is not a character and cannot be encoded as UTF-8.
+    """
     return _LONE_SURROGATE.sub("\ufffd", text)
 
 
@@ -188,8 +206,8 @@ class ByteTokenizer:
     def encode_documents(
         self, texts: Sequence[str]
     ) -> tuple[Tokens, npt.NDArray[np.int64]]:
-        # One array for all documents: the separator, which no text contains, becomes the end id and marks the
-        # lengths.
+        # Join all documents into one array. The separator, a byte that no text contains, becomes the end id
+        # and marks the lengths.
         joined = bytes([_SEPARATOR]).join([*_utf8(texts), b""])
         data = np.frombuffer(joined, dtype=np.uint8)
         ends = np.flatnonzero(data == _SEPARATOR)
@@ -207,7 +225,7 @@ class ByteTokenizer:
                 offsets.append((place, place + len(BYTE_END_TOKEN)))
                 place += len(BYTE_END_TOKEN)
             data = np.frombuffer(_utf8([part])[0], dtype=np.uint8)
-            # All but the first byte of a character begin with the bits 10.
+            # Every byte of a character except the first one begins with the bits 10.
             starts: list[int] = (np.cumsum((data & 0xC0) != 0x80) - 1 + place).tolist()
             offsets += [(start, start + 1) for start in starts]
             ids += data.tolist()
@@ -218,10 +236,10 @@ class ByteTokenizer:
         return bytes(one for one in ids if one < BYTE_END).decode("utf-8", errors="replace")
 
     def save_pretrained(self, directory: Path) -> None:
-        """A BPE without merges over GPT-2's printable names of the 256 bytes."""
-        # The ids of the bytes are the bytes; the end of a document gets the next free id, which is 256.
-        # The names are part of a published format (GPT-2's ``bytes_to_unicode``), which other tools read: a
-        # byte that can be printed stands for itself, and the others for the next characters after those.
+        """Write a BPE tokenizer without merges over GPT-2's printable names of the 256 bytes."""
+        # The id of a byte is the byte itself, and the end of a document gets the next free id, 256. The names
+        # follow a published format (GPT-2's ``bytes_to_unicode``), which other tools read: the name of a
+        # printable byte is its own character, and the other bytes are named by the characters from U+0100.
         printable = {
             *range(ord("!"), ord("~") + 1),
             *range(ord("¡"), ord("¬") + 1),
@@ -261,9 +279,9 @@ def _utf8(texts: Sequence[str]) -> list[bytes]:
 class BackendTokenizer:
     """A tokenizer of the tokenizers library.
 
-    ``files``: what ``save_pretrained`` copies, by its name there. ``in_batches``: encode many texts a call,
-    about a fifth quicker; only where the library's own threads are switched off, as in the helpers of
-    ``prepare``.
+    ``files``: the files that ``save_pretrained`` copies, by their name in the new directory. ``in_batches``:
+    encode many texts per call, which is about 20% faster. Use it only if the library's threads are switched
+    off, as in the helper processes of ``prepare``.
     """
 
     def __init__(
@@ -293,7 +311,7 @@ class BackendTokenizer:
     def encode_documents(
         self, texts: Sequence[str]
     ) -> tuple[Tokens, npt.NDArray[np.int64]]:
-        # The library's own end token would depend on settings of the tokenizer's file.
+        # Append the end id here: an end token added by the library depends on settings in the tokenizer file.
         ids = self._ids(texts)
         for one in ids:
             one.append(self.end_of_document)
@@ -315,7 +333,7 @@ class BackendTokenizer:
         for name, file in self._files.items():
             (directory / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(file, directory / name)
-        # A directory with dropout of merges would give other ids than those that were trained.
+        # Remove dropout of merges: a tokenizer with dropout would give other ids than the trained ids.
         stored = directory / _FILE
         if stored.is_file():
             value = json.loads(stored.read_text(encoding="utf-8"))
@@ -332,12 +350,12 @@ class BackendTokenizer:
         try:
             return self._encode(texts)
         except TypeError:
-            # The library's answer to a str that has no UTF-8.
+            # The library raises TypeError for a str that cannot be encoded as UTF-8.
             return self._encode([replace_lone_surrogates(text) for text in texts])
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         if not self._in_batches:
-            # One at a time: a batch would start the library's threads in this process, which may fork later.
+            # Encode texts one at a time: a batch starts the library's threads, and this process may fork.
             return [
                 self._backend.encode(text, add_special_tokens=False).ids for text in texts
             ]
@@ -350,9 +368,9 @@ class BackendTokenizer:
 
 
 def load_directory(directory: Path) -> BackendTokenizer:
-    """The tokenizer of a transformers directory, read once in a process as long as its files do not change.
+    """Load the tokenizer of a transformers directory. It is cached until the files of the directory change.
 
-    Raises DataError naming the directory and what to do.
+    Raises DataError, with the directory and a remedy, if there is no usable tokenizer.
     """
     if not directory.is_dir():
         what = "is not a directory" if directory.exists() else "does not exist"
@@ -362,7 +380,8 @@ def load_directory(directory: Path) -> BackendTokenizer:
             "a transformers tokenizer is a local directory",
             "Check the path; nothing is ever downloaded",
         )
-    # Preflight, preparation and the task ask one after the other, and a large tokenizer takes seconds.
+    # Cache by the state of the files: preflight, preparation and the task each load the tokenizer, and
+    # loading a large one takes seconds.
     try:
         entries = [
             (path.name, path.stat()) for path in directory.iterdir() if path.is_file()
@@ -381,7 +400,7 @@ def load_directory(directory: Path) -> BackendTokenizer:
 def _load_files(
     directory: Path, stamps: tuple[tuple[str, int, int, int], ...]
 ) -> BackendTokenizer:
-    """``stamps``: what tells the directory's files from others that were there before."""
+    """Load the tokenizer. ``stamps`` is only a cache key: name, inode, size and time of each file."""
     path = directory / _FILE
     if not path.is_file():
         return _load_with_transformers(directory)
@@ -390,7 +409,7 @@ def _load_files(
     except (OSError, ValueError) as error:
         raise _problem(path, "cannot be read", str(error), "Copy the file again") from error
     except Exception as error:
-        # The library raises plain Exception for a file it cannot use.
+        # The library raises a plain Exception for a file that it cannot use.
         raise _problem(
             path,
             "is not a tokenizer",
@@ -401,13 +420,13 @@ def _load_files(
     end_token = _read_token(directory, "eos_token")
     is_known = end_token is None or backend.token_to_id(end_token) is not None
     followed, further, auto_error = backend, "", ""
-    # transformers makes a new token of a misspelled one. It is refused below.
+    # Skip AutoTokenizer if the end token is misspelled: transformers would add it as a new token. The
+    # misspelled token is refused below.
     if is_known or end_token in listed_tokens(directory):
         try:
             auto = load_auto(directory)
         except Exception as error:  # noqa: BLE001 - transformers raises whatever its classes raise
-            # There is nothing else to follow: this file alone is what other programs have, too. Preflight
-            # warns of it.
+            # Use tokenizer.json alone, as other programs do. Preflight logs a warning.
             auto_error = _first_line(error, directory)
         else:
             followed, further = _follow_auto(backend, auto, directory)
@@ -424,17 +443,18 @@ def _load_files(
 
 
 def _first_line(error: Exception, directory: Path) -> str:
-    """The first line of an error of transformers, which may have many, without the place of ``directory``."""
+    """Return the first line of a transformers error, with the name of ``directory`` in place of its path."""
     line = str(error).strip().partition("\n")[0].replace(str(directory), directory.name)
     line = line[:_LONGEST_ERROR].rstrip(" .")
     return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
 def _follow_auto(backend: Backend, auto: Any, directory: Path) -> tuple[Backend, str]:
-    """``backend``, or what AutoTokenizer makes of the directory's files if that gives a text other ids.
+    """Return ``backend``, or the tokenizer of AutoTokenizer if it gives other ids for a probe text.
 
-    ``auto``: what AutoTokenizer makes of them. Returns what tells the ids from those of ``tokenizer.json``
-    alone, too; empty if they are the same. Raises DataError for ids that only transformers' own code makes.
+    ``auto``: the tokenizer that AutoTokenizer loads from the directory. Also returns a digest of its ids,
+    which distinguishes them from the ids of ``tokenizer.json`` alone; the digest is empty if the ids are the
+    same. Raises DataError if only Python code of transformers can produce the ids.
     """
     _switch_off_dropout(getattr(auto, "backend_tokenizer", None))
     texts = probe_texts(directory)
@@ -456,13 +476,13 @@ def _follow_auto(backend: Backend, auto: Any, directory: Path) -> tuple[Backend,
 
 
 def _portable(auto: Any, directory: Path) -> Backend:
-    """transformers' tokenizer as one of the tokenizers library, as helper processes get it.
+    """Return a transformers tokenizer as a tokenizer of the tokenizers library, for helper processes.
 
-    Raises DataError for a tokenizer without one, and for ids that only transformers' own code makes.
+    Raises DataError if it has no such form, or if only Python code of transformers can produce its ids.
     """
     remedy = f"Load it with transformers once and save it again with save_pretrained, which writes a {_FILE}"
     backend = getattr(auto, "backend_tokenizer", None)
-    # Preparation runs in helper processes that get the tokenizer as text: one in Python has no such form.
+    # Helper processes of preparation receive the tokenizer as JSON. A tokenizer in Python has no JSON form.
     if not isinstance(backend, Backend):
         raise _problem(
             directory,
@@ -489,11 +509,11 @@ def _portable(auto: Any, directory: Path) -> Backend:
 
 
 def check_saved(tokenizer: TextTokenizer, directory: Path) -> TokenizerDifference | None:
-    """Compare a tokenizer with what AutoTokenizer makes of a directory that it was saved in.
+    """Compare a tokenizer with the tokenizer that AutoTokenizer loads from a directory it was saved in.
 
-    The directory's ``config.json``, if it has one, decides about the class that transformers takes. Where
-    the files give a text other ids, they are written again so that they do not, if that can be done. Returns
-    the difference that is left. Raises DataError if transformers cannot load it.
+    The directory's ``config.json``, if it has one, determines the class that transformers loads. If the ids
+    of a probe text differ, the files are written again for the general class, and the comparison is repeated.
+    Returns the remaining difference, or None. Raises DataError if transformers cannot load the directory.
     """
 
     def compare() -> TokenizerDifference | None:
@@ -514,7 +534,7 @@ def check_saved(tokenizer: TextTokenizer, directory: Path) -> TokenizerDifferenc
     difference = compare()
     if difference is None or not isinstance(tokenizer, BackendTokenizer):
         return difference
-    # By transformers' general class, which takes tokenizer.json as it is.
+    # Name transformers' general class, which uses tokenizer.json without changes.
     (directory / _FILE).write_text(tokenizer.to_json(), encoding="utf-8")
     path = directory / _CONFIG_FILES[0]
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -524,7 +544,7 @@ def check_saved(tokenizer: TextTokenizer, directory: Path) -> TokenizerDifferenc
 
 
 def problem_of_difference(difference: TokenizerDifference) -> Problem:
-    """The problem of a text to which transformers gives other ids in an export."""
+    """Return the problem that transformers gives other ids for a text in an export."""
     return Problem(
         _FIELD,
         f"transformers would give other ids in an export: {difference}",
@@ -534,18 +554,21 @@ def problem_of_difference(difference: TokenizerDifference) -> Problem:
 
 
 def _load_auto(directory: Path, found: Sequence[Path]) -> Any:
-    """As ``load_auto``. ``found``: the files that it has to read, for messages. Raises DataError."""
+    """Call ``load_auto``, and raise DataError if it fails.
+
+    ``found``: the files that it reads, for the message.
+    """
     try:
         return load_auto(directory)
     except Exception as error:
-        # A file of tiktoken, which may have the same name, is a text.
+        # The first byte distinguishes a SentencePiece model from a tiktoken text file of the same name.
         pieces = [
             path.name
             for path in found
             if path.name in _SENTENCE_PIECE_FILES and path.read_bytes()[:1] == b"\n"
         ]
         if pieces and importlib.util.find_spec("sentencepiece") is None:
-            # transformers tries its readers one after the other, and names the package of the last one.
+            # transformers tries its readers in turn, and its error names only the package of the last reader.
             raise _problem(
                 directory,
                 f"holds a SentencePiece model ({pieces[0]}) and no {_FILE}",
@@ -562,9 +585,9 @@ def _load_auto(directory: Path, found: Sequence[Path]) -> Any:
 
 
 def _switch_off_dropout(backend: Any) -> bool:
-    """Switch dropout of merges off, which some training recipes save. Returns whether there was any.
+    """Switch off dropout of merges, which some training recipes save. Returns whether it was on.
 
-    It gives other ids for one text at every call, so that ids could not be compared either.
+    With dropout, every call gives other ids for the same text, so ids could not be compared.
     """
     model = getattr(backend, "model", None)
     if not getattr(model, "dropout", None):
@@ -574,7 +597,7 @@ def _switch_off_dropout(backend: Any) -> bool:
 
 
 def load_json(text: str, *, end_of_document: int, identity: str) -> BackendTokenizer:
-    """The tokenizer written by ``to_json``, for a helper process without the library's threads."""
+    """Load a tokenizer from the text of ``to_json``, in a helper process without the library's threads."""
     return BackendTokenizer(
         Backend.from_str(text),
         end_of_document=end_of_document,
@@ -592,8 +615,11 @@ def _build(
     further: str = "",
     had_dropout: bool = False,
 ) -> BackendTokenizer:
-    """``decisive``: the files that the ids depend on. ``further``: tells other ids apart that they give.
-    ``had_dropout``: dropout of merges, which they save, was switched off."""
+    """Build the tokenizer and its identity. Raises DataError if it has no end of document.
+
+    ``decisive``: the files that the ids depend on. ``further``: a digest of ids that these files do not
+    determine alone. ``had_dropout``: whether dropout of merges was switched off.
+    """
     end = backend.token_to_id(end_token) if end_token is not None else None
     if end is None:
         why = (
@@ -607,10 +633,10 @@ def _build(
             why,
             "Set eos_token in tokenizer_config.json",
         )
-    # Saved settings of some other use: a document is never cut or filled up.
+    # Reset saved settings of other uses: a document is never truncated or padded.
     backend.no_truncation()
     backend.no_padding()
-    # By content: a directory that is copied or touched prepares nothing again.
+    # Hash the content, so that data is not prepared again after the directory is copied or touched.
     digest = xxhash.xxh3_128()
     for path in decisive:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -623,8 +649,8 @@ def _build(
         name: None if one is None else backend.token_to_id(one)
         for name, one in named.items()
     }
-    # Data that was prepared with dropout of merges is other data: the identity differs from the one that
-    # versions with dropout gave.
+    # Earlier versions prepared data with dropout of merges, which gives other ids. The suffix makes the
+    # identity differ from the identity of such data.
     prefix, suffix = FOLLOWED if further else "files-", "-no-dropout" if had_dropout else ""
     return BackendTokenizer(
         backend,
@@ -646,7 +672,7 @@ def _read_token(directory: Path, key: str) -> str | None:
             raise _problem(
                 path, "is not valid JSON", str(error), "Copy the file again"
             ) from error
-        # Either a text or an object with the text in it, by the version that saved it.
+        # The token is a text or an object that contains the text, depending on the version that saved it.
         token = config.get(key) if isinstance(config, dict) else None
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str):
@@ -655,8 +681,10 @@ def _read_token(directory: Path, key: str) -> str | None:
 
 
 def _load_with_transformers(directory: Path) -> BackendTokenizer:
-    """Older directories without a tokenizer.json: transformers converts them, offline and without
-    their code."""
+    """Load an older directory without a tokenizer.json: transformers converts it.
+
+    The conversion works offline and runs no code from the directory.
+    """
     found = [
         directory / name
         for name in (*_CONFIG_FILES, *_OTHER_FILES)

@@ -1,6 +1,6 @@
-"""The work on one chunk: texts → token file, and token file → training and held-out parts.
+"""The jobs on chunks: texts → token file, and token file → training and held-out parts.
 
-It runs in any process.
+A job can run in any process.
 """
 
 import json
@@ -23,17 +23,17 @@ from evergrad_trainer.data.prepared import TRAIN, documents_path, tokens_path
 from evergrad_trainer.data.tokenizers import TextTokenizer
 
 WHOLE: Final = "whole"
-"""Name of a chunk's token file while held-out documents are still in it."""
+"""Name of the stream of a chunk that still contains its held-out documents."""
 
 _SPLIT_TOKENS: Final = 4 * 2**20
-"""About how many tokens of a chunk are in memory while it is split."""
+"""Approximate number of tokens in memory while a chunk is split."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """The directory of a preparation under way.
+    """The directory of an unfinished preparation.
 
-    Its ``data`` becomes the published directory by one rename.
+    One rename turns its subdirectory ``data`` into the published directory.
     """
 
     directory: Path
@@ -45,24 +45,24 @@ class Attempt:
 
     @property
     def chunks(self) -> Path:
-        """Records of finished jobs, and whole chunks that are still to be split."""
+        """Records of finished jobs, and whole chunks that must still be split."""
         return self.directory / "chunks"
 
     @property
     def partial(self) -> Path:
-        """Files being written."""
+        """Files that are still being written."""
         return self.directory / "partial"
 
     def record(self, kind: str, number: int) -> Path:
-        """The file that says that a job is finished."""
+        """Return the path of the record of a finished job."""
         return self.chunks / f"{kind}-{number:05d}.json"
 
 
 @dataclass(frozen=True)
 class TokenizeJob:
-    """Tokenise chunks of a source, one after the other.
+    """A job that tokenises chunks of a source in order.
 
-    ``is_whole``: held-out documents are taken out later. ``only_check``: just count what is wrong.
+    ``is_whole``: held-out documents will be split off later. ``only_check``: only count malformed lines.
     """
 
     form: TextFormat
@@ -85,7 +85,7 @@ class TokenizeJob:
 
 @dataclass(frozen=True)
 class SplitJob:
-    """Take some documents, by their place in the chunk, out of a whole chunk."""
+    """A job that splits a whole chunk. ``held_out``: positions of the held-out documents in the chunk."""
 
     attempt: Path
     number: int
@@ -101,8 +101,8 @@ Job = TokenizeJob | SplitJob
 
 
 def job_from_json(value: dict[str, Any]) -> Job:
-    """The inverse of both ``to_json``."""
-    # Paths and tuples are texts and lists in JSON.
+    """Build a job from its JSON values. The inverse of both ``to_json`` methods."""
+    # JSON has texts and lists in place of paths and tuples.
     fields = {key: item for key, item in value.items() if key != "kind"}
     fields["attempt"] = Path(value["attempt"])
     if value["kind"] == "split":
@@ -115,7 +115,7 @@ def job_from_json(value: dict[str, Any]) -> Job:
 
 @dataclass(frozen=True)
 class ChunkResult:
-    """The result of a job: tokens and documents of each stream, and the lines that were passed over."""
+    """The result of a job: numbers of tokens and documents by stream, and counts of skipped lines."""
 
     number: int
     tokens: dict[str, int]
@@ -143,15 +143,15 @@ class ChunkResult:
 
 
 def execute(job: Job, tokenizer: TextTokenizer) -> Iterator[ChunkResult]:
-    """Do one job: an outcome for each of its chunks, whose record lies there by then.
+    """Run a job, and yield a result for each of its chunks after its record is written.
 
-    Raises DataError, OSError.
+    Raises DataError if the source has changed or cannot be read, and OSError if the disk fails.
     """
     if isinstance(job, SplitJob):
         try:
             outcome = _split(job)
         except FileNotFoundError:
-            # A helper that outlived its killed parent was doing the same job and has finished it.
+            # Another helper, which outlived its killed parent, may have finished the same job.
             known = finished(Attempt(job.attempt), "split", job.number)
             if known is None:
                 raise
@@ -165,16 +165,16 @@ def execute(job: Job, tokenizer: TextTokenizer) -> Iterator[ChunkResult]:
                 continue
             tally = LineCounts()
             for texts, lines in reader.read(chunk, tally):
-                # A mistake in a row may show in its tokens only.
+                # Encode rows too, because some problems are detected only in the tokens.
                 if job.form.rows is not None:
                     job.form.rows.encode(tokenizer, texts, lines, tally)
             yield ChunkResult(chunk.number, {}, {}, tally)
 
 
 def finished(attempt: Attempt, kind: str, number: int) -> ChunkResult | None:
-    """The outcome of a job whose record lies there, or None.
+    """Return the result of a finished job, or None if it has no valid record.
 
-    A record torn by a loss of power counts as none.
+    A record that a power failure truncated is not valid.
     """
     try:
         text = attempt.record(kind, number).read_text(encoding="utf-8")
@@ -191,7 +191,7 @@ def _tokenize(
     stream, directory = (WHOLE, attempt.chunks) if job.is_whole else (TRAIN, attempt.data)
     tally = LineCounts()
     with _written(attempt, directory, stream, number) as files:
-        # Block by block: memory does not depend on the size of the chunk.
+        # Read block by block, so that memory does not depend on the size of the chunk.
         for texts, lines in reader.read(chunk, tally):
             if job.form.rows is not None:
                 files.add(*job.form.rows.encode(tokenizer, texts, lines, tally))
@@ -200,11 +200,11 @@ def _tokenize(
             numbers = np.array(lines, dtype=np.int64)
             is_document = lengths > 1
             if not is_document.all():
-                # A tokenizer may drop all of a text; an end without a document is none.
+                # A tokenizer may drop a whole text. The end id alone is not a document.
                 tokens = tokens[np.repeat(is_document, lengths)]
                 tally.skipped[SkipReason.EMPTY_TEXT] += int(np.count_nonzero(~is_document))
             files.add(tokens, lengths[is_document], numbers[is_document])
-    # The record comes last: it says that both files are whole.
+    # Write the record last, because it states that both files are complete.
     outcome = ChunkResult(
         number,
         tokens={stream: files.num_tokens},
@@ -223,7 +223,7 @@ def _split(job: SplitJob) -> ChunkResult:
     index = np.fromfile(documents_path(attempt.chunks, WHOLE, number), dtype="<i8")
     documents = index.reshape(-1, 2)
 
-    # A document ends where the next one begins, the last one at the end of the file.
+    # A document ends at the beginning of the next document, and the last document at the end of the file.
     total = whole.stat().st_size // dtype.itemsize
     begins, lines = documents[:, 0], documents[:, 1]
     ends = np.append(begins[1:], total) if len(documents) else begins
@@ -238,12 +238,12 @@ def _split(job: SplitJob) -> ChunkResult:
         first = 0
         begin = 0
         while first < len(ends):
-            # Groups of at least one document: a chunk may hold more tokens than memory should.
+            # Process groups of at least one document, because a whole chunk may need too much memory.
             fitting = int(np.searchsorted(ends, begin + _SPLIT_TOKENS, side="right"))
             last = max(first + 1, fitting)
             group = slice(first, last)
             tokens = np.fromfile(file, dtype=dtype, count=int(lengths[group].sum()))
-            # Both parts keep the order of the source, which the index of documents relies on.
+            # Keep the order of the source in both parts, because the index of documents depends on it.
             is_out = is_held_out[group]
             for files, chosen in ((kept, ~is_out), (held_out, is_out)):
                 of_chosen = np.repeat(chosen, lengths[group])
@@ -258,14 +258,14 @@ def _split(job: SplitJob) -> ChunkResult:
         tally=LineCounts(),
     )
     write_json(attempt.record("split", number), outcome.to_json(), aside=attempt.partial)
-    # Only now: a kill before the record means that the chunk is split once more, from these files.
+    # Remove these files only after the record is written: after a kill before it, the chunk is split again.
     for path in (whole, documents_path(attempt.chunks, WHOLE, number)):
         path.unlink(missing_ok=True)
     return outcome
 
 
 class _Files:
-    """The token file of a chunk and its index of documents, being written."""
+    """Writes the token file of a chunk and its index of documents."""
 
     def __init__(self, tokens: BinaryIO, documents: BinaryIO) -> None:
         self._tokens = tokens
@@ -279,8 +279,11 @@ class _Files:
         lengths: npt.NDArray[np.int64],
         lines: npt.NDArray[np.int64],
     ) -> None:
-        """Append documents, which lie one after the other in ``tokens``."""
-        # Where each document begins in the chunk's file, and which line of the source it was.
+        """Append documents, whose ids are concatenated in ``tokens``.
+
+        ``lengths`` and ``lines``: number of ids and line of each document, both of shape (documents,).
+        """
+        # The index has the start of each document in the chunk's file, and its line in the source.
         starts = np.cumsum(lengths) - lengths + self.num_tokens
         index = np.stack([starts, lines], axis=1).astype("<i8")
         ids = np.ascontiguousarray(tokens, dtype=tokens.dtype.newbyteorder("<"))
@@ -294,7 +297,7 @@ class _Files:
 def _written(
     attempt: Attempt, directory: Path, stream: str, number: int
 ) -> Iterator[_Files]:
-    """Write both files aside; when the body is done, make them durable and give them their names."""
+    """Write both files under temporary names. After the body, make them durable and rename them."""
     suffix = unique_suffix()
     finals = (
         tokens_path(directory, stream, number),
@@ -307,11 +310,11 @@ def _written(
             for file in (tokens, documents):
                 file.flush()
                 os.fsync(file.fileno())
-        # Durable before they have their names: what has a final name is whole, also after a power cut.
+        # Rename only after fsync, so that a file with its final name is complete even after a power failure.
         for aside, final in zip(asides, finals, strict=True):
             aside.rename(final)
     except BaseException:
-        # Also on Ctrl-C; after a kill the next attempt removes the whole folder.
+        # Clean up on Ctrl-C too. After a kill, the next attempt removes the whole folder.
         for aside in asides:
             with suppress(OSError):
                 aside.unlink(missing_ok=True)

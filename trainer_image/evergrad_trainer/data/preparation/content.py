@@ -1,4 +1,4 @@
-"""The content of a source: its files as they were scanned, and the chunks of them that jobs work on."""
+"""The content of a source: its scanned files, and their division into chunks for jobs."""
 
 import json
 from bisect import bisect_right
@@ -15,12 +15,13 @@ from evergrad_trainer.data.preparation import sources
 from evergrad_trainer.data.preparation.sources import Scan, raise_if_changed
 
 _MOST_READERS: Final = 8
-"""Jobs that read one compressed source at the same time: each unpacks what lies before its part, too."""
+"""Maximum number of jobs that read a compressed source at the same time. Each job must also unpack the
+content before its part."""
 
 
 @dataclass(frozen=True)
 class ContentPiece:
-    """A span of a file (``sources.Span``), whose ``first_line`` counts through the whole source."""
+    """A span of a file (``sources.FileSpan``), whose ``first_line`` counts through the whole source."""
 
     path: Path
     start: int
@@ -31,18 +32,18 @@ class ContentPiece:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Pieces that are tokenised into one token file."""
+    """Pieces of files that are tokenised into one token file."""
 
     number: int
     pieces: tuple[ContentPiece, ...]
 
     @property
     def size(self) -> int:
-        """Bytes of all pieces."""
+        """Size of all pieces in bytes."""
         return sum(piece.size for piece in self.pieces)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values only."""
+        """Return the chunk as JSON values."""
         pieces = [{**asdict(piece), "path": str(piece.path)} for piece in self.pieces]
         return {"number": self.number, "pieces": pieces}
 
@@ -57,13 +58,13 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Content:
-    """Files of a source in their order, each with its scan."""
+    """The files of a source in order, each with its scan."""
 
     files: tuple[tuple[Path, Scan], ...]
 
     @cached_property
     def content_hash(self) -> str:
-        """Hash of what the files hold, in their order. Their names and places are no part of it."""
+        """Hash of the contents of the files, in order. It does not depend on their names or paths."""
         if len(self.files) == 1:
             return self.files[0][1].content_hash
         text = json.dumps([[scan.content_hash, scan.size] for _, scan in self.files])
@@ -71,19 +72,19 @@ class Content:
 
     @cached_property
     def size(self) -> int:
-        """Bytes of all files, unpacked."""
+        """Unpacked size of all files in bytes."""
         return sum(scan.size for _, scan in self.files)
 
     @cached_property
     def lines(self) -> int:
-        """Lines, rows or documents of all files, counted through."""
+        """Number of lines, rows or documents of all files."""
         return sum(scan.lines for _, scan in self.files)
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
-        """Spans of all files in their order, put together to chunks of a like size.
+        """The spans of all files in order, combined into chunks of similar size.
 
-        Depends on the content alone. A source of one large file has a chunk for each span.
+        The chunks depend only on the content. If a source is one large file, each span is a chunk.
         """
         total = sum(span.size for _, scan in self.files for span in scan.spans)
         wanted = max(sources.SMALLEST_CHUNK, -(-total // sources.MOST_CHUNKS))
@@ -104,19 +105,22 @@ class Content:
         return tuple(found)
 
     def place(self, line: int) -> tuple[Path, int]:
-        """The file, and the line in it, of a line that is counted through the source (from 1)."""
+        """Return the file and the line in this file for a line number (from 1) in the whole source."""
         ends = list(accumulate(scan.lines for _, scan in self.files))
         at = bisect_right(ends, line - 1)
         return self.files[at][0], line - (ends[at - 1] if at else 0)
 
     def raise_if_changed(self) -> None:
-        """Raise DataError if a file is not the one that was scanned."""
+        """Raise DataError if a file has changed since it was scanned."""
         for path, scan in self.files:
             raise_if_changed(path, scan.stat)
 
     def runs(self, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, ...]]:
-        """``chunks`` as jobs work on them: each alone, but several of a compressed file one after the other,
-        since that can be read from its beginning only."""
+        """Divide ``chunks`` into jobs.
+
+        A job has one chunk, or several consecutive chunks of a compressed file, because a compressed file can
+        be read only from its beginning.
+        """
         packed = {path for path, scan in self.files if scan.is_packed}
         longest = {}
         for path in packed:

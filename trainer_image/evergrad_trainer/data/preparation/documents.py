@@ -1,5 +1,7 @@
-"""Turns lines, of one JSON object each or plain, into texts, and counts each line that gives none under its
-reason."""
+"""Converts lines to texts. A line is a JSON object or plain text.
+
+Lines that give no text are counted by reason.
+"""
 
 import json
 from collections import Counter
@@ -19,7 +21,7 @@ from evergrad_trainer.data.preparation.json_values import (
 from evergrad_trainer.data.tokenizers import replace_lone_surrogates
 
 MOST_PROBLEMS: Final = 5
-"""Malformed lines that are named one by one, and as many rows that are too long."""
+"""Maximum number of malformed lines that are listed. The same number of too long rows is listed too."""
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _WHITE: Final = " \t\r\n"
 _scan: Callable[[str, int], tuple[Any, int]] = cast(Any, scanner).make_scanner(
@@ -28,7 +30,7 @@ _scan: Callable[[str, int], tuple[Any, int]] = cast(Any, scanner).make_scanner(
 
 
 class SkipReason(StrEnum):
-    """Why a line gives no document."""
+    """The reason why a line gives no document, or only a part of its content."""
 
     NOT_UTF8 = "notUtf8"
     NOT_JSON = "notJson"
@@ -67,20 +69,22 @@ OF_DROPPED: Final = {
     REASONING: SkipReason.DROPPED_REASONING,
     TOOL_CALLS: SkipReason.DROPPED_TOOL_CALLS,
 }
-"""Reason under which a row is counted whose template leaves out a part of this kind."""
+"""The reason to count a row under if its template omits a part of this kind."""
 KEPT: Final = frozenset({SkipReason.TRUNCATED, *OF_DROPPED.values()})
-"""Reasons of rows that are trained on all the same, but for a part of them."""
+"""Reasons of rows that are used for training although a part of them is omitted."""
 
 HARMLESS: Final = frozenset(
     {SkipReason.BLANK_LINE, SkipReason.EMPTY_TEXT, SkipReason.LEFT_OUT, *KEPT}
 )
-"""Counted and passed over (or cut, as the file asks for) under every policy for malformed lines."""
+"""Reasons that are not malformed: under every policy, the line is counted, and skipped or truncated."""
 
 
 @dataclass(frozen=True)
 class LineProblem:
-    """A malformed line (row, or file that is one document), by its number in the source. ``is_torn``: the
-    file ends within it."""
+    """A malformed line, or a row, or a file that is one document.
+
+    ``line``: its number in the source. ``is_torn``: the file ends within the line.
+    """
 
     line: int
     what: str
@@ -90,7 +94,7 @@ class LineProblem:
 
 
 class RowError(Exception):
-    """A row that cannot be read: what it is, and why that is wrong."""
+    """A row cannot be read. ``what`` describes the problem, and ``why`` explains it."""
 
     def __init__(self, what: str, why: str) -> None:
         super().__init__(what)
@@ -99,10 +103,11 @@ class RowError(Exception):
 
 @dataclass
 class LineCounts:
-    """Counts of a chunk's lines that gave no text, and the first problems: malformed lines, and rows that are
-    too long, each by themselves, since a policy may let pass the ones and not the others.
+    """Counts the lines of a chunk that gave no text, and collects the first problems.
 
-    ``repaired``: texts in which half a surrogate pair was replaced.
+    The first malformed lines and the first rows that are too long are collected separately, because a policy
+    may skip malformed lines but refuse rows that are too long. ``repaired``: number of texts in which a lone
+    surrogate was replaced.
     """
 
     skipped: Counter[str] = field(default_factory=Counter)
@@ -111,23 +116,23 @@ class LineCounts:
 
     @property
     def malformed(self) -> int:
-        """Lines that are an error under ``malformed: refuse``."""
+        """Number of lines that are an error under ``malformed: refuse``."""
         counts = [count for reason, count in self.skipped.items() if reason not in HARMLESS]
         return sum(counts)
 
     def pass_over(self, problem: LineProblem, reason: SkipReason) -> None:
-        """Count a malformed line."""
+        """Count a malformed line, and collect its problem."""
         self.skipped[reason] += 1
-        # A file of the wrong kind has a problem in every line; the first ones show which it is.
+        # Keep only the first problems: every line of a file of the wrong format has one.
         known = sum(one.is_too_long == problem.is_too_long for one in self.problems)
         if known < MOST_PROBLEMS:
             self.problems.append(problem)
 
     def add(self, other: "LineCounts") -> None:
-        """Take in a later chunk's counts."""
+        """Add the counts and problems of another chunk."""
         self.skipped.update(other.skipped)
         self.repaired += other.repaired
-        # Chunks finish in any order; the problems shown are the first of the file all the same.
+        # Sort by line, because chunks finish in any order.
         problems = [*self.problems, *other.problems]
         problems.sort(key=lambda problem: problem.line)
         of_kind = [
@@ -137,7 +142,7 @@ class LineCounts:
         self.problems = sorted(kept, key=lambda problem: problem.line)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values only."""
+        """Return the counts as JSON values."""
         return {
             "skipped": dict(self.skipped),
             "repaired": self.repaired,
@@ -153,7 +158,7 @@ class LineCounts:
 
 @dataclass(frozen=True)
 class Block:
-    """Some whole lines. ``is_torn``: the file ends without a newline, in the last of them."""
+    """Some whole lines. ``is_torn``: the last of these lines ends the file without a newline."""
 
     data: bytes
     is_torn: bool
@@ -162,10 +167,9 @@ class Block:
 def read_blocks(
     file: BinaryIO | RawIOBase, *, start: int, end: int, size: int
 ) -> Iterator[Block]:
-    """Bytes [start, end), which are whole lines, in pieces of whole lines of about ``size`` bytes. A
-    byte-order mark is left out.
+    """Yield the bytes [start, end), which are whole lines, in blocks of whole lines of about ``size`` bytes.
 
-    Raises EOFError if the file is shorter.
+    A byte-order mark at the start of the file is removed. Raises EOFError if the file ends before ``end``.
     """
     file.seek(start)
     pieces: list[bytes] = []
@@ -176,7 +180,7 @@ def read_blocks(
         if not data:
             raise EOFError
         left -= len(data)
-        # A line may be longer than a block: what follows the last newline waits for the next one.
+        # Keep the bytes after the last newline for the next block. A line may be longer than a block.
         cut = data.rfind(b"\n") + 1
         if cut:
             lines = b"".join([*pieces, data[:cut]])
@@ -190,10 +194,11 @@ def read_blocks(
 
 
 class DocumentReader:
-    """Turns lines into texts.
+    """Converts lines to texts.
 
-    ``tally`` collects what was passed over; ``line`` is the number of the next line. ``text_field``: None
-    where each line is a text as it is. ``render``: makes the text of an object that is a row.
+    ``tally`` counts the skipped lines, and ``line`` is the number of the next line. ``text_field``: the field
+    of an object that contains its text; None if each line is plain text. ``render``: converts an object that
+    is a row to its text.
     """
 
     def __init__(
@@ -210,12 +215,12 @@ class DocumentReader:
         self._render = render
 
     def read(self, block: Block) -> tuple[list[str], list[int]]:
-        """The texts of a block and their line numbers. Never raises for what a line holds."""
-        # A line without such an escape cannot hold half a surrogate pair: the block itself is valid UTF-8.
+        """Return the texts of a block and their line numbers. Malformed lines are only counted."""
+        # Only such an escape can give a lone surrogate, because valid UTF-8 contains none.
         has_surrogates = b"\\ud" in block.data or b"\\uD" in block.data
         texts, numbers = [], []
 
-        # Only a newline ends a line, as in JSON Lines: splitlines would also cut at characters inside a text.
+        # Split only at newlines, as in JSON Lines: splitlines would also split at characters inside a text.
         data = block.data
         if b"\r\n" in data:
             data = data.replace(b"\r\n", b"\n")
@@ -224,7 +229,7 @@ class DocumentReader:
         try:
             lines = [*data.decode().split("\n")]
         except UnicodeDecodeError:
-            # One bad byte must not cost the whole block: the others are decoded line by line.
+            # If a byte is invalid, decode line by line, so that only its line is skipped.
             lines = []
             for one in data.split(b"\n"):
                 try:
@@ -239,7 +244,7 @@ class DocumentReader:
             if not text:
                 continue
             if has_surrogates and self._render is not None:
-                # Replaced field by field, before its text was made: whether there was one shows in the line.
+                # render has already replaced lone surrogates, so search the original line to count it.
                 self.tally.repaired += _has_lone_surrogate(parse_json(line or "null"))
             elif has_surrogates:
                 repaired = replace_lone_surrogates(text)
@@ -251,7 +256,7 @@ class DocumentReader:
         return texts, numbers
 
     def _read_line(self, number: int, line: str | None, *, is_torn: bool) -> str:
-        """The text of one line, or "" if it has none."""
+        """Return the text of one line, or "" if it has none."""
         value: Any = None
         if line is None:
             why = "a byte in it starts no character"
@@ -259,13 +264,14 @@ class DocumentReader:
             return self._pass_over(problem, SkipReason.NOT_UTF8)
         if self._text_field is None:
             return line if line.strip(_WHITE) else self._count(SkipReason.BLANK_LINE)
-        # The scanner alone, without what json.loads does around it: most lines are one value and no more.
+        # Call the scanner directly, which is faster than json.loads: most lines are one value without white
+        # space around it.
         try:
             value, end = _scan(line, 0)
         except (StopIteration, ValueError, RecursionError):
             end = -1
         if end != len(line):
-            # White space around the value, or no JSON at all.
+            # The value has white space around it, or the line is not valid JSON.
             line = line.strip(_WHITE)
             if not line:
                 return self._count(SkipReason.BLANK_LINE)
@@ -292,7 +298,7 @@ class DocumentReader:
         if type(text) is str:
             return text or self._count(SkipReason.EMPTY_TEXT)
         if not is_there:
-            # A few names, cut short: the message is for a person, and a line may hold thousands.
+            # Shorten the list of names, because an object may have thousands of fields.
             names = [
                 name if len(name) <= 40 else name[:39] + "…" for name in list(value)[:5]
             ]
@@ -316,7 +322,7 @@ class DocumentReader:
 
 
 def _has_lone_surrogate(value: Any) -> bool:
-    """Whether a text in a JSON value, however deep, or a name of a key has half a surrogate pair."""
+    """Whether any text or key in a JSON value, at any depth, contains a lone surrogate."""
     waiting = [value]
     while waiting:
         one = waiting.pop()

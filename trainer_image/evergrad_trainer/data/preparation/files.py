@@ -1,4 +1,4 @@
-"""The sources of a manifest, and the files that the path of each names: one, a folder's, or a pattern's."""
+"""The sources of a manifest and their files. A path names one file, a folder, or a pattern."""
 
 import os
 import stat
@@ -22,19 +22,22 @@ from evergrad_trainer.data.preparation.token_layout import (
 )
 
 MOST_FILES: Final = 65_536
-"""Files of one source at most: the name and hash of each are kept in ``run.json``, which every node reads."""
+"""Maximum number of files of one source. ``run.json``, which every node reads, lists each name and hash."""
 LARGEST_DOCUMENT: Final = 256 * 2**20
-"""Bytes of a file that is one document: text, characters and tokens of it are in memory at the same time."""
+"""Maximum bytes of a file that is one document: its bytes, text and tokens are in memory at the same time."""
 _MAGIC: Final = frozenset("*?[")
 _PASSED_OVER: Final = (".", "_")
-"""First characters of names that only a pattern with the same beginning finds: what is hidden, and what
-writers of many files leave beside them (``_SUCCESS``, ``_temporary``)."""
+"""First characters of names that are skipped unless the pattern begins with the same character.
+
+They mark hidden files, and files that writers add to their output, for example ``_SUCCESS``.
+"""
 SCANS: Final = ".scans"
-"""Folder of a directory of prepared data that every start of a run looks into, and by which it is known."""
+"""Folder of cached scans in a directory of prepared data. Its presence identifies such a directory."""
 _OF_RUNS: Final = frozenset(name for key, name in vars(RunFile).items() if key.isupper())
 _RUN_MARKERS: Final = frozenset({RunFile.RESOLVED, RunFile.REQUESTED, RunFile.PROVENANCE})
 _RUN_FOLDERS: Final = frozenset({RunFile.CHECKPOINTS, RunFile.LOGS})
-"""A run directory has one of these beside one of the markers: a ``run.json`` alone may be anybody's."""
+"""A run directory contains one of these folders and one of the markers. A ``run.json`` alone does not
+identify it, because other programs may write a file of this name."""
 _ENDINGS: Final = {
     "jsonl": (".jsonl", ".ndjson"),
     "text": (".txt",),
@@ -46,10 +49,10 @@ _PACKED_ENDINGS: Final = (".gz", ".zst")
 
 @dataclass(frozen=True)
 class SourceEntry:
-    """One entry of ``data.sources`` or ``evaluation.sources``. ``field``: its path in the manifest.
+    """One entry of ``data.sources`` or ``evaluation.sources``.
 
-    ``base``: the beginning of ``path`` that the manifest does not name, and in which no character is a
-    pattern's.
+    ``field``: its path in the manifest. ``base``: the beginning of ``path`` that is not from the manifest, in
+    which no character is part of a pattern.
     """
 
     field: str
@@ -61,7 +64,7 @@ class SourceEntry:
     document: Literal["file", "line"] = "file"
     base: Path = Path()
     row_fields: tuple[str, ...] = ()
-    """Keys of a row, where the source is read as rows."""
+    """Keys of a row, if the source is read as rows."""
 
     @property
     def is_whole_files(self) -> bool:
@@ -70,24 +73,24 @@ class SourceEntry:
 
     @property
     def unit(self) -> Literal["line", "row", "file"]:
-        """The part of a source that holds one document."""
+        """The part of a source that contains one document."""
         if self.is_whole_files:
             return "file"
         return "row" if self.type == "parquet" else "line"
 
     def is_expanded(self, files: Sequence[Path]) -> bool:
-        """Whether the path named ``files`` as a folder or pattern, and not the one file itself."""
+        """Whether the path is a folder or pattern with the files ``files``, and not a single file."""
         return tuple(files) != (self.path,)
 
 
 def training_sources(training: Training, base_directory: Path) -> list[SourceEntry]:
-    """``data.sources``, in the manifest's order."""
+    """Return the entries of ``data.sources``, in the manifest's order."""
     where = "spec.training.data.sources"
     return _entries(training, training.data.sources, where, base_directory)
 
 
 def evaluation_sources(training: Training, base_directory: Path) -> list[SourceEntry]:
-    """``evaluation.sources``, in the manifest's order."""
+    """Return the entries of ``evaluation.sources``, in the manifest's order."""
     where = "spec.training.evaluation.sources"
     return _entries(training, training.evaluation.sources, where, base_directory)
 
@@ -114,16 +117,16 @@ def _entries(
 def find_files(
     source: SourceEntry, *, prepared_directory: Path | None = None
 ) -> tuple[tuple[Path, ...], list[Problem]]:
-    """The files of a source, sorted, and what is wrong with them without reading them through: missing,
-    unreadable, empty, half an id.
+    """Return the files of a source, sorted, and the problems that are found without reading whole files.
 
-    A folder stands for the files in and below it whose names end as those of the source's type do; a pattern
-    for those that match it. Files that runs wrote are left out of both, and so is prepared data, also that in
-    ``prepared_directory``: a run would otherwise change its own data.
+    Such problems are a file that is missing, unreadable or empty, or that ends within a token id. A folder
+    names the files in and below it with an extension of the source's type; for example, ``.jsonl`` and
+    ``.ndjson``. A pattern names the files that match it. Both skip files that runs wrote, and prepared data,
+    including ``prepared_directory``, because a run would otherwise change its own data.
     """
     path = source.path
     try:
-        # A file may have a bracket in its name: what is there is taken as it is.
+        # The name of a file may contain a bracket, so an existing path is never a pattern.
         own = path.parts[len(source.base.parts) :]
         is_pattern = any(not _MAGIC.isdisjoint(part) for part in own) and not path.exists()
         if not is_pattern and not path.is_dir():
@@ -139,22 +142,22 @@ def find_files(
         left_out = _identities(prepared_directory) - _identities(folder)
         found: set[Path] = set()
         for one in _match(folder, parts[first:], left_out, is_named=True):
-            # A compressed file has the ending of its type before that of its compression.
+            # In the name of a compressed file, the extension of the type comes before .gz or .zst.
             is_packed = source.type in ("jsonl", "text") and one.name.endswith(
                 _PACKED_ENDINGS
             )
             name = one.stem if is_packed else one.name
-            # Two ** find a file once for each way to divide its folders between them.
+            # Use a set: a pattern with two ** finds a file several times.
             if is_pattern or name.endswith(_ENDINGS[source.type]):
                 found.add(one)
-            # One more than may be: a pattern that matches a whole disk is not followed to its end.
+            # Stop at one file more than the limit, because a pattern may match a whole disk.
             if len(found) > MOST_FILES:
                 break
     except OSError as error:
         return (), [_unreadable(source, Path(error.filename or path), error)]
 
     problems = _problems_of_number(source, len(found), is_pattern=is_pattern)
-    # Folder by folder, by the numbers of the characters: the same order on every machine.
+    # Sort by folders and code points, which gives the same order on every machine.
     files = sorted(found, key=lambda one: one.relative_to(folder).parts)
     if not problems:
         problems = [
@@ -164,7 +167,7 @@ def find_files(
 
 
 def relative_name(file: Path, source: SourceEntry) -> str:
-    """The name of a file of a folder or pattern: its path from the folder, with ``/``."""
+    """Return the name of a file of a folder or pattern: its path relative to the folder, with ``/``."""
     folder = source.path
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
@@ -172,7 +175,7 @@ def relative_name(file: Path, source: SourceEntry) -> str:
 
 
 def _identities(folder: Path | None) -> frozenset[tuple[int, int]]:
-    """Device and inode, by which two paths are one folder; nothing for a folder that is not there."""
+    """Return the device and inode that identify a folder; an empty set if the folder does not exist."""
     try:
         found = None if folder is None else folder.stat()
     except OSError:
@@ -187,11 +190,11 @@ def _match(
     *,
     is_named: bool = False,
 ) -> Iterator[Path]:
-    """The files below ``folder`` whose path matches ``parts``. Raises OSError for a folder that cannot be
-    read.
+    """Yield the files below ``folder`` whose path matches ``parts``.
 
-    ``above``: the folders around it, since a link to one of them would have no end, and others that are left
-    out. ``is_named``: the path names this folder, without a pattern.
+    ``above``: identities of folders to skip: the parent folders, because a link to a parent would never end,
+    and excluded folders. ``is_named``: the manifest names this folder explicitly, without a pattern. Raises
+    OSError if a folder cannot be read.
     """
     here = folder.stat()
     identity = (here.st_dev, here.st_ino)
@@ -201,14 +204,14 @@ def _match(
     with os.scandir(folder) as found:
         entries = list(found)
 
-    # Left out: records that grow while the run trains, and token files that it makes.
+    # Skip records of a run, which grow while it trains, and token files that it writes.
     names = {entry.name for entry in entries}
     is_of_run = bool(names & _RUN_MARKERS and names & _RUN_FOLDERS)
     if not is_named and (is_of_run or SCANS in names):
         return
     first, rest = parts[0], parts[1:]
     if first == "**":
-        # No folder at all, then each folder below it.
+        # ** matches no folder at all; the loop below then matches each folder.
         yield from _match(folder, rest or ("*",), above - {identity}, is_named=is_named)
     for entry in entries:
         name = entry.name
@@ -229,7 +232,7 @@ def _match(
 def _problems_of_number(
     source: SourceEntry, number: int, *, is_pattern: bool
 ) -> list[Problem]:
-    """None or too many files."""
+    """Return the problem if a folder or pattern has no files, or too many."""
     where, named = str(source.path), f"{source.field}.path names it"
     if number > MOST_FILES:
         what, why = (
@@ -256,7 +259,7 @@ def _problems_of_number(
 def _file_problems(
     source: SourceEntry, path: Path, *, of_many: bool = False
 ) -> list[Problem]:
-    """The problem of one file, as far as its directory entry shows it."""
+    """Return the problems of one file that are found from its metadata and its first bytes."""
     where, named = str(path), f"{source.field}.path names it"
     try:
         found = path.stat()
@@ -270,7 +273,8 @@ def _file_problems(
         why = f"permission denied ({named})"
         return [Problem(where, "cannot be read", why, "Change its permissions")]
     if found.st_size == 0:
-        # Writers of many files leave some of them empty; a source that is empty as a whole is refused later.
+        # Accept it: programs that write many files may leave some empty. If all are empty, the source is
+        # refused later.
         if of_many and source.type in ("jsonl", "text"):
             return []
         remedy = "Check how the file was made, or remove the source"
@@ -280,7 +284,7 @@ def _file_problems(
     if source.type != "tokens":
         return []
 
-    # By the name alone: any bytes may be ids.
+    # Check only the name, because any bytes may be valid ids.
     if path.name.endswith(_PACKED_ENDINGS):
         why = "token ids are read where they lie, at any place"
         return [Problem(where, "is compressed", why, "Decompress it")]
@@ -296,7 +300,7 @@ def _file_problems(
 
 
 def _layout_problems(source: SourceEntry, path: Path) -> list[Problem]:
-    """The problem of a tokens file whose ids have another width or byte order than the manifest says."""
+    """Return the problem of a tokens file whose ids differ in width or byte order from the manifest."""
     try:
         with path.open("rb") as file:
             head = file.read(HEAD_BYTES)
@@ -304,7 +308,7 @@ def _layout_problems(source: SourceEntry, path: Path) -> list[Problem]:
         return [_unreadable(source, path, error)]
     named = f"{source.field}.dtype is {source.dtype}"
 
-    # Flat files have no header, so that one of another format shows only in what it begins with.
+    # Flat files have no header, so another format can be detected only by its first bytes.
     if (kind := describe_header(head)) is not None:
         what, why = f"is {kind}", f"its header would be read as token ids; {named}"
         remedy = f"Write its ids alone: numpy.load(…).astype({source.dtype!r}).tofile(…)"
@@ -324,7 +328,7 @@ def _layout_problems(source: SourceEntry, path: Path) -> list[Problem]:
 
 
 def too_large_document(path: Path, size: str, source: SourceEntry) -> Problem:
-    """The problem of a file that is one document and does not fit into memory."""
+    """Return the problem of a file that is one document and larger than the limit."""
     what = f"has {size}, and a document may have {LARGEST_DOCUMENT}"
     why = "each file is one document, which is in memory as a whole"
     remedy = f"Set {source.field}.document to line, or cut the file"
@@ -336,7 +340,7 @@ def _unreadable(source: SourceEntry, path: Path, error: OSError) -> Problem:
     if isinstance(error, FileNotFoundError):
         remedy = "Check the path; it is relative to the manifest's directory"
         return Problem(str(path), "does not exist", named, remedy)
-    # A volume that is away for a moment is no mistake of the manifest: another host may continue.
+    # A volume that is temporarily unavailable is not an error in the manifest: another host may continue.
     why, remedy = f"{error.strerror} ({named})", "Check the path and its permissions"
     return Problem(
         str(path), "cannot be read", why, remedy, is_of_host=is_host_trouble(error)

@@ -1,4 +1,4 @@
-"""Parses a line of JSON whatever its size: numbers of any length, and nesting of any depth."""
+"""Parses a line of JSON with numbers of any length and nesting of any depth."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from json import decoder, scanner
 from typing import Any, Final, cast
 
 _MOST_DIGITS: Final = 4300
-"""Digits of a number that Python reads: its default limit, since the time grows with their square."""
+"""Maximum digits of an integer, the default limit of Python. The time to read it grows with their square."""
 _NUMBER: Final = re.compile(r"(-?(?:0|[1-9][0-9]*))(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _WHITE: Final = re.compile(r"[ \t\n\r]*")
 _WORDS: Final = {
@@ -22,7 +22,7 @@ _WORDS: Final = {
 
 
 class LongNumber:
-    """A whole number with more digits than Python makes a number of. ``digits``: how many."""
+    """An integer with more digits than Python converts. ``digits``: its number of digits."""
 
     def __init__(self, digits: int) -> None:
         self.digits = digits
@@ -40,10 +40,11 @@ _scan_string: Callable[[str, int], tuple[str, int]] = cast(Any, decoder).scanstr
 
 
 def parse_json(text: str) -> Any:
-    """The value of ``text``, white space around it aside. Raises json.JSONDecodeError.
+    """Return the JSON value of ``text``, ignoring white space around it.
 
-    A number with too many digits is a :class:`LongNumber`. The result is that of ``json.loads``, which also
-    refuses what is nested more deeply than the stack of the moment has room for.
+    The result is the same as the result of ``json.loads``, except that an integer with too many digits is a
+    :class:`LongNumber`, and that nesting is not limited by the stack. Raises json.JSONDecodeError if the text
+    is not valid JSON.
     """
     begin = cast(re.Match[str], _WHITE.match(text)).end()
     try:
@@ -59,8 +60,8 @@ def parse_json(text: str) -> Any:
 
 
 def _scan_deep(text: str, begin: int) -> tuple[Any, int]:
-    """The value that begins at ``begin`` and its end, without recursion."""
-    # The containers around the place that is read, and the key under which the inner one stands.
+    """Return the value that starts at ``begin`` and its end, without recursion."""
+    # Each entry is an open container, and the key under which its next value is stored.
     stack: list[tuple[list[Any] | dict[str, Any], str]] = []
     key, at = "", begin
     while True:
@@ -70,7 +71,7 @@ def _scan_deep(text: str, begin: int) -> tuple[Any, int]:
             if not is_empty:
                 stack.append((value, key))
                 continue
-        # A value is complete: it goes into the container around it, which may be complete with it.
+        # The value is complete. Store it in its container, which may then be complete too.
         while True:
             if not stack:
                 return value, at
@@ -90,7 +91,10 @@ def _scan_deep(text: str, begin: int) -> tuple[Any, int]:
 
 
 def _begin_value(text: str, at: int) -> tuple[Any, int, bool]:
-    """A scalar at ``at`` and its end, or an empty container and where its content begins."""
+    """Return a scalar and its end, or an empty container and the start of its content.
+
+    The third value is true for a container.
+    """
     first = text[at : at + 1]
     if first == "{":
         return {}, at + 1, True
@@ -114,7 +118,7 @@ def _begin_value(text: str, at: int) -> tuple[Any, int, bool]:
 def _first_key(
     text: str, at: int, value: list[Any] | dict[str, Any]
 ) -> tuple[str, int, bool]:
-    """The first key of a container, where its value begins, and whether the container is empty."""
+    """Return the first key of a container, the start of its value, and whether the container is empty."""
     at = _skip(text, at)
     if text[at : at + 1] == ("}" if isinstance(value, dict) else "]"):
         return "", at + 1, True
@@ -123,7 +127,7 @@ def _first_key(
 
 
 def _next_key(text: str, at: int, value: list[Any] | dict[str, Any]) -> tuple[str, int]:
-    """The next key of an object (none of a list), and where its value begins."""
+    """Return the next key of an object ("" for a list), and the start of its value."""
     at = _skip(text, at)
     if isinstance(value, list):
         return "", at
@@ -142,7 +146,11 @@ def _skip(text: str, at: int) -> int:
 
 
 def find_nested(value: dict[str, Any], field: str) -> tuple[bool, Any]:
-    """Whether an object has a field, and its value: the key itself, or a path of keys joined with dots."""
+    """Return whether an object has a field, and its value.
+
+    ``field`` is a key or a path of keys joined with dots. For example, ``meta.text`` is the key ``text`` in
+    the object under the key ``meta``.
+    """
     if field in value:
         return True, value[field]
     found: Any = value

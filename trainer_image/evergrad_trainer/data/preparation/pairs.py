@@ -1,4 +1,4 @@
-"""Pairs of completions of one prompt: JSON object → two marked texts → marked tokens of both."""
+"""Reads pairs of completions of one prompt: JSON object → two marked texts → marked tokens of both."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,19 +26,19 @@ from evergrad_trainer.data.preparation.rows import (
 from evergrad_trainer.data.tokenizers import TextTokenizer, smallest_dtype
 
 _CHOSEN: Final = "chosen_field"
-"""Key of a format's JSON that only that of pairs has."""
+"""A key that only the JSON of a PairFormat has."""
 _SAID: Final = {"role", "content"}
-"""Keys that each message has."""
+"""The keys that every message has."""
 
 
 class PairText(str):
-    """The text of the chosen row, with both as they are learned."""
+    """The text of the chosen row. ``rows``: the marked texts of the chosen row and of the rejected row."""
 
     __slots__ = ("rows",)
     rows: tuple[MarkedText, MarkedText]
 
     def __new__(cls, chosen: MarkedText, rejected: MarkedText) -> "PairText":
-        """The pair of two rows."""
+        """Create a pair from two rows."""
         made = super().__new__(cls, chosen)
         made.rows = (chosen, rejected)
         return made
@@ -46,24 +46,24 @@ class PairText(str):
 
 @dataclass(frozen=True)
 class PairFormat:
-    """How pairs are read: each as two rows of one prompt. ``rows``: how those are read."""
+    """Describes how pairs are read. ``rows``: the format of the two rows, which share a prompt."""
 
     rows: RowFormat
     chosen_field: str
     rejected_field: str
 
     def of_rendering(self, rendering: int) -> "PairFormat":
-        """How an earlier version read these pairs."""
+        """Return the format with which an earlier version read these pairs."""
         return replace(self, rows=self.rows.of_rendering(rendering))
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values only."""
+        """Return the format as JSON values."""
         fields = {_CHOSEN: self.chosen_field, "rejected_field": self.rejected_field}
         return {**self.rows.to_json(), **fields}
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """All keys of a row that mean something."""
+        """All keys of a row that are used."""
         own = (self.rows.prompt_field, self.chosen_field, self.rejected_field)
         unused = (self.rows.messages_field, self.rows.completion_field)
         further = (key for key in self.rows.keys if key not in (*own, *unused))
@@ -71,20 +71,20 @@ class PairFormat:
 
     @property
     def has_template(self) -> bool:
-        """Whether a conversation can become a text."""
+        """Whether a conversation can be rendered."""
         return self.rows.has_template
 
     def is_conversation(self, row: Mapping[str, Any]) -> bool:
-        """Whether the completions of a pair are messages, of which only a chat template makes a text."""
+        """Whether the completions of a pair are messages, which can only be rendered with a chat template."""
         fields = (self.chosen_field, self.rejected_field)
         return all(isinstance(row.get(field), list) for field in fields)
 
     def render(self, row: Mapping[str, Any]) -> PairText:
-        """Both texts of a row, with what is learned of them. Raises RowError."""
+        """Render both texts of a row, with the parts to learn marked. Raises RowError if it is malformed."""
         fields = (self.chosen_field, self.rejected_field)
         for field in fields:
             if field not in row:
-                # A few names, cut short: the message is for a person.
+                # Shorten the list of names, because a row may have many long ones.
                 names = ", ".join(repr(name[:40]) for name in list(row)[:5]) or "none"
                 raise RowError(f"the row has no field {field!r}", f"its fields are {names}")
         chosen, rejected = (row[field] for field in fields)
@@ -104,7 +104,7 @@ class PairFormat:
 
     @cached_property
     def _forms(self) -> tuple[RowFormat, RowFormat]:
-        """How the two rows are read where prompt and completions are texts."""
+        """The formats of the two rows, if prompt and completions are texts."""
         chosen, rejected = (
             replace(self.rows, completion_field=field)
             for field in (self.chosen_field, self.rejected_field)
@@ -115,7 +115,7 @@ class PairFormat:
         fields, prompt = (self.chosen_field, self.rejected_field), self.rows.prompt_field
         completions = [self.rows.read_messages(field, row[field]) for field in fields]
         if isinstance(row.get(prompt), str):
-            # Many public pairs have the text of the first message beside two whole conversations.
+            # Many public data sets have the text of the first message next to two whole conversations.
             what = f"the field {prompt!r} is a text, and {fields[0]!r} a list of messages"
             raise RowError(
                 what,
@@ -123,7 +123,7 @@ class PairFormat:
                 "name a key that no row has",
             )
         before = self.rows.read_messages(prompt, row[prompt]) if prompt in row else []
-        # Without a prompt of its own it is what both conversations begin with.
+        # If there is no prompt field, the prompt is the common beginning of both conversations.
         shared = 0
         for chosen, rejected in zip(*completions, strict=False):
             if before or chosen != rejected:
@@ -134,7 +134,7 @@ class PairFormat:
             if shared == len(messages):
                 what = f"the field {field!r} is the beginning of the other one"
                 raise RowError(what, "nothing in it can be compared")
-            # An answer may be a call of a tool, or whatever else its template writes out.
+            # An answer without content may be a tool call, or another key that its template writes.
             if not any(
                 one.get("content") or one.keys() - _SAID for one in messages[shared:]
             ):
@@ -148,7 +148,7 @@ class PairFormat:
         return PairText(*texts)
 
     def dtype(self, tokenizer: TextTokenizer) -> np.dtype[Any]:
-        """The type of ids with their marks, and of what stands between two rows."""
+        """Return the type of ids with their marks, which also holds the separator between two rows."""
         return smallest_dtype(2 * tokenizer.vocab_size + 1)
 
     def encode(
@@ -158,15 +158,16 @@ class PairFormat:
         lines: Sequence[int],
         tally: LineCounts,
     ) -> Encoded:
-        """Marked tokens of all pairs: of the chosen row, an id that no text has, and of the rejected row.
+        """Encode all pairs: tokens of the chosen row, a separator, and tokens of the rejected row.
 
-        Pairs in which nothing is learned, and those of which a row is too long, are counted in ``tally``.
+        The separator is a value that no marked token has. Pairs without tokens to compare, and pairs with a
+        row that is too long, are counted in ``tally``.
         """
         dtype, longest = self.dtype(tokenizer), self.rows.longest
         found: list[npt.NDArray[Any]] = []
         kept: list[int] = []
         for text, line in zip(texts, lines, strict=True):
-            # Rendered in this process, by the reader of the same job.
+            # The reader of the same job rendered the text in this process.
             assert isinstance(text, PairText)  # noqa: S101
             rows = [encode_text(tokenizer, one) for one in text.rows]
             count_dropped(tally, *text.rows)
@@ -176,7 +177,8 @@ class PairFormat:
                 problem = LineProblem(line, "the pair has no token to compare", why)
                 tally.pass_over(problem, SkipReason.NO_COMPLETION)
                 continue
-            # Texts may differ in what the tokenizer drops, and messages in what their template leaves out.
+            # Different texts may give the same tokens, because the tokenizer drops characters or the template
+            # omits parts.
             if np.array_equal(rows[0][0], rows[1][0]):
                 what = "both completions become the same tokens"
                 problem = LineProblem(line, what, "neither of them can be preferred")
@@ -185,7 +187,7 @@ class PairFormat:
             length = max(len(ids) for ids, _ in rows)
             rows = [(ids[:longest], marks[:longest]) for ids, marks in rows]
             if length > longest:
-                # The rest of two prompts, or of completions that differ behind the cut, compares nothing.
+                # Do not truncate if only prompts would remain, or completions without a difference.
                 differ = not np.array_equal(rows[0][0], rows[1][0])
                 can_be_cut = differ and all(marks[1:].any() for _, marks in rows)
                 if not keep_too_long(self.rows, line, length, tally, can_be_cut=can_be_cut):
@@ -198,7 +200,7 @@ class PairFormat:
 
 
 def read_format(value: Mapping[str, Any]) -> RowFormat | PairFormat:
-    """The inverse of both ``to_json``."""
+    """Build a format from its JSON values. The inverse of both ``to_json`` methods."""
     if _CHOSEN not in value:
         return RowFormat.from_json(value)
     names = (_CHOSEN, "rejected_field")

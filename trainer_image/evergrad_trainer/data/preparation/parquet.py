@@ -1,9 +1,8 @@
-"""Reads texts, or rows of several columns, from Parquet files, some row groups at a time.
+"""Reads texts, or rows of several columns, from Parquet files.
 
-Memory is bounded: rows are decoded some at a time.
-
-The library (pyarrow) is an extra: only who has such files needs it. No thread of it is used, since processes
-fork from the one that prepares.
+A call reads a range of row groups and decodes their rows in batches, which bounds memory. The library
+(pyarrow) is an optional dependency, needed only for Parquet files. Its threads are not used, because the
+preparing process may fork.
 """
 
 import importlib
@@ -28,28 +27,28 @@ _TEXTS: Final = (
     *("string", "large_string", "string_view"),
     *("binary", "large_binary", "binary_view"),
 )
-"""Types of texts. Older writers do not mark a column of bytes as text; it has to be UTF-8."""
+"""Types of text columns. Older writers do not mark a column of bytes as text; its values must be UTF-8."""
 _READ_AHEAD: Final = 2**18
-"""Bytes of a column's part that are in memory before they are decoded."""
+"""Bytes of a column chunk that are in memory before they are decoded."""
 
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Rows of a group, and bytes of what is read of it before compression."""
+    """The number of rows of a row group, and the uncompressed bytes of the columns that are read."""
 
     rows: int
     size: int
 
 
 def read_row_groups(path: Path, column: str, *, field: str) -> list[RowGroup]:
-    """The row groups of a file, in their order.
+    """Return the row groups of a file of texts, in order.
 
-    ``field``: the path of the source in the manifest. Raises DataError for a file that is none or has no such
-    column of texts, and where pyarrow is not installed.
+    ``field``: the path of the source in the manifest. Raises DataError if the file is not a Parquet file, if
+    it has no such column of texts, or if pyarrow is not installed.
     """
     with _opened(path) as file:
         kind = _find_column(path, file.schema_arrow, column, field=field)[1]
-        # A list, too, has a type of its values.
+        # For a dictionary, check the type of its values. Test for index_type, because lists have value_type.
         if hasattr(kind, "index_type"):
             kind = kind.value_type
         if str(kind) not in _TEXTS:
@@ -62,13 +61,17 @@ def read_row_groups(path: Path, column: str, *, field: str) -> list[RowGroup]:
 def _find_column(
     path: Path, schema: Any, column: str, *, field: str = ""
 ) -> tuple[list[str], Any]:
-    """The names that lead to a column, and its type: a column of that name, or else a field of a structure,
-    whose path is joined with dots. Raises DataError for none, and for several of one name."""
+    """Return the path to a column as a list of names, and its type.
+
+    ``column`` is the name of a column or, if there is no such column, the path to a field of a structure,
+    joined with dots. For example, ``meta.text`` is the field ``text`` of the column ``meta``. Raises
+    DataError if there is no such column, or several with the same name.
+    """
     names, kind = [column], schema
     if column not in schema.names:
         names = column.split(".")
     for name in names:
-        # Only a schema and a structure have fields; a list of structures has one value of many.
+        # Only a schema and a structure have fields. A list of structures has several values per row.
         fields = (
             list(kind) if kind is schema or hasattr(kind, "get_all_field_indices") else []
         )
@@ -90,10 +93,10 @@ def _find_column(
 
 
 def find_row_groups(path: Path, columns: Sequence[str]) -> list[RowGroup]:
-    """The row groups of a file of rows, in their order.
+    """Return the row groups of a file of rows, in order.
 
-    ``columns``: those that a row may have. Raises DataError for a file that is none or has none of them, and
-    where pyarrow is not installed.
+    ``columns``: the columns that a row may have. Raises DataError if the file is not a Parquet file, if it
+    has none of the columns, or if pyarrow is not installed.
     """
     with _opened(path) as file:
         names = list(file.schema_arrow.names)
@@ -114,7 +117,7 @@ def _groups(metadata: Any, columns: Collection[str]) -> list[RowGroup]:
 
 
 def _size_of(group: Any, columns: Collection[str]) -> int:
-    # A column of lists or structures has several parts, each with a path.
+    # A column of lists or structures consists of several column chunks, each with a path.
     parts = map(group.column, range(group.num_columns))
     return sum(
         part.total_uncompressed_size
@@ -127,7 +130,7 @@ def _size_of(group: Any, columns: Collection[str]) -> int:
 def read_rows(
     path: Path, groups: range, column: str, *, first_row: int, tally: LineCounts
 ) -> Iterator[tuple[list[str], list[int]]]:
-    """The texts of some row groups, and the row of each. ``first_row``: number of their first one."""
+    """Yield the texts of some row groups, with their row numbers, which start at ``first_row``."""
     row = first_row
     with _opened(path) as file:
         names, _ = _find_column(path, file.schema_arrow, column)
@@ -136,7 +139,7 @@ def read_rows(
             try:
                 found: list[str | bytes | None] = values.to_pylist()
             except UnicodeDecodeError:
-                # All of them as bytes, where one is no UTF-8: which one shows as each is decoded.
+                # If a value is not UTF-8, read all values as bytes and decode them one by one below.
                 if hasattr(values, "dictionary_decode"):
                     values = values.dictionary_decode()
                 found = values.cast("large_binary").to_pylist()
@@ -151,12 +154,15 @@ def read_rows(
 
 
 def _values_of(batch: Any, names: Sequence[str]) -> Any:
-    """The values of a column of a batch. The library also gives a structure whose field has the path that is
-    the name of a column."""
+    """Return the values of a column of a batch.
+
+    The column is found by its first name, because pyarrow may also return a structure that contains a field
+    whose path equals the name of a column.
+    """
     values = batch.column(batch.schema.get_field_index(names[0]))
     if len(names) == 1:
         return values
-    # A structure that is null has no values in its fields, whatever the file holds there.
+    # Use struct_field, which returns null for the fields of a null structure, whatever values the file has.
     compute: Any = importlib.import_module("pyarrow.compute")
     return compute.struct_field(values, list(names[1:]))
 
@@ -170,9 +176,10 @@ def read_objects(
     tally: LineCounts,
     render: Callable[[dict[str, Any]], str],
 ) -> Iterator[tuple[list[str], list[int]]]:
-    """The texts that ``render`` makes of the rows of some row groups, and the row of each.
+    """Yield the texts that ``render`` returns for the rows of some row groups, with their row numbers.
 
-    A row is an object of those of ``columns`` that have a value in it. ``render`` raises RowError.
+    A row is a dict with the columns of ``columns`` that have a value in this row. ``render`` raises RowError
+    if a row is malformed; such a row is counted in ``tally``.
     """
     row = first_row
     with _opened(path) as file:
@@ -197,11 +204,11 @@ def read_objects(
 
 
 def _batches(file: Any, groups: range, columns: Sequence[str]) -> Iterator[Any]:
-    """The rows of some row groups, some at a time."""
+    """Yield the rows of some row groups in batches."""
     found = [file.metadata.row_group(number) for number in groups]
     rows = sum(group.num_rows for group in found)
     size = sum(_size_of(group, columns) for group in found)
-    # By their mean length: a batch of long texts would otherwise be as large as the group.
+    # Choose the number of rows by their mean size: a batch of long texts could be as large as the group.
     wanted = _BATCH_BYTES * rows // max(1, size)
     yield from file.iter_batches(
         batch_size=min(max(1, wanted), _MOST_ROWS),
@@ -212,19 +219,19 @@ def _batches(file: Any, groups: range, columns: Sequence[str]) -> Iterator[Any]:
 
 
 def _objects(batch: Any) -> Iterator[dict[str, Any] | None]:
-    """The rows of a batch; None for one that is no UTF-8."""
+    """Yield the rows of a batch, and None for each row that is not UTF-8."""
     try:
         found: list[dict[str, Any] | None] = batch.to_pylist()
     except UnicodeDecodeError:
-        # One such value fails the whole batch: each row by itself shows which of them have one.
+        # One invalid value fails the whole batch, so convert the rows one by one to find the invalid rows.
         found = []
         for index in range(batch.num_rows):
             try:
                 found += batch.slice(index, 1).to_pylist()
             except UnicodeDecodeError:
                 found.append(None)
-    # Each row has all columns, and each structure all its fields: one without a value is as if it were not
-    # there, so that a file may hold conversations and prompts.
+    # In Parquet, each row has all columns and each structure all fields. Treat a null value as a missing key,
+    # so that a file may contain both conversations and prompts.
     for one in found:
         try:
             yield None if one is None else _without_nulls(one)
@@ -236,13 +243,13 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(one) for key, one in value.items() if one is not None}
     if isinstance(value, bytes):
-        # Texts of a writer that does not mark them as such.
+        # Decode texts of writers that do not mark a column of bytes as text.
         return value.decode()
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _text_of(value: str | bytes | None, row: int, column: str, tally: LineCounts) -> str:
-    """The text of a row, or "" if it has none."""
+    """Return the text of a row, or "" if it has none. Rows without a text are counted in ``tally``."""
     if isinstance(value, bytes):
         try:
             value = value.decode()
@@ -264,7 +271,7 @@ def _text_of(value: str | bytes | None, row: int, column: str, tally: LineCounts
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """The file as pyarrow reads it. Errors of its format become a DataError, those of the disk stay."""
+    """Open a file with pyarrow. Raises DataError if the format is invalid, and OSError if the disk fails."""
     try:
         library: Any = importlib.import_module("pyarrow.parquet")
         arrow_error: type[Exception] = importlib.import_module("pyarrow").ArrowException
@@ -276,7 +283,7 @@ def _opened(path: Path) -> Iterator[Any]:
         try:
             yield library.ParquetFile(raw, pre_buffer=False, buffer_size=_READ_AHEAD)
         except (arrow_error, OSError) as error:
-            # Its own errors are OSErrors, too, without a number.
+            # Errors of pyarrow are OSErrors too, but without an errno.
             if isinstance(error, OSError) and error.errno is not None:
                 raise
             reason = " ".join(str(error).split())[:300]

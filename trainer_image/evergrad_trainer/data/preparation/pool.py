@@ -1,5 +1,4 @@
-"""Runs jobs of ``prepare``: in this process when there is little to do, else in helper processes,
-one a core."""
+"""Runs jobs of ``prepare``: in this process if there is little work, else in one helper process per core."""
 
 import json
 import os
@@ -22,17 +21,20 @@ _PIPE_BYTES: Final = 2**16
 
 
 class Pool(Protocol):
-    """Runs jobs. ``jobs`` is read lazily: a job that depends on earlier outcomes sees them."""
+    """Runs jobs. ``jobs`` is read lazily, so that a job can depend on earlier results."""
 
     def run(self, jobs: Iterable[Job]) -> Iterator[ChunkResult]:
-        """Outcomes in the order the jobs finish. Raises DataError, EvergradError, OSError."""
+        """Yield the results in the order in which the jobs finish.
+
+        Raises the DataError or OSError of a job, and EvergradError if a helper process fails.
+        """
 
     def close(self) -> None:
-        """End what was started."""
+        """Stop the helper processes."""
 
 
 class InlinePool:
-    """Does every job in this process."""
+    """Runs every job in this process."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -42,14 +44,15 @@ class InlinePool:
             yield from execute(job, self._tokenizer)
 
     def close(self) -> None:
-        """Do nothing: nothing was started."""
+        """Do nothing, because there are no helper processes."""
 
 
 class ProcessPool:
-    """Helper processes that speak JSON lines.
+    """Runs jobs in helper processes, which exchange JSON lines with this process.
 
-    Not multiprocessing: its children import the parent's main module (for a training process that is torch),
-    and outlive a parent that was killed. These end with their input, whatever ended the parent.
+    multiprocessing is not used, because its children import the parent's main module (and so torch in a
+    training process), and outlive a killed parent. These helpers exit when their input ends, however the
+    parent ended.
     """
 
     def __init__(self, tokenizer: TextTokenizer, *, workers: int) -> None:
@@ -63,14 +66,15 @@ class ProcessPool:
             raise
 
     def run(self, jobs: Iterable[Job]) -> Iterator[ChunkResult]:
-        # Anew in place of those that were ended with an earlier run.
+        # Replace helpers that an earlier call has killed.
         self._start()
         waiting, idle = iter(jobs), list(self._workers)
         with DefaultSelector() as selector:
             try:
                 while True:
-                    # Each idle helper gets a job before any answer is waited for: they work side by side. One
-                    # job each, since a second one in a pipe could not be taken back once a line has failed.
+                    # Send a job to each idle helper before waiting for an answer, so that they work in
+                    # parallel. Send only one job to each, because a job in a pipe cannot be cancelled after a
+                    # line has failed.
                     while idle and (job := next(waiting, None)) is not None:
                         worker = idle.pop()
                         selector.register(worker.output, EVENT_READ, worker)
@@ -84,15 +88,16 @@ class ProcessPool:
                             idle.append(key.data)
                         yield from outcomes
             except BaseException:
-                # Also where the caller goes no further. Without locks another preparer may have published,
-                # and the caller continues with its next source: a late answer would be taken for one of that.
+                # Kill the busy helpers, also if the caller stops iterating: without locks, another process
+                # may have published the source. The caller then continues with its next source, and a late
+                # answer would be taken for an answer about the next source.
                 for key in list(selector.get_map().values()):
                     self._workers.remove(key.data)
                     key.data.close()
                 raise
 
     def _start(self) -> None:
-        """Start as many helpers as are missing."""
+        """Start the missing helpers."""
         num_started = len(self._workers)
         while len(self._workers) < self._num_workers:
             self._workers.append(_Worker())
@@ -100,18 +105,18 @@ class ProcessPool:
             worker.send(self._setup)
 
     def close(self) -> None:
-        """Kill the helpers. Their finished jobs have records on the disk."""
+        """Kill the helpers. Finished jobs have records on disk and are not lost."""
         for worker in self._workers:
             worker.close()
 
 
 class _Worker:
-    """One helper process and its two pipes."""
+    """A helper process and its two pipes."""
 
     def __init__(self) -> None:
-        # -P: a file of the working directory must not be taken for a module.
+        # -P: do not import modules from the working directory.
         command = [sys.executable, "-P", "-m", _MODULE]
-        # A process group of its own: Ctrl-C is for the parent, which decides what it means.
+        # Use a separate process group, so that Ctrl-C reaches only the parent, which decides what to do.
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -131,11 +136,11 @@ class _Worker:
             raise self._death() from None
 
     def receive(self) -> tuple[list[ChunkResult], bool]:
-        """The outcomes that have come of the job sent last, and whether it is done.
+        """Return the received results of the last job, and whether the job is done.
 
-        Waits for at least a part of one. Raises what the job raised in its helper.
+        Waits for at least a part of a line. Raises the exception that the job raised in its helper.
         """
-        # Not through a buffer of Python's, in which a line could wait that the selector knows nothing of.
+        # Read without a Python buffer, in which a line could wait without the selector detecting it.
         data = os.read(self.output.fileno(), _PIPE_BYTES)
         if not data:
             raise self._death()
@@ -157,12 +162,12 @@ class _Worker:
         return outcomes, bool(answers) and "done" in answers[-1]
 
     def close(self) -> None:
-        """Kill it if it still works, and reap it."""
+        """Kill the process and reap it."""
         self._process.kill()
-        # Waited for, or it would stay behind as a process that has ended.
+        # Wait for the process, which would otherwise remain as a zombie.
         self._process.wait()
         for pipe in (self._input, self.output):
-            # A line may wait in the buffer for a helper that is gone.
+            # Closing flushes the buffer, which may contain a line for the killed helper.
             with suppress(BrokenPipeError):
                 pipe.close()
 
@@ -181,9 +186,10 @@ class _Worker:
 def build_pool(
     tokenizer: TextTokenizer, *, workers: int, pending_bytes: int, smallest: int
 ) -> Pool:
-    """A pool for ``pending_bytes`` of work.
+    """Build a pool for ``pending_bytes`` bytes of work.
 
-    Below ``smallest`` bytes jobs run in this process: a helper's start would take longer than the work.
+    Below ``smallest`` bytes, jobs run in this process, because starting a helper would take longer than the
+    work.
     """
     return (
         InlinePool(tokenizer)

@@ -1,6 +1,6 @@
 """Prepares one source of texts: chunks → token files → held-out split → index → one rename.
 
-Interrupted anywhere, it continues where it was.
+After an interruption at any point, preparation resumes there.
 """
 
 import functools
@@ -60,7 +60,8 @@ from evergrad_trainer.data.prepared import (
 from evergrad_trainer.data.tokenizers import TextTokenizer
 
 _SAMPLE: Final = 32
-"""Documents at most that are prepared twice: enough for any chance to show, and a few milliseconds."""
+"""Maximum number of documents that are prepared twice. 32 are enough to detect random output, and take a few
+milliseconds."""
 _POLICY: Final = "spec.training.data.malformed"
 _IF_TOO_LONG: Final = (
     "Raise sequenceLength, or set spec.training.rows.tooLong to skip or truncate; what is left out or cut is "
@@ -70,7 +71,7 @@ _IF_TOO_LONG: Final = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings that, besides a source's content, decide its prepared bytes."""
+    """The settings that determine the prepared bytes of a source, together with its content."""
 
     tokenizer: TextTokenizer
     malformed: Literal["refuse", "skip"]
@@ -80,20 +81,21 @@ class Recipe:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The type of what is kept of each token: its id, of a row with the mark."""
+        """The type of a stored token: its id or, for rows, its id with a mark."""
         if self.rows is None:
             return self.tokenizer.dtype
         return self.rows.dtype(self.tokenizer)
 
 
 def compute_fingerprint(source: SourceEntry, content: Content, recipe: Recipe) -> str:
-    """32 hex digits that are equal exactly for equal prepared bytes.
+    """Return 32 hex digits that are equal if and only if the prepared bytes are equal.
 
-    Sequence length, batch and file names are no part of them: changing those prepares nothing again.
+    The sequence length, the batch size and file names do not affect the fingerprint, so data is not prepared
+    again if they change.
     """
     held_out = recipe.held_out
     is_text = source.type in TEXT_TYPES
-    # Settings that a type of source does not use are left out: they would only prepare the same bytes again.
+    # Omit settings that a type of source does not use: changing them would prepare the same bytes again.
     facts: dict[str, Any] = {
         "format": FORMAT,
         "type": source.type,
@@ -112,7 +114,8 @@ def compute_fingerprint(source: SourceEntry, content: Content, recipe: Recipe) -
         facts["rows"] = recipe.rows.to_json()
         facts["marks"] = MARKS
         rows = recipe.rows.rows if isinstance(recipe.rows, PairFormat) else recipe.rows
-        # The first versions had no such key, and rows without a template are what they were.
+        # The first versions had no such key. Omit it for these texts, and for rows without a template, which
+        # have not changed since.
         rendering = facts["rows"].pop("rendering", RENDERING)
         if rendering > FIRST_RENDERING and rows.template is not None:
             facts["rendering"] = rendering
@@ -122,7 +125,7 @@ def compute_fingerprint(source: SourceEntry, content: Content, recipe: Recipe) -
 
 @dataclass(frozen=True)
 class SourcePreparation:
-    """One source on its way to ``root/<fingerprint>``."""
+    """The preparation of one source, which will be published as ``root/<fingerprint>``."""
 
     source: SourceEntry
     content: Content
@@ -139,10 +142,10 @@ class SourcePreparation:
         *,
         begun_with: Collection[str] = (),
     ) -> "SourcePreparation":
-        """The preparation of ``source``.
+        """Plan the preparation of ``source``.
 
-        ``begun_with``: fingerprints of the data that the run began with. Where an earlier version made these,
-        they are found, or become the same tokens again: the run has trained on them.
+        ``begun_with``: fingerprints of the data that the run started with. If an earlier version prepared
+        this data, the plan uses the rule of that version, because the run has already trained on its tokens.
         """
         fingerprint = compute_fingerprint(source, content, recipe)
         if recipe.rows is not None and fingerprint not in begun_with:
@@ -155,35 +158,36 @@ class SourcePreparation:
 
     @property
     def is_of_earlier_version(self) -> bool:
-        """Whether it makes the text that an earlier version made."""
+        """Whether it renders texts by the rule of an earlier version."""
         rows = self.recipe.rows
         rows = rows.rows if isinstance(rows, PairFormat) else rows
         return rows is not None and rows.rendering < RENDERING
 
     @property
     def final(self) -> Path:
-        """Where it is published."""
+        """The directory that is published."""
         return self.root / self.fingerprint
 
     @property
     def attempt(self) -> Attempt:
-        """Where it is made; the same after an interruption."""
+        """The directory of the work in progress, which is the same after an interruption."""
         return Attempt(self.root / f".tmp-{self.fingerprint}")
 
     @property
     def dtype(self) -> Dtype:
-        """The type of its token files."""
+        """The type of the ids in its token files."""
         return "uint16" if self.recipe.dtype.itemsize == 2 else "uint32"
 
 
 def publish(
     preparation: SourcePreparation, *, pool: Callable[[], Pool], report: Reporter
 ) -> PublishedSource:
-    """Prepare the source, or take what another process has published meanwhile.
+    """Prepare and publish the source, or open it if another process has published it in the meantime.
 
-    Raises DataError, EvergradError, OSError.
+    Raises DataError if the source cannot be prepared, OSError if the disk fails, and EvergradError if a
+    helper process fails.
     """
-    # One lock a fingerprint: sources of different content are prepared side by side.
+    # Use one lock per fingerprint, so that sources of different content are prepared in parallel.
     final = preparation.final
     name = preparation.source.name
     lock = preparation.root / f".lock-{preparation.fingerprint}"
@@ -194,7 +198,7 @@ def publish(
             published = _publish_attempt(
                 preparation, pool=pool, report=report, is_alone=is_alone
             )
-        # Under the lock: another process may just begin an attempt of the same name.
+        # Remove the attempt under the lock, because another process may start an attempt of the same name.
         shutil.rmtree(preparation.attempt.directory, ignore_errors=True)
     return published
 
@@ -206,27 +210,28 @@ def _publish_attempt(
     report: Reporter,
     is_alone: bool,
 ) -> PublishedSource:
-    """Continue with the attempt where it is, and give it its final name."""
+    """Resume the attempt, and rename it to its final name."""
     attempt, final = preparation.attempt, preparation.final
     if is_alone:
-        # Half-written files of a killed attempt.
+        # Remove partially written files of a killed attempt.
         shutil.rmtree(attempt.partial, ignore_errors=True)
     for directory in (attempt.data, attempt.chunks, attempt.partial):
         directory.mkdir(parents=True, exist_ok=True)
     try:
         _fill(preparation, pool=pool, report=report)
-        # The fingerprint is of the content that was scanned: it must be the content that was tokenised.
+        # The fingerprint describes the scanned content, so the tokenised content must be the same.
         preparation.content.raise_if_changed()
-        # Names before the rename, the rename before it is relied on.
+        # Make the file names durable before the rename, and the rename before the data is used.
         fsync_directory(attempt.data)
         attempt.data.rename(final)
         fsync_directory(preparation.root)
     except DataError:
-        # Another content, policy or split has another fingerprint: nobody would ever go on with this attempt.
+        # Remove the attempt: after a change of content, policy or split, the fingerprint differs, so no
+        # process would ever resume this attempt.
         shutil.rmtree(attempt.directory, ignore_errors=True)
         raise
     except OSError:
-        # Where the file system has no locks another preparer may be done: its bytes are the same.
+        # If the file system has no locks, another process may have published the same bytes.
         published = open_published(final)
         if published is None:
             raise
@@ -247,12 +252,12 @@ def _publish_attempt(
 def _fill(
     preparation: SourcePreparation, *, pool: Callable[[], Pool], report: Reporter
 ) -> None:
-    """Make everything that will be in the published directory; its index last."""
+    """Write all files of the published directory. The index is written last."""
     outcomes, tally = _tokenize(preparation, pool=pool, report=report)
     if preparation.recipe.malformed == "refuse" and tally.malformed:
         raise DataError(*_malformed_lines(preparation, tally))
     if tally.skipped[SkipReason.TOO_LONG]:
-        # Too long is not malformed: the policy for those does not let it pass in silence.
+        # A row that is too long is not malformed, so `malformed: skip` does not skip it.
         shown = [problem for problem in tally.problems if problem.is_too_long]
         problems = [
             Problem(_place(preparation, one), one.what, one.why, _IF_TOO_LONG)
@@ -272,7 +277,7 @@ def _fill(
         raise DataError(_no_documents(preparation, tally))
 
     check_sample(preparation, outcomes)
-    # How many are held out follows from how many there are: the split comes after the last chunk.
+    # Split after the last chunk, because the number of held-out documents depends on the total number.
     outcomes = _split(preparation, outcomes, documents, pool=pool, report=report)
     index = _build_index(preparation, outcomes, tally, documents)
     attempt = preparation.attempt
@@ -282,9 +287,9 @@ def _fill(
 def _tokenize(
     preparation: SourcePreparation, *, pool: Callable[[], Pool], report: Reporter
 ) -> tuple[list[ChunkResult], LineCounts]:
-    """Tokenise every chunk; their outcomes, in order, and what was passed over in all.
+    """Tokenise every chunk. Returns the results, in order, and the total counts of skipped lines.
 
-    Chunks that an earlier attempt finished are taken over.
+    Chunks that an earlier attempt finished are reused.
     """
     source, recipe = preparation.source, preparation.recipe
     attempt, chunks = preparation.attempt, preparation.content.chunks
@@ -294,8 +299,8 @@ def _tokenize(
     def jobs() -> Iterator[TokenizeJob]:
         missing = [chunk for chunk in chunks if chunk.number not in outcomes]
         for run in preparation.content.runs(missing):
-            # Read when a helper is free, so that it sees earlier outcomes: once it is clear that nothing will
-            # be published, only the errors are counted.
+            # The pool requests a job when a helper process is free, so this job depends on earlier results:
+            # after the first malformed line nothing will be published, and helpers only count errors.
             yield TokenizeJob(
                 form,
                 attempt.directory,
@@ -305,8 +310,8 @@ def _tokenize(
             )
 
     report.show(source.name)
-    # All records before the first job: jobs() leaves out what is in ``outcomes``. Only those whose files are
-    # still whole; once split, the chunk's are gone, and those of its parts are there instead.
+    # Read all records before the first job, because jobs() skips the chunks in ``outcomes``. Reuse only
+    # chunks whose files are intact. After a split, the files of the two parts replace the files of the chunk.
     recorded = []
     for chunk in chunks:
         known = finished(attempt, "tokenize", chunk.number)
@@ -328,10 +333,10 @@ def _tokenize(
 
 
 def check_sample(preparation: SourcePreparation, outcomes: list[ChunkResult]) -> None:
-    """Prepare the first documents again, in this process, and compare their hash with that of the files.
+    """Prepare the first documents again in this process, and compare their hash with the hash of the files.
 
-    Most often another process made these. A tokenizer or a template that gives other tokens each time would
-    make other data of the same content whenever prepared data is lost. Raises DataError.
+    Usually, another process wrote the files. If a tokenizer or template gives other tokens each time, the
+    same content would become other data after prepared data is lost. Raises DataError if the hashes differ.
     """
     recipe, attempt = preparation.recipe, preparation.attempt
     stream, directory = WHOLE, attempt.chunks
@@ -342,7 +347,7 @@ def check_sample(preparation: SourcePreparation, outcomes: list[ChunkResult]) ->
         return
     path = tokens_path(directory, stream, number)
     if not path.exists():
-        # Split by an earlier attempt.
+        # An earlier attempt has already split this chunk and removed its file.
         return
 
     form = TextFormat.of(preparation.source, recipe.rows)
@@ -356,7 +361,7 @@ def check_sample(preparation: SourcePreparation, outcomes: list[ChunkResult]) ->
         tokens, *_ = recipe.rows.encode(recipe.tokenizer, texts, lines, LineCounts())
     else:
         tokens, lengths = recipe.tokenizer.encode_documents(texts)
-        # A text of which the tokenizer drops all is no document.
+        # Drop texts without any id except the end id, because they are not documents.
         tokens = tokens[np.repeat(lengths > 1, lengths)]
     ours = np.ascontiguousarray(tokens, dtype=recipe.dtype.newbyteorder("<")).tobytes()
     with path.open("rb") as file:
@@ -373,14 +378,14 @@ def check_sample(preparation: SourcePreparation, outcomes: list[ChunkResult]) ->
 
 
 def _run_lazily(pool: Callable[[], Pool], jobs: Iterator[Job]) -> Iterator[ChunkResult]:
-    """Run the jobs. Without any, no helper process is started."""
+    """Run the jobs, and yield their results. If there are no jobs, no helper process is started."""
     first = next(jobs, None)
     if first is not None:
         yield from pool().run(chain([first], jobs))
 
 
 def _is_intact(preparation: SourcePreparation, outcome: ChunkResult) -> bool:
-    """Whether the files of an outcome have their sizes: a crash may leave a record and lose a file."""
+    """Whether the files of a result have the expected sizes. A crash may keep a record but lose a file."""
     attempt, number = preparation.attempt, outcome.number
     width = preparation.recipe.dtype.itemsize
     for stream in outcome.tokens:
@@ -406,7 +411,7 @@ def _split(
     pool: Callable[[], Pool],
     report: Reporter,
 ) -> list[ChunkResult]:
-    """Cut every chunk into its training and its held-out documents."""
+    """Split every chunk into its training documents and its held-out documents."""
     attempt, recipe = preparation.attempt, preparation.recipe
     if recipe.held_out is None:
         return outcomes
@@ -418,7 +423,7 @@ def _split(
         documents=documents,
     )
 
-    # Splits of an interrupted attempt hold: which documents are chosen follows from content and seed.
+    # Splits of an interrupted attempt stay valid, because the choice depends only on content and seed.
     recorded = (finished(attempt, "split", outcome.number) for outcome in outcomes)
     split = {
         outcome.number: outcome
@@ -440,8 +445,8 @@ def _build_index(
     tally: LineCounts,
     documents: int,
 ) -> dict[str, Any]:
-    """The index, of values that follow from the content: two preparations of it write the same bytes."""
-    # Chunks without a token of a stream have no shard in it: an empty file is nothing to read from.
+    """Build the index. It depends only on the content, so two preparations write the same bytes."""
+    # Omit the shard if a chunk has no tokens in a stream, because its file is empty.
     streams = {}
     for stream in (TRAIN, HELD_OUT) if preparation.recipe.held_out else (TRAIN,):
         shards = [
@@ -472,9 +477,10 @@ def _build_index(
 
 
 def _malformed_lines(preparation: SourcePreparation, tally: LineCounts) -> list[Problem]:
-    """The first malformed lines, rows or files, one problem each, and how many there are."""
+    """Return one problem for each of the first malformed lines, rows or files, and one with their number."""
     source, unit = preparation.source, preparation.source.unit
-    # Each conversation has this problem, and no change of a line helps: it is named once, without a count.
+    # A missing template affects every conversation and cannot be corrected in a line, so report it only one
+    # time and without a count.
     lacking = [one for one in tally.problems if one.why == NO_TEMPLATE]
     problems = [template_problem(_place(preparation, one)) for one in lacking[:1]]
     for problem in tally.problems[:MOST_PROBLEMS]:
@@ -489,7 +495,7 @@ def _malformed_lines(preparation: SourcePreparation, tally: LineCounts) -> list[
             remedy = f"Copy the file again, or set {_POLICY} to skip"
         where = _place(preparation, problem)
         problems.append(Problem(where, problem.what, why, remedy))
-    # Named one by one as far as a person reads, counted beyond that.
+    # List the first problems and count the rest.
     if tally.malformed > len(problems) and not lacking:
         what = f"{tally.malformed} of {preparation.content.lines} {unit}s are malformed"
         why = f"the first {len(problems)} are named above"
@@ -499,7 +505,7 @@ def _malformed_lines(preparation: SourcePreparation, tally: LineCounts) -> list[
 
 
 def _place(preparation: SourcePreparation, problem: LineProblem) -> str:
-    """The file of a problem, with the line or row in it."""
+    """Return the file of a problem, with the line or row number."""
     path, line = preparation.content.place(problem.line)
     if preparation.source.unit == "file":
         return str(path)
@@ -507,7 +513,7 @@ def _place(preparation: SourcePreparation, problem: LineProblem) -> str:
 
 
 def _no_documents(preparation: SourcePreparation, tally: LineCounts) -> Problem:
-    # The first malformed line shows most often which it is: a wrong field name, or a file of another kind.
+    # Include the first malformed line, which usually shows the cause: a wrong field name or another format.
     source, unit = preparation.source, preparation.source.unit
     if tally.problems and tally.problems[0].why == NO_TEMPLATE:
         return template_problem(_place(preparation, tally.problems[0]))

@@ -1,4 +1,7 @@
-"""How a manifest's rows are read: its fields, and the chat template, its own or the tokenizer's."""
+"""Determines how the rows of a manifest are read: the fields, and the chat template.
+
+The template comes from the manifest or from the tokenizer.
+"""
 
 import json
 from collections.abc import Mapping
@@ -28,7 +31,7 @@ _TEMPLATES: Final = "chat template"
 _SPECIAL_TOKEN_TEXTS: Final = "special tokens"
 _DEFAULT: Final = "default"
 _WITH_TOOLS: Final = "tool_use"
-"""Name of the template that transformers takes for a conversation with tools, where there is one."""
+"""Name of the template that transformers uses for a conversation with tools, if it exists."""
 _TOKENS: Final = (
     "bos_token",
     "eos_token",
@@ -40,9 +43,9 @@ _TOKENS: Final = (
 
 
 def row_format(training: Training, base_directory: Path) -> RowFormat | PairFormat | None:
-    """How rows are read; None where the documents of the file are texts.
+    """Return how rows are read; None if the documents are plain texts.
 
-    Raises DataError for a template that is none.
+    Raises DataError if a template is not valid.
     """
     rows = training.row_settings
     if rows is None:
@@ -54,7 +57,7 @@ def row_format(training: Training, base_directory: Path) -> RowFormat | PairForm
         where = f"the chat template in {directory}"
         templates, variables = _of_tokenizer(directory)
     if rows.chat_template is not None:
-        # For all conversations, as the argument of transformers' apply_chat_template is.
+        # Use this template for all conversations, like the argument of apply_chat_template in transformers.
         where, templates = TEMPLATE_FIELD, {_DEFAULT: rows.chat_template}
     for name, template in templates.items():
         try:
@@ -84,8 +87,10 @@ def row_format(training: Training, base_directory: Path) -> RowFormat | PairForm
 
 
 def identify_texts(training: Training, base_directory: Path) -> dict[str, str]:
-    """A hash of each text that rows take from the tokenizer's directory, by what it is: no identity of a
-    tokenizer has them."""
+    """Return a hash of each text that rows use from the tokenizer's directory, keyed by the kind of text.
+
+    The identity of a tokenizer does not include these texts.
+    """
     rows, path = training.row_settings, training.tokenizer.path
     if rows is None or path is None:
         return {}
@@ -102,9 +107,10 @@ def identify_texts(training: Training, base_directory: Path) -> dict[str, str]:
 def find_changed_texts(
     recorded: Mapping[str, str], training: Training, base_directory: Path
 ) -> list[Problem]:
-    """A problem for each of the texts that is not the one that was recorded.
+    """Return a problem for each text that differs from the recorded text.
 
-    ``recorded``: as :func:`identify_texts` gave them; empty where an older version began the run.
+    ``recorded``: the result of :func:`identify_texts` at the start of the run; empty if an older version
+    started the run.
     """
     directory = base_directory / (training.tokenizer.path or "")
     files = {
@@ -130,9 +136,8 @@ def find_changed_texts(
 
 
 def _of_tokenizer(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """The chat templates of a tokenizer's directory that rows are made with, and its special tokens, both by
-    name."""
-    # Some versions name the special tokens in a file of their own, which others do not write.
+    """Return the chat templates for rows and the special tokens of a tokenizer's directory, both by name."""
+    # Some versions write the special tokens to a separate file, and other versions do not.
     configs = []
     for name in (_SPECIAL_TOKENS, _CONFIG):
         path = directory / name
@@ -145,14 +150,14 @@ def _of_tokenizer(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
     variables = {}
     for name in _TOKENS:
         for config in configs:
-            # Either a text or an object with the text in it, by the version that saved it.
+            # The token is a text or an object that contains the text, depending on the version that saved it.
             token = config.get(name)
             token = token.get("content") if isinstance(token, dict) else token
             if isinstance(token, str):
                 variables[name] = token
 
-    # Files of their own are what newer versions write; a value of the settings is one template, or some by
-    # name.
+    # Newer versions write templates to separate files. Older versions store one template, or several by name,
+    # in tokenizer_config.json.
     files = {path.stem: path for path in (directory / TEMPLATE_FOLDER).glob("*.jinja")}
     if (own := directory / TEMPLATE_FILE).is_file():
         files.setdefault(_DEFAULT, own)

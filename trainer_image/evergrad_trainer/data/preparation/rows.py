@@ -1,4 +1,4 @@
-"""Rows of chat messages, or of a prompt and its completion: JSON object → marked text → marked tokens."""
+"""Reads rows of chat messages, or of a prompt and a completion: JSON object → marked text → marked tokens."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -38,18 +38,18 @@ from evergrad_trainer.data.tokenizers import (
 
 DATE_FIELD: Final = "spec.training.rows.date"
 NO_TEMPLATE: Final = "the tokenizer has no chat template, and the manifest gives none"
-"""Why a conversation cannot be read: of the manifest and not of the row."""
+"""The reason why a conversation cannot be read if the problem is in the manifest and not in the row."""
 Encoded = tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]
-"""Values of all rows in one array, the number of each row's, and its line."""
+"""The values of all rows in one array, the number of values of each row, and the line of each row."""
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How rows are read.
+    """Describes how rows are read.
 
-    ``longest``: tokens of a row that fit into a sample. ``template``: of conversations; ``tool_template``: of
-    those with tools, where these have one of their own. ``rendering``: number of the rule by which templates
-    make texts. ``date``: the one that templates are given.
+    ``longest``: maximum number of tokens of a row in a sample. ``template``: the chat template of
+    conversations. ``tool_template``: the chat template of conversations with tools, if it differs.
+    ``rendering``: number of the rule that renders texts. ``date``: the date that templates can write.
     """
 
     messages_field: str
@@ -64,17 +64,19 @@ class RowFormat:
     date: str | None = None
 
     def of_rendering(self, rendering: int) -> "RowFormat":
-        """How an earlier version read these rows, by the number of its rule. The first versions had one
-        template for all conversations, and a date came with the third rule."""
+        """Return the format with which an earlier version read these rows, by the number of its rule.
+
+        The first versions used one template for all conversations. The date was added with the third rule.
+        """
         tool_template = self.tool_template if rendering > FIRST_RENDERING else None
         date = self.date if rendering >= FORMS_OF_CONTENT else None
         return replace(self, rendering=rendering, tool_template=tool_template, date=date)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values only."""
+        """Return the format as JSON values."""
         value = {**asdict(self), "variables": [list(pair) for pair in self.variables]}
         if self.tool_template is None:
-            # Rows keep the fingerprint that they had before there was one.
+            # Omit keys with default values, so that fingerprints from earlier versions stay the same.
             del value["tool_template"]
         if self.date is None:
             del value["date"]
@@ -90,25 +92,25 @@ class RowFormat:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """All keys of a row that mean something."""
+        """All keys of a row that are used."""
         named = (self.messages_field, self.prompt_field, self.completion_field)
         further = (CONVERSATIONS, *FOR_TEMPLATES)
         return (*named, *(key for key in further if key not in named))
 
     @property
     def has_template(self) -> bool:
-        """Whether a conversation can become a text, if only one with tools."""
+        """Whether any conversation can be rendered, possibly only conversations with tools."""
         return self.template is not None or self.tool_template is not None
 
     def is_conversation(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row has messages, of which only a chat template makes a text."""
+        """Whether a row has messages, which can only be rendered with a chat template."""
         if self.prompt_field in row or self.completion_field in row:
             return False
         has_messages = isinstance(row.get(self.messages_field), list)
         return has_messages or self._has_conversations(row)
 
     def render(self, row: Mapping[str, Any]) -> MarkedText:
-        """The text of a row, with what is learned of it. Raises RowError."""
+        """Render a row as text, with the parts to learn marked. Raises RowError if the row is malformed."""
         keys = (self.prompt_field, self.completion_field)
         has_messages = self.messages_field in row
         given = [key for key in keys if key in row]
@@ -131,7 +133,7 @@ class RowFormat:
         if given:
             (missing,) = set(keys) - set(given)
             raise RowError(f"the row has no field {missing!r}", f"it has {given[0]!r}")
-        # A few names, cut short: the message is for a person.
+        # Shorten the list of names, because a row may have many long ones.
         names = ", ".join(repr(name[:40]) for name in list(row)[:5]) or "none"
         what = (
             f"the row has neither {self.messages_field!r} nor {keys[0]!r} and {keys[1]!r}"
@@ -139,12 +141,12 @@ class RowFormat:
         raise RowError(what, f"its fields are {names}")
 
     def _has_conversations(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row names its messages as ShareGPT does, where the manifest does not name them."""
+        """Whether a row has its messages under the key of ShareGPT, and the manifest sets no other key."""
         is_default = self.messages_field == MESSAGES and self.rendering >= FORMS_OF_CONTENT
         return is_default and isinstance(row.get(CONVERSATIONS), list)
 
     def read_messages(self, field: str, value: Any) -> list[Message]:
-        """The messages of a conversation, or of a part of one. Raises RowError."""
+        """Read the messages of a conversation or of a part of one. Raises RowError if one is malformed."""
         value = _without_lone_surrogates(value)
         if not isinstance(value, list) or not value:
             raise RowError(
@@ -166,12 +168,12 @@ class RowFormat:
     def render_conversation(
         self, messages: Sequence[Message], row: Mapping[str, Any], *, num_before: int = 0
     ) -> MarkedText:
-        """The text of a conversation, in which the assistant's turns behind ``num_before`` messages are
-        marked.
+        """Render a conversation, and mark the assistant's turns after the first ``num_before`` messages.
 
-        ``row``: has what the template is given besides. Raises RowError.
+        ``row``: contains the other values for the template, such as ``tools``. Raises RowError if the
+        conversation cannot be rendered, and DataError if the template needs a date.
         """
-        # The whole of what a template is given: it may write out any key of it.
+        # Replace surrogates in the whole values, because a template may write any key of them.
         extra = {
             key: _without_lone_surrogates(row[key]) for key in FOR_TEMPLATES if key in row
         }
@@ -187,7 +189,7 @@ class RowFormat:
             chat = ChatTemplate(source, self.variables, self.rendering, self.date)
             text = chat.render(messages, extra, num_before=num_before)
         except DateNeededError as error:
-            # Of the manifest and not of the row: to pass over the row would pass over all of them.
+            # Raise DataError, not RowError: the problem is in the manifest, and would skip every row.
             why = (
                 "the same rows always become the same text, so that templates have no clock"
             )
@@ -204,7 +206,7 @@ class RowFormat:
         return text
 
     def dtype(self, tokenizer: TextTokenizer) -> np.dtype[Any]:
-        """The type of ids with their marks."""
+        """Return the type of ids with their marks."""
         return smallest_dtype(2 * tokenizer.vocab_size)
 
     def encode(
@@ -214,15 +216,15 @@ class RowFormat:
         lines: Sequence[int],
         tally: LineCounts,
     ) -> Encoded:
-        """Marked tokens of all rows.
+        """Encode all rows as marked tokens.
 
-        Rows in which nothing is learned, and those that are too long, are counted in ``tally``.
+        Rows without tokens to learn, and rows that are too long, are counted in ``tally``.
         """
         dtype = self.dtype(tokenizer)
         found: list[npt.NDArray[Any]] = []
         kept: list[int] = []
         for text, line in zip(texts, lines, strict=True):
-            # Rendered in this process, by the reader of the same job.
+            # The reader of the same job rendered the text in this process.
             assert isinstance(text, MarkedText)  # noqa: S101
             ids, marks = encode_text(tokenizer, text)
             count_dropped(tally, text)
@@ -234,7 +236,7 @@ class RowFormat:
                 tally.pass_over(problem, SkipReason.NO_COMPLETION)
                 continue
             if len(ids) > self.longest:
-                # The rest of a row whose prompt alone is too long would teach nothing.
+                # Do not truncate a row if its prompt alone is too long: no token to learn would remain.
                 can_be_cut = bool(marks[1 : self.longest].any())
                 if not keep_too_long(self, line, len(ids), tally, can_be_cut=can_be_cut):
                     continue
@@ -253,7 +255,7 @@ def _text_in(owner: Mapping[str, Any], key: str, place: str) -> str:
 
 
 def _without_lone_surrogates(value: Any) -> Any:
-    """``value`` as :func:`_replace_lone_surrogates` gives it. Raises RowError."""
+    """Call :func:`_replace_lone_surrogates`. Raises RowError if ``value`` is nested too deeply."""
     try:
         return _replace_lone_surrogates(value)
     except RecursionError:
@@ -261,8 +263,10 @@ def _without_lone_surrogates(value: Any) -> Any:
 
 
 def _replace_lone_surrogates(value: Any) -> Any:
-    """A JSON value with U+FFFD for each half of a surrogate pair, in texts and in names of keys. Raises
-    RowError for a number that has no exact text."""
+    """Return a JSON value with U+FFFD for each lone surrogate, in texts and keys.
+
+    Raises RowError for a number with more digits than Python converts to text.
+    """
     if isinstance(value, LongNumber):
         what = (
             f"the row has a number of {value.digits} digits in what its template is given"
@@ -283,7 +287,7 @@ def _replace_lone_surrogates(value: Any) -> Any:
 def join_rows(
     rows: Sequence[npt.NDArray[Any]], lines: Sequence[int], dtype: np.dtype[Any]
 ) -> Encoded:
-    """The values of all rows in one array, with their lengths and lines."""
+    """Join the values of all rows in one array, and return it with the lengths and lines of the rows."""
     values = np.concatenate(rows) if rows else np.empty(0, dtype=dtype)
     lengths = np.array([len(one) for one in rows], dtype=np.int64)
     return values, lengths, np.array(lines, dtype=np.int64)
@@ -292,7 +296,7 @@ def join_rows(
 def encode_text(
     tokenizer: TextTokenizer, text: MarkedText
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Ids of a text, and which of them are learned."""
+    """Return the ids of a text, and a mark for each id that is learned. Both have shape (tokens,)."""
     ids, offsets = tokenizer.encode_with_offsets(text)
     marks = marks_of(text, offsets)
     if text.is_open:
@@ -301,7 +305,7 @@ def encode_text(
 
 
 def count_dropped(tally: LineCounts, *texts: MarkedText) -> None:
-    """Count a row whose template left parts of its messages out."""
+    """Count a row if its template omitted parts of its messages."""
     for kind in frozenset[str]().union(*(text.dropped for text in texts)):
         tally.skipped[OF_DROPPED[kind]] += 1
 
@@ -309,7 +313,7 @@ def count_dropped(tally: LineCounts, *texts: MarkedText) -> None:
 def keep_too_long(
     form: RowFormat, line: int, length: int, tally: LineCounts, *, can_be_cut: bool
 ) -> bool:
-    """Whether a row that is too long is cut; otherwise it is passed over. Counts it in any case."""
+    """Count a row that is too long, and return whether it is truncated. Otherwise it is skipped."""
     if form.too_long == "refuse":
         what = f"the row has {length} tokens, and a sample holds {form.longest}"
         why = "spec.training.data.sequenceLength and one more, which is predicted only"

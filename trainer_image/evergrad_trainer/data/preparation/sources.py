@@ -1,4 +1,4 @@
-"""One pass over a file of a source: hash, lines, and the spans that are worked on at a time."""
+"""Scans a file of a source in one pass: computes its hash, counts its lines, and divides it into spans."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ SMALLEST_CHUNK: Final = 8 * 2**20
 MOST_CHUNKS: Final = 4096
 _BLOCK: Final = 4 * 2**20
 _SETTLED_NS: Final = 2 * 10**9
-"""A file that changed less than this before its scan could change again within the same tick of its clock."""
+"""A file that changed less than 2 s before its scan could change again without a change of its times."""
 
 _SIGNATURES_BUT_OF_TEXT: Final = (
     (b"\x1f\x8b", "is compressed twice (gzip)", "Decompress it once"),
@@ -41,12 +41,12 @@ _SIGNATURES: Final = (
     (b"BZh", "is compressed (bzip2)", "Decompress it"),
     (b"PAR1", "is a Parquet file", "Set type: parquet"),
 )
-"""For files that are no JSON Lines. Plain text may begin with the last two."""
+"""First bytes of files that are not JSON Lines. Plain text may begin with the last two signatures."""
 
 
 @dataclass(frozen=True)
 class Stat:
-    """Size and times of a file, which a file system gives without reading it."""
+    """Size and times of a file, which are available without reading the file."""
 
     size: int
     mtime_ns: int
@@ -55,10 +55,11 @@ class Stat:
 
 @dataclass(frozen=True)
 class FileSpan:
-    """A part of a file that is worked on at a time.
+    """A part of a file that is processed as a unit.
 
-    Bytes [start, end) of its unpacked content, which are whole lines; of a Parquet file, row groups. The
-    first line or row has the number ``first_line``, from 1. ``size``: bytes of it, all texts of row groups.
+    It consists of the bytes [start, end) of the unpacked content, which are whole lines, or of the row groups
+    [start, end) of a Parquet file. ``first_line``: the number of its first line or row, from 1. ``size``: its
+    size in bytes; for row groups, the bytes of the columns that are read.
     """
 
     start: int
@@ -69,11 +70,11 @@ class FileSpan:
 
 @dataclass(frozen=True)
 class Scan:
-    """The result of one pass over a file.
+    """The result of scanning a file.
 
-    Hash and ``size`` are those of its content, unpacked where it is compressed; a file that is compressed is
-    the same data. ``lines``: rows of a Parquet file; 1 for a file that is one document. ``largest_id``: of a
-    tokens file.
+    ``content_hash`` and ``size`` describe the unpacked content, so a compressed file is the same data as the
+    plain file. ``lines``: number of lines, or of rows of a Parquet file; 1 for a file that is one document.
+    ``largest_id``: the largest id in a tokens file.
     """
 
     stat: Stat
@@ -85,7 +86,7 @@ class Scan:
     is_packed: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values only."""
+        """Return the scan as JSON values."""
         return asdict(self)
 
     @staticmethod
@@ -96,17 +97,17 @@ class Scan:
 
 
 def observe_stat(path: Path) -> Stat:
-    """The file's size and times. Raises OSError."""
+    """Return the file's size and times. Raises OSError if the file cannot be accessed."""
     found = path.stat()
     return Stat(found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
 def scan_file(source: SourceEntry, path: Path, *, on_bytes: OnBytes) -> Scan:
-    """Read a whole file of a source once.
+    """Read a whole file of a source one time.
 
-    Raises DataError where it cannot be what the manifest says, or changes meanwhile.
+    Raises DataError if its format differs from the manifest, or if it changes in the meantime.
     """
-    # Compared afterwards: bytes of two versions of a file would get the hash of neither.
+    # Compare the state afterwards: a hash over bytes of two versions would match neither version.
     before = observe_stat(path)
     if source.type == "tokens":
         digest, largest = xxhash.xxh3_128(), -1
@@ -123,7 +124,7 @@ def scan_file(source: SourceEntry, path: Path, *, on_bytes: OnBytes) -> Scan:
 
 
 def raise_if_changed(path: Path, before: Stat) -> None:
-    """Raise DataError if the file is not the one ``before`` was observed on."""
+    """Raise DataError if the file has changed since ``before`` was observed."""
     if observe_stat(path) != before:
         problem = Problem(
             str(path),
@@ -135,15 +136,15 @@ def raise_if_changed(path: Path, before: Stat) -> None:
 
 
 def is_settled(found: Stat) -> bool:
-    """Whether a later change of the file must show in its times."""
+    """Whether the file is old enough that any later change will change its times."""
     return time.time_ns() - max(found.mtime_ns, found.ctime_ns) > _SETTLED_NS
 
 
 def _blocks(path: Path, size: int, on_bytes: OnBytes) -> Iterator[tuple[bytearray, int]]:
-    """The first ``size`` bytes as (buffer, valid bytes), the buffer being the same one every time."""
+    """Yield the first ``size`` bytes as pairs (buffer, number of valid bytes). The buffer is reused."""
     buffer = bytearray(_BLOCK)
     with path.open("rb", buffering=0) as file:
-        # Bounded by the size that was observed: a file that is still being written might never end.
+        # Stop at the observed size, because a file that is still being written might never end.
         while count := file.readinto(memoryview(buffer)[:size]):
             yield buffer, count
             on_bytes(count)
@@ -153,7 +154,7 @@ def _blocks(path: Path, size: int, on_bytes: OnBytes) -> Iterator[tuple[bytearra
 def _content_blocks(
     path: Path, size: int, on_bytes: OnBytes
 ) -> Iterator[tuple[bytearray, int]]:
-    """As ``_blocks``, of the content of a file that may be compressed; ``on_bytes`` gets compressed bytes."""
+    """Yield blocks like ``_blocks``, decompressing the file if needed. ``on_bytes`` gets compressed bytes."""
     with open_content(path) as file:
         if not isinstance(file, Unpacked):
             yield from _blocks(path, size, on_bytes)
@@ -166,15 +167,16 @@ def _content_blocks(
 
 
 def _scan_text(source: SourceEntry, path: Path, found: Stat, on_bytes: OnBytes) -> Scan:
-    """Hash, lines and spans of a file of texts, in one pass."""
+    """Compute the hash, the number of lines and the spans of a text file."""
     packed = is_packed(path)
     size = 0 if packed else found.size
     while True:
-        # Larger spans of a larger file: their number, and with it that of files and records, is bounded.
+        # Use larger spans for a larger file, which bounds the number of spans, files and records.
         digest = xxhash.xxh3_128()
         boundaries = _Boundaries(max(SMALLEST_CHUNK, -(-size // MOST_CHUNKS)))
         for buffer, count in _content_blocks(path, found.size, on_bytes):
-            # Seen before the rest is read: another kind of file, of 100 GB, is refused at once.
+            # Check the first block before reading the rest, so that a large file of another format is refused
+            # without reading it all.
             if boundaries.position == 0:
                 _raise_if_of_another_kind(source, path, buffer[:count])
             digest.update(memoryview(buffer)[:count])
@@ -184,7 +186,8 @@ def _scan_text(source: SourceEntry, path: Path, found: Stat, on_bytes: OnBytes) 
         total = boundaries.position
         if total <= max(size, SMALLEST_CHUNK * MOST_CHUNKS):
             break
-        # A compressed file has its size in no certain place. Once it is known it is cut as a plain one is.
+        # The unpacked size of a compressed file is known only now. Scan it again with spans for this size, so
+        # that its spans are the same as for the plain file.
         size, on_bytes = total, lambda _: None
 
     spans, lines = boundaries.finish(), boundaries.lines
@@ -196,8 +199,8 @@ def _scan_text(source: SourceEntry, path: Path, found: Stat, on_bytes: OnBytes) 
 
 
 def _scan_parquet(source: SourceEntry, path: Path, found: Stat, on_bytes: OnBytes) -> Scan:
-    """Hash and rows of a Parquet file. Its spans are as many row groups as make a chunk."""
-    # First what the file says of itself: another kind of file, of 100 GB, is refused at once.
+    """Compute the hash and the number of rows of a Parquet file. A span has enough row groups for a chunk."""
+    # Read the metadata first, so that a large file of another format is refused without reading it all.
     if source.row_fields:
         groups = find_row_groups(path, source.row_fields)
     else:
@@ -229,15 +232,17 @@ def _raise_if_of_another_kind(source: SourceEntry, path: Path, start: bytearray)
         for signature, what, remedy in signatures
         if start.startswith(signature)
     ]
-    # A tar archive, mostly a compressed one, begins with the name of its first file.
+    # Tar archives have their signature at byte 257, after the name of the first file.
     if start[257:262] == b"ustar":
         problems.append(Problem(str(path), "is a tar archive", why, "Unpack it"))
     raise_if(problems, DataError)
 
 
 class _Boundaries:
-    """Counts lines and cuts a file after the first newline beyond each ``chunk_bytes``; depends on nothing
-    but the content."""
+    """Counts lines, and cuts a file after the first newline beyond each ``chunk_bytes``.
+
+    The result depends only on the content, not on the size of the blocks.
+    """
 
     def __init__(self, chunk_bytes: int) -> None:
         self.position = 0
@@ -248,8 +253,8 @@ class _Boundaries:
         self._ends_with_newline = True
 
     def see(self, buffer: bytearray, count: int) -> None:
-        """The next ``count`` bytes of the file."""
-        # Cut behind the first newline at or beyond the wanted length, as often as this block holds one.
+        """Process the next ``count`` bytes of the file."""
+        # Cut after the first newline at or beyond the wanted length, repeatedly within this block.
         begin = 0
         while (target := self._start + self._chunk_bytes - self.position) < count:
             newline = buffer.find(b"\n", max(0, target), count)
@@ -259,14 +264,14 @@ class _Boundaries:
             begin = newline + 1
             self._cut(self.position + begin)
 
-        # The rest of the block belongs to the chunk that continues in the next one.
+        # The rest of the block belongs to a chunk that continues in the next block.
         self.lines += _count_newlines(buffer, begin, count)
         self.position += count
         self._ends_with_newline = buffer[count - 1] == ord("\n")
 
     def finish(self) -> tuple[FileSpan, ...]:
-        """The spans, once the whole file was seen."""
-        # A last line without a newline is a line.
+        """Return the spans. Call it after the whole file was processed."""
+        # Count a last line without a newline too.
         if not self._ends_with_newline:
             self.lines += 1
         if self.position > self._start:
@@ -280,7 +285,7 @@ class _Boundaries:
 
 
 def _count_newlines(buffer: bytearray, begin: int, end: int) -> int:
-    """Three times as quick as ``bytearray.count``."""
+    """Count the newlines in [begin, end). Three times as fast as ``bytearray.count``."""
     return int(
         np.count_nonzero(
             np.frombuffer(buffer, dtype=np.uint8, count=end - begin, offset=begin)
@@ -292,8 +297,9 @@ def _count_newlines(buffer: bytearray, begin: int, end: int) -> int:
 def raise_if_out_of_vocabulary(
     source: SourceEntry, path: Path, scan: Scan, vocab_size: int
 ) -> None:
-    """Raise DataError, naming the first place, if a tokens file holds an id the tokenizer does not have."""
-    # The scan, remembered between starts, has the largest id: a right file is not read again.
+    """Raise DataError, with the first position, if a tokens file has an id outside the vocabulary."""
+    # Check the largest id from the scan, which is cached between starts, so that a valid file is not read
+    # again.
     if scan.largest_id < vocab_size:
         return
     place = 0
@@ -315,6 +321,6 @@ def raise_if_out_of_vocabulary(
 
 
 def _ids_in(buffer: bytearray, count: int, source: SourceEntry) -> npt.NDArray[Any]:
-    """The token ids in the first ``count`` bytes of a block, which holds whole ids."""
+    """Return the token ids in the first ``count`` bytes of a block, which contains whole ids."""
     dtype = np.dtype(source.dtype).newbyteorder("<")
     return np.frombuffer(buffer, dtype=dtype, count=count // dtype.itemsize)

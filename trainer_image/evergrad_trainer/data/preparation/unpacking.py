@@ -1,4 +1,4 @@
-"""Reads a file as it is or unpacked: gzip and zstandard, known by their first bytes and not by the name."""
+"""Reads plain files, and files compressed with gzip or zstandard, which are detected by their first bytes."""
 
 import functools
 import importlib
@@ -16,17 +16,20 @@ from evergrad_trainer.base.errors import DataError
 _GZIP: Final = b"\x1f\x8b"
 _ZSTANDARD: Final = b"\x28\xb5\x2f\xfd"
 _SKIPPABLE: Final = b"\x2a\x4d\x18"
-"""A zstandard frame without content, which some writers begin with, from its second byte on."""
+"""Bytes 2 to 4 of a zstandard frame without content. Some writers begin a file with such a frame."""
 _WINDOW_LOG: Final = 31
-"""Largest window of a zstandard frame that is read, as a power of two: the format's own limit on 64-bit
-machines, which `zstd --long=31` writes. The library's default, 2**27, is below what public dumps have."""
+"""Base-2 logarithm of the largest supported window of a zstandard frame.
+
+It is the limit of the format on 64-bit machines, which `zstd --long=31` uses. The default limit of the
+library, 2**27, is too small for some public dumps.
+"""
 _INPUT: Final = 2**15
-"""Compressed bytes that are unpacked at a time. A block of zeros grows some 40,000 times: a gibibyte at most
-is in memory, whoever made the file."""
+"""Compressed bytes that are unpacked at a time. A block of zeros grows about 40,000 times, so any file uses
+at most about 1 GiB of memory."""
 
 
 class _Unpacker(Protocol):
-    """One member of a gzip file or frame of a zstandard file, as the libraries of both have it."""
+    """The common interface of the libraries: unpacks one member of a gzip file or one zstandard frame."""
 
     @property
     def eof(self) -> bool: ...
@@ -39,7 +42,7 @@ class _Unpacker(Protocol):
 
 @dataclass(frozen=True)
 class _Codec:
-    """A format: ``begin`` makes an unpacker for the next member or frame, which raises ``error``."""
+    """A format. ``begin`` creates an unpacker for the next member or frame. The unpacker raises ``error``."""
 
     name: str
     begin: Callable[[], _Unpacker]
@@ -47,16 +50,17 @@ class _Codec:
 
 
 def is_packed(path: Path) -> bool:
-    """Whether the file is compressed. Raises OSError."""
+    """Whether the file is compressed. Raises OSError if it cannot be read."""
     with path.open("rb", buffering=0) as file:
         return _format_of(file.read(4)) is not None
 
 
 def open_content(path: Path) -> io.RawIOBase:
-    """The content of a file, unpacked where it is compressed, from its beginning. Unbuffered.
+    """Open the content of a file, unpacked if it is compressed, without buffering.
 
-    Where it is compressed, ``seek`` only continues. Raises OSError, and DataError where the format cannot be
-    read here; reading raises DataError for an archive that is damaged or cut short.
+    In a compressed file, ``seek`` can only move forward. Raises OSError if the file cannot be read, and
+    DataError if the library for its format is not installed. Reading raises DataError if the archive is
+    damaged or truncated.
     """
     with path.open("rb", buffering=0) as file:
         name = _format_of(file.read(4))
@@ -74,7 +78,10 @@ def _format_of(start: bytes) -> str | None:
 
 
 def _load_zstandard(path: Path) -> _Codec:
-    """Python's own from 3.14 on, else the package. Raises DataError where there is neither."""
+    """Load the zstandard module of Python 3.14 or later, or else the package ``zstandard``.
+
+    Raises DataError if neither is available.
+    """
     library: Any
     with suppress(ImportError):
         library = importlib.import_module("compression.zstd")
@@ -97,7 +104,7 @@ _GZIP_CODEC: Final = _Codec(
 
 
 class Unpacked(io.RawIOBase):
-    """The content of a compressed file: that of its members or frames, one after the other."""
+    """The content of a compressed file: the concatenated contents of its members or frames."""
 
     def __init__(self, path: Path, codec: _Codec) -> None:
         self._path = path
@@ -108,7 +115,7 @@ class Unpacked(io.RawIOBase):
         self._position = 0
         self._is_at_end = False
         self.packed_bytes = 0
-        """Bytes of the file that were read so far."""
+        """Number of compressed bytes that were read so far."""
 
     def readable(self) -> bool:
         return True
@@ -118,7 +125,7 @@ class Unpacked(io.RawIOBase):
         super().close()
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Continue to ``offset``; what lies between is unpacked and left."""
+        """Move forward to ``offset``. The bytes in between are unpacked and discarded."""
         if whence != 0 or offset < self._position:
             raise io.UnsupportedOperation("a compressed file is read from its beginning")
         while self._position < offset and self._fill():
@@ -141,7 +148,7 @@ class Unpacked(io.RawIOBase):
         return count
 
     def _fill(self) -> bool:
-        """Unpack until there is something; False at the end of the content."""
+        """Unpack until bytes are available. Returns False at the end of the content."""
         while not len(self._waiting):
             if self._is_at_end:
                 return False
@@ -151,10 +158,10 @@ class Unpacked(io.RawIOBase):
         return True
 
     def _describe(self, error: Exception, why: str) -> Problem:
-        """The problem of an archive that the library does not unpack: a limit, or damage."""
+        """Return the problem of an archive that cannot be unpacked: an exceeded limit, or damage."""
         path, name = str(self._path), self._codec.name
         said = str(error).casefold()
-        # The library has one type of error for all, and a stable text for each (ZSTD_getErrorString).
+        # The library has a single type of error, with a stable text per error (ZSTD_getErrorString).
         if isinstance(error, MemoryError) or "memory" in said or "allocat" in said:
             what = f"needs more memory to be unpacked than there is: its {name} window is too large"
             remedy = (
@@ -174,14 +181,14 @@ class Unpacked(io.RawIOBase):
         return Problem(path, what, why, "Copy it again, or make it again")
 
     def _unpack(self, data: bytes) -> bytes:
-        """The content of the next compressed bytes; none of them is the end of the file."""
+        """Unpack the next compressed bytes. Empty ``data`` marks the end of the file."""
         path, name = str(self._path), self._codec.name
         before = f"{self._position} bytes were unpacked before that"
         parts = []
         is_end = not data
         while data:
             if self._unpacker.eof:
-                # Several archives joined are one. Zeros fill a gzip file up to the size of a block.
+                # A file may consist of several archives. Skip zeros that pad a gzip file to a block size.
                 data = data.lstrip(b"\0") if name == "gzip" else data
                 if not data:
                     break

@@ -1,6 +1,6 @@
-"""A helper process of ``prepare``: one JSON line in, one job, one JSON line out for each of its outcomes.
+"""A helper process of ``prepare``. It reads a job per JSON line, and writes a JSON line per result.
 
-Ends when its input does. Imports no torch.
+It exits when its input ends. It must not import torch.
 """
 
 import json
@@ -21,7 +21,7 @@ from evergrad_trainer.data.tokenizers import (
 
 
 def describe_tokenizer(tokenizer: TextTokenizer) -> dict[str, Any]:
-    """The first line a worker gets, from which it builds the same tokenizer."""
+    """Return the first message to a worker, from which it builds the same tokenizer."""
     if isinstance(tokenizer, BackendTokenizer):
         return {
             "json": tokenizer.to_json(),
@@ -32,9 +32,9 @@ def describe_tokenizer(tokenizer: TextTokenizer) -> dict[str, Any]:
 
 
 def _answers(line: str, tokenizer: TextTokenizer) -> Iterator[dict[str, Any]]:
-    """Do the job of a line. Errors are values, since the process that can report them is the parent.
+    """Run the job of a line, and yield the answers. Errors are answers too, because the parent reports them.
 
-    The last answer to a job is the one that is no outcome.
+    The last answer to a job has no key ``outcome``.
     """
     try:
         job = job_from_json(json.loads(line))
@@ -51,9 +51,10 @@ def _answers(line: str, tokenizer: TextTokenizer) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Serve until standard input ends."""
-    # There is a helper a core already; read by the tokenizers library at every call.
+    # Switch off threads of the tokenizers library, which reads this variable at every call: there is already
+    # one helper per core.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    # The first line is the parent's description of its tokenizer; every further one is a job.
+    # The first line describes the parent's tokenizer, and every other line is a job.
     setup = json.loads(sys.stdin.readline())
     tokenizer: TextTokenizer = ByteTokenizer()
     if setup["json"] is not None:
@@ -65,7 +66,7 @@ def main() -> None:
             for answer in _answers(line, tokenizer):
                 print(json.dumps(answer), flush=True)
         except BrokenPipeError:
-            # The parent is gone; what was finished lies on disk for the next one.
+            # The parent has exited. Finished chunks are on disk for the next attempt.
             sys.stdout = None
             return
 
