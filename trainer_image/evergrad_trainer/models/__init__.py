@@ -1,1 +1,1 @@
-"""Models: how they are built, shared between processes, and written out."""
+"""Builds models, shards them between processes, and writes them to files."""

@@ -1,4 +1,4 @@
-"""Settings that make an accelerator compute the same bits again, and what they are in this process."""
+"""Settings for bitwise reproducible results on an accelerator, and their values in this process."""
 
 import os
 
@@ -9,36 +9,37 @@ from evergrad_manifest.training.common import Reproducibility
 from evergrad_trainer.base.errors import ModelError
 
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
-"""Read by cuBLAS with its first handle, so that it must be set before the process begins."""
+"""Variable that cuBLAS reads with its first handle, so it must be set before the process starts."""
 CUBLAS_DETERMINISTIC = (":4096:8", ":16:8")
-"""The values with which cuBLAS adds in the same order each time (its documentation, "Results
-reproducibility")."""
+"""Values with which cuBLAS always adds in the same order (see "Results reproducibility" in its
+documentation)."""
 _NO_KERNEL = "does not have a deterministic implementation"
-"""torch's words (Context.cpp, alertNotDeterministic) behind the name of the operation."""
+"""The text after the name of the operation in torch's error (Context.cpp, alertNotDeterministic)."""
 
 
 def is_cublas_deterministic() -> bool:
-    """Whether this process was started with determinism switched on."""
+    """Whether this process was started with a deterministic cuBLAS setting."""
     return os.environ.get(CUBLAS_VARIABLE) in CUBLAS_DETERMINISTIC
 
 
 def needs_deterministic_kernels(settings: Reproducibility, *, on_accelerator: bool) -> bool:
-    """Whether the manifest asks for them: by name, or by ``exact`` where kernels decide the bits."""
+    """Whether the manifest requires deterministic kernels: explicitly, or by ``exact`` on an accelerator."""
     return settings.deterministic or (settings.elastic == "exact" and on_accelerator)
 
 
 def choose_determinism(settings: Reproducibility, device: torch.device) -> None:
     """Set torch's switches for this process.
 
-    With determinism torch takes deterministic kernels from here on, and raises RuntimeError where it has
-    none. cuDNN tries no kernels out, since the quickest of a trial may be another one next time.
+    With determinism, torch uses only deterministic kernels, and raises RuntimeError if an operation has none.
+    cuDNN does not benchmark kernels, because the fastest kernel may differ the next time.
     """
     on_accelerator = device.type == "cuda"
     wanted = needs_deterministic_kernels(settings, on_accelerator=on_accelerator) and (
-        # A run that began before the variable was needed continues as it began; preflight warns.
+        # A run that an older version started without the variable continues without determinism; preflight
+        # logs a warning.
         not on_accelerator or is_cublas_deterministic()
     )
-    # Switched on, never off: a task of the user's own may have done so itself.
+    # Never switch determinism off, because a custom task may have switched it on.
     if wanted:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.deterministic = True
@@ -46,8 +47,10 @@ def choose_determinism(settings: Reproducibility, device: torch.device) -> None:
 
 
 def raise_if_not_deterministic(error: Exception) -> None:
-    """Raise ModelError where ``error`` is torch's about an operation that has no deterministic kernel: no
-    retry cures that."""
+    """Raise ModelError if ``error`` reports an operation without a deterministic kernel.
+
+    A retry would fail in the same way.
+    """
     text = str(error)
     if isinstance(error, RuntimeError) and _NO_KERNEL in text:
         raise ModelError(
@@ -62,7 +65,7 @@ def raise_if_not_deterministic(error: Exception) -> None:
 
 
 def describe_determinism() -> dict[str, str]:
-    """Settings that decide the bits in this process, for the run's provenance."""
+    """Return the settings that affect the bits of results in this process, for the run's provenance."""
     cudnn = torch.backends.cudnn
     switches = {
         "deterministicAlgorithms": torch.are_deterministic_algorithms_enabled(),

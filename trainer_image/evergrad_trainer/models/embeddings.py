@@ -1,4 +1,4 @@
-"""Changes to a model's embeddings: more rows for more token ids, and noise while training."""
+"""Changes a model's embeddings: adds rows for more token ids, and adds noise in training."""
 
 import math
 from typing import TYPE_CHECKING, Any
@@ -11,14 +11,15 @@ if TYPE_CHECKING:
 
 
 def padded_size(rows: int, *, multiple_of: int) -> int:
-    """The least multiple that is not below ``rows``."""
+    """Return the smallest multiple that is not below ``rows``. For example, 50257 and 8 give 50264."""
     return -(-rows // multiple_of) * multiple_of
 
 
 def resize_embeddings(model: "PreTrainedModel", rows: int) -> None:
-    """Give the tables of ``model`` that many rows, in place; a new row is the mean of those before.
+    """Resize the embedding tables of ``model`` to ``rows`` rows, in place. New rows are the mean of old rows.
 
-    The same bits in every process: no random number is left, and the means are sums in one order.
+    The result has the same bits in every process: no random numbers remain, and the means are summed in a
+    fixed order.
     """
     table: Any = model.get_input_embeddings()
     before = table.weight.shape[0]
@@ -31,16 +32,16 @@ def resize_embeddings(model: "PreTrainedModel", rows: int) -> None:
         tensors.append(head.bias)
     with torch.no_grad():
         for tensor in tensors:
-            # By numpy, in one thread: torch's threads would add in an order that their number decides.
+            # Use numpy, which sums in one thread: the order of a sum in torch depends on its thread count.
             mean = tensor[:before].detach().double().numpy().sum(axis=0) / before
             tensor[before:] = torch.as_tensor(mean).to(tensor.dtype)
 
 
 def add_noise(model: "PreTrainedModel", alpha: float) -> None:
-    """Add uniform noise to what ``model`` looks up while it trains (NEFTune, arXiv 2310.05914).
+    """Add uniform noise to the embeddings of ``model`` in training mode (NEFTune, arXiv 2310.05914).
 
-    Each element gets at most alpha / sqrt(S · H): S tokens of a sample, H wide. It is drawn from the
-    generator that the step keys by step and slot, so that it is the same in a world of any size.
+    The noise of each element is at most alpha / sqrt(S · H), for S tokens per sample and hidden size H. It is
+    drawn from the generator that is seeded for each step and slot, so it is the same for every world size.
     """
 
     def disturb(module: nn.Module, _inputs: Any, looked_up: torch.Tensor) -> torch.Tensor:

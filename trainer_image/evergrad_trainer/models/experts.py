@@ -1,4 +1,4 @@
-"""Mixtures of experts: whether the loss that keeps their routers balanced is a part of the training."""
+"""Checks whether a mixture of experts is trained with the loss that balances its routers."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -13,26 +13,30 @@ _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 
 def has_router_loss(config: "PreTrainedConfig") -> bool:
-    """Whether transformers computes a router loss at each call of the model, whatever it weighs."""
+    """Whether transformers computes a router loss at each call of the model, even if its weight is 0."""
     return bool(getattr(config.get_text_config(), "output_router_logits", False))
 
 
 def router_coefficient(config: "PreTrainedConfig") -> float:
-    """Return the weight of the router loss in the loss of a token; 0 for a model that computes none."""
+    """Return the weight of the router loss in the loss of a token; 0 if the model computes no router loss."""
     if not has_router_loss(config):
         return 0.0
     return float(_coefficient(config.get_text_config()) or 0.0)
 
 
 def check_experts(config: "PreTrainedConfig", *, where: str) -> Iterator[Problem]:
-    """Check that a mixture of experts is trained with its router loss, or says that it is to be without."""
+    """Yield a problem if a mixture of experts would be trained without its router loss by accident.
+
+    Setting the coefficient to 0 states that the router loss is omitted on purpose.
+    """
     text = config.get_text_config()
     counts = [
         count for name in _COUNTS if isinstance(count := getattr(text, name, None), int)
     ]
     if not hasattr(text, "output_router_logits") or (counts and max(counts) < 2):
         return
-    # A missing coefficient cannot be set by the user; one that is set and not used can.
+    # If the architecture has no coefficient, the user cannot set it. If it is set but not used, the user can
+    # change output_router_logits.
     coefficient = _coefficient(text)
     if coefficient is None:
         what = f"{text.model_type} is a mixture of experts without a router loss"

@@ -1,4 +1,4 @@
-"""``generation_config.json`` of an exported model: with what a server begins, ends and fills up a text."""
+"""``generation_config.json`` of an exported model: the ids with which a server starts, ends and pads text."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,9 +18,10 @@ END: Final = "eos_token_id"
 
 @dataclass(frozen=True)
 class TextIds:
-    """Ids of a run's texts. ``ends``: those at which a server stops. ``filling``: fills up shorter texts.
+    """The special ids of a run's texts.
 
-    ``given``: the configuration that the file has. An id in it goes before the tokenizer's.
+    ``ends``: ids at which a server stops. ``filling``: id that pads shorter texts. ``given``: the
+    configuration in the manifest. An id in it takes precedence over the id of the tokenizer.
     """
 
     ends: tuple[int, ...]
@@ -30,10 +31,10 @@ class TextIds:
 
 
 def set_ids(model: "PreTrainedModel", ids: TextIds) -> None:
-    """Give a model that was created here the ids of its tokenizer, in place of its architecture's defaults.
+    """Replace the default ids of a model that Evergrad created with the ids of its tokenizer.
 
-    ``pad_token_id`` of the model's configuration stays: a row of its table would get no gradients in a later
-    training.
+    ``pad_token_id`` of the model's configuration is not changed: otherwise a row of the embeddings would get
+    no gradients in a later run.
     """
     given = ids.given
     ends = add_ends(given.get(END), ids.ends)
@@ -44,19 +45,26 @@ def set_ids(model: "PreTrainedModel", ids: TextIds) -> None:
     settings: Any = model.generation_config
     if settings is not None:
         settings.eos_token_id, settings.bos_token_id = ends, begin
-        # Shorter texts of a batch are filled up with it; an architecture's default is an ordinary token here.
+        # Generation pads shorter texts of a batch with this id. The default id of the architecture may be an
+        # ordinary token of this tokenizer.
         settings.pad_token_id = ids.filling if filling is None else filling
 
 
 def add_ends(before: int | Sequence[int] | None, ends: Sequence[int]) -> int | list[int]:
-    """``before`` with each of ``ends`` that is not in it: one id, or a list of several."""
+    """Return ``before`` with each missing id of ``ends`` added. The result is one id, or a list of several.
+
+    For example, ``add_ends(2, [2, 7])`` returns ``[2, 7]``.
+    """
     found = [] if before is None else [before] if isinstance(before, int) else [*before]
     found += [one for one in ends if one not in found]
     return found[0] if len(found) == 1 else found
 
 
 def read_settings(directory: Path) -> dict[str, Any] | None:
-    """The settings of generation in a directory; None if it has none. Raises ModelError."""
+    """Return the generation settings in a directory; None if it has none.
+
+    Raises ModelError if the file cannot be read.
+    """
     path = directory / GENERATION_FILE
     if not path.is_file():
         return None
@@ -73,9 +81,10 @@ def read_settings(directory: Path) -> dict[str, Any] | None:
 
 
 def keep_settings(base: Path, directory: Path, ends: Sequence[int]) -> None:
-    """Write the settings that ``base`` has into ``directory``, with all of ``ends``.
+    """Write the generation settings of ``base`` to ``directory``, with all ids of ``ends`` added.
 
-    Without a file in ``base``, one that is in ``directory`` already gets the ends. Raises ModelError.
+    If ``base`` has no such file, the ids are added to the file in ``directory``, if it exists. Raises
+    ModelError if a file cannot be read.
     """
     settings = read_settings(base)
     if settings is None:

@@ -1,4 +1,4 @@
-"""The output head in fp32, whatever the rest of the model computes in."""
+"""An output head that computes in fp32, independent of the precision of the rest of the model."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,21 +12,21 @@ from evergrad_trainer.base.errors import ModelError
 
 
 class FullPrecisionHead(nn.Linear):
-    """A linear layer whose product is made in fp32, also under autocast and of bf16 weights."""
+    """A linear layer that computes its product in fp32, also under autocast and with bf16 weights."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Logits in fp32."""
+        """Return the logits in fp32."""
         with torch.autocast(input.device.type, enabled=False):
-            # torch declares a tensor, also for a layer without one.
+            # torch declares the bias as a tensor, but it is None for a layer without a bias.
             bias: Any = self.bias
             own = None if bias is None else bias.float()
             return functional.linear(input.float(), self.weight.float(), own)
 
 
 def make_full_precision(model: nn.Module) -> None:
-    """Make the model's output head compute in fp32, in place; its weights stay as they are.
+    """Make the model's output head compute in fp32, in place. Its weights do not change.
 
-    Raises ModelError for a model whose head is no linear layer.
+    Raises ModelError if the head is not a linear layer.
     """
     find: Any = getattr(model, "get_output_embeddings", None)
     head = None if find is None else find()
@@ -39,19 +39,19 @@ def make_full_precision(model: nn.Module) -> None:
                 "Leave headPrecision out, or set runtime.precision: fp32",
             )
         )
-    # The class and not the layer: names, shared weights and whatever refers to it stay.
+    # Replace the class and not the layer, so that names, shared weights and references stay valid.
     head.__class__ = FullPrecisionHead
 
 
 def head_inputs(head: nn.Linear, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states and weights as the head's product takes them, for whoever makes it in chunks."""
+    """Return hidden states and weights in the types of the head's product, for losses computed in chunks."""
     if isinstance(head, FullPrecisionHead):
         return hidden.float(), head.weight.float()
     return hidden, head.weight
 
 
 def head_arithmetic(head: nn.Linear) -> AbstractContextManager[object]:
-    """Around the product of :func:`head_inputs`."""
+    """Return the context in which to compute the product of :func:`head_inputs`."""
     if isinstance(head, FullPrecisionHead):
         return torch.autocast(head.weight.device.type, enabled=False)
     return nullcontext()

@@ -1,4 +1,4 @@
-"""Randomness keyed by (seed, step, slot, purpose), never by rank: the same in a world of any size."""
+"""Randomness keyed by (seed, step, slot, purpose), not by rank, so it is the same for every world size."""
 
 import random
 from enum import IntEnum
@@ -10,7 +10,7 @@ from evergrad_trainer.base.mixing import GAMMA, MASK, mix
 
 
 class Purpose(IntEnum):
-    """Uses of random numbers. Values are part of what makes runs equal: never reuse one."""
+    """Uses of random numbers. Never change or reuse a value, because runs would no longer be reproducible."""
 
     INITIAL_WEIGHTS = 1
     FORWARD = 2
@@ -19,7 +19,7 @@ class Purpose(IntEnum):
 
 
 def keyed_seed(seed: int, step: int, slot: int, purpose: Purpose) -> int:
-    """Return a well mixed seed in [0, 2**63) for one use."""
+    """Return a well-mixed seed in [0, 2**63) for one use."""
     state = 0
     for part in (seed, step, slot, int(purpose)):
         state = mix((state + part + GAMMA) & MASK)
@@ -27,8 +27,10 @@ def keyed_seed(seed: int, step: int, slot: int, purpose: Purpose) -> int:
 
 
 def seed_generators(seed: int, step: int, slot: int, purpose: Purpose) -> None:
-    """Key the global generators: torch's, which dropout and initialisation draw from, and Python's and
-    numpy's, which a task of the user's own may."""
+    """Seed the global generators of torch, Python and numpy.
+
+    Dropout and initialisation use the generator of torch. Custom tasks may use the other generators.
+    """
     key = keyed_seed(seed, step, slot, purpose)
     torch.manual_seed(key)
     random.seed(key)

@@ -1,7 +1,7 @@
-"""Safetensors files written tensor by tensor: no more than one tensor is in memory.
+"""Writes safetensors files tensor by tensor, so that only one tensor is in memory.
 
-The format: eight bytes with the length of the header, the header as JSON (types, shapes and places of all
-tensors), and the tensors' bytes without holes; https://github.com/huggingface/safetensors#format.
+A file consists of eight bytes with the length of the header, the header as JSON (types, shapes and offsets of
+all tensors), and the bytes of the tensors without gaps: https://github.com/huggingface/safetensors#format.
 """
 
 import json
@@ -35,7 +35,7 @@ _DTYPES: Final = {
 
 @dataclass(frozen=True)
 class TensorForm:
-    """Type and shape of a tensor that is not in memory."""
+    """The type and shape of a tensor that is not in memory."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class TensorForm:
 
 
 def find_tensors(directory: Path) -> dict[str, Path]:
-    """The file of each tensor that transformers would load from ``directory``, by the tensor's name."""
+    """Return the file of each tensor that transformers would load from ``directory``, by tensor name."""
     from safetensors import safe_open
 
     index = directory / INDEX
@@ -67,12 +67,13 @@ def write_weights(
     num_parameters: int,
     max_file_bytes: int,
 ) -> None:
-    """Write the tensors of ``forms`` to ``directory`` under the names that transformers gives such files.
+    """Write the tensors of ``forms`` to ``directory``, with the file names that transformers uses.
 
-    ``read`` gives each tensor, contiguous on the host and of the promised form, when its turn comes; it is
-    held until it is written. A file takes as many as fit in ``max_file_bytes``, and at least one. With more
-    than one file an index says which has which. Raises OSError, ModelError for a type that the format does
-    not have, and ValueError for another form.
+    ``read`` returns a tensor by name, contiguous on the host and with the type and shape in ``forms``. It is
+    called for one tensor at a time. A file contains at least one tensor, and as many as fit in
+    ``max_file_bytes``. If there are several files, an index maps tensors to files. Raises ModelError if the
+    format does not support a type, ValueError if a tensor has another type or shape, and OSError if a file
+    cannot be written.
     """
     raise_if(
         [
@@ -113,7 +114,7 @@ def write_weights(
 def _write_file(
     path: Path, forms: Mapping[str, TensorForm], read: Callable[[str], torch.Tensor]
 ) -> None:
-    # Wide types first, as the library does: every tensor is then aligned for its type.
+    # Write wide types first, like the library, so that every tensor is aligned for its type.
     names = sorted(forms, key=lambda name: (-forms[name].dtype.itemsize, name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
@@ -141,9 +142,10 @@ def _write_file(
                     raise ValueError(f"{name} is not of the form that was promised")
                 if tensor.numel():
                     write_all(descriptor, tensor.reshape(-1).view(torch.uint8).numpy().data)
-                # Before the next one is read: two of them at a time would be twice the memory.
+                # Free the tensor before the next one is read: two tensors need twice the memory.
                 del tensor
-            # The directory is given its name next, and must not appear with files that a power cut empties.
+            # The caller renames the directory next. Without fsync, a power failure could leave it with empty
+            # files.
             os.fsync(descriptor)
     finally:
         os.close(descriptor)

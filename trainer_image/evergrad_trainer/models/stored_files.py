@@ -1,4 +1,4 @@
-"""Checks that a transformers directory holds one set of weights, so that every reader takes the same one."""
+"""Checks that a transformers directory contains one set of weights, so that all readers load the same."""
 
 import json
 from itertools import pairwise
@@ -10,16 +10,16 @@ from evergrad_manifest.errors import Problem
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 _LARGEST_HEADER: Final = 100 * 2**20
-"""Bytes of a file's table of tensors at most, as the format's library has it."""
+"""Maximum bytes of the header of a file, the same as in the safetensors library."""
 _BLOCK: Final = 2**22
 
 
 def find_ambiguity(directory: Path, *, field: str) -> Problem | None:
-    """The problem of a directory that holds two models, which two saves leave: a single file next to an
-    index, or a tensor with different values in two files of the index.
+    """Return the problem if a directory contains two models, which two saves can leave; else None.
 
-    transformers reads the single file, and the last of the files with a tensor; other readers follow the
-    index. Files that cannot be read are left to those that load them.
+    Two models are a single file next to an index, or a tensor with different values in two files of the
+    index. transformers reads the single file, and the last file that contains a tensor; other readers follow
+    the index. Files that cannot be read are reported later, when they are loaded.
     """
     index = directory / INDEX
     try:
@@ -33,7 +33,7 @@ def find_ambiguity(directory: Path, *, field: str) -> Problem | None:
         why = "each names weights, and which of them are meant cannot be known"
         return Problem(field, what, why, remedy)
 
-    # Only what shards have in common is read; a right directory costs its tables of tensors.
+    # Compare only tensors that occur in several files: in a valid directory, only headers are read.
     holders: dict[str, list[str]] = {}
     tables = {name: _read_table(directory / name) for name in files}
     for name, table in tables.items():
@@ -52,7 +52,7 @@ def find_ambiguity(directory: Path, *, field: str) -> Problem | None:
 
 
 def _read_table(path: Path) -> dict[str, tuple[int, int]]:
-    """Where the bytes of each tensor of a file lie; nothing for a file that is none."""
+    """Return the range of bytes of each tensor in a file; empty if the file is not valid."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -70,7 +70,7 @@ def _read_table(path: Path) -> dict[str, tuple[int, int]]:
 
 
 def _are_equal(one: tuple[Path, int, int], other: tuple[Path, int, int]) -> bool:
-    """Whether two ranges of bytes are the same."""
+    """Whether two ranges [begin, end) of files contain the same bytes."""
     (first, begin, end), (second, start, stop) = one, other
     if end - begin != stop - start:
         return False
@@ -84,7 +84,7 @@ def _are_equal(one: tuple[Path, int, int], other: tuple[Path, int, int]) -> bool
             if blocks[0] != blocks[1]:
                 return False
             if not blocks[0]:
-                # Both end early: what loads them says so.
+                # Both files are truncated, which is reported when they are loaded.
                 return True
             remaining -= len(blocks[0])
     return True

@@ -1,5 +1,7 @@
-"""Weights of a transformers directory into a model that already exists: safetensors only, every name, shape
-and setting checked."""
+"""Loads the weights of a transformers directory into an existing model.
+
+Only safetensors files are loaded, and every name, shape and setting is checked.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,10 +28,11 @@ def load_model_directory(
     config: "PreTrainedConfig",
     field: str = _FIELD,
 ) -> list[str]:
-    """Copy the weights in ``directory`` over the ``model.`` tensors of ``state``, whose model has ``config``.
+    """Copy the weights in ``directory`` to the ``model.`` tensors of ``state``, in place.
 
-    ``field``: what named the directory, for messages. Returns a line for each setting that differs and does
-    not matter. Raises ModelError unless all weights are there and belong to a model that computes the same.
+    ``config``: the configuration of the model of ``state``. ``field``: the manifest field that names the
+    directory. Returns a line of text for each setting that differs without an effect. Raises ModelError if
+    weights are missing, or if they belong to a model that computes another function.
     """
     from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -66,8 +69,8 @@ def load_model_directory(
         for key, target in wanted.items():
             values = tensors[key]
             if isinstance(target, DTensor):
-                # Collective: rank 0's copy is cut for all, so that ranks which read the directory at two
-                # moments hold parts of one tensor.
+                # Collective: shard the copy of rank 0 for all ranks. If each rank sharded its own copy and
+                # the directory changed in between, the shards could belong to different tensors.
                 values = distribute_tensor(
                     values.to(target.device), target.device_mesh, target.placements
                 )
