@@ -1,1 +1,1 @@
-"""Who reads which sample, as a pure function: preparation, order, mixture and the streams the loop reads."""
+"""Data of a run: its preparation, and the order, mixture and streams, which are pure functions."""

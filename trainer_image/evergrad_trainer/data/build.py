@@ -1,4 +1,4 @@
-"""Wiring of a task's sources into the stream and the sets that the loop reads."""
+"""Builds the training stream and the evaluation sets from a task's sources."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +14,10 @@ from evergrad_trainer.data.stream import BatchShape, TrainingStream
 
 @dataclass(frozen=True)
 class DataStreams:
-    """The data of a run. ``fingerprint`` is the training stream's.
+    """The data of a run.
 
-    ``exhausted_after``: samples after which a horizon that ends by its sources ends; None for any other.
+    ``fingerprint``: the fingerprint of the training stream. ``exhausted_after``: number of samples after
+    which the run ends, if its horizon depends on exhausted sources; else None.
     """
 
     train: TrainingStream
@@ -25,7 +26,7 @@ class DataStreams:
     exhausted_after: int | None = None
 
     def derive_steps(self, training: Training) -> HorizonNumbers:
-        """The run's length over these data. Raises ConfigurationError."""
+        """Return the length of the run with these data. Raises ConfigurationError if it is not valid."""
         return derive_steps(
             training,
             num_samples=self.train.num_samples,
@@ -34,7 +35,10 @@ class DataStreams:
         )
 
     def starting_at(self, start: DataStart, training: Training) -> "DataStreams":
-        """The same data, begun where another run has left its own. Raises ConfigurationError."""
+        """Return the same data, starting at the position of another run.
+
+        Raises ConfigurationError if there are several stages.
+        """
         train = self.train.starting_at(start)
         return replace(
             self,
@@ -47,9 +51,9 @@ class DataStreams:
 def build_data(
     training: Training, stages: Sequence[Stage], evaluation: Mapping[str, Sequence[Source]]
 ) -> DataStreams:
-    """The training stream over ``stages``, and the named sets to evaluate on.
+    """Build the training stream over ``stages``, and the named evaluation sets.
 
-    Raises ConfigurationError for a weight that is too small.
+    Raises ConfigurationError if a weight is too small.
     """
     batching = BatchShape(
         global_batch_size=training.batching.global_batch_size,
@@ -78,7 +82,7 @@ def build_data(
 
 
 def _find_end(train: TrainingStream, training: Training) -> int | None:
-    """Samples after which a horizon that ends by its sources ends; None for any other."""
+    """Return the number of samples after which the horizon ends; None if it does not depend on sources."""
     if training.horizon.exhausted is None:
         return None
     epochs = Fraction(repr(training.horizon.epochs or 0.0))

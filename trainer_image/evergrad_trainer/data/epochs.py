@@ -1,7 +1,7 @@
-"""A mixture by counts: each epoch has exactly so many samples of each source, spread evenly over it; and the
-position at which sources are exhausted.
+"""A mixture by counts, and the positions at which sources are exhausted.
 
-Closed forms of whole numbers, without a table: any position and any cursor in O(log sources).
+Each epoch has an exact number of samples of each source, spread evenly over the epoch. Samples are computed
+in closed form with integers, without tables: a position takes O(log sources).
 """
 
 from collections.abc import Sequence
@@ -15,29 +15,30 @@ from evergrad_trainer.data.start_positions import SourcePosition
 
 
 class Order(Protocol):
-    """The sample at each position of an endless stream over some sources."""
+    """An endless stream of samples over some sources, with random access by position."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Samples of each source."""
+        """Number of samples of each source."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Facts that decide the order besides sizes and seed, as JSON values."""
+        """Values that determine the order in addition to sizes and seed, as JSON values."""
 
     def locate(self, position: int) -> SampleId:
-        """The sample at ``position`` (0-based)."""
+        """Return the sample at ``position`` (from 0)."""
 
     def cursor(self, position: int) -> list[int]:
-        """Samples each source has given before ``position``, with those before the stream."""
+        """Return the number of samples of each source before ``position``, including earlier runs."""
 
 
 def count_passes(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """Samples an epoch of each source: its size times its passes, rounded to whole samples.
+    """Return the samples per epoch of each source: its size times its weight, rounded to whole samples.
 
-    Raises ConfigurationError for passes so few that they are no sample.
+    ``weights``: passes over each source per epoch. For example, 0.1 passes over 30 samples are 3 samples.
+    Raises ConfigurationError if the result is 0 for a source.
     """
-    # Through the shortest decimal: 0.1 passes over 30 samples are 3.
+    # Convert weights by their shortest decimal form, because the float 0.1 is not exactly 1/10.
     counts = [
         int(size * Fraction(repr(float(weight))) + Fraction(1, 2))
         for size, weight in zip(sizes, weights, strict=True)
@@ -57,12 +58,13 @@ def count_passes(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
 
 
 class PassMixture:
-    """An endless stream of epochs with ``counts[k]`` samples of source k each.
+    """An endless stream of epochs. Each epoch has ``counts[k]`` samples of source k.
 
-    The sources are halved again and again: of the first q places of a group of t, of which n are those of its
-    first half, that half has (q·n + ⌊t/2⌋) div t. Thus it is never more than half a place off its share, and
-    has exactly n of all t. A source goes on where it stood in the epoch before, through its own passes, each
-    newly permuted as in ``Mixture``. ``places``: as in ``ItemOrders``.
+    The list of sources is bisected recursively. If a group has t samples, n of them in its first half, then
+    the first q positions of the group contain (q·n + ⌊t/2⌋) div t samples of the first half. So the number
+    never differs from the exact share by more than half a sample, and is exactly n after t positions. In the
+    next epoch, a source continues after its last sample. Each pass over a source has a new permutation, as in
+    ``Mixture``. ``places``: see ``ItemOrders``.
     """
 
     def __init__(
@@ -80,17 +82,17 @@ class PassMixture:
         self.sizes = tuple(sizes)
         self.counts = tuple(counts)
         self.epoch = sum(counts)
-        """Samples an epoch."""
+        """Number of samples per epoch."""
         self._before = [0, *accumulate(counts)]
         self._orders = ItemOrders(self.sizes, seed=seed, places=places)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Facts that decide the order besides sizes and seed, as JSON values."""
+        """Values that determine the order in addition to sizes and seed, as JSON values."""
         return {"counts": self.counts}
 
     def locate(self, position: int) -> SampleId:
-        """The sample at ``position`` (0-based)."""
+        """Return the sample at ``position`` (from 0)."""
         epochs, place = divmod(position, self.epoch)
         low, high = 0, len(self.counts)
         while high - low > 1:
@@ -101,12 +103,14 @@ class PassMixture:
             else:
                 low, place = middle, place - given
 
-        # ``low`` is the source, and ``place`` how many of its samples this epoch came before.
+        # ``low`` is the source, and ``place`` is the number of its earlier samples in this epoch.
         return self._orders.item(low, epochs * self.counts[low] + place)
 
     def cursor(self, position: int) -> list[int]:
-        """Samples each source has given before ``position``, with those before the stream: its next running
-        index. In closed form."""
+        """Return the number of samples of each source before ``position``, including earlier runs.
+
+        The number is the next index of the source. It is computed in closed form.
+        """
         epochs, place = divmod(position, self.epoch)
         found = [
             taken + epochs * count
@@ -124,25 +128,26 @@ class PassMixture:
         return found
 
     def _given(self, low: int, middle: int, high: int, places: int) -> int:
-        """How many of the first ``places`` of the sources [low, high) are those of [low, middle)."""
+        """Return how many of the first ``places`` samples of the sources [low, high) are of [low, middle)."""
         first = self._before[middle] - self._before[low]
         whole = self._before[high] - self._before[low]
         return (places * first + whole // 2) // whole
 
 
 def exhausted_after(order: Order, epochs: Fraction, which: Literal["first", "all"]) -> int:
-    """Positions after which the first source, or the last of all, has given ``epochs`` times its samples.
+    """Return the number of positions after which a source has been used for ``epochs`` epochs.
 
-    What it gave before the stream counts.
+    ``which``: whether the first source or all sources must have reached this number of epochs. Samples that
+    earlier runs used count.
     """
     ends = []
     for source, size in enumerate(order.sizes):
         wanted = -(-size * epochs.numerator // epochs.denominator)
         if order.cursor(0)[source] >= wanted:
-            # It had given them before the stream began.
+            # Earlier runs have already used this number of samples.
             ends.append(0)
             continue
-        # Counts never fall with the position, so that the first position with enough is found by halving.
+        # Bisect for the first position with enough samples, because counts never decrease.
         low, high = 0, wanted
         while order.cursor(high)[source] < wanted:
             low, high = high, 2 * high

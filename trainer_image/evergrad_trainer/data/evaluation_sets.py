@@ -1,4 +1,4 @@
-"""Named sets of samples that are only evaluated on: the same samples in the same order every time."""
+"""Named evaluation sets. Every evaluation uses the same samples in the same order."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ from evergrad_trainer.data.stream import read_rows
 
 
 class EvaluationSet:
-    """All items of one or several sources, or ``limit`` of them spread evenly, b a batch."""
+    """All items of one or several sources, or ``limit`` of them spread evenly, in batches."""
 
     def __init__(
         self,
@@ -34,26 +34,29 @@ class EvaluationSet:
 
     @property
     def fingerprint(self) -> str:
-        """A hash that is equal exactly where all batches are, whatever the names of set and sources."""
+        """A hash that is equal if and only if all batches are. It does not depend on names."""
         contents = [source.fingerprint for source in self._sources]
         text = json.dumps([contents, self.num_samples, self._micro_batch_size])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def in_batches_of(self, size: int) -> "EvaluationSet":
-        """The same samples in the same order, ``size`` a batch."""
+        """Return a set with the same samples in the same order, ``size`` per batch."""
         return EvaluationSet(
             self.name, self._sources, micro_batch_size=size, limit=self.num_samples
         )
 
     def batch(self, index: int) -> Batch:
-        """Batch ``index`` (from 0), filled up with rows that count nothing. Raises IndexError, DataError."""
+        """Return batch ``index`` (from 0). The last batch is padded with rows without weight.
+
+        Raises IndexError if the batch does not exist, and DataError if a file cannot be read.
+        """
         if not 0 <= index < self.num_batches:
             raise IndexError(f"batch {index} of {self.num_batches} of {self.name}")
         first = index * self._micro_batch_size
         end = min(first + self._micro_batch_size, self.num_samples)
         found = []
         for number in range(first, end):
-            # Spread evenly over all items: the first ones alone would be of one source, or one topic.
+            # Spread samples evenly over all items: the first items may be of a single source or topic.
             place = number * self._total // self.num_samples
             source = bisect_right(self._starts, place) - 1
             window = place - self._starts[source]
@@ -61,13 +64,13 @@ class EvaluationSet:
         samples = tuple(found)
         rows = read_rows(self._sources, samples)
 
-        # Every batch has the same shape: a shorter last one would compile another graph.
+        # Pad the last batch, because a batch of another shape would compile another graph.
         missing = self._micro_batch_size - len(samples)
         if missing:
             fill = self._sources[0].fill
             tensors = {}
             for name, tensor in rows.tensors.items():
-                # Pairs of widths from the last dimension to the first: rows are added behind the others.
+                # pad takes pairs of widths from the last dimension to the first. Rows are added at the end.
                 widths = (*[0] * (2 * tensor.ndim - 1), missing)
                 tensors[name] = functional.pad(tensor, widths, value=fill.get(name, 0))
             rows = Rows(tensors, rows.weight)

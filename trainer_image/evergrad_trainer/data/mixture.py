@@ -1,5 +1,4 @@
-"""The mixture: stream position → (source, running index) → (epoch, window), by index alone and
-without state."""
+"""The mixture, without state: stream position → (source, index in its sequence) → (epoch, window)."""
 
 import heapq
 import math
@@ -16,22 +15,22 @@ from evergrad_trainer.data.order import ItemOrders, SampleId
 from evergrad_trainer.data.start_positions import SourcePosition
 
 PERIOD: Final = 65536
-"""Positions after which the pattern of sources repeats; weights are rounded to 1/65536."""
+"""Number of positions after which the pattern of sources repeats. Weights are rounded to 1/65536."""
 
 
 def quantise_weights(weights: Sequence[float], *, fields: Sequence[str] = ()) -> list[int]:
-    """Round weights to shares of ``PERIOD`` by largest remainder: each within 1 of its exact share, their sum
-    exact.
+    """Round weights to integer shares of ``PERIOD`` by the largest remainder.
 
-    ``fields``: the weights' places in the file; without them they are those of ``data.sources``. Raises
-    ConfigurationError for a weight so small that its share would be 0.
+    Each share differs from its exact share by less than 1, and the sum is exactly ``PERIOD``. For example,
+    the weights [1, 3] give the shares [16384, 49152]. ``fields``: the manifest fields of the weights, by
+    default of ``data.sources``. Raises ConfigurationError if a weight is so small that its share would be 0.
     """
-    # Fractions: rounding of floats must not decide who gets the last position.
+    # Use fractions, because rounding of floats must not determine which source gets the last position.
     exact = [Fraction(weight) for weight in weights]
     total = sum(exact)
     wanted = [weight * PERIOD / total for weight in exact]
     shares = [math.floor(share) for share in wanted]
-    # Ties go by the source's number: the same shares on every machine.
+    # Break ties by the number of the source, which gives the same shares on every machine.
     by_remainder = sorted(
         range(len(shares)), key=lambda source: (shares[source] - wanted[source], source)
     )
@@ -43,7 +42,7 @@ def quantise_weights(weights: Sequence[float], *, fields: Sequence[str] = ()) ->
         if share > 0:
             continue
         least = float((total - exact[source]) / (PERIOD - 1))
-        # Up to two significant digits, so that the printed number is certainly enough.
+        # Round up to two significant digits, so that the printed number is large enough.
         unit = 10.0 ** (math.floor(math.log10(least)) - 1)
         enough = math.ceil(least / unit) * unit
         problems.append(
@@ -62,12 +61,13 @@ def quantise_weights(weights: Sequence[float], *, fields: Sequence[str] = ()) ->
 
 @lru_cache(maxsize=16)
 def _order_of_sources(shares: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    """The source at each position of a period, so that every prefix is within 1 of every source's share.
+    """Return the source at each position of a period, int64 [PERIOD].
 
-    Pick j of source k may not come before, nor after, the position at which k would be off by 1 - 1/(2K-2);
-    the earliest deadline goes first. Such a schedule always exists: R. Tijdeman, "The chairman assignment
-    problem" (1980). Plain even spacing, picks at (j + 1/2)/share, does not keep this: sources of equal share
-    would come in one burst.
+    In every prefix, the number of positions of each source is within 1 of its exact share. For K sources,
+    pick j of source k has an earliest and a latest position, at which the number would differ by
+    1 - 1/(2K-2). The pick with the earliest deadline goes first. Such a schedule always exists: R. Tijdeman,
+    "The chairman assignment problem" (1980). Even spacing, with picks at (j + 1/2)/share, does not have this
+    property, because the picks of sources with equal shares would coincide.
     """
     count = len(shares)
     scale = 2 * count - 2
@@ -76,12 +76,12 @@ def _order_of_sources(shares: tuple[int, ...]) -> npt.NDArray[np.int64]:
         picks = np.arange(share, dtype=np.int64)
         release = -(-(picks * scale + 1) * PERIOD // (share * scale))
         deadline = ((picks + 1) * scale - 1) * PERIOD // (share * scale)
-        # One number holds both: keys are in the order of deadlines, then of sources.
+        # Combine deadline and source in one key, which sorts by deadline and then by source.
         keys = deadline * count + source
         for position, key in zip(release.tolist(), keys.tolist(), strict=True):
             arrivals[position].append(key)
 
-    # Earliest deadline first, among the picks that may come by now.
+    # Choose the earliest deadline among the picks that are allowed at this position.
     order = np.empty(PERIOD, dtype=np.int64)
     waiting: list[int] = []
     for position in range(1, PERIOD + 1):
@@ -93,12 +93,11 @@ def _order_of_sources(shares: tuple[int, ...]) -> npt.NDArray[np.int64]:
 
 
 class Mixture:
-    """The sample at each position of the endless stream. Every source repeats in epochs, each newly
-    permuted.
+    """An endless stream of samples from several sources. Every source repeats, with a permutation per epoch.
 
-    ``sizes`` are windows a source (at least 1), ``weights`` relative shares. A source's epoch ends inside a
-    step where it must: the next position of that source is the first of its next epoch. ``places``: as in
-    ``ItemOrders``.
+    ``sizes``: number of windows per source, at least 1. ``weights``: relative shares. An epoch of a source
+    may end within a step: the next position of this source is then the first position of its next epoch.
+    ``places``: see ``ItemOrders``.
     """
 
     def __init__(
@@ -114,12 +113,12 @@ class Mixture:
             raise ValueError("every source of a mixture has at least one window")
         self._orders = ItemOrders(self.sizes, seed=seed, places=places)
         self.shares = tuple(quantise_weights(weights))
-        # The theorem behind the order of sources is about two of them or more.
+        # The schedule is defined only for two or more sources.
         order = np.zeros(PERIOD, dtype=np.int64)
         if len(self.sizes) > 1:
             order = _order_of_sources(self.shares)
 
-        # Two tables of a period: which source a position has, and the how many-th of that source it is.
+        # Two tables of a period: the source at each position, and the number of its earlier positions.
         self._positions = [
             np.flatnonzero(order == source) for source in range(len(self.sizes))
         ]
@@ -130,12 +129,12 @@ class Mixture:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Facts that decide the order besides sizes and seed, as JSON values."""
+        """Values that determine the order in addition to sizes and seed, as JSON values."""
         return {"shares": self.shares}
 
     def locate(self, position: int) -> SampleId:
-        """The sample at ``position`` (0-based)."""
-        # Plain integers: for the few positions of a slot this is several times quicker than arrays.
+        """Return the sample at ``position`` (from 0)."""
+        # Plain integers are several times faster than arrays for the few positions of a slot.
         period, within = divmod(position, PERIOD)
         source = int(self._source_at[within])
         return self._orders.item(
@@ -143,8 +142,10 @@ class Mixture:
         )
 
     def cursor(self, position: int) -> list[int]:
-        """Samples each source has given before ``position``, with those before the stream: its next running
-        index. In closed form."""
+        """Return the number of samples of each source before ``position``, including earlier runs.
+
+        The number is the next index of the source. It is computed in closed form.
+        """
         periods, within = divmod(position, PERIOD)
         return [
             taken + periods * share + int(np.searchsorted(positions, within))

@@ -1,4 +1,4 @@
-"""Packing of rows into samples: which rows share one, as a pure function of their lengths."""
+"""Packs rows into samples. The rows of a sample depend only on the lengths of all rows."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class Bins:
         return len(self.starts) - 1
 
     def of(self, sample: int) -> list[int]:
-        """The rows of a sample. Raises IndexError."""
+        """Return the rows of a sample. Raises IndexError if the sample does not exist."""
         if not 0 <= sample < len(self):
             raise IndexError(f"sample {sample} of {len(self)}")
         found: list[int] = self.rows[self.starts[sample] : self.starts[sample + 1]].tolist()
@@ -25,18 +25,19 @@ class Bins:
 
 
 def pack(sizes: npt.NDArray[np.int64], *, capacity: int) -> Bins:
-    """Put rows of these sizes into samples: the longest row first, each into the sample in which it leaves
-    the least room (best fit, decreasing).
+    """Pack rows of these sizes, int64 [rows], into samples of at most ``capacity`` (best fit, decreasing).
 
-    Rows of one size keep their order, so that the same sizes give the same samples everywhere. Raises
-    ValueError for a row that is larger than ``capacity``.
+    The longest row comes first. Each row is put into the sample in which it leaves the least room. Rows of
+    the same size keep their order, so the same sizes give the same samples on every machine. For example, the
+    sizes [2, 3, 1] with a capacity of 4 give the samples [1, 2] and [0]. Raises ValueError if a row is larger
+    than ``capacity``.
     """
     if len(sizes) and int(sizes.max()) > capacity:
         raise ValueError(f"a row of {int(sizes.max())} does not fit into {capacity}")
     order = np.argsort(-sizes, kind="stable").tolist()
     known: list[int] = sizes.tolist()
-    # For each room that is left: the samples that have it, and a bit that says that there is one. A search
-    # for the least room that is enough is then two operations on one large integer.
+    # For each amount of room, keep the samples with this room, and a bit that is set if there are any. The
+    # search for the least sufficient room then takes two operations on one large integer.
     waiting: list[list[int]] = [[] for _ in range(capacity + 1)]
     has_room = 0
     members: list[list[int]] = []
@@ -62,5 +63,5 @@ def pack(sizes: npt.NDArray[np.int64], *, capacity: int) -> Bins:
 
 
 def one_each(number: int) -> Bins:
-    """Each row in a sample of its own."""
+    """Put each row into a separate sample."""
     return Bins(np.arange(number), np.arange(number + 1))

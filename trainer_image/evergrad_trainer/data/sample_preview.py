@@ -1,4 +1,4 @@
-"""Samples of the first step as people read them: the place that each comes from, and its text."""
+"""Shows samples of a step in readable form: the origin and the text of each sample."""
 
 from collections.abc import Mapping
 from itertools import islice
@@ -20,11 +20,11 @@ def show_samples(
     asked_by: str,
     step: int | None = None,
 ) -> list[dict[str, Any]]:
-    """At most ``count`` samples of ``step``, by default the first: place, text and number of learned tokens,
-    as JSON values.
+    """Return at most ``count`` samples of ``step``, by default of the first step, as JSON values.
 
-    A sample of two rows, a pair, has two texts. ``asked_by``: the option, for messages. Raises
-    ConfigurationError where batches hold no tokens, and DataError.
+    A sample has its origin, its texts and its number of learned tokens. A pair has two texts. ``asked_by``:
+    the command-line option, for messages. Raises ConfigurationError if batches contain no tokens, and
+    DataError if a file cannot be read.
     """
     first = stream.first_step if step is None else step
     batches = (stream.slot(first, slot) for slot in range(stream.slots_per_step))
@@ -47,20 +47,19 @@ def show_samples(
 
 
 def _lines_of(tensors: Mapping[str, torch.Tensor], row: int) -> list[list[int]]:
-    """The token ids of a sample, without those that fill a row up behind its end: one list, or two of a
-    pair."""
+    """Return the token ids of a sample without padding: one list, or two lists for a pair."""
     ids = tensors[INPUT_IDS][row]
     is_own = torch.ones_like(ids, dtype=torch.bool)
     labels, positions = (
         tensors[name][row] if name in tensors else None for name in (LABELS, POSITIONS)
     )
-    # A place that fills up has id 0, learns nothing, and stands at no position behind another one.
+    # Padding has the id 0, no label, and the position 0.
     if labels is not None and labels.shape == ids.shape:
         is_own = (ids != 0) | (labels != IGNORE_INDEX)
         if positions is not None and positions.shape == ids.shape:
             is_own |= positions != 0
 
-    # A pair has both rows; the length of a row comes last in any case.
+    # A pair has two rows. The last dimension is always the length of a row.
     length = ids.shape[-1]
     lines = []
     for line, own in zip(ids.reshape(-1, length), is_own.reshape(-1, length), strict=True):

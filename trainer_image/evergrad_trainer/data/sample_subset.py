@@ -1,4 +1,4 @@
-"""A fixed part of a source's items, chosen by the seed and by the source's content."""
+"""A fixed subset of a source's items, which depends only on the seed and the content of the source."""
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -11,11 +11,11 @@ from evergrad_trainer.data.batch import Rows, Source
 from evergrad_trainer.data.order import Permutation
 
 _CHOICE: Final = 1
-"""Takes the place of an epoch in the key, which held-out documents have at 0."""
+"""Value for the epoch in the key of the permutation. Held-out documents use 0."""
 
 
 class Chosen:
-    """The items of a source at the first ``count`` places of a permutation of its own, always the same."""
+    """The first ``count`` items of a source in a fixed permutation."""
 
     def __init__(self, source: Source, count: int, *, seed: int) -> None:
         self._source = source
@@ -24,7 +24,7 @@ class Chosen:
         self.fingerprint = xxhash.xxh3_128_hexdigest(
             f"{source.fingerprint} {count} {seed}".encode()
         )
-        # By the content: neither a source's name nor the sources beside it decide what is chosen of it.
+        # Use the content as the key, so that the subset depends neither on names nor on other sources.
         key = xxhash.xxh64_intdigest(source.fingerprint.encode())
         self._place = Permutation(seed=seed, source=key, epoch=_CHOICE, size=len(source))
 
@@ -32,15 +32,15 @@ class Chosen:
         return self._count
 
     def read(self, items: Sequence[int]) -> Rows:
-        """Read the items of these numbers. Raises IndexError, and whatever the source raises."""
+        """Read the items with these numbers. Raises IndexError if an item does not exist."""
         return self._source.read([self._place(self._checked(item)) for item in items])
 
     def describe(self, item: int) -> str:
-        """Name the place that the item comes from."""
+        """Return the origin of an item, for messages."""
         return self._source.describe(self._place(self._checked(item)))
 
     def _checked(self, item: int) -> int:
-        # The permutation continues behind the last chosen one.
+        # Check the range, because the permutation contains items that are not chosen.
         if not 0 <= item < self._count:
             raise IndexError(f"{item} is outside of {self._count} chosen samples")
         return item
@@ -49,9 +49,11 @@ class Chosen:
 def choose_samples(
     source: Source, samples: float | None, *, seed: int, field: str
 ) -> Source:
-    """``source``, or the part of it that ``samples`` names: a count, or a share of it (a float).
+    """Return ``source``, or a subset of it.
 
-    ``field``: its place in the file. Raises ConfigurationError if the source has fewer.
+    ``samples``: the number of items (an int), the share of items (a float), or None for all items. For
+    example, 0.1 selects 10%. ``field``: the manifest field, for messages. Raises ConfigurationError if the
+    source has fewer items.
     """
     if samples is None:
         return source

@@ -1,4 +1,4 @@
-"""Reading windows of S + 1 tokens from prepared token files, by position, with bounded memory."""
+"""Reads windows of S + 1 tokens from prepared token files, by position and with bounded memory."""
 
 import os
 import threading
@@ -23,30 +23,36 @@ from evergrad_trainer.data.prepared import WIDTH, Shard, TokenSequence
 
 _OPEN_FILES: Final = 128
 _STALE_SECONDS: Final = 0.2
-"""Pause before a file that seems too short is looked at again."""
+"""Pause before a file that seems too short is checked again."""
 
 
 def count_windows(tokens: int, sequence_length: int) -> int:
-    """Windows of S labels that together hold every token but the first exactly once."""
+    """Return the number of windows of S labels that contain every token except the first exactly once.
+
+    For example, 9 tokens with S = 4 give 2 windows.
+    """
     return max(0, -(-(tokens - 1) // sequence_length))
 
 
 @dataclass(frozen=True)
 class Windows:
-    """``tokens`` int64 [n, S + 1], filled up with the end id; ``lengths`` int64 [n]: how many of each row are
-    real."""
+    """Windows of tokens.
+
+    ``tokens``: int64 [n, S + 1], padded with the end id. ``lengths``: int64 [n], the number of tokens of each
+    row without padding.
+    """
 
     tokens: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
 
 
 class TokenReader:
-    """Windows of one token sequence: window i is tokens [i·S, i·S + S + 1) of the concatenated shards; the
-    last may be shorter.
+    """Reads windows of a token sequence.
 
-    Reads with ``pread``, never through a memory map: resident memory stays bounded, and a file cut short is
-    an error with its name rather than a SIGBUS (docs/decisions/0003-token-files.md). Safe to use from several
-    threads.
+    Window i consists of the tokens [i·S, i·S + S + 1) of the concatenated shards; the last window may be
+    shorter. The reader uses ``pread``, not a memory map: resident memory stays bounded, and a truncated file
+    raises an error with its name instead of SIGBUS (docs/decisions/0003-token-files.md). It is safe to use
+    from several threads.
     """
 
     def __init__(
@@ -63,11 +69,11 @@ class TokenReader:
         self._files = _Files()
 
     def read(self, windows: Sequence[int]) -> Windows:
-        """Read the windows of these numbers, in this order.
+        """Read the windows with these numbers, in this order.
 
-        Raises IndexError, and DataError for a missing or shortened file.
+        Raises IndexError if a window does not exist, and DataError if a file is missing or truncated.
         """
-        # Filled with the end id first: the last window may be shorter than a row.
+        # Fill the rows with the end id first, because the last window may be shorter than a row.
         rows = np.full((len(windows), self._length + 1), self._end, dtype=self._dtype)
         lengths = np.empty(len(windows), dtype=np.int64)
         for row, window in enumerate(windows):
@@ -80,9 +86,9 @@ class TokenReader:
         return Windows(rows.astype(np.int64), lengths)
 
     def read_span(self, begin: int, count: int) -> npt.NDArray[np.int64]:
-        """``count`` tokens from token ``begin`` on.
+        """Read ``count`` tokens, starting with token ``begin``, as int64 [count].
 
-        Raises IndexError, and DataError for a missing or shortened file.
+        Raises IndexError if the span is out of range, and DataError if a file is missing or truncated.
         """
         if begin < 0 or begin + count > self.num_tokens:
             raise IndexError(f"tokens {begin} to {begin + count} of {self.num_tokens}")
@@ -91,8 +97,8 @@ class TokenReader:
         return found.astype(np.int64)
 
     def _fill(self, target: memoryview, begin: int, count: int) -> None:
-        """Fill ``target`` with ``count`` tokens from token ``begin`` on."""
-        # They may span shards: from each one what it has of them.
+        """Fill ``target`` with ``count`` tokens, starting with token ``begin``."""
+        # The tokens may span several shards.
         index = bisect_right(self._starts, begin) - 1
         while count:
             shard = self._shards[index]
@@ -107,8 +113,10 @@ class TokenReader:
             index += 1
 
     def place(self, window: int) -> tuple[Shard, int, int]:
-        """The shard in which a window begins, and the window's first token and end in it (at most the shard's
-        end)."""
+        """Return the shard in which a window starts, and the start and end of the window in this shard.
+
+        The end is at most the end of the shard.
+        """
         begin = window * self._length
         index = bisect_right(self._starts, begin) - 1
         shard = self._shards[index]
@@ -122,22 +130,22 @@ class TokenReader:
 
 
 class _Files:
-    """Open files by path, the least recently used closed first."""
+    """A cache of open files by path. The least recently used file is closed first."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: OrderedDict[Path, int] = OrderedDict()
-        # Without an owner that closes it, as in a test: no descriptor outlives the object.
+        # Close all descriptors with the object, also if its owner does not call close, as in a test.
         self._closer = weakref.finalize(self, _close_all, self._open)
 
     def read(self, path: Path, target: memoryview, offset: int) -> None:
-        """Fill ``target`` from ``offset`` bytes on.
+        """Fill ``target`` with the bytes from ``offset``.
 
-        Raises DataError for a file that is gone, or that is too short also when it is opened again;
-        VolumeError for trouble of the volume that does not pass.
+        Raises DataError if the file is missing, or if it is too short even after it is opened again. Raises
+        VolumeError if the volume has errors that persist after retries.
         """
         shortest: int | None = None
-        # Ends: a file that has the same too short size when it was opened again is damaged.
+        # The loop ends, because a file with the same insufficient size after reopening is damaged.
         while True:
             try:
                 size = retry(
@@ -156,24 +164,25 @@ class _Files:
                 end = offset + len(target)
                 what = f"ends at byte {size}; a sample needs those up to {end}"
                 raise DataError(unreadable(path, what))
-            # A client of a network volume may know an old size until the file is opened again.
+            # A client of a network volume may cache an old size until the file is opened again.
             shortest = size
             self._drop(path)
             time.sleep(_STALE_SECONDS)
 
     def _fill(self, path: Path, target: memoryview, offset: int) -> int | None:
-        """Read once; None if ``target`` is full then, else the size of the file, which ends before.
+        """Read one time. Returns None if ``target`` is full, else the size of the file, which is too small.
 
         An OSError closes the file.
         """
         count = 0
         try:
             while count < len(target):
-                # The lock keeps another thread from closing the file between its look-up and its use.
+                # The lock prevents another thread from closing the file between its lookup and its use.
                 with self._lock:
                     descriptor = self._open.get(path)
                     if descriptor is None:
-                        # Bounded: a process may have a thousand files open, and a source thousands of shards.
+                        # Limit the open files: a process may typically open about 1,000 files, and a source
+                        # may have thousands of shards.
                         if len(self._open) >= _OPEN_FILES:
                             _, oldest = self._open.popitem(last=False)
                             os.close(oldest)
@@ -185,7 +194,7 @@ class _Files:
                         return os.fstat(descriptor).st_size
                 count += more
         except OSError:
-            # A stale handle stays stale: the next try opens the file again.
+            # Close the file, because a stale handle stays stale. The next attempt opens the file again.
             self._drop(path)
             raise
         return None
@@ -209,7 +218,7 @@ def _close_all(files: "OrderedDict[Path, int]") -> None:
 
 
 def unreadable(path: Path, what: str) -> Problem:
-    """The problem of a file that is not as it was when it was prepared."""
+    """Return the problem of a file that was removed or truncated after it was prepared."""
     remedy = (
         "If it is a source file, restore it; if it is prepared data, delete the directory "
         f"{path.parent} and prepare again"
@@ -220,7 +229,10 @@ def unreadable(path: Path, what: str) -> Problem:
 
 
 def read_documents(path: Path) -> npt.NDArray[Any]:
-    """The index of a shard's documents: int64 [n, 2], first token and line of each. Raises DataError."""
+    """Read the index of a shard's documents: int64 [n, 2], the first token and the line of each document.
+
+    Raises DataError if the file cannot be read.
+    """
     try:
         return np.fromfile(path, dtype="<i8").reshape(-1, 2)
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Which tokens a run has learned to end a text with: what a server has to stop at."""
+"""Finds the tokens with which a run has learned to end a text, at which a server must stop."""
 
 from typing import Any, Final
 
@@ -10,16 +10,16 @@ from evergrad_trainer.data.preparation.rows import RowFormat
 from evergrad_trainer.data.tokenizers import TextTokenizer
 
 _ANSWER: Final = "evergrad"
-"""Content of the answer that is looked for in what a template makes of a conversation."""
+"""Content of an answer, which is searched in the rendered text of a conversation."""
 
 
 def find_ends(
     tokenizer: TextTokenizer, form: RowFormat | PairFormat | None
 ) -> tuple[int, ...]:
-    """The ids that end what was learned: the end of a document, and of an assistant's turn if rows have them.
+    """Return the ids that end a learned text: the end of a document, and the end of an assistant's turn.
 
-    ``form``: how rows are read; None if the run reads documents. A template that cannot render the simplest
-    conversation, or ends a turn with no token of its own, adds none.
+    ``form``: how rows are read; None if the run reads documents, which have no turns. No id for the end of a
+    turn is added if the template cannot render a simple conversation, or ends a turn without an added token.
     """
     ends = [tokenizer.end_of_document]
     rows = form.rows if isinstance(form, PairFormat) else form
@@ -43,7 +43,7 @@ def find_ends(
 
 
 def _end_of_turn(tokenizer: TextTokenizer, text: MarkedText) -> int | None:
-    """The first added token that is learned behind the answer."""
+    """Return the first added token after the answer that is learned; None if there is none."""
     begin = text.rfind(_ANSWER)
     if begin < 0:
         return None

@@ -1,1 +1,1 @@
-"""How a source file becomes prepared data; ``evergrad_trainer.data.prepare`` is the way in."""
+"""Converts source files to prepared data. The entry point is ``evergrad_trainer.data.prepare``."""

@@ -1,4 +1,4 @@
-"""Errors of the disk that prepared data lies on, as problems that say what to do."""
+"""Converts errors of the disk with prepared data to problems with a remedy."""
 
 import errno
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ _FORBIDDEN: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError of the body into a DataError that names the file and says what to do.
+    """Convert an OSError of the body to a DataError with the file and a remedy.
 
     ``path``: the directory that the body writes to.
     """
@@ -26,7 +26,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def disk_problem(error: OSError, path: Path) -> Problem:
-    """The user's view of an OSError met while prepared data was written or read below ``path``."""
+    """Return the problem of an OSError that occurred while prepared data was read or written in ``path``."""
     where = str(error.filename or path)
     reason = error.strerror or str(error)
     if is_no_space(error) or error.errno == errno.EFBIG:

@@ -1,5 +1,4 @@
-"""Which documents or tokens of a source are held out, and the jobs that take documents out of its token
-files."""
+"""Chooses the held-out documents or tokens of a source, and plans the jobs that split its token files."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,11 +22,11 @@ _HELD_OUT: Final = "spec.training.data.heldOut"
 def choose_held_out(
     source: SourceEntry, content: Content, *, held_out: HeldOut, seed: int, documents: int
 ) -> list[int]:
-    """The held-out documents by their order in the source, sorted.
+    """Return the numbers of the held-out documents in the source, sorted.
 
-    Raises DataError if none would remain for training.
+    Raises DataError if no document would remain for training.
     """
-    # At least one: a fraction of a small source would otherwise evaluate on nothing.
+    # Hold out at least one document, also if the fraction of a small source rounds to 0.
     wanted = (
         held_out.count
         if held_out.count is not None
@@ -44,8 +43,8 @@ def choose_held_out(
                 "Lower spec.training.data.heldOut, or give more documents",
             )
         )
-    # The content, not the source's place in the manifest, is the key: adding a source changes no other's
-    # split.
+    # Use the content as the key, not the index in the manifest: adding a source must not change the split of
+    # another source.
     order = Permutation(
         seed=seed, source=int(content.content_hash[:16], 16), epoch=0, size=documents
     )
@@ -60,8 +59,8 @@ def split_jobs(
     dtype: str,
     is_done: Callable[[int], bool],
 ) -> Iterator[SplitJob]:
-    """One job for each chunk that is not done. ``chosen``: as ``choose_held_out`` gives them."""
-    # Documents are numbered through the whole source; a job counts within its chunk.
+    """Yield one job for each unfinished chunk. ``chosen``: the result of ``choose_held_out``."""
+    # Convert numbers in the whole source to numbers in the chunk.
     starts = np.cumsum([0, *(outcome.documents[WHOLE] for outcome in outcomes)]).tolist()
     places = np.searchsorted(chosen, starts).tolist()
     for at, outcome in enumerate(outcomes):
@@ -75,9 +74,10 @@ def split_jobs(
 def cut_tokens(
     source: SourceEntry, content: Content, held_out: HeldOut | None, *, vocab_size: int
 ) -> tuple[TokenSequence, TokenSequence | None]:
-    """The parts of files of tokens, which are read where they lie; what is held out is their end.
+    """Return the training part and the held-out part of token files, which are read in place.
 
-    Raises DataError for an id that is none of ``vocab_size``, and if none would remain for training.
+    The held-out part is the end of the source. Raises DataError if an id is not below ``vocab_size``, or if
+    no tokens would remain for training.
     """
     shards = []
     for path, scan in content.files:
@@ -103,7 +103,7 @@ def cut_tokens(
         path = source.path.absolute()
         raise DataError(Problem(str(path), what, why, f"Lower {_HELD_OUT}.fraction"))
 
-    # The end, not a random part: a window must not lie on both sides.
+    # Hold out the end and not random parts, so that no window overlaps both parts.
     left, first, rest = whole.tokens - wanted, [], []
     for shard in shards:
         before = max(0, min(left, shard.tokens))

@@ -1,4 +1,4 @@
-"""Reads the messages of a conversation as many tools write them."""
+"""Reads the messages of a conversation in the formats of several tools."""
 
 import json
 from collections.abc import Mapping
@@ -7,12 +7,12 @@ from typing import Any, Final
 from evergrad_trainer.data.preparation.documents import RowError
 
 Message = dict[str, Any]
-"""A role, any of content (a text or a list of texts as parts), tool calls and reasoning, and whatever else
-its row gives the template."""
+"""A message: a role, optional content (a text or a list of parts), tool calls and reasoning, and any other
+keys for the template."""
 REASONING: Final = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning, as transformers knows them."""
+"""Keys of a message's reasoning that transformers supports."""
 _TEXT_TYPES: Final = ("text", "input_text", "output_text")
-"""Types of parts that are a text: of chat completions, and of OpenAI's responses."""
+"""Types of parts that are texts, in chat completions and in OpenAI's responses."""
 _ROLES: Final = {
     "system": "system",
     "human": "user",
@@ -28,15 +28,16 @@ _ROLES: Final = {
     "observation": "tool",
     "function_response": "tool",
 }
-"""Names of speakers under ``from``, and the role that each of them has."""
+"""Names of speakers under the key ``from``, and their roles."""
 _CALL: Final = "function_call"
 
 
 def read_message(place: str, message: Mapping[str, Any]) -> Message:
-    """A message under the names that templates know. ``place``: where it stands. Raises RowError.
+    """Convert a message to the keys that templates use.
 
-    Keys without a value are left out and reasoning is given under all of its names, both as transformers'
-    ``apply_chat_template`` does.
+    Null values are treated as missing keys, and reasoning is also set as ``thinking`` and
+    ``reasoning_content``, as in ``apply_chat_template`` of transformers. ``place``: the position of the
+    message in the row, for errors. Raises RowError if the message is malformed.
     """
     found = {key: value for key, value in message.items() if value is not None}
     if "role" not in found and "from" in found:
@@ -59,7 +60,10 @@ def read_message(place: str, message: Mapping[str, Any]) -> Message:
 
 
 def _from_speaker(place: str, message: Message) -> Message:
-    """A message of ``from`` and ``value`` as one of ``role`` and ``content``."""
+    """Convert a message with ``from`` and ``value`` to a message with ``role`` and ``content``.
+
+    For example, ``{"from": "human", "value": "Hi"}`` becomes ``{"role": "user", "content": "Hi"}``.
+    """
     speaker = message["from"]
     role = _ROLES.get(speaker) if isinstance(speaker, str) else None
     if role is None:
@@ -75,7 +79,7 @@ def _from_speaker(place: str, message: Message) -> Message:
 
 
 def _read_calls(place: str, text: str) -> list[dict[str, Any]]:
-    """The calls that the text of a speaker ``function_call`` is: an object or a list of them."""
+    """Parse the text of the speaker ``function_call``, a JSON object or a list of objects, as tool calls."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -89,7 +93,7 @@ def _read_calls(place: str, text: str) -> list[dict[str, Any]]:
 
 
 def _read_content(place: str, content: Any) -> str | list[dict[str, str]]:
-    """A text, or a list of parts that are texts."""
+    """Return a content that is a text or a list of text parts. Raises RowError for other contents."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -108,5 +112,5 @@ def _read_content(place: str, content: Any) -> str | list[dict[str, str]]:
 
 
 def _names(message: Mapping[str, Any]) -> str:
-    # A few names, cut short: the message is for a person.
+    # Shorten the list of names, because a message may have many long ones.
     return ", ".join(repr(name[:40]) for name in list(message)[:5]) or "none"

@@ -1,4 +1,4 @@
-"""Conversations without a chat template: a mistake of the manifest, which every row would repeat."""
+"""Detects conversations without a chat template, an error in the manifest that would affect every row."""
 
 import contextlib
 import io
@@ -26,14 +26,14 @@ EXAMPLE: Final = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-"""A template that works with every tokenizer that has a token for the end of a text, as that of bytes has."""
+"""A template for every tokenizer that has a token for the end of a text, for example the byte tokenizer."""
 _LONGEST_ROW: Final = 2**20
-"""Bytes of a first row that are read at most: a longer one is left to the preparation."""
+"""Maximum bytes of a first row. A longer row is checked only by the preparation."""
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 
 
 def template_problem(place: str) -> Problem:
-    """The problem of conversations for which there is no template. ``place``: of the first of them."""
+    """Return the problem of conversations without a template. ``place``: the place of the first one."""
     what = f"missing, and {place} is a conversation"
     why = "a chat template makes a text of it, and the tokenizer has none"
     remedy = f'Set it, for example to "{EXAMPLE}", or use a tokenizer that has a template'
@@ -41,10 +41,10 @@ def template_problem(place: str) -> Problem:
 
 
 def find_missing_template(training: Training, base_directory: Path) -> Problem | None:
-    """Report a first row of a file that is a conversation, if there is no chat template for it.
+    """Return a problem if the first row of a source is a conversation and there is no chat template.
 
-    Looks only at files that exist on this machine, and leaves every other mistake in them to the preparation.
-    Raises DataError for a template that is not valid.
+    Checks only files that exist on this machine. Other errors in the files are reported by the preparation.
+    Raises DataError if a template is not valid.
     """
     rows, tokenizer = training.row_settings, training.tokenizer.path
     if rows is None:
@@ -54,7 +54,7 @@ def find_missing_template(training: Training, base_directory: Path) -> Problem |
         and tokenizer is not None
         and not (base_directory / tokenizer).exists()
     ):
-        # The tokenizer exists on the cluster alone, and may have a template.
+        # The tokenizer exists only on the cluster, and may have a template.
         return None
     form = row_format(training, base_directory)
     if form is None or form.has_template:
@@ -68,7 +68,7 @@ def find_missing_template(training: Training, base_directory: Path) -> Problem |
         if problems:
             continue
         first = files[0]
-        # A damaged file, or a format that cannot be read here, has a message of its own in the preparation.
+        # The preparation reports damaged files and formats that cannot be read here.
         with contextlib.suppress(DataError, OSError, ValueError):
             row = _first_row(source, first, form)
             if isinstance(row, dict) and form.is_conversation(row):
@@ -77,7 +77,10 @@ def find_missing_template(training: Training, base_directory: Path) -> Problem |
 
 
 def _first_row(source: SourceEntry, path: Path, form: RowFormat | PairFormat) -> Any:
-    """Return the first row of a file, a JSON value; None if it has none. Raises what reading raises."""
+    """Return the first row of a file as a JSON value; None if it has no rows.
+
+    Raises DataError, OSError or ValueError if the row cannot be read.
+    """
     if source.type == "parquet":
         found: list[dict[str, Any]] = []
 

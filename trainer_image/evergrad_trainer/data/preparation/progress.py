@@ -1,4 +1,4 @@
-"""Progress of a preparation, as its caller gets it while it works."""
+"""Reports the progress of a preparation to its caller."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ Phase = Literal["scan", "tokenize", "split", "wait"]
 
 @dataclass(frozen=True)
 class PrepareProgress:
-    """``bytes_done`` of ``bytes_total`` are bytes of source files, over all sources this phase has to work
-    on.
+    """The progress of a preparation.
 
-    ``documents`` and ``tokens`` are those made so far in this call. Phase ``wait``: another process prepares
-    the same data.
+    ``bytes_done`` and ``bytes_total``: bytes of source files, over all sources of this phase. ``documents``
+    and ``tokens``: numbers of documents and tokens that this call has prepared so far. In the phase ``wait``,
+    another process prepares the same data.
     """
 
     phase: Phase
@@ -28,7 +28,7 @@ OnProgress = Callable[[PrepareProgress], None]
 
 
 class Reporter:
-    """Counts what is done, and passes each change on to ``on_progress``."""
+    """Counts the finished work, and calls ``on_progress`` for each change."""
 
     def __init__(self, on_progress: OnProgress | None) -> None:
         self._on_progress = on_progress
@@ -37,16 +37,16 @@ class Reporter:
         self._done = self._total = self._documents = self._tokens = 0
 
     def begin(self, phase: Phase, total: int) -> None:
-        """A new phase over ``total`` bytes."""
+        """Start a new phase over ``total`` bytes."""
         self._phase, self._done, self._total = phase, 0, total
 
     def show(self, source: str, phase: Phase | None = None) -> None:
-        """Work on ``source`` begins or continues; ``phase`` replaces the phase's name for now."""
+        """Report that work on ``source`` starts or continues. ``phase`` replaces the phase in this report."""
         self._source = source
         self._pass_on(phase or self._phase)
 
     def advance(self, count: int, *, documents: int = 0, tokens: int = 0) -> None:
-        """``count`` more bytes are done."""
+        """Report that ``count`` more bytes are finished."""
         self._done += count
         self._documents += documents
         self._tokens += tokens

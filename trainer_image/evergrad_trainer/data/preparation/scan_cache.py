@@ -1,4 +1,4 @@
-"""A memory of what a pass over a file found, so that an unchanged one is not read again at every start."""
+"""Caches the scans of files, so that an unchanged file is not read again at every start."""
 
 import json
 import os
@@ -22,15 +22,15 @@ from evergrad_trainer.data.preparation.sources import (
 
 _FORMAT: Final = 2
 _KEPT_EVERY: Final = 2**32
-"""Bytes that are read until the memory is written down, so that a kill costs no more than these."""
+"""Bytes that are read before the cache is written. After a kill, at most about these bytes are read again."""
 
 
 def scan_cached(
     source: SourceEntry, files: Sequence[Path], directory: Path, *, on_bytes: OnBytes
 ) -> Content:
-    """The content of ``files``, each remembered below ``directory`` while its size and times stay the same.
+    """Return the content of ``files``. Scans are cached in ``directory`` until a file's size or times change.
 
-    Raises DataError.
+    Raises DataError if a file does not have the format in the manifest, or changes while it is read.
     """
     key = [os.path.abspath(source.path), source.type, source.dtype]
     if source.type in ("text", "parquet"):
@@ -39,7 +39,7 @@ def scan_cached(
     text = json.dumps(key)
     name = xxhash.xxh3_64_hexdigest(text.encode("utf-8", errors="surrogateescape"))
     memory = directory / f"{name}.json"
-    # No memory, a damaged one or another version's: the files are read again.
+    # If the cache is missing, damaged or of another version, the files are read again.
     remembered: dict[str, Scan] = {}
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         value = json.loads(memory.read_text(encoding="utf-8"))
@@ -47,7 +47,7 @@ def scan_cached(
             remembered = {
                 file: Scan.from_json(scan) for file, scan in value["scans"].items()
             }
-    # Also of files that are not reached this time: an interruption would otherwise forget them.
+    # Keep the scans of all files, also of files that are not reached if this call is interrupted.
     kept = {name: remembered[name] for name in map(str, files) if name in remembered}
     scans: list[tuple[Path, Scan]] = []
     unwritten = 0
@@ -55,8 +55,8 @@ def scan_cached(
         for path in files:
             scan, found = remembered.get(str(path)), observe_stat(path)
             if scan is None or scan.stat != found:
-                # Judged before it is read: a file that changed a moment ago could change again meanwhile
-                # without its times showing it.
+                # Check the age before the file is read: a file that changed less than 2 s ago could change
+                # again during the scan without a change of its times.
                 is_old = is_settled(found)
                 kept.pop(str(path), None)
                 scan = scan_file(source, path, on_bytes=on_bytes)
@@ -68,7 +68,8 @@ def scan_cached(
                 _write(memory, kept)
                 unwritten = 0
     finally:
-        # Also after an error in a later file: it is corrected, and the others are not read again.
+        # Write the cache after an error too: when the user has corrected that file, the other files are not
+        # read again.
         if unwritten:
             _write(memory, kept)
     return Content(tuple(scans))
@@ -77,8 +78,7 @@ def scan_cached(
 def _write(memory: Path, scans: Mapping[str, Scan]) -> None:
     if not scans:
         return
-    # Only a memory: where it cannot be kept (a read-only volume, a full disk) the next start reads the files
-    # again.
+    # Ignore errors of the disk (a read-only volume, a full disk): the next start then reads the files again.
     values = {name: scan.to_json() for name, scan in scans.items()}
     with suppress(OSError):
         memory.parent.mkdir(parents=True, exist_ok=True)

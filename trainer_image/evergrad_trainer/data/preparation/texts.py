@@ -1,4 +1,4 @@
-"""Reads the texts of a chunk, whatever its source has: lines of JSON, plain lines, whole files, rows."""
+"""Reads the texts of a chunk from any type of source: JSON lines, plain lines, whole files or rows."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -27,28 +27,28 @@ _BLOCK: Final = 2**20
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 
 Texts = tuple[list[str], list[int]]
-"""Some texts, and the line of each, counted through the source."""
+"""Some texts, and the line number of each text in the whole source."""
 
 
 @dataclass(frozen=True)
 class TextFormat:
-    """Settings of a source's entry on how its files are read."""
+    """The settings of a source that determine how its files are read."""
 
     type: Literal["jsonl", "text", "parquet"]
     text_field: str
     document: Literal["file", "line"]
     rows: RowFormat | PairFormat | None = None
-    """How rows are read, where each line is one."""
+    """The format of rows, if each line is a row."""
 
     @staticmethod
     def of(source: SourceEntry, rows: RowFormat | PairFormat | None = None) -> "TextFormat":
-        """The format of a source that has texts."""
+        """Return the format of a source of texts. Raises ValueError for a source of tokens."""
         if source.type == "tokens":
             raise ValueError("a source of tokens has no texts")
         return TextFormat(source.type, source.text_field, source.document, rows)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values only."""
+        """Return the format as JSON values."""
         value = asdict(self)
         return {**value, "rows": self.rows.to_json() if self.rows else None}
 
@@ -60,9 +60,9 @@ class TextFormat:
 
 
 class TextReader:
-    """Reads chunks of a source, one after the other. A context, which closes the file that is open.
+    """Reads chunks of a source in order. It is a context manager that closes the open file.
 
-    A compressed file stays open between two chunks of it, since it can only be read on.
+    A compressed file stays open between two of its chunks, because it can only be read forward.
     """
 
     def __init__(self, form: TextFormat) -> None:
@@ -78,9 +78,9 @@ class TextReader:
         self._open.close()
 
     def read(self, chunk: Chunk, tally: LineCounts) -> Iterator[Texts]:
-        """The texts of a chunk, block by block. Texts that are passed over are counted in ``tally``.
+        """Yield the texts of a chunk, block by block. Skipped texts are counted in ``tally``.
 
-        Raises DataError for a file that is shorter than it was, damaged or cut short; OSError.
+        Raises DataError if a file became shorter or is damaged, and OSError if it cannot be read.
         """
         if self._form.type == "parquet":
             rows, column = self._form.rows, self._form.text_field
@@ -126,7 +126,8 @@ class TextReader:
         for piece in chunk.pieces:
             file = self._at(piece.path)
             data = bytearray()
-            # A read gives as much as it likes. One byte more than the scan saw shows that there is more now.
+            # Read until the end, because a read may return fewer bytes. Request one byte more than the
+            # scanned size, to detect that the file has grown.
             while len(data) <= piece.end and (more := file.read(piece.end + 1 - len(data))):
                 data += more
             if len(data) != piece.end:
@@ -144,7 +145,7 @@ class TextReader:
                     lines.append(piece.first_line)
                 else:
                     tally.skipped[SkipReason.EMPTY_TEXT] += 1
-            # Small files together: a tokenizer takes many texts at a time.
+            # Yield small files together, because a tokenizer is faster with many texts.
             if size >= _BLOCK:
                 yield texts, lines
                 texts, lines, size = [], [], 0
@@ -152,7 +153,7 @@ class TextReader:
             yield texts, lines
 
     def _at(self, path: Path) -> RawIOBase:
-        """The content of a file, at its beginning or wherever it was read to."""
+        """Return the content of a file, at its beginning or after the last read."""
         if self._file is None or path != self._path:
             self._open.close()
             self._file = self._open.enter_context(open_content(path))
