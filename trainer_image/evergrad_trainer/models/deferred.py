@@ -42,7 +42,7 @@ class _Fill:
     length: int
     """Number of elements of the whole storage."""
     part: tuple[tuple[int, ...], tuple[int, ...], int]
-    """Size, stride and offset."""
+    """Size, stride and offset of the part, in elements."""
     dtype: torch.dtype
     arguments: tuple[Any, ...]
 
@@ -235,9 +235,9 @@ def defer_model(
 ) -> DeferredModel | None:
     """Build the planned model without memory for its weights. Returns None if this is not possible.
 
-    It is not possible if the values cannot be created one by one. ``with_weights=False`` is for a checkpoint
-    that overwrites the weights: then such a model is returned too if only its stored weights do not match,
-    and its ``weights`` are None.
+    It is not possible if the values of the weights cannot be created one by one. ``with_weights=False`` is
+    for a checkpoint that overwrites the weights. In this case, a model whose stored weights cannot be used is
+    returned too, and its ``weights`` are None.
     """
     # LoRA is not supported: its frozen weights are hashed while they are whole, and the initial adapters use
     # separate draws.

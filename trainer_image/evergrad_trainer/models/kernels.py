@@ -95,7 +95,7 @@ def choose_kernels(
                 "Set matmulPrecision: highest, or leave it out",
             )
         )
-    # torch has one switch per process. Set the default too, because the process may run another job later.
+    # torch has one switch per process. Set the default too, because the process may serve another run later.
     torch.set_float32_matmul_precision(runtime.matmul_precision)
     # Set convolutions too: torch computes them in TF32 by default.
     torch.backends.cudnn.allow_tf32 = runtime.matmul_precision == "high"
