@@ -178,7 +178,7 @@ def _sequence_from_json(value: dict[str, Any]) -> TokenSequence:
 
 @dataclass(frozen=True)
 class PublishedSource:
-    """The facts in ``index.json`` of a prepared directory."""
+    """The contents of ``index.json`` in a published directory."""
 
     directory: Path
     train: TokenSequence

@@ -113,7 +113,7 @@ class RowSource:
         is_packed: bool,
         learns_everything: bool = False,
     ) -> None:
-        """``is_packed``: several rows share an item."""
+        """``is_packed``: several rows share an item. ``learns_everything``: label all tokens of a row."""
         # Include these settings, because they change items and labels, but not the prepared rows.
         said = [reader.source.fingerprint, sequence_length, is_packed, learns_everything]
         self.fingerprint = hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]

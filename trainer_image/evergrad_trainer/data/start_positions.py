@@ -1,4 +1,4 @@
-"""Start positions of a run's data: each source starts at its first item, or where an earlier run stopped."""
+"""Start positions of a run's data: the first item of each source, or the position after an earlier run."""
 
 import itertools
 from collections.abc import Mapping, Sequence

@@ -46,7 +46,7 @@ class TrainingStream:
     ) -> None:
         """``start``: the position at which another run left its data.
 
-        Raises ValueError if the ends of the stages do not increase, or if not exactly the last stage is open.
+        Raises ValueError if the ends of the stages do not increase, or if a stage before the last is open.
         Raises ConfigurationError if ``start`` is given and there are several stages.
         """
         self.stages = tuple(stages)

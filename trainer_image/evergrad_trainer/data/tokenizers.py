@@ -188,7 +188,7 @@ def replace_lone_surrogates(text: str) -> str:
 
 
 class ByteTokenizer:
-    """UTF-8 bytes 0-255, and 256 for the end of a document."""
+    """The built-in tokenizer: ids 0-255 are UTF-8 bytes, and id 256 is the end of a document."""
 
     vocab_size: int = 257
     end_of_document: int = BYTE_END
@@ -343,7 +343,7 @@ class BackendTokenizer:
                 stored.write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
 
     def to_json(self) -> str:
-        """The whole tokenizer in the format of ``tokenizer.json``."""
+        """Return the whole tokenizer in the format of ``tokenizer.json``."""
         return str(self._backend.to_str())
 
     def _ids(self, texts: Sequence[str]) -> list[list[int]]:

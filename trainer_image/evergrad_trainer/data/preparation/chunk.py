@@ -40,7 +40,7 @@ class Attempt:
 
     @property
     def data(self) -> Path:
-        """Finished files under their final names."""
+        """Finished files with their final names."""
         return self.directory / "data"
 
     @property
@@ -72,7 +72,7 @@ class TokenizeJob:
     only_check: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values only."""
+        """Return the job as JSON values."""
         return {
             "kind": "tokenize",
             "form": self.form.to_json(),
@@ -93,7 +93,7 @@ class SplitJob:
     dtype: str
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values only."""
+        """Return the job as JSON values."""
         return {"kind": "split", **asdict(self), "attempt": str(self.attempt)}
 
 
@@ -123,7 +123,7 @@ class ChunkResult:
     tally: LineCounts
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values only."""
+        """Return the result as JSON values."""
         return {
             "number": self.number,
             "tokens": self.tokens,

@@ -162,7 +162,7 @@ def _values_of(batch: Any, names: Sequence[str]) -> Any:
     values = batch.column(batch.schema.get_field_index(names[0]))
     if len(names) == 1:
         return values
-    # Use struct_field, which returns null for the fields of a null structure, whatever values the file has.
+    # Use struct_field, which returns null for the fields of a null structure, even if the file has values.
     compute: Any = importlib.import_module("pyarrow.compute")
     return compute.struct_field(values, list(names[1:]))
 

@@ -50,7 +50,7 @@ def _answers(line: str, tokenizer: TextTokenizer) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Serve until standard input ends."""
+    """Run jobs until standard input ends."""
     # Switch off threads of the tokenizers library, which reads this variable at every call: there is already
     # one helper per core.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
