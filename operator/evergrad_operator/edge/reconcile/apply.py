@@ -1,7 +1,7 @@
 """Carries out a plan, step by step, and returns the result of each step.
 
-A step that is refused, or not answered, stops neither the other steps nor the status that explains it. Only a
-lost lease is raised: nothing may be written any more then.
+If a step is refused or gets no answer, the other steps and the write of the status still run. Only
+LeaseLostError is raised, because a process without the lease must not write.
 """
 
 import asyncio
@@ -47,35 +47,40 @@ from evergrad_operator.edge.reconcile.refusals import Refusals, Step
 
 log = logging.getLogger(__name__)
 APPLY_SECONDS: Final = 30.0
-"""Longest time of all steps of a plan together: a pass has time left to write what was not done.
+"""Maximum time, in seconds, of all steps of a plan together. The rest of the pass is for the status.
 
-A single webhook may take as long.
+A single admission webhook may take this long.
 """
 PODS_AT_ONCE: Final = 32
-"""Pods that are created or deleted at the same time, of one run and of all together: as many as the client
-sends requests. More would only wait for their turn, and must not look like requests that the API server has
-not answered. A small run does not wait behind a thousand pods of another one."""
-_SHARE_TO_BEGIN: Final = 2 / 3
-"""Share of the time of all steps after which no further pod is begun: the rest is for the answers to those
-that were. Further pods are the work of the next pass."""
-UNFINISHED_SECONDS: Final = 1.0
-"""Seconds until the pass that continues one whose time was too short: others get their turn."""
-TOKEN_SECONDS: Final = 30.0
-"""Seconds between two POSTs of the Secret of a run whose pods have a host and do not start.
+"""Maximum number of pods that are created or deleted at the same time, both for one run and for all runs.
 
-The Secret exists, unless somebody has deleted it.
+It equals the client's default limit of requests in flight. Requests beyond that limit would wait inside the
+client, and their timeout would look like an API server that does not answer. The limit also keeps a small run
+from waiting behind a thousand pods of another run.
+"""
+_SHARE_TO_BEGIN: Final = 2 / 3
+"""Share of the time of all steps after which no further pod is started.
+
+The rest of the time is for the answers to requests that were sent. The next pass handles the remaining pods.
+"""
+UNFINISHED_SECONDS: Final = 1.0
+"""Seconds until the pass that continues an unfinished pass. Other runs are reconciled in between."""
+TOKEN_SECONDS: Final = 30.0
+"""Seconds between two POSTs of the token Secret of a run whose pods are scheduled but do not start.
+
+The Secret usually exists. The POST creates it again if a user has deleted it.
 """
 _NOT_AS_EXPECTED: Final = 412
 
 
 class ClusterWriter(Protocol):
-    """The part of the API server that reconciling needs; ``Kube`` is one, the tests' fake another.
+    """The requests to the API server that a reconcile needs. ``Kube`` and the fake of the tests implement it.
 
-    All raise ApiError.
+    All methods raise ApiError if the request fails.
     """
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Raw | None:
-        """Get one object; None where there is none."""
+        """Return one object, or None if it does not exist."""
 
     async def list_all(
         self,
@@ -86,10 +91,10 @@ class ClusterWriter(Protocol):
         name: str = "",
         metadata_only: bool = False,
     ) -> tuple[list[Raw], int]:
-        """List objects; return them and the version of the list."""
+        """Return the objects that match, and the resource version of the list."""
 
     async def create(self, body: Raw, *, is_brief: bool = False) -> Raw:
-        """Create an object. ``is_brief``: the answer has only its metadata."""
+        """Create an object and return it. If ``is_brief``, the result has only its metadata."""
 
     async def apply(
         self,
@@ -99,7 +104,7 @@ class ClusterWriter(Protocol):
         manager: str = names.FIELD_MANAGER,
         is_brief: bool = False,
     ) -> Raw:
-        """Apply the whole intent, server-side."""
+        """Apply the complete intent of ``manager`` by server-side apply, and return the object."""
 
     async def merge(
         self,
@@ -120,17 +125,18 @@ class ClusterWriter(Protocol):
         resource_version: str | None = None,
         grace: int | None = None,
     ) -> bool:
-        """Delete one object; False if it was gone, or is not that one any more."""
+        """Delete one object. Return False if it is gone, or if the preconditions no longer hold."""
 
     async def serves(self, kind: Kind) -> bool:
-        """Return whether there is such a kind."""
+        """Return whether the API server serves this kind."""
 
 
 @dataclass(frozen=True)
 class ApplyResult:
     """The result of one step.
 
-    ``failure``: None if it is done. ``is_tried``: False where an earlier refusal still holds.
+    ``failure`` is None if the step succeeded. ``is_tried`` is False if the step was skipped because an
+    earlier refusal still holds.
     """
 
     step: Step
@@ -158,7 +164,7 @@ def is_pod_work_due(
     generation: int,
     now: float,
 ) -> bool:
-    """Whether an object is to be deleted, or a pod made, at once; False while a refusal holds."""
+    """Return whether the plan deletes an object or creates a pod that no earlier refusal holds back."""
     waiting = partial(
         refusals.find_waiting,
         generation=generation,
@@ -166,7 +172,7 @@ def is_pod_work_due(
     )
     if any(waiting(("delete", end.kind, end.name)) is None for end in plan.delete):
         return True
-    # Pods are created in this order; a quota that refuses the first of some refuses the others, too.
+    # The pods of a group are created in this order. A quota that refuses one pod refuses the next ones, too.
     for bodies in _group_pods(plan.create):
         for body in bodies:
             failure = waiting(_step_of("create", body))
@@ -179,9 +185,9 @@ def is_pod_work_due(
 
 @dataclass(frozen=True)
 class _Work:
-    """One plan under way. Times are of the event loop's clock.
+    """A plan that is being applied. Times are on the event loop's clock.
 
-    ``deadline``: of all steps. ``last_begin``: when no further pod is begun.
+    ``deadline``: end of the time of all steps. ``last_begin``: time after which no further pod is started.
     """
 
     key: Key
@@ -196,7 +202,7 @@ _PodStep = Callable[[], Awaitable[ApplyResult]]
 
 
 class Applier:
-    """Applies plans. ``clock``: seconds since 1970."""
+    """Applies plans. ``clock`` returns seconds since 1970."""
 
     def __init__(
         self,
@@ -221,8 +227,12 @@ class Applier:
     ) -> list[ApplyResult]:
         """Apply claim, token and other children, delete, then create pods and Services, then post bounds.
 
-        ``until``: when the pass has to write its status at the latest, by the event loop's clock. Returns a
-        result for each step that was begun; ``applied.is_unfinished`` says whether others had no time.
+        ``until``: latest time at which the pass has to write its status, on the event loop's clock.
+
+        Returns a result for each step that was started. If the time was too short for some steps,
+        ``applied.is_unfinished`` is True.
+
+        Raises LeaseLostError if the lease is lost.
         """
         now = asyncio.get_running_loop().time()
         deadline = min(now + APPLY_SECONDS, until)
@@ -230,14 +240,15 @@ class Applier:
         work = _Work(key, seen, applied, deadline, last_begin)
         applied.is_unfinished = False
 
-        # The claim carries the record of who uses the volume: without it, no pod may write there.
+        # The claim has the record of the runs that use the volume. Without this record, no pod may write to
+        # the volume.
         results = []
         if plan.claim is not None:
             put_claim = partial(self._put_claim, plan.claim, plan)
             results.append(await self._try(work, _step_of("apply", plan.claim), put_claim))
         has_record = not any(result.failure for result in results)
 
-        # Without its Secret a pod would be given a host and wait there.
+        # Create the token's Secret before the pods. Without it, a pod would be scheduled and then wait.
         has_token = True
         if plan.token is not None and (
             plan.create or self._clock() - applied.token_posted_at >= TOKEN_SECONDS
@@ -247,22 +258,23 @@ class Applier:
             results.append(
                 await self._try(work, _step_of("create", plan.token), create_token)
             )
-            # A quota that is used up refuses also a Secret that exists already, as it most likely does where
-            # pods were made before.
+            # A used-up quota also refuses a Secret that already exists. If the run had pods before, the
+            # Secret very likely exists.
             has_token = results[-1].failure is None or seen.status.coordinator.attempt >= 0
         pods = plan.create if has_record and has_token else ()
 
-        # The ConfigMap is applied before the pods that mount it, and pods are deleted before new ones need
-        # their room.
+        # The ConfigMap is applied before the pods that mount it. Pods are deleted before new pods are
+        # created that need their resources.
         children = [body for body in plan.apply if body["kind"] != SERVICE.kind]
         services = [body for body in plan.apply if body["kind"] == SERVICE.kind]
         results += await _gather(self._put(work, body) for body in children)
-        # Pods would read a ConfigMap, or be cut off by a NetworkPolicy, that belongs to somebody else.
+        # If a child's name is taken by another owner, create no pods: they would read a foreign ConfigMap,
+        # or a foreign NetworkPolicy would isolate them.
         if any(
             one.failure and one.failure.reason in (NAME_LEFT, NAME_TAKEN) for one in results
         ):
             pods = ()
-        # Schedulers place pods of a group that does not exist one by one, or never.
+        # If the PodGroup does not exist, create no pods: schedulers would place them one by one, or never.
         if any(
             one.failure
             and one.step[:2] == ("apply", POD_GROUP)
@@ -274,16 +286,17 @@ class Applier:
             work, [partial(self._end, work, end) for end in plan.delete]
         )
 
-        # Giving a Service its address takes the API server longer than all else: no pod has to wait for it.
+        # Apply the Services at the same time as the pods, because the API server needs more time to allocate
+        # a Service's address than for any other step.
         puts = (self._put(work, body) for body in services)
-        # Pods of several groups share the time that is left: where one is not answered, the others are made.
+        # Create the groups of pods concurrently: if one group gets no answer, the others are still created.
         groups = (self._create_some(work, some) for some in _group_pods(pods))
         made = await _gather([*puts, *groups])
         results += made[: len(services)]
         results += [one for group in made[len(services) :] for one in group]
 
-        # Bounds come last: a coordinator that does not answer must hold up neither a lost pod's replacement
-        # nor an end.
+        # Post bounds last: a coordinator that does not answer must not delay the replacement of a lost pod
+        # or a deletion.
         if plan.bounds is not None:
             post_bounds = partial(self._coordinators.post_bounds, key, plan.bounds)
             results.append(await self._try(work, _BOUNDS_STEP, post_bounds))
@@ -292,8 +305,8 @@ class Applier:
     # ---- one step ------------------------------------------------------------------------------------------
 
     async def _create_token(self, token: Mapping[str, Any]) -> None:
-        # A Secret that exists already is the run's own: its name follows from the token. No watch and no list
-        # shows it, so that it is not put into the cache.
+        # If the Secret already exists, it belongs to the run, because its name is computed from the token.
+        # It is not put into the cache, because no watch and no list covers Secrets.
         try:
             await self._cluster.create(token, is_brief=True)
         except ApiError as error:
@@ -303,11 +316,13 @@ class Applier:
     async def _try(
         self, work: _Work, step: Step, act: Callable[[], Awaitable[Any]]
     ) -> ApplyResult:
-        """Try a step, unless it was refused a moment ago; a refusal, or no answer, is remembered and
-        returned."""
+        """Run a step, unless an earlier refusal of it still holds.
+
+        A refusal or a missing answer is recorded and returned as the result's failure. Raises LeaseLostError.
+        """
         refusals, generation = work.applied.refusals, work.seen.run.generation
-        # A step that was refused a moment ago is not tried again: at 1,000 runs under a quota the API server
-        # would be asked nothing else.
+        # Skip a step whose pause after a refusal is not over. With 1,000 runs under a quota, repeated tries
+        # would use all requests to the API server.
         held = refusals.find_waiting(
             step,
             generation=generation,
@@ -318,13 +333,15 @@ class Applier:
         try:
             async with asyncio.timeout_at(work.deadline):
                 await act()
-        # Another operator may be at work: nothing is remembered, and the pass ends.
+        # Another operator may be writing now, so nothing is recorded and the pass ends.
         except LeaseLostError:
             raise
         except (OperatorError, TimeoutError) as error:
             failure = build_failure(step, error, at=self._clock())
             if step[:2] == ("create", POD.kind) and failure.status == 0:
-                work.applied.is_in_doubt = True  # it may have been made all the same
+                work.applied.is_in_doubt = (
+                    True  # the pod may exist even though no answer came
+                )
             asked = error.retry_after if isinstance(error, ApiError) else None
             refusals.note(
                 failure,
@@ -336,16 +353,17 @@ class Applier:
         return ApplyResult(step)
 
     async def _put_claim(self, body: Raw, plan: ObjectPlan) -> None:
-        """Apply the claim with the run's record, after records of runs that are gone are off it."""
+        """Remove the records of deleted runs from the claim, then apply it with the run's own record."""
         metadata = body["metadata"]
         stale = plan.stale_records
         if stale.annotations:
-            # A merge patch takes a field from whoever owns it, and with its last field its manager goes from
-            # the object.
+            # A merge patch removes a field regardless of its owner. A field manager disappears from the
+            # object with its last field.
             annotations: dict[str, str | None] = dict.fromkeys(stale.annotations)
             patch: dict[str, Any] = {"metadata": {"annotations": annotations}}
             if stale.dropped_unfinished is not None:
-                # Counted on the claim as it was seen: another run's pass may have counted meanwhile.
+                # The count is based on the claim as it was read. The resource version makes the API server
+                # refuse the patch if the pass of another run has changed the count since.
                 annotations[DROPPED_UNFINISHED] = str(stale.dropped_unfinished)
                 patch["metadata"]["resourceVersion"] = stale.resource_version
             await self._cluster.merge(
@@ -355,8 +373,8 @@ class Applier:
                 patch,
             )
         if names.ANNOTATION_MADE_FOR in metadata.get("annotations", {}):
-            # No watch shows a claim that somebody else has made under the run's name. It is used as it is: it
-            # gets neither our labels nor an owner, so that nothing of ours ever deletes it.
+            # A user may have created a claim with the run's name, which no watch shows. It gets neither our
+            # labels nor an owner reference, so that the operator and the garbage collector never delete it.
             place = metadata["namespace"], metadata["name"]
             known = self._cache.claim(*place) or await self._cluster.get(CLAIM, *place)
             if known is not None and not is_claim_ours(known):
@@ -367,8 +385,10 @@ class Applier:
         self._cache.see(CLAIMS, {**stored, "kind": CLAIM.kind})
 
     async def _put(self, work: _Work, body: Raw) -> ApplyResult:
-        """Apply a child that is no pod, where it is known to be the run's, else create it: an object of
-        somebody else is never taken over."""
+        """Apply a child other than a pod if it is known to belong to the run; otherwise create it.
+
+        An object of another owner is never taken over.
+        """
 
         async def put() -> None:
             name = str(body["kind"]), str(body["metadata"]["name"])
@@ -378,7 +398,7 @@ class Applier:
                     stored = await self._cluster.create(body, is_brief=True)
                 except ApiError as error:
                     own = await self._find_own(work, body, error)
-                    # Applied now, it would go all the same, as a PodGroup that was just deleted does.
+                    # An apply would not keep an object that is being deleted, such as a PodGroup.
                     if "deletionTimestamp" in own["metadata"]:
                         raise ApiError(409, NAME_LEAVING, "it is about to go") from error
                     is_ours = True
@@ -390,7 +410,7 @@ class Applier:
         return await self._try(work, _step_of("apply", body), put)
 
     async def _end(self, work: _Work, end: Deletion) -> ApplyResult:
-        """Delete one object, and forget what no watch would show to be gone."""
+        """Delete one object, and drop it from the cache if no watch would report its deletion."""
 
         async def delete() -> None:
             kind = kind_of(_body_of(end))
@@ -410,7 +430,7 @@ class Applier:
             if child is not None:
                 self._cache.forget(CHILDREN, child)
             if not was_there and kind is POD and end.uid:
-                # Its end came in a gap of the watch.
+                # The watch missed the pod's deletion, so drop the pod from the cache here.
                 for pod in self._cache.pods(work.key):
                     if pod["metadata"].get("uid") == end.uid:
                         self._cache.forget(PODS, pod)
@@ -420,8 +440,8 @@ class Applier:
     # ---- pods ----------------------------------------------------------------------------------------------
 
     async def _create_some(self, work: _Work, bodies: Sequence[Raw]) -> list[ApplyResult]:
-        """Create pods of which one needs the other: the first two alone, the others together."""
-        # A quota that refuses one is not asked about each.
+        """Create the pods of one group: the first two one by one, the others concurrently."""
+        # If a quota refuses one of the first two pods, no request is sent for the others.
         results: list[ApplyResult] = []
         creations = [partial(self._create, work, body) for body in bodies]
         for number, create in enumerate(creations[:2], start=1):
@@ -433,15 +453,16 @@ class Applier:
         return results + await self._begin_all(work, creations[2:])
 
     async def _begin_all(self, work: _Work, steps: Sequence[_PodStep]) -> list[ApplyResult]:
-        """Do these steps, ``PODS_AT_ONCE`` at a time, as many as can be begun in the work's time.
+        """Run these steps, at most ``PODS_AT_ONCE`` at a time, until ``work.last_begin``.
 
-        A step that was not begun has no result. It has not failed: no request was sent.
+        A step that was not started has no result. It is not a failure, because no request was sent.
         """
         loop, slots = asyncio.get_running_loop(), self._find_pod_slots()
         left, results = deque(steps), list[ApplyResult]()
 
         async def work_off() -> None:
-            # A free slot is taken without a pause, in which alone a timeout ends: the time is compared, too.
+            # A timeout only takes effect while the task waits, and a free slot is acquired without a wait.
+            # Therefore the loop also compares the time.
             while left and loop.time() < work.last_begin:
                 try:
                     async with asyncio.timeout_at(work.last_begin):
@@ -460,7 +481,7 @@ class Applier:
         return results
 
     def _find_pod_slots(self) -> asyncio.Semaphore:
-        # A semaphore belongs to the event loop in which it was first waited for.
+        # A semaphore is bound to the event loop in which a task first waited for it.
         loop = asyncio.get_running_loop()
         if self._pod_slots is None or self._pod_slots[0] is not loop:
             self._pod_slots = loop, asyncio.Semaphore(PODS_AT_ONCE)
@@ -475,7 +496,7 @@ class Applier:
                     "metadata": stored["metadata"],
                     "status": NEW_POD_STATUS,
                 }
-            # The answer to an earlier try may have been lost: then the pod exists already.
+            # The pod may already exist, because the answer to an earlier request may have been lost.
             except ApiError as error:
                 stored = await self._find_own(work, body, error)
             self._cache.see(PODS, stored)
@@ -483,14 +504,15 @@ class Applier:
         return await self._try(work, _step_of("create", body), create)
 
     async def _find_own(self, work: _Work, body: Raw, error: ApiError) -> Raw:
-        """Return the run's own object of this name, if its creation was refused because of that one.
+        """Return the run's own object of this name if the creation failed because the object already exists.
 
-        Raises ApiError otherwise.
+        Raises ApiError otherwise: ``error`` itself if it has another cause, or an error that names the owner
+        of the name.
         """
         if error.status != 409 or error.reason != "AlreadyExists":
             raise error
         kind, name = kind_of(body), str(body["metadata"]["name"])
-        # A list by name, since the operator has no right to get single pods.
+        # List by name, because the operator does not have the permission to get single pods.
         found, _ = await self._cluster.list_all(
             kind,
             work.key[0],
@@ -503,7 +525,8 @@ class Applier:
         if any(is_left_behind(work.seen.run.name, raw) for raw in found):
             text = f"a {kind.kind} of this name is left by an earlier run of this name"
             raise ApiError(_NOT_AS_EXPECTED, NAME_LEFT, text) from error
-        # An older run of this name is about to be collected with all that it owns: that is worth waiting for.
+        # If an older run of this name owns the object, the garbage collector is about to delete it. A
+        # conflict (409) makes the step retry within seconds.
         namesake = names.KIND, work.seen.run.name
         if all(
             any((owner.get("kind"), owner.get("name")) == namesake for owner in owners)
@@ -524,9 +547,9 @@ _BOUNDS_STEP: Final = ("post", "Coordinator", "bounds")
 def build_failure(
     step: Step, error: OperatorError | TimeoutError, *, at: float
 ) -> ApplyFailure:
-    """Build the failure of a step that was refused, or not answered, for the policies."""
+    """Build the ApplyFailure of a step that was refused or got no answer. ``at``: seconds since 1970."""
     verb, kind, name = step
-    # An error that is not the API server's comes from the coordinator, to which only bounds are posted.
+    # Any other error comes from the coordinator, which receives only bounds.
     status, reason, message = 0, BOUNDS_NOT_TAKEN, str(error)
     if isinstance(error, ApiError):
         status, reason, message = error.status, error.reason, error.message
@@ -539,10 +562,11 @@ _TRAINING: Final = (names.ROLE_COORDINATOR, names.ROLE_NODE)
 
 
 def _group_pods(bodies: Iterable[Raw]) -> list[list[Raw]]:
-    """Group pods by whether a refusal of one holds for the next, in their order.
+    """Group pods by role, in their order. A refusal of one pod in a group usually applies to the next one.
 
-    No node trains without the coordinator. A pod beside them has resources of its own, and is made in every
-    phase: its refusal must not keep the run from training, nor theirs keep it from being evaluated.
+    The coordinator and the nodes form one group, because no node trains without the coordinator. Pods of
+    other roles, such as evaluations, have resources of their own and are created in every phase. A refused
+    evaluation must not stop the training, and a refused node must not stop an evaluation.
     """
     groups: dict[str, list[Raw]] = {}
     for body in bodies:
@@ -552,8 +576,10 @@ def _group_pods(bodies: Iterable[Raw]) -> list[list[Raw]]:
 
 
 def _concerns_others(failure: ApplyFailure) -> bool:
-    """Whether the refusal of one pod is one of the others of its group, too, as a quota's or a webhook's:
-    only a name is a pod's own."""
+    """Return whether the refusal of one pod also applies to the other pods of its group.
+
+    For example, the refusal of a quota or a webhook does. A refusal because of the pod's name does not.
+    """
     return failure.reason not in (NAME_TAKEN, NAME_LEFT, NAME_LEAVING)
 
 
@@ -570,7 +596,10 @@ def _step_of(verb: str, body: Raw) -> Step:
 
 
 async def _gather(work: Iterable[Awaitable[Any]]) -> list[Any]:
-    """Await all of it, whatever fails; an exception, a lost lease or a defect, is raised when all is done."""
+    """Await all of ``work`` and return the results. Raises the first exception after everything has ended.
+
+    Such an exception is LeaseLostError or a defect.
+    """
     results = await asyncio.gather(*work, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

@@ -1,5 +1,7 @@
-"""Lists a run's objects on the API server before pods are made or deleted: the informer cache is only a
-hint."""
+"""Lists a run's objects on the API server before pods are created or deleted.
+
+The informer cache may be out of date, so it is not sufficient for these decisions.
+"""
 
 import asyncio
 import contextlib
@@ -48,13 +50,19 @@ from evergrad_operator.edge.reconcile.reconcile_metrics import note_failure
 from evergrad_operator.edge.reconcile.refusals import Step
 
 READ_SECONDS: Final = 15.0
-"""Longest time of each of these reads. All of a pass share ``Pass.reads_until``: it has time left to write
-why it could do no more."""
+"""Maximum time of each of these reads, in seconds.
+
+All reads of a pass also share ``Pass.reads_until``, so that the pass has time left to write its status.
+"""
 
 
 @contextlib.asynccontextmanager
 async def _time_for(work: Pass) -> AsyncIterator[None]:
-    """Bound one read. Raises TimeoutError, at once if earlier reads have taken the time of the pass."""
+    """Bound the time of one read.
+
+    Raises TimeoutError if the read takes too long, or immediately if earlier reads have used up the pass's
+    time.
+    """
     now = asyncio.get_running_loop().time()
     if now >= work.reads_until:
         raise TimeoutError
@@ -63,7 +71,7 @@ async def _time_for(work: Pass) -> AsyncIterator[None]:
 
 
 class Confirmer:
-    """Brings the cache up to date for one run. ``clock``: epoch seconds."""
+    """Updates the cache for one run from the API server. ``clock`` returns seconds since 1970."""
 
     def __init__(
         self,
@@ -84,19 +92,22 @@ class Confirmer:
         )
 
     async def confirm(self, work: Pass, plan: ObjectPlan) -> bool:
-        """List the objects that the plan rests on; return whether pods may be made and ended now."""
+        """List the objects that the plan depends on.
+
+        Returns whether all reads succeeded, so that pods may be created and deleted now.
+        """
         key, applied = work.key, work.hints.applied
         selector = f"{names.LABEL_RUN}={key[1]}"
 
         async def look() -> None:
             pods, version = await self._cluster.list_all(POD, key[0], selector=selector)
-            # Listed pods are added before missing ones are dropped: a pod may have been made anew.
+            # Add listed pods before dropping missing ones, because a pod may have been created again.
             for pod in pods:
                 self._cache.see(PODS, pod)
             listed = {uid_of(pod) for pod in pods}
             for pod in find_vanished(self._cache.pods(key), listed, version=version):
                 self._cache.forget(PODS, pod)
-            # New pods need the ConfigMap, the Service and their group; no watch shows that one is gone.
+            # New pods need the ConfigMap and the Service, and no watch reports their deletion.
             for kind in (CONFIG_MAP, SERVICE) if plan.create else ():
                 await self._look_at_children(key, kind)
 
@@ -109,14 +120,14 @@ class Confirmer:
             except ApiError as error:
                 if error.status != 404:
                     raise
-                # The API server has dropped this version. It may have the same group in another.
+                # The API server no longer serves this version. It may serve another version of the kind.
                 self._gang_api.forget()
                 other = await self._gang_api.find()
                 if other is not None and other != group:
                     await self._look_at_children(key, other)
 
-        # A run that was never seen, without a pod or an open question, has no pods, and a list is spared. If
-        # a pod of its name exists all the same, creating ours is refused, and the pass after it looks.
+        # Skip the list for a new run without a status, without known pods and without an unanswered creation.
+        # If one of its pods exists nevertheless, its creation is refused, and the next pass lists the pods.
         has_status = bool(get_map(work.raw, "status").get("conditions"))
         if has_status or self._cache.pods(key) or applied.is_in_doubt:
             if not await self._read(work, step_of_list(key), look):
@@ -129,7 +140,7 @@ class Confirmer:
         return await self.look_at_claim(work, oldest=0.0)
 
     async def _look_at_children(self, key: Key, kind: Kind) -> None:
-        """Drop the run's known objects of this kind that the API server no longer has. Raises ApiError."""
+        """Drop the run's cached objects of this kind that the API server no longer has. Raises ApiError."""
         children = self._cache.children(key).items()
         known = [child for (of, _), child in children if of == kind.kind]
         if not known:
@@ -145,9 +156,10 @@ class Confirmer:
             self._cache.forget(CHILDREN, child)
 
     async def fetch_applied(self, work: Pass, run: ParsedRun) -> AppliedSettings | None:
-        """Return the settings that the run's pods read, from its ConfigMap; None if there is none.
+        """Return the settings that the run's pods read from its ConfigMap, or None if there is no ConfigMap.
 
-        Raises ApiError and TimeoutError: without it nothing may be decided about an edit of the run.
+        Raises ApiError or TimeoutError if the ConfigMap cannot be read. The pass then ends, because an edit
+        of the run cannot be assessed without these settings.
         """
         namespace, name = work.key
         async with _time_for(work):
@@ -161,10 +173,10 @@ class Confirmer:
         return None if manifest is None else compare_settings(manifest, run)
 
     async def fill_in(self, work: Pass, config: Config) -> Pass:
-        """Return the pass with the PodGroup and the profile that hold for it.
+        """Return the pass with its PodGroup kind and its profile.
 
-        Where discovery is refused, the PodGroup is the last known one. Where the namespace's profile cannot
-        be read, the run's is one by which no run begins.
+        If discovery is refused, the PodGroup kind is the last known kind. If the namespace's profile cannot
+        be read, the profile is ``UNREAD_PROFILE``, with which no run starts.
         """
 
         async def find_group() -> None:
@@ -174,7 +186,7 @@ class Confirmer:
             await self._read(work, step_of_discovery(self._gang_api.group), find_group)
         work = replace(work, group_kind=self._gang_api.known)
 
-        # The profile that the run began with, or else the one that it begins with now.
+        # A run keeps the profile that it started with. A run that has not started uses the current profile.
         kept = find_kept(work.raw, config.profiles)
         if kept is not None:
             work.refusals.clear(STEP_OF_PROFILE)
@@ -192,13 +204,14 @@ class Confirmer:
         return replace(work, profile=profile)
 
     async def look_at_claim(self, work: Pass, *, oldest: float) -> bool:
-        """Fetch the existing claim that the run names, unless it was seen less than ``oldest`` seconds ago.
+        """Fetch the existing claim that the run names, if the last fetch is ``oldest`` seconds old or older.
 
-        No watch shows it, so that all runs that name it share one answer. False if there was none.
+        No watch shows such a claim. All runs that name it share the fetched object. Returns False if the API
+        server did not answer.
         """
         namespace, name = work.key[0], existing_claim(work.raw)
         if name is None:
-            # No watch shows one that somebody else has made under the run's name either.
+            # A user may have created a claim with the run's name. No watch shows this claim either.
             own = self._cache.claim(*work.key)
             if own is None or is_claim_ours(own):
                 return True
@@ -221,13 +234,13 @@ class Confirmer:
     async def _read(
         self, work: Pass, step: Step, look: Callable[[], Awaitable[None]]
     ) -> bool:
-        """Whether the API server answered.
+        """Run a read and return whether the API server answered.
 
-        If not, the refusal is noted like that of a write, so that the status names it and the step waits for
-        its turn.
+        A refusal is recorded like the refusal of a write. The status reports it, and the step is retried
+        after a pause.
         """
         refusals, generation = work.refusals, work.generation
-        # A refusal of a moment ago still holds: to ask again at each pass would only load the API server.
+        # While an earlier refusal holds, send no request. Requests in each pass would only load the server.
         held = refusals.find_waiting(
             step,
             generation=generation,

@@ -1,7 +1,7 @@
-"""Polls the coordinators of running runs for their status, and posts new bounds to them. Over plain HTTP to
-the pods' addresses.
+"""Polls the coordinators of running runs for their status, and posts new bounds to them.
 
-Answers are not trusted: size, time and number are bounded, and one that cannot be read counts as none.
+It uses plain HTTP to the pods' addresses. Answers are not trusted: their size, time and number are bounded,
+and an answer that cannot be parsed counts as a failed poll.
 """
 
 import asyncio
@@ -38,42 +38,54 @@ _FAST_CHANGES = (
     "preparation",
 )
 SILENCES: Final = (10.0, 15.0, 30.0, UNREACHABLE_SECONDS, 120.0, 240.0, 480.0)
-"""Seconds of silence at which a run is looked at: its coordinator may be gone, and no watch has shown it."""
+"""Seconds of silence after which a pass is queued. The coordinator may be gone without a watch event."""
 _JUST_AFTER: Final = 0.1
 _NO_WAY: Final = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 
 
 @dataclass(frozen=True)
 class PollSettings:
-    """Bounds of polling. Times in seconds.
+    """Bounds of polling. Times are in seconds.
 
-    Up to 200 runs are polled ``every`` 5 s. With more runs the interval grows, so that there are
-    ``per_second`` polls, but only up to ``longest``: beyond 800 runs the rate grows with the number of runs.
+    By default, each of up to 200 runs is polled every 5 s. With more runs the interval grows so that there
+    are ``per_second`` polls, but only up to ``longest``. With more than 800 runs, the interval is 20 s and
+    the rate grows with the number of runs.
     """
 
     every: float = 5.0
-    """Between two polls of one coordinator."""
+    """Minimum seconds between two polls of one coordinator."""
     longest: float = 20.0
-    """Between two polls of one coordinator, however many there are: what is known of a run's progress is at
-    most 30 s old, also if a poll fails once."""
+    """Maximum seconds between two polls of one coordinator, for any number of coordinators.
+
+    The known progress of a run is therefore at most 30 s old, even if one poll fails.
+    """
     per_second: float = 40.0
-    """Polls that an operator of few runs makes at most."""
+    """Maximum number of polls per second, until the interval has reached ``longest``."""
     timeout: float = 3.0
-    """For one answer."""
+    """Maximum seconds for one answer."""
     at_once: int = 256
-    """Polls under way: at 10,000 runs there are 500 a second, and if every tenth coordinator does not answer,
-    150 wait for their timeout."""
+    """Maximum number of concurrent polls.
+
+    With 10,000 runs there are 500 polls a second. If every tenth coordinator does not answer, 150 polls wait
+    for their timeout.
+    """
     port: int = STATUS_PORT
 
     def find_interval(self, followed: int) -> float:
-        """Return the seconds between two polls of each of so many coordinators."""
+        """Return the seconds between two polls of one coordinator, if there are ``followed`` coordinators.
+
+        For example, the default settings return 5.0 for 100 coordinators and 10.0 for 400.
+        """
         return max(self.every, min(self.longest, followed / self.per_second))
 
 
 @dataclass(frozen=True)
 class CoordinatorResponse:
-    """The last answer of a coordinator: its JSON, of which attempt it was, and when it was asked for (the
-    clock of ``Coordinators``)."""
+    """The last answer of a coordinator.
+
+    ``raw``: its JSON. ``attempt``: attempt of the coordinator's pod. ``at``: time of the request, on the
+    clock of ``Coordinators``.
+    """
 
     raw: Mapping[str, Any]
     attempt: int
@@ -89,19 +101,17 @@ class _Followed:
     has_answered: bool = False
     failures: int = 0
     silent_since: float | None = None
-    """When the first poll failed after the last answer.
-
-    Between two polls of many coordinators minutes may pass.
-    """
+    """Time of the first failed poll after the last answer; None if the coordinator answers."""
     reported: float = 0.0
-    """The last of ``SILENCES`` that was news."""
+    """The last of ``SILENCES`` for which a pass was queued; 0 if there is none."""
     error: OperatorError | None = None
 
 
 class Coordinators:
-    """The coordinators that are followed, and their answers.
+    """Polls coordinators and keeps their newest answers.
 
-    ``on_news`` is called for each that is news, with whether it is more than progress.
+    ``on_news`` is called with the run's key and ``is_urgent`` when an answer has changed or a silence has
+    reached one of ``SILENCES``. ``is_urgent`` is False if only progress fields have changed.
     """
 
     def __init__(
@@ -117,11 +127,14 @@ class Coordinators:
         """Called for each failed poll with its cause: timeout, refused, unreachable, unauthorized or
         bad_answer."""
         self.gate: Gate = OpenGate()
-        """Asked before anything is posted: without the lease, another operator decides about the run."""
+        """Checked before each POST: without the lease, another operator may be responsible for the run."""
         self._followed: dict[Key, _Followed] = {}
         self._silent: set[Key] = set()
-        """Those of them that are silent: counted by each pass over a silent run, of which there may be
-        thousands."""
+        """Keys of the silent coordinators.
+
+        Each pass over a silent run needs their number, and counting them would take time with thousands of
+        runs.
+        """
         self._queue: WorkQueue[Key] = WorkQueue(backoff=Backoff(1.0, 30.0), clock=clock)
 
     def follow(
@@ -132,9 +145,9 @@ class Coordinators:
         *,
         token: str,
     ) -> None:
-        """Poll the coordinator at this address from now on, and no other one of the run.
+        """Poll the run's coordinator at this address, and stop polling any earlier coordinator of the run.
 
-        ``token``: the run's.
+        ``token``: the run's token.
         """
         known = self._followed.get(key)
         if known is None or (known.address, known.attempt) != (address, attempt):
@@ -150,21 +163,21 @@ class Coordinators:
             self._queue.drop(key)
 
     def leave_all(self) -> None:
-        """Stop polling all coordinators: the runs are another operator's for now."""
+        """Stop polling all coordinators, because another operator may be responsible for the runs now."""
         for key in list(self._followed):
             self.leave(key)
 
     def count(self) -> int:
-        """Return the number of coordinators that are followed."""
+        """Return the number of coordinators that are polled."""
         return len(self._followed)
 
     def answer(self, key: Key) -> CoordinatorResponse | None:
-        """Return the newest answer of the coordinator that is followed."""
+        """Return the newest answer of the run's coordinator, or None if there is none."""
         followed = self._followed.get(key)
         return followed.answer if followed else None
 
     def silence(self, key: Key) -> Silence | None:
-        """Return the silence of the coordinator that is followed; None if it answers."""
+        """Return the silence of the run's coordinator, or None if it answers or is not polled."""
         followed = self._followed.get(key)
         if followed is None or followed.silent_since is None or followed.error is None:
             return None
@@ -172,8 +185,8 @@ class Coordinators:
         if _name_cause(followed.error) == "unauthorized":
             reason = Reason.COORDINATOR_UNAUTHORIZED
 
-        # Where nothing came back at all, the host of the pod may be lost. Where most coordinators are silent,
-        # it may be the operator that is cut off.
+        # If no packet came back at all, the pod's host may be lost. If most coordinators are silent, the
+        # operator itself may be disconnected.
         failed = followed.error.__cause__
         has_no_way = isinstance(failed, OSError) and failed.errno in _NO_WAY
         silent = len(self._silent)
@@ -196,16 +209,17 @@ class Coordinators:
         await self._queue.close(seconds=0.0)
 
     async def ask(self, key: Key) -> None:
-        """Poll the run's coordinator now; its answer causes no news, because a pass waits for it."""
+        """Poll the run's coordinator now. ``on_news`` is not called, because a pass waits for the answer."""
         followed = self._followed.get(key)
         if followed is not None:
             with contextlib.suppress(OperatorError):
                 self._take_answer(key, followed, await self._read_status(key, followed))
 
     async def post_bounds(self, key: Key, bounds: NodeBounds) -> None:
-        """Post to the run's coordinator how many nodes may train, and how many failures are borne.
+        """Post the minimum and maximum number of nodes, and the allowed failures, to the run's coordinator.
 
-        Raises OperatorError, and LeaseLostError without the lease.
+        Raises OperatorError if the coordinator does not answer or refuses, and LeaseLostError if this process
+        does not hold the lease.
         """
         seconds = min(self._settings.timeout, check_gate(self.gate))
         followed = self._followed.get(key)
@@ -228,7 +242,7 @@ class Coordinators:
             raise OperatorError(
                 f"{key[0]}/{key[1]}: the coordinator refuses the new bounds: {said}"
             )
-        # The next answer has the new bounds, without which they would be posted again.
+        # Poll now: until an answer contains the new bounds, each pass would post them again.
         self._queue.add(key)
 
     async def _poll(self, key: Key) -> float | None:
@@ -238,18 +252,19 @@ class Coordinators:
         try:
             answer = await self._read_status(key, followed)
         except OperatorError as error:
-            # One that was left meanwhile, as its run was deleted, is not polled again, and its silence is no
-            # news.
+            # The coordinator may have been dropped during the request, for example because its run was
+            # deleted. Then it is not polled again, and its silence is not reported.
             if self._followed.get(key) is not followed:
                 return None
             return self._note_failure(key, followed, error)
 
-        # The run may have another coordinator by now, whose answers this one's must not replace.
+        # If the run has another coordinator by now, this answer must not replace the answers of that one.
         if self._followed.get(key) is not followed:
             return None
         old, was_silent = followed.answer, followed.reported > 0
         self._take_answer(key, followed, answer)
-        # A pass costs more than a poll: only news cause one, and mere progress a late one.
+        # A pass costs more than a poll. Only a change causes a pass, and a change of progress alone causes a
+        # delayed pass.
         if old is None or was_silent:
             self.on_news(key, True)
         elif old.raw != answer.raw:
@@ -260,19 +275,21 @@ class Coordinators:
     def _take_answer(
         self, key: Key, followed: _Followed, answer: CoordinatorResponse
     ) -> None:
-        # A poll that began before a pass asked may be answered after it, with an older answer.
+        # A poll that was sent before the request of a pass may be answered after it. Ignore its older answer.
         if followed.answer is None or answer.at >= followed.answer.at:
             followed.answer = answer
         followed.has_answered = True
         followed.failures, followed.error = 0, None
         followed.silent_since, followed.reported = None, 0.0
-        # It may have been left while it was asked.
+        # The coordinator may have been dropped during the request.
         if self._followed.get(key) is followed:
             self._silent.discard(key)
 
     def _note_failure(self, key: Key, followed: _Followed, error: OperatorError) -> float:
-        """Note the silence, which is news when it reaches another of ``SILENCES``; return the seconds until
-        the next poll."""
+        """Record a failed poll, and return the seconds until the next poll.
+
+        ``on_news`` is called if the silence has reached the next of ``SILENCES``.
+        """
         log.debug("%s", error)
         self.on_failure(_name_cause(error))
         now = self.clock()
@@ -283,7 +300,7 @@ class Coordinators:
         self._silent.add(key)
         silence = now - followed.silent_since
 
-        # After a minute of silence the last answer is dropped: it may be long out of date.
+        # Drop the last answer after UNREACHABLE_SECONDS of silence, because it may be out of date.
         if silence >= UNREACHABLE_SECONDS:
             followed.answer = None
         reached = max((one for one in SILENCES if one <= silence), default=0.0)
@@ -291,19 +308,19 @@ class Coordinators:
             followed.reported = reached
             self.on_news(key, True)
 
-        # One lost answer is most often an accident: the second poll shows it.
+        # A single lost answer is usually transient, so the second poll follows after one second.
         if followed.failures == 1:
             return 1.0
-        # Those that fell silent together are not polled together again and again.
+        # Add jitter, so that coordinators that became silent together are not polled at the same moments.
         backoff = min(30.0, 2.0 ** min(followed.failures - 1, 5))
         pause = max(backoff, self._settings.find_interval(len(self._followed)))
         pause *= random.uniform(0.7, 1.3)
-        # A later poll would report a silence late.
+        # Poll no later than the next of SILENCES, or that silence would be reported late.
         marks = [one - silence + _JUST_AFTER for one in SILENCES if one > silence]
         return min((pause, *marks))
 
     async def _read_status(self, key: Key, followed: _Followed) -> CoordinatorResponse:
-        """Ask for the status once. Raises OperatorError for any answer that is none."""
+        """Request the status once. Raises OperatorError if there is no answer or it is not a JSON object."""
         asked_at = self.clock()
         status, data = await self._request(
             followed, "GET", "/status", b"", seconds=self._settings.timeout
@@ -327,13 +344,13 @@ class Coordinators:
         *,
         seconds: float,
     ) -> tuple[int, bytes]:
-        """Send one request on a connection of its own, as the coordinator serves them.
+        """Send one request on a new connection, because the coordinator closes a connection after one answer.
 
-        Returns status and body. Raises OperatorError.
+        Returns status code and body. Raises OperatorError if the answer is missing, invalid, too long or 401.
         """
         address = followed.address
-        # By hand: a thousand connections a few seconds apart are not worth a pool, and nothing of the
-        # answer may be unbounded.
+        # Write the request without an HTTP client: a connection pool does not pay off for polls that are
+        # seconds apart, and here every part of the answer is bounded.
         lines = (
             f"{method} {path} HTTP/1.1",
             f"Host: {f'[{address}]' if ':' in address else address}",
@@ -375,13 +392,13 @@ class Coordinators:
                 f"the coordinator at {address} did not answer {method} {path}: {type(error).__name__}"
             ) from error
         finally:
-            # Aborted, not closed: a peer that does not answer would keep the socket for minutes.
+            # Abort instead of close: a peer that does not answer would keep the socket open for minutes.
             if writer is not None:
                 writer.transport.abort()
 
 
 def _name_cause(error: OperatorError) -> str:
-    """Return the kind of a failed poll, of few values: it is a label of a metric."""
+    """Return the cause of a failed poll. It is a label of a metric and therefore has only five values."""
     cause = error.__cause__
     if isinstance(error, UnauthorizedError):
         return "unauthorized"

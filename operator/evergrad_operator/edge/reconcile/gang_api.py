@@ -1,4 +1,4 @@
-"""Finds out which PodGroup the API server has, and remembers it for a bounded time."""
+"""Discovers which PodGroup version the API server serves, and caches it for a bounded time."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -8,21 +8,24 @@ from evergrad_operator.core.objects.kinds import POD_GROUP, POD_GROUPS, Kind
 from evergrad_operator.edge.reconcile.apply import ApplyResult
 
 FOUND_SECONDS: Final = 600.0
-"""Time for which a PodGroup that was found is trusted: a cluster's upgrade may bring a newer version."""
+"""Seconds for which a found PodGroup is cached. An upgrade of the cluster may add a newer version."""
 MISSING_SECONDS: Final = 60.0
-"""Time for which a missing PodGroup is not asked for again: somebody may install it at any moment, and
-all runs of the installation wait for the same answer."""
+"""Seconds for which a missing PodGroup is cached.
+
+It is shorter than ``FOUND_SECONDS``, because an administrator may install the CRD at any time and all runs of
+the installation wait for it.
+"""
 
 
 class Discovery(Protocol):
-    """The part of the API server that tells which kinds it has."""
+    """The discovery requests to the API server that this module needs."""
 
     async def serves(self, kind: Kind) -> bool:
         """Return whether the API server has this kind in this version. Raises ApiError."""
 
 
 class GangApi:
-    """The PodGroup of an installation's kind of gang. ``clock``: seconds of any origin."""
+    """The PodGroup of an installation's kind of gang. ``clock`` returns seconds from any origin."""
 
     def __init__(
         self,
@@ -39,9 +42,9 @@ class GangApi:
         self._good_until = float("-inf")
 
     async def find(self) -> Kind | None:
-        """Return the PodGroup in the newest version that the API server has, None where it has none.
+        """Return the PodGroup in the newest version that the API server serves, or None if it serves none.
 
-        Raises ApiError.
+        Raises ApiError if discovery fails.
         """
         if not self._kinds or self._clock() < self._good_until:
             return self.known
@@ -57,15 +60,15 @@ class GangApi:
 
     @property
     def group(self) -> str:
-        """The API group of the PodGroup, empty for an installation without gangs."""
+        """The API group of the PodGroup, or "" for an installation without gangs."""
         return self._kinds[0].version.partition("/")[0] if self._kinds else ""
 
     def forget(self) -> None:
-        """Ask again the next time: the API server has not got the PodGroup that is remembered."""
+        """Repeat the discovery at the next ``find``, for example because the cached PodGroup is gone."""
         self._good_until = float("-inf")
 
     def note(self, results: Iterable[ApplyResult]) -> None:
-        """Ask again at the next pass where the API server no longer has the PodGroup that is remembered."""
+        """Repeat the discovery at the next ``find`` if an apply of the PodGroup was refused with 404."""
         for result in results:
             failure = result.failure
             is_group = result.step[:2] == ("apply", POD_GROUP)

@@ -1,4 +1,4 @@
-"""Which coordinator is a run's, and when it is asked again."""
+"""Selects the coordinator that is polled for each run, and when it is polled outside the schedule."""
 
 from collections.abc import Callable
 
@@ -9,15 +9,18 @@ from evergrad_operator.edge.reconcile.reconcile_context import Pass
 
 
 class CoordinatorPolling:
-    """Follows the coordinator of each run. ``token_of``: the run's token, by its uid."""
+    """Selects the coordinator of each run for polling. ``token_of`` returns a run's token by its uid."""
 
     def __init__(self, coordinators: Coordinators, token_of: Callable[[str], str]) -> None:
         self._coordinators = coordinators
         self._token_of = token_of
 
     def follow(self, key: Key, seen: Observation) -> None:
-        """Poll the run's newest coordinator, or the pod that prepares its data, from now on."""
-        # Before there is a coordinator, the pod that prepares the data says how far it is, at the same port.
+        """Poll the run's newest coordinator, or the pod that prepares its data if there is no coordinator.
+
+        If none of these pods is running, polling stops.
+        """
+        # Before there is a coordinator, the pod that prepares the data reports its progress on the same port.
         pods = seen.preparations
         if any(pod.is_live for pod in seen.coordinators):
             pods = seen.coordinators
@@ -26,17 +29,19 @@ class CoordinatorPolling:
             self._coordinators.leave(key)
             return
 
-        # Two may run for a moment while one replaces the other: the newer one is the run's.
+        # Two coordinators may run briefly while one replaces the other. Poll the newer one.
         newest = max(running, key=lambda pod: pod.attempt)
         token = self._token_of(seen.run.uid)
         self._coordinators.follow(key, newest.ip, newest.attempt, token=token)
 
     async def ask_about_ends(self, work: Pass, seen: Observation) -> bool:
-        """Ask the coordinator again when pods of nodes have ended, and return whether it was asked.
+        """Poll the coordinator if pods of nodes have ended, and return whether it was polled.
 
-        Its last answer is from before the end, and lacks the cause and the last step, from which on steps
-        are progress again. A pod that was killed is no exception. The same holds for an answer with connected
-        nodes if no pod of a node is left: a suspended run waits for a newer one.
+        The last answer is older than the end of the pods. It lacks the cause and the last step, which is the
+        baseline for new progress. This also applies to a pod that was killed.
+
+        The coordinator is also polled if its last answer reports connected nodes but no node's pod is left,
+        because a suspended run waits for a newer answer.
         """
         hints = work.hints
         is_new = not hints.ends <= hints.asked_about

@@ -26,53 +26,58 @@ STEP_OF_PROFILE: Final[Step] = ("list", CONFIG_MAP.kind, NAMESPACE_PROFILE)
 
 @dataclass
 class Applied:
-    """Hints about a run's steps between two passes.
+    """Hints about a run's steps that are kept between two passes.
 
-    All of them may be lost: they only save writes and tries.
+    They may be lost without harm, because they only save writes and requests.
     """
 
     refusals: Refusals = field(default_factory=Refusals)
     versions: dict[tuple[str, str], str] = field(default_factory=dict)
-    """Resource versions that our own applies led to: another one means that somebody has changed the
-    object."""
+    """Resource versions after our own applies. If the version differs, another client changed the object."""
     is_in_doubt: bool = False
-    """Whether a pod may exist that the cache does not have: the answer to its creation never came."""
+    """Whether a pod may exist that is not in the cache, because its creation was not answered."""
     is_unfinished: bool = False
-    """Whether the last pass had too little time to begin all steps."""
+    """Whether the last pass had too little time to start all steps."""
     token_posted_at: float = float("-inf")
     is_run_deleted: bool = False
-    """Whether the run was deleted, its time to live being over, and the watch is yet to show it."""
+    """Whether the operator has deleted the run at the end of its time to live.
+
+    The watch may not have reported the deletion yet.
+    """
 
 
 @dataclass
 class Hints:
-    """Hints about a run between two passes.
+    """Hints about a run that are kept between two passes.
 
-    All of them may be lost: they only save writes and tries. Decisions rest on the run's status alone.
+    They may be lost without harm, because they only save writes and requests. Decisions depend only on the
+    run's status.
     """
 
     uid: str = ""
-    """The run that they are about: another one may take its name before any pass sees that it is gone."""
+    """The uid of the run. A new run may take the name before any pass notices that the old run is gone."""
     applied: Applied = field(default_factory=Applied)
     progress_written_at: float | None = None
     posted: set[str] = field(default_factory=set)
-    """Texts of events that are posted once for each process."""
+    """Texts of the events that this process has posted and must not post again."""
     silence_listed: float = 0.0
     """Seconds that the coordinator had been silent when the run's pods were listed for it."""
     ends: frozenset[str] = frozenset()
-    """Nodes' pods, by uid, that are known to have ended."""
+    """Uids of the nodes' pods that have ended."""
     ended_at: float = float("-inf")
-    """When the newest of these ends was first seen, by the clock of the polls."""
+    """Time at which the newest of these ends was first seen, on the clock of the polls."""
     asked_about: frozenset[str] = frozenset()
-    """Nodes' pods, by uid, that had ended before the coordinator was last asked about ends."""
+    """Uids of the nodes' pods that had ended when the coordinator was last polled because of ends."""
     leaving_since: dict[str, float] = field(default_factory=dict)
-    """When each pod was first seen being deleted, by uid. One that is lost lengthens the wait for a pod on a
-    host that does not answer."""
+    """Time at which each pod was first seen being deleted, by uid.
+
+    If an entry is lost, the operator waits longer for a pod on a host that does not answer.
+    """
 
     def note_ends(self, seen: Observation, now: float) -> float:
-        """Note the nodes' pods that have ended, and return when the newest end was first seen.
+        """Record the nodes' pods that have ended, and return the time at which the newest end was first seen.
 
-        ``now``: by the clock of the polls, which only moves forward. It is compared with no time of a host.
+        ``now``: time on the monotonic clock of the polls. It is never compared with the time of a host.
         """
         ends = frozenset(pod.uid for pod in seen.nodes if pod.end is not None)
         if not ends <= self.ends:
@@ -81,7 +86,10 @@ class Hints:
         return self.ended_at
 
     def note_leaving(self, seen: Observation, now: float) -> Mapping[str, float]:
-        """Note the pods that are being deleted, and return when each was first seen so."""
+        """Record the pods that are being deleted.
+
+        Returns, by uid, the time at which the deletion of each of these pods was first seen.
+        """
         known = self.leaving_since
         pods = (*seen.nodes, *seen.preparations, *seen.evaluations)
         self.leaving_since = {
@@ -92,18 +100,18 @@ class Hints:
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass over the run ``key``, which was ``raw`` when it began."""
+    """One pass over the run ``key``. ``raw`` is the run as it was at the start of the pass."""
 
     key: Key
     raw: Raw
     hints: Hints
     applied: AppliedSettings | None = None
-    """The settings of the pods, once they were fetched."""
+    """The settings that the pods use, or None if they have not been fetched."""
     group_kind: Kind | None = None
-    """The PodGroup that the API server has for this installation's gangs."""
+    """The PodGroup kind that the API server serves for this installation's gangs."""
     profile: RunProfile = NO_PROFILE
     reads_until: float = float("inf")
-    """When no read of this pass waits any longer, by the event loop's clock."""
+    """Latest end of all reads of this pass, on the event loop's clock."""
 
     @property
     def refusals(self) -> Refusals:
@@ -112,14 +120,14 @@ class Pass:
 
     @property
     def generation(self) -> int:
-        """The run's generation; a new one makes every refusal worth another try."""
+        """The run's generation. A new generation makes every refused step retry."""
         return int(self.raw["metadata"].get("generation") or 0)
 
 
 def list_reads(work: Pass, gang_group: str) -> tuple[Step, ...]:
-    """List the reads that a pass may need; a refusal of any other one is of no account any more.
+    """Return the reads that a pass may need. Refusals of all other reads are dropped.
 
-    ``gang_group``: the API group of the installation's gangs, empty where it has none.
+    ``gang_group``: API group of the installation's gangs, or "" if it has none.
     """
     claim = existing_claim(work.raw)
     pods, groups = step_of_list(work.key), step_of_list(work.key, POD_GROUP)
@@ -129,7 +137,7 @@ def list_reads(work: Pass, gang_group: str) -> tuple[Step, ...]:
 
 
 def step_of_discovery(group: str) -> Step:
-    """Return the step that asks which PodGroup the API server has in this API group."""
+    """Return the step that discovers which PodGroup version the API server serves in this API group."""
     return "get", API_RESOURCES, group
 
 

@@ -31,9 +31,10 @@ def note_results(
     results: Sequence[ApplyResult],
     now: float,
 ) -> None:
-    """Count refused steps, and measure how long new nodes have waited for their pods.
+    """Count refused steps, and measure how long new nodes have waited for their pods, in seconds.
 
-    A replacement has waited since the end of the pod before it, a run's first pod since the run was made.
+    A replacement has waited since the end of the previous pod. A run's first pod has waited since the
+    creation of the run.
     """
     # A step that waits for its retry was counted when it was refused.
     for result in results:
@@ -56,7 +57,7 @@ def note_results(
         if ends:
             metrics.recovery_seconds.observe(max(0.0, now - max(ends)))
             continue
-        # One node stands for all, and only at its first attempt: later groups wait for other reasons.
+        # Measure one node per run, and only its first attempt, because later attempts wait for other reasons.
         is_first = index == 0 and labels.get(names.LABEL_ATTEMPT) == "0"
         if is_first and not seen.nodes:
             metrics.queue_seconds.observe(max(0.0, now - seen.run.created_at))
@@ -78,8 +79,8 @@ def note_failure(metrics: OperatorMetrics, key: Key, failure: ApplyFailure) -> N
 
 
 def note_error(metrics: OperatorMetrics, key: Key, error: Exception) -> None:
-    """Count and log an error that has ended a whole pass."""
-    # The reason is a label of a metric, and must have few values.
+    """Count and log an error that has ended a pass."""
+    # The reason is a label of a metric, so it must have few values.
     if isinstance(error, ApiError):
         reason = error.reason if error.status else "Unreachable"
     elif isinstance(error, LeaseLostError):

@@ -1,6 +1,6 @@
-"""One run, level-triggered: observe → decide → plan → apply → one status write.
+"""Reconciles one run, level-triggered: observe → decide → plan → apply → one status write.
 
-No event is an argument: a pass that was cut short between two writes is simply repeated.
+A pass does not depend on an event. If a pass is interrupted between two writes, the next pass repeats it.
 """
 
 import asyncio
@@ -59,17 +59,25 @@ from evergrad_operator.edge.reconcile.status_writer import StatusWriter
 
 log = logging.getLogger(__name__)
 RECONCILE_SECONDS: Final = 60.0
-"""Longest time of one pass: a run whose requests hang must not keep a worker of the queue for ever."""
+"""Maximum seconds of one pass. If the requests of a run hang, they must not block a queue worker forever."""
 STATUS_SECONDS: Final = 12.0
-"""The end of that time, for the write of the status alone: it says why the pass could do no more."""
+"""Part of ``RECONCILE_SECONDS`` that is reserved for the status write, which reports refused steps."""
 READS_SECONDS: Final = 15.0
-"""Longest time of all reads of one pass together. With the question to the coordinator, events and the
-steps, all at their longest, the time of the status is still left."""
+"""Maximum seconds of all reads of one pass together.
+
+Even if the coordinator's answer, the events and the steps all take their maximum time, ``STATUS_SECONDS``
+remain.
+"""
 CLAIM_SECONDS: Final = 30.0
-"""Age up to which a claim that no watch covers, such as a user's own, is trusted without another request."""
+"""Maximum age, in seconds, at which a claim without a watch is used without another request.
+
+For example, no watch covers a claim that a user has created.
+"""
 SILENCE_SECONDS: Final = 15.0
-"""Silence of a coordinator after which its pod is looked for: an object that vanishes in a gap of a watch
-causes no event."""
+"""Seconds of a coordinator's silence after which the run's pods are listed.
+
+A pod that is deleted during a gap of the watch causes no event.
+"""
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,7 @@ class Assessment:
 
 
 class Reconciler:
-    """Brings each run to the state that its spec asks for. ``clock``: epoch seconds."""
+    """Reconciles runs with their specs. ``clock`` returns seconds since 1970."""
 
     def __init__(
         self,
@@ -104,7 +112,7 @@ class Reconciler:
         self.token_of: Callable[[str], str] = _refuse_token
         self.on_forget: Callable[[Key], None] = lambda key: None
 
-        # The parts read clock and tokens through this object, where they are set later.
+        # The parts read clock and tokens through this object, because callers set both after construction.
         def now() -> float:
             return self.clock()
 
@@ -129,14 +137,15 @@ class Reconciler:
         )
 
     def forget_hints(self) -> None:
-        """Forget all hints, as a new process would: another operator may have written since."""
+        """Drop all hints, because another operator may have changed objects since they were recorded."""
         self._hints.clear()
         self.gang_api.forget()
 
     async def reconcile(self, key: Key) -> float | None:
-        """Work on one run, and return the seconds until its next pass, or None if only news causes one.
+        """Reconcile one run.
 
-        Raises for faults that a later try may mend.
+        Returns the seconds until its next pass, or None if the next pass waits for an event. Raises an
+        exception if the pass fails; the queue then retries the run.
         """
         started = time.perf_counter()
         result = "success"
@@ -144,22 +153,22 @@ class Reconciler:
             raw = self._cache.run(key)
             known = self._hints.get(key)
             if raw is None or (known is not None and known.uid != uid_of(raw)):
-                # The run is gone, and another may have its name already: to that one, refusals and progress
-                # would look like its own.
+                # The run is gone, and a new run may have its name. Drop refusals and progress, which would
+                # otherwise be used for the new run.
                 self._hints.pop(key, None)
                 self._coordinators.leave(key)
             if raw is None:
-                # Anything still kept under the name would stay as long as this process.
+                # Drop everything that is kept under this name, or it would stay until the process ends.
                 self._specs.forget(key)
                 self.on_forget(key)
                 return None
             if not is_managed_here(raw):
-                # Another controller has all of the run, its status, too.
+                # Another controller manages this run, including its status.
                 self._specs.forget(key)
                 return None
             kept = self._hints.get(key)
             if kept is not None and kept.applied.is_run_deleted:
-                # The watch is yet to show it, or a finalizer of somebody else holds it.
+                # The watch has not reported the deletion yet, or a foreign finalizer delays it.
                 return None
 
             async with asyncio.timeout(RECONCILE_SECONDS):
@@ -175,7 +184,8 @@ class Reconciler:
             self._metrics.reconcile_seconds.observe(time.perf_counter() - started)
 
     async def _reconcile(self, key: Key, raw: Raw) -> float | None:
-        # Observe, decide and plan from what is known. The claim comes first: no watch shows a user's own.
+        # Observe, decide and plan from the cache. Read the claim first, because no watch shows a claim that a
+        # user has created.
         started = asyncio.get_running_loop().time()
         hints = self._hints.setdefault(key, Hints(uid_of(raw)))
         work = Pass(key, raw, hints, reads_until=started + READS_SECONDS)
@@ -186,13 +196,13 @@ class Reconciler:
         except SpecError as error:
             return await self.statuses.refuse(work, error)
         if found.seen.status.finish is None and not found.seen.run.is_deleting:
-            # Nobody edits a run that is over, or on its way out.
+            # The warning is about the next edit. A run that is finished or being deleted is not edited again.
             await self.statuses.warn_of_spelling(work, found.seen.run.parsed.outdated)
 
-        # Ask for what no watch shows, and assess again only if there was something to ask.
+        # Request the state that no watch shows. Assess again only if there was a request.
         is_news = await self._follower.ask_about_ends(work, found.seen)
         if is_edited(found.seen):
-            # Before the ConfigMap is applied anew it still has the settings of the pods.
+            # Until the ConfigMap is applied again, it contains the settings that the pods use.
             applied = await self._confirmer.fetch_applied(work, found.seen.run)
             work = replace(work, applied=applied)
             is_news = True
@@ -200,7 +210,7 @@ class Reconciler:
             found = self._assess(work)
         await self.statuses.announce_edit(work, found.seen)
 
-        # The cache is a hint: before a pod is created or deleted, the API server is asked which pods exist.
+        # The cache may be out of date. List the pods on the API server before a pod is created or deleted.
         is_confirmed = False
         if self._is_look_due(work, found):
             is_confirmed = await self._confirmer.confirm(work, found.plan)
@@ -209,7 +219,8 @@ class Reconciler:
             work = replace(work, raw=raw, group_kind=self.gang_api.known)
             found = self._assess(work)
 
-        # A refused step holds up no other. This pass reports it; it is tried again after a pause of its own.
+        # A refused step does not delay the other steps. This pass reports it, and it is retried after its
+        # own pause.
         seen, decision, plan = found.seen, found.decision, found.plan
         doable = plan if is_confirmed else replace(plan, create=(), delete=())
         results = await self._applier.apply(
@@ -227,18 +238,19 @@ class Reconciler:
         )
         work.refusals.keep({*list_steps(plan), *list_reads(work, self.gang_api.group)})
         if work.refusals.failures() != seen.failures:
-            # Only the refusals are new: a fresh look would take pods that this pass ended for lost ones.
+            # Update only the refusals. A complete observation would count the pods that this pass has deleted
+            # as lost.
             seen = replace(seen, failures=work.refusals.failures())
             decision = decide(seen, self._config, self.clock())
         self._follower.follow(key, seen)
 
-        # The time of the next retry is read before the status is written: a retry that falls due during the
-        # write would otherwise count as one that waits behind another step, and cause no pass.
+        # Read the time of the next retry before the status is written. A retry that becomes due during the
+        # write would otherwise count as waiting for another step, and cause no pass.
         retry_after = work.refusals.seconds_to_next(self.clock())
         token_after = None if plan.token is None else TOKEN_SECONDS
         more_after = UNFINISHED_SECONDS if work.hints.applied.is_unfinished else None
 
-        # One write of the status at the end, so that no half of a pass is ever seen.
+        # Write the status once, at the end, so that no client reads the status of an incomplete pass.
         outcome = ApplyOutcome(created=list_created(results))
         write_after = await self.statuses.write(work, seen, decision, outcome)
         delays = (
@@ -253,11 +265,14 @@ class Reconciler:
     # ---- observe, decide, plan: values in, values out ------------------------------------------------------
 
     def _assess(self, work: Pass) -> Assessment:
-        """Return what is seen of the run now, and what follows from it. Raises SpecError."""
+        """Return the observation of the run, the decision and the plan.
+
+        Raises SpecError if the spec is invalid.
+        """
         key = work.key
         parsed = self._specs.parse(work.raw, work.profile)
 
-        # An unreadable answer of its coordinator must not keep a run from being looked after.
+        # An invalid answer of the coordinator is logged and must not stop the pass.
         answer = self._coordinators.answer(key)
         progress: CoordinatorStatus | None = None
         report: PreparationReport | None = None
@@ -279,8 +294,8 @@ class Reconciler:
             metadata = child["metadata"]
             version = work.hints.applied.versions.get(name)
             if version is not None and version != metadata.get("resourceVersion"):
-                # Somebody else has changed it since our last apply, and left the hash of what was applied as
-                # it was. Without that hash it is applied again.
+                # Another client has changed the child since our last apply without changing the hash of the
+                # applied content. Remove the hash from this copy, so that the child is applied again.
                 annotations = dict(metadata.get("annotations") or {})
                 annotations.pop(names.ANNOTATION_HASH, None)
                 child = {**child, "metadata": {**metadata, "annotations": annotations}}
@@ -315,12 +330,12 @@ class Reconciler:
         return Assessment(seen, decision, plan)
 
     def _is_look_due(self, work: Pass, found: Assessment) -> bool:
-        """Whether this pass asks the API server which pods exist.
+        """Return whether this pass lists the run's pods on the API server.
 
-        A pass that tries nothing, such as one of a run that waits for its quota, asks for nothing.
+        If a pass has no step to try, it lists nothing. For example, the run waits for its quota.
         """
-        # The coordinator may be silent because it is gone, and its watch had a gap. A list is due each time
-        # the silence has doubled, so that a coordinator that is silent for hours costs few lists.
+        # A silent coordinator may have been deleted during a gap of the watch. List each time that the
+        # silence has doubled, so that a coordinator that is silent for hours causes few lists.
         hints = work.hints
         silence = found.seen.silence
         seconds = silence.seconds if silence is not None else 0.0
@@ -330,8 +345,8 @@ class Reconciler:
         elif seconds < SILENCE_SECONDS:
             hints.silence_listed = 0.0
 
-        # A list that was refused is tried again also where nothing needs it any more, or its refusal would
-        # stay in the status for ever.
+        # Retry a refused list even if no step needs it any more. Otherwise its refusal would stay in the
+        # status forever.
         is_refused = any(
             work.refusals.has(step_of_list(work.key, kind))
             for kind in (POD.kind, POD_GROUP)

@@ -1,5 +1,4 @@
-"""Steps that the API server has refused a run: each is tried again after a pause of its own, and the others
-go on."""
+"""The refused steps of a run. Each step is retried after its own pause and does not delay the other steps."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -11,16 +10,18 @@ Step = tuple[str, str, str]
 """Verb, kind and name of one object."""
 FIRST_RETRY: Final = 1.0
 LONGEST_RETRY: Final = 60.0
-"""Longest time, in seconds, between two tries of a step that is refused again and again."""
+"""Maximum seconds between two tries of a step that is refused repeatedly."""
 _CONFLICT: Final = 409
 _LONGEST_CONFLICT_SECONDS: Final = 5.0
-"""Longest pause after a conflict with an object of an older run of the same name, which is about to go: no
-event shows that the name is free."""
+"""Maximum pause, in seconds, after a conflict with an object of an older run of the same name.
+
+That object is about to be deleted, but no event reports that the name is free.
+"""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """One refused step: how often in a row, at which generation of the run, and when it is tried again."""
+    """One refused step: consecutive refusals, the run's generation, and the time of the retry."""
 
     failure: ApplyFailure
     count: int
@@ -31,8 +32,8 @@ class Refusal:
 class Refusals:
     """The steps of one run that the API server, or the run's coordinator, has refused.
 
-    Times are seconds since 1970. A new generation of the run is tried at once: the edit may have corrected
-    the mistake.
+    Times are seconds since 1970. If the run has a new generation, a step is retried without a pause, because
+    the edit may have corrected the cause.
     """
 
     def __init__(self) -> None:
@@ -49,14 +50,14 @@ class Refusals:
         generation: int,
         now: float,
     ) -> ApplyFailure | None:
-        """Return the refusal for which the step is not tried yet; None if it is tried."""
+        """Return the refusal whose pause is not over, or None if the step may be tried now."""
         refusal = self._refusals.get(step)
         if refusal is None or refusal.generation != generation:
             return None
         return refusal.failure if now < refusal.retry_at else None
 
     def has(self, step: Step) -> bool:
-        """Whether the step was refused at its last try."""
+        """Return whether the step was refused at its last try."""
         return step in self._refusals
 
     def note(
@@ -66,18 +67,18 @@ class Refusals:
         generation: int,
         at_least: float = 0.0,
     ) -> None:
-        """Note a refusal. ``at_least``: seconds that the API server has asked us to wait."""
+        """Record a refusal. ``at_least``: seconds to wait according to the API server's Retry-After."""
         step = failure.verb, failure.kind, failure.name
         known = self._refusals.get(step)
         count = 1 if known is None else known.count + 1
-        # A conflict ends by itself within seconds; anything else may last, and is tried ever more rarely.
+        # A conflict ends within seconds. Other causes may last, so their pause doubles with each refusal.
         is_brief = failure.status == _CONFLICT and failure.reason not in (
             NAME_LEFT,
             NAME_TAKEN,
         )
         longest = _LONGEST_CONFLICT_SECONDS if is_brief else LONGEST_RETRY
         doubled = FIRST_RETRY * 2.0 ** min(count - 1, 10)
-        # The server's own wish is bounded, too: it may have recovered long before.
+        # Bound Retry-After, too, because the server may recover earlier.
         pause = max(min(longest, doubled), min(at_least, LONGEST_RETRY))
         self._refusals[step] = Refusal(
             failure,
@@ -87,21 +88,21 @@ class Refusals:
         )
 
     def clear(self, step: Step) -> None:
-        """Forget the refusals of a step that was done, or that is no longer needed."""
+        """Drop the refusal of a step that has succeeded or is no longer needed."""
         self._refusals.pop(step, None)
 
     def keep(self, steps: Collection[Step]) -> None:
-        """Forget the refusals of all steps but these: nobody would ever try them again."""
+        """Drop the refusals of all other steps, because no pass will try them again."""
         self._refusals = {
             step: refusal for step, refusal in self._refusals.items() if step in steps
         }
 
     def seconds_to_next(self, now: float) -> float | None:
-        """Return the seconds until the next refused step is tried again; None if nothing is refused.
+        """Return the seconds until the next refused step is retried, or None if no step is refused.
 
-        A step whose time has come, but which this pass has not tried, waits for another one, which has a
-        time of its own: the pods beyond a quota for the first of them, all pods for the claim. It causes no
-        pass by itself, or there would be no end of passes.
+        If a step is due but this pass has not tried it, the step waits for another refused step, which has
+        its own time. For example, the pods beyond a quota wait for the first of them, and all pods wait for
+        the claim. Such a step must not cause a pass, or passes would follow each other without a pause.
         """
         if not self._refusals:
             return None

@@ -1,4 +1,4 @@
-"""Writes a run's status where it differs, and then the events that the change means."""
+"""Writes a run's status if it has changed, and then posts the events of the change."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -28,11 +28,11 @@ from evergrad_operator.edge.reconcile.reconcile_context import Pass
 
 log = logging.getLogger(__name__)
 _RETRY_SECONDS: Final = 5.0
-"""Delay of the pass after a conflict: the watch shows the newer run long before."""
+"""Seconds until the pass after a conflict. By then, the watch has shown the newer run."""
 
 
 class StatusWriter:
-    """Writes statuses, one at the end of each pass. ``clock``: epoch seconds."""
+    """Writes the status at the end of each pass. ``clock`` returns seconds since 1970."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class StatusWriter:
         self._clock = clock
         self._price = price
         self.on_missing: Callable[[], None] = lambda: None
-        """Called when the API server finds no run where the cache has one."""
+        """Called when the API server does not find a run that is in the cache."""
 
     async def write(
         self,
@@ -60,12 +60,15 @@ class StatusWriter:
         decision: Decision,
         outcome: ApplyOutcome,
     ) -> float | None:
-        """Write the status if it differs. Returns the seconds until a write that is not allowed yet."""
+        """Write the status if it has changed, and post the events of the change.
+
+        Returns the seconds until the next write if a write is pending, otherwise None. Raises ApiError.
+        """
         now = self._clock()
         old = work.raw.get("status") or {}
         new = build_status(seen, decision, outcome, now, self._price)
         last = work.hints.progress_written_at
-        # Most passes change nothing, and end here.
+        # Most passes change nothing and return here.
         write = should_write(old, new, now=now, last_progress_write=last)
         if not write.write:
             return write.after
@@ -78,15 +81,15 @@ class StatusWriter:
         if _step(old) is None and _step(new) is not None:
             self._metrics.startup_seconds.observe(max(0.0, now - seen.run.created_at))
 
-        # Events follow the write: one of a status that was refused would be posted again with the next try.
+        # Post events after the write. If the write were refused, the retry would post the same events again.
         for event in derive_events(old, new):
             await self._recorder.record(work.raw, event.type, event.reason, event.message)
         return write.after
 
     async def announce_edit(self, work: Pass, seen: Observation) -> None:
-        """Post the event of an edit, once, before anything is applied.
+        """Post the event of an edit once, before any object is applied.
 
-        An operator that is killed after the ConfigMap is applied could not name the changes any more.
+        After the ConfigMap is applied, a restarted operator could no longer determine the changes.
         """
         event = describe_edit(seen)
         if event is not None:
@@ -95,9 +98,10 @@ class StatusWriter:
             )
 
     async def refuse(self, work: Pass, error: SpecError) -> float | None:
-        """Report a spec that cannot be read: once as an event, and in the status.
+        """Report an invalid spec, once as an event and in the status.
 
-        Nothing is tried again: a corrected spec is a new generation, which causes a pass by itself.
+        There is no retry, because a corrected spec has a new generation, which causes a pass. Returns the
+        seconds until the status write is retried, or None.
         """
         text = str(error)
         if text not in work.hints.posted:
@@ -117,10 +121,13 @@ class StatusWriter:
         return retry
 
     async def warn_of_spelling(self, work: Pass, outdated: Sequence[Problem]) -> None:
-        """Report, once for each process, spellings that only an earlier version accepts: the run goes on."""
+        """Post an event, once per process, for spellings that only an earlier version accepts.
+
+        The run continues.
+        """
         if not outdated:
             return
-        # An event holds a kibibyte.
+        # The message of an event has at most 1 KiB.
         listed = list_problems(outdated, most=900)
         text = f"The run goes on, but its next edit must correct: {listed}"
         if text not in work.hints.posted:
@@ -133,9 +140,10 @@ class StatusWriter:
             )
 
     async def _store(self, work: Pass, status: Raw) -> tuple[float | None, bool]:
-        """Store the status. Returns the seconds until it is tried again, if at all, and whether it is stored.
+        """Store the status.
 
-        Raises ApiError.
+        Returns the seconds until the retry, or None if there is none, and whether the status is stored.
+        Raises ApiError for any refusal except 404 and 409.
         """
         (namespace, name) = work.key
         metadata = work.raw["metadata"]
@@ -157,17 +165,18 @@ class StatusWriter:
             )
         except ApiError as error:
             if error.status == 404:
-                # The run is gone, perhaps in a gap of the watch, which then shows no event of it. Only a list
-                # proves it: an API server that has just started answers 404 for every custom resource.
+                # The run may have been deleted during a gap of the watch, which then reports no event. Only a
+                # list proves it, because an API server that has just started returns 404 for every custom
+                # resource.
                 self.on_missing()
                 return None, False
             if error.status == 409:
-                # Another run has taken the name, or somebody was quicker: the cache is behind.
+                # The cache is out of date: another run has this name, or another client has written first.
                 return _RETRY_SECONDS, False
             raise
         self._metrics.status_writes.inc()
-        # The answer has metadata alone. Where its generation is newer, its spec is not known here yet, and
-        # the watch brings both.
+        # The answer contains only metadata. If its generation is newer, the new spec is not in the cache yet,
+        # and the watch will deliver both.
         if stored["metadata"].get("generation") == metadata.get("generation"):
             updated = {
                 **work.raw,
