@@ -1,4 +1,4 @@
-"""Who may join: the checks of a hello. Pure."""
+"""Checks whether a node may join: token, version, run, values and fingerprint of its hello. Pure."""
 
 from evergrad_common.contract import ExitCode
 from evergrad_common.secret import is_token
@@ -18,15 +18,19 @@ MAX_ADDRESS = 255
 def refuse(
     hello: Hello, settings: GroupSettings, *, fingerprint: dict[str, str] | None
 ) -> Refused | None:
-    """Why this node cannot join, or None. ``fingerprint`` is that of the group's first member."""
-    # First of all: the other refusals name values of the group, which a stranger must not learn.
+    """Return the refusal of a node that cannot join, or None if it can.
+
+    ``fingerprint``: fingerprint of the group's first member, or None if there is no member yet.
+    """
+    # Check the token first, because the other refusals contain values of the group. A client without the
+    # token must not receive them.
     if not is_token(hello.token, settings.token):
         return _build(
             "WrongToken",
             "hello.token: not this run's. Give the node the token file that its coordinator was given.",
         )
 
-    # Then the version: fields of another one may mean something else.
+    # Check the version next, because in another version the fields may have another meaning.
     if hello.protocol != PROTOCOL_VERSION:
         text = (
             f"hello.protocol: {hello.protocol}; this coordinator speaks {PROTOCOL_VERSION}. Use one "
@@ -48,7 +52,8 @@ def refuse(
         )
         return _build("RecoveryDiffers", text)
 
-    # The first member decides: nodes that differ would train another run, or other bits.
+    # The first member decides. A node with another fingerprint would train another run or produce different
+    # results.
     mine = hello.fingerprint
     group = mine if fingerprint is None else fingerprint
     for key in sorted(mine.keys() | group.keys()):
@@ -65,7 +70,7 @@ def refuse(
 
 
 def refuse_crowd(settings: GroupSettings) -> Refused:
-    """Build the refusal of one node more than there may be."""
+    """Build the refusal of a node that exceeds ``max_members``."""
     return _build(
         "TooManyMembers",
         f"hello: the group has {settings.max_members} nodes, spares included. Start fewer.",
@@ -73,12 +78,12 @@ def refuse_crowd(settings: GroupSettings) -> Refused:
 
 
 def _build(reason: str, message: str) -> Refused:
-    # Never 64, which could end the run: a refusal concerns that host, image or moment.
+    # Never use exit code 64, which could end the run. A refusal concerns only this host, image or time.
     return Refused(reason=reason, message=message, exit_code=ExitCode.INTERNAL)
 
 
 def _find_wrong_value(hello: Hello) -> str | None:
-    """Describe the first value that is out of its bounds; None if all are within."""
+    """Describe the first value that is out of bounds, or return None if all values are valid."""
     generations = [hello.known_generation, *([hello.had.generation] if hello.had else [])]
     checks = [
         (

@@ -1,5 +1,7 @@
-"""How a coordinator takes over a group that it has not begun, and what it assumes of nodes without contact.
-Pure functions."""
+"""Adopts a running group that another coordinator has started, and handles members that were out of contact.
+
+Pure functions.
+"""
 
 from evergrad_coordinator.protocol import Commit, Permit
 from evergrad_coordinator.rules.changes import drop_node
@@ -11,29 +13,28 @@ from evergrad_coordinator.rules.reports import handle_report
 from evergrad_coordinator.rules.state import GroupWorld, Node
 
 _LEASE_MARGIN_SECONDS = 1.0
-"""A node's last contact may be that much older than the coordinator's, which is two pings."""
+"""Seconds by which a node's last contact may be older than the coordinator's record of it: two pings."""
 
 
 def try_to_adopt(group: Group, now: float) -> None:
-    """Take over the newest group whose members are all here, whichever coordinator began it: no worker of it
-    stops.
+    """Adopt the newest group whose members are all connected, without stopping its workers.
 
-    A node that went from an older group to a newer one says so by the place it had, and an older group that
-    shares no member with a newer one has had no contact for a lease. The newest one that is whole is the one
-    that runs.
+    It does not matter which coordinator started the group. If a node moved from an older group to a newer
+    one, its hello reports the place in the newer group. If an older group shares no member with a newer one,
+    the older group has had no contact for a lease. Therefore the newest complete group is the running group.
     """
     rendezvous, world = group.rendezvous, group.world
     found = find_newest_running(group.nodes.values())
-    # Below the newest group that is known here, even a whole one is stale.
+    # A group that is older than the newest known group is stale, even if it is complete.
     if rendezvous is None or found is None or found[0] < (world.generation if world else 0):
         return
     generation, places = found
-    # A group that is known to have broken is not taken up again: its members are about to leave it.
+    # Do not adopt a group that is known to be broken, because its members are about to leave it.
     if world and world.is_broken and world.generation == generation:
         return
 
-    # A plan that was in the air stays the newest number: it is made anew, and the group goes on until its
-    # boundary.
+    # If a plan was pending, its number stays the newest number. The plan is made again, and the group
+    # continues until its step boundary.
     group.rendezvous = None
     group.generation = group.newest_known
     group.world = GroupWorld(generation, places, started_at=now, up_at=now, up=set(places))
@@ -43,10 +44,10 @@ def try_to_adopt(group: Group, now: float) -> None:
 
 
 def give_up(group: Group, rendezvous: Rendezvous, now: float) -> None:
-    """Wait no longer: the group that ran, if there was one, is not whole."""
+    """Stop waiting for a group to adopt: not all of its members have reconnected."""
     group.rendezvous = None
     world = group.world
-    # Members that are here with another place, or none, show that their workers are out of it.
+    # If a connected member reports another place or none, its workers are not in the group any more.
     if world is not None and not world.is_over:
         world.is_broken = True
         world.out |= {
@@ -58,14 +59,18 @@ def give_up(group: Group, rendezvous: Rendezvous, now: float) -> None:
 
 
 def answer_commit(group: Group, node: Node, message: Commit) -> None:
-    """Answer whether a generation may write; while one may be adopted, as soon as that is known."""
-    # A refusal now would cost the save of a group that goes on in a moment, and a permission two writers.
+    """Answer whether a generation may write.
+
+    While a group may be adopted, the answer is delayed until the decision.
+    """
+    # A refusal now could cancel a save of a group that is adopted a moment later. A permission could lead to
+    # two writers.
     if find_phase(group) is GroupPhase.ADOPTING and group.rendezvous:
         group.rendezvous.commits[node.peer] = message
         return
 
-    # The running generation may write unless a hard plan is pending: its members may be out of it already. A
-    # leaving node may write what it was told to save.
+    # The running generation may write unless a hard plan is pending, because its members may already be out
+    # of it. A leaving node may write the state that it was asked to save.
     world, generation = group.world, message.generation
     is_running = (
         world is not None
@@ -80,8 +85,8 @@ def answer_commit(group: Group, node: Node, message: Commit) -> None:
 
 
 def _answer_kept(group: Group, rendezvous: Rendezvous, now: float) -> None:
-    """Take up the questions and reports that came while nobody knew whether their group goes on."""
-    # A report may drop a node or end the run, hence the copies and the look before each.
+    """Handle the questions and reports that arrived while the adoption of their group was undecided."""
+    # A report may drop a node or end the run. Therefore iterate over copies and check before each report.
     for node in list(group.nodes.values()):
         if (commit := rendezvous.commits.get(node.peer)) is not None:
             answer_commit(group, node, commit)
@@ -92,9 +97,9 @@ def _answer_kept(group: Group, rendezvous: Rendezvous, now: float) -> None:
 
 
 def drop_others(group: Group, member: Node, now: float) -> None:
-    """Drop nodes that came before the first member of the group and differ from it.
+    """Drop nodes whose fingerprint differs from the fingerprint of a member of the running group.
 
-    They are told why when they come again.
+    Such nodes connected before the first member. They receive the reason when they reconnect.
     """
     for node in list(group.nodes.values()):
         if node.fingerprint != member.fingerprint:
@@ -102,8 +107,10 @@ def drop_others(group: Group, member: Node, now: float) -> None:
 
 
 def note_absence(group: Group, node: Node, seconds: float) -> None:
-    """Note a member that was away for nearly a lease: its workers may have ended by themselves, as if they
-    had been asked to."""
+    """Record a member that was out of contact for nearly a lease or longer. ``seconds``: its absence.
+
+    Its workers may have stopped by themselves, with the same exit code as after a requested stop.
+    """
     world = group.world
     if (
         world

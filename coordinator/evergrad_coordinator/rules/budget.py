@@ -1,4 +1,4 @@
-"""Why a generation broke, and how often that may happen without progress. Pure."""
+"""Finds the root cause of a broken generation, and limits failures without progress. Pure."""
 
 from dataclasses import InitVar, dataclass, field
 
@@ -9,17 +9,20 @@ from evergrad_coordinator.rules.progress import ProgressCounter
 from evergrad_coordinator.rules.state import Key, TrainingState
 
 MAX_FAILURES = 2**31
-"""Most failures that may be allowed: a bound for what is read, and no limit in practice."""
+"""Upper bound of ``limit``. It only bounds the input and is not a limit in practice."""
 MAX_REPORTS = 64
-"""Reports of one broken generation that are kept: so many of causes, and so many of consequences."""
+"""Maximum number of reports that are kept of one broken generation, for causes and for consequences each."""
 LOSSES_PER_FAILURE = 10
-"""Preemptions come in storms and say nothing about the run; but a group that nodes vanish from for ever
-trains nothing."""
+"""Number of losses of nodes without progress that count as one failure.
+
+Many nodes may be preempted together without a fault of the run. But if nodes are lost again and again, the
+group never makes progress.
+"""
 
 
 @dataclass(frozen=True)
 class GenerationFailure:
-    """One report of a broken generation. ``at``: when it happened, by the coordinator's clock."""
+    """One report of a broken generation. ``at``: time of the break on the coordinator's clock, in seconds."""
 
     node: str
     at: float
@@ -27,26 +30,26 @@ class GenerationFailure:
 
     @property
     def cause(self) -> ChangeCause:
-        """Why the group broke, for those who read it."""
+        """The cause of the break, as shown in status and log."""
         return specify_break(self.report.cause, self.report.trouble)
 
     @property
     def is_of_host(self) -> bool:
-        """Whether it is trouble of one host or one moment, which its node bounds by itself."""
+        """Whether it is a temporary problem or a problem of one host, which the node limits itself."""
         return self.report.cause == "environment"
 
     @property
     def is_consequence(self) -> bool:
-        """Whether it only followed from the failure of others."""
+        """Whether the failure only followed from the failure of other ranks."""
         return self.report.cause == "peer_lost"
 
 
 @dataclass(frozen=True)
 class Break:
-    """The end of a generation that broke, as known when the next begins. ``lost``: members that are gone and
-    not back.
+    """The end of a broken generation, as known at the start of the next one.
 
-    ``has_left``: a member was asked to go.
+    ``lost``: members that disconnected and have not reconnected. ``has_left``: whether a member left on
+    request.
     """
 
     generation: int
@@ -57,7 +60,7 @@ class Break:
 
 @dataclass
 class _Away:
-    """A break that counted as a loss of nodes. ``before``: the unexplained break before it."""
+    """A break that counted as a loss of nodes. ``before``: the preceding unexplained break."""
 
     ending: Break
     keys: set[Key]
@@ -65,78 +68,82 @@ class _Away:
 
 
 def describe_worker(report: Broken) -> str:
-    """The worker that a report is about: it has no rank before it was in a group."""
+    """Return the worker of a report: ``rank 3``, or a text without a rank if it was in no group yet."""
     return f"rank {report.rank}" if report.rank >= 0 else "a worker without a rank"
 
 
 def describe_step(step: int) -> str:
-    """Where training was: ``after step 12``; -1 means that no step was reported."""
+    """Return the position of training, such as ``after step 12``. -1 means that no step was reported."""
     return f"after step {step}" if step >= 0 else "before a step was reported"
 
 
 def find_root_cause(failures: list[GenerationFailure]) -> GenerationFailure | None:
-    """The earliest that is no mere consequence; else the earliest."""
+    """Return the earliest failure that is not a consequence, else the earliest; None if there is none."""
     return min(failures, key=lambda one: (one.is_consequence, one.at), default=None)
 
 
 @dataclass
 class FailureBudget:
-    """Failures in a row without progress. A broken generation counts once, however many nodes report it.
+    """Counts consecutive failures without progress. A broken generation counts once.
 
     =====================================  =================================================================
-    a generation broke                     it counts
+    situation of a broken generation       how it counts
     =====================================  =================================================================
     a report names a cause of the run      as one failure
-    a member was asked to go               for nothing
-    a member is gone and not back, or      a tenth: ten in a row without progress are one failure
+    a member left on request               not at all
+    a member has not reconnected, or       a tenth: ten in a row without progress are one failure
     its host failed (``environment``)
-    all members are here (one may have     for nothing the first time; as one failure when it happens again
-    been away, and is back as it was)      without progress: such nodes are slow, or do not reach each other
+    all members are connected (one may     not the first time; as one failure if it happens again without
+    have been away and has reconnected)    progress, because the nodes are slow or cannot reach each other
     =====================================  =================================================================
     """
 
     limit: int
     recovery: InitVar[Recovery]
     progress: ProgressCounter = field(init=False)
-    """What counts as progress is decided there; this budget only compares its number of steps."""
+    """Counts the steps of progress; this budget only compares their number."""
     last: GenerationFailure | None = None
     step: int = -1
-    """Newest step when the last failure was counted, for its words."""
+    """Newest step when the last failure was counted, for the message."""
     _used: int = 0
-    """Failures in a row up to the last one that counted, at which there had been …"""
+    """Consecutive failures up to the last counted failure."""
     _mark: int = 0
-    """… so many steps of progress."""
+    """Steps of progress at the last counted failure."""
     _reports: list[GenerationFailure] = field(default_factory=list)
     _counted: int = -1
     _counted_at: float = float("-inf")
     _unexplained: tuple[int, float] | None = None
-    """Steps of progress, and the time, when the last whole group broke for which no member gave a cause."""
+    """Steps of progress and time of the last break of a complete group without a reported cause."""
     _told: str = ""
-    """Words for the last failure that counted, where no report has them."""
+    """Message of the last counted failure if no report contains one."""
     _away: _Away | None = None
     _losses: int = 0
-    """Breaks in a row, without progress, that lost a node."""
+    """Consecutive breaks without progress that lost a node."""
     _loss_mark: tuple[int, float] = (-1, float("-inf"))
-    """Steps of progress at the first of them, and when the last was."""
+    """Steps of progress at the first of these breaks, and time of the last one."""
 
     def __post_init__(self, recovery: Recovery) -> None:
         self.progress = ProgressCounter(recovery)
 
     @property
     def used(self) -> int:
-        """Failures in a row without progress."""
+        """Consecutive failures without progress."""
         return 0 if self.progress.num_steps > self._mark else self._used
 
     def report(self, failure: GenerationFailure, training: TrainingState) -> None:
-        """Note one report; the first of a generation that is no consequence is counted."""
-        # What the group had reached by then is progress since the failure before this one, not since this.
+        """Record one report.
+
+        The first report of a generation that names a cause of the run counts as a failure. Reports of
+        consequences and of host failures do not count here.
+        """
+        # The steps so far are progress since the previous failure. Take them before this failure counts.
         self.observe(training)
-        # Reports of one generation belong together; those of the one before are of no further use.
+        # Only reports of the same generation belong together; drop the reports of the previous generation.
         generation = failure.report.generation
         if any(one.report.generation != generation for one in self._reports):
             self._reports.clear()
-        # A thousand nodes may report one break, and the one that knows its cause may be the last. Therefore
-        # consequences have a bound of their own, and take no place from a cause.
+        # A thousand nodes may report one break, and the report of its cause may arrive last. Therefore
+        # consequences have a separate limit and do not displace a cause.
         alike = sum(one.is_consequence == failure.is_consequence for one in self._reports)
         if alike < MAX_REPORTS:
             self._reports.append(failure)
@@ -149,12 +156,12 @@ class FailureBudget:
             self._count(failure, training)
 
     def conclude(self, ending: Break, training: TrainingState) -> None:
-        """Judge a generation that broke, once all members are out of it and the next is about to begin."""
+        """Count a broken generation, after all members have left it and before the next one starts."""
         before, self._away = self._unexplained, None
         if ending.lost or ending.has_left:
             self._unexplained = None
 
-        # A report has counted it already, or nobody is at fault.
+        # A break after a requested leave is not a failure, and a report may have counted the break already.
         if ending.has_left or self._counted == ending.generation:
             return
         hosts = {
@@ -162,15 +169,15 @@ class FailureBudget:
             for one in self._reports
             if one.report.generation == ending.generation and one.is_of_host
         }
-        # Nodes that come back, as they were, were not lost: the break is then judged anew.
+        # If all lost nodes reconnect with the same process, ``note_return`` evaluates the break again.
         if ending.lost and not hosts:
             self._away = _Away(ending, set(ending.lost), before)
         if not ending.lost and not hosts:
             self._judge_unexplained(ending, before, training)
             return
 
-        # A loss, or a host's trouble: some of them in a row are one failure. Progress begins a new row.
-        # Scripts that report none have made it if they ran long enough.
+        # Several consecutive losses or host failures are one failure. Progress resets the count. If a script
+        # reports no progress, a long enough time without a break counts as progress.
         mark, last_at = self._loss_mark
         is_told = max(training.step, training.checkpoint_step) >= 0
         num_steps = self.progress.num_steps
@@ -187,9 +194,10 @@ class FailureBudget:
             self._count_silent(ending, last, text, training)
 
     def note_return(self, key: Key, training: TrainingState) -> None:
-        """Note that the same process of a node is back.
+        """Record that a node has reconnected with the same process.
 
-        If that holds for all that the last break lost, they were silent and not lost.
+        If all nodes that the last break lost have reconnected, they were only silent, and the break counts as
+        a break of a complete group.
         """
         away = self._away
         if away is None or key not in away.keys:
@@ -207,7 +215,7 @@ class FailureBudget:
         training: TrainingState,
         silent: str = "",
     ) -> None:
-        """Count a break of a whole group that has no cause, unless it is the first at this place."""
+        """Count a break of a complete group without a cause, unless it is the first without progress."""
         reports = [
             one for one in self._reports if one.report.generation == ending.generation
         ]
@@ -217,7 +225,7 @@ class FailureBudget:
         if before is None or num_steps > before[0]:
             return
 
-        # Scripts that report nothing have made progress if they ran long enough between two breaks.
+        # If a script reports no progress, a long enough time between two breaks counts as progress.
         is_told = (
             max(
                 training.step,
@@ -244,14 +252,14 @@ class FailureBudget:
     def _count_silent(
         self, ending: Break, node: str, text: str, training: TrainingState
     ) -> None:
-        """Count a break that no node has reported."""
+        """Count a break that no node has reported. ``text``: message for the run's status."""
         report = Broken(ending.generation, "peer_lost", step=training.step, message=text)
         self.last = GenerationFailure(node, ending.at, report)
         self._count(self.last, training)
         self._told = text
 
     def _count(self, failure: GenerationFailure, training: TrainingState) -> None:
-        # Scripts may report no progress at all: enough time since the last failure replaces it.
+        # If a script reports no progress, a long enough time since the last failure counts as progress.
         is_told = max(training.step, training.checkpoint_step, failure.report.step) >= 0
         has_lasted = not is_told and failure.at - self._counted_at >= UNDISTURBED_SECONDS
         self._told = ""
@@ -261,7 +269,7 @@ class FailureBudget:
         self.step = max(self.step, training.step, failure.report.step)
 
     def observe(self, training: TrainingState, *, is_whole: bool = True) -> None:
-        """Take what members have reported: after progress, failures count from 0 again."""
+        """Take the reported progress into account. After progress, failures count from 0 again."""
         self.progress.note_training(training, is_whole=is_whole)
 
     @property
@@ -270,7 +278,7 @@ class FailureBudget:
         return self.used > self.limit
 
     def describe(self) -> str:
-        """Count and root cause, for the run's message."""
+        """Return the number of failures and the root cause, for the run's message."""
         if self.last is None:
             return ""
         if self._told:

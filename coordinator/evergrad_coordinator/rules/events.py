@@ -1,8 +1,8 @@
-"""Events from outside: hellos, messages, lost connections, time. Each function returns the effects, in their
-order.
+"""Handles events from outside: hellos, messages, lost connections and time.
 
-No clock, no sockets, no randomness: the same events give the same effects. The effects of an event depend on
-the phase (``phase.find_phase``; it is computed, never stored):
+Each function returns the effects in the order in which the edge must carry them out. There is no clock, no
+socket and no randomness, so the same events give the same effects. The effects of an event depend on the
+phase (``phase.find_phase``; it is computed, never stored):
 
 =========  =========================  ============================  ==================  =====================
 phase      hello                      a member is lost, or broken   leaving, capacity   report of the group
@@ -12,20 +12,20 @@ adopting   with the place it had;     waits for the group           waits for th
            newest group cover all
            ranks: running (a lease
            ends it: waiting)
-rendezvous all expected: preparing    counts for nothing            may go              ignored: there is none
-waiting    enough: preparing          counts for nothing            may go; one saves   ignored
-preparing  member: asked again        planned anew without it       planned anew        ignored
-draining   spare until the next       preparing: nobody waits       planned anew        noted
-           group                      for steps
+rendezvous all expected: preparing    does not count                may go              ignored: there is none
+waiting    enough: preparing          does not count                may go; one saves   ignored
+preparing  member: asked again        planned again without it      planned again       ignored
+draining   spare until the next       preparing: no wait for a      planned again       recorded
+           group                      step boundary
 starting   waits for ``up``           broken                        after ``up``        ``up`` of all: running
-running    draining, or held back     broken; its cause is counted  draining            noted; done or result:
-                                                                                        over
-broken     preparing                  noted                         preparing           ignored
-over       told the end               --                            --                  --
+running    draining, or held back     broken; its cause is counted  draining            recorded; done or
+                                                                                        result: over
+broken     preparing                  recorded                      preparing           ignored
+over       receives the end           --                            --                  --
 =========  =========================  ============================  ==================  =====================
 
-A plan makes preparing or draining; ``ready`` of all members makes starting; all connections lost at once make
-adopting.
+A plan starts the phase preparing or draining. When all members have sent ``ready``, the phase is starting. If
+all connections are lost together, the phase is adopting.
 """
 
 import dataclasses
@@ -42,15 +42,19 @@ from evergrad_coordinator.rules.review import review
 from evergrad_coordinator.rules.state import Effect, Key, Node
 
 TICK_SECONDS = 0.25
-"""Longest time between two ticks."""
+"""Maximum seconds between two ticks."""
 STANDSTILL_SECONDS = 4 * TICK_SECONDS
-"""Time between two ticks beyond which this process itself did not run: messages that came meanwhile are still
-unread, and silence means nothing."""
+"""Seconds between two ticks above which this process itself was not running.
+
+Messages that arrived in this time are not read yet, so a node that seems silent may not be silent.
+"""
 
 
 def on_hello(group: Group, peer: int, hello: Hello, *, now: float) -> list[Effect]:
-    """Take the first message of a connection: refuse the node, or take it in, in the place of the connection
-    or process that it had before."""
+    """Handle the first message of a connection: refuse the node or add it.
+
+    An accepted node replaces its earlier connection or process.
+    """
     is_adopting = find_phase(group) is GroupPhase.ADOPTING
     refusal = group.members.refuse(hello, finished=group.finished, is_adopting=is_adopting)
     if refusal is not None:
@@ -58,13 +62,15 @@ def on_hello(group: Group, peer: int, hello: Hello, *, now: float) -> list[Effec
         group.close(peer, refusal.reason)
         group.log("refused", node=hello.node[:64], reason=refusal.reason)
         return _take_effects(group, now)
-    # No refusal: the node is well, and finds the later coordinator when it connects again.
+    # Close the connection without a refusal: the node is valid, and finds the later coordinator when it
+    # reconnects.
     if group.members.is_superseded_by(hello):
         group.close(peer, "superseded")
         group.log("superseded", node=hello.node[:64], known=hello.known_generation)
         return _take_effects(group, now)
 
-    # The same process on a new connection was never away; another process of the node replaces the old one.
+    # If the same process reconnects, it counts as present all the time. Another process of the node replaces
+    # the old process.
     older, was_seen = group.members.claim(hello), now
     if older is not None and older.incarnation == hello.incarnation:
         group.close(older.peer, "reconnected")
@@ -73,20 +79,20 @@ def on_hello(group: Group, peer: int, hello: Hello, *, now: float) -> list[Effec
     elif older is not None:
         group.send(older.peer, REPLACED)
         drop_node(group, older, "replaced", now)
-    # The process that was replaced may have been the last one, and leaving: that ends the run.
+    # If the replaced process was the last node and was leaving, its removal has ended the run.
     if group.finished:
         group.send(peer, group.finished)
         group.close(peer, "finished")
         return _take_effects(group, now)
 
-    # A reconnected node may have been away for long enough that its workers have ended by their lease.
+    # The node may have been away so long that its workers have stopped at the end of their lease.
     node = group.members.add(peer, hello, now=now)
     if group.world:
         was_seen = group.world.last_contact.pop(node.key, was_seen)
     adoption.note_absence(group, node, now - was_seen)
     adoption.drop_others(group, node, now)
 
-    # The next number goes above every one that a node knows: it would ignore a plan below.
+    # The next number must be above every number that a node knows, or the node would ignore the plan.
     group.heard_generation = max(group.heard_generation, hello.known_generation, node.group)
     group.log("hello", node=node.name, workers=node.workers, had=node.group)
     settings = group.settings
@@ -98,8 +104,8 @@ def on_hello(group: Group, peer: int, hello: Hello, *, now: float) -> list[Effec
     )
     group.send(peer, welcome)
 
-    # A node that is back may show that a break was silence and no loss. The plan that it missed follows the
-    # welcome: a client answers nothing before that.
+    # A returning node may show that the last break was a silence and not a loss. Send the plan that the node
+    # missed after the welcome, because a client does not answer before the welcome.
     group.budget.note_return(node.key, group.training)
     _catch_up(group, node, now)
     if group.rendezvous and node.is_candidate and group.rendezvous.first_seen is None:
@@ -109,12 +115,12 @@ def on_hello(group: Group, peer: int, hello: Hello, *, now: float) -> list[Effec
 
 
 def on_message(group: Group, peer: int, message: Message, *, now: float) -> list[Effect]:
-    """Take any later message. A ``ping`` counts as contact; the edge answers it."""
+    """Handle any later message of a connection. A ``ping`` counts as contact; the edge answers it."""
     node = group.members.peers.get(peer)
     if node is None or group.finished:
         return _take_effects(group, now)
 
-    # The absence is measured before the contact counts: a lease may have ended in it.
+    # Measure the absence before this contact counts, because a lease may have ended during the absence.
     adoption.note_absence(group, node, now - node.seen)
     node.seen = now
     if isinstance(message, Ping):
@@ -127,14 +133,14 @@ def on_message(group: Group, peer: int, message: Message, *, now: float) -> list
 
 
 def on_beat(group: Group, key: Key, *, now: float) -> None:
-    """Take a sign of the process beside a node's own: the node is there, however slow it is."""
+    """Record a beat of a node's helper process: the node is alive, even if its own process is slow."""
     node = group.nodes.get(key[0])
     if node is not None and node.key == key:
         node.beat_at = now
 
 
 def on_lost(group: Group, peer: int, why: str, *, now: float) -> list[Effect]:
-    """Take the end of a connection."""
+    """Handle the end of a connection."""
     node = group.members.peers.get(peer)
     if node is not None:
         remove_node(group, node, why, now)
@@ -142,20 +148,21 @@ def on_lost(group: Group, peer: int, why: str, *, now: float) -> list[Effect]:
 
 
 def on_tick(group: Group, *, now: float) -> list[Effect]:
-    """Take the passing of time: limits are checked, and a review that is due is made."""
+    """Handle the passing of time: check the limits, and make a review if one is due."""
     gap, group.ticked_at = now - group.ticked_at, now
     if group.finished:
         return _take_effects(group, now)
 
-    # Silence means nothing then. The leases went on all the same.
+    # This process was not running, so do not count the gap as silence of the nodes. Their leases continued to
+    # run out during the gap.
     if gap > STANDSTILL_SECONDS:
         for node in group.nodes.values():
             adoption.note_absence(group, node, now - node.seen)
-            # Not into the future: what had come meanwhile may have been read before this tick.
+            # Use at most ``now``, because messages of the gap may have been read before this tick.
             node.seen = min(node.seen + gap, now)
             node.beat_at = min(node.beat_at + gap, now)
 
-    # Limits first: what they drop or break is part of what the review sees.
+    # Check the limits first, so that the review takes dropped nodes and broken groups into account.
     check_limits(group, now)
     if group.review_at is not None and group.review_at <= now and not group.finished:
         review(group, now)
@@ -170,8 +177,10 @@ def set_bounds(
     max_failures: int | None = None,
     now: float,
 ) -> list[Effect]:
-    """Take other limits (None: as before); a group that runs is changed at its next step
-    boundary, if at all."""
+    """Set new bounds. If ``max_failures`` is None, the limit of failures stays as it is.
+
+    If the bounds require another group, a running group changes at its next step boundary.
+    """
     settings = group.settings
     if max_failures is not None and max_failures != group.budget.limit:
         group.budget.limit = max_failures
@@ -187,25 +196,25 @@ def set_bounds(
 
 
 def next_tick(group: Group, *, now: float) -> float:
-    """When the next tick is due."""
+    """Return the time of the next tick."""
     if group.review_at is None or group.finished:
         return now + TICK_SECONDS
     return min(group.review_at, now + TICK_SECONDS)
 
 
 def _take_effects(group: Group, now: float) -> list[Effect]:
-    # The time up to this event belongs to what was before it.
+    # The time up to this event is counted for the state before the event.
     time_accounting.advance(group, now=now)
     effects, group.effects = group.effects, []
     return effects
 
 
 def _catch_up(group: Group, node: Node, now: float) -> None:
-    """Send a node what it missed before it came, or came back, and note what it lost meanwhile."""
+    """Send a new or returning node the plan that it missed, and record it if its workers are gone."""
     world, proposal = group.world, group.proposal
     is_member = world is not None and node.key in world.places and node.key not in world.out
-    # A member that is back without its place has no workers in the group any more. While the group may be
-    # adopted, the other members can still prove that a newer one runs.
+    # If a member returns without its place, it has no workers in the group any more. Do not conclude this
+    # while the group may be adopted: other members can still report a newer group that runs.
     if (
         world
         and is_member
@@ -216,12 +225,12 @@ def _catch_up(group: Group, node: Node, now: float) -> None:
         world.is_broken = True
         group.accounting.begin("node_lost", at=now)
 
-    # Whatever it answered before its connection ended may be lost: it is asked again.
+    # Ask the node again, because its earlier answer may have been lost with its connection.
     if proposal:
         if node.key in proposal.members or node.group:
             proposal.waits_for.add(node.key)
         announce(group, node, proposal)
-    # Workers of an older group wait for members that are elsewhere, and would wait for ever.
+    # Workers of an older group would wait forever for members that are in another group.
     elif world and not world.is_over and 0 < node.group < world.generation:
         replaced = Plan(
             world.generation,

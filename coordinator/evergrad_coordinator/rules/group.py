@@ -1,7 +1,7 @@
-"""All that is known about one run's group, as one value. Events change it (``events``), and the edge carries
-out the effects they leave.
+"""The state of one run's group, as one value.
 
-The value has one owner. Its methods only leave effects or ask for a review; the rules are functions over it.
+Events change it (``events``), and the edge carries out the effects that they add. The methods of the value
+only add effects or request a review; the rules are functions over it.
 """
 
 from dataclasses import dataclass, field
@@ -27,48 +27,51 @@ from evergrad_coordinator.rules.state import (
 )  # fmt: skip
 
 _GATHERING_SECONDS = 0.005
-"""Connections that end within that time end together: many turns of the coordinator's event loop, and little
-beside the start of a group."""
+"""Connections that end within this many seconds count as ending together.
+
+The time covers many iterations of the coordinator's event loop, and is short compared with the start of a
+group.
+"""
 
 
 @dataclass
 class Group:
-    """One run's group: who is connected, what runs, what is planned, and what has been counted."""
+    """One run's group: connected nodes, running group, pending plan and counts."""
 
     settings: GroupSettings
     generation: int
-    """Newest number: durable before any effect behind its Persist."""
+    """Newest generation. It is durable before any effect after its ``Persist`` is carried out."""
     members: Members
     budget: FailureBudget
     ticked_at: float
     """Time of the newest tick."""
     ledger: Ledger
-    """Uses that the time of the nodes went to."""
+    """Time of the nodes, by use."""
     rendezvous: Rendezvous | None = None
-    """Nodes are waited for before the first plan; None once that is over."""
+    """The wait for nodes before the first plan; None after this wait."""
     world: GroupWorld | None = None
-    """The newest group that was told to go, or was found running."""
+    """The newest group that was started with ``go``, or was adopted."""
     proposal: Proposal | None = None
-    """A plan that was announced and has not gone yet."""
+    """The plan that was announced and has not started yet."""
     finished: End | None = None
-    """How the run ended."""
+    """The end of the run; None while the run continues."""
     training: TrainingState = field(default_factory=TrainingState)
     accounting: Accounting = field(default_factory=Accounting)
     departures: Departures = field(default_factory=Departures)
     joins: JoinHold = field(default_factory=JoinHold)
     fence_until: float = 0.0
-    """No plan before: workers of a lost group may train until then."""
+    """Time before which no plan is made, because workers of a lost group may still train."""
     stored_generation: int = 0
-    """Newest number that is durable: below ``generation`` where a group of an earlier epoch was adopted."""
+    """Newest durable generation. It is below ``generation`` after the adoption of another epoch's group."""
     heard_generation: int = 0
-    """Newest number that any node has reported."""
+    """Newest generation that any node has reported."""
     num_fruitless_plans: int = 0
-    """Plans in a row whose groups trained no step."""
+    """Number of consecutive plans whose groups trained no step."""
     num_holders: int = 0
-    """Nodes that held a state when the newest plan was made."""
+    """Number of nodes that held a state when the newest plan was made."""
     planned_at: float = float("-inf")
     review_at: float | None = None
-    """When the group that should be is next compared with the one that is; None: after the next change."""
+    """Time of the next review; None if the next change requests it."""
     effects: list[Effect] = field(default_factory=list)
     """Effects for the edge to carry out, in this order."""
 
@@ -79,27 +82,30 @@ class Group:
 
     @property
     def newest_known(self) -> int:
-        """Newest number that this coordinator or any of its nodes knows."""
+        """Newest generation that this coordinator has issued or any of its nodes has reported."""
         return max(self.generation, self.heard_generation)
 
     @property
     def num_needed(self) -> int:
-        """Fewest nodes of a group.
+        """Minimum number of nodes of the next group.
 
-        Those that finish what others have already ended may run below the minimum.
+        If some members have already completed the run's work, the remaining ones may be fewer than the run's
+        minimum.
         """
         return 1 if self.world and self.world.done else self.settings.min_nodes
 
     @property
     def lease_end(self) -> float:
-        """Seconds after a worker's last contact when it runs no more, with a second for looking at the time
-        now and then."""
+        """Seconds after a worker's last contact by which it has certainly stopped.
+
+        This is the lease plus one second, because workers check the time only periodically.
+        """
         return self.settings.lease_seconds + 1
 
     @property
     def is_whole(self) -> bool:
         """Whether the newest group is up, has not broken, and has lost no member."""
-        # With the first ``up`` it is known at which step the group begins.
+        # The first ``up`` reports the step at which the group starts.
         world = self.world
         return (
             world is not None
@@ -109,39 +115,42 @@ class Group:
         )
 
     def send(self, peer: int, message: Message) -> None:
-        """Leave the effect of one message."""
+        """Add the effect that sends one message."""
         self.effects.append(Send(peer, message))
 
     def close(self, peer: int, why: str) -> None:
-        """Leave the effect of ending a connection."""
+        """Add the effect that closes a connection."""
         self.effects.append(Close(peer, why))
 
     def log(self, event: str, **fields: object) -> None:
-        """Leave the effect of one line of the log."""
+        """Add the effect that writes one line of the log."""
         self.effects.append(Log(event, {"generation": self.generation, **fields}))
 
     def ask_review(self, at: float) -> None:
-        """Compare what should be with what is, not later than ``at``."""
-        # Never later than was asked for before: the earlier reason still stands.
+        """Request a review at ``at`` or earlier."""
+        # Keep an earlier time that was requested before, because its reason still applies.
         self.review_at = at if self.review_at is None else min(self.review_at, at)
 
     def change(self, now: float) -> None:
-        """Ask for a review soon: changes that come at the same moment are answered by one plan."""
+        """Request a review after ``debounce_seconds``, so that simultaneous changes lead to one plan."""
         self.ask_review(now + self.settings.debounce_seconds)
 
     def hasten(self, now: float) -> None:
-        """Ask for a review at once: a group without one of its members stands still until the next plan."""
-        # Not within the same moment: where all connections break, the network did, and no plan may stop the
-        # group before the last one is seen to end. Members lost one after the other make one more plan, and
-        # not one each.
+        """Request a review within milliseconds, because a group without a member cannot train.
+
+        If a plan was made less than ``debounce_seconds`` ago, the review waits until that time has passed.
+        """
+        # Wait _GATHERING_SECONDS: if all connections end, the network has failed, and no plan may stop the
+        # group before the last connection has ended. The debounce makes members that are lost one after the
+        # other cause one more plan, not one plan each.
         debounce = self.settings.debounce_seconds
         gathered = now + min(_GATHERING_SECONDS, debounce)
         self.ask_review(max(gathered, self.planned_at + debounce))
 
 
 def new_group(settings: GroupSettings, *, generation: int, now: float) -> Group:
-    """The group of a coordinator that starts and knows ``generation``, the newest durable number."""
-    # A group that may run unseen gets a whole lease from now: its last contact may be a moment old.
+    """Return the group of a coordinator that starts. ``generation``: the newest durable number."""
+    # Wait a whole lease from now for a group that may be running, because its last contact may be recent.
     may_run = planning.may_run_unseen(settings, generation)
     group = Group(
         settings,

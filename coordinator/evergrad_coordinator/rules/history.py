@@ -1,7 +1,7 @@
-"""The course of a run for its page: readings of the group and its training, and what has happened. Pure.
+"""The history of a run for its page: readings of the group and its training, and events. Pure.
 
-Everything is bounded, and nothing here changes the group. ``observe`` folds a look at the group into the
-history; ``take_update`` returns what has changed since it was called last.
+All data is bounded, and no function changes the group. ``observe`` adds a reading of the group to the
+history; ``take_update`` returns the changes since its last call.
 """
 
 from collections import defaultdict, deque
@@ -17,7 +17,7 @@ from evergrad_coordinator.rules.status import build_status, count_current_worker
 MOST_EVENTS: Final = 200
 MOST_CHECKPOINTS: Final = 100
 _MOST_CHARACTERS: Final = 300
-"""Length of an event's text."""
+"""Maximum length of an event's text."""
 _TEXTS: Final[Mapping[str, str]] = {
     "hello": "node {node} is here with {workers} processes",
     "gone": "node {node} is gone: {why}",
@@ -35,12 +35,12 @@ _TEXTS: Final[Mapping[str, str]] = {
     "empty": "all nodes have left",
     "finished": "the run has ended: {reason}",
 }
-"""Events of the coordinator's log that are shown, each with its text; all others are left out."""
+"""Text of each event of the coordinator's log that the page shows. All other events are omitted."""
 SHOWN_EVENTS: Final = frozenset(_TEXTS)
 
 
 class _Ring:
-    """The newest ``most`` of a row of things, and how many have come in all."""
+    """The newest ``most`` entries of a list, and the number of all entries that were added."""
 
     def __init__(self, most: int) -> None:
         self.newest: deque[list[Any]] = deque(maxlen=most)
@@ -52,8 +52,8 @@ class _Ring:
         self.num += 1
 
     def take(self) -> list[list[Any]]:
-        """Return those that have not been sent and are still known."""
-        # Some may have left the ring before they were sent: the page never gets those.
+        """Return the kept entries that have not been sent."""
+        # Entries that left the ring before they were sent are never sent to the page.
         num_unsent = min(self.num - self.num_sent, len(self.newest))
         self.num_sent = self.num
         known = list(self.newest)
@@ -62,32 +62,35 @@ class _Ring:
 
 @dataclass
 class RunHistory:
-    """Course of a run that the page shows beside the newest status. Times are seconds since ``began_at``."""
+    """The history that the page shows next to the newest status. Times are seconds since ``began_at``."""
 
     began_at: float
-    """Time of its first reading, by the clock of ``now``."""
+    """Time of the first reading, on the clock of ``now``."""
     steps: Track = field(default_factory=Track)
     """Loss, speed and the recipe's metrics over the step."""
     times: Track = field(default_factory=Track)
-    """Processes that train and nodes that are here, over the time."""
+    """Number of training processes and of connected nodes over the time."""
     evaluations: dict[str, Track] = field(default_factory=dict)
     """Results by evaluation set, over the step."""
     checkpoints: _Ring = field(default_factory=lambda: _Ring(MOST_CHECKPOINTS))
     events: _Ring = field(default_factory=lambda: _Ring(MOST_EVENTS))
     reported_at: float | None = None
-    """Time of the newest report of the training that was read."""
+    """Time of the newest progress report that was read."""
     checkpoint_step: int = -1
     evaluated: dict[str, int] = field(default_factory=dict)
-    """Newest step of each evaluation set that was read."""
+    """Newest step that was read of each evaluation set."""
     sent: dict[str, Any] = field(default_factory=dict)
-    """The status as it was sent."""
+    """The status that was last sent."""
 
 
 def observe(history: RunHistory, group: Group, *, now: float) -> None:
-    """Read the group once: nothing is added where nothing is new, but to the series over the time."""
+    """Add one reading of the group to the history.
+
+    A reading is always added to the series over the time; to the others, only if there is new data.
+    """
     training = group.training
     elapsed = round(now - history.began_at, 1)
-    # Each report is read once, however often the group is looked at between two of them.
+    # Read each report only once, because several readings may happen between two reports.
     is_new = training.updated_at is not None and training.updated_at != history.reported_at
     if is_new:
         history.reported_at = training.updated_at
@@ -96,21 +99,21 @@ def observe(history: RunHistory, group: Group, *, now: float) -> None:
             "tokens_per_second": training.tokens_per_second,
         }
         values = {name: value for name, value in known.items() if value is not None}
-        # An evaluation is told with the step before it, which was read already.
+        # A report of an evaluation repeats the preceding step, which was already read.
         newest = history.steps.x[-1] if history.steps.x else -1
         if training.step not in (-1, newest):
             history.steps.add(training.step, values | training.values)
     for name, one in training.evaluations.items():
-        # The training keeps MOST_SETS sets, and so does this.
+        # ``training`` keeps at most MOST_SETS sets, which also bounds the sets here.
         if history.evaluated.get(name) != one.step:
             history.evaluated[name] = one.step
             track = history.evaluations.setdefault(name, Track())
             track.add(one.step, one.values)
-    # The group keeps the newest checkpoint alone: looks are more frequent than saves.
+    # The group only keeps the newest checkpoint. Readings are more frequent than saves, so none is missed.
     if training.checkpoint_step not in (-1, history.checkpoint_step):
         history.checkpoint_step = training.checkpoint_step
         history.checkpoints.add([elapsed, training.checkpoint_step])
-    # At each look, also without a report: the page shows when processes were missing.
+    # Record the sizes even without a report, so that the page shows when processes were missing.
     sizes = {
         "processes": count_current_workers(group),
         "nodes": len(group.nodes),
@@ -121,12 +124,12 @@ def observe(history: RunHistory, group: Group, *, now: float) -> None:
 def note_event(
     history: RunHistory, event: str, fields: Mapping[str, object], *, now: float
 ) -> None:
-    """Note a line of the coordinator's log, one of SHOWN_EVENTS."""
-    # Every text finds its fields: a line of the log that has not all of them is no reason to fail.
+    """Record a line of the coordinator's log. ``event`` must be one of SHOWN_EVENTS."""
+    # A field that is missing in the log line is shown as "?", because it must not raise an error.
     cause = CHANGES[read_change(fields.get("cause"))].text
     texts = {name: str(value) for name, value in fields.items()}
     known = defaultdict(lambda: "?", texts)
-    # -1 is a value of the protocol and no number for a page.
+    # The protocol uses -1 for unknown steps and ranks, which the page must not show as a number.
     step, rank = (fields.get(name, -1) for name in ("step", "rank"))
     is_started, has_rank = (type(one) is int and one >= 0 for one in (step, rank))
     known["causeText"] = cause
@@ -138,10 +141,10 @@ def note_event(
 
 
 def build_page_status(group: Group, *, now: float) -> dict[str, Any]:
-    """Build the status for a page: ``build_status`` with the uses of time in the form that people read."""
+    """Build the status for a page: ``build_status`` with the uses of time as ``uses`` and ``useTexts``."""
     status = build_status(group, now=now)
-    # Milliseconds are for programs, which subtract them. A page shows whole seconds, in the order of the
-    # catalogue, and gets the texts once: they never change.
+    # Milliseconds are for programs that compute differences. The page shows whole seconds in the order of the
+    # catalogue. It receives the texts only once, because they never change.
     usage = status.pop("usage")["milliseconds"]
     seconds = {use: round(usage.get(use, 0) / 1000) for use in USES}
     status["uses"] = {use: amount for use, amount in seconds.items() if amount}
@@ -150,7 +153,7 @@ def build_page_status(group: Group, *, now: float) -> dict[str, Any]:
 
 
 def rewind(history: RunHistory) -> None:
-    """Forget what was sent: the next update is all there is, for a page that has just been opened."""
+    """Make the next update contain all data, for a page that has just been opened."""
     for track in (history.steps, history.times, *history.evaluations.values()):
         track.rewind()
     history.checkpoints.num_sent = history.events.num_sent = 0
@@ -160,17 +163,17 @@ def rewind(history: RunHistory) -> None:
 def take_update(
     history: RunHistory, status: Mapping[str, Any], *, now: float
 ) -> dict[str, Any]:
-    """Return what has changed since the last call, as JSON values; parts without a change are left out.
+    """Return the changes since the last call, as JSON values. Parts without a change are omitted.
 
-    ``status``: as it is now, in the form of ``build_page_status``.
+    ``status``: the current result of ``build_page_status``.
     """
-    # An ellipsis for what was never sent: None is a value, which the page must get as well.
+    # Use an ellipsis as the default, because None is a value that must be sent to the page.
     changed = {
         key: value for key, value in status.items() if history.sent.get(key, ...) != value
     }
     history.sent = dict(status)
 
-    # Taken once each: a change that was returned does not come again.
+    # ``take_change`` and ``take`` return each change only once.
     evaluations = {}
     for name, one in history.evaluations.items():
         change = one.take_change()

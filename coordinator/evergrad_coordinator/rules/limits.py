@@ -1,4 +1,4 @@
-"""How long silence, getting ready, coming up and leaving may take. Pure functions."""
+"""Checks the time limits of silence, of answers to a plan, of starts and of leaving nodes. Pure functions."""
 
 from evergrad_coordinator.protocol import Broken
 from evergrad_coordinator.rules.budget import GenerationFailure
@@ -8,11 +8,11 @@ from evergrad_coordinator.rules.state import Proposal, node_order
 
 
 def check_limits(group: Group, now: float) -> None:
-    """Drop nodes and break groups whose time is over."""
+    """Drop nodes and break groups that have exceeded a time limit."""
     silence, leaving = group.settings.silence_seconds, group.settings.soft_limit_seconds
     for node in list(group.nodes.values()):
-        # A node that beats is slow, not lost. When it has been silent itself for a lease, though, its workers
-        # have stopped by themselves.
+        # A node that sends beats is slow, not lost. But if its own connection has been silent for a lease,
+        # its workers have stopped by themselves.
         if now - max(node.seen, node.beat_at) > silence or now - node.seen > max(
             group.lease_end, silence
         ):
@@ -20,12 +20,12 @@ def check_limits(group: Group, now: float) -> None:
         elif node.released_at is not None and now - node.released_at > leaving:
             drop_node(group, node, "told to leave and did not", now)
 
-    # Nodes that are still here have to answer the plan. Those just dropped are waited for no more.
+    # Check the answers to the plan after the drops, because a plan does not wait for dropped nodes.
     if group.proposal:
         _check_answers(group, group.proposal, now)
 
-    # A group that was told to go has to come up. Reading or handing over a large state takes its time: the
-    # limit bounds silence, and begins anew whenever a state grows.
+    # A started group must come up. Reading or transferring a large state may take long, so the limit counts
+    # from the last growth of a member's state.
     world, limit = group.world, group.settings.up_limit_seconds
     if (
         world is None
@@ -47,23 +47,26 @@ def check_limits(group: Group, now: float) -> None:
 
 
 def _check_answers(group: Group, proposal: Proposal, now: float) -> None:
-    """Drop nodes that do not answer a plan; a group that finds no step boundary is cut off instead."""
+    """Drop nodes that do not answer a plan.
+
+    If the running group does not reach a step boundary in time, the plan becomes hard instead.
+    """
     settings, waited = group.settings, now - proposal.made_at
-    # Looked at each tick: most plans are answered long before either limit.
+    # This runs at each tick, and most plans are answered long before the shorter limit.
     if waited <= min(settings.ready_limit_seconds, settings.soft_limit_seconds):
         return
     for name, incarnation in list(proposal.waits_for):
         node = group.nodes.get(name)
         if node is None or node.incarnation != incarnation:
             continue
-        # A group that is to stop at a step boundary gets the time of a step. A node that is in no group has
-        # nothing to finish.
+        # A group that stops at a step boundary gets the time of a step. A node that is not in the running
+        # group has no step to finish.
         is_patient = not proposal.hard and has_boundary_ahead(group, node)
         if waited <= (
             settings.soft_limit_seconds if is_patient else settings.ready_limit_seconds
         ):
             continue
-        # The plan becomes a hard one: the node itself may be well, and only its step too long.
+        # Make a hard plan instead of dropping the node: the node may be healthy and its step too long.
         if is_patient and group.world:
             group.world.is_broken = True
             group.change(now)

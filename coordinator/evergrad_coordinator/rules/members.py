@@ -1,4 +1,7 @@
-"""Who is connected, and which processes may come back: newest incarnation of a node wins for good. Pure."""
+"""The connected nodes, and the processes that may reconnect. Pure.
+
+The newest incarnation of a node always wins; older incarnations are banned.
+"""
 
 from evergrad_common.contract import ExitCode
 from evergrad_coordinator.protocol import End, Hello, Refused
@@ -27,11 +30,12 @@ class Members:
     def refuse(
         self, hello: Hello, *, finished: End | None, is_adopting: bool
     ) -> Refused | End | None:
-        """Why this hello is not welcome; None if it is.
+        """Return the refusal of this hello, or None if it is accepted.
 
-        After the end only a stranger is refused: the run's own nodes learn how it ended.
+        After the end of the run, the run's own nodes receive ``finished``. Other nodes are refused.
         """
-        # While a living group is looked for, its members say what is equal, not a newcomer that was quicker.
+        # While a running group may be adopted, the fingerprint of its members counts, not the fingerprint of
+        # a new node that connected earlier.
         is_first_member = (
             is_adopting
             and hello.had is not None
@@ -42,7 +46,7 @@ class Members:
             return refused
         if finished:
             return finished
-        # A process that was replaced may ask again: the two would fight for the node's place.
+        # A replaced process may reconnect. If it were accepted, the two processes would replace each other.
         if hello.incarnation in self._banned:
             return REPLACED
         if hello.node not in self.nodes and len(self.nodes) >= self._settings.max_members:
@@ -50,18 +54,20 @@ class Members:
         return None
 
     def is_superseded_by(self, hello: Hello) -> bool:
-        """Whether the node knows a number of a later epoch: this coordinator was replaced, and must not give
-        out a higher one."""
-        # Without epochs, as on one machine, the lock of the journal keeps a second coordinator away.
+        """Return whether the node reports a generation of a later epoch.
+
+        Then another coordinator has replaced this one, which must not issue higher numbers.
+        """
+        # Without epochs, for example on one machine, the journal's lock prevents a second coordinator.
         newest = max(hello.known_generation, hello.had.generation if hello.had else 0)
         return self._settings.epoch > 0 and newest >> 32 > self._settings.epoch
 
     def claim(self, hello: Hello) -> Node | None:
-        """Note that this incarnation is the node's newest; any other is banned.
+        """Record this incarnation as the node's newest, and ban the previous one.
 
-        Returns the connected node that is in its way.
+        Returns the connected node of this name, or None if there is none.
         """
-        # Taken out and put in again: the table forgets the nodes first that have not come for longest.
+        # Remove and insert again, so that the table first drops the nodes whose last hello is the oldest.
         known = self._incarnations.pop(hello.node, None)
         self._incarnations[hello.node] = hello.incarnation
         _forget_oldest(self._incarnations, self._most)
@@ -71,7 +77,7 @@ class Members:
         return self.nodes.get(hello.node)
 
     def add(self, peer: int, hello: Hello, *, now: float) -> Node:
-        """Note a node that is here. The facts about its memory come back with the same process."""
+        """Add a connected node. If the same process was connected before, its known step is restored."""
         node = Node(
             peer,
             hello.node,
@@ -89,13 +95,13 @@ class Members:
         return node
 
     def remove(self, node: Node) -> None:
-        """Note that a node is not connected any more."""
+        """Remove a node that is no longer connected, but keep its known step."""
         del self.peers[node.peer]
         del self.nodes[node.name]
         if node.step is not None:
             self.steps[node.key] = node.step
             _forget_oldest(self.steps, self._most)
-        # The next node to come may be of another image: the first member decides again.
+        # The next node may have another image, so the first member decides the fingerprint again.
         if not self.nodes:
             self._fingerprint = None
 
@@ -103,6 +109,6 @@ class Members:
 def _forget_oldest(
     table: dict[str, str] | dict[str, None] | dict[Key, int], most: int
 ) -> None:
-    # Nodes choose their names and incarnations: without a bound each new one would cost memory for ever.
+    # Nodes choose their names and incarnations, so the tables would grow without a bound.
     while len(table) > most:
         del table[next(iter(table))]  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The phase of a run's group, as one value computed from what is known. Pure."""
+"""Computes the phase of a run's group from its state. Pure."""
 
 from enum import Enum
 
@@ -6,31 +6,30 @@ from evergrad_coordinator.rules.group import Group
 
 
 class GroupPhase(Enum):
-    """Exactly one holds. ``events`` has the table of what happens in which."""
+    """The phase of a group. The docstring of ``events`` has a table of the effects in each phase."""
 
     ADOPTING = "adopting"
-    """A group may be running that this coordinator has not seen: its nodes have a lease's time to
-    report it."""
+    """A group may be running that this coordinator has not seen; its nodes have one lease to report it."""
     RENDEZVOUS = "rendezvous"
-    """No group runs; the nodes expected at the start are waited for."""
+    """No group is running; the coordinator waits for the nodes that are expected at the start."""
     DRAINING = "draining"
-    """A plan was announced; the group that runs goes on to its next step boundary."""
+    """A plan was announced; the running group continues to its next step boundary."""
     PREPARING = "preparing"
-    """A plan was announced, and nobody is to train: its members get out of whatever they were in."""
+    """A plan was announced and no node trains; the members leave their earlier groups."""
     STARTING = "starting"
-    """All were ready and told to go; not all are up."""
+    """All members were ready and have received ``go``; not all are up."""
     RUNNING = "running"
     """All members are up."""
     BROKEN = "broken"
-    """The newest group cannot go on, and no plan has been made yet."""
+    """The newest group cannot continue, and no plan has been made yet."""
     WAITING = "waiting"
-    """No group, and no plan: nodes are missing, or a lease or a save is waited for."""
+    """There is no group and no plan, because nodes are missing, or a lease or a save has not ended."""
     OVER = "over"
-    """The run has ended for all."""
+    """The run has ended for all nodes."""
 
 
 def find_phase(group: Group) -> GroupPhase:
-    """The phase of what ``group`` knows now."""
+    """Return the current phase of ``group``."""
     world, proposal, rendezvous = group.world, group.proposal, group.rendezvous
     if group.finished:
         return GroupPhase.OVER

@@ -1,4 +1,4 @@
-"""Who is in the next group, at which ranks, and which leaving node saves. Pure functions."""
+"""Chooses the members of the next group, their ranks, and the leaving node that saves. Pure functions."""
 
 from collections.abc import Collection, Iterable, Sequence
 
@@ -23,34 +23,36 @@ def choose_members(
     proposal: Proposal | None,
     max_nodes: int,
 ) -> tuple[Node, ...]:
-    """Members of the running world first, then those already planned, then spares; sorted by index.
+    """Choose at most ``max_nodes`` members, sorted by index.
 
-    Once members have ended well (fresh workers), the group only shrinks to those that have not. If none of
-    these is left, one other node takes over the work of those that were lost.
+    Members of the running group have priority, then members of the pending plan, then spares.
+
+    If some members have finished with exit code 0 (fresh workers), the next group contains only members that
+    have not finished. If none of them is connected but their work is not done, one other node takes it over.
     """
     candidates = [node for node in nodes if node.is_candidate]
     in_world = world.places.keys() if world else frozenset[Key]()
     planned = frozenset(proposal.members) if proposal else frozenset[Key]()
-    # A newcomer beside members that are at their end would train what is done already.
+    # A new node in a group whose members are finishing would repeat work that is already done.
     if world and world.done:
         remaining = [node for node in candidates if node.key in in_world]
         is_work_lost = not world.places.keys() <= world.done
         candidates = remaining or candidates[: int(is_work_lost)]
 
-    # A node that trains goes on, and a plan that is made anew names the same nodes: neither a spare nor a
-    # newcomer with a lower index takes a place away.
+    # A training node continues, and a repeated plan has the same members. Neither a spare nor a new node with
+    # a lower index takes their place.
     def priority(node: Node) -> tuple[int, tuple[int, int, str]]:
         return (0 if node.key in in_world else 1 if node.key in planned else 2), node_order(
             node.name
         )
 
     chosen = sorted(candidates, key=priority)[:max_nodes]
-    # By index, not by arrival: the same nodes get the same ranks again.
+    # Sort by index, not by arrival, so that the same nodes get the same ranks again.
     return tuple(sorted(chosen, key=lambda node: node_order(node.name)))
 
 
 def takes_part(node: Node, proposal: Proposal) -> bool:
-    """Whether a member can begin with the plan: its workers are ready for just this generation."""
+    """Return whether a member can start with the plan: its workers are ready for exactly this generation."""
     return (
         node.is_candidate
         and node.ready is not None
@@ -59,9 +61,9 @@ def takes_part(node: Node, proposal: Proposal) -> bool:
 
 
 def find_lost(world: GroupWorld, connected: Iterable[Node]) -> set[Key]:
-    """Members that are gone although nobody knows that their workers are.
+    """Return the members that are disconnected and whose workers are not known to have left the group.
 
-    One that had ended well is not missed.
+    Members that have finished with exit code 0 are not lost.
     """
     return world.places.keys() - {node.key for node in connected} - world.out - world.done
 
@@ -69,7 +71,7 @@ def find_lost(world: GroupWorld, connected: Iterable[Node]) -> set[Key]:
 def find_break(
     world: GroupWorld, connected: Collection[Node], *, now: float
 ) -> Break | None:
-    """How a generation ended, for the budget of failures; None if it did not break."""
+    """Return how a generation ended, for the failure budget, or None if it did not break."""
     lost = world.lost | find_lost(world, connected)
     if not lost and not world.is_broken:
         return None
@@ -78,8 +80,8 @@ def find_break(
 
 
 def must_be_hard(world: GroupWorld | None, connected: Collection[Node]) -> bool:
-    """Whether the running group cannot reach a step boundary any more."""
-    # With no worker in it there is nobody to stop in whichever way.
+    """Return whether the running group can no longer reach a step boundary."""
+    # If no worker is in the group, there is nothing to stop, neither hard nor soft.
     if (
         world is None
         or world.is_over
@@ -90,7 +92,7 @@ def must_be_hard(world: GroupWorld | None, connected: Collection[Node]) -> bool:
 
 
 def is_intact(world: GroupWorld, members: Sequence[Node]) -> bool:
-    """Whether ``members`` are exactly those that run, with as many workers each."""
+    """Return whether ``members`` are exactly the running members, with the same numbers of workers."""
     wanted = {node.key: node.workers for node in members}
     return wanted == {
         key: place.workers for key, place in world.places.items() if key not in world.done
@@ -98,7 +100,7 @@ def is_intact(world: GroupWorld, members: Sequence[Node]) -> bool:
 
 
 def holds_its_place(world: GroupWorld, node: Node) -> bool:
-    """Whether a member that has come back still has the ranks it was given."""
+    """Return whether a member that has reconnected still has its assigned ranks."""
     had = node.had
     return (
         had is not None
@@ -108,13 +110,16 @@ def holds_its_place(world: GroupWorld, node: Node) -> bool:
 
 
 def is_growth(world: GroupWorld, members: Sequence[Node]) -> bool:
-    """Whether every running worker stays and only some are added."""
+    """Return whether every running worker stays and workers are only added."""
     wanted = {node.key: node.workers for node in members}
     return all(wanted.get(key, 0) >= place.workers for key, place in world.places.items())
 
 
 def assign_places(members: Sequence[Node]) -> dict[Key, RankPlacement]:
-    """Give out consecutive ranks, in the order of ``members``."""
+    """Assign consecutive ranks in the order of ``members``.
+
+    For example, two members with 4 and 2 workers get the ranks 0 to 3 and 4 to 5.
+    """
     places, first = {}, 0
     for node in members:
         workers = node.ready.workers if node.ready else node.workers
@@ -126,8 +131,8 @@ def assign_places(members: Sequence[Node]) -> dict[Key, RankPlacement]:
 def build_go(
     generation: int, members: Sequence[Node], places: dict[Key, RankPlacement]
 ) -> list[tuple[Node, Go]]:
-    """Build the messages that start a group; the store is that of its first node."""
-    # Each node has opened a store before its ``ready``: the first one's is there before anybody connects.
+    """Build the messages that start a group. All members use the store of the first node."""
+    # Each node opens a store before its ``ready``, so the first node's store exists before workers connect.
     first = members[0]
     if first.ready is None:
         raise ValueError(f"node {first.name}: no store before it is ready")
@@ -153,8 +158,10 @@ def build_go(
 def find_running(
     nodes: Iterable[Node], *, generation: int
 ) -> dict[Key, RankPlacement] | None:
-    """The places of ``generation`` as its nodes report them; None unless they cover every rank
-    exactly once."""
+    """Return the places of ``generation`` as its nodes report them.
+
+    Returns None unless the places cover every rank exactly once.
+    """
     members = [
         node for node in nodes if node.had is not None and node.had.generation == generation
     ]
@@ -165,7 +172,7 @@ def find_running(
     }
     sizes = {node.had.world_size for node in members if node.had}
 
-    # A gap is a member that is not here, an overlap two processes that claim one place.
+    # A gap means that a member is not connected. An overlap means that two processes claim the same rank.
     first = 0
     for place in sorted(places.values(), key=lambda one: one.first_rank):
         if place.first_rank != first or place.workers < 1:
@@ -177,8 +184,8 @@ def find_running(
 def find_newest_running(
     nodes: Collection[Node],
 ) -> tuple[int, dict[Key, RankPlacement]] | None:
-    """The newest generation whose members are all here, and their places; None if there is none."""
-    # Downwards: of two that are whole the older one has lost its lease, as ``adoption`` explains.
+    """Return the newest generation whose members are all connected, and its places; None if there is none."""
+    # Start with the newest: of two complete groups, the older one has lost its lease (see ``adoption``).
     for generation in sorted(
         {node.had.generation for node in nodes if node.had is not None}, reverse=True
     ):
@@ -188,10 +195,10 @@ def find_newest_running(
 
 
 def may_run_unseen(settings: GroupSettings, generation: int) -> bool:
-    """Whether a coordinator that starts, knowing ``generation``, may have a group of its run somewhere.
+    """Return whether a group of the run may be running when a coordinator starts with ``generation``.
 
-    A later epoch follows another coordinator, whose journal may be lost with its pod. That nothing runs was
-    true when this epoch began, and no more once it has numbers of its own.
+    An epoch above 0 may follow another coordinator, whose journal may be lost with its pod. The setting
+    ``nothing_runs`` describes the start of this epoch. It no longer applies if the epoch has issued numbers.
     """
     has_own = settings.epoch > 0 and generation >> 32 == settings.epoch
     return (generation > 0 or settings.epoch > 0) and (has_own or not settings.nothing_runs)
@@ -200,13 +207,16 @@ def may_run_unseen(settings: GroupSettings, generation: int) -> bool:
 def choose_saver(
     leavers: Sequence[Node], *, staying: Sequence[Node], saved_step: int
 ) -> Node | None:
-    """The leaving node that saves: the newest state, lowest index among equals, if nobody in ``staying`` goes
-    on with a state."""
-    # A state that goes on needs no save: each one costs a leaver its grace period.
+    """Return the leaving node that saves, or None if no save is needed.
+
+    This is the leaving node with the newest state; if several have it, the node with the lowest index. No
+    save is needed if a node in ``staying`` holds a state or the newest state is already saved.
+    """
+    # If a staying node holds a state, no save is needed. A save would use up a leaving node's grace period.
     if any(node.step is not None and node.step >= 0 for node in staying):
         return None
 
-    # A state that is not newer than what was saved is in no danger.
+    # A state that is not newer than the saved state is already safe.
     newest = max((node.step for node in leavers if node.step is not None), default=-1)
     if newest < 0 or newest <= saved_step:
         return None
@@ -217,9 +227,11 @@ def choose_saver(
 
 
 def choose_patience(proposal: Proposal, settings: GroupSettings) -> float:
-    """How long the running group may go on for a save in flight: a newcomer can wait; a node that leaves, or
-    was lost, cannot."""
-    # At most half of the limit: the rest is for the step boundary that comes after the save.
+    """Return for how many seconds the running group may continue so that a save in progress can end.
+
+    It is above 0 only if nodes join. If a node leaves or is lost, the change cannot wait.
+    """
+    # Use at most half of the limit. The rest is for reaching the step boundary after the save.
     if proposal.hard or proposal.cause != "node_joined":
         return 0.0
     return min(settings.save_patience_seconds, settings.soft_limit_seconds / 2)
@@ -228,9 +240,13 @@ def choose_patience(proposal: Proposal, settings: GroupSettings) -> float:
 def describe_change(
     world: GroupWorld | None, members: Sequence[Node], nodes: Iterable[Node]
 ) -> tuple[ChangeCause, str]:
-    """Cause and reason (for people) of a plan that makes ``members`` out of ``world``."""
+    """Return the cause and the readable reason of a plan that replaces ``world`` by ``members``.
+
+    For example, ``("node_lost", "node 3 lost")``.
+    """
     nodes = list(nodes)
-    # The first that applies explains those below: a loss a break, and a break a change of capacity.
+    # The first cause that applies explains the later ones. For example, a loss causes a break, and a break
+    # causes a change of capacity.
     if world is None or world.is_over:
         return "node_joined", f"{len(members)} nodes are here"
     if lost := find_lost(world, nodes):
@@ -247,7 +263,7 @@ def describe_change(
 
 
 def _name(keys: Iterable[Key]) -> str:
-    # Eight at most: the text goes to every node, into the log and into an Event.
+    # List at most eight names, because the text is sent to every node, the log and an Event.
     names = sorted((name for name, _ in keys), key=node_order)
     shown = ", ".join(names[:8]) + (" …" if len(names) > 8 else "")
     return f"node{'s' if len(names) > 1 else ''} {shown}"

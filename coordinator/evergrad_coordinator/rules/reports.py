@@ -1,4 +1,4 @@
-"""Takes the messages of a joined node: each changes what is known of the group. Pure functions."""
+"""Handles the messages of a joined node, and updates the state of the group. Pure functions."""
 
 from collections.abc import Iterable
 
@@ -28,9 +28,9 @@ from evergrad_coordinator.rules.state import MOST_SETS, GroupWorld, Node
 
 
 def handle_report(group: Group, node: Node, message: Message, now: float) -> None:
-    """Note what ``node`` reports; a report of another generation than the newest group's is ignored."""
-    # A report of a group that may be adopted in a moment is kept until then: ignored now, it would be lost,
-    # since a node repeats it only on its next connection. A final failure ends the run in any case.
+    """Handle a report of ``node``. A report about another generation than the newest group's is ignored."""
+    # If the group may still be adopted, keep its reports until the decision. A node repeats a report only on
+    # its next connection, so an ignored report would be lost. A final failure ends the run in any case.
     if (
         find_phase(group) is GroupPhase.ADOPTING
         and node.had is not None
@@ -38,7 +38,7 @@ def handle_report(group: Group, node: Node, message: Message, now: float) -> Non
         and node.had.generation == message.generation
         and not (isinstance(message, Broken) and message.is_final)
     ):
-        # The newest of each kind is enough, and bounds what is kept for a node.
+        # Keep only the newest report of each kind, which also bounds the memory for a node.
         node.early.pop(type(message), None)
         node.early[type(message)] = message
         return
@@ -46,7 +46,7 @@ def handle_report(group: Group, node: Node, message: Message, now: float) -> Non
     match message:
         case Capacity():
             node.workers = message.workers
-            # The wait of a start begins with the first node that could train, not with one that shows itself.
+            # The wait of a start begins with the first node that could train, not with the first connection.
             if (
                 group.rendezvous
                 and group.rendezvous.first_seen is None
@@ -64,7 +64,7 @@ def handle_report(group: Group, node: Node, message: Message, now: float) -> Non
             node.is_leaving = True
             if group.world and node.key in group.world.places:
                 group.world.out.add(node.key)
-            # Noted before the node is dropped, since that forgets which node was to save.
+            # Record the save before the node is dropped, because the drop clears the saver.
             if message.is_saved and group.departures.saver == node.key:
                 group.departures.note_saved(node)
                 training, step = group.training, group.departures.saved_step
@@ -77,13 +77,13 @@ def handle_report(group: Group, node: Node, message: Message, now: float) -> Non
         case Result():
             _on_result(group, node, message, now)
         case Up() | Restoring() | Boundary() | Done() | Finished() | Progress():
-            # An older group, or one that the node is not a member of, says nothing about the newest one.
+            # Ignore reports about an older group, or about a group of which the node is not a member.
             if world := _find_world(group, node, message.generation):
                 _note_course(group, world, node, message, now)
 
 
 def _find_world(group: Group, node: Node, generation: int) -> GroupWorld | None:
-    """The newest group, if ``generation`` is its number and the node is a member."""
+    """Return the newest group if ``generation`` is its number and the node is a member, otherwise None."""
     world = group.world
     return (
         world
@@ -93,11 +93,11 @@ def _find_world(group: Group, node: Node, generation: int) -> GroupWorld | None:
 
 
 def _on_ready(group: Group, node: Node, message: Ready, now: float) -> None:
-    # This coordinator has not given out a higher number: such an answer belongs to another one's plan.
+    # This coordinator has not issued a higher number, so the answer belongs to the plan of another one.
     if message.generation > group.generation:
         return
 
-    # Whichever plan it answers, the node's workers are out of every older group.
+    # The answer to any plan proves that the node's workers have left every older group.
     node.step = message.step
     world, proposal = group.world, group.proposal
     if node.group < message.generation:
@@ -109,11 +109,11 @@ def _on_ready(group: Group, node: Node, message: Ready, now: float) -> None:
         and node.key not in world.out
     ):
         world.out.add(node.key)
-        # A step needs every rank: with the first member that is out the others stand still as well.
+        # A step needs every rank, so training stops when the first member has left the group.
         if proposal and not world.is_over:
             group.accounting.begin(proposal.cause, at=now)
 
-    # It cannot take part by an answer to a plan that was replaced; a leaver that is out may go all the same.
+    # The answer to a replaced plan does not make the node ready. But a leaving node that is out may go.
     if proposal is None or message.generation != proposal.generation:
         if node.is_leaving:
             group.change(now)
@@ -127,42 +127,42 @@ def _on_ready(group: Group, node: Node, message: Ready, now: float) -> None:
 def _note_course(
     group: Group, world: GroupWorld, node: Node, message: Message, now: float
 ) -> None:
-    """Note how the newest group gets on, as one of its members reports it."""
+    """Record the progress of the newest group from a report of one of its members."""
     training = group.training
     match message:
         case Up() if not world.is_over:
-            # A node repeats it on each new connection, when training is long past that step. Only the first
-            # one may go back, to the checkpoint that the group has loaded.
+            # A node repeats ``up`` on each new connection, when training may be far beyond that step. Only
+            # the first ``up`` may lower the step, to the checkpoint that the group has loaded.
             is_again = node.key in world.up
             training.step = max(training.step, message.step) if is_again else message.step
             world.up.add(node.key)
             node.step = max(message.step, node.step if node.step is not None else -1)
-            # The group has this step from before it began.
+            # The step was finished before the group started, so it is not progress.
             group.budget.progress.note_step(message.step, is_whole=False)
-            # An outage lasts until the last member is up: nobody can finish a step before.
+            # An outage lasts until the last member is up, because no step can finish before.
             if not world.is_up and len(world.up) == len(world.places):
                 world.up_at, world.up_step = now, message.step
                 group.accounting.end(now=now)
                 group.log("up", step=message.step)
                 group.change(now)
         case Restoring():
-            # Only growth counts: a worker that repeats its number is as silent as one that hangs.
+            # Only growth counts: a worker that repeats its number may hang.
             if not world.is_up and message.num_bytes > world.moved.get(node.key, 0):
                 world.moved[node.key] = message.num_bytes
                 world.moved_at = now
         case Boundary():
-            # Joins that wait for a checkpoint may happen now: fresh workers lose no step right after one.
+            # Waiting joins may happen now: directly after a checkpoint, fresh workers lose no step.
             training.checkpoint_step = max(training.checkpoint_step, message.step)
             group.budget.observe(training, is_whole=group.is_whole)
             group.joins.has_boundary = True
             group.change(now)
         case Finished() if group.settings.recovery == "fresh":
-            # A rank of another node is that node's to report.
+            # Accept only the node's own ranks.
             place = world.places[node.key]
             if place.first_rank <= message.rank < place.first_rank + place.workers:
                 _note_finished(group, world, [message.rank])
         case Done() if group.settings.recovery == "fresh":
-            # It has nothing left to do, and nobody waits for it: the others go on without it.
+            # The node has no work left. The other members continue without it.
             world.done.add(node.key)
             world.out.add(node.key)
             node.is_done, node.group = True, 0
@@ -174,7 +174,7 @@ def _note_course(
             else:
                 group.change(now)
         case Progress():
-            # A value that is not given stays as it was: reports come from different places in a step.
+            # Keep the old value if a report has none, because reports are sent at different points of a step.
             training.step, training.updated_at = message.step, now
             for name in (
                 "total_steps", "loss", "tokens_per_second", "eta_seconds", "checkpoint_step",
@@ -186,8 +186,8 @@ def _note_course(
                 training.failed_saves = message.failed_saves
                 training.save_trouble = message.save_trouble
                 training.save_message = message.save_message
-            # Only shown, never decided upon. Rank 0 may be on another node by now, which has not seen every
-            # evaluation.
+            # These numbers are only displayed; no decision depends on them. Keep evaluations that are missing
+            # in the report: rank 0 may be on another node now, which has not seen every evaluation.
             training.values = message.values
             for name, one in message.evaluations.items():
                 if name in training.evaluations or len(training.evaluations) < MOST_SETS:
@@ -198,7 +198,10 @@ def _note_course(
 
 
 def _note_finished(group: Group, world: GroupWorld, ranks: Iterable[int]) -> None:
-    """Note ranks whose workers have ended with 0, and tell the nodes of the others when it is the first."""
+    """Record ranks whose workers have ended with 0.
+
+    If they are the first, send ``finishing`` to the members whose workers have not all ended.
+    """
     is_first = not world.finished
     world.finished.update(ranks)
     if not is_first or len(world.finished) == world.size:
@@ -210,7 +213,8 @@ def _note_finished(group: Group, world: GroupWorld, ranks: Iterable[int]) -> Non
 
 
 def _on_broken(group: Group, node: Node, message: Broken, now: float) -> None:
-    # A final failure is not kept until the group is adopted; its node shows by its place that it was in it.
+    # A final failure is not kept until the adoption. The place in the node's hello shows that the node was a
+    # member of this generation.
     is_early = (
         find_phase(group) is GroupPhase.ADOPTING
         and node.had is not None
@@ -228,7 +232,7 @@ def _on_broken(group: Group, node: Node, message: Broken, now: float) -> None:
         step=message.step,
     )
 
-    # Noted before the run ends for it, so that /status names the failure.
+    # Record the failure before it ends the run, so that /status names it.
     failure = GenerationFailure(node.name, now - message.time_since, message)
     break_world(group, failure, now=now)
     if message.is_final:
@@ -247,8 +251,8 @@ def _on_broken(group: Group, node: Node, message: Broken, now: float) -> None:
 
 def _on_result(group: Group, node: Node, message: Result, now: float) -> None:
     world = _find_world(group, node, message.generation)
-    # The newest number decides, not the place that the node names: fresh workers may have ended with the run
-    # while no coordinator was there, and their node has no place any more.
+    # Compare with the newest number, not with the place in the node's hello: fresh workers may have completed
+    # the run while no coordinator was running, and their node then has no place any more.
     is_adoptable = (
         find_phase(group) is GroupPhase.ADOPTING
         and message.generation == group.newest_known
@@ -256,7 +260,7 @@ def _on_result(group: Group, node: Node, message: Result, now: float) -> None:
     if world is None and not is_adoptable:
         return
 
-    # Workers that a lost lease has ended report a stop, too, although nobody has asked the run to stop.
+    # Workers that stop because of a lost lease also report a stop, although no stop was requested.
     is_stop = message.exit_code in (ExitCode.STOPPED_SAVED, ExitCode.STOPPED_UNSAVED)
     if (
         world
@@ -270,6 +274,6 @@ def _on_result(group: Group, node: Node, message: Result, now: float) -> None:
         group.change(now)
         return
     group.training.step = max(group.training.step, message.step)
-    # A number that is no exit code cannot become the run's.
+    # Ignore a number that is not a valid exit code.
     if 0 <= message.exit_code <= 255:
         finish(group, message.exit_code, message.reason[:100] or "complete")

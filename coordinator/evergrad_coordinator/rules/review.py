@@ -1,8 +1,7 @@
-"""Compares the group that should be with the group that is, and plans another one where they differ. Pure
-functions.
+"""Compares the desired group with the current group, and plans a new group if they differ. Pure functions.
 
-Level, not edge: an event only notes what is known now and asks for a review. ``planning`` chooses the
-members.
+The review is level-triggered: an event only updates the known state and requests a review. ``planning``
+chooses the members.
 """
 
 from evergrad_coordinator.rules import adoption, planning
@@ -18,34 +17,37 @@ from evergrad_coordinator.rules.rendezvous import JoinHold
 from evergrad_coordinator.rules.state import Node, Persist, Proposal
 
 _FREE_PLANS = 5
-"""Plans in a row that may be fruitless before the next one is delayed."""
+"""Number of consecutive plans without a trained step, after which the next plan is delayed."""
 _LONGEST_DELAY_SECONDS = 2.0
-"""Enough to keep a storm of failures from using up the cluster, and little beside any start of a group."""
+"""Maximum delay of a plan, in seconds.
+
+It limits the load of repeated failures, and is short compared with the start of a group.
+"""
 
 
 def review(group: Group, now: float) -> None:
-    """Plan another group if the one that runs, or is planned, is not the one that should be."""
+    """Plan a new group if the running or planned group differs from the desired group."""
     group.review_at = None
     if finish_if_exhausted(group):
         return
 
-    # A group that may run unseen comes first: a plan against it would stop workers that are well.
+    # First try to adopt a group that may be running unseen: a new plan would stop its healthy workers.
     if find_phase(group) is GroupPhase.ADOPTING:
         adoption.try_to_adopt(group, now)
 
-    # Then the wait for the nodes of a start: each one that came after a plan would cost another plan.
+    # Then wait for the expected nodes: each node that connects after a plan would cause another plan.
     if rendezvous := group.rendezvous:
         until = rendezvous.ends_at(group.nodes.values(), group.settings)
         if until > now:
             if until < float("inf"):
                 group.ask_review(until)
-            # While a group may run unseen, a leaver may be a member of it, and is not let go.
+            # While a group may be running unseen, a leaving node may be its member and must not go.
             if rendezvous.adopts_until is None:
                 release_leavers(group, now, staying=[])
             return
         adoption.give_up(group, rendezvous, now)
 
-    # Level, not edge: whatever happened, only the difference of what should be from what is counts.
+    # Compare the desired members with the current state; the event that led here does not matter.
     nodes, world = group.nodes.values(), group.world
     members = planning.choose_members(
         nodes, world=world, proposal=group.proposal, max_nodes=group.settings.max_nodes
@@ -53,8 +55,8 @@ def review(group: Group, now: float) -> None:
     if _is_settled(group, members, now):
         return
 
-    # Too few, and nobody is in a group or holds a state that only a plan could ask for: there is nothing to
-    # plan.
+    # If there are too few nodes, none is in a group, and none may hold a state that only a plan can request,
+    # there is nothing to plan.
     is_enough = len(members) >= group.num_needed
     if (
         not group.proposal
@@ -66,7 +68,8 @@ def review(group: Group, now: float) -> None:
         release_leavers(group, now, staying=[])
         return
 
-    # The last border before workers are stopped: none of an older group may train beside the new one.
+    # This is the last check before workers are stopped: no worker of an older group may train concurrently
+    # with the new group.
     if is_enough and (until := _wait_until(group, members, now)) > now:
         if until < float("inf"):
             group.ask_review(until)
@@ -75,12 +78,12 @@ def review(group: Group, now: float) -> None:
 
 
 def _is_settled(group: Group, members: tuple[Node, ...], now: float) -> bool:
-    """Whether the group is, or is about to become, what it should be."""
+    """Return whether the running or planned group is already the desired group, or may stay for now."""
     world, proposal = group.world, group.proposal
-    # Workers in a generation above ours: its number must be passed before anything else.
+    # If workers are in a generation above ours, a plan with a higher number is needed first.
     if any(node.group > group.generation for node in group.nodes.values()):
         return False
-    # A plan stands as long as it names the right members, and gives its group the time it still has use for.
+    # A plan stays valid while it has the right members, unless it is soft and must be hard now.
     if proposal:
         is_same = tuple(node.key for node in members) == proposal.members
         return is_same and (
@@ -98,14 +101,14 @@ def _is_settled(group: Group, members: tuple[Node, ...], now: float) -> bool:
         release_leavers(group, now, staying=None)
         return True
 
-    # Only new members can wait. A group that is coming up is not disturbed: its ``up`` asks for a review.
+    # Only new members can wait. Do not disturb a group that is starting: its ``up`` requests a review.
     if not planning.is_growth(world, members):
         return False
     if not world.is_up:
         return True
 
-    # With fresh workers each join costs the steps since the checkpoint. A group that is still short of nodes
-    # takes them all the same.
+    # With fresh workers, each join repeats the steps since the checkpoint. If the group still has fewer nodes
+    # than expected, nodes join without a wait.
     settings = group.settings
     if (
         not settings.hold_joins
@@ -120,8 +123,10 @@ def _is_settled(group: Group, members: tuple[Node, ...], now: float) -> bool:
 
 
 def _must_be_asked(group: Group, node: Node) -> bool:
-    """Whether a plan must wait for a node's ``ready``: its workers are in a group, or it leaves and may hold
-    the newest state."""
+    """Return whether a plan must wait for a node's ``ready``.
+
+    It must if the node's workers are in a group, or if the node is leaving and may hold the newest state.
+    """
     may_hold = (
         group.settings.recovery == "in-process"
         and group.generation > 0
@@ -132,21 +137,21 @@ def _must_be_asked(group: Group, node: Node) -> bool:
 
 
 def _wait_until(group: Group, members: tuple[Node, ...], now: float) -> float:
-    """When a plan of ``members`` may be made at the earliest; infinity for what an event ends."""
+    """Return the earliest time for a plan of ``members``; infinity if only an event can end the wait."""
     world, settings = group.world, group.settings
     group.fence_until = 0.0
 
-    # No member of the old group can vouch for its end. Its workers stop by themselves a lease after their
-    # last contact, and until then they may train and write.
+    # If no planned member was in the old group, no node can confirm its end. Its workers stop by themselves
+    # one lease after their last contact. Until then they may train and write.
     if world and not any(node.key in world.places for node in members):
         lost = planning.find_lost(world, group.nodes.values())
         contacts = [world.last_contact.get(key, now) for key in lost]
         group.fence_until = max(contacts, default=float("-inf")) + group.lease_end
-    # The state that the members need is still being saved; the end of the saver asks for a review.
+    # The members need the state that a leaving node is saving; the end of this node requests a review.
     if group.departures.is_awaited(members):
         return float("inf")
 
-    # Groups that break at once, one after the other, are planned ever more slowly.
+    # If groups repeatedly break without training, the delay doubles with each plan.
     delay = 0.0
     if (excess := group.num_fruitless_plans - _FREE_PLANS) > 0:
         delay = min(
@@ -156,10 +161,10 @@ def _wait_until(group: Group, members: tuple[Node, ...], now: float) -> float:
 
 
 def _plan(group: Group, members: tuple[Node, ...], now: float) -> None:
-    """Announce a group of ``members`` under a new number, and begin it at once if all are ready."""
+    """Announce a group of ``members`` with a new number, and start it immediately if all are ready."""
     world, nodes = group.world, group.nodes.values()
     cause, reason = planning.describe_change(world, members, nodes)
-    # Plans that lead nowhere are made ever more slowly (``_wait_until``); one that trained ends such a row.
+    # Count consecutive plans without training, which ``_wait_until`` delays. A group that trained resets it.
     has_trained = (
         world is not None
         and world.up_at is not None
@@ -168,18 +173,18 @@ def _plan(group: Group, members: tuple[Node, ...], now: float) -> None:
     group.num_fruitless_plans = 0 if has_trained else group.num_fruitless_plans + 1
     group.planned_at = now
 
-    # The number is durable before it is sent to anybody, and above every number that any coordinator of the
-    # run has given out: two groups under one number could both be allowed to write.
+    # The number must be durable before any node receives it, and above every number that any coordinator of
+    # the run has issued. Otherwise two groups with one number could both be permitted to write.
     group.generation = max(group.newest_known, group.settings.epoch << 32) + 1
     group.effects.append(Persist(group.stored_generation, group.generation))
     group.stored_generation = group.generation
 
-    # The group waits for its members, and for nodes that may still train or hold the newest state.
+    # The plan waits for its members, and for nodes that may still train or hold the newest state.
     keys = tuple(node.key for node in members)
     waits_for = set(keys) | {node.key for node in nodes if _must_be_asked(group, node)}
     is_hard = planning.must_be_hard(world, nodes)
-    # A group of which too few stay saves while it is whole: one node alone would write for all within its
-    # grace period.
+    # If too few members stay, all ranks save together before the group ends. Otherwise a single leaving node
+    # would have to write the whole state within its grace period.
     is_short = len(members) < group.num_needed
     saves = not is_hard and is_short and any(node.is_leaving for node in nodes)
     proposal = Proposal(
@@ -190,11 +195,11 @@ def _plan(group: Group, members: tuple[Node, ...], now: float) -> None:
         "plan", hard=is_hard, members=len(keys), cause=cause, reason=reason, saves=saves
     )
 
-    # Counted before the answers: a worker that holds the only state must be waited for, not replaced.
+    # Count the holders before the answers arrive: a worker with the only state must not be replaced.
     group.num_holders = sum(node.step is not None and node.step >= 0 for node in nodes)
     for node in nodes:
         node.ready = None
         announce(group, node, proposal)
 
-    # With nobody to wait for no ``ready`` will come that could settle it.
+    # If the plan waits for no node, no ``ready`` will arrive, so settle it here.
     settle(group, now)

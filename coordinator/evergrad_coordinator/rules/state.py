@@ -1,4 +1,4 @@
-"""The values a group is made of: settings, connected nodes, the running world, a proposal, and effects."""
+"""The values of a group's state: settings, connected nodes, the running group, a pending plan and effects."""
 
 from dataclasses import dataclass, field
 
@@ -15,15 +15,15 @@ from evergrad_coordinator.protocol import (
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """Bounds and times of one run. Times in seconds."""
+    """Bounds and times of one run. Times are in seconds."""
 
     run: str
     min_nodes: int
     max_nodes: int
     expect: int
-    """Nodes that are waited for at the start, for ``start_wait_seconds``."""
+    """Number of nodes that the start waits for, at most ``start_wait_seconds``."""
     token: str
-    """Shown by every node that joins."""
+    """Token that every joining node must present."""
     recovery: Recovery = "in-process"
     start_wait_seconds: float = 30.0
     debounce_seconds: float = 0.03
@@ -32,26 +32,32 @@ class GroupSettings:
     ready_limit_seconds: float = 35.0
     soft_limit_seconds: float = float(SOFT_LIMIT_SECONDS)
     up_limit_seconds: float = 600.0
-    """With all that a member does before it is up: it may restore a large state, or get it from
-    another node."""
+    """Time limit of a start.
+
+    It includes everything that a member does before it is up, such as reading a large state or receiving it
+    from another node.
+    """
     save_patience_seconds: float = 60.0
-    """Below ``soft_limit_seconds``: the step boundary comes after the save."""
+    """Maximum time for which a join waits for a running save.
+
+    It must be below ``soft_limit_seconds``, because the step boundary comes after the save.
+    """
     hold_joins: bool = False
     longest_hold_seconds: float = 600.0
     max_failures_without_progress: int = 3
     epoch: int = 0
     exit_when_empty: bool = False
     nothing_runs: bool = False
-    """No group of the run is left from before, as the coordinator was told: nobody has to be waited for."""
+    """Whether no earlier group of the run can be running, so that the coordinator need not wait for one."""
     max_members: int = 4096
 
 
-# ---- effects: what the edge does, in this order ------------------------------------------------------------
+# ---- effects: the edge carries them out in their order -----------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Send:
-    """A message to one connection."""
+    """Sends a message to one connection."""
 
     peer: int
     message: Message
@@ -59,7 +65,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Close:
-    """The connection ends once what was sent before has left."""
+    """Closes a connection after all earlier messages have been written to it."""
 
     peer: int
     why: str
@@ -67,7 +73,7 @@ class Close:
 
 @dataclass(frozen=True)
 class Persist:
-    """``generation`` is durable before any later effect happens."""
+    """Makes ``generation`` durable before any later effect is carried out."""
 
     expected: int
     generation: int
@@ -75,7 +81,7 @@ class Persist:
 
 @dataclass(frozen=True)
 class Log:
-    """One line of the log."""
+    """Writes one line of the log."""
 
     event: str
     fields: dict[str, object]
@@ -83,7 +89,7 @@ class Log:
 
 @dataclass(frozen=True)
 class Finish:
-    """The run is over for everybody."""
+    """Ends the run for all nodes with ``exit_code``."""
 
     exit_code: int
 
@@ -94,7 +100,7 @@ Effect = Send | Close | Persist | Log | Finish
 # ---- nodes and groups --------------------------------------------------------------------------------------
 
 Key = tuple[str, str]
-"""A node and its incarnation: the same pod index started anew is somebody else."""
+"""Node name and incarnation. If the pod of an index is started again, it is a different key."""
 
 
 @dataclass
@@ -110,17 +116,17 @@ class Node:
     fingerprint: dict[str, str] = field(default_factory=dict)
     had: Placement | None = None
     beat_at: float = float("-inf")
-    """Time of the newest beat of the process beside the node's own."""
+    """Time of the newest beat of the node's helper process."""
     group: int = 0
     """Generation that this node's workers are in; 0 for none."""
     ready: Ready | None = None
     step: int | None = None
-    """Newest finished step in this node's memory, -1 for none; None before it has reported one."""
+    """Newest finished step in this node's memory; -1 if there is none, None if the node has not reported."""
     is_leaving: bool = False
     released_at: float | None = None
     is_done: bool = False
     early: dict[type[Message], Message] = field(default_factory=dict)
-    """Newest report of each kind about its group from before that was known here."""
+    """Newest report of each kind that arrived before the node's group was adopted."""
 
     @property
     def key(self) -> Key:
@@ -129,7 +135,7 @@ class Node:
 
     @property
     def is_candidate(self) -> bool:
-        """Whether it may be a member of the next group."""
+        """Whether the node may be a member of the next group."""
         return self.workers > 0 and not self.is_leaving and not self.is_done
 
 
@@ -143,54 +149,57 @@ class RankPlacement:
 
 @dataclass
 class GroupWorld:
-    """The newest group that was told to go (or was found running)."""
+    """The newest group that was started with ``go`` or was adopted."""
 
     generation: int
     places: dict[Key, RankPlacement]
     started_at: float
     up_at: float | None = None
     moved_at: float = float("-inf")
-    """When a member last reported that its state grew, while the group was not up."""
+    """Time at which a member last reported that its state grew before the group was up."""
     moved: dict[Key, int] = field(default_factory=dict)
-    """Bytes of state that members have read or received so far."""
+    """Bytes of state that each member has read or received so far."""
     up_step: int = -1
     is_broken: bool = False
     broken_by: str = ""
-    """The words of the first report that names more than a consequence."""
+    """Text of the first report that names a cause and not only a consequence."""
     break_cause: ChangeCause = "peer_lost"
-    """The cause that this report names."""
+    """Cause of this report."""
     is_over: bool = False
-    """Nobody's workers are in it any more."""
+    """Whether no worker is in the group any more."""
     up: set[Key] = field(default_factory=set)
     out: set[Key] = field(default_factory=set)
-    """Members whose workers are known to be gone from it."""
+    """Members whose workers are known to have left the group."""
     done: set[Key] = field(default_factory=set)
     finished: set[int] = field(default_factory=set)
     """Ranks whose workers have ended with 0."""
     lost: set[Key] = field(default_factory=set)
-    """Members that went away unasked, before or after their workers were out, except those that had ended
-    well."""
+    """Members that disconnected without a request to leave.
+
+    It does not matter whether their workers had left the group before. Members that had finished with exit
+    code 0 are not included.
+    """
     has_left: bool = False
-    """A member went away as it was asked to."""
+    """Whether a member has left on request."""
     last_contact: dict[Key, float] = field(default_factory=dict)
-    """Last contact of members that were lost, until they are back."""
+    """Time of the last contact of each lost member, until it reconnects."""
     unwatched: set[Key] = field(default_factory=set)
-    """Members that had no contact for so long that their workers may have ended by themselves."""
+    """Members that were out of contact for so long that their workers may have stopped by themselves."""
 
     @property
     def is_up(self) -> bool:
-        """Whether all of its members have reported that they are up."""
+        """Whether all members have reported that they are up."""
         return self.up_at is not None
 
     @property
     def size(self) -> int:
-        """Its number of ranks."""
+        """Number of ranks in the group."""
         return sum(place.workers for place in self.places.values())
 
 
 @dataclass
 class Proposal:
-    """A plan that was announced and has not gone yet."""
+    """A plan that was announced and has not started yet."""
 
     generation: int
     members: tuple[Key, ...]
@@ -200,13 +209,15 @@ class Proposal:
     made_at: float
     waits_for: set[Key]
     saves: bool = False
-    """Members of the running group save together before they leave it, since nobody goes on with
-    its state."""
+    """Whether the members of the running group save together before they leave it.
+
+    This is needed if no group continues with their state.
+    """
 
 
 @dataclass
 class TrainingState:
-    """Progress of the training itself, as nodes report it."""
+    """Progress of the training, as reported by the nodes."""
 
     step: int = -1
     total_steps: int | None = None
@@ -216,21 +227,25 @@ class TrainingState:
     checkpoint_step: int = -1
     updated_at: float | None = None
     failed_saves: int | None = None
-    """Saves that have failed in a row; None where no save has ended yet."""
+    """Number of consecutive failed saves; None if no save has ended yet."""
     save_trouble: str = ""
+    """Why the last save failed: one of causes.TROUBLES."""
     save_message: str = ""
-    """Why the last of them failed: one of causes.TROUBLES, and in words."""
+    """Error text of the last failed save."""
     values: dict[str, float] = field(default_factory=dict)
-    """Further numbers of the newest step that was reported."""
+    """Further numbers of the newest reported step."""
     evaluations: dict[str, EvaluationReport] = field(default_factory=dict)
-    """The newest results of each evaluation set, of MOST_SETS at most."""
+    """The newest results of each evaluation set, for at most MOST_SETS sets."""
 
 
 MOST_SETS = 16
-"""Evaluation sets whose results are kept; further ones are left out."""
+"""Maximum number of evaluation sets whose results are kept. Results of further sets are ignored."""
 
 
 def node_order(name: str) -> tuple[int, int, str]:
-    """Sorts pod indices as numbers, anything else after them."""
-    # Not every digit of Unicode is one for ``int``.
+    """Return the sort key of a node name: pod indices as numbers, other names after them.
+
+    For example, the names 2, 10 and a are sorted in this order.
+    """
+    # Check for ASCII, because ``int`` does not accept every Unicode digit.
     return (0, int(name), name) if name.isascii() and name.isdigit() else (1, 0, name)

@@ -1,6 +1,6 @@
-"""The run as others see it: one JSON object and the metrics of ``GET /metrics``.
+"""Builds the JSON object of ``GET /status`` and the metrics of ``GET /metrics``, which ``http`` serves.
 
-Pure functions, whose results ``http`` serves.
+Pure functions.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,14 +15,14 @@ from evergrad_coordinator.rules.planning import find_lost
 from evergrad_coordinator.rules.state import GroupWorld, node_order
 
 MAX_LISTED = 64
-"""Members and other nodes in /status; the rest is only counted."""
+"""Maximum number of nodes listed in /status. Further nodes are only counted."""
 MAX_RANGES = 8
-"""Ranges of ranks in a message: more than a person reads."""
+"""Maximum number of ranges of ranks in a message, so that it stays readable."""
 
 
 @dataclass(frozen=True)
 class GroupCondition:
-    """Where the run stands and why."""
+    """The phase of a run, its reason and a message."""
 
     phase: str
     reason: str
@@ -34,21 +34,24 @@ _PHASES: dict[int, str] = {
     ExitCode.STOPPED_SAVED: "Stopped",
     ExitCode.STOPPED_UNSAVED: "Stopped",
 }
-"""The phase of a run that has ended with an exit code; Failed for any other."""
+"""Phase of an ended run by exit code. For any other exit code, the phase is Failed."""
 ENDED_PHASES = ("Complete", "Stopped", "Failed")
-"""Phases of a run that has ended, or whose nodes have all left in order."""
+"""Phases of a run that has ended or whose nodes have all left on request."""
 _ALL_PHASES = ("Waiting", "Starting", "Running", "Draining", *ENDED_PHASES)
 
 
 def describe_condition(group: Group, *, now: float) -> GroupCondition:
-    """Phase (Waiting, Starting, Running, Draining, Complete, Stopped, Failed), reason and message."""
+    """Return phase, reason and message of the run.
+
+    The phase is Waiting, Starting, Running, Draining, Complete, Stopped or Failed.
+    """
     if group.finished:
         end = group.finished
-        # Nodes give reasons in words of their own; in a status a reason is one word in CamelCase.
+        # Nodes send reasons such as ``complete``; in a status, a reason is one word in CamelCase.
         words = end.reason.replace("-", " ").replace("_", " ").split()
         reason = "".join(word[:1].upper() + word[1:] for word in words)
         return GroupCondition(_PHASES.get(end.exit_code, "Failed"), reason, end.message)
-    # A wait for a lease hides all else: whatever is planned, nothing can begin before it ends.
+    # Report a wait for a lease first, because no plan can start before the lease ends.
     if group.nodes and group.fence_until > now:
         text = "no node of the last group is left: its workers stop by themselves when their lease ends"
         return GroupCondition("Waiting", "WaitingForLease", text)
@@ -56,7 +59,7 @@ def describe_condition(group: Group, *, now: float) -> GroupCondition:
         proposal, waits_for = group.proposal, len(group.proposal.waits_for)
         if len(proposal.members) < group.settings.min_nodes:
             return _describe_shortage(group)
-        # All are ready and the group has not begun: only a save can be in its way.
+        # If all nodes are ready and the group has not started, it waits for a save.
         if not waits_for and group.departures.saver:
             text = f"node {group.departures.saver[0]} saves before it leaves"
             return GroupCondition("Draining", "WaitingForSave", text)
@@ -70,7 +73,7 @@ def describe_condition(group: Group, *, now: float) -> GroupCondition:
     if group.world and not group.world.is_over and group.nodes and not group.rendezvous:
         return _describe_world(group, group.world)
 
-    # No group, and no plan: what is waited for, the most particular reason first.
+    # There is no group and no plan. Report what the run waits for, the most specific reason first.
     if not group.nodes and group.departures.was_left:
         return GroupCondition(
             "Stopped",
@@ -95,7 +98,7 @@ def describe_condition(group: Group, *, now: float) -> GroupCondition:
 
 
 def _describe_world(group: Group, world: GroupWorld) -> GroupCondition:
-    # Anything that people can mend comes first: nodes that are missing, then a broken group.
+    # Report first what a user can fix: missing nodes, then a broken group.
     is_short = (
         sum(node.is_candidate for node in group.nodes.values()) < group.settings.min_nodes
     )
@@ -122,7 +125,7 @@ def _describe_world(group: Group, world: GroupWorld) -> GroupCondition:
 
 
 def _describe_finished(world: GroupWorld) -> str:
-    """``rank 0 has finished, ranks 1-3 have not``."""
+    """Return a text such as ``rank 0 has finished, ranks 1-3 have not``."""
     others = sorted(set(range(world.size)) - world.finished)
     done, rest = describe_ranks(sorted(world.finished)), describe_ranks(others)
     has = "has" if len(world.finished) == 1 else "have"
@@ -130,7 +133,10 @@ def _describe_finished(world: GroupWorld) -> str:
 
 
 def describe_ranks(ranks: list[int]) -> str:
-    """``rank 3``, or ``ranks 0-2, 5``: ascending ranks, of which the first MAX_RANGES ranges are listed."""
+    """Return a text such as ``rank 3`` or ``ranks 0-2, 5``, with at most MAX_RANGES ranges.
+
+    ``ranks`` must be sorted in ascending order.
+    """
     ranges: list[list[int]] = []
     for rank in ranks:
         if ranges and rank == ranges[-1][1] + 1:
@@ -161,7 +167,7 @@ def _describe_shortage(group: Group) -> GroupCondition:
 
 
 def build_status(group: Group, *, now: float) -> dict[str, Any]:
-    """The object of ``GET /status``."""
+    """Build the JSON object of ``GET /status``."""
     condition, training = describe_condition(group, now=now), group.training
     ready = sum(node.is_candidate for node in group.nodes.values())
     members = list(_list_members(group))
@@ -202,7 +208,7 @@ def build_status(group: Group, *, now: float) -> dict[str, Any]:
         "checkpointStep": training.checkpoint_step
         if training.checkpoint_step >= 0
         else None,
-        # Absent as long as no save has failed or succeeded: only rank 0's node sees them.
+        # None until rank 0's node reports that a save has failed or succeeded.
         "saves": None
         if training.failed_saves is None
         else {
@@ -226,26 +232,26 @@ def build_status(group: Group, *, now: float) -> dict[str, Any]:
 
 
 def count_current_workers(group: Group) -> int:
-    """Count the processes that train together; 0 where no group does."""
+    """Return the number of processes that train together; 0 if no group trains."""
     world = group.world
-    # A group whose member is gone is still the newest, but nobody trains in it.
+    # If a member is gone, the group is still the newest group, but it does not train.
     if world is None or world.is_over or find_lost(world, group.nodes.values()):
         return 0
     return world.size
 
 
 def _list_members(group: Group) -> Iterable[dict[str, Any]]:
-    """Nodes of the running or planned group, then the others that are connected."""
+    """Yield the members of the running group, then the other connected nodes."""
     world, proposal = group.world, group.proposal
     places = world.places if world and not world.is_over else {}
-    # Members first: the list is cut, and spares are the least of it.
+    # Members come first, because the list is truncated and spares are the least important nodes.
     nodes = sorted(
         group.nodes.values(),
         key=lambda node: (node.key not in places, node_order(node.name)),
     )
     for node in nodes:
         place = places.get(node.key)
-        # The first state that applies is shown: a node that leaves is shown so wherever else it is.
+        # The first state that applies is shown. For example, a leaving member is shown as leaving.
         states = [
             ("done", node.is_done),
             ("leaving", node.is_leaving),
@@ -269,7 +275,7 @@ def _list_members(group: Group) -> Iterable[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class EdgeFacts:
-    """Counts of the server, by the names of the catalogue behind ``coordinator_``."""
+    """Counts of the server. The fields are the catalogue's names without the prefix ``coordinator_``."""
 
     connections: int
     connections_total: int
@@ -281,11 +287,11 @@ class EdgeFacts:
 
 
 Values = float | Mapping[str, float] | None
-"""The value of a metric, or those of its one label; None where nobody has reported one yet."""
+"""The value of a metric, or its values by label; None if no node has reported a value yet."""
 
 
 def build_metrics(group: Group, edge: EdgeFacts, *, now: float) -> str:
-    """Prometheus text of all metrics of the catalogue's COORDINATOR."""
+    """Return the metrics of the catalogue's COORDINATOR in Prometheus' text format."""
     status = build_status(group, now=now)
     values: dict[str, Values] = {
         "run_phase": {phase: int(phase == status["phase"]) for phase in _ALL_PHASES},
@@ -306,14 +312,14 @@ def build_metrics(group: Group, edge: EdgeFacts, *, now: float) -> str:
 
     lines = []
     for series in COORDINATOR:
-        # A number that no node has reported yet is left out: 0 would be a value.
+        # Omit a metric that no node has reported yet, because 0 would be a value.
         found = values.get(series.name)
         if found is None:
             continue
         name = series.exported
         lines += [f"# HELP {name} {series.help}.", f"# TYPE {name} {series.kind}"]
-        # The catalogue gives a coordinator's metric one label at most, which needs no escape: its values are
-        # words of ours.
+        # In the catalogue, a coordinator's metric has at most one label. Its values are fixed words of this
+        # package and need no escaping.
         if isinstance(found, Mapping):
             (label,) = series.labels
             lines += [f'{name}{{{label}="{key}"}} {value}' for key, value in found.items()]

@@ -1,7 +1,6 @@
-"""Uses of time of each node of a run, found from the group. Pure.
+"""Determines the use of each node's time from the state of the group. Pure.
 
-Every node that could train is in exactly one use at a time. An event closes the interval before it and opens
-the next one:
+Every node that could train has exactly one use at a time. An event ends one interval and starts the next:
 
 ================================================  =================  =======
 state of the group                                member, or planned  others
@@ -15,7 +14,7 @@ any other: a plan, a start, a group that broke    recovery           idle
 the same before any group has been up             startup            idle
 ================================================  =================  =======
 
-A node that may go is in ``end``, and the one that saves for all in ``saving``.
+A node that may go has the use ``end``. The leaving node that saves the newest state has the use ``saving``.
 """
 
 from typing import Final
@@ -30,16 +29,18 @@ from evergrad_coordinator.rules.state import Node
 _UP: Final = (GroupPhase.RUNNING, GroupPhase.DRAINING)
 _WAITING: Final = (GroupPhase.RENDEZVOUS, GroupPhase.WAITING)
 RECOUNT_SECONDS: Final = 0.25
-"""Time after which nodes are counted anew within a phase. Not at each event: a thousand nodes that come at
-once would be counted a thousand times."""
+"""Minimum seconds between two counts of the nodes within a phase.
+
+If nodes were counted at each event, a thousand nodes that connect together would be counted a thousand times.
+"""
 
 
 def advance(group: Group, *, now: float) -> None:
-    """Count the time since the last event, and find what each node does from now on."""
+    """Count the time since the last event, and determine each node's use from now on. ``now``: seconds."""
     ledger, training = group.ledger, group.training
     ledger.close_interval(now=now)
 
-    # A highest step that is reached again ends the steps that were trained before.
+    # When training reaches the highest step again, the following steps are new and not repeated.
     phase = find_phase(group)
     is_caught_up = "repeated" in ledger.nodes and training.step >= ledger.highest_step
     ledger.highest_step = max(ledger.highest_step, training.step)
@@ -47,7 +48,7 @@ def advance(group: Group, *, now: float) -> None:
     if is_same and now - ledger.recounted_at < RECOUNT_SECONDS:
         return
 
-    # A step needs every rank: a group stands still without one, though it may not have broken yet.
+    # A step needs every rank. If one is missing, the group does not train, even if it has not broken yet.
     world = group.world
     trains = (
         phase in _UP
@@ -56,12 +57,12 @@ def advance(group: Group, *, now: float) -> None:
         and world.out <= world.done
     )
     if not trains:
-        # Outside of training no report claims anything any more.
+        # After training has stopped, no report can claim earlier time any more.
         ledger.settle()
     ledger.has_formed = ledger.has_formed or trains
     ledger.phase, ledger.recounted_at = phase, now
 
-    # One use for all nodes that neither leave nor save, where the phase decides it.
+    # In some phases, all nodes that neither leave nor save have the same use.
     is_short = sum(node.is_candidate for node in group.nodes.values()) < group.num_needed
     of_all: Use | None = None
     if phase is GroupPhase.OVER:
@@ -75,10 +76,10 @@ def advance(group: Group, *, now: float) -> None:
     nodes: dict[Use, int] = {}
     is_repeated = training.step < ledger.highest_step
     for node in group.nodes.values():
-        # Until it has workers its pod starts: that is counted where pods are seen.
+        # Until a node has workers, its pod is starting. The operator counts this time.
         if node.workers == 0 and node.address not in ledger.joined:
             continue
-        # A node that names its place has trained before this coordinator came.
+        # If a node's hello contains its place, the node trained before this coordinator started.
         first = ledger.began_at if node.had else now
         joined[node.address] = ledger.joined.get(node.address, first)
         use = _find_use(group, node, of_all, trains=trains)
@@ -89,7 +90,7 @@ def advance(group: Group, *, now: float) -> None:
 
 
 def _find_use(group: Group, node: Node, of_all: Use | None, *, trains: bool) -> Use:
-    """Find what a node does; ``of_all``: what all do that neither leave nor save."""
+    """Return the use of a node. ``of_all``: common use of all nodes that neither leave nor save, if any."""
     world, proposal = group.world, group.proposal
     if of_all == "end":
         return "end"
@@ -100,7 +101,7 @@ def _find_use(group: Group, node: Node, of_all: Use | None, *, trains: bool) -> 
     if of_all is not None:
         return of_all
     if group.rendezvous is not None:
-        # A group may be running that has not been adopted yet.
+        # The node's group may be running although it has not been adopted yet.
         return "training" if node.had else "waiting"
 
     is_member = world is not None and node.key in world.places and not world.is_over
