@@ -1,1 +1,4 @@
-"""The coordinator of a run, and all that operator and trainer must agree on. Standard library only."""
+"""The coordinator of a run, and the protocol and rules that operator and trainer share.
+
+This package uses only the standard library.
+"""

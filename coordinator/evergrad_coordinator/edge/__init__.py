@@ -1,1 +1,1 @@
-"""Sockets, time, files and processes around the rules, and a node's side of the connection."""
+"""Sockets, clock, files and processes around the rules, and the node's side of the connection."""

@@ -1,4 +1,4 @@
-"""A node's side: one connection to the coordinator that comes back by itself, for ever."""
+"""The node's side of the protocol: one connection to the coordinator, which reconnects automatically."""
 
 import asyncio
 import contextlib
@@ -31,17 +31,20 @@ from evergrad_coordinator.protocol import (
 _log = logging.getLogger(__name__)
 PING_SECONDS = 0.5
 SILENCE_SECONDS = 5.0
-"""Longer than a coordinator on a busy machine stands still, and short enough to reach its successor within a
-lease."""
+"""Seconds without a message after which the connection is replaced.
+
+It is longer than the pauses of a coordinator on a busy machine, and short enough to reach the next
+coordinator within a lease.
+"""
 CONNECT_SECONDS = 3.0
 COMMIT_SECONDS = 2.0
-"""A save waits for the answer, and is not published without one."""
+"""Maximum seconds that a save waits for a permission. Without an answer, it is not published."""
 UNSENT_BYTES = 1024 * 1024
-"""Most bytes that wait for a coordinator that does not read; then the connection is replaced."""
+"""Maximum number of unsent bytes. If the coordinator reads more slowly, the connection is replaced."""
 
 
 class _OwnerFailed(Exception):  # noqa: N818 - no error of this package
-    """Carries an ``error`` of a callback of the client's owner past the errors of a connection."""
+    """Wraps the ``error`` of an owner's callback, so that it is not handled as an error of the connection."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -49,11 +52,13 @@ class _OwnerFailed(Exception):  # noqa: N818 - no error of this package
 
 
 class CoordinatorClient:
-    """Runs in the loop that awaits ``run``; all methods belong to that loop's thread.
+    """A node's connection to the coordinator. It reconnects until it is closed or the run ends.
 
-    ``hello`` is called at each connection, so that it describes the node as it is then. ``on_message`` gets
-    every message of the coordinator except answers to ``commit`` and ``ping``. ``on_connected`` is called
-    after each welcome, so that the owner sends its state again.
+    Call all methods in the thread of the event loop that awaits ``run``.
+
+    ``hello`` is called for each connection and returns the current description of the node. ``on_message``
+    receives every message of the coordinator except the answers to ``commit`` and ``ping``. ``on_connected``
+    is called after each welcome, so that the owner can send its state again.
     """
 
     def __init__(
@@ -71,10 +76,10 @@ class CoordinatorClient:
         self._is_welcome = False
         self._is_over = False
         self._has_met_unknown = False
-        """Whether the log has said that the coordinator sends messages this version does not have."""
+        """Whether a warning about unknown messages of a newer coordinator was logged."""
         self._contact_at: float | None = None
         self._pings: deque[float] = deque()
-        """Times at which the pings without an answer were sent; answers come in the same order."""
+        """Send times of the unanswered pings. Answers arrive in the same order."""
         self._session_heard_at = 0.0
         self._commits: dict[int, asyncio.Future[bool]] = {}
         self._num_commits = 0
@@ -82,14 +87,15 @@ class CoordinatorClient:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the coordinator has said welcome on a connection that still stands."""
+        """Whether the connection is open and the coordinator has sent its welcome."""
         return self._is_welcome
 
     @property
     def seconds_since_contact(self) -> float:
-        """Time since the newest question was sent that the coordinator has answered; infinite if none was.
+        """Seconds since the newest answered ping or hello was sent; infinity if none was answered.
 
-        An answer that was read late must not make the lease longer than the coordinator believes it to be.
+        The send time counts, because an answer that is read late must not extend the lease beyond the lease
+        that the coordinator assumes.
         """
         return (
             float("inf")
@@ -98,9 +104,9 @@ class CoordinatorClient:
         )
 
     def fileno(self) -> int:
-        """The connection's descriptor, -1 without one.
+        """Return the connection's file descriptor, or -1 if there is no connection.
 
-        A forked child closes it, or the end of its parent stays hidden.
+        A forked child must close it. Otherwise the connection stays open when the parent ends.
         """
         return (
             -1
@@ -109,9 +115,10 @@ class CoordinatorClient:
         )
 
     async def run(self) -> None:
-        """Keep a connection until ``close``, or until ``refused`` or ``end`` was delivered.
+        """Connect, and reconnect whenever the connection ends.
 
-        Raises the errors of the owner's callbacks.
+        Returns after ``close``, or after a ``refused`` or ``end`` was passed to ``on_message``. Raises the
+        errors of the owner's callbacks.
         """
         try:
             while not self._is_over:
@@ -123,28 +130,31 @@ class CoordinatorClient:
                     asyncio.IncompleteReadError,
                 ):
                     await self._run_session()
-                # A random part, so that a thousand nodes do not come back in the same moment. ``close`` ends
-                # the wait.
+                # Add jitter, so that a thousand nodes do not reconnect at the same moment. ``close`` ends the
+                # wait.
                 if not self._is_over:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(
                             self._wake.wait(), 0.1 + random.random() * 0.1
                         )
         except _OwnerFailed as failed:
-            # As it is, an OSError of the owner would pass for a broken connection, and come again on each new
-            # one.
+            # Without the wrapper, an OSError of the owner would look like a broken connection and be repeated
+            # on each new connection.
             raise failed.error from None
         finally:
             self._is_over = True
             self._disconnect()
 
     def send(self, message: Message) -> bool:
-        """Send a message. False when not connected; the message is then lost."""
+        """Send a message. Returns False if the client is not connected; the message is then lost."""
         return self._is_welcome and self._write(message)
 
     async def commit(self, generation: int) -> bool:
-        """Whether ``generation`` may still write. False also when nobody answers."""
-        # Numbered, since an answer that comes after its time limit must not permit the next save.
+        """Ask whether ``generation`` may still write.
+
+        Returns False if it may not, or if no answer arrives within ``COMMIT_SECONDS``.
+        """
+        # Number the requests, because an answer after the time limit must not permit the next save.
         self._num_commits += 1
         request = self._num_commits
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -159,7 +169,7 @@ class CoordinatorClient:
             del self._commits[request]
 
     def close(self) -> None:
-        """End the connection, once what was sent is written, and ``run``."""
+        """End ``run``, and close the connection after all sent messages are written."""
         self._is_over = True
         self._wake.set()
         if self._writer is not None:
@@ -175,8 +185,8 @@ class CoordinatorClient:
         pinger: asyncio.Task[None] | None = None
 
         async def ping() -> None:
-            # A connection on which nothing comes is ended. Two misses in a row: after a time in which the
-            # owner has blocked the loop, the reader gets its turn before the second one.
+            # Abort a silent connection, but only after two misses in a row. If the owner has blocked the
+            # loop, the reader runs before the second check.
             misses = 0
             while True:
                 await asyncio.sleep(PING_SECONDS)
@@ -191,7 +201,7 @@ class CoordinatorClient:
             writer.get_extra_info("socket").setsockopt(
                 socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
             )
-            # Before the first message: silence counts from here.
+            # Silence counts from here, before the first message.
             self._session_heard_at = hello_at = time.monotonic()
             self._pings = deque([hello_at])  # the welcome answers the hello
             self._write(self._hello())
@@ -204,22 +214,24 @@ class CoordinatorClient:
             self._disconnect()
 
     def _take(self, line: bytes) -> None:
-        # Any line ends the silence, also one that is passed over below: its sender is alive.
+        # Any line ends the silence, even if it is ignored below, because the coordinator is alive.
         self._session_heard_at = time.monotonic()
         try:
             message = decode_from_coordinator(line)
         except UnknownTypeError as error:
-            # A newer coordinator may say more. It would say it on the next connection as well, so that a node
-            # which hung up could not train. Before its welcome nothing shows that it is a coordinator.
+            # A newer coordinator may send unknown messages. It would send them on each connection, so closing
+            # the connection would keep the node from training. Before the welcome, the peer may not be a
+            # coordinator, so the error is raised.
             if not self._is_welcome:
                 raise
-            # Once: the messages may come many times a second.
+            # Log only once, because such messages may arrive many times a second.
             if not self._has_met_unknown:
                 self._has_met_unknown = True
                 _log.warning("messages of a newer coordinator are ignored; %s", error)
             return
 
-        # Contact is counted from the question, not from the answer: that is what the coordinator knows, too.
+        # Count the contact from the send time of the question, because the coordinator counts from its
+        # arrival, which is later.
         if isinstance(message, Pong | Welcome) and self._pings:
             self._contact_at = max(self._pings.popleft(), self._contact_at or 0.0)
         if isinstance(message, Permit):
@@ -245,7 +257,7 @@ class CoordinatorClient:
         if writer is None or writer.is_closing():
             return False
         writer.write(encode(message))
-        # The coordinator does not read: a new connection may reach another one.
+        # The coordinator does not read. A new connection may reach another coordinator.
         if writer.transport.get_write_buffer_size() > UNSENT_BYTES:
             writer.transport.abort()
             return False
@@ -256,7 +268,7 @@ class CoordinatorClient:
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
-        # No answer will come on another connection. Without permission a save is not published.
+        # The answers would not arrive on another connection. Without a permission, a save is not published.
         for answer in self._commits.values():
             if not answer.done():
                 answer.set_result(False)

@@ -1,4 +1,4 @@
-"""The effects of the rules, carried out in their order; those behind a new number wait for the journal."""
+"""Carries out the effects of the rules in order. Effects after a new generation wait for the journal."""
 
 import asyncio
 import time
@@ -12,16 +12,16 @@ from evergrad_coordinator.rules.state import Effect, Finish, Persist
 
 
 class EffectQueue:
-    """Carries out effects.
+    """A queue that carries out effects in order. It has three states:
 
     =======  ===========================================================================================
-    open     each effect is carried out at once
-    waiting  a number is on its way to the disk: all effects behind it wait, so that nobody learns of it
-             before; a ``Persist`` is carried out once its number is durable
-    closed   another coordinator has taken the number: nothing is carried out any more
+    open     each effect is carried out immediately
+    waiting  a generation is being written to the disk; all later effects wait, so that no node receives
+             the number before it is durable; then its ``Persist`` is carried out
+    closed   another coordinator has taken the number; no effect is carried out any more
     =======  ===========================================================================================
 
-    ``most``: effects that may wait; their cause is to be avoided while ``is_full``.
+    ``most``: number of waiting effects at which ``is_full`` becomes true. Callers then avoid new effects.
     """
 
     def __init__(
@@ -34,9 +34,9 @@ class EffectQueue:
         retry_seconds: float,
     ) -> None:
         self.is_writable = True
-        """Whether the journal took the newest number."""
+        """Whether the last write of the journal succeeded."""
         self.num_failures = 0
-        """Attempts to write the journal that failed."""
+        """Number of failed attempts to write the journal."""
         self._store, self._carry_out, self._log = store, carry_out, log
         self._most, self._retry_seconds = most, retry_seconds
         self._effects: deque[Effect] = deque()
@@ -47,12 +47,12 @@ class EffectQueue:
 
     @property
     def num_waiting(self) -> int:
-        """Number of effects that are not carried out yet."""
+        """Number of effects that have not been carried out yet."""
         return len(self._effects)
 
     @property
     def is_superseded(self) -> bool:
-        """Whether another coordinator has taken the number, and nothing is carried out any more."""
+        """Whether another coordinator has taken the number, so that no effect is carried out any more."""
         return self._is_closed
 
     @property
@@ -64,29 +64,29 @@ class EffectQueue:
 
     @property
     def seconds_waiting(self) -> float:
-        """Seconds for which the newest number has been on its way to the disk; 0 if none is."""
+        """Seconds for which the journal has been writing the newest number; 0 if it is not writing."""
         is_waiting = self._persisting is not None and not self._is_closed
         return time.monotonic() - self._persisting_since if is_waiting else 0.0
 
     @property
     def is_full(self) -> bool:
-        """Whether so many wait for the journal that no others should be caused."""
+        """Whether so many effects wait for the journal that callers should not cause more."""
         return self.num_waiting >= self._most
 
     def add(self, effects: Iterable[Effect]) -> None:
-        """Carry out effects, after those that wait already."""
+        """Carry out effects after all effects that are already waiting."""
         if not self._is_closed:
             self._effects.extend(effects)
             self._go_on()
 
     def cancel(self) -> None:
-        """Wait for the journal no more: what is behind its number is not carried out."""
+        """Stop waiting for the journal. The effects after its number are not carried out."""
         if self._persisting:
             self._persisting.cancel()
 
     def _go_on(self) -> None:
-        # An effect may cause others: a node that does not read is lost, which concerns all others. The loop
-        # that is under way takes those, since a call within a call for each node would have no bound.
+        # An effect may cause others: for example, a node that does not read is lost, which affects all other
+        # nodes. The running loop carries these out, because nested calls would have an unbounded depth.
         if self._is_carrying_out:
             return
         self._is_carrying_out = True
@@ -103,10 +103,10 @@ class EffectQueue:
             self._is_carrying_out = False
 
     async def _persist(self, effect: Persist) -> None:
-        """Make a number durable, and go on."""
-        # Retried without end: no other process may decide, and training continues; /readyz shows the wait.
-        # Any error is retried. Without this task the group would never change again, and an error such as
-        # "can't start new thread" passes like a full disk.
+        """Make a number durable, then continue with the waiting effects."""
+        # Retry without a limit: no other process may decide, training continues, and /readyz reports the
+        # wait. Retry after any error: without this task the group would never change again, and errors such
+        # as "can't start new thread" are as temporary as a full disk.
         while True:
             try:
                 is_ours = await asyncio.to_thread(
@@ -125,7 +125,7 @@ class EffectQueue:
                 await asyncio.sleep(self._retry_seconds)
         self.is_writable = True
 
-        # Another coordinator has the number. The effects that wait belong to a group that must never begin.
+        # Another coordinator has taken the number. The waiting effects belong to a group that must not start.
         if not is_ours:
             self._log.say_always(
                 "superseded",
@@ -144,7 +144,7 @@ class EffectQueue:
 
 
 def _report_error(task: asyncio.Task[None]) -> None:
-    """Report an error with which the task has ended: the event loop would keep it to itself."""
+    """Report the error of an ended task to the loop's exception handler, which otherwise would not get it."""
     if not task.cancelled() and (error := task.exception()) is not None:
         task.get_loop().call_exception_handler(
             {"message": "the journal's task has ended", "exception": error}

@@ -1,5 +1,7 @@
-"""Starts and ends a node's ``beat`` process: a node that is slow, since it imports, forks or waits for disks,
-is not silent."""
+"""Starts and ends a node's helper process, which sends beats to the coordinator.
+
+Without the beats, a node would count as silent while it imports modules, forks or waits for a disk.
+"""
 
 import asyncio
 import contextlib
@@ -13,11 +15,11 @@ from evergrad_coordinator.protocol import Beat
 
 _PROGRAM = Path(__file__).with_name("heartbeat_sender.py")
 _RESTART_SECONDS = 1.0
-"""Pause before a new start: what has ended the process may end it again at once."""
+"""Seconds before a restart, because the same cause may end the process again immediately."""
 
 
 class Heartbeat:
-    """One process beside a node's own, in its process group."""
+    """The helper process of a node, in the node's process group."""
 
     def __init__(self, host: str, port: int, beat: Beat) -> None:
         self._order = {"host": host, "port": port, "beat": json.loads(encode(beat))}
@@ -25,42 +27,43 @@ class Heartbeat:
 
     @property
     def pid(self) -> int | None:
-        """The process, while there is one."""
+        """The pid of the process, or None if it has not been started or was closed."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start it. Raises OSError where no process can be started."""
-        # Its order, with the token, comes by its input: others can read arguments and variables.
+        """Start the process. Raises OSError if it cannot be started."""
+        # Pass the order, which contains the token, through standard input: other processes can read arguments
+        # and environment variables.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(_PROGRAM)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            cwd="/",  # it keeps no volume busy
+            cwd="/",  # so that the process does not keep a volume busy
         )
-        # One that has ended already is replaced by ``keep``.
+        # If the process has already ended, ``keep`` replaces it.
         with contextlib.suppress(BrokenPipeError):
             assert self._process.stdin is not None  # noqa: S101 - a pipe was asked for
             self._process.stdin.write(json.dumps(self._order).encode("ascii") + b"\n")
             self._process.stdin.flush()
 
     async def keep(self) -> None:
-        """Start it anew whenever it has ended, for example because memory was short; until cancelled."""
+        """Restart the process whenever it has ended, for example because memory was short. Never returns."""
         while True:
             await asyncio.sleep(_RESTART_SECONDS)
             process = self._process
-            # Where memory is short the new start fails as well, and is tried again after the next pause.
+            # If the start fails, for example because memory is short, retry after the next pause.
             if process is not None and process.poll() is not None:
                 self._forget(process)
                 with contextlib.suppress(OSError):
                     self.start()
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         process, self._process = self._process, None
         if process is None:
             return
-        # Killed, and not left to its end of input: workers that this process has forked may hold that open.
+        # Kill it instead of relying on the end of its input, which forked workers may keep open.
         self._forget(process)
         process.kill()
         process.wait()

@@ -1,10 +1,11 @@
-"""The process that reports twice a second that its node is alive, whatever keeps the node's own process from
-reporting it.
+"""The helper process that reports twice a second that its node is alive, even if the node's process is busy.
 
-``heartbeat`` starts it by its path, so that it imports only what stands here: it is small and begins at once
-on a busy machine. It reads one line of JSON from its standard input: where the coordinator is, and the
-``beat`` that begins a connection. It ends with the process that started it, and is silent while that process
-is stopped: a node that is frozen is to be noticed.
+``heartbeat_process`` starts it by its path. It imports only the modules below, so that it is small and starts
+quickly on a busy machine. It reads one line of JSON from its standard input: the address of the coordinator
+and the ``beat``, which is the first message of each connection.
+
+It ends with the process that started it. While that process is stopped, it sends nothing, so that the
+coordinator detects a frozen node.
 """
 
 import json
@@ -17,15 +18,15 @@ from typing import Any
 _PING = b'{"type":"ping"}\n'
 _BEAT_SECONDS = 0.5
 _SILENCE_SECONDS = 3.0
-"""Longest time without an answer; a connection that is silent for longer is replaced."""
+"""Seconds without an answer after which the connection is replaced."""
 _CONNECT_SECONDS = 3.0
 _RETRY_SECONDS = 0.5
 
 
 def read_order() -> dict[str, Any]:
-    """The first line of standard input. Raises ValueError if there is none."""
+    """Return the JSON object of the first line of standard input. Raises ValueError if there is none."""
     data = b""
-    # A pipe may hand on a line in parts.
+    # A pipe may deliver a line in parts.
     while not data.endswith(b"\n"):
         more = os.read(0, 65536)
         if not more:
@@ -36,7 +37,7 @@ def read_order() -> dict[str, Any]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped by a signal or a debugger. False where the system does not say."""
+    """Return whether a process is stopped by a signal or a debugger; False if this cannot be determined."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             return stat.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
@@ -45,21 +46,21 @@ def is_stopped(pid: int) -> bool:
 
 
 def wait_for_end(seconds: float) -> bool:
-    """Wait, and return whether the node has closed this process's input meanwhile."""
+    """Wait up to ``seconds``, and return whether the node has closed this process's input."""
     return bool(select.select([0], [], [], seconds)[0])
 
 
 def beat(connection: socket.socket, hello: bytes, *, parent: int) -> bool:
-    """Say hello, then one ping after the other.
+    """Send ``hello``, then pings.
 
-    False once the connection is of no use; True at the node's end.
+    Returns False if the connection is no longer usable, and True if the node has ended. Raises OSError.
     """
     connection.sendall(hello)
     heard = time.monotonic()
-    # Another parent means that the node's process is gone, however its end was missed.
+    # If this process has another parent, the node's process is gone.
     while os.getppid() == parent:
         begun = time.monotonic()
-        # Nothing is sent for a node that is frozen: the missing answers are no fault of the connection.
+        # Send nothing while the node is frozen. Missing answers are then not a fault of the connection.
         if is_stopped(parent):
             heard = begun
         else:
@@ -67,7 +68,7 @@ def beat(connection: socket.socket, hello: bytes, *, parent: int) -> bool:
         if wait_for_end(_BEAT_SECONDS):
             return True
 
-        # The answers are read only so that a dead connection is found, and its buffer stays empty.
+        # Read the answers only to detect a dead connection and to keep its buffer empty.
         if select.select([connection], [], [], 0)[0]:
             if not connection.recv(4096):
                 return False
@@ -78,7 +79,7 @@ def beat(connection: socket.socket, hello: bytes, *, parent: int) -> bool:
 
 
 def connect_and_beat(order: dict[str, Any], *, parent: int) -> bool:
-    """Beat on a new connection, and return whether the node has ended."""
+    """Open a connection, send beats, and return whether the node has ended."""
     hello = json.dumps(order["beat"]).encode("ascii") + b"\n"
     try:
         with socket.create_connection(
@@ -90,13 +91,14 @@ def connect_and_beat(order: dict[str, Any], *, parent: int) -> bool:
 
 
 def main() -> None:
-    """Beat until the node ends."""
+    """Send beats until the node ends."""
     parent, order = os.getppid(), read_order()
     while os.getppid() == parent:
-        # A connection begins with a beat, and the coordinator ends that of a node that is frozen for long.
+        # Do not connect while the node is frozen, because each connection starts with a beat. The coordinator
+        # closes the connection of a node that is frozen for a long time.
         if not is_stopped(parent) and connect_and_beat(order, parent=parent):
             return
-        # A coordinator that is being restarted refuses connections at once: without a pause this would spin.
+        # A restarting coordinator refuses connections immediately, so without a pause this loop would spin.
         if wait_for_end(_RETRY_SECONDS):
             return
 

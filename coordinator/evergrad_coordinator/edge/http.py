@@ -1,8 +1,8 @@
-"""A very small HTTP/1.1 server: the run's page and its events, GET of /status, /healthz, /readyz and
-/metrics, POST of /bounds. All bounded.
+"""A minimal HTTP/1.1 server: the run's page, /live, /status, /healthz, /readyz, /metrics, POST of /bounds.
 
-/healthz, /metrics and the page itself, which says nothing of the run, answer everybody; all other paths need
-the run's token. Events need none on a loopback address, where a browser of this machine asks.
+Requests, connections and times are bounded. /healthz, /metrics and the page itself, which contains no data of
+the run, are open to all clients. All other paths need the run's token. If the server listens on a loopback
+address, a browser of this machine may read the events of /live without the token.
 """
 
 import asyncio
@@ -47,19 +47,19 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class HttpResponse:
-    """An answer before it is bytes. ``headers``: beside those that every answer has."""
+    """An HTTP answer. ``headers``: headers in addition to the headers of every answer."""
 
     status: int
     kind: str
     body: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
     is_live: bool = False
-    """The connection stays open behind the headers, and gets events."""
+    """Whether the connection stays open after the headers and receives events."""
 
     def encode(self, *, has_body: bool) -> bytes:
-        """The whole answer as bytes; of one that goes on, its headers."""
+        """Return the answer as bytes. If ``is_live``, these are only the headers."""
         data = self.body.encode()
-        # One request a connection, which ends with its answer: nothing of a caller is kept.
+        # Each connection has one request and closes after the answer, so no state of a client is kept.
         headers = {
             "Content-Type": self.kind,
             **({} if self.is_live else {"Content-Length": str(len(data))}),
@@ -73,7 +73,7 @@ class HttpResponse:
 
 
 def _find_header(head: bytes, wanted: str) -> str:
-    """The value of a header, whose name is given in lower case; empty without it."""
+    """Return the value of a header, or "" if it is missing. ``wanted``: name in lower case."""
     for line in head.decode("latin-1").split("\r\n")[1:]:
         name, _, value = line.partition(":")
         if name.strip().lower() == wanted:
@@ -82,32 +82,32 @@ def _find_header(head: bytes, wanted: str) -> str:
 
 
 class StatusServer:
-    """Answers one request a connection."""
+    """Serves one request per connection."""
 
     def __init__(self, server: Server, feed: LiveFeed | None = None) -> None:
         self._server = server
         self._feed = feed or LiveFeed()
-        # Drawn, and not made of the run's name or token: /healthz answers strangers.
+        # Use a random value, not the run's name or token, because /healthz sends it to all clients.
         self.instance = secrets.token_hex(8)
-        """Name of this process, by which it is told from another one that has its port later."""
+        """Random name of this process. It distinguishes the process from a later one on the same port."""
         self._is_local = False
         self._listener: asyncio.Server | None = None
         self._open: dict[asyncio.StreamWriter, None] = {}
-        """Connections that are not done, in the order in which they came."""
+        """Open connections, in the order of their arrival."""
 
     async def listen(self, host: str, port: int) -> int:
-        """Begin to serve; the port. Raises OSError."""
+        """Start to serve, and return the port. Raises OSError if the address cannot be bound."""
         self._listener = await asyncio.start_server(
             self._serve, sock=open_listener(host, port), limit=MAX_REQUEST_BYTES
         )
-        # A name that is no address, such as one of DNS, is elsewhere: then the token is asked for.
+        # If ``host`` is a DNS name and not an address, it does not count as local, so the token is required.
         with contextlib.suppress(ValueError):
             self._is_local = ipaddress.ip_address(host).is_loopback
         self._feed.start(self._server.group)
         return int(self._listener.sockets[0].getsockname()[1])
 
     def close(self) -> None:
-        """Stop listening, and end the pages that are open."""
+        """Stop listening, and close the open pages."""
         if self._listener:
             self._listener.close()
         self._feed.close()
@@ -117,7 +117,7 @@ class StatusServer:
     ) -> None:
         self._open[writer] = None
         if len(self._open) > MAX_CONNECTIONS:
-            # Each request is answered at once: the oldest connection sends none, or does not read.
+            # Requests are answered immediately, so the oldest connection sends no request or does not read.
             oldest = next(iter(self._open))
             del self._open[oldest]
             oldest.transport.abort()
@@ -125,8 +125,8 @@ class StatusServer:
             async with asyncio.timeout(REQUEST_SECONDS):
                 head = await reader.readuntil(b"\r\n\r\n")
                 length = _find_header(head, "content-length") or "0"
-                # Refused before it is read: a body of any length would fill the memory. By its digits first,
-                # since ``int`` raises for thousands of them.
+                # Refuse a long body before it is read, because it would fill the memory. Check the number of
+                # digits first, because ``int`` raises ValueError for thousands of digits.
                 is_short = len(length) <= len(str(MAX_REQUEST_BYTES)) and length.isdecimal()
                 if not is_short or int(length) > MAX_REQUEST_BYTES:
                     raise OSError("no such body is taken")
@@ -136,10 +136,10 @@ class StatusServer:
                 if not answer.is_live:
                     await writer.drain()
             if answer.is_live:
-                # The places of those that are answered at once are not for one that stays.
+                # A live connection stays open and must not count towards MAX_CONNECTIONS.
                 self._open.pop(writer, None)
                 self._feed.open(writer)
-                # Nothing is expected of a page but that it goes.
+                # The page sends nothing more; read only to detect the end of the connection.
                 while await reader.read(MAX_REQUEST_BYTES):
                     pass
         except (
@@ -156,10 +156,10 @@ class StatusServer:
                 writer.close()
 
     def _answer(self, head: bytes, content: bytes) -> HttpResponse:
-        """Answer a request. Without the token it is refused before anything is looked up."""
+        """Return the answer to a request. Without the token, it is refused before any lookup."""
         words = head.split(b"\r\n", 1)[0].decode("latin-1").split(" ")
         path = words[1].partition("?")[0] if len(words) == 3 else ""
-        # Before anything else: a path that does not exist must not look different to a stranger.
+        # Check the token first: without it, the answer must not reveal whether a path exists.
         scheme, _, said = _find_header(head, "authorization").partition(" ")
         token = self._server.group.settings.token
         is_ours = scheme.lower() == "bearer" and is_token(said.strip(), token)
@@ -180,9 +180,10 @@ class StatusServer:
         return self._page(path, is_read=words[0] == "GET")
 
     def _set_bounds(self, content: bytes) -> HttpResponse:
-        """Take ``{"min": 2, "max": 4}`` as the new bounds of the number of nodes.
+        """Set the bounds of a JSON object such as ``{"min": 2, "max": 4}``.
 
-        ``"maxFailures": 3`` beside them sets the number of failures that are allowed.
+        ``min`` and ``max`` are numbers of nodes. The optional ``"maxFailures": 3`` sets the number of allowed
+        failures. Returns 400 with the problem if the bounds are invalid.
         """
         try:
             bounds = json.loads(content)
@@ -191,7 +192,7 @@ class StatusServer:
             return HttpResponse(
                 400, _TEXT, 'bounds: not a JSON object such as {"min": 2, "max": 4}\n'
             )
-        # Not isinstance: True is an int, too.
+        # Compare the type, because ``isinstance(True, int)`` is true.
         if type(low) is not int or type(high) is not int:
             return HttpResponse(400, _TEXT, "bounds: min and max are whole numbers\n")
         if type(failures) is not int:
@@ -208,7 +209,7 @@ class StatusServer:
         )
 
     def _page(self, path: str, *, is_read: bool) -> HttpResponse:
-        """One of the pages, made anew for each request; what it costs is bounded by MAX_CONNECTIONS."""
+        """Build the answer for a path. There is no cache; MAX_CONNECTIONS bounds the cost."""
         server, counters = self._server, self._server.counters
         if path == "/healthz":
             stall, headers = server.find_stall(), {INSTANCE_HEADER: self.instance}
@@ -228,7 +229,7 @@ class StatusServer:
             return HttpResponse(200, _EVENTS, is_live=True)
         if path != "/metrics":
             return HttpResponse(404, _TEXT, f"there are {', '.join((*_PAGES, _BOUNDS))}\n")
-        # Connections, refusals and the journal are the server's own counts: the rules do not see them.
+        # The server itself counts connections, refusals and journal failures, which the rules do not know.
         edge = EdgeFacts(
             connections=server.num_connections,
             connections_total=counters.connections,

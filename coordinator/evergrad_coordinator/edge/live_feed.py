@@ -1,7 +1,8 @@
-"""Sends the course of a run to the pages that are open: server-sent events, from one history for all.
+"""Sends the history of a run to the open pages as server-sent events. All pages share one history.
 
-The coordinator comes first. Pages are few, each has a bounded amount of unsent data, and the pause between
-two updates grows with what an update costs, and that between two openings with what an opening costs.
+The feed must not slow down the coordinator. The number of pages and the unsent data of each page are bounded.
+The pause between two updates grows with the cost of an update, and the pause between two encodings of the
+whole history grows with their cost.
 """
 
 import asyncio
@@ -25,37 +26,40 @@ from evergrad_coordinator.rules.history import (
 )
 
 MOST_PAGES = 8
-"""Pages that are open at once; further ones are answered 503."""
+"""Maximum number of open pages. Further requests are answered with 503."""
 MOST_UNSENT_BYTES = 1024 * 1024
-"""Unsent data of one page, beyond the most that it was sent at once, at which it is dropped: a page that was
-just sent a whole history, however large, is given the time to read it."""
+"""Unsent bytes of a page, in addition to its largest single message, above which the page is dropped.
+
+A page that was just sent the whole history, of any size, therefore has time to read it.
+"""
 UPDATE_SECONDS = 1.0
-"""Shortest time between two updates."""
+"""Minimum seconds between two updates."""
 SILENT_SECONDS = 20.0
-"""Longest time in which a page is sent nothing: it takes a minute of silence for a lost connection."""
+"""Maximum seconds without data. A page treats a minute of silence as a lost connection."""
 _LARGEST_SHARE = 0.005
-"""Largest share of one core that updates may take, and openings beside them: each half of what the page may
-cost."""
+"""Maximum share of one core for updates. Encodings of the whole history may take the same share again."""
 _STILL_HERE = b": nothing new yet\n\n"
-"""A comment, which a page passes over."""
+"""A comment of the event stream, which the page ignores."""
 
 
 def pause_after(cost_seconds: float) -> float:
-    """Seconds until the next update or encoding of all there is, after one that took ``cost_seconds`` of a
-    core."""
+    """Return the seconds until the next update, or the next encoding of the whole history.
+
+    ``cost_seconds``: seconds of CPU time that the last one took. For example, 0.01 results in a pause of 2 s.
+    """
     return max(UPDATE_SECONDS, cost_seconds / _LARGEST_SHARE)
 
 
 def encode_event(update: Mapping[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Encode one server-sent event."""
     text = json.dumps(update, allow_nan=False, separators=(",", ":"))
     return f"event: update\ndata: {text}\n\n".encode("ascii")
 
 
 class LiveFeed:
-    """One history, and the pages that follow it.
+    """The history of a run and the open pages that receive it.
 
-    ``pass_on``: gets every line of the coordinator's log. ``clock``: monotonic seconds.
+    ``pass_on``: receives every line of the coordinator's log. ``clock``: returns monotonic seconds.
     """
 
     def __init__(
@@ -70,33 +74,33 @@ class LiveFeed:
         self._began_at_unix = round(time.time(), 1)
         self._group: Group | None = None
         self._heard: deque[tuple[float, str, dict[str, object]]] = deque(maxlen=MOST_EVENTS)
-        """Lines of the log since the group was read."""
+        """Lines of the log since the last reading of the group."""
         self._pages: dict[asyncio.StreamWriter, int] = {}
-        """Open pages, each with the most bytes that it was sent at once."""
+        """Open pages, each with the size in bytes of its largest single message."""
         self._whole: list[bytes] = []
-        """All there was as one update, and the updates since; empty where that is too old."""
+        """The whole history as one update, and the updates since then; empty if it is too old."""
         self._whole_until = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def is_full(self) -> bool:
-        """Whether as many pages are open as may be."""
+        """Whether MOST_PAGES pages are open."""
         return len(self._pages) >= MOST_PAGES
 
     def log(self, event: str, **fields: object) -> None:
-        """Pass a line of the coordinator's log on, and note it for the page, bounded as the log is."""
+        """Pass on a line of the coordinator's log, and keep it for the page if the page shows it."""
         self._pass_on(event, **fields)
-        # Only kept here, since the rules' effects are being carried out: the page is never in their way.
+        # Only keep the line here, because effects of the rules are being carried out and must not wait.
         if event in SHOWN_EVENTS:
             self._heard.append((self._clock(), event, fields))
 
     def start(self, group: Group) -> None:
-        """Read ``group`` from now on, once between two pauses."""
+        """Start to read ``group`` and to send updates periodically."""
         self._group = group
         self._tick()
 
     def update(self) -> None:
-        """Read the group once, and send what is new to every page."""
+        """Read the group once, and send the changes to every page."""
         if self._group is not None:
             while self._heard:
                 at, event, fields = self._heard.popleft()
@@ -105,12 +109,13 @@ class LiveFeed:
             self._send_update()
 
     def open(self, writer: asyncio.StreamWriter) -> None:
-        """Send a page all there is, and every update from now on."""
+        """Send a page the whole history, and every update from now on."""
         if self._group is None:
             return
-        # Pages that are opened again and again cost no more than one each pause, and hold up no update: until
-        # its end all get the same bytes, with the updates since. These took as much of a core as all there
-        # was at most, and are about as long.
+        # Encode the whole history at most once per pause, so that repeatedly opened pages cost no more than
+        # one page and do not delay updates. Until the end of the pause, every new page gets the same bytes
+        # and the updates since. In this time, the updates take at most as much CPU time as the whole history,
+        # and are about as long.
         if not self._whole:
             begin = time.thread_time()
             self._send_update()
@@ -123,11 +128,11 @@ class LiveFeed:
             writer.write(data)
 
     def close_page(self, writer: asyncio.StreamWriter) -> None:
-        """Send a page nothing more."""
+        """Stop sending to a page."""
         self._pages.pop(writer, None)
 
     def close(self) -> None:
-        """Send the last state, such as the end of the run, and end all pages."""
+        """Send the last state, such as the end of the run, and close all pages."""
         if self._timer:
             self._timer.cancel()
         self.update()
@@ -136,9 +141,9 @@ class LiveFeed:
             writer.close()
 
     def _tick(self, left: float = 0.0) -> None:
-        """Send an update; or, where ``left`` seconds of a long pause remain, a sign of life."""
+        """Send an update. If ``left`` seconds of a long pause remain, send a keep-alive comment instead."""
         begin = time.thread_time()
-        # Whatever one update has met, there is another one: without it every page would stand still.
+        # Schedule the next tick even if this update fails. Otherwise no page would receive data any more.
         try:
             if left:
                 self._send(_STILL_HERE)
@@ -153,7 +158,8 @@ class LiveFeed:
     def _send_update(self) -> None:
         if self._clock() >= self._whole_until:
             self._whole = []
-        # A page that is opened before then needs what comes now, also where all others are closed.
+        # Encode the update even without open pages while ``_whole`` is valid: a page that is opened in this
+        # time needs it.
         if self._group is not None and (self._pages or self._whole):
             data = self._encode_update(self._group)
             if self._whole:
@@ -161,7 +167,7 @@ class LiveFeed:
             self._send(data)
 
     def _send(self, data: bytes) -> None:
-        """Send every page the same; one that does not read is dropped, and comes back by itself."""
+        """Send the same data to every page. A page that does not read is dropped; it reconnects by itself."""
         for writer, most in list(self._pages.items()):
             if writer.transport.get_write_buffer_size() > most + MOST_UNSENT_BYTES:
                 self.close_page(writer)

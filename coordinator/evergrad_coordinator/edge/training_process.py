@@ -1,8 +1,8 @@
-"""The record of the process that trains in a run directory: who it is, and whether it is alive.
+"""Records the process that trains in a run directory, and checks whether it is alive.
 
-A process is named by its number, its start and the boot of its machine, so that neither a reused number nor
-a reboot makes a process that has ended look alive. Processes of other machines and of other containers are
-never alive here, and neither is any process where there is no ``/proc``.
+A process is identified by its pid, its start time and the boot of its machine. Therefore neither a reused pid
+nor a reboot makes an ended process look alive. A process of another machine or container never counts as
+alive, and on a system without ``/proc`` no process does.
 """
 
 import contextlib
@@ -18,18 +18,21 @@ from pathlib import Path
 from evergrad_common.contract import RunFile
 
 _LOCK_SECONDS = 2.0
-"""For another process to read or write its record: milliseconds. A frozen one is not waited for."""
+"""Maximum seconds to wait for the lock.
+
+Another process holds it for milliseconds. If that process is frozen, the wait ends without the lock.
+"""
 _MOST_BYTES = 4096
-"""Of a record: less than 400 bytes."""
+"""Maximum number of bytes that are read of a record. A record has less than 400 bytes."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A process that trains in a run directory. ``time``: Unix seconds when it began."""
+    """A process that trains in a run directory. ``time``: Unix time of the record, in seconds."""
 
     pid: int
     start_ticks: int
-    """Start of the process in the kernel's clock ticks since boot: its number is given out again."""
+    """Start of the process in clock ticks since boot. It is needed because the kernel reuses pids."""
     boot: str
     pid_namespace: str
     time: float
@@ -37,14 +40,14 @@ class Owner:
 
     @property
     def is_alive(self) -> bool:
-        """Whether this very process runs, as far as this machine and this container can see."""
+        """Whether exactly this process is running on this machine and in this container."""
         return (self.boot, self.pid_namespace) == _observe_machine() and (
             _read_start_ticks(self.pid) == self.start_ticks
         )
 
 
 def read_owner(directory: Path) -> Owner | None:
-    """Read the record of a run directory; None without one, or where it cannot be read."""
+    """Return the recorded process of a run directory, or None if there is no readable record."""
     try:
         with locked_record(directory) as file:
             return parse_owner(file)
@@ -54,10 +57,10 @@ def read_owner(directory: Path) -> Owner | None:
 
 @contextlib.contextmanager
 def locked_record(directory: Path, *, create: bool = False) -> Iterator[int]:
-    """Open the record and hold its lock, so that of two processes that start together one sees the other.
+    """Open the record and hold its lock. If two processes start together, one reads the other's record.
 
-    A file system without locks, or a process that is frozen in here, costs that certainty and nothing else.
-    Raises OSError.
+    If the file system has no locks, or a frozen process holds the lock, the block runs without the lock.
+    Raises OSError if the record cannot be opened, for example because it does not exist.
     """
     path = directory / RunFile.OWNER
     until = time.monotonic() + _LOCK_SECONDS
@@ -76,7 +79,7 @@ def locked_record(directory: Path, *, create: bool = False) -> Iterator[int]:
                 except OSError:
                     pass
                 break
-            # Its owner may have removed it at its end meanwhile: then the record would be read by no one.
+            # The owner may have removed the file since it was opened. Other processes would not read it.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file), path.stat()):
                     yield file
@@ -88,11 +91,11 @@ def locked_record(directory: Path, *, create: bool = False) -> Iterator[int]:
 
 
 def parse_owner(file: int) -> Owner | None:
-    """The owner that an open record names; None without one."""
+    """Return the owner of an open record, or None if it has none."""
     try:
         return Owner(**json.loads(os.pread(file, _MOST_BYTES, 0)))
     except (ValueError, TypeError):
-        # Of another version: its process is taken for one of another machine.
+        # The record may be of another version. Its process then counts as not alive.
         return None
 
 
@@ -103,7 +106,7 @@ def write_owner(file: int, owner: Owner) -> None:
 
 
 def describe_self() -> Owner | None:
-    """This process; None where the system does not say enough to recognise it."""
+    """Return the record of this process, or None if the system does not provide all its values."""
     boot, namespace = _observe_machine()
     ticks = _read_start_ticks(os.getpid())
     if not boot or not namespace or ticks is None:
@@ -112,7 +115,7 @@ def describe_self() -> Owner | None:
 
 
 def _observe_machine() -> tuple[str, str]:
-    """The boot of this machine, and the namespace in which the numbers of its processes mean something."""
+    """Return the boot id of this machine and the pid namespace of this process; "" and "" without /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
         return boot, os.readlink("/proc/self/ns/pid")
@@ -121,11 +124,11 @@ def _observe_machine() -> tuple[str, str]:
 
 
 def _read_start_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None if it does not run, or is a zombie."""
+    """Return the start of a process in clock ticks since boot; None if it is not running or is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace")
     except OSError:
         return None
-    # The name, in parentheses, may hold anything.
+    # The process name is in parentheses and may contain any characters, including parentheses.
     fields = text.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else int(fields[19])

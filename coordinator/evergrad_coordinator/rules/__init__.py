@@ -1,1 +1,1 @@
-"""Who trains with whom, decided from values: no clock, no socket, no file, no chance."""
+"""The rules that decide which nodes train together. Pure: no clock, no sockets, no files, no randomness."""
