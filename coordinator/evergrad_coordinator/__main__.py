@@ -42,7 +42,7 @@ _TIMES = {
 
 
 def log_line(event: str, **fields: object) -> None:
-    """One JSON object on stderr."""
+    """Write one JSON object to stderr."""
     print(
         json.dumps({"time": round(time.time(), 3), "event": event, **fields}),
         file=sys.stderr,
@@ -51,7 +51,7 @@ def log_line(event: str, **fields: object) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the arguments. Raises SystemExit(64) for what argparse cannot read."""
+    """Parse the arguments. Raises SystemExit(64) if argparse refuses them."""
     parser = argparse.ArgumentParser(
         prog="python -m evergrad_coordinator",
         description="Coordinator of one run: decides which nodes train together, and serves the run's state.",
@@ -129,7 +129,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     _add_bounds(parser)
 
-    # argparse would end with 2, which is no exit code of ours.
+    # argparse would exit with 2, which is not one of our exit codes.
     try:
         return parser.parse_args(arguments)
     except SystemExit as stop:
@@ -137,7 +137,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _add_bounds(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that bound something: failures, members and times, with the rules' own defaults."""
+    """Add the arguments for limits of failures, members and times, with the defaults of the rules."""
     most = GroupSettings.max_failures_without_progress
     parser.add_argument(
         "--max-failures",
@@ -169,7 +169,7 @@ def _add_bounds(parser: argparse.ArgumentParser) -> None:
 
 
 def find_problems(options: argparse.Namespace) -> list[str]:
-    """Describe every problem of the arguments, so that all can be mended at once."""
+    """Return a description of every problem of the arguments, so that the user can fix them together."""
     problems = []
     if options.min < 1:
         problems.append(f"--min: {options.min} is below 1. Give at least 1.")
@@ -190,7 +190,7 @@ def find_problems(options: argparse.Namespace) -> list[str]:
             "--max-members, or lower --max."
         )
 
-    # 0 is right for a wait that may be left out; any other limit would be over at once.
+    # 0 is valid for a wait that may be skipped. Any other limit would be exceeded immediately.
     problems += [
         f"--{name.replace('_', '-')}: {getattr(options, name)} is not above 0. Give seconds."
         for name in (*_TIMES, "linger")
@@ -200,7 +200,7 @@ def find_problems(options: argparse.Namespace) -> list[str]:
         )
     ]
 
-    # Epoch and generation share one number below MAX_GENERATION: the epoch has its bits from 32 on.
+    # Epoch and generation share one number below MAX_GENERATION. The epoch has the bits from bit 32 on.
     for name, most in (
         ("first_generation", MAX_GENERATION),
         ("epoch", 2**19),
@@ -213,7 +213,7 @@ def find_problems(options: argparse.Namespace) -> list[str]:
                 f"--{name.replace('_', '-')}: {getattr(options, name)} is not within 0 and {most}."
             )
 
-    # Workers that outlive a change lose no step by a join: there is nothing to hold it for.
+    # Workers that survive a change lose no step by a join, so there is no reason to hold the join.
     if options.hold_joins and options.recovery != "fresh":
         problems.append(
             "--hold-joins: only fresh workers have joins to hold. Add --recovery fresh, or leave it out."
@@ -246,13 +246,17 @@ async def serve(
     store: GenerationStore,
     generation: int,
 ) -> int:
-    """Serve until the run is over and its nodes have been told, or until SIGTERM. Returns the exit code."""
-    # A change of a thousand nodes makes many short-lived objects and no circles: look for those seldom.
+    """Serve until the run has ended and its nodes have received the end, or until SIGTERM.
+
+    Returns the exit code.
+    """
+    # A change of a thousand nodes creates many short-lived objects without cycles, so run the cycle collector
+    # less frequently.
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
 
     feed = LiveFeed(log_line)
-    # The limits begin now, by the clock whose time every event brings with it.
+    # The time limits start now. Use the same clock as the events.
     server = Server(
         new_group(settings, generation=generation, now=time.monotonic()),
         store,
@@ -266,11 +270,11 @@ async def serve(
         stopped.set()
         over.set()
 
-    # Before anybody can connect: a signal that comes earlier still ends the process at once.
+    # Install the handlers before a node can connect. An earlier signal ends the process immediately.
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
 
-    # The address is written once both ports are open: its reader connects at once.
+    # Write the address file after both ports are open, because its reader connects immediately.
     try:
         port = await server.listen(options.host, options.port)
         status_port = await status.listen(options.host, options.status_port)
@@ -289,16 +293,16 @@ async def serve(
         generation=generation,
     )
 
-    # The end is not the end of the process: nodes that come late still have to learn how the run ended.
+    # The process does not end with the run, because late nodes still have to receive the end of the run.
     server.finished.add_done_callback(lambda _: over.set())
     await over.wait()
     if server.finished.done():
         code = server.finished.result()
-        # A superseded coordinator has nothing to announce: another one does.
+        # If this coordinator is superseded, the other coordinator announces the end.
         if not server.effects.is_superseded:
             await linger(server, options.linger, stopped)
     else:
-        # Nothing is sent to the nodes: they train on for a lease, and wait for the next coordinator.
+        # Send nothing to the nodes: they continue to train for a lease and wait for the next coordinator.
         code = ExitCode.STOPPED_SAVED
     status.close()
     await server.close()
@@ -307,7 +311,7 @@ async def serve(
 
 
 async def linger(server: Server, seconds: float, stopped: asyncio.Event) -> None:
-    """Wait ``seconds``, and up to five more for nodes that have not hung up yet."""
+    """Wait ``seconds``, and up to 5 s more while nodes are still connected."""
     until = time.monotonic() + seconds
     at_most = until + 5
     while not stopped.is_set() and time.monotonic() < (
@@ -317,14 +321,14 @@ async def linger(server: Server, seconds: float, stopped: asyncio.Event) -> None
 
 
 def write_address(path: Path, address: Mapping[str, object]) -> None:
-    """Write the file in one piece: readers see nothing or all of it."""
+    """Write the file atomically, so that a reader finds either no file or a complete file."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(address) + "\n", encoding="ascii")
     temporary.replace(path)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Run the command and return the exit code."""
     options = parse_arguments(arguments)
     problems = find_problems(options)
     try:
@@ -339,7 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             log_line("failed", message=problem)
         return ExitCode.USER_ERROR
 
-    # The lock of the run comes before anything that others could see.
+    # Take the lock of the run before any action that other processes can observe.
     try:
         store: GenerationStore = (
             FileStore(options.state) if options.state else MemoryStore()
@@ -348,7 +352,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (JournalError, OSError) as error:
         log_line("failed", message=str(error))
         return ExitCode.INTERNAL
-    # Given up last: the next coordinator must not begin while this one can still send.
+    # Release the lock last: the next coordinator must not start while this one can still send.
     try:
         return asyncio.run(
             serve(options, build_settings(options, token), store, generation)
@@ -358,9 +362,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def prepare_generation(store: GenerationStore, first: int) -> int:
-    """Bring the store up to the newest number that is known, so that its next compare-and-set fits."""
+    """Raise the stored number to at least ``first``, and return the newest number.
+
+    Raises JournalError if another coordinator has changed the number at the same time.
+    """
     known = store.load()
-    # Never backwards: the store may know more than the place from which this one was started.
+    # Never lower the number: the store may have a newer number than ``--first-generation``.
     if first > known and not store.advance(known, first):
         raise JournalError(
             "another coordinator advanced the generation at the same moment. Only one may run."

@@ -41,18 +41,18 @@ class MemoryStore:
         self._generation = generation
 
     def load(self) -> int:
-        """The newest number."""
+        """Return the newest number."""
         return self._generation
 
     def advance(self, expected: int, new: int) -> bool:
-        """Compare and set."""
+        """Replace the number if it is ``expected``; return whether it was."""
         if expected != self._generation:
             return False
         self._generation = new
         return True
 
     def close(self) -> None:
-        """Nothing to give up."""
+        """Do nothing, because there is no claim."""
 
 
 _RECORD_BYTES = 128
@@ -143,8 +143,8 @@ class FileStore:
             and known > 0
             and os.path.samestat(os.fstat(file), self._path.stat())
         ):
-            # In place, without a change of length or name, a sync takes one write and not two commits of the
-            # file system's journal, which may wait for a checkpoint that was written a moment ago.
+            # If neither length nor name changes, a sync takes one write. Otherwise it takes two commits of
+            # the file system's journal, which may wait for the data of a recently written checkpoint.
             self._unsynced = new
             os.pwrite(file, record + b"\n", 0)
             # Not every system has fdatasync.

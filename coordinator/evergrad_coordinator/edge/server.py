@@ -111,7 +111,7 @@ class Server:
         return sum(peer.beats_for is None for peer in self._peers.values())
 
     async def listen(self, host: str, port: int) -> int:
-        """Begin to serve and return the port. Raises OSError if the address cannot be bound."""
+        """Start to serve, and return the port. Raises OSError if the address cannot be bound."""
         allow_many_files()
         loop = asyncio.get_running_loop()
 
@@ -175,7 +175,7 @@ class Server:
     # ---- called by peers -----------------------------------------------------------------------------------
 
     def add(self, peer: Peer) -> None:
-        """Note a new connection."""
+        """Record a new connection."""
         self.counters.connections += 1
         peer.number = self.counters.connections
         self._peers[peer.number] = self._unknown[peer.number] = peer
@@ -184,7 +184,7 @@ class Server:
             self.reject(next(iter(self._unknown.values())), "too_many_connections")
 
     def forget(self, peer: Peer, why: str) -> None:
-        """Note that a connection has ended."""
+        """Record that a connection has ended."""
         if self._peers.pop(peer.number, None) is None:
             return
         self._unknown.pop(peer.number, None)
@@ -193,7 +193,7 @@ class Server:
             self._apply(events.on_lost(self.group, peer.number, why, now=time.monotonic()))
 
     def take_line(self, peer: Peer, line: bytes) -> None:
-        """Take one line of a peer."""
+        """Handle one line of a peer."""
         now, limits = time.monotonic(), self.limits
         if not peer.is_within_rate(
             now, burst=limits.messages, rate=limits.messages_per_second
@@ -241,7 +241,7 @@ class Server:
                 self._apply(effects)
 
     def _take_beat(self, peer: Peer, message: Message, now: float) -> None:
-        """Note that a node is alive: its helper process sends one ``beat`` and then pings."""
+        """Record that a node is alive: its helper process sends one ``beat`` and then pings."""
         settings = self.group.settings
         if isinstance(message, Beat) and peer.beats_for is None and not peer.has_joined:
             if not is_token(message.token, settings.token) or message.run != settings.run:
@@ -277,7 +277,7 @@ class Server:
 
     def _apply(self, effects: Iterable[Effect]) -> None:
         self.effects.add(effects)
-        # An event may have asked for a review that is due before the next tick.
+        # An event may have requested a review that is due before the next tick.
         at = events.next_tick(self.group, now=time.monotonic())
         if self._timer is not None:
             if self._timer.when() <= at:

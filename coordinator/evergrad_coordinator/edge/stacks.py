@@ -1,8 +1,9 @@
-"""The stacks of a run's processes, from outside and at any time: each writes its own at a signal, from C.
+"""Reads the stacks of a run's processes from outside. Each process writes its stacks when it gets a signal.
 
-A process registers a file in memory and a signal (:func:`register_stacks`). Any process of the same user
-and container finds both in ``/proc``, sends the signal and reads the file (:func:`read_stacks`). The handler
-needs neither the GIL nor a thread of its own, so that a deadlock answers as well. Linux only.
+A process registers a file in memory and a signal handler (:func:`register_stacks`). Any process of the same
+user and container finds both in ``/proc``, sends the signal and reads the file (:func:`read_stacks`). The
+handler is written in C and needs neither the GIL nor a thread of its own, so that it also works in a
+deadlock. Linux only.
 """
 
 import contextlib
@@ -18,53 +19,54 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STACKS_SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None
-"""A real-time signal: scripts and their libraries have uses of their own for SIGUSR1 and SIGUSR2."""
+"""A real-time signal, because scripts and their libraries may use SIGUSR1 and SIGUSR2."""
 _FILE = "evergrad-stacks"
 _LINK = f"/memfd:{_FILE}"
 _ANSWER_SECONDS = 5.0
-"""For a process to write its stacks: milliseconds, on a machine with a hundred times as much to do."""
+"""Maximum seconds to wait for the stacks. Unless the machine is busy, they are written in milliseconds."""
 _NATIVE_SECONDS = 60.0
-"""For a debugger to read the symbols of torch, which has some gigabytes of them."""
+"""Maximum seconds for a debugger, which has to read some gigabytes of symbols of torch."""
 _MOST_BYTES = 256 * 1024
-"""Of one process's stacks: faulthandler itself stops at 100 threads of 100 frames."""
+"""Maximum bytes that are read of one process's stacks. faulthandler stops at 100 threads of 100 frames."""
 _KEPT_BYTES = 1 << 20
-"""Memory that earlier answers of a process may take before it is given back."""
+"""Size of a process's file, in bytes, above which earlier answers in it are deleted."""
 _MOST_THREADS = 200
-"""Threads that are listed by name and state."""
+"""Maximum number of threads that are listed by name and state."""
 _DEBUGGERS = (
     ("eu-stack", ("eu-stack", "-p", "{pid}")),
     ("py-spy", ("py-spy", "dump", "--native", "--nonblocking", "--pid", "{pid}")),
     ("gdb", ("gdb", "-q", "-batch", "-ex", "thread apply all backtrace 40", "-p", "{pid}")),
 )
-"""Programs that print native stacks, in the order in which they are looked for."""
+"""Programs that print native stacks, in the order of preference."""
 
 _registered: int | None = None
 
 
 @dataclass(frozen=True)
 class StackProcess:
-    """A process that has registered. ``label``: given by itself, such as ``rank 1``; may be empty."""
+    """A process that has registered. ``label``: its own description, such as ``rank 1``; may be empty."""
 
     pid: int
     parent: int
     name: str
     label: str
     file: str
-    """Where its stacks are written to, under ``/proc``."""
+    """Path under ``/proc`` of the file that receives its stacks."""
 
 
 def register_stacks(label: str = "") -> None:
-    """Write this process's stacks into a file in memory whenever STACKS_SIGNAL comes.
+    """Install a handler that writes this process's stacks into a file in memory at each STACKS_SIGNAL.
 
-    A process that was forked registers again: until then its file is its parent's.
+    A forked process must register again, because it shares its parent's file until then. For example, call
+    ``register_stacks("rank 1")`` at the start of a worker.
     """
     global _registered  # noqa: PLW0603 - one process has one handler of a signal
     if STACKS_SIGNAL is None or not hasattr(os, "memfd_create"):
         return
-    # Without a file in memory, or without the right to have a handler, training works all the same.
+    # Training also works without the file or the handler, so errors are ignored.
     with contextlib.suppress(OSError, RuntimeError, ValueError):
         file = os.memfd_create(f"{_FILE}:{label}"[:200])
-        # Appended, so that a reader may cut off what was read before.
+        # Use append mode, so that a reader may truncate the file.
         fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)
         faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True, chain=False)
         if _registered is not None:
@@ -73,7 +75,7 @@ def register_stacks(label: str = "") -> None:
 
 
 def find_processes(root: int | None = None) -> list[StackProcess]:
-    """The processes that have registered: ``root`` and all that descend from it, or all that can be seen."""
+    """Return the registered processes among ``root`` and its descendants; all visible ones if it is None."""
     parents = dict(_list_processes())
     found = []
     for pid in sorted(parents):
@@ -86,10 +88,10 @@ def find_processes(root: int | None = None) -> list[StackProcess]:
 
 
 def read_stacks_of(pid: int, *, native: bool = False) -> str:
-    """The stacks of process ``pid`` and of those that descend from it and have registered, as one text."""
+    """Return the stacks of process ``pid`` and of its registered descendants, as one text."""
     found = find_processes(pid)
     if not any(process.pid == pid for process in found):
-        # A program that is not Python, or a Python that was started as a program of its own.
+        # The process is not a Python program, or a Python program that has not registered.
         native_stacks = read_native_stacks(pid) if native else ""
         head = f"==> pid {pid} <==\n(no Python stacks: it is a program of its own)"
         return "\n".join(
@@ -101,9 +103,10 @@ def read_stacks_of(pid: int, *, native: bool = False) -> str:
 
 
 def read_stacks(process: StackProcess, *, native: bool = False) -> str:
-    """The stacks of all threads of a process, as text; why there are none where it does not answer.
+    """Return the stacks of all threads of a process as text. If it does not answer, the text says why.
 
-    ``native``: also those of C and C++, if a debugger is installed; the process stands still meanwhile.
+    ``native``: also read the stacks of C and C++, if a debugger is installed. The process is stopped
+    meanwhile.
     """
     try:
         text = _ask(process)
@@ -116,14 +119,17 @@ def read_stacks(process: StackProcess, *, native: bool = False) -> str:
 
 
 def show_stacks(process: StackProcess, *, native: bool = False) -> str:
-    """The stacks of a process below a line that names it."""
+    """Return the stacks of a process below a heading with its label, name and pid."""
     label = f"{process.label}, " if process.label else ""
     head = f"==> {label}{process.name}, pid {process.pid} <=="
     return f"{head}\n{read_stacks(process, native=native)}"
 
 
 def read_native_stacks(pid: int) -> str:
-    """The native stacks of a process, by the first debugger that is installed and allowed to read them."""
+    """Return the native stacks of a process from the first debugger that is installed and succeeds.
+
+    If none succeeds, the text says why.
+    """
     said = []
     for name, words in _DEBUGGERS:
         if shutil.which(name) is None:
@@ -155,7 +161,7 @@ def _ask(process: StackProcess) -> str:
     assert STACKS_SIGNAL is not None  # noqa: S101 - without it no process has registered
     file = os.open(process.file, os.O_RDWR | os.O_CLOEXEC)
     try:
-        # Only what catches the signal gets it: it would end any other process.
+        # Send the signal only to a process that handles it, because it would end any other process.
         if not _has_bit(_read_status(process.pid).get("SigCgt", "0")):
             raise OSError(0, "it is about to start another program")
         if os.fstat(file).st_size > _KEPT_BYTES:
@@ -163,7 +169,7 @@ def _ask(process: StackProcess) -> str:
         before = os.fstat(file).st_size
         os.kill(process.pid, STACKS_SIGNAL)
 
-        # The handler has the signal blocked in its thread while it writes.
+        # While the handler writes, the signal is blocked in its thread.
         until = time.monotonic() + _ANSWER_SECONDS
         while os.fstat(file).st_size == before or _is_writing(process.pid):
             if time.monotonic() > until:
@@ -180,16 +186,16 @@ def _ask(process: StackProcess) -> str:
 
 
 def _is_writing(pid: int) -> bool:
-    """Whether a thread is in the handler, or the signal is still on its way."""
+    """Return whether the main thread is in the handler, or the signal is still pending. Raises OSError."""
     if _has_bit(_read_status(pid).get("ShdPnd", "0")):
         return True
-    # A thread that blocks it for good has it blocked in a process that is at rest, too: the main thread does
-    # not, since Python's own handlers run there.
+    # Check only the main thread. Other threads may block the signal permanently; the main thread does not,
+    # because Python runs signal handlers there.
     return _has_bit(_read_status(pid, thread=pid).get("SigBlk", "0"))
 
 
 def _describe_threads(pid: int) -> str:
-    """One line for each thread: its name, its state and where the kernel has it wait."""
+    """Return one line for each thread: id, name, state, and the kernel function in which it waits."""
     lines = []
     for task in sorted(
         Path(f"/proc/{pid}/task").glob("*"), key=lambda path: int(path.name)
@@ -215,7 +221,7 @@ def _list_processes() -> Iterator[tuple[int, int]]:
 
 
 def _descends(pid: int, root: int, parents: dict[int, int]) -> bool:
-    # A bound for a chain that changes while it is read.
+    # Bound the loop, because the chain of parents may change while it is read.
     for _ in range(len(parents) + 1):
         if pid == root:
             return True
@@ -226,7 +232,7 @@ def _descends(pid: int, root: int, parents: dict[int, int]) -> bool:
 
 
 def _find_registered(pid: int, parent: int) -> StackProcess | None:
-    """The process, if one of its files is that of register_stacks. Raises OSError."""
+    """Return the process if it has a file of ``register_stacks``, otherwise None. Raises OSError."""
     for number in os.listdir(f"/proc/{pid}/fd"):
         file = f"/proc/{pid}/fd/{number}"
         with contextlib.suppress(FileNotFoundError):
@@ -239,7 +245,7 @@ def _find_registered(pid: int, parent: int) -> StackProcess | None:
 
 
 def _read_status(pid: int, *, thread: int | None = None) -> dict[str, str]:
-    """``/proc/PID/status`` by key. Raises OSError."""
+    """Return the values of ``/proc/PID/status``, or of the thread's status file, by key. Raises OSError."""
     path = f"/proc/{pid}/status" if thread is None else f"/proc/{pid}/task/{thread}/status"
     lines = Path(path).read_text("utf-8", errors="replace").splitlines()
     return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}

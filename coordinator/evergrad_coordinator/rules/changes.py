@@ -23,7 +23,7 @@ def drop_node(group: Group, node: Node, why: str, now: float) -> None:
 
 
 def remove_node(group: Group, node: Node, why: str, now: float) -> None:
-    """Note that a node is not connected any more, and what that does to the group."""
+    """Record that a node is no longer connected, and update its group."""
     group.members.remove(node)
     group.log("gone", node=node.name, why=why)
     world, proposal = group.world, group.proposal
@@ -119,7 +119,7 @@ def release_leavers(group: Group, now: float, *, staying: list[Node] | None) -> 
 
 
 def break_world(group: Group, failure: GenerationFailure, *, now: float) -> None:
-    """Note that the newest generation cannot continue, and count the cause."""
+    """Record that the newest generation cannot continue, and count the cause."""
     world = group.world
     if world is None:
         return
@@ -179,8 +179,10 @@ def announce(group: Group, node: Node, proposal: Proposal) -> None:
 
 
 def has_boundary_ahead(group: Group, node: Node) -> bool:
-    """Whether a node's workers are in the running group; any other group waits for members that are
-    elsewhere."""
+    """Return whether a node's workers are in the running group and can reach a step boundary.
+
+    Any other group cannot, because its workers wait for members that have left it.
+    """
     world = group.world
     return (
         node.group > 0
