@@ -1,8 +1,8 @@
-"""The operator's informer cache: runs, their pods, claims and other children as last seen. A hint, never
-proof.
+"""The operator's informer cache: runs, their pods, claims and other children, as last seen.
 
-Watch events, answers of the API server to our own writes, and resync lists come in. Lists also prune it: a
-watch that was restarted after 410 never shows what vanished meanwhile.
+The cache may be out of date. It takes in watch events, answers of the API server to our own writes, and
+resync lists. Lists also remove objects: a watch that is restarted after 410 never reports the objects that
+were deleted in between.
 """
 
 import logging
@@ -30,7 +30,7 @@ from evergrad_operator.edge.cache.store import (
 
 log = logging.getLogger(__name__)
 NEW_POD_STATUS: Final = {"phase": "Pending"}
-"""Status of a pod that was made a moment ago, as far as the answer to its creation says."""
+"""Status of a pod of which only the answer to its creation is known."""
 _NOT_TAKEN: Final = (
     "%s %s/%s: cannot be taken in, and counts as it was known before. This is a defect of the operator; "
     "please report it, with the object"
@@ -41,23 +41,23 @@ _NOT_SHOWN: Final = (
 )
 _VERSION_DIGITS: Final = 20
 _TOMBSTONE_SECONDS = 600.0
-"""Time for which an older answer cannot bring a deleted object back."""
+"""Seconds for which an older answer cannot restore a deleted object."""
 
 
 class InformerCache:
-    """The cluster as it was last seen. Every object is kept under the run that it belongs to."""
+    """The cluster as last seen. Each object is stored under the run that it belongs to."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._tombstones: dict[str, tuple[float, int]] = {}
-        """Time and version of the end of each object that is gone, by uid."""
+        """Time and resource version of the deletion of each deleted object, by uid."""
         self._gone = GonePods()
         self.store = ObjectStore()
         self.claim_index = ClaimIndex()
         self.host_index = HostIndex()
         self.expectations = Expectations((RUNS, PODS), clock=clock)
         self.on_defect: Callable[[str], None] = lambda resource: None
-        """Called with the resource of an object that could not be taken in."""
+        """Called with the resource of an object that could not be added because of a defect."""
 
         def note_unreadable(key: Key, error: Exception) -> None:
             self.on_defect(RUNS)
@@ -68,7 +68,7 @@ class InformerCache:
     # ---- reading -------------------------------------------------------------------------------------------
 
     def run(self, key: Key) -> Raw | None:
-        """Return the run, or None."""
+        """Return the run, or None if it is not in the cache."""
         return self.store.runs.get(key)
 
     def runs(self) -> Mapping[Key, Raw]:
@@ -76,23 +76,23 @@ class InformerCache:
         return self.store.runs
 
     def pods(self, key: Key) -> Sequence[Raw]:
-        """Return the run's pods, slimmed."""
+        """Return the run's pods, reduced to the fields that are used."""
         return self.store.pods(key)
 
     def gone(self, key: Key) -> Sequence[tuple[Raw, float]]:
-        """Return the last state of the run's pods that were deleted a moment ago, and seconds since then."""
+        """Return the last states of the run's recently deleted pods, and the seconds since their deletion."""
         return self._gone.find(key, self._clock())
 
     def drop_gone(self, key: Key, uids: Iterable[str]) -> None:
-        """Return these pods no more: a status that counts their time is written."""
+        """Drop these deleted pods, because a status that counts their time has been written."""
         self._gone.drop(key, uids)
 
     def claim(self, namespace: str, name: str) -> Raw | None:
-        """Return the claim, or None if it does not exist or was never looked at."""
+        """Return the claim, or None if it does not exist or was never fetched."""
         return self.store.claims.get((namespace, name))
 
     def children(self, key: Key) -> Mapping[tuple[str, str], Raw]:
-        """Return the run's other children by kind and name: metadata is all that is kept of them."""
+        """Return the run's other children by kind and name. Only their metadata is kept."""
         return self.store.children(key)
 
     def others(self, key: Key) -> Sequence[Raw]:
@@ -103,7 +103,7 @@ class InformerCache:
             return ()
         return tuple(runs[other] for other in self.claim_index.neighbours_of(raw))
 
-    # ---- taking in -----------------------------------------------------------------------------------------
+    # ---- updates -------------------------------------------------------------------------------------------
 
     def see(
         self,
@@ -113,23 +113,26 @@ class InformerCache:
         is_deleted: bool = False,
         is_watched: bool = False,
     ) -> tuple[Key, ...]:
-        """Take in one object, unless something newer is known. Returns the runs that it concerns.
+        """Add one object, unless a newer version is known. Returns the runs that must be reconciled.
 
-        ``is_watched``: a watch has shown it; otherwise it is an answer that the watch has yet to show.
+        ``is_watched``: whether the object comes from a watch event. Otherwise it comes from an answer, and
+        the watch has yet to show its version.
         """
         metadata = raw.get("metadata") or {}
         identity = str(metadata.get("uid", ""))
         version = _version(metadata)
 
-        # An answer may be read after the watch has shown the object's end. One that is not older than the end
-        # is of an object that exists: a watch by label shows the loss of the label as an end, too.
+        # An answer may be read after the watch has reported the object's deletion. If the answer is not older
+        # than the deletion, the object exists: a watch with a label selector also reports a deletion if the
+        # object loses the label.
         if not is_deleted and identity in self._tombstones:
             _, end = self._tombstones[identity]
             if version < end:
                 return ()
             del self._tombstones[identity]
 
-        # Expectations come before every comparison: also a version that is known already is owed no more.
+        # Update the expectations before any comparison, because a version that is already known is no longer
+        # expected either.
         if is_deleted:
             self._tombstones[identity] = (self._clock(), version)
             self.expectations.forget(resource, identity)
@@ -142,7 +145,7 @@ class InformerCache:
         known = self.store.find(resource, raw)
         is_same = known is not None and uid_of(known) == identity
         if known is not None and not _is_news(known, raw, is_deleted=is_deleted):
-            # No watch will ever show the version of an older object of that name.
+            # No watch will ever show this version if it belongs to an older object of the same name.
             if not is_same:
                 self.expectations.forget(resource, identity)
             return ()
@@ -157,13 +160,13 @@ class InformerCache:
             if resource != CLAIMS or self._is_followed(raw):
                 self.store.put(resource, raw)
 
-        # Runs whose folders overlap with this one's wait for its end, or for its leaving the folder.
+        # Runs whose folders overlap with this run's folder wait until it ends or uses another folder.
         if resource != RUNS:
             return keys
         before = known if is_same and not is_deleted else None
         if before is not None and _what_neighbours_see(before) == _what_neighbours_see(raw):
             return keys
-        # A claim that this run mounts, or mounted until now, may go with the run that it belongs to.
+        # A claim that this run mounts or mounted may be deleted with its own run, so that run is affected.
         owners = dict.fromkeys(
             key
             for one in (before, raw)
@@ -180,9 +183,9 @@ class InformerCache:
         is_deleted: bool = False,
         is_watched: bool = False,
     ) -> tuple[Key, ...]:
-        """Take in one of all objects, as ``see`` does, but leave out one that this fails for.
+        """Add one object as ``see`` does, but skip the object if this fails.
 
-        A watch and a list show the objects of all runs: none of them may end the operator.
+        Watches and lists contain the objects of all runs, and none of them may end the operator.
         """
         try:
             return self.see(resource, raw, is_deleted=is_deleted, is_watched=is_watched)
@@ -192,10 +195,11 @@ class InformerCache:
             return ()
 
     def take_page(self, resource: str, raws: Iterable[Raw]) -> set[Key]:
-        """Take in a page of a list, and return the runs that it concerns."""
+        """Add a page of a list, and return the runs that must be reconciled."""
         changed: set[Key] = set()
         for raw in raws:
-            # Taken in again, a version that is known would be owed by the watch, which has shown it already.
+            # Skip known versions: if they were added again, they would be expected from the watch, which has
+            # already shown them.
             known = self.store.find(resource, raw)
             if (
                 known is None
@@ -213,9 +217,10 @@ class InformerCache:
         version: int,
         covers: Callable[[str], bool],
     ) -> set[Key]:
-        """Take in a whole list as of ``version``, drop what it lacks, and return the runs that this concerns.
+        """Add a complete list as of ``version``, and drop the objects that are not in it.
 
-        ``covers``: whether the list spans a namespace. Objects that are newer than the list stay.
+        ``covers`` returns whether the list includes a namespace. Objects that are newer than the list stay.
+        Returns the runs that must be reconciled.
         """
         raws = list(raws)
         changed = self.take_page(resource, raws)
@@ -230,25 +235,25 @@ class InformerCache:
         version: int,
         covers: Callable[[str], bool],
     ) -> set[Key]:
-        """Drop what a list as of ``version`` lacks, and return the runs that this concerns.
+        """Drop the objects that are not in a list as of ``version``.
 
-        ``listed``: the uids of its objects.
+        ``listed``: uids of the objects in the list. Returns the runs that must be reconciled.
         """
         changed: set[Key] = set()
         for known in find_vanished(self.store.all(resource), listed, version=version):
             if not covers(str(known["metadata"].get("namespace", ""))):
                 continue
             changed.update(self._concerned(resource, known))
-            # The runs in the same folder are found before the run leaves the index.
+            # Find the runs with overlapping folders before the run is removed from the index.
             if resource == RUNS:
                 changed.update(self.claim_index.neighbours_of(known))
                 changed.update(self.claim_index.owners_of_mounts(known))
             self._remove(resource, known)
-            # An older list may still be on its way, and would bring the object back.
+            # The answer to an older list may still arrive, and would restore the object.
             identity = uid_of(known)
             self._tombstones[identity] = (self._clock(), version)
 
-        # Tombstones are dropped with every list, at the latest a resync's, or they would pile up for ever.
+        # Drop old tombstones with every list, at the latest at a resync, or they would accumulate forever.
         oldest = self._clock() - _TOMBSTONE_SECONDS
         self._tombstones = {
             identity: (since, end)
@@ -258,7 +263,7 @@ class InformerCache:
         return changed
 
     def forget(self, resource: str, raw: Raw) -> None:
-        """Drop an object that the API server no longer has, unless a new one has its name by now."""
+        """Drop an object that the API server no longer has, unless another object has its name now."""
         known = self.store.find(resource, raw)
         if known is None:
             return
@@ -275,7 +280,7 @@ class InformerCache:
             self._gone.note(raw, self._clock())
 
     def _index_run(self, place: Key, old: Raw | None, new: Raw | None) -> None:
-        """Bring the indexes up to date for a run, which was ``old`` and is now ``new``."""
+        """Update the indexes for a run, which was ``old`` and is now ``new``."""
         unused = self.claim_index.update(place, old, new)
         self.host_index.update(place, new)
         claim = None if unused is None else self.store.claims.get(unused)
@@ -283,19 +288,23 @@ class InformerCache:
             self.store.remove(CLAIMS, claim)
 
     def _is_followed(self, claim: Raw) -> bool:
-        """Whether a claim is kept: no watch and no list shows the end of one without our label and a run."""
+        """Return whether a claim is kept.
+
+        A claim without our label is kept only while a run uses it, because no watch and no list reports its
+        deletion.
+        """
         is_labelled = names.LABEL_RUN in get_map(claim, "metadata", "labels")
         return is_labelled or bool(self.claim_index.keepers_of(*place_of(claim)))
 
     def _concerned(self, resource: str, raw: Raw) -> tuple[Key, ...]:
-        """Return the runs that have to look again when this object changes."""
+        """Return the runs that must be reconciled when this object changes."""
         namespace, name = place_of(raw)
         if resource == RUNS:
             return ((namespace, name),)
         owner = get_text(get_map(raw, "metadata", "labels"), names.LABEL_RUN)
         keys = {(namespace, owner)} if owner else set()
         if resource == CLAIMS:
-            # All runs that keep their files on a claim wait for it, whoever made it.
+            # All runs that keep their files on a claim wait for it, even if a user has created it.
             return tuple(sorted(keys | self.claim_index.keepers_of(namespace, name)))
         return tuple(keys)
 
@@ -306,9 +315,10 @@ def find_vanished(
     *,
     version: int,
 ) -> list[Raw]:
-    """Return those of ``known`` that a list as of ``version`` lacks. ``listed``: the uids in it.
+    """Return the objects of ``known`` that are missing in a list as of ``version``.
 
-    Objects that are newer than the list may have come since, and are no proof of anything.
+    ``listed``: uids of the objects in the list. Objects that are newer than the list are not returned,
+    because they may have been created after it.
     """
     return [
         raw
@@ -318,22 +328,22 @@ def find_vanished(
 
 
 def _is_news(known: Raw, raw: Raw, *, is_deleted: bool) -> bool:
-    """Return whether an object, or its end, is newer than the object that is known under its name."""
+    """Return whether an object, or its deletion, is newer than the known object of its name."""
     version = _version(raw["metadata"])
     newest = _version(known["metadata"])
     if uid_of(known) == uid_of(raw):
-        # The watch often shows a version that an answer of the API server has brought before. The answer to a
-        # pod's creation lacks what others have added in it, such as a queue's gate: the watch shows that in
-        # the same version, and nothing more until the gate goes.
+        # The watch often shows a version that an answer of the API server has already delivered. But the
+        # answer to a pod's creation has only metadata. Fields that admission added, such as a queue's gate,
+        # arrive with the watch event of the same version, and no event follows until the gate is removed.
         is_brief = version == newest and known.get("status") == NEW_POD_STATUS
         is_fuller = is_brief and slim_pod(raw)["status"] != NEW_POD_STATUS
         return is_deleted or version > newest or version == 0 or is_fuller
-    # Two objects had this name one after the other, and the older one's end or version may come late.
+    # Two objects had this name one after the other. The deletion or a version of the older may arrive late.
     return not is_deleted and (version >= newest or version == 0)
 
 
 def _what_neighbours_see(raw: Raw) -> Any:
-    """Return the parts of a run that decide about runs whose folders overlap with its own."""
+    """Return the parts of a run that affect runs whose folders overlap with its folder."""
     status = get_map(raw, "status")
     return (
         get_map(raw, "spec").get("storage"),
@@ -344,6 +354,6 @@ def _what_neighbours_see(raw: Raw) -> Any:
 
 
 def _version(metadata: Raw) -> int:
-    """Return the resource version as a number; 0 where it is none, so that any later object wins."""
+    """Return the resource version as a number; 0 if it is not a valid number, so that any other one wins."""
     text = str(metadata.get("resourceVersion", ""))
     return int(text) if text.isdecimal() and len(text) <= _VERSION_DIGITS else 0

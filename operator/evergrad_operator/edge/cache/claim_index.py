@@ -12,10 +12,13 @@ Raw = Mapping[str, Any]
 
 
 class ClaimIndex:
-    """Runs by the claims that they name. A thousand runs in folders of their own do not concern each other.
+    """Runs by the claims that they name.
 
     A run *keeps its files* on one claim (``spec.storage``) and may *mount* others (volumes of its template or
-    its profile). Both are users of a claim: its data must not go with another run.
+    its profile). In both cases it is a user of the claim, whose data must not be deleted with another run.
+
+    Runs on one claim affect each other only if their folders overlap. For example, a thousand runs in
+    separate folders do not.
     """
 
     def __init__(self) -> None:
@@ -24,10 +27,12 @@ class ClaimIndex:
         self._fetched_at: dict[Key, float] = {}
 
     def update(self, key: Key, old: Raw | None, new: Raw | None) -> Key | None:
-        """Note that the run ``key``, which was ``old``, is now ``new``; None for a run that does
-        not exist. Returns the claim that no run keeps files on any more, if there is one."""
-        # A run may be edited to another claim while it is refused: it leaves the one and comes to the
-        # other.
+        """Record that the run ``key``, which was ``old``, is now ``new``; None if the run does not exist.
+
+        Returns the claim on which no run keeps files any more, or None if there is none.
+        """
+        # While a run is refused, its claim may be edited. Remove it from the old claim and add it to the new
+        # one.
         claims_before = claims_of(old) if old else None
         claims_after = claims_of(new) if new else None
         self._note_mounts(
@@ -41,7 +46,7 @@ class ClaimIndex:
         if before != after and before is not None:
             keepers = self._keepers.get((key[0], before), {})
             keepers.pop(key, None)
-            # An index of claims without runs would grow for as long as the operator lives.
+            # Drop claims without runs, or the index would grow while the operator runs.
             if not keepers:
                 unused = key[0], before
                 self._keepers.pop(unused, None)
@@ -64,12 +69,12 @@ class ClaimIndex:
             self._mounters.setdefault((key[0], name), set()).add(key)
 
     def note_fetched(self, namespace: str, claim: str, at: float) -> None:
-        """Note that a claim was fetched, for as long as a run keeps its files on it."""
+        """Record the time of a claim's last fetch. It is kept while a run keeps its files on the claim."""
         if (namespace, claim) in self._keepers:
             self._fetched_at[namespace, claim] = at
 
     def fetched_at(self, namespace: str, claim: str) -> float:
-        """Return when a claim was fetched last; long ago for one that was not."""
+        """Return the time of a claim's last fetch; -inf if it was not fetched."""
         return self._fetched_at.get((namespace, claim), float("-inf"))
 
     def keepers_of(self, namespace: str, claim: str) -> frozenset[Key]:
@@ -77,20 +82,22 @@ class ClaimIndex:
         return frozenset(self._keepers.get((namespace, claim), ()))
 
     def users_of(self, namespace: str, claim: str) -> frozenset[Key]:
-        """Return the runs that name this claim: they keep their files on it, or mount it."""
+        """Return the runs that keep their files on this claim or mount it."""
         mounters = self._mounters.get((namespace, claim), ())
         return self.keepers_of(namespace, claim).union(mounters)
 
     def owners_of_mounts(self, raw: Raw) -> tuple[Key, ...]:
-        """Return the runs whose own claims the run mounts: whether such a claim goes with its run depends on
-        who else uses it."""
-        # Only a claim of the run of its name can have an owner.
+        """Return the runs whose own claims the run mounts.
+
+        Such a claim is deleted with its own run only if no other run uses it.
+        """
+        # Only a claim with the name of its own run can have an owner.
         namespace = str(raw["metadata"].get("namespace", ""))
         keys = ((namespace, name) for name in claims_of(raw).mounted)
         return tuple(key for key in keys if key in self._keepers.get(key, ()))
 
     def neighbours_of(self, raw: Raw) -> tuple[Key, ...]:
-        """Return other runs whose folders overlap with the run's."""
+        """Return the other runs whose folders overlap with the run's folder."""
         claim, path = find_place(raw)
         metadata = raw["metadata"]
         key = str(metadata.get("namespace", "")), str(metadata.get("name", ""))
@@ -104,6 +111,6 @@ class ClaimIndex:
 
 
 def existing_claim(raw: Raw) -> str | None:
-    """Return the existing claim that a raw run names; None for a claim of its own."""
+    """Return the existing claim that a raw run names, or None if the run has its own claim."""
     name = get_map(raw, "spec", "storage").get("claimName")
     return name if isinstance(name, str) else None

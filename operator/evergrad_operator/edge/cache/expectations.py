@@ -1,5 +1,7 @@
-"""Expectations: versions that the API server has answered and a watch has yet to show; their age is the delay
-of the watch."""
+"""Expectations: versions that an answer of the API server has shown, but a watch has not shown yet.
+
+The age of the oldest expectation is the delay of the watch.
+"""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -10,18 +12,18 @@ Object = tuple[str, str]
 
 @dataclass(frozen=True)
 class Expectation:
-    """A version of one object that its watch owes, and since when (the clock of ``Expectations``)."""
+    """A version of one object that its watch has yet to show. ``since``: on the clock of ``Expectations``."""
 
     version: int
     since: float
 
 
 class Expectations:
-    """The versions that the watches of ``resources`` owe; one that a watch has already shown is not owed.
+    """The versions that the watches of ``resources`` have yet to show.
 
-    An answer may come before or after the watch event of the same change: a LIST that shows nothing new, an
-    apply that changes nothing and an answer that is read late must leave no mark, or the watch counts as
-    behind for ever.
+    An answer may arrive before or after the watch event of the same change. A LIST without new versions, an
+    apply without a change, and an answer that is read late must not add an expectation. Otherwise the watch
+    would count as delayed forever.
     """
 
     def __init__(self, resources: Collection[str], *, clock: Callable[[], float]) -> None:
@@ -30,12 +32,12 @@ class Expectations:
         self._expected: dict[Object, Expectation] = {}
 
     def expect(self, resource: str, uid: str, version: int) -> None:
-        """Note that the API server has answered this version.
+        """Record that an answer of the API server has shown this version.
 
-        The oldest version that is owed counts: a watch that shows nothing at all is late by the first one,
-        however many follow.
+        The oldest expected version of an object is kept. If a watch shows nothing at all, its delay therefore
+        counts from the first version.
         """
-        # An answer may be read after the watch has shown its version.
+        # Do not expect a version that the watch has already shown, because an answer may be read late.
         known = resource, uid
         if (
             resource in self._resources
@@ -45,7 +47,7 @@ class Expectations:
             self._expected[known] = Expectation(version, self._clock())
 
     def observe(self, resource: str, uid: str, version: int) -> None:
-        """Note that the watch has shown this version, and all that are older."""
+        """Record that the watch has shown this version, and therefore all older versions."""
         if resource not in self._resources:
             return
         known = resource, uid
@@ -55,12 +57,12 @@ class Expectations:
             del self._expected[known]
 
     def forget(self, resource: str, uid: str) -> None:
-        """Expect nothing more of an object that is gone."""
+        """Drop the expectations of an object that is gone."""
         self._shown.pop((resource, uid), None)
         self._expected.pop((resource, uid), None)
 
     def restart(self) -> None:
-        """Count the age of all that is owed from now: nothing could be shown before, as in an outage."""
+        """Count the age of all expectations from now, because no event could arrive during an outage."""
         now = self._clock()
         self._expected = {
             known: replace(expected, since=now)
@@ -68,9 +70,9 @@ class Expectations:
         }
 
     def lag(self) -> Mapping[str, float]:
-        """Return the seconds that the watch of each resource is behind; 0 when it owes nothing."""
+        """Return the delay of each resource's watch in seconds; 0 if it has shown all versions."""
         now = self._clock()
-        # Each watch is as far behind as its oldest debt.
+        # The delay of a watch is the age of its oldest expectation.
         ages = dict.fromkeys(sorted(self._resources), 0.0)
         for (resource, _), expected in self._expected.items():
             ages[resource] = max(ages[resource], now - expected.since)

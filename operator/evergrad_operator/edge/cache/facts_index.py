@@ -1,7 +1,7 @@
-"""The facts about all runs that are exported as metrics, kept up to date as runs and pods change.
+"""The facts about all runs that are exported as metrics, updated when runs and pods change. Pure.
 
-A scrape only reads them: to read all statuses then would stop the event loop for a second at 10,000 runs.
-Pure.
+A scrape only reads the facts. If it read all statuses, it would block the event loop for a second with 10,000
+runs.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,12 +36,12 @@ class FactsIndex:
         """Called for a run whose facts cannot be read."""
 
     def update_run(self, key: Key, raw: Raw | None) -> None:
-        """Note that the run ``key`` is now ``raw``; None for a run that does not exist."""
+        """Record that the run ``key`` is now ``raw``; None if the run does not exist."""
         before = self._phases.pop(key, None)
         if before is not None:
             self._num_in_phase[before] -= 1
         self._facts.pop(key, None)
-        # Runs of another controller have no phase, and would seem to wait for this one.
+        # Skip runs of another controller: they have no phase here, and would seem to wait for this operator.
         if raw is None or not is_managed_here(raw):
             return
 
@@ -52,11 +52,11 @@ class FactsIndex:
             nodes = dict(self._nodes.get(key, NO_NODES))
             self._facts[key] = read_run(key, raw, nodes)
         except Exception as error:  # noqa: BLE001
-            # A status that no code has foreseen must hide its own series alone, and not the run.
+            # An unexpected status must hide only this run's metrics, and must not stop its reconciliation.
             self.on_defect(key, error)
 
     def move_pod(self, key: Key, old: Raw | None, new: Raw | None) -> None:
-        """Note that a pod of the run ``key``, which was ``old``, is now ``new``; None for no pod."""
+        """Record that a pod of the run ``key``, which was ``old``, is now ``new``. None means no pod."""
         before = "" if old is None else find_node_state(old)
         after = "" if new is None else find_node_state(new)
         if before == after:
@@ -73,7 +73,7 @@ class FactsIndex:
         self._recounted.add(key)
 
     def count_phases(self) -> dict[str, int]:
-        """Return the number of runs in each phase, however long they have been over."""
+        """Return the number of runs in each phase, including runs that ended long ago."""
         known = {phase.value for phase in Phase}
         return {
             phase: count
@@ -82,7 +82,7 @@ class FactsIndex:
         }
 
     def read(self, now: float) -> tuple[RunFacts, ...]:
-        """Return the facts of all runs that are not long over. ``now``: epoch seconds."""
+        """Return the facts of all runs that have not ended long ago. ``now``: seconds since 1970."""
         for key in self._recounted:
             facts = self._facts.get(key)
             if facts is not None:

@@ -1,5 +1,7 @@
-"""An index of hosts that have failed runs lately, over all runs: it is made from their statuses, and again
-from the same after a restart of the operator."""
+"""An index of hosts on which runs have failed recently.
+
+It is built from the statuses of all runs, so a restarted operator builds the same index.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -9,22 +11,25 @@ from evergrad_operator.core.objects.raw import get_map, get_text
 from evergrad_operator.core.observe.memory import MAX_HOSTS, REMEMBERED_SECONDS, parse_hosts
 
 ENOUGH_RUNS: Final = 2
-"""Runs that a host has to fail before all others keep away from it: the trouble of one may be its own."""
+"""Number of runs that must fail on a host before all other runs avoid it.
+
+If only one run fails on a host, the run itself may be the cause.
+"""
 _GOOD_SECONDS: Final = 1.0
-"""Time for which an answer is kept: each pass over any run asks, and a start asks for all runs."""
+"""Seconds for which a result is cached, because each pass needs it and a start makes a pass for every run."""
 
 
 class HostIndex:
-    """Hosts by the runs that they have failed. It has as many entries as the statuses of runs name hosts."""
+    """Hosts with the runs that failed on them. The statuses of the runs bound the number of entries."""
 
     def __init__(self) -> None:
         self._texts: dict[Key, str] = {}
         self._failed: dict[str, dict[Key, float]] = {}
         self._found: tuple[float, tuple[str, ...]] | None = None
-        """The last answer, and when it was found; None once a status has changed."""
+        """Time and value of the cached result; None after a status has changed."""
 
     def update(self, key: Key, raw: Mapping[str, Any] | None) -> None:
-        """Note the status of the run ``key``; None for a run that does not exist any more."""
+        """Record the status of the run ``key``. ``raw`` is None if the run no longer exists."""
         text = get_text(get_map(raw or {}, "status", "memory"), "hostFaults")
         before = self._texts.pop(key, "")
         if text:
@@ -35,14 +40,17 @@ class HostIndex:
         for host in parse_hosts(before):
             runs = self._failed.get(host, {})
             runs.pop(key, None)
-            # An index of hosts without runs would grow for as long as the operator lives.
+            # Drop hosts without runs, or the index would grow while the operator runs.
             if not runs:
                 self._failed.pop(host, None)
         for host, at in parse_hosts(text).items():
             self._failed.setdefault(host, {})[key] = at
 
     def find_troubled(self, now: float) -> tuple[str, ...]:
-        """Return the hosts that have lately failed several runs, the newest trouble last."""
+        """Return the hosts on which several runs have failed recently, the newest failure last.
+
+        ``now``: seconds since 1970. At most MAX_HOSTS hosts are returned.
+        """
         if self._found is not None and 0 <= now - self._found[0] < _GOOD_SECONDS:
             return self._found[1]
         found = []

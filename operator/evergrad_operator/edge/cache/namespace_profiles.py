@@ -1,8 +1,8 @@
-"""The profiles of namespaces as this process last read them.
+"""The profiles of namespaces, as this process last read them.
 
-Each version of a ConfigMap is parsed once, outside of the event loop. Anyone who may edit a namespace writes
-its profile, and one operator reads the profiles of all namespaces: a profile must cost little, however it is
-written and however many runs have it.
+Each version of a ConfigMap is parsed once, in a thread. Every user with write access to a namespace can write
+its profile, and one operator reads the profiles of all namespaces. Therefore the cost of a profile is bounded
+for any content and any number of runs.
 """
 
 import asyncio
@@ -22,30 +22,31 @@ from evergrad_operator.core.objects.raw import get_map, get_text
 from evergrad_operator.core.observe.profiles import NamespaceProfile
 
 LONGEST_TEXT: Final = 16 * 1024
-"""Most bytes of a profile's text, with its comments: the status of a run has room for 4 KiB of what it says.
+"""Maximum number of bytes of a profile's text, including comments.
 
-A text of this length takes 0.1 s to parse. One of 1 MiB, which a ConfigMap may have, takes half a second.
+The status of a run has room for 4 KiB of its content. A text of 16 KiB takes 0.1 s to parse. A text of 1 MiB,
+the maximum of a ConfigMap, takes half a second.
 """
 _MOST_KEPT: Final = 1000
-"""Most namespaces whose profile is kept: the least recently used goes first. One takes a few KiB."""
+"""Maximum number of cached profiles, a few KiB each. The least recently used profile is dropped first."""
 
 
 class ConfigMapReader(Protocol):
-    """The part of the API server that this needs; ``Kube`` is one. Raises ApiError."""
+    """The requests to the API server that this module needs. ``Kube`` implements it. Raises ApiError."""
 
     async def list_all(
         self, kind: Kind, namespace: str | None, *, name: str = ""
     ) -> tuple[Sequence[Raw], int]:
-        """Return all objects of a kind, of this name if one is given, and the version of the list."""
+        """Return the objects of a kind, and the version of the list. If ``name`` is given, filter by it."""
 
 
 class NamespaceProfiles:
-    """Profiles by namespace, each of one version of its ConfigMap."""
+    """A cache of profiles by namespace. Each profile belongs to one version of its ConfigMap."""
 
     def __init__(self, cluster: ConfigMapReader) -> None:
         self._cluster = cluster
         self._kept: OrderedDict[str, tuple[str, str, NamespaceProfile]] = OrderedDict()
-        # One at a time: several texts in threads would share the processor with the event loop.
+        # Parse one text at a time, because several threads would compete with the event loop for CPU time.
         self._lock = asyncio.Lock()
 
     async def fetch(self, namespace: str) -> NamespaceProfile | None:
@@ -56,7 +57,7 @@ class NamespaceProfiles:
         return await self.read(namespace, found[0]) if found else None
 
     async def read(self, namespace: str, config_map: Raw) -> NamespaceProfile:
-        """Return the profile that the ConfigMap holds, with every problem of it."""
+        """Return the profile in the ConfigMap, with all its problems."""
         metadata = get_map(config_map, "metadata")
         version = get_text(metadata, "uid"), get_text(metadata, "resourceVersion")
         async with self._lock:
@@ -73,14 +74,14 @@ class NamespaceProfiles:
 
 
 def parse_profile(text: Any) -> NamespaceProfile:
-    """Return the profile in the text of a ConfigMap, with every problem of it. Pure."""
+    """Return the profile in the text of a ConfigMap, with all its problems. Pure."""
     if not isinstance(text, str):
         remedy = f"Add the key {NAMESPACE_PROFILE_KEY}, or delete the ConfigMap"
         return _refuse(f"has no text {NAMESPACE_PROFILE_KEY}", "it is the profile", remedy)
     if not text.strip():
         return NamespaceProfile({}, is_checked=True)
 
-    # The length comes first: nothing of a longer text is read.
+    # Check the length first, so that a longer text is not parsed at all.
     size = len(text.encode(errors="replace"))
     if size > LONGEST_TEXT:
         why = f"a profile has at most {LONGEST_TEXT} bytes, with its comments"

@@ -1,5 +1,4 @@
-"""Work queue of keys: deduplicating, one worker at a time per key, exponential back-off with jitter, delayed
-re-queue."""
+"""A work queue of keys: deduplication, one worker per key, exponential backoff with jitter, delayed keys."""
 
 import asyncio
 import contextlib
@@ -12,36 +11,46 @@ from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 _SPARE_ENTRIES = 64
-"""Entries that may be superseded before the heap is cleared of them: a small queue is not worth the work."""
+"""Number of superseded entries below which the heap is not cleaned up, because it is not worth the work."""
 Process = Callable[[K], Awaitable[float | None]]
-"""Works on one key and returns the seconds until the key is due again, or None. An exception makes it due
-after a back-off."""
+"""Processes one key, and returns the seconds until the key is due again, or None.
+
+If it raises an exception, the key is due after a backoff.
+"""
 
 
 @dataclass(frozen=True)
 class Backoff:
-    """Delay after the n-th failure in a row: ``first`` · 2ⁿ⁻¹, at most ``longest``, less up to half of it by
-    chance. Seconds."""
+    """Delay after the n-th consecutive failure, in seconds: ``first`` · 2ⁿ⁻¹, but at most ``longest``.
+
+    A random part of up to half of the delay is subtracted. For example, with the defaults, the delay after
+    the third failure is 1 to 2 s.
+    """
 
     first: float = 0.5
     longest: float = 60.0
     longest_after_news: float = 5.0
-    """Longest delay if news came during the work that failed, such as the correction of what it failed for.
-    Not less: the work itself may cause news each time, and would be repeated at full speed."""
+    """Maximum delay if the key was added during the failed work, for example by a correction of the cause.
+
+    It is not shorter, because the work itself may add the key each time, and would then be repeated without a
+    pause.
+    """
 
     def delay(self, failures: int) -> float:
-        """Return the seconds to wait after this many failures in a row, at least one."""
-        # The exponent is bounded: a key that fails for days would overflow a float.
+        """Return the seconds to wait after ``failures`` consecutive failures. ``failures`` is at least 1."""
+        # Bound the exponent, because the power would overflow for a key that fails for days.
         doubled = self.first * 2.0 ** min(failures - 1, 40)
         return min(self.longest, doubled) * random.uniform(0.5, 1.0)
 
 
 @dataclass(frozen=True)
 class QueueState:
-    """The queue at one moment: keys that are due, seconds that the oldest of them has waited, and seconds
-    that the slowest worker has worked.
+    """The state of the queue at one moment.
 
-    ``stalled``: seconds for which work was due or under way and none has finished.
+    ``depth``: number of due keys. ``oldest_age``: seconds for which the oldest of them has been due.
+    ``longest_work``: seconds of the longest running work. ``added``: number of calls of ``add``. ``failing``:
+    number of keys whose last work failed. ``stalled``: seconds for which work was due or running and none
+    has ended.
     """
 
     depth: int
@@ -53,11 +62,12 @@ class QueueState:
 
 
 class WorkQueue(Generic[K]):
-    """Keys that are due, now or later. ``spacing``: least seconds between the end of work on a key and its
-    next start.
+    """A queue of keys that are due now or later.
 
-    A key that is added while it is worked on becomes due again afterwards. The earliest of several due times
-    counts.
+    If a key is added while it is processed, it is due again afterwards. If a key is added several times, the
+    earliest due time counts.
+
+    ``spacing``: minimum seconds between the end of the work on a key and its next start.
     """
 
     def __init__(
@@ -78,34 +88,34 @@ class WorkQueue(Generic[K]):
         self._failures: dict[K, int] = {}
         self._last_end: dict[K, float] = {}
         self._dropped: set[K] = set()
-        """Keys that were dropped while they are worked on: nothing is kept of their end."""
+        """Keys that were dropped during their work. The end of this work is not recorded."""
         self._wake = asyncio.Event()
         self._is_closed = False
         self._is_paused = False
         self._progressed_at = float("-inf")
-        """When work on a key ended last, or was resumed."""
+        """Time at which work last ended, or at which the queue was last resumed."""
 
     def add(self, key: K, *, after: float = 0.0) -> None:
-        """Make ``key`` due in ``after`` seconds, unless it is due earlier."""
+        """Make ``key`` due in ``after`` seconds, unless it is already due earlier."""
         if self._is_closed:
             return
         self._num_added += 1
 
-        # A key that was just worked on waits a moment: events of one change come in bursts.
+        # Keep the spacing after the last work on the key, because events of one change arrive in bursts.
         earliest = self._last_end.get(key, 0.0) + self._spacing
         due = max(self._clock() + after, earliest)
         if due >= self._due.get(key, float("inf")):
             return
         self._due[key] = due
-        # A key that is worked on gets its place in the heap at the end of that work.
+        # If the key is being processed, it is pushed to the heap when this work ends.
         if key in self._active:
             return
         self._num_pushed += 1
         heapq.heappush(self._heap, (due, self._num_pushed, key))
 
-        # An entry that an earlier time has superseded leaves only at the heap's head. One that is due in a
-        # week, pushed anew by each pass of a run with a deadline, would stay for that week: at most as many
-        # entries as there are keys may be superseded.
+        # A superseded entry leaves the heap only at its head. If each pass of a run with a deadline pushes an
+        # entry that is due in a week, these entries would stay for a week. Clean up the heap when it has more
+        # superseded entries than keys.
         if len(self._heap) > 2 * len(self._due) + _SPARE_ENTRIES:
             kept = {}
             for entry in self._heap:
@@ -119,9 +129,9 @@ class WorkQueue(Generic[K]):
             self._wake.set()
 
     def drop(self, key: K) -> None:
-        """Forget everything about a key that does not exist any more.
+        """Drop all data of a key that no longer exists.
 
-        Work on it that has begun goes on to its end.
+        Work that has started continues to its end.
         """
         self._due.pop(key, None)
         self._failures.pop(key, None)
@@ -130,12 +140,12 @@ class WorkQueue(Generic[K]):
             self._dropped.add(key)
 
     def failures(self, key: K) -> int:
-        """Return how often in a row work on the key has failed."""
+        """Return the number of consecutive failures of the key."""
         return self._failures.get(key, 0)
 
     def observe(self) -> QueueState:
-        """Return the queue's state at this moment."""
-        # A key that is worked on waits for nothing but its own end, which ``longest_work`` measures.
+        """Return the current state of the queue."""
+        # Do not count a key as waiting while it is processed; ``longest_work`` measures this time.
         now = self._clock()
         ready = [
             now - due
@@ -145,8 +155,8 @@ class WorkQueue(Generic[K]):
         works = [now - started for started, _ in self._active.values()]
         oldest_age, longest_work = max(ready, default=0.0), max(works, default=0.0)
 
-        # A long queue is not a stall: at a start, all runs are due together. While the queue is paused, its
-        # owner lets nothing start.
+        # A long queue is not a stall, because all runs are due together at a start. A paused queue is not
+        # stalled either.
         waiting = 0.0 if self._is_paused else max(oldest_age, longest_work)
         return QueueState(
             depth=len(ready),
@@ -158,12 +168,12 @@ class WorkQueue(Generic[K]):
         )
 
     async def run(self, process: Process[K], *, workers: int) -> None:
-        """Work on keys, at most ``workers`` at a time, until cancelled or closed."""
+        """Process keys, at most ``workers`` at a time, until the queue is closed or the task is cancelled."""
         while not self._is_closed:
             self._wake.clear()
             while self._heap and len(self._active) < workers and not self._is_paused:
                 due, _, key = self._heap[0]
-                # An entry that an earlier time has superseded, or whose key is worked on, is passed over.
+                # Skip a superseded entry, and an entry whose key is being processed.
                 is_passed_over = key in self._active or self._due.get(key) != due
                 if not is_passed_over and due > self._clock():
                     break
@@ -174,8 +184,8 @@ class WorkQueue(Generic[K]):
                 task = asyncio.create_task(self._work(process, key), name=f"work on {key}")
                 self._active[key] = (self._clock(), task)
 
-            # Wait until the next key is due, or something is added or done. While every worker is busy, only
-            # the end of one matters.
+            # Wait until the next key is due, a key is added or work ends. If all workers are busy, wait only
+            # for such an event.
             seconds: float | None = None
             if self._heap and len(self._active) < workers and not self._is_paused:
                 seconds = max(0.0, self._heap[0][0] - self._clock())
@@ -184,9 +194,9 @@ class WorkQueue(Generic[K]):
                     await self._wake.wait()
 
     async def pause(self) -> None:
-        """Start nothing new until ``resume``, and cancel the work under way.
+        """Start no work until ``resume``, and cancel the running work.
 
-        A key whose work is cancelled is due only if it was added meanwhile.
+        A key whose work is cancelled is due again only if it was added during the work.
         """
         self._is_paused = True
         tasks = [task for _, task in self._active.values()]
@@ -195,13 +205,13 @@ class WorkQueue(Generic[K]):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def resume(self) -> None:
-        """Work on keys again. Those that were due meanwhile come first."""
+        """Process keys again. Keys that became due during the pause come first."""
         self._is_paused = False
         self._progressed_at = self._clock()
         self._wake.set()
 
     async def close(self, *, seconds: float) -> None:
-        """Start nothing new, wait at most ``seconds`` for the work under way, then cancel the rest."""
+        """Start no more work, wait at most ``seconds`` for the running work, then cancel the rest."""
         self._is_closed = True
         self._wake.set()
         tasks = [task for _, task in self._active.values()]
@@ -212,8 +222,7 @@ class WorkQueue(Generic[K]):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _work(self, process: Process[K], key: K) -> None:
-        # A failure concerns one key alone, which becomes due again later. ``process`` reports its errors
-        # itself.
+        # A failure affects only one key, which is retried later. ``process`` logs its errors itself.
         delay: float | None = None
         try:
             delay = await process(key)
@@ -228,20 +237,19 @@ class WorkQueue(Generic[K]):
                 self._last_end[key] = self._progressed_at
             self._dropped.discard(key)
 
-            # A time that was added while the work went on counts from its end, or from its own time if that
-            # is later.
+            # If the key was added during the work, it is due now, or at the added time if that is later.
             waiting = self._due.pop(key, None)
             has_failed = self.failures(key) > 0 and delay is not None
             delays: list[float] = [] if delay is None else [delay]
             if waiting is not None:
-                # After a failure news only shorten the backoff: they must not turn it into a busy loop.
+                # After a failure, an added key only shortens the backoff, so that there is no busy loop.
                 least = self._backoff.longest_after_news if has_failed else 0.0
                 delays.append(max(least, waiting - self._clock()))
             if delays:
                 self.add(key, after=min(delays))
 
-            # The metric counts what others added, not that a key was taken up again.
+            # The metric must count only calls of ``add`` from outside, not this requeue.
             if delay is not None or waiting is not None:
                 self._num_added -= 1
-            # A worker is free now, whatever became of the key.
+            # A worker is free now, so wake up ``run``.
             self._wake.set()

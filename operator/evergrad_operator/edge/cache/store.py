@@ -1,4 +1,4 @@
-"""The objects of the informer cache, by resource and by the run they belong to. Pure."""
+"""Stores the objects of the informer cache by resource and by the run that they belong to. Pure."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -13,15 +13,15 @@ RUNS: Final = "trainingruns"
 PODS: Final = "pods"
 CLAIMS: Final = "persistentvolumeclaims"
 CHILDREN: Final = "children"
-"""Children of a run that are neither pods nor its claim."""
+"""Name of the resource for all children of a run except its pods and its claim."""
 GONE_SECONDS: Final = 60.0
-"""Time for which the last state of a pod that is gone is kept: passes that count its time come at once."""
+"""Seconds for which the last state of a deleted pod is kept. The pass that counts its time follows sooner."""
 MAX_GONE: Final = 4096
-"""Pods of one run that are kept so: as many as it may have nodes."""
+"""Maximum number of deleted pods that are kept per run. It equals the maximum number of nodes."""
 
 
 class ObjectStore:
-    """Objects as they were last seen, reduced to the parts that are read. The cache judges their versions."""
+    """Objects as last seen, reduced to the used fields. ``InformerCache`` compares their versions."""
 
     def __init__(self) -> None:
         self.runs: dict[Key, Raw] = {}
@@ -30,22 +30,22 @@ class ObjectStore:
             PODS: {},
             CHILDREN: {},
         }
-        """Pods by name and other children by kind and name, under the run that their label names."""
+        """By the run in their label: pods by name, and other children by kind and name."""
         self.facts = FactsIndex()
-        """What metrics show of runs and pods. It is brought up to date here, where all changes pass."""
+        """The facts for metrics of runs and pods. They are updated here, because all changes pass here."""
 
     def pods(self, key: Key) -> Sequence[Raw]:
-        """Return the run's pods, slimmed."""
+        """Return the run's pods, reduced to the fields that are used."""
         group = self._groups[PODS].get(key, {})
         return tuple(group.values())
 
     def children(self, key: Key) -> Mapping[tuple[str, str], Raw]:
-        """Return the run's other children by kind and name: metadata is all that is kept of them."""
+        """Return the run's other children by kind and name. Only their metadata is kept."""
         return self._groups[CHILDREN].get(key, {})
 
     def known(self) -> set[Key]:
-        """Return every run that exists, and every one that still has pods or children."""
-        # A run that is gone is looked at once more, until nothing of it is left to forget.
+        """Return every existing run, and every deleted run that still has pods or children."""
+        # A deleted run is reconciled until none of its objects is left.
         return {
             *self.runs,
             *self._groups[PODS],
@@ -53,7 +53,7 @@ class ObjectStore:
         }
 
     def count(self) -> Mapping[str, int]:
-        """Count the objects of each resource."""
+        """Return the number of objects of each resource."""
         pods = self._groups[PODS].values()
         children = self._groups[CHILDREN].values()
         return {
@@ -64,7 +64,7 @@ class ObjectStore:
         }
 
     def find(self, resource: str, raw: Raw) -> Raw | None:
-        """Return the object that is kept under the name of this one; its uid may be another."""
+        """Return the stored object with the name of ``raw``. Its uid may differ."""
         if resource == RUNS:
             return self.runs.get(place_of(raw))
         if resource == CLAIMS:
@@ -73,7 +73,7 @@ class ObjectStore:
         return group.get(_name_in(resource, raw))
 
     def put(self, resource: str, raw: Raw) -> None:
-        """Keep an object in the place of the one that has its name."""
+        """Store an object. It replaces the stored object of the same name."""
         if resource == RUNS:
             run = slim_run(raw)
             self.runs[place_of(raw)] = run
@@ -88,11 +88,11 @@ class ObjectStore:
                 self.facts.move_pod(owner, group.get(name), pod)
                 group[name] = pod
             else:
-                # They are only compared by hash and version: their specs would take memory for nothing.
+                # Drop their specs to save memory, because they are compared only by hash and version.
                 group[name] = slim(raw, ("kind",))
 
     def remove(self, resource: str, raw: Raw) -> None:
-        """Drop the object that has this one's name."""
+        """Drop the stored object with the name of ``raw``."""
         if resource == RUNS:
             self.runs.pop(place_of(raw), None)
             self.facts.update_run(place_of(raw), None)
@@ -104,16 +104,16 @@ class ObjectStore:
             gone = group.pop(_name_in(resource, raw), None)
             if resource == PODS and gone is not None:
                 self.facts.move_pod(owner, gone, None)
-            # A run counts as known for as long as it has a group, so that an empty one is dropped.
+            # Drop an empty group, because a run counts as known while it has a group.
             if not group:
                 self._groups[resource].pop(owner, None)
 
     def all(self, resource: str) -> Iterator[Raw]:
-        """Return all objects of a resource that its list by label would show."""
+        """Yield all objects of a resource that its list by label includes."""
         if resource == RUNS:
             yield from self.runs.values()
         elif resource == CLAIMS:
-            # Claims that the user made bear no label of ours; each is fetched by its name.
+            # Claims of a user do not have our label. They are fetched by name and are not in the list.
             for claim in self.claims.values():
                 if names.LABEL_RUN in get_map(claim, "metadata", "labels"):
                     yield claim
@@ -123,22 +123,22 @@ class ObjectStore:
 
 
 class GonePods:
-    """The last states of pods that are gone: the time of an end is often seen only in the event of its going.
+    """The last states of deleted pods. The time of a pod's end is often known only from its deletion event.
 
-    ``now``: seconds of one clock.
+    ``now``: seconds of one clock for all methods.
     """
 
     def __init__(self) -> None:
         self._runs: dict[Key, dict[str, tuple[float, Raw | None]]] = {}
-        """Time of the end and last state by run and uid; None for a state that is needed no more."""
+        """Time of the deletion and last state, by run and uid. The state is None if it was dropped."""
 
     def note(self, raw: Raw, now: float) -> None:
-        """Note that a pod is gone."""
-        # The run comes last, so that those without a new one for long are the first.
+        """Record the last state of a deleted pod."""
+        # Move the run to the end, so that the run whose last deletion is the oldest comes first.
         owner, identity = _owner_of(raw), uid_of(raw)
         kept = self._runs.pop(owner, {})
         self._runs[owner] = kept
-        # The event that it is gone may follow an answer that says so, and shows more.
+        # The deletion event may follow an answer that already reported the deletion, and has more fields.
         since, known = kept.get(identity, (now, raw))
         kept[identity] = (since, None if known is None else slim_pod(raw))
         if len(kept) > MAX_GONE:
@@ -151,7 +151,7 @@ class GonePods:
             del self._runs[oldest]
 
     def find(self, key: Key, now: float) -> list[tuple[Raw, float]]:
-        """Return the last state of the run's pods, with the seconds since their ends."""
+        """Return the last states of the run's deleted pods, and the seconds since their deletion."""
         return [
             (raw, now - at)
             for at, raw in self._runs.get(key, {}).values()
@@ -159,7 +159,7 @@ class GonePods:
         ]
 
     def drop(self, key: Key, uids: Iterable[str]) -> None:
-        """Return these pods no more."""
+        """Drop the states of these pods."""
         kept = self._runs.get(key, {})
         for uid in uids:
             if uid in kept:
@@ -174,7 +174,7 @@ def place_of(raw: Raw) -> Key:
 
 
 def uid_of(raw: Raw) -> str:
-    """Return the uid of an object, empty where it has none."""
+    """Return the uid of an object, or "" if it has none."""
     return str(raw["metadata"].get("uid", ""))
 
 
@@ -188,5 +188,5 @@ def _name_in(resource: str, raw: Raw) -> Any:
     name = str(raw["metadata"].get("name", ""))
     if resource == PODS:
         return name
-    # A run's other children are of several kinds and may share one name.
+    # A run's other children have several kinds, and two of them may have the same name.
     return str(raw.get("kind", "")), name

@@ -1,4 +1,4 @@
-"""Keeps the informer cache in step with the cluster: watch events, lists of everything, gaps of a watch."""
+"""Synchronizes the informer cache with the cluster by watch events, periodic lists, and lists after gaps."""
 
 import asyncio
 import contextlib
@@ -28,22 +28,25 @@ from evergrad_operator.edge.cache.store import CHILDREN, CLAIMS, PODS, RUNS, uid
 
 log = logging.getLogger(__name__)
 PRUNE_SECONDS: Final = 10.0
-"""Time between two searches for objects that vanished in gaps of watches. kopf shows the objects of one list
-over some time, and a search for each of them would list everything as often."""
+"""Minimum seconds between two searches for objects that were deleted during gaps of watches.
+
+kopf delivers the objects of one list over some time. Without a pause, each of them would cause a search,
+which lists everything.
+"""
 _LATE_SECONDS: Final = 30.0
-"""A watch that has owed a version for this long may owe it for an object that is gone."""
+"""Delay of a watch, in seconds, after which the expected version may belong to a deleted object."""
 _WATCHED: Final = (
     (RUNS, RUN, ""),
     (PODS, POD, LABEL_RUN),
     (CLAIMS, CLAIM, LABEL_RUN),
 )
-"""Resource, kind and label selector of each watch of kopf's."""
+"""Resource, kind and label selector of each watch of kopf."""
 _CHILDREN: Final = (CONFIG_MAP, SERVICE, BUDGET, NETWORK_POLICY)
-"""Kinds that are switched off are listed, too: children from before are to be deleted."""
+"""Kinds of children to list. Disabled kinds are included, because older children must be deleted."""
 
 
 class CacheSync:
-    """Brings news into the cache, and the runs that the news concern into the queue."""
+    """Adds events and lists to the cache, and adds the affected runs to the queue."""
 
     def __init__(
         self,
@@ -61,13 +64,16 @@ class CacheSync:
         self._resync_seconds = resync_seconds
         self._is_listed_anew = asyncio.Event()
         self.find_pod_group: Callable[[], Awaitable[Kind | None]] | None = None
-        """Finds the kind of a run's PodGroup, None where there is none."""
+        """Returns the kind of PodGroup that the API server serves, or None. It is None without gangs."""
         self.on_event: Callable[[str], None] = lambda resource: None
         """Called for every event of a watch, with the watch's resource."""
 
     def take(self, resource: str, raw: Raw, kind: str | None) -> None:
-        """Take in one event of a watch. ``kind`` is None where kopf has listed anew, at the start and after a
-        gap."""
+        """Handle one event of a watch.
+
+        ``kind``: type of the event, or None for an object of a list, which kopf makes at the start and after
+        a gap.
+        """
         self.on_event(resource)
         if kind is None:
             self.expect_gap()
@@ -76,11 +82,11 @@ class CacheSync:
         self._add(concerned)
 
     def expect_gap(self) -> None:
-        """Note that something may have vanished unseen."""
+        """Request a search, because objects may have been deleted without an event."""
         self._is_listed_anew.set()
 
     async def resync(self) -> None:
-        """List everything, take in what the watches lost, and drop what is gone. Raises ApiError."""
+        """List everything, add objects that the watches missed, and drop deleted objects. Raises ApiError."""
         # Without gangs there is no kind of group to list.
         group = None if self.find_pod_group is None else await self.find_pod_group()
         children = _CHILDREN if group is None else (*_CHILDREN, group)
@@ -95,8 +101,8 @@ class CacheSync:
                     resource, listed, version=version, covers=covers
                 )
 
-            # All kinds of children are one resource of the cache, so that one list of them all is compared.
-            # It is as old as its oldest part.
+            # All kinds of children are one resource of the cache, so compare with one combined list. Its
+            # version is the version of its oldest part.
             listed = set()
             versions = []
             for kind in children:
@@ -116,10 +122,10 @@ class CacheSync:
         listed: set[str],
         changed: set[Key],
     ) -> int:
-        """Take in a list page by page, so that only one page is held unslimmed.
+        """Add a list page by page, so that only one page of complete objects is in memory.
 
-        The uids of its objects are added to ``listed``, and the runs that they concern to ``changed``.
-        Returns the version that the list is as of.
+        Adds the uids of the objects to ``listed``, and the affected runs to ``changed``. Returns the resource
+        version of the list.
         """
         version = 0
         async for page, as_of in pages:
@@ -130,39 +136,39 @@ class CacheSync:
         return version
 
     async def keep_synced(self) -> None:
-        """Resync at a steady pace, for ever."""
+        """Resync periodically. Never returns."""
         while True:
-            # The time varies: operators that were started together must not list everything at once.
+            # Add jitter, so that operators that started together do not list everything at the same time.
             await asyncio.sleep(self._resync_seconds * random.uniform(0.9, 1.1))
             try:
                 await self.resync()
             except ApiError as error:
                 log.warning("the resync comes later: %s", error)
 
-            # Every run is looked at once in each period. The looks are spread, or all runs would wait in one
-            # queue.
+            # Reconcile every run once in each period. Spread the passes over a quarter of the period, so that
+            # the queue does not get all runs at once.
             for key in self._cache.store.known():
                 after = random.uniform(0.0, self._resync_seconds / 4)
                 self._queue.add(key, after=after)
 
     async def keep_pruned(self) -> None:
-        """Drop objects that vanished in a gap of a watch, or before its start, for ever.
+        """Drop objects that were deleted during a gap of a watch or before its start. Never returns.
 
-        kopf lists anew after a gap, and shows only the objects that are left. All resources are searched,
-        whichever list was new: a list that is empty by now shows nothing at all.
+        After a gap, kopf lists again and delivers only the remaining objects. All resources are searched
+        after any list, because an empty list delivers no event.
         """
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PRUNE_SECONDS):
                     await self._is_listed_anew.wait()
 
-            # A watch may be silent without having been listed anew: then it still owes versions.
+            # A watch may also be silent without a new list. Then its expectations become old.
             is_late = max(self._cache.expectations.lag().values()) > _LATE_SECONDS
             if not self._is_listed_anew.is_set() and not is_late:
                 continue
 
-            # Cleared before the lists: an event that is shown from here on may belong to a newer gap, which
-            # these lists do not cover.
+            # Clear the flag before the lists: a later event may belong to a newer gap, which these lists do
+            # not cover.
             self._is_listed_anew.clear()
             try:
                 for scope in self._scopes:

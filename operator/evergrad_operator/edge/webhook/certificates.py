@@ -1,8 +1,7 @@
-"""The webhook's certificate: made, judged and renewed. Values in, values out; the only module that imports
-cryptography.
+"""Creates, checks and renews the webhook's certificate. Pure; the only module that imports cryptography.
 
-The API server trusts only the authorities in the webhook's ``caBundle``. The authority can therefore be our
-own: it signs for one Service, and its key is beside the serving key in one Secret of that namespace.
+The API server trusts only the authorities in the webhook's ``caBundle``. The operator can therefore use its
+own authority. It signs for one Service, and its key is in the same Secret as the serving key.
 """
 
 import base64
@@ -21,10 +20,12 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 AUTHORITY_DAYS: Final = 3650
 SERVING_DAYS: Final = 365
 _RENEWED_AT: Final = 1 / 3
-"""Share of its life that a certificate still has when it is renewed: an operator that is broken for months
-does not end the webhook."""
+"""Remaining share of a certificate's lifetime at which it is renewed.
+
+An operator that is down for months therefore does not let the certificate expire.
+"""
 _SKEW: Final = timedelta(hours=1)
-"""Clocks of other machines may be behind: a certificate is valid from a little before it was made."""
+"""Time before its creation from which a certificate is valid, because other clocks may be slow."""
 _FIELDS: Final = ("ca.crt", "ca.key", "tls.crt", "tls.key")
 _SIGNS_CERTIFICATES: Final = x509.KeyUsage(
     digital_signature=False,
@@ -41,7 +42,10 @@ _SIGNS_CERTIFICATES: Final = x509.KeyUsage(
 
 @dataclass(frozen=True)
 class Bundle:
-    """PEM texts. ``authority``: the certificates that clients trust, newest first."""
+    """PEM texts of the authority and the serving certificate.
+
+    ``authority``: the authorities' certificates that clients trust, newest first.
+    """
 
     authority: bytes
     authority_key: bytes
@@ -50,7 +54,7 @@ class Bundle:
 
 
 def read_bundle(data: Mapping[str, Any]) -> Bundle | None:
-    """Return the bundle in a Secret's ``data``; None where it is not whole."""
+    """Return the bundle in a Secret's ``data``, or None if it is incomplete or invalid base64."""
     try:
         values = [base64.b64decode(data[name], validate=True) for name in _FIELDS]
     except (KeyError, TypeError, ValueError, binascii.Error):
@@ -78,12 +82,12 @@ def renew(
     *,
     now: datetime,
 ) -> Bundle | None:
-    """Return a bundle to take the place of this one, or None while it is good for ``names``.
+    """Return a new bundle that replaces this one, or None if this one is valid for ``names`` and not due.
 
-    A new authority is put before the old one, which stays trusted: other replicas may still serve a
-    certificate that it has signed.
+    A new authority is placed before the old authority, which stays trusted, because other replicas may still
+    serve a certificate that the old authority has signed.
     """
-    # The authority outlives many serving certificates, so that a new one is rarely registered.
+    # Keep the authority for many serving certificates, so that a new authority is rarely registered.
     authorities, key = _read_authority(bundle)
     is_trusted = key is not None and not _is_due(authorities[0], now)
     is_good = (
@@ -92,22 +96,22 @@ def renew(
     if is_good:
         return None
 
-    # Only the newest of the old authorities is kept: all before it have signed nothing that is still served.
+    # Keep only the newest old authority. No certificate of an earlier authority is still served.
     if key is None or not is_trusted:
         key = ec.generate_private_key(ec.SECP256R1())
-        # Its name is new each time, or a client could take one authority for the other.
+        # Use a new name each time, so that clients do not confuse two authorities.
         text = f"evergrad-webhook-ca-{now:%Y%m%d%H%M%S}"
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
-        # It may sign servers' certificates, but no further authorities.
+        # The authority may sign server certificates, but no further authorities.
         constraints = x509.BasicConstraints(ca=True, path_length=0)
         builder = _builder(name, name, key, now, days=AUTHORITY_DAYS)
         builder = builder.add_extension(constraints, critical=True)
         builder = builder.add_extension(_SIGNS_CERTIFICATES, critical=True)
         authorities = [builder.sign(key, hashes.SHA256()), *authorities[:1]]
 
-    # A new key with each certificate: an old one that leaked ends with its certificate.
+    # Create a new key with each certificate, so that a leaked key becomes useless with its certificate.
     serving_key = ec.generate_private_key(ec.SECP256R1())
-    # X.509 allows a common name 64 characters. Clients compare the alternative names, which hold them all.
+    # In X.509, a common name has at most 64 characters. Clients compare the complete alternative names.
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0][:64])])
     alternatives = [x509.DNSName(name) for name in names]
     constraints = x509.BasicConstraints(ca=False, path_length=None)
@@ -138,7 +142,7 @@ def _read_authority(
         is_its_own = authorities[0].public_key() == key.public_key()
     except Exception:  # noqa: BLE001 - the Secret may hold anything: a new authority is made
         return [], None
-    # A certificate that a foreign key signs is never trusted, and would be made anew at each look.
+    # A certificate that is signed with a foreign key is never trusted, and would be created again each time.
     if not is_its_own or not isinstance(key, ec.EllipticCurvePrivateKey):
         return [], None
     return authorities, key
@@ -159,16 +163,16 @@ def _is_good(
         )
     except Exception:  # noqa: BLE001 - the Secret may hold anything: a new certificate is made
         return False
-    # OpenSSL takes no certificate with another's key: such a Secret would never be served.
+    # OpenSSL refuses a certificate with a key that does not belong to it, so it could not be served.
     is_its_own = certificate.public_key() == key.public_key()
-    # A namespace or Service of another name, as after a restore elsewhere, needs a new certificate.
+    # If the namespace or Service has another name, for example after a restore, a new certificate is needed.
     has_names = extension.value.get_values_for_type(x509.DNSName) == list(names)
     return is_its_own and has_names and not _is_due(certificate, now)
 
 
 def _is_due(certificate: x509.Certificate, now: datetime) -> bool:
     start, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
-    # The clock that made a certificate may have run ahead: no client trusts it before it begins.
+    # If the creator's clock was fast, the certificate is not valid yet, and no client trusts it.
     return start > now or end - now < (end - start) * _RENEWED_AT
 
 
@@ -205,5 +209,5 @@ def _private_pem(key: Any) -> bytes:
 
 
 def utc_now() -> datetime:
-    """Return this moment, in UTC."""
+    """Return the current time in UTC."""
     return datetime.now(UTC)

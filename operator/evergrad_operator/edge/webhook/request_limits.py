@@ -1,8 +1,8 @@
-"""Connections and bodies of the webhook's server, within bounds of memory.
+"""Bounds the memory of connections and request bodies of the webhook's server.
 
-Every pod may reach the port, and the API server cannot be told from another client. It sends a whole request
-at once, however. Where room is short, whoever has been idle or slow for longest therefore makes room for the
-newest, so that no number of such clients keeps the API server out.
+Every pod may reach the port, and the server cannot distinguish the API server from other clients. But the API
+server sends a whole request immediately. If a limit is reached, the connection or body that has been idle or
+slow for the longest time is dropped. Therefore no number of slow clients can keep the API server out.
 """
 
 import asyncio
@@ -18,23 +18,23 @@ from aiohttp import web
 
 log = logging.getLogger(__name__)
 MAX_REQUEST_BYTES: Final = 13 * 2**18
-"""etcd takes 1.5 MiB of an object, and a request holds it twice, as JSON, with a little around it."""
+"""Maximum size of a request. An object in etcd has at most 1.5 MiB, and a request contains it twice."""
 MAX_CONNECTIONS: Final = 256
-"""Connections at a time; one with TLS takes 0.3 MiB. An API server opens one for each request under way."""
+"""Maximum number of connections. Each takes 0.3 MiB with TLS. An API server opens one per running request."""
 _BODY_ROOM: Final = 5 * MAX_REQUEST_BYTES
-"""Bytes of all bodies that are read or checked at a time: hundreds of usual ones, five of the largest."""
+"""Maximum bytes of all bodies that are being read or checked: hundreds of usual ones, five of the largest."""
 _READ_SECONDS: Final = 10.0
-"""Longest time to read a body. The API server sends it in milliseconds, and by default waits for 5 s."""
+"""Maximum seconds to read a body. The API server sends it in milliseconds, and by default waits for 5 s."""
 _HANDSHAKE_SECONDS: Final = 5.0
-"""Longest time for the beginning of TLS."""
+"""Maximum seconds of the TLS handshake."""
 _BUSY_SECONDS: Final = 0.02
-"""Time between two looks for a connection to close, while each has a request that is being checked."""
+"""Seconds between two searches for an idle connection while the requests of all connections are checked."""
 _PAUSE_SECONDS: Final = 1.0
-"""Pause after a connection that the system could not give, as without further file descriptors."""
+"""Seconds to wait if a connection cannot be accepted, for example without free file descriptors."""
 
 
 class Bodies:
-    """Bodies that are read or checked at the moment."""
+    """The request bodies that are currently being read or checked."""
 
     def __init__(self) -> None:
         # Deadline and size of each body that is being read, the oldest first.
@@ -43,12 +43,12 @@ class Bodies:
 
     @contextlib.asynccontextmanager
     async def read(self, request: web.Request) -> AsyncIterator[bytes]:
-        """Read the body, which takes its room until the block ends. Raises HTTPException.
+        """Read the body, and count its size until the block ends. Raises HTTPException.
 
-        The connection takes no further request: requests that are sent before an answer would be held, and
-        counted nowhere.
+        The connection accepts no further request, because pipelined requests would be kept in memory without
+        being counted.
         """
-        # The room is that of the bytes that are sent: inflated, a body takes a thousand times as many.
+        # Only the received bytes are counted, and a compressed body may have a thousand times as many.
         encoding = request.headers.get("Content-Encoding", "identity")
         if encoding.lower() != "identity":
             what = f"Content-Encoding {encoding[:40]} is not read"
@@ -56,14 +56,14 @@ class Bodies:
             raise web.HTTPUnsupportedMediaType(text=f"{what}; {remedy}\n")
         size = request.content_length
         if size is None:
-            size = MAX_REQUEST_BYTES  # a body in chunks does not say how long it will be
+            size = MAX_REQUEST_BYTES  # the length of a chunked body is not known
         if size > MAX_REQUEST_BYTES:
             raise web.HTTPRequestEntityTooLarge(MAX_REQUEST_BYTES, size)
 
         while self._reading and self._used_bytes + size > _BODY_ROOM:
             oldest = next(iter(self._reading))
             del self._reading[oldest]
-            # A deadline that is just over cannot be moved, and need not be.
+            # A deadline that has just expired cannot be rescheduled.
             if not oldest.expired():
                 oldest.reschedule(asyncio.get_running_loop().time())
         if self._used_bytes + size > _BODY_ROOM:
@@ -79,7 +79,7 @@ class Bodies:
         except TimeoutError:
             raise web.HTTPServiceUnavailable(text="the body came too slowly\n") from None
         except (OSError, aiohttp.ClientError, web.RequestPayloadError):
-            # Nobody reads this answer; an error would be logged with its traceback each time.
+            # No client reads this answer, but any other error would be logged with its traceback each time.
             raise web.HTTPBadRequest(text="the body is not whole\n") from None
 
         request.protocol.close()
@@ -95,34 +95,34 @@ class Bodies:
 
 
 async def end_after_answer(request: web.Request, response: web.StreamResponse) -> None:
-    """Make ``response``, as it is being sent, the last one of its connection.
+    """Close the connection after ``response``.
 
-    A client that does not read its answers would otherwise leave further requests to this process.
+    Otherwise a client that does not read its answers could leave further requests in this process.
     """
     response.force_close()
     response.headers["Connection"] = "close"
 
 
 class Connections:
-    """TLS connections of a listener. asyncio's own server has no bound of them."""
+    """The TLS connections of a listener, at most MAX_CONNECTIONS. asyncio's own server has no such limit."""
 
     def __init__(self, context: ssl.SSLContext) -> None:
         self._context = context
-        # Each connection with the task of its handshake; the one that was used longest ago first.
+        # Each connection with the task of its handshake, the least recently used first.
         self._open: dict[web.RequestHandler, asyncio.Task[None]] = {}
         self._busy: set[web.RequestHandler] = set()
         self._accepting: asyncio.Task[None] | None = None
         self._listener: socket.socket | None = None
 
     def start(self, server: web.Server, listener: socket.socket) -> None:
-        """Accept connections of ``listener``, which ``close`` closes, for ``server``."""
+        """Accept connections of ``listener`` for ``server``. ``close`` also closes the listener."""
         listener.setblocking(False)
         self._listener = listener
         self._accepting = asyncio.create_task(self._accept(server, listener))
 
     @contextlib.contextmanager
     def busy(self, connection: web.RequestHandler) -> Iterator[None]:
-        """Close the connection for no other while the block, which checks its request, lasts."""
+        """Protect the connection from being closed in favour of another one until the block ends."""
         self._busy.add(connection)
         try:
             yield
@@ -132,7 +132,7 @@ class Connections:
                 self._open[connection] = task
 
     async def close(self) -> None:
-        """Accept no further connections. Those that are served end with the server."""
+        """Accept no further connections. Open connections end with the server."""
         tasks = list(self._open.values())
         if self._accepting is not None:
             tasks.append(self._accepting)
@@ -145,7 +145,7 @@ class Connections:
     async def _accept(self, server: web.Server, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            # Room is made once somebody is there: a connection that is idle is of use until then.
+            # Make room only after a client has connected, because idle connections may be used until then.
             try:
                 client, _ = await loop.sock_accept(listener)
             except OSError as error:
@@ -158,11 +158,11 @@ class Connections:
                 undo.pop_all()
             connection = server()
             self._open[connection] = asyncio.create_task(self._begin(connection, client))
-            # Without a pause a row of waiting clients would be accepted before any of them begins.
+            # Yield to the event loop. Otherwise all waiting clients would be accepted before any handshake.
             await asyncio.sleep(0)
 
     async def _make_room(self) -> None:
-        """Return as soon as one more connection may be open."""
+        """Wait until one more connection may be opened, and close an idle connection if needed."""
         while True:
             for one, beginning in list(self._open.items()):
                 is_closed = one.transport is None or one.transport.is_closing()
@@ -174,13 +174,13 @@ class Connections:
             if idle is None:
                 await asyncio.sleep(_BUSY_SECONDS)
                 continue
-            # Not closed in peace: a client that does not read would hold that up.
+            # Abort instead of close, because a client that does not read would delay a close.
             self._open.pop(idle).cancel()
             if idle.transport is not None:
                 idle.transport.abort()
 
     async def _begin(self, connection: web.RequestHandler, client: socket.socket) -> None:
-        """Begin TLS. A client that fails to is no error of ours."""
+        """Perform the TLS handshake. A failure is an error of the client and is ignored."""
         loop = asyncio.get_running_loop()
         with contextlib.suppress(OSError):
             await loop.connect_accepted_socket(

@@ -1,12 +1,13 @@
-"""The validating webhook: a server of its own port, and the certificate that the API server trusts.
+"""The validating webhook: a server with its own port, and the certificate that the API server trusts.
 
-It is registered twice. As a validating webhook it has the last word. As a mutating one, which never changes
-anything, it is asked before the API server checks types and bounds itself, so that all problems of a file are
-reported at once, in the words of ``evergrad validate``.
+The webhook may be registered twice. The validating webhook makes the final decision. The API server calls the
+mutating webhook, which never changes an object, before it checks types and bounds itself. Therefore all
+problems of a file are reported together, with the same texts as ``evergrad validate``.
 
-Every replica serves, also one that waits for the lease: an answer needs no right to write. Only the holder of
-the lease makes the certificate and registers its authority with the API server. No fault of the webhook ends
-the operator: without it a run is checked before its first pod.
+Every replica serves the webhook, including a replica that waits for the lease, because a review writes
+nothing. Only the holder of the lease creates the certificate and registers its authority with the API server.
+A failure of the webhook does not end the operator, because the operator also checks each run before its first
+pod.
 """
 
 import asyncio
@@ -50,29 +51,32 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 PATH: Final = "/validate"
 WEBHOOK_NAME: Final = "trainingruns.evergrad.dev"
-"""Name of the one webhook in the chart's configuration."""
+"""Name of the only webhook in the chart's configuration."""
 FIELD_MANAGER: Final = "evergrad-webhook"
 _UID: Final = re.compile(rb'"request":\s*\{\s*"uid":\s*"([0-9A-Za-z-]+)"')
 _START_BYTES: Final = 4096
-"""Part of a request in which the API server writes its uid, before any text of the user's."""
+"""Length of the part of a request that contains the uid. The API server writes it before any user text."""
 _AT_A_TIME: Final = 4
-"""Checks that run at the same time, in threads: a large file must not hold up the operator's own work."""
+"""Maximum number of concurrent checks in threads, so that large files do not delay the operator's work."""
 _LARGE_BYTES: Final = 2**15
-"""Requests above this size are checked one at a time: read as JSON, one takes 40 times its size and more."""
+"""Size in bytes above which requests are checked one at a time.
+
+As parsed JSON, a request takes at least 40 times its size.
+"""
 _LOOK_SECONDS: Final = 60.0
-"""Time between two looks at the certificate: another replica, or cert-manager, may have renewed it."""
+"""Seconds between two reads of the certificate, which another replica or cert-manager may have renewed."""
 _PROFILE_SECONDS: Final = 3.0
-"""Longest time for reading the profile of a namespace: the API server waits 10 s for an answer."""
+"""Maximum seconds for reading the profile of a namespace. The API server waits 10 s for the answer."""
 _FIRST_LOOKS_SECONDS: Final = 2.0
-"""Time between two looks while there is none: the holder of the lease makes one soon."""
+"""Seconds between two reads while there is no certificate, which the holder of the lease creates."""
 
 
 @dataclass(frozen=True)
 class WebhookSettings:
     """Address of the webhook's server, and the names of its objects.
 
-    ``files``: a folder with tls.crt and tls.key that another program, such as cert-manager, keeps.
-    ``is_early``: it is registered as a mutating webhook, too.
+    ``files``: a folder with tls.crt and tls.key that another program, such as cert-manager, manages.
+    ``is_early``: whether the webhook is also registered as a mutating webhook.
     """
 
     host: str
@@ -86,7 +90,7 @@ class WebhookSettings:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names that the certificate is for; the API server calls the first."""
+        """DNS names of the certificate. The API server uses the first name."""
         return (
             f"{self.service}.{self.namespace}.svc",
             f"{self.service}.{self.namespace}.svc.cluster.local",
@@ -94,7 +98,7 @@ class WebhookSettings:
 
 
 class CertificateStore(Protocol):
-    """The part of the API server that the webhook needs; ``Kube`` is one. All raise ApiError."""
+    """The requests to the API server that the webhook needs. ``Kube`` implements it. All raise ApiError."""
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Raw | None:
         """Return the object, or None."""
@@ -109,7 +113,7 @@ class CertificateStore(Protocol):
         """Create an object."""
 
     async def replace(self, body: Raw, *, is_fenced: bool = True) -> Raw:
-        """Replace the whole object, if nobody has changed it meanwhile."""
+        """Replace the whole object, unless it was changed since it was read."""
 
     async def apply(
         self,
@@ -119,7 +123,7 @@ class CertificateStore(Protocol):
         manager: str = "",
         is_brief: bool = False,
     ) -> Raw:
-        """Apply the complete intent of ``manager`` server-side."""
+        """Apply the complete intent of ``manager`` by server-side apply."""
 
 
 FetchProfile = Callable[[str], Awaitable[NamespaceProfile | None]]
@@ -127,8 +131,11 @@ FetchProfile = Callable[[str], Awaitable[NamespaceProfile | None]]
 
 
 class Webhook:
-    """Serves until closed. ``leads``: returns whether this process may write now. ``installation``: its rules
-    for runs. ``fetch_profile``: reads the profile of a namespace, None if nobody does."""
+    """Serves the webhook until it is closed.
+
+    ``leads`` returns whether this process holds the lease. ``installation``: the installation's rules for
+    runs. ``fetch_profile`` reads the profile of a namespace; if it is None, profiles are not checked.
+    """
 
     def __init__(
         self,
@@ -157,7 +164,7 @@ class Webhook:
         self.on_review: Callable[[bool], None] = lambda is_allowed: None
 
     async def run(self) -> None:
-        """Serve as soon as there is a certificate, and keep it fresh. Never ends by itself."""
+        """Serve when there is a certificate, and keep the certificate up to date. Never returns."""
         while True:
             try:
                 await self.look()
@@ -165,16 +172,20 @@ class Webhook:
             except (ApiError, LeaseLostError, OSError, ssl.SSLError) as error:
                 self._log_fault(str(error) or type(error).__name__)
             except Exception:
-                # A Secret that others can write may hold anything. Runs go on without a webhook.
+                # The Secret may have any content, because others can write it. Log the error and continue,
+                # because runs do not need the webhook.
                 log.exception(
                     "the webhook's certificate: a defect of the operator; please report it"
                 )
             await asyncio.sleep(_LOOK_SECONDS if self._served else _FIRST_LOOKS_SECONDS)
 
     async def look(self) -> None:
-        """Serve the certificate as it is now. The holder of the lease also renews and registers it."""
+        """Read and serve the current certificate. The holder of the lease also renews and registers it.
+
+        Raises ApiError, LeaseLostError, OSError or ssl.SSLError.
+        """
         if self._settings.files:
-            # Another program keeps the files, and writes one before the other.
+            # Another program manages the files and may not have written both yet.
             folder = Path(self._settings.files)
             certificate = folder / "tls.crt"
             key = folder / "tls.key"
@@ -183,7 +194,7 @@ class Webhook:
             await self._serve(certificate.read_bytes(), key.read_bytes())
             return
 
-        # Its import takes 12 MiB, which an operator without a webhook does not need.
+        # Import it here, because it takes 12 MiB, which an operator without a webhook does not need.
         from evergrad_operator.edge.webhook import certificates
 
         settings = self._settings
@@ -192,14 +203,14 @@ class Webhook:
         if raw is not None:
             bundle = certificates.read_bundle(raw.get("data") or {})
 
-        # A new process answers with the certificate of the one before: neither a renewal nor a registration
-        # that fails may keep it from that.
+        # After a restart, serve the existing certificate first, so that a failed renewal or registration
+        # does not prevent the process from serving.
         if bundle is not None and self._served is None:
             with contextlib.suppress(ssl.SSLError):
                 await self._serve(bundle.certificate, bundle.key)
 
-        # Only the holder of the lease writes; the other replicas serve the certificate that it has made. A
-        # new one is served last: before its authority is registered, the API server trusts only the old one.
+        # Only the holder of the lease writes; the other replicas serve its certificate. Serve a new
+        # certificate last, because the API server trusts it only after its authority is registered.
         if self._leads():
             bundle = await self._renew(raw, bundle)
         if bundle is not None:
@@ -214,10 +225,10 @@ class Webhook:
     # ---- the certificate -----------------------------------------------------------------------------------
 
     async def _renew(self, raw: Raw | None, bundle: "Bundle | None") -> "Bundle | None":
-        """Renew the certificate in time, register its authority, and return it.
+        """Renew the certificate if it is due, register its authority, and return the current bundle.
 
-        ``raw``: the Secret as it was read, if there is one. A quicker writer causes 409, and its Secret is
-        read at the next look.
+        ``raw``: the Secret as it was read, or None. If another writer was faster, the API server returns 409
+        and its Secret is used at the next ``look``.
         """
         from evergrad_operator.edge.webhook import certificates
 
@@ -238,8 +249,8 @@ class Webhook:
             if raw is None:
                 await self._store.create(body, is_brief=True)
             else:
-                # The version that was read travels along, so that the API server compares it. The type,
-                # which is immutable, stays: cert-manager leaves a Secret of kubernetes.io/tls.
+                # Send the resource version that was read, so that the API server compares it. Keep the type,
+                # which is immutable: a Secret of cert-manager has the type kubernetes.io/tls.
                 body["metadata"] |= raw["metadata"]
                 body["metadata"].pop("managedFields", None)
                 body["type"] = raw.get("type") or body["type"]
@@ -247,8 +258,8 @@ class Webhook:
             name = f"{settings.namespace}/{settings.secret}"
             log.info("made the webhook's certificate, Secret %s", name)
 
-        # Registered at each look, not only after a renewal: an earlier try may have failed.
-        # Only that one field is applied: the chart's others are not touched, and Helm leaves it alone.
+        # Register at each look, not only after a renewal, because an earlier registration may have failed.
+        # Apply only this one field: the chart's other fields stay unchanged, and Helm does not reset it.
         kept = new or bundle
         if kept is None:
             return None
@@ -261,7 +272,7 @@ class Webhook:
             hooks = configuration.get("webhooks") or ()
             ours = [one for one in hooks if one.get("name") == WEBHOOK_NAME]
             client = (ours[0].get("clientConfig") if ours else None) or {}
-            # Nothing is written where nothing differs: this is looked at every minute.
+            # Write only if the value differs, because this check runs every minute.
             if client.get("caBundle") != wanted:
                 body = {
                     "apiVersion": kind.version,
@@ -277,18 +288,22 @@ class Webhook:
     # ---- the server ----------------------------------------------------------------------------------------
 
     async def _serve(self, certificate: bytes, key: bytes) -> None:
-        """Serve this certificate from now on; listen if that has not begun. Raises SSLError and OSError."""
-        # Loaded before the port is open: a connection without a certificate would only fail.
+        """Use this certificate from now on, and start to listen at the first call.
+
+        Raises ssl.SSLError or OSError.
+        """
+        # Load the certificate before the port is open, because connections without a certificate would fail.
         if (certificate, key) != self._served:
-            # OpenSSL reads a certificate only from files.
+            # Write temporary files, because OpenSSL reads a certificate only from files.
             with tempfile.TemporaryDirectory(prefix="evergrad-webhook-") as scratch:
                 chain = Path(scratch) / "tls.crt"
                 private = Path(scratch) / "tls.key"
                 private.touch(mode=0o600)
                 chain.write_bytes(certificate)
                 private.write_bytes(key)
-                # A context that refuses a pair, as when both files are just being replaced, has already
-                # dropped the one before: a scratch context tries first, so that the old pair is still served.
+                # If a context refuses a pair, for example because the two files are just being replaced, it
+                # has already dropped the old pair. Try the pair with a temporary context first, so that the
+                # old pair is still served.
                 for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self._context):
                     context.load_cert_chain(chain, private)
             self._served = certificate, key
@@ -315,7 +330,7 @@ class Webhook:
     async def _answer(self, request: web.Request) -> web.Response:
         async with self._bodies.read(request) as body:
             is_large = len(body) > _LARGE_BYTES
-            # Only what is being checked is held as objects: they take far more than the body.
+            # Parse the body only when its check starts, because the objects take far more memory.
             with self._connections.busy(request.protocol):
                 async with (
                     self._large if is_large else contextlib.nullcontext(),
@@ -329,8 +344,8 @@ class Webhook:
         except ValueError:
             raw = None
         except RecursionError:
-            # An answer without the object still names the mistake; without an answer the API server would
-            # report a webhook that fails.
+            # Answer without the parsed object. Without an answer, the API server would report a failing
+            # webhook instead of the problem.
             uid = _UID.search(body[:_START_BYTES])
             self.on_review(False)
             found = "" if uid is None else uid[1].decode()
@@ -341,20 +356,20 @@ class Webhook:
         if has_too_many_values(raw["request"]):
             answer = deny_size(raw)
         else:
-            # A thread has less room for recursion than this one: nothing deep goes there.
+            # Cut deeply nested values, because a thread has a smaller stack than the main thread.
             for key in ("object", "oldObject"):
                 raw["request"][key] = cut_deep(raw["request"].get(key))
-            # Validation takes milliseconds of processor. It runs in threads, a few at a time, or the event
-            # loop would wait for it.
+            # Validation takes milliseconds of CPU time. Run it in a few threads, so that it does not block
+            # the event loop.
             own = await self._find_profile(raw["request"])
             answer = await asyncio.to_thread(review, raw, self._installation, own)
         self.on_review(answer["response"]["allowed"])
         return web.json_response(answer)
 
     async def _find_profile(self, request: Mapping[str, Any]) -> NamespaceProfile | None:
-        """Return the profile of the namespace of a request; None if it has none or cannot be read now.
+        """Return the profile of the request's namespace, or None if there is none or it cannot be read.
 
-        The operator checks the run again, with the profile, before it makes a pod.
+        The operator checks the run again with the profile before it creates a pod.
         """
         namespace = str(request.get("namespace") or "")
         if self._fetch_profile is None or not namespace:
@@ -369,7 +384,7 @@ class Webhook:
             return None
 
     def _log_fault(self, text: str) -> None:
-        """Log a fault, or its end, once: every look, each minute, reports it."""
+        """Log a fault and its end once each, because ``look`` reports the fault every minute."""
         if text and text != self._fault:
             log.warning("the webhook is not as it should be: %s", text)
         elif self._fault and not text:
