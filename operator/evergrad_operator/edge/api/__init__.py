@@ -1,1 +1,1 @@
-"""Requests to the API server: transport, lease, tokens, access checks and events."""
+"""Requests to the API server: transport, lease, tokens, permission checks and events."""

@@ -1,4 +1,4 @@
-"""Checks at the start that the operator may do its work: missing rights would look like a hang later."""
+"""Checks at the start that the operator has its permissions. A missing one would look like a hang later."""
 
 import asyncio
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ _NEEDED: Final[tuple[tuple[str, Kind, str], ...]] = (
     ),
     ("create", SECRET, ""),
 )
-"""Verb, kind and subresource without which no run can be served."""
+"""The required permissions: verb, kind and subresource."""
 
 
 async def check_access(
@@ -40,11 +40,12 @@ async def check_access(
     gang: str = "none",
     deletes_runs: bool = False,
 ) -> None:
-    """Fail for missing rights or a missing CRD in any of ``scopes``; None is the whole cluster.
+    """Check the permissions and the CRD in each of ``scopes``; None stands for the whole cluster.
 
-    ``gang``: the installation's kind of gang, whose PodGroups the operator makes. ``deletes_runs``: whether
-    it deletes runs.
-    Raises SettingsError, and ApiError for what a later try may mend.
+    ``gang``: the installation's kind of gang, whose PodGroups the operator creates. ``deletes_runs``: whether
+    the operator deletes runs.
+
+    Raises SettingsError if a permission or the CRD is missing, and ApiError if a later try may succeed.
     """
     needed = _NEEDED + tuple(
         (verb, kind, "")
@@ -71,10 +72,10 @@ async def check_access(
                 f"the operator may not {', '.join(lacking)} in {where}. Install the chart's "
                 "roles for this scope."
             )
-        # Rights may be granted for a kind that does not exist: only a list shows that it does.
+        # A permission may be granted for a kind that does not exist, so list the runs to check the CRD.
         try:
             async with aclosing(kube.list_pages(RUN, scope, metadata_only=True)) as pages:
-                # One page is enough.
+                # The first page is sufficient.
                 await anext(pages)
         except ApiError as error:
             if error.status != 404:
@@ -86,6 +87,6 @@ async def check_access(
 
 
 async def _check_is_ready(kube: Kube) -> None:
-    """Raise ApiError if the API server is still starting: what it lacks or refuses then is no verdict."""
+    """Raise ApiError if the API server is still starting, because its refusals are not reliable then."""
     if not await kube.is_ready():
         raise ApiError(503, "NotReady", "the API server is still starting")

@@ -1,6 +1,6 @@
-"""How to reach the API server: the pod's service account, or a kubeconfig.
+"""Finds the connection to the API server: the pod's service account or a kubeconfig.
 
-One source for our own client and for kopf's.
+Our own client and kopf use the same connection.
 """
 
 import datetime
@@ -24,27 +24,27 @@ SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 @dataclass
 class Connection:
-    """The client's configuration.
+    """The configuration of clients.
 
-    Its token is read again from its file every minute, and when the API server refuses it.
+    In a pod, the token is read from its file again every minute, and after the API server has refused it.
     """
 
     configuration: Configuration
     _loader: InClusterConfigLoader | None = field(default=None, repr=False)
 
     def build_client(self) -> ApiClient:
-        """Build a client, which is to be closed."""
+        """Build a client. The caller must close it."""
         client = ApiClient(self.configuration)
         client.user_agent = "evergrad-operator"
         return client
 
     def expire_token(self) -> None:
-        """Have the token read from its file again before the next request: the API server has refused it."""
+        """Read the token from its file again before the next request, because the API server refused it."""
         if self._loader is not None:
             self._loader.token_expires_at = datetime.datetime.now()
 
     async def describe(self) -> Mapping[str, Any]:
-        """Return the arguments of kopf's ConnectionInfo, with the token as its file has it now."""
+        """Return the arguments of kopf's ConnectionInfo, with the current token of the file."""
         self.expire_token()
         header = await self.configuration.get_api_key_with_prefix("BearerToken") or ""
         found = self.configuration
@@ -63,18 +63,18 @@ class Connection:
 async def connect(
     environ: Mapping[str, str], *, service_account: Path = SERVICE_ACCOUNT
 ) -> Connection:
-    """Return the connection of a pod, or, outside a cluster, of ``$KUBECONFIG`` or ~/.kube/config.
+    """Return the connection of ``$KUBECONFIG``, else of the pod's service account, else of ~/.kube/config.
 
-    Raises SettingsError.
+    Raises SettingsError if there is no valid configuration.
     """
     configuration = Configuration()
     configuration.trace_configs = [build_trace()]
-    # Otherwise each request would ask a thread for proxies and ~/.netrc. A kubeconfig's own proxy is used all
-    # the same.
+    # Otherwise each request would use a thread to read proxies and ~/.netrc. The proxy of a kubeconfig is
+    # still used.
     configuration.client_session_kwargs = {"trust_env": False}
     loader = None
     try:
-        # $KUBECONFIG wins also in a pod, as for kubectl.
+        # $KUBECONFIG takes precedence in a pod, too, as in kubectl.
         if environ.get("KUBERNETES_SERVICE_HOST") and not environ.get("KUBECONFIG"):
             loader = InClusterConfigLoader(
                 str(service_account / "token"),

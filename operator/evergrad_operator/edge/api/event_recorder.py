@@ -1,5 +1,7 @@
-"""Kubernetes events about runs: repeated ones are counted on one object, and a crash loop makes fewer than
-fifteen."""
+"""Posts Kubernetes events about runs.
+
+Repeated events are counted on one object, so that a crash loop creates fewer than fifteen objects.
+"""
 
 import asyncio
 import hashlib
@@ -20,14 +22,16 @@ COMPONENT: Final = "evergrad-operator"
 MAX_MESSAGE: Final = 1024
 MAX_REMEMBERED: Final = 4096
 EVENT_SECONDS: Final = 3.0
-"""Longest time for one event: the pass that posts it has a status to write, which says the same."""
+"""Maximum seconds for one event, because its pass still has to write the status, which contains the same."""
 _DISTINCT = 2
-"""Different messages of one reason that get events of their own. All further ones share one event, which
-shows the newest."""
+"""Number of different messages of one reason that get separate events.
+
+All further messages share one event, which shows the newest message.
+"""
 
 
 class Poster(Protocol):
-    """The part of the API server that events need; ``Kube`` is one. All raise ApiError."""
+    """The requests to the API server that events need. ``Kube`` implements it. All raise ApiError."""
 
     async def create(self, body: Raw) -> Raw:
         """Create an object."""
@@ -51,7 +55,7 @@ class _Posted:
 
 
 class Recorder:
-    """Posts events. One that cannot be posted is only logged: no decision depends on events."""
+    """Posts events. An event that cannot be posted is only logged, because no decision depends on events."""
 
     def __init__(
         self,
@@ -78,27 +82,27 @@ class Recorder:
     ) -> None:
         """Post an event of this ``reason`` about the raw run. ``kind``: Normal or Warning.
 
-        ``once``: a key under which the event is posted only once, whichever process asks. Only an event that
-        shares its object with others may be posted again, by a process that has started in between.
+        ``once``: a key. An event with a key is posted only once, even after a restart of the operator. The
+        exception is an event that shares its object with others: after a restart it may be posted again.
         """
         message = message[:MAX_MESSAGE]
         uid = str(run["metadata"].get("uid", ""))
-        # Events with one message are counted on one object, and so are all further messages of a reason that
-        # has had several: a flood of objects would push others' events out of etcd.
+        # Count events with the same message on one object, and all messages of a reason beyond _DISTINCT on
+        # another one. A large number of objects would displace other events in etcd.
         digest = hashlib.sha256((once or message).encode()).hexdigest()[:16]
         known = self._messages.setdefault((uid, reason), {})
-        # The least recently used goes first: a run in a crash loop keeps its place among thousands of others.
+        # Drop the least recently used first, so that a run in a crash loop keeps its entry among thousands.
         self._messages.move_to_end((uid, reason))
         if digest not in known and len(known) < _DISTINCT:
-            # Named by their number: a message of a reason that is forgotten meets the events of before again,
-            # so that there are never more than three of them.
+            # Name the messages by their number. If the entry of a reason was dropped, new messages reuse the
+            # earlier events, so that a reason never has more than three events.
             known[digest] = digest if once else str(len(known))
         place = known.get(digest, "others")
         while len(self._messages) > MAX_REMEMBERED:
             self._messages.popitem(last=False)
         slot = uid, reason, place
 
-        # An event is never worth a failed pass: one that cannot be posted is logged.
+        # A failure to post an event must not fail the pass, so it is only logged.
         posted = self._posted.get(slot)
         if posted is not None:
             self._posted.move_to_end(slot)
@@ -110,8 +114,8 @@ class Recorder:
         except TimeoutError:
             log.warning("the event %s could not be posted: no answer in time", reason)
         except ApiError as error:
-            # An event that has expired is created anew. After any other answer it may exist, and its name is
-            # taken: it keeps its count.
+            # If the event has expired, create it again next time. After any other error the event may exist,
+            # so keep its name and count.
             if error.status == 404:
                 self._posted.pop(slot, None)
             if error.status not in (403, 404):
@@ -125,7 +129,7 @@ class Recorder:
         message: str,
         once: str,
     ) -> None:
-        """Post the event, or count it on the object that its message already has."""
+        """Create the event, or increase the count of the existing event of its message."""
         posted = self._posted.get(slot)
         if posted is None:
             await self._create(slot, run, kind, message, once)
@@ -152,8 +156,9 @@ class Recorder:
     ) -> None:
         metadata = run["metadata"]
         now = format_time(self._clock())
-        # Part of the name is when this operator started: it cannot continue the count of an earlier one. An
-        # event that is posted once has its key there instead, so that an earlier operator's has this name.
+        # The name depends on the start time of this operator, because it cannot continue the count of an
+        # earlier operator. The name of an event that is posted once depends on its key instead, so that the
+        # event of an earlier operator has the same name.
         identity = "\n".join((*slot, once or self._born))
         digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
         name = f"{metadata['name']}.{digest}"
@@ -184,12 +189,12 @@ class Recorder:
             await self._poster.create(body)
             self._on_post("created")
         except ApiError as error:
-            # An earlier try whose answer was lost has created this very event, or, where it is posted once,
-            # an earlier operator has.
+            # This event was created by an earlier request whose answer was lost, or, if it is posted once, by
+            # an earlier operator.
             if error.reason != "AlreadyExists":
                 raise
-            # Or this one has, and has forgotten it among thousands of others: the event shows the newest
-            # message, and the count begins again.
+            # Or this operator has created it and has dropped its entry since. Update the event to the newest
+            # message; its count starts again.
             if not once:
                 patch = {"message": message, "lastTimestamp": format_time(self._clock())}
                 await self._poster.merge(EVENT, namespace, name, patch)

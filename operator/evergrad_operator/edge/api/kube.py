@@ -1,4 +1,4 @@
-"""The only module that talks to the API server: few verbs, dictionaries in and out."""
+"""The only access to the API server for the other modules: few verbs, objects as dictionaries."""
 
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, Final
@@ -28,18 +28,18 @@ from evergrad_operator.edge.api.transport import (
 _APPLY = "application/apply-patch+yaml"
 _MERGE = "application/merge-patch+json"
 _METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
-"""Asks for an answer of metadata alone: the rest of a stored object is mostly what was sent."""
+"""Requests an answer with metadata only, because the rest is mostly equal to the sent object."""
 _METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 _PAGE_SIZE: Final = "500"
-"""Objects in one page of a list, as kubectl asks for."""
+"""Number of objects in one page of a list, as in kubectl."""
 _MANAGED = {"fieldManager": FIELD_MANAGER}
 
 
 class Kube:
     """Verbs on objects.
 
-    All raise ApiError for a request that is refused or not answered, and LeaseLostError for a write that is
-    not allowed without the lease.
+    All methods raise ApiError if a request is refused or not answered, and LeaseLostError for a write if this
+    process does not hold the lease.
     """
 
     def __init__(
@@ -79,10 +79,11 @@ class Kube:
         name: str = "",
         metadata_only: bool = False,
     ) -> tuple[list[Raw], int]:
-        """Return all objects, or those of one name, and the version the list is as of.
+        """Return the objects that match, and the resource version of the list.
 
-        ``metadata_only``: as the API server's PartialObjectMetadata. For the objects of one run: those of all
-        runs together are read by ``list_pages``.
+        ``selector``: label selector. ``name``: name of a single object. ``metadata_only``: return
+        PartialObjectMetadata. Use this method for the objects of one run, and ``list_pages`` for the objects
+        of all runs.
         """
         items: list[Raw] = []
         version = 0
@@ -102,10 +103,10 @@ class Kube:
         name: str = "",
         metadata_only: bool = False,
     ) -> AsyncGenerator[tuple[list[Raw], int], None]:
-        """Yield the objects of ``list_all`` page by page, each with the version that the whole list is as of.
+        """Yield the objects of ``list_all`` page by page, each page with the resource version of the list.
 
-        An object takes ten times the memory before its parts that are read are picked out: nothing may keep
-        a page longer than it needs.
+        A complete object takes ten times the memory of its used fields, so do not keep a page longer than
+        necessary.
         """
         accept = _METADATA_LIST if metadata_only else JSON
         query = {"limit": _PAGE_SIZE}
@@ -114,7 +115,8 @@ class Kube:
         if name:
             query["fieldSelector"] = f"metadata.name={name}"
 
-        # Pages bound the API server's memory and ours. The continue token keeps them all at one version.
+        # Pages bound the memory of the API server and the operator. The continue token keeps all pages at the
+        # same version.
         while True:
             request = Request(
                 "GET",
@@ -126,13 +128,13 @@ class Kube:
             )
             page = await self._transport.send(request)
             metadata = page.get("metadata") or {}
-            # The items of a list carry no kind, by which the cache tells a run's children apart.
+            # Add the kind, which the items of a list lack. The cache needs it for a run's children.
             items: list[Raw] = [
                 {**item, "kind": kind.kind} for item in page.get("items") or ()
             ]
             del page
             yield items, int(metadata.get("resourceVersion") or 0)
-            # At most one page is held: also the one before goes before the next is read.
+            # Release this page before the next one is read, so that only one page is in memory.
             del items
             if not metadata.get("continue"):
                 return
@@ -145,9 +147,9 @@ class Kube:
         is_fenced: bool = True,
         is_brief: bool = False,
     ) -> Raw:
-        """Create an object and return it as it was stored; ``is_brief``: only its metadata.
+        """Create an object and return the stored object. If ``is_brief``, return only its metadata.
 
-        ApiError 409: one of that name exists.
+        Raises ApiError with status 409 if an object of this name exists.
         """
         kind, namespace = _locate(body)
         return await self._transport.send(
@@ -171,9 +173,9 @@ class Kube:
         manager: str = FIELD_MANAGER,
         is_brief: bool = False,
     ) -> Raw:
-        """Apply the complete intent of ``manager`` server-side, and return the object as it was stored.
+        """Apply the complete intent of ``manager`` by server-side apply, and return the stored object.
 
-        ``is_brief``: only its metadata. Fields of other managers are taken over by force.
+        If ``is_brief``, return only its metadata. The apply is forced, so it takes fields of other managers.
         """
         kind, namespace = _locate(body)
         return await self._transport.send(
@@ -196,7 +198,7 @@ class Kube:
         name: str,
         patch: Raw,
     ) -> Raw:
-        """Send a JSON merge patch, and return the metadata of the object as it was stored."""
+        """Apply a JSON merge patch, and return the metadata of the stored object."""
         return await self._transport.send(
             Request(
                 "PATCH",
@@ -211,7 +213,10 @@ class Kube:
         )
 
     async def replace(self, body: Raw, *, is_fenced: bool = True) -> Raw:
-        """Replace the whole object if its resourceVersion is still the newest. ApiError 409: it is not."""
+        """Replace the whole object.
+
+        Raises ApiError with status 409 if the object was changed since ``body`` was read.
+        """
         kind, namespace = _locate(body)
         return await self._transport.send(
             Request(
@@ -235,9 +240,10 @@ class Kube:
         resource_version: str | None = None,
         grace: int | None = None,
     ) -> bool:
-        """Delete one object, but no other of the same name. Returns False if it was gone, or has changed.
+        """Delete one object, and return False if it is already gone or a precondition fails.
 
-        ``grace``: seconds until it is killed, or None for the object's own.
+        ``uid`` and ``resource_version`` are preconditions: for example, with ``uid`` no other object of the
+        same name is deleted. ``grace``: grace period in seconds, or None for the object's own grace period.
         """
         conditions = {"uid": uid, "resourceVersion": resource_version}
         options: dict[str, Any] = {
@@ -253,7 +259,7 @@ class Kube:
                 Request("DELETE", kind, kind.path(namespace, name), "delete", body=options)
             )
         except ApiError as error:
-            # 409 under a precondition: the name belongs to another object by now, or it was changed.
+            # 409 with a precondition: the name belongs to another object now, or the object was changed.
             if error.status == 404 or (error.status == 409 and uid is not None):
                 return False
             raise
@@ -267,7 +273,7 @@ class Kube:
         namespace: str | None,
         subresource: str = "",
     ) -> bool:
-        """Return whether this process may do ``verb``, as the API server sees it."""
+        """Return whether this process may do ``verb`` in ``namespace``; None means in all namespaces."""
         group, slash, _ = kind.version.partition("/")
         asked = {
             "verb": verb,
@@ -282,7 +288,7 @@ class Kube:
             "apiVersion": ACCESS_REVIEW.version,
             "spec": {"resourceAttributes": asked},
         }
-        # A standby, which has no lease, asks too.
+        # Do not fence this POST, because a standby without the lease also sends it.
         path = ACCESS_REVIEW.path(None)
         request = Request(
             "POST",
@@ -296,27 +302,27 @@ class Kube:
         return bool((answer.get("status") or {}).get("allowed"))
 
     async def serves(self, kind: Kind) -> bool:
-        """Return whether the API server has this kind in this version."""
+        """Return whether the API server serves this kind in this version."""
         try:
             answer = await self._transport.send(
                 Request("GET", kind, f"/apis/{kind.version}", "get")
             )
         except ApiError as error:
-            # Discovery that is forbidden shows as little as an API group that is not there.
+            # If discovery is forbidden, treat the API group as missing.
             if error.status in (403, 404):
                 return False
             raise
         return any(one.get("name") == kind.plural for one in answer.get("resources") or ())
 
     async def is_ready(self) -> bool:
-        """Return whether the API server has finished its start; True if it does not say.
+        """Return whether the API server has finished its start; True if this cannot be determined.
 
-        Before, it may refuse what is allowed and not know kinds that it has.
+        During its start it may refuse permitted requests and return 404 for existing kinds.
         """
         try:
             await self._transport.send(Request("GET", READINESS, "/readyz", "get"))
         except ApiError as error:
-            # The answer of a ready one is "ok", which is not JSON.
+            # A ready API server answers "ok", which is not JSON.
             return not error.is_transient or error.reason == BAD_ANSWER
         return True
 

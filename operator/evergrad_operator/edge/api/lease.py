@@ -1,9 +1,8 @@
-"""A gate before all writes: only the holder of one Lease may write, and only for as long as nobody else can
-have taken it.
+"""A gate for all writes: only the holder of a Lease may write, and only while no other process can have it.
 
-The holder counts from before its last renewal was sent; a candidate takes over only after it has itself seen
-the lease unchanged for the whole duration. No clock is compared with another machine's. A process that was
-stopped meanwhile finds its time run out.
+The holder counts the time from before its last renewal was sent. A candidate takes over only after it has
+itself observed an unchanged lease for the whole duration. Clocks of different machines are never compared. If
+a process was stopped in between, its time has run out when it continues.
 
 State of a process   event                                         next state
 waiting              the lease was written with our identity       holding
@@ -26,12 +25,12 @@ from evergrad_operator.edge.api.kube import Kube
 
 log = logging.getLogger(__name__)
 MARGIN_SECONDS: Final = 1.0
-"""Time by which the holder stops writing before the lease can be taken: a request may still be on its way."""
+"""Seconds before the end of the lease at which the holder stops writing, because a request takes time."""
 
 
 def monotonic() -> float:
-    """Return seconds that go on while the process, or the machine, is stopped."""
-    # CLOCK_MONOTONIC stands still while a machine sleeps, and a lease would seem held after it.
+    """Return the seconds of a clock that also advances while the process or the machine is suspended."""
+    # CLOCK_MONOTONIC does not advance while a machine is suspended, and a lease would seem held afterwards.
     if hasattr(time, "CLOCK_BOOTTIME"):
         return time.clock_gettime(time.CLOCK_BOOTTIME)
     return time.monotonic()
@@ -39,9 +38,9 @@ def monotonic() -> float:
 
 @dataclass(frozen=True)
 class LeaseSettings:
-    """The lease, the identity that asks for it, and the seconds for which a renewal is good.
+    """The lease, the identity of this process, and the seconds for which a renewal is valid.
 
-    It is renewed every third of that time.
+    The lease is renewed at every third of this time.
     """
 
     namespace: str
@@ -51,7 +50,7 @@ class LeaseSettings:
 
 
 class LeaseGate:
-    """One lease, held or not. Every write asks ``remaining``."""
+    """The lease of this process. ``remaining`` is checked before every write."""
 
     def __init__(
         self, settings: LeaseSettings, *, clock: Callable[[], float] = monotonic
@@ -61,18 +60,18 @@ class LeaseGate:
         self._held_until = float("-inf")
         self._seen: tuple[str, float] = ("", 0.0)
         self._is_failing = False
-        """Whether the last request about the lease failed: an outage is logged once, and so is its end."""
+        """Whether the last request for the lease failed, so that an outage is logged only once."""
         self.has_other_holder = False
         """Whether the lease had another holder when it was last read."""
         self.on_change: Callable[[bool], None] = lambda is_held: None
 
     def remaining(self) -> float:
-        """Return the seconds for which this process surely holds the lease; 0 or less: it does not."""
+        """Return the seconds for which this process certainly holds the lease; 0 or less if it does not."""
         return self._held_until - self._clock()
 
     async def acquire(self, kube: Kube) -> None:
         """Wait until this process holds the lease."""
-        # Eight tries in the time of a lease: one that has ended is taken soon.
+        # Try eight times in the duration of a lease, so that a free lease is taken within that fraction.
         is_logged = False
         while not await self._try(kube):
             if not is_logged:
@@ -92,10 +91,9 @@ class LeaseGate:
         self.on_change(True)
 
     async def keep(self, kube: Kube) -> None:
-        """Renew the lease, and return once this process does not hold it any more."""
+        """Renew the lease, and return when this process no longer holds it."""
         while True:
-            # A renewal that fails is tried again while the lease still holds: two thirds of its time are
-            # left for that.
+            # Retry a failed renewal while the lease is still held: two thirds of its time are left.
             pause = min(self._settings.seconds / 3, self.remaining())
             await asyncio.sleep(max(0.0, pause))
             if self.remaining() > 0 and await self._try(kube, is_renewal=True):
@@ -114,8 +112,8 @@ class LeaseGate:
             return
 
     async def release(self, kube: Kube) -> None:
-        """Give the lease back, so that the next holder need not wait. Nothing may be written afterwards."""
-        # Writes are stopped first: the next holder may begin as soon as it sees the lease without one.
+        """Release the lease, so that the next holder does not have to wait. It ends all writes."""
+        # Stop writes first, because the next holder may start as soon as it reads the released lease.
         is_held = self.remaining() > 0
         self._held_until = float("-inf")
         self.on_change(False)
@@ -137,25 +135,25 @@ class LeaseGate:
             log.info("the lease was not given back: %s", error)
 
     async def _try(self, kube: Kube, *, is_renewal: bool = False) -> bool:
-        """Take or renew the lease, and return whether that worked. A request without an answer did not.
+        """Take or renew the lease, and return whether this succeeded. A missing answer counts as a failure.
 
-        ``is_renewal``: only if this process has held the lease all the time.
+        ``is_renewal``: fail if this process has not held the lease all the time.
         """
         try:
             async with asyncio.timeout(self._settings.seconds / 2):
                 raw = await kube.get(LEASE, self._settings.namespace, self._settings.name)
 
-                # Time counts from before the write is sent: others count from when they see it.
+                # Count the time from before the write is sent. Other processes count from when they read it.
                 asked = self._clock()
-                # A process that was stopped may find the lease free although another has held it meanwhile:
-                # to take it then is no renewal, and needs a fresh look at the cluster.
+                # If this process was suspended, another process may have held the lease in between. Taking it
+                # now would not be a renewal: the cluster must be listed again first.
                 if is_renewal and self.remaining() <= 0:
                     return False
                 if raw is None:
                     await kube.create(self._build(None), is_fenced=False)
                 else:
-                    # Another's lease is stale once it has not been renewed for its whole duration, as seen
-                    # from here: its own times are of another clock.
+                    # The lease of another holder is stale if this process has observed no renewal for its
+                    # whole duration. The times in the lease are of another clock.
                     spec = raw.get("spec") or {}
                     version = str(raw["metadata"].get("resourceVersion", ""))
                     if self._seen[0] != version:
@@ -172,10 +170,11 @@ class LeaseGate:
                         self._is_failing = False
                         return False
 
-                    # Replaced only if nobody was quicker: the version is the one that was looked at.
+                    # The replacement contains the version that was read, so it fails if another process was
+                    # faster.
                     await kube.replace(self._build(raw), is_fenced=False)
         except (ApiError, TimeoutError) as error:
-            # A conflict is the ordinary answer to the slower of two candidates.
+            # The slower of two candidates gets a conflict. This is normal and not logged.
             if isinstance(error, ApiError) and error.status == 409:
                 return False
             if not self._is_failing:
@@ -195,7 +194,7 @@ class LeaseGate:
         old: Raw = (raw or {}).get("spec") or {}
         is_ours = old.get("holderIdentity") == self._settings.identity
         transitions = int(old.get("leaseTransitions") or 0)
-        # A lease that is made anew has had no other holder.
+        # A newly created lease has had no other holder.
         if raw is not None and not is_ours:
             transitions += 1
         spec: dict[str, Any] = {
@@ -210,9 +209,9 @@ class LeaseGate:
             "namespace": self._settings.namespace,
         }
         if raw is not None:
-            # With the version that was read: the API server then refuses the slower of two writers.
+            # Keep the version that was read, so that the API server refuses the slower of two writers.
             metadata = raw["metadata"]
-        # Managed fields are large and the API server's own: sent back, they would have to be right.
+        # Remove the managed fields. They are large, and the API server would validate them.
         kept = {key: value for key, value in metadata.items() if key != "managedFields"}
         return {
             "apiVersion": LEASE.version,

@@ -1,7 +1,7 @@
-"""The tokens of runs, and the installation's key that they are derived from.
+"""Derives the tokens of runs, and loads the installation's key.
 
-A run's token is HMAC-SHA256(key, uid of the run), so an operator that starts anew knows every token without
-reading the Secrets of runs, for which it has no right.
+A run's token is HMAC-SHA256(key, uid of the run). A restarted operator can therefore derive every token
+without reading the Secrets of runs, for which it has no permission.
 """
 
 import base64
@@ -20,12 +20,15 @@ log = logging.getLogger(__name__)
 KEY_BYTES: Final = 32
 _FIELD: Final = "key"
 _TRIES: Final = 3
-"""Another operator may create the key, or a person delete it, between a read and a write. If that happens
-more often than this, it is no race."""
+"""Maximum number of tries.
+
+Between a read and a write, another operator may create the key or a user may delete it. If this happens more
+often, it is not a race.
+"""
 
 
 class KeyStore(Protocol):
-    """The part of the API server that reading the key needs; ``Kube`` is one. All raise ApiError."""
+    """The requests to the API server that the key needs. ``Kube`` implements it. All raise ApiError."""
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Raw | None:
         """Return the object, or None."""
@@ -37,21 +40,21 @@ class KeyStore(Protocol):
         is_fenced: bool = True,
         is_brief: bool = False,
     ) -> Raw:
-        """Create an object. ApiError 409: one of that name exists."""
+        """Create an object. Raises ApiError with status 409 if an object of this name exists."""
 
 
 def derive_token(key: bytes, uid: str) -> str:
-    """Return the token of the run with this uid, 64 hex digits."""
+    """Return the token of the run with this uid: 64 hex digits."""
     return hmac.new(key, uid.encode(), hashlib.sha256).hexdigest()
 
 
 async def load_key(store: KeyStore, namespace: str, name: str) -> bytes:
-    """Return the installation's key from its Secret, which is created where there is none.
+    """Return the installation's key from its Secret. If the Secret does not exist, it is created.
 
-    Replicas that start together agree: the first Secret counts. Raises SettingsError for a Secret that holds
-    no key, ApiError.
+    Replicas that start together use the same key, because the first created Secret counts. Raises
+    SettingsError if the Secret has no valid key or access is forbidden, otherwise ApiError.
     """
-    # Two writers may race here: the one that is refused with 409 reads the other's key.
+    # Two writers may race. The writer that is refused with 409 reads the key of the other one.
     for _ in range(_TRIES):
         try:
             raw = await store.get(SECRET, namespace, name)
@@ -61,7 +64,7 @@ async def load_key(store: KeyStore, namespace: str, name: str) -> bytes:
                     known = base64.b64decode(text, validate=True)
                 except (binascii.Error, TypeError, ValueError):
                     known = b""
-                # A short key is refused, and not padded: every token of the installation rests on it.
+                # Refuse a short key, because every token of the installation is derived from it.
                 if len(known) < KEY_BYTES:
                     raise SettingsError(
                         f"Secret {namespace}/{name}: it has no {_FIELD!r} of at least {KEY_BYTES} bytes, "
@@ -70,8 +73,8 @@ async def load_key(store: KeyStore, namespace: str, name: str) -> bytes:
                     )
                 return known
 
-            # The Secret has no owner: the tokens of runs at work are derived from it also while the operator
-            # is being installed anew.
+            # The Secret has no owner, so that it survives a reinstallation of the operator. The tokens of
+            # running runs are derived from it.
             key = base64.b64encode(secrets.token_bytes(KEY_BYTES)).decode()
             body = {
                 "apiVersion": SECRET.version,

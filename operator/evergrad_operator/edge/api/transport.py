@@ -1,6 +1,6 @@
-"""One request to the API server: bounded, retried, counted, and fenced to the moment it is sent.
+"""Sends requests to the API server: bounded, retried, counted, and fenced until they are sent.
 
-Requests go through the official client's asyncio ApiClient.
+Requests use the asyncio ApiClient of the official client.
 """
 
 import asyncio
@@ -24,18 +24,18 @@ JSON: Final = "application/json"
 BAD_ANSWER: Final = "BadAnswer"
 """Reason of an answer that cannot be read."""
 _SPREAD = 0.3
-"""Share by which a pause before a retry varies, so that clients that failed together part."""
+"""Share by which the pause before a retry varies, so that clients do not retry at the same moment."""
 
 
 class Gate(Protocol):
     """Decides whether this process may write now."""
 
     def remaining(self) -> float:
-        """Return the seconds for which writing is surely allowed; 0 or less: it is not."""
+        """Return the seconds for which writing is certainly allowed; 0 or less if it is not."""
 
 
 class OpenGate:
-    """A gate that always allows writes: there is only one operator."""
+    """A gate that always allows writes, for an installation with only one operator."""
 
     def remaining(self) -> float:
         """Return infinity."""
@@ -48,7 +48,7 @@ Observer = Callable[[str, str, str, float], None]
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Bounds of one client: requests under way, seconds for one, tries, and seconds between two tries."""
+    """Bounds of one client: concurrent requests, seconds per request, tries, and seconds between tries."""
 
     in_flight: int = 32
     request_seconds: float = 15.0
@@ -59,7 +59,7 @@ class RequestLimits:
 
 @dataclass(frozen=True)
 class Request:
-    """One request. ``path``: without its query. ``verb``: as RBAC names it, for the metrics."""
+    """One request. ``path``: path without the query. ``verb``: verb of RBAC, for the metrics."""
 
     method: str
     kind: Kind
@@ -92,25 +92,25 @@ def check_gate(gate: Gate) -> float:
 
 
 def build_trace() -> aiohttp.TraceConfig:
-    """Build the trace for the client's ``trace_configs`` that checks the lease as a write is sent."""
+    """Build the trace for the client's ``trace_configs`` that checks the lease when a write is sent."""
 
     async def check_fence(*_: Any) -> None:
-        # A request may have waited for a connection for longer than the lease was good, or the process may
-        # have been stopped meanwhile: this is the last moment before it is sent.
+        # Check immediately before the request is sent. It may have waited for a connection until the lease
+        # ended, or the process may have been suspended.
         gate = _fence.get()
         if gate is not None:
             check_gate(gate)
 
     trace = aiohttp.TraceConfig()
-    # Both are called before anything is written. aiohttp keeps the headers back until it has the body, which
-    # a task of its own writes: other tasks may run in between.
+    # Check at both events. aiohttp writes the headers together with the body, which a separate task sends, so
+    # other tasks may run in between.
     trace.on_request_headers_sent.append(check_fence)
     trace.on_request_chunk_sent.append(check_fence)
     return trace
 
 
 class ApiTransport:
-    """Sends requests. Raises ApiError for a request that fails, LeaseLostError for a write that is fenced."""
+    """Sends requests. Raises ApiError if a request fails, LeaseLostError if a write lacks the lease."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class ApiTransport:
         self._slots = asyncio.Semaphore(limits.in_flight)
 
     async def send(self, request: Request) -> Raw:
-        """Send a request until its answer is final, and return that answer, parsed."""
+        """Send a request, retry transient errors, and return the parsed answer."""
         limits = self._limits
         pauses = (
             min(limits.longest_pause, limits.first_pause * 3**number)
@@ -141,13 +141,13 @@ class ApiTransport:
             except ApiError as error:
                 pause = next(pauses, None) if error.is_transient else None
                 if error.status == 401:
-                    # The token may have been rotated: it is read again before the next try.
+                    # The token may have been rotated, so read it again before the next try.
                     self._on_unauthorized()
                     pause = next(pauses, None)
                 if pause is None:
                     raise
 
-                # The server may ask for a longer pause; it is bounded, since a pass over a run waits here.
+                # Respect Retry-After, but bound it, because a pass over a run waits here.
                 wait = pause * random.uniform(1 - _SPREAD, 1 + _SPREAD)
                 if error.retry_after is not None:
                     wait = min(error.retry_after, 4 * limits.longest_pause)
@@ -170,7 +170,7 @@ class ApiTransport:
             headers, None, ["BearerToken"], url, method, request.body
         )
 
-        # The gate is asked once a slot is free, not before: waiting for one takes time of the lease.
+        # Check the gate after a slot is free, because the lease may end while the request waits for a slot.
         async with self._slots:
             started = time.perf_counter()
             code = "error"
@@ -189,8 +189,7 @@ class ApiTransport:
                 code = str(answer.status)
                 data = await answer.read()
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                # A write that was not answered in the lease's time may have been done. The next pass observes
-                # anew.
+                # A write without an answer may have been carried out. The next pass observes the result.
                 text = type(error).__name__
                 if str(error):
                     text = f"{text}: {error}"
@@ -215,14 +214,14 @@ def _parse_refusal(status: int, data: bytes, retry_after: str | None) -> ApiErro
     try:
         parsed = json.loads(data)
     except ValueError:
-        # A proxy before the API server answers in words of its own.
+        # A proxy in front of the API server may answer with other text than JSON.
         parsed = None
     answer = parsed if isinstance(parsed, Mapping) else {}
     message = answer.get("message") or data[:500].decode("utf-8", "replace")
     details = answer.get("details") or {}
     causes: Sequence[Raw] = details.get("causes") or ()
 
-    # Retry-After may also be a date, which is not worth reading: our own pause is as good.
+    # Retry-After may also be a date. Ignore it then, because our own pause is sufficient.
     seconds: float | None = None
     if retry_after is not None and retry_after.strip().isdecimal():
         seconds = float(retry_after)
