@@ -1,1 +1,1 @@
-"""The operator's edge: API server, cache, work queue, webhook and metrics around the core."""
+"""The operator's edge around the core: API server, cache, work queue, reconciliation, webhook and metrics."""

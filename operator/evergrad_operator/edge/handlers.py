@@ -1,5 +1,7 @@
-"""kopf's part: it watches and delivers events; every handler only passes them on. kopf decides nothing and
-writes nothing."""
+"""Configures kopf, which watches objects and delivers events. The handlers only pass the events on.
+
+kopf makes no decision and writes nothing.
+"""
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -24,12 +26,14 @@ from evergrad_operator.edge.cache.store import CLAIMS, PODS, RUNS
 OLDEST: Final = (1, 45, 2)
 NEWEST: Final = (2,)
 Sink = Callable[[str, Raw, str | None], None]
-"""Takes in one object: resource, the object, and the event's type. The type is None for an object of a list,
-which never shows what is gone."""
+"""Receives one object: resource, object, and type of the event.
+
+The type is None for an object of a list. A list never reports deleted objects.
+"""
 
 
 class Pauses:
-    """Seconds between the tries of one request: ``first``, then ``longest`` for ever."""
+    """Seconds between the tries of one request: the values of ``first``, then always ``longest``."""
 
     def __init__(self, first: Sequence[float], longest: float) -> None:
         self._first = tuple(first)
@@ -41,12 +45,15 @@ class Pauses:
 
 
 OUTAGE_PAUSES: Final = Pauses((1.0, 1.0, 2.0, 3.0), 5.0)
-"""A watch is back 5 s after the API server: a longer pause would add to each outage, and a shorter one to the
-log, where kopf reports each try."""
+"""Pauses of kopf's requests during an outage. A watch is back at most 5 s after the API server.
+
+A longer pause would extend each outage. A shorter one would add lines to the log, where kopf reports each
+try.
+"""
 
 
 class NoDiffBase(AnnotationsDiffBaseStorage):
-    """Keeps no copy of objects, and saves making one at every event: no handler asks what changed."""
+    """Stores no copy of objects. No handler needs the difference, so no copy is made at each event."""
 
     def build(self, *, body: Any, extra_fields: Iterable[Any] | None = None) -> Any:
         """Return nothing."""
@@ -61,7 +68,7 @@ class NoDiffBase(AnnotationsDiffBaseStorage):
 
 
 def check_kopf(version: str) -> None:
-    """Raise SettingsError unless kopf is of a version whose dead watches end the process."""
+    """Raise SettingsError unless this version of kopf ends the process if a watch has failed."""
     parts = version.split(".")[:3]
     numbers = tuple(int(part) for part in parts if part.isdecimal())
     if not OLDEST <= numbers < NEWEST:
@@ -72,29 +79,29 @@ def check_kopf(version: str) -> None:
 
 
 def build_settings(namespaces: Collection[str]) -> OperatorSettings:
-    """Build kopf's settings, where they differ from its defaults."""
+    """Build kopf's settings that differ from its defaults."""
     settings = OperatorSettings()
-    # No scan of CRDs and namespaces: it needs rights that a namespaced operator lacks, and retries 403s for a
-    # minute.
+    # Do not scan CRDs and namespaces: a namespaced operator lacks the permissions, and kopf retries after 403
+    # for a minute.
     settings.scanning.disabled = True
-    # Events are posted by the recorder, which counts what repeats.
+    # The recorder posts the events, because it counts repeated events.
     settings.posting.enabled = False
-    # The Lease decides who works, and fences writes, which peering does not.
+    # The Lease selects the leader and fences writes. kopf's peering does not fence writes.
     settings.peering.standalone = True
     settings.watching.chunk_size = 500
     for resource in (PODS, CLAIMS):
         settings.watching.label_selectors["", "v1", resource] = LABEL_RUN
-    # queueing.worker_limit stays unset: an idle worker keeps its place for idle_timeout, so that a limit is
-    # one of throughput.
+    # Leave queueing.worker_limit unset: an idle worker occupies its place for idle_timeout, so a limit would
+    # reduce the throughput.
     settings.queueing.idle_timeout = 1.0
     settings.queueing.exit_timeout = 1.0
     settings.process.ultimate_exiting_timeout = 15.0
     settings.networking.enforce_retry_after = True
     settings.networking.request_timeout = 60.0
-    # kopf gives up after 54 seconds of an outage otherwise, and an answer of 500 then ends its watch.
+    # With the defaults, kopf gives up after 54 s of an outage, and an answer of 500 then ends its watch.
     settings.networking.error_backoffs = OUTAGE_PAUSES
-    # Nothing below is ever written to an object: no handler needs a finalizer or keeps progress. The names
-    # are set so that a defect would show as ours.
+    # None of these is ever written to an object, because no handler needs a finalizer or progress. The names
+    # identify this operator if a defect writes them nevertheless.
     settings.persistence.finalizer = f"{API_GROUP}/finalizer"
     settings.persistence.progress_storage = AnnotationsProgressStorage(prefix=API_GROUP)
     settings.persistence.diffbase_storage = NoDiffBase(prefix=API_GROUP)
@@ -109,7 +116,11 @@ def build_registry(
     on_start: Callable[[], Any],
     on_stop: Callable[[], Any],
 ) -> OperatorRegistry:
-    """Build all handlers. ``on_start`` and ``on_stop``: coroutine functions, called around all watching."""
+    """Build the registry with all handlers.
+
+    ``on_start`` and ``on_stop`` are coroutine functions. kopf calls them before its watches start and when it
+    stops.
+    """
     registry = OperatorRegistry()
     group, version = API_VERSION.split("/")
 
@@ -119,7 +130,7 @@ def build_registry(
 
         return take
 
-    # Raw events only: kopf's other handlers write annotations and finalizers to the user's objects.
+    # Use only raw events, because kopf's other handlers write annotations and finalizers to users' objects.
     watched = (
         (group, version, RUNS),
         ("", "v1", PODS),

@@ -1,4 +1,4 @@
-"""Log lines: text for people, or one JSON object each for collectors."""
+"""Configures the log: lines of text for people, or of JSON for log collectors."""
 
 import json
 import logging
@@ -9,7 +9,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
+    """Formats each record as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as JSON, with its traceback."""
@@ -22,19 +22,18 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        # Names of users' runs and files stay readable where a collector shows the raw line.
+        # Keep non-ASCII names of runs and files readable in a collector that shows the raw line.
         return json.dumps(line, ensure_ascii=False)
 
 
 class BadRequests(logging.Filter):
-    """Drops what aiohttp logs of requests that are not HTTP, each with its traceback.
+    """Drops aiohttp's log records with tracebacks about requests that are not valid HTTP.
 
-    Every pod may send such requests to the operator's ports, as often as it likes. The answer says what is
-    wrong with them.
+    Every pod can send any number of such requests to the operator's ports. The answer describes the problem.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the record is about anything else."""
+        """Return False if the record is about a request that is not valid HTTP, otherwise True."""
         return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 

@@ -1,6 +1,6 @@
-"""The running operator: what is built of what, what runs beside what, and the end.
+"""The running operator: builds its parts, runs their tasks, and ends them in order.
 
-All wiring, no decision.
+This module only connects the parts and makes no decision about runs.
 """
 
 import asyncio
@@ -46,14 +46,17 @@ from evergrad_operator.edge.webhook.server import Webhook, WebhookSettings
 
 log = logging.getLogger(__name__)
 _SPACING = 0.1
-"""Least time, in seconds, between two passes over one run: events of its pods come in bursts."""
+"""Minimum seconds between two passes over one run, because events of its pods arrive in bursts."""
 _PROGRESS_PAUSE = 2.0
-"""Delay, in seconds, of the pass after news that nobody waits for."""
+"""Minimum delay, in seconds, of a pass that is caused only by progress."""
 _PROGRESS_PASSES = 100.0
-"""Most such passes in a second: with more runs they are delayed by more. Each costs some milliseconds of the
-event loop and most of them a write to the API server, and a lost pod must not wait behind them."""
+"""Maximum number of such passes per second. With more runs, their delay grows.
+
+Each pass takes some milliseconds of the event loop, and most of them a write to the API server. The
+replacement of a lost pod must not wait for them.
+"""
 _RETRY_SECONDS = 2.0
-"""Time between two tries of a start, or of a fresh look, that the API server does not answer."""
+"""Seconds between two tries of a request at the start or after a lost lease, if the API server is down."""
 
 
 class Service:
@@ -67,14 +70,14 @@ class Service:
         self._tasks: list[asyncio.Task[Any]] = []
         self._fault: BaseException | None = None
 
-        # The way to the API server. The lease has connections of its own: a queue of requests of the runs
-        # must not keep it from being renewed.
+        # Build the clients of the API server. The lease has its own connections, so that queued requests for
+        # runs do not delay its renewal.
         self.gate = _build_gate(settings)
         self.kube = self._build_kube(RequestLimits(in_flight=settings.in_flight), self.gate)
         limits = RequestLimits(in_flight=2, request_seconds=5.0, tries=2)
         self._lease_kube = self._build_kube(limits, OpenGate())
 
-        # The cluster as it is known, and the queue of runs that news concern.
+        # Build the cache of the cluster, and the queue of runs to reconcile.
         self.cache = InformerCache()
         self.cache.on_defect = lambda _: metrics.reconcile_errors.labels("Defect").inc()
         self.queue: WorkQueue[Key] = WorkQueue(spacing=_SPACING)
@@ -91,7 +94,7 @@ class Service:
 
         self.coordinators = _build_coordinators(settings, self.queue, self.gate, metrics)
 
-        # The work on single runs.
+        # Build the reconciler of single runs.
         recorder = Recorder(
             self.kube, on_post=lambda name: metrics.events.labels(name).inc()
         )
@@ -108,7 +111,7 @@ class Service:
         self.reconciler.statuses.on_missing = self.sync.expect_gap
         self._webhook = _build_webhook(settings, self.kube, self.gate, metrics)
 
-        # Health and metrics.
+        # Build health checks and metrics.
         self.vitals = Vitals(queue=self.queue, cache=self.cache, gate=self.gate)
         labels = settings.config.propagated_labels
         self._collector = FactsCollector(self.vitals.read_facts(), labels=labels)
@@ -121,17 +124,18 @@ class Service:
         self._fleet_page = FleetPage(self.cache.store.runs.values)
 
     async def run(self) -> int:
-        """Run until asked to stop; the exit code is 0, or 1 for a fault that a new start may mend.
+        """Run until SIGTERM or SIGINT.
 
-        An API server that does not answer is waited for, at the start and later. So is the lease, without
-        which nothing is written.
+        Returns the exit code: 0, or 1 after an error that a restart may fix. If the API server does not
+        answer, at the start or later, the operator waits for it. It also waits for the lease, without which
+        it writes nothing.
         """
-        # A signal only asks for the end: writes under way are finished, and the lease is given back.
+        # A signal only requests the end, so that running writes are finished and the lease is released.
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
 
-        # Health comes before everything that may take long, or the kubelet would restart a slow start.
+        # Serve health before anything that may take long. Otherwise the kubelet would restart a slow start.
         port = await self._health.listen(self._settings.host, self._settings.port)
         log.info("serving /healthz, /readyz and /metrics on port %d", port)
         try:
@@ -148,7 +152,7 @@ class Service:
             if not await self._unless_stopped(self._until_answered(check)):
                 return 0
             self._spawn("event loop lag", self.vitals.measure_lag(self.metrics))
-            # The webhook starts before the lease is held: a standby answers, too.
+            # Start the webhook before the lease is held, because a standby serves it, too.
             if self._webhook is not None:
                 self._spawn("webhook", self._webhook.run())
             if await self._lead():
@@ -156,7 +160,8 @@ class Service:
         except (ApiError, LeaseLostError) as error:
             self._fault = error
         finally:
-            # Everything that writes ends before the lease is released: the next holder may begin at once.
+            # End everything that writes before the lease is released, because the next holder may start
+            # immediately.
             await self.queue.close(seconds=1.0)
             await self.coordinators.close()
             for task in self._tasks:
@@ -165,7 +170,7 @@ class Service:
             if isinstance(self.gate, LeaseGate):
                 await self.gate.release(self._lease_kube)
 
-            # The connections close last: the release still needs one.
+            # Close the connections last, because the release of the lease needs one.
             if self._webhook is not None:
                 await self._webhook.close()
             await self._health.close()
@@ -175,20 +180,19 @@ class Service:
 
         if self._fault is not None:
             said = str(self._fault) or type(self._fault).__name__
-            # An unforeseen error is logged with the place where it happened.
+            # Log an unexpected error with its traceback.
             is_foreseen = isinstance(self._fault, (ApiError, LeaseLostError))
             log.error("ends: %s", said, exc_info=None if is_foreseen else self._fault)
         return 0 if self._fault is None else 1
 
     async def _lead(self) -> bool:
-        """Wait until this process may write, and return False if it was asked to stop before."""
+        """Wait until this process may write. Returns False if it has to stop before."""
         gate = self.gate
         if not isinstance(gate, LeaseGate):
             self.metrics.leader.set(1)
             return not self._stop.is_set()
 
-        # A standby is ready, too: the chart's rollout waits for readiness, and the old leader leaves only
-        # after it.
+        # A standby must be ready, too: a rollout waits for its readiness before it ends the old leader.
         gate.on_change = lambda is_held: self.metrics.leader.set(int(is_held))
         self.vitals.is_standing_by = True
         if not await self._unless_stopped(gate.acquire(self._lease_kube)):
@@ -198,27 +202,31 @@ class Service:
         return True
 
     async def _hold_lease(self, gate: LeaseGate) -> None:
-        """Renew the lease for ever. Without it no pass works; with it again, the passes begin with a fresh
-        look."""
+        """Renew the lease. Never returns.
+
+        If the lease is lost, all passes stop. After it is held again, everything is listed before the passes
+        resume.
+        """
         resuming: asyncio.Task[Any] | None = None
         while True:
             await gate.keep(self._lease_kube)
 
-            # A pass that has begun before would act later on what it has seen before. Nothing that it may
-            # have done is lost: it is repeated, as after a restart.
+            # Cancel running passes, because they would later act on an old state. The passes are repeated, as
+            # after a restart.
             if resuming is not None:
                 resuming.cancel()
             await self.queue.pause()
             self.coordinators.leave_all()
 
-            # The renewals go on beside the lists, which may take longer than the lease is good.
+            # List everything in a separate task: the lists may take longer than the lease is valid, and the
+            # renewals must continue.
             await gate.acquire(self._lease_kube)
             resuming = self._spawn("fresh look", self._look_again())
 
     async def _look_again(self) -> None:
-        """List everything, forget what may be out of date, and let passes work again.
+        """List everything, drop data that may be out of date, and resume the passes.
 
-        Another operator may have had the lease, and have written what no watch has shown yet.
+        Another operator may have held the lease, and may have written changes that no watch has shown yet.
         """
         await self._until_answered(self.sync.resync)
         self.reconciler.forget_hints()
@@ -229,16 +237,15 @@ class Service:
         log.info("working again over %d runs", self.cache.store.count()[RUNS])
 
     async def _serve(self) -> None:
-        """Fill the cache, then work until the stop."""
+        """Fill the cache, then reconcile until the stop."""
 
-        # The tokens of all runs are derived from one key. Its Secret is made only by the process that leads.
+        # The tokens of all runs are derived from one key. Only the leader reads it or creates its Secret.
         async def read_key() -> None:
             settings = self._settings
             key = await load_key(self.kube, settings.key_namespace, settings.key_name)
             self.reconciler.token_of = partial(derive_token, key)
 
-        # No pass begins before everything is listed: a run whose pods are not known yet would be given new
-        # ones.
+        # List everything before the first pass. Otherwise a run whose pods are not known would get new pods.
         for act in (read_key, self.sync.resync):
             if not await self._unless_stopped(self._until_answered(act)):
                 return
@@ -247,24 +254,24 @@ class Service:
         for run in self.cache.store.known():
             self.queue.add(run)
 
-        # The cache lives as long as the process: frozen, it is not searched again at every collection.
+        # Freeze the cache, which lives as long as the process, so that each garbage collection skips it.
         gc.collect()
         gc.freeze()
         gc.set_threshold(20_000, 20, 20)
 
-        # All of these work beside the watches, and end with them.
+        # These tasks run concurrently with the watches.
         reconcile = self.reconciler.reconcile
         self._spawn("queue", self.queue.run(reconcile, workers=self._settings.workers))
         self._spawn("progress", self.coordinators.run())
         self._spawn("resync", self.sync.keep_synced())
         self._spawn("prune", self.sync.keep_pruned())
 
-        # kopf watches and delivers until the stop.
+        # kopf runs the watches and delivers events until the stop.
         async def start() -> None:
             self.vitals.is_synced = True
 
         async def drain() -> None:
-            # kopf cancels every task that it finds at its end. Passes under way are let finish before.
+            # At its end, kopf cancels all tasks. Let running passes finish before.
             await self.queue.close(seconds=3.0)
             await self.coordinators.close()
             await self._health.close()
@@ -285,15 +292,15 @@ class Service:
                 stop_flag=self._stop,
             )
         except Exception as error:  # noqa: BLE001
-            # A watch that died or a login that failed ends the process: its next start lists everything anew.
+            # If a watch has ended or a login has failed, end the process. Its next start lists everything.
             self._fault = self._fault or error
 
     # ---- helpers -------------------------------------------------------------------------------------------
 
     async def _until_answered(self, act: Callable[[], Awaitable[None]]) -> None:
-        """Do ``act``, again and again while the API server does not answer or the lease is not held.
+        """Await ``act``, and retry it while the API server does not answer or the lease is not held.
 
-        Raises ApiError for anything else that the API server refuses.
+        Raises ApiError if the API server refuses the request for another reason.
         """
         reported = ""
         while True:
@@ -302,7 +309,7 @@ class Service:
             except (ApiError, LeaseLostError) as error:
                 if isinstance(error, ApiError) and not error.is_transient:
                     raise
-                # An outage of an hour is reported once, unless its cause changes.
+                # Log an outage only once, unless its cause changes.
                 said = str(error)
                 if said != reported:
                     log.warning("waiting for the API server: %s", said)
@@ -314,7 +321,7 @@ class Service:
             await asyncio.sleep(_RETRY_SECONDS * random.uniform(0.7, 1.3))
 
     def _prepare_metrics(self) -> Callable[[], bytes]:
-        # The facts are read in the event loop, which alone changes them; rendering takes a thread.
+        # Read the facts in the event loop, where they are changed. The result is rendered in a thread.
         self._collector.facts = self.vitals.read_facts()
         return self.metrics.render
 
@@ -328,7 +335,7 @@ class Service:
         )
 
     def _spawn(self, name: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Start work beside the rest; its failure ends the process."""
+        """Start a task. If it fails, the process ends."""
 
         def end(task: asyncio.Task[Any]) -> None:
             if not task.cancelled() and task.exception() is not None:
@@ -337,12 +344,12 @@ class Service:
 
         task = asyncio.create_task(work, name=name)
         task.add_done_callback(end)
-        # Those that have ended are dropped: each time that the lease is lost, one more is started.
+        # Drop ended tasks, because each loss of the lease starts one more task.
         self._tasks = [*(one for one in self._tasks if not one.done()), task]
         return task
 
     async def _unless_stopped(self, work: Awaitable[None]) -> bool:
-        """Wait for ``work`` or the stop, and return whether the work came first. Raises what it raises."""
+        """Wait for ``work`` or the stop, and return whether the work ended first. Raises its exceptions."""
         task = asyncio.ensure_future(work)
         stop = asyncio.ensure_future(self._stop.wait())
         try:
@@ -352,7 +359,7 @@ class Service:
                 return not self._stop.is_set()
             return False
         finally:
-            # Both are awaited, so that nothing of the work goes on beside the end of the process.
+            # Await both tasks, so that the work does not continue while the process ends.
             for one in (task, stop):
                 one.cancel()
                 with contextlib.suppress(asyncio.CancelledError, ApiError):
@@ -395,7 +402,7 @@ def _build_webhook(
 ) -> Webhook | None:
     if not settings.webhook:
         return None
-    # Its Service and Secret are beside the installation's key, in the operator's own namespace.
+    # The webhook's Service and Secret are in the operator's namespace, like the installation's key.
     called = WebhookSettings(
         host=settings.host,
         port=settings.webhook_port,
@@ -422,7 +429,10 @@ def _build_webhook(
 
 
 async def run_operator(settings: OperatorSettings, environ: Mapping[str, str]) -> int:
-    """Build and run one operator. Raises SettingsError for mistakes that no new start mends."""
+    """Build and run one operator, and return its exit code.
+
+    Raises SettingsError for errors that a restart cannot fix.
+    """
     check_kopf(describe_kopf())
     connection = await connect(environ)
     return await Service(settings, connection).run()

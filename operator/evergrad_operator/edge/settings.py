@@ -1,6 +1,6 @@
-"""Command line and environment → Settings. The only place that reads the environment.
+"""Reads the settings from command line and environment. Other modules do not read the environment.
 
-Every option ``--some-name`` may also be given as ``EVERGRAD_SOME_NAME``; the command line wins.
+Every option ``--some-name`` can also be set as ``EVERGRAD_SOME_NAME``. The command line takes precedence.
 """
 
 import argparse
@@ -94,14 +94,14 @@ _OPTIONS: Final[tuple[tuple[str, Any, str], ...]] = (
     ("log-level", "info", "debug, info, warning or error"),
     ("log-format", "text", "text or json"),
 )
-"""Name, default and help of the options of this process. An option has the type of its default."""
+"""Name, default and help of each option of this process. The type of the default is the option's type."""
 _TRUE: Final = ("1", "true", "yes", "on")
 _FALSE: Final = ("0", "false", "no", "off", "")
 
 
 @dataclass(frozen=True)
 class OperatorSettings:
-    """Settings of this process. ``namespaces``: those it serves, none for all. Times in seconds."""
+    """Settings of this process. ``namespaces``: namespaces to serve, or () for all. Times are in seconds."""
 
     namespaces: tuple[str, ...]
     config: Config
@@ -137,18 +137,18 @@ class OperatorSettings:
         return self.namespaces or (None,)
 
     def covers(self, namespace: str) -> bool:
-        """Whether objects of this namespace are served."""
+        """Return whether this operator serves the namespace."""
         return not self.namespaces or namespace in self.namespaces
 
 
 def parse_settings(
     arguments: Sequence[str], environ: Mapping[str, str]
 ) -> OperatorSettings:
-    """Return the settings. Raises SystemExit with a message for arguments that are wrong."""
+    """Return the settings. Raises SystemExit with a message if an argument is invalid."""
     parser = build_parser(environ)
     parsed = parser.parse_args(arguments)
 
-    # A namespace that is given twice would be listed, and its runs be looked at, twice.
+    # Remove duplicates, because a namespace that is given twice would be listed twice.
     given = ",".join(parsed.namespace).split(",")
     namespaces = tuple(dict.fromkeys(name for name in given if name))
     if bool(namespaces) == parsed.all_namespaces:
@@ -158,11 +158,11 @@ def parse_settings(
         parser.error(
             "--lease-namespace: say where the lease is, or set POD_NAMESPACE; --no-lease does without"
         )
-    # Without a lease, as in a trial outside a cluster, the key is in a namespace where there are rights.
+    # Without a lease, for example in a trial outside a cluster, use a namespace that the operator serves.
     first_namespace = namespaces[0] if namespaces else "default"
     key_namespace = parsed.key_namespace or lease_namespace or first_namespace
 
-    # The content of a profile is checked with each run, whose status names what is wrong with it.
+    # Check only the syntax here. The content of a profile is checked with each run, whose status reports it.
     try:
         parse_profiles(parsed.profiles)
     except ValueError as error:
@@ -175,12 +175,12 @@ def parse_settings(
     gangs = ("none", *POD_GROUPS)
     if config["gang"] not in gangs:
         parser.error(f"--gang: {config['gang']!r} is none of {', '.join(gangs)}")
-    # Network policies admit the operator by its namespace.
+    # Network policies select the operator by its namespace.
     if not config["operator_namespace"]:
         config["operator_namespace"] = environ.get("POD_NAMESPACE", "")
 
-    # Unique among processes that may run at the same time, which two containers of one pod never do. A
-    # container that is restarted therefore takes its own lease again at once.
+    # The identity must be unique among concurrent processes. A pod never runs two operator containers at the
+    # same time, so the pod's name and uid suffice, and a restarted container immediately takes its own lease.
     identity = f"{socket.gethostname()}_{secrets.token_hex(4)}"
     if environ.get("POD_NAME"):
         identity = f"{environ['POD_NAME']}_{environ.get('POD_UID', '')}"
@@ -198,7 +198,7 @@ def parse_settings(
 
 
 def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
-    """Build all options, with the environment's values as defaults."""
+    """Build the parser with all options. Values of the environment are the defaults."""
     parser = argparse.ArgumentParser(
         prog="evergrad-operator", description="Runs TrainingRuns on Kubernetes."
     )
@@ -214,8 +214,8 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     for name, default, text in _OPTIONS:
         _add_option(parser, environ, name, default, text)
 
-    # The configuration for all runs: each field of Config is an option, explained by its docstring, which
-    # Python keeps only in the source.
+    # Each field of Config is an option. Its help is the docstring of the field, which has to be read from the
+    # source, because Python does not keep it.
     [definition] = ast.parse(inspect.getsource(Config)).body
     descriptions = {}
     for statement, following in itertools.pairwise(getattr(definition, "body", ())):
@@ -248,10 +248,10 @@ def _add_option(
     *,
     is_required: bool = False,
 ) -> None:
-    """Add one option of its default's type. An option whose default is a tuple is repeatable."""
+    """Add one option with the type of its default. If the default is a tuple, the option is repeatable."""
     variable = PREFIX + name.upper().replace("-", "_")
     given = environ.get(variable)
-    # A variable replaces the default alone: an argument still wins over it, or adds to it.
+    # A variable only replaces the default. An argument takes precedence over it, or adds to a list.
     if isinstance(default, bool):
         if given is not None and given.lower() not in _TRUE + _FALSE:
             parser.error(f"{variable}: {given!r} is neither true nor false")

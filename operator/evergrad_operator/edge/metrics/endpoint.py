@@ -1,4 +1,4 @@
-"""GET of /healthz, /readyz and /metrics on one port."""
+"""Serves GET of /healthz, /readyz and /metrics on one port."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -8,13 +8,14 @@ from aiohttp import web
 from evergrad_common.addresses import open_listener
 
 Check = Callable[[], str | None]
-"""A check: returns what is wrong, or None."""
+"""A health check. It returns a description of the problem, or None."""
 
 
 class HealthServer:
-    """Answers 200 with ``ok``, or 503 with what is wrong.
+    """Serves the health checks with 200 and ``ok``, or 503 and the problems, and serves the metrics.
 
-    ``live``: checks that a restart would mend; ``ready``: checks that the operator does its work.
+    ``live``: checks for problems that a restart would fix. ``ready``: checks whether the operator works.
+    ``metrics``: collects the data in the event loop, and returns the function that renders it in a thread.
     """
 
     def __init__(
@@ -24,20 +25,18 @@ class HealthServer:
         ready: Sequence[Check],
         metrics: Callable[[], Callable[[], bytes]],
     ) -> None:
-        # ``metrics`` gathers what is needed, here on the event loop, and returns what renders it, in a
-        # thread.
         self._live, self._ready, self._metrics = live, ready, metrics
         self._runner: web.AppRunner | None = None
 
     async def listen(self, host: str, port: int) -> int:
-        """Begin to serve; return the port. Raises OSError."""
+        """Start to serve, and return the port. Raises OSError if the address cannot be bound."""
         app = web.Application()
         app.router.add_get("/healthz", _report(self._live))
-        # A process that hangs is not ready either.
+        # A process that is not live is not ready either.
         app.router.add_get("/readyz", _report((*self._live, *self._ready)))
 
         async def answer_metrics(_: web.Request) -> web.Response:
-            # Rendering thousands of series takes a while; the event loop goes on meanwhile.
+            # Render in a thread, because thousands of series would block the event loop.
             body = await asyncio.to_thread(self._metrics())
             return web.Response(
                 body=body,
@@ -65,7 +64,7 @@ class HealthServer:
 
 
 def _report(checks: Sequence[Check]) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """Return a handler that answers 200, or 503 with what is wrong."""
+    """Return a handler that answers 200, or 503 with the problems."""
 
     async def answer(_: web.Request) -> web.Response:
         faults = [fault for check in checks if (fault := check()) is not None]

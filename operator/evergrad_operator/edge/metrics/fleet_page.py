@@ -1,5 +1,6 @@
-"""Serves the page of all runs on the pod's own loopback address: only `kubectl port-forward` reaches it
-there, for which the API server asks for a right.
+"""Serves the page of all runs on the pod's loopback address.
+
+Only `kubectl port-forward` can reach it there, which needs a permission of the API server.
 """
 
 import asyncio
@@ -18,17 +19,17 @@ from evergrad_operator.core.objects.kinds import Raw
 log = logging.getLogger(__name__)
 HOST: Final = "127.0.0.1"
 MOST_PAGES: Final = 8
-"""Pages that are open at once; further ones are answered 503."""
+"""Maximum number of open pages. Further requests are answered with 503."""
 _UPDATE_SECONDS: Final = 2.0
-"""Between two looks at the runs, which all pages share, while at least one is open."""
+"""Minimum seconds between two updates, which all open pages share."""
 _LARGEST_SHARE: Final = 0.005
-"""Largest share of one core that those looks may take: with many runs they become rarer."""
+"""Maximum share of one core for updates. With many runs, the time between two updates grows."""
 _WRITE_SECONDS: Final = 10.0
-"""Within which a page has to read what it was sent before."""
+"""Maximum seconds that a page may take to read the data that was sent before."""
 
 
 class FleetPage:
-    """The page of all runs that this operator serves. ``list_runs``: the raw runs as they are known now."""
+    """Serves the page of all runs of this operator. ``list_runs`` returns the raw runs of the cache."""
 
     def __init__(self, list_runs: Callable[[], Iterable[Raw]]) -> None:
         self._list_runs = list_runs
@@ -39,7 +40,10 @@ class FleetPage:
         self._began_at = round(time.time(), 1)
 
     async def listen(self, port: int) -> int:
-        """Begin to serve; return the port. 0 where that fails, which is no reason not to look after runs."""
+        """Start to serve, and return the port.
+
+        If this fails, log a warning and return 0, because the operator works without the page.
+        """
         page = build_page("fleet", needs_token=False)
         headers = {**page.headers, "Cache-Control": "no-store"}
 
@@ -65,14 +69,14 @@ class FleetPage:
         return address[1]
 
     async def close(self) -> None:
-        """Stop serving, and end the pages that are open."""
+        """Stop serving, and close the open pages."""
         for page in self._pages:
             page.cancel()
         if self._runner is not None:
             await self._runner.cleanup()
 
     def look(self) -> bytes:
-        """Return the newest event, which is made anew when it is due."""
+        """Return the newest event. It is built again if the last one is too old."""
         if time.monotonic() >= self._next_at:
             begin = time.thread_time()
             content = {**build_fleet(self._list_runs()), "beganAt": self._began_at}
@@ -84,7 +88,7 @@ class FleetPage:
         return self._update
 
     async def follow(self, request: web.Request) -> web.StreamResponse:
-        """Send the fleet now, and whenever it has changed."""
+        """Send the state of all runs now and after each change, as server-sent events."""
         if not is_own_request(request.host, request.headers.get("Sec-Fetch-Site", "")):
             return web.Response(text="not for other sites\n", status=403)
         if len(self._pages) >= MOST_PAGES:
@@ -101,8 +105,8 @@ class FleetPage:
             await response.prepare(request)
             sent = b""
             while True:
-                # A comment where nothing is new: a page that is gone is noticed by it, and one that is there
-                # learns that the connection still stands.
+                # Send a comment if there is no change. It detects a closed page, and shows the page that the
+                # connection is still open.
                 update = self.look()
                 data = update if update != sent else b": unchanged\n\n"
                 await asyncio.wait_for(response.write(data), _WRITE_SECONDS)

@@ -1,4 +1,4 @@
-"""The operator's health: whether work stands still, whether it is ready, and the facts that are exported."""
+"""Checks the operator's health, and collects the facts for its metrics."""
 
 import asyncio
 import time
@@ -12,12 +12,12 @@ from evergrad_operator.edge.cache.queue import WorkQueue
 from evergrad_operator.edge.metrics.operator_metrics import OperatorMetrics, RunFactsSource
 
 STALLED_SECONDS: Final = 100.0
-"""Seconds without any progress after which /healthz fails: longer than a pass may take, which is 60 s."""
+"""Seconds without progress after which /healthz fails. It is longer than the maximum of a pass, 60 s."""
 _LAG_SECONDS: Final = 0.25
 
 
 class Vitals:
-    """Reads the state of the operator's parts, and changes none."""
+    """Reads the state of the operator's parts without changing it."""
 
     def __init__(
         self,
@@ -32,26 +32,26 @@ class Vitals:
         self.is_standing_by = False
         """Whether another process holds the lease."""
         self.is_synced = False
-        """Whether the watches have begun."""
+        """Whether the watches have started."""
 
     def find_stall(self) -> str | None:
-        """Describe, for /healthz, the work that stands still until a restart; None if all is well."""
-        # Without its lease the process waits, and a restart would not bring the lease back.
+        """Return, for /healthz, a description of work that stays stalled until a restart, or None."""
+        # Without the lease, the process waits. This is not a stall, because a restart would not help.
         if isinstance(self._gate, LeaseGate) and self._gate.remaining() <= 0:
             return None
 
-        # The number of keys that wait says nothing: after a start all runs are due together.
+        # Do not check the number of waiting keys, because all runs are due together after a start.
         state = self._queue.observe()
         if state.stalled > STALLED_SECONDS:
             return (
                 f"work stands still: for {state.stalled:.0f} s no pass has finished, and {state.depth} runs "
                 "wait for one"
             )
-        # A pass ends itself earlier. If it did not, its run would never be looked at again.
+        # A pass has a shorter time limit. If it exceeds this limit, its run would never be reconciled again.
         if state.longest_work > STALLED_SECONDS:
             return f"work stands still: {state.longest_work:.0f} s on one run, longer than a pass may take"
 
-        # Before the watches have begun, nothing owes the versions of the first list.
+        # Before the watches have started, no watch can show the versions of the first list.
         lags = self._cache.expectations.lag().items() if self.is_synced else ()
         late = [(resource, lag) for resource, lag in lags if lag > STALLED_SECONDS]
         if late:
@@ -60,13 +60,13 @@ class Vitals:
         return None
 
     def find_unready(self) -> str | None:
-        """Describe, for /readyz, why the process is not ready; None if it is, also while it stands by."""
+        """Return, for /readyz, why the process is not ready; None if it is ready. A standby is ready."""
         if self.is_synced or self.is_standing_by:
             return None
         return "not in step with the API server yet"
 
     async def measure_lag(self, metrics: OperatorMetrics) -> None:
-        """Measure, for ever, how late the event loop is: everything else waits for it."""
+        """Measure the delay of the event loop periodically. Never returns."""
         while True:
             started = time.monotonic()
             await asyncio.sleep(_LAG_SECONDS)
@@ -74,10 +74,10 @@ class Vitals:
             metrics.loop_lag.observe(max(0.0, passed - _LAG_SECONDS))
 
     def read_facts(self) -> RunFactsSource:
-        """Return the facts about the operator's insides at this moment."""
+        """Return the current facts about the operator's queue, cache and runs."""
         state = self._queue.observe()
-        # While another replica holds the lease, the series of runs are its own: both together would count
-        # each run twice.
+        # If another replica holds the lease, it exports the series of runs. Both together would count each
+        # run twice.
         is_led_elsewhere = isinstance(self._gate, LeaseGate) and self._gate.has_other_holder
         index = self._cache.store.facts
         return RunFactsSource(

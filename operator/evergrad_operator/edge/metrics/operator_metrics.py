@@ -1,6 +1,6 @@
-"""The operator's own metrics, made from the catalogue: evergrad_common.metrics.OPERATOR.
+"""The operator's metrics, built from the catalogue evergrad_common.metrics.OPERATOR.
 
-Metrics of runs are read off the informer cache at each scrape, so that none outlives its run.
+Metrics of runs are computed from the informer cache at each scrape, so that they end with their runs.
 """
 
 import platform
@@ -33,7 +33,7 @@ _TIMES: Final[tuple[str, ...]] = ("created", "started", "completed", "last_progr
 
 @dataclass(frozen=True)
 class RunFactsSource:
-    """Facts about the operator's insides at one moment."""
+    """Facts about the operator's queue, cache and runs at one moment."""
 
     queue_depth: int
     queue_oldest_age: float
@@ -45,14 +45,14 @@ class RunFactsSource:
 
 
 class OperatorMetrics:
-    """Metrics that are counted as things happen, in a registry of their own."""
+    """Metrics that are updated when events happen, in a separate registry."""
 
     def __init__(self, *, revision: str = "unknown") -> None:
         """``revision``: the commit that this program was built from."""
-        # A second series for each counter, with its time of creation, would double the scrape for nothing.
+        # Disable the second series of each counter with its creation time, which would double the scrape.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
-        # Memory and processor time of this process, under the names that every client library gives them.
+        # Export memory and CPU time of this process under the standard names of Prometheus clients.
         ProcessCollector(registry=self.registry)
         build = self._gauge("build_info")
         build.labels(
@@ -76,7 +76,7 @@ class OperatorMetrics:
         self.events = self._counter("events_total")
         self.reviews = self._counter("admission_reviews_total")
         self.status_writes = self._counter("status_writes_total")
-        # A counter that first appears above 0 hides that increase from ``rate``.
+        # Create the series with 0. If a counter first appears with 1, ``rate`` misses that increase.
         for result in ("success", "requeue", "error"):
             self.reconciles.labels(result)
 
@@ -92,7 +92,7 @@ class OperatorMetrics:
         self.api_seconds.labels(verb, resource).observe(seconds)
 
     def render(self) -> bytes:
-        """Return Prometheus' text."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def _counter(self, name: str) -> Counter:
@@ -125,21 +125,21 @@ class OperatorMetrics:
 
 
 class FactsCollector:
-    """Turns ``facts``, as they were when last set, into metrics at each scrape."""
+    """Converts ``facts`` into metrics at each scrape. Set ``facts`` before the scrape."""
 
     def __init__(self, facts: RunFactsSource, *, labels: Sequence[str] = ()) -> None:
-        """``labels``: names of the labels of runs that are shown."""
+        """``labels``: names of the runs' labels that are exported."""
         self.facts = facts
         self._labels = tuple(labels)
         self._shown: dict[tuple[str, ...], float] = {}
-        """Seconds of each use as last shown."""
+        """Seconds of each use in the last scrape."""
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing: the names are fixed, and a scrape would be too much work to learn them."""
+        """Return nothing. Otherwise the registration would call ``collect`` to find the names."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """Return the metrics of the operator's insides, then those of the runs."""
+        """Yield the metrics of queue and cache, then the metrics of the runs."""
         facts = self.facts
         yield _gauge_family("queue_depth", {(): facts.queue_depth})
         yield _gauge_family("queue_oldest_age_seconds", {(): facts.queue_oldest_age})
@@ -157,8 +157,8 @@ class FactsCollector:
 
     @staticmethod
     def _collect_runs(runs: Iterable[RunFacts]) -> Iterable[Metric]:
-        """Return what the status of each run says."""
-        # One family each for all runs: Prometheus takes a family only once in a scrape.
+        """Yield the metrics from the statuses of the runs."""
+        # Use one family per metric for all runs, because a family may occur only once in a scrape.
         restarts = _counter_family("run_restarts_total")
         replaced = _counter_family("run_pods_replaced_total")
         phase = _gauge_family("run_phase")
@@ -186,7 +186,7 @@ class FactsCollector:
             for cause, count in run.restarts.items():
                 restarts.add_metric((*labels, cause), count)
             moments = (run.created_at, run.started_at, run.completed_at, run.progressed_at)
-            # A time that has not come yet has no sample: 0 would be a date in 1970.
+            # Omit a time that is not set, because 0 would be a date in 1970.
             for family, at in zip(times, moments, strict=True):
                 if at is not None:
                     family.add_metric(labels, at)
@@ -209,10 +209,10 @@ class FactsCollector:
         yield from (nodes, most, prepared, tokens, step, evaluated, waiting)
 
     def _collect_usage(self, runs: Iterable[RunFacts]) -> Iterable[Metric]:
-        """Return the seconds of pods and accelerators.
+        """Yield the seconds of pods and accelerators.
 
-        A pod whose end is seen late gives time back. A counter must not go back: it stands still until the
-        time has come again.
+        If the end of a pod is observed late, its time decreases. A counter must not decrease, so it keeps its
+        value until the time has reached this value again.
         """
         shown: dict[tuple[str, ...], float] = {}
         for kind in ("pod", "gpu"):
@@ -222,7 +222,7 @@ class FactsCollector:
                 usage = run.usage
                 counts = usage.pods if kind == "pod" else usage.accelerators
                 for cause, milliseconds in counts.items():
-                    # A run that was made anew begins at 0, as any other.
+                    # The uid is part of the key, so that a run that is created again starts at 0.
                     place = (kind, run.namespace, run.name, run.uid, cause)
                     shown[place] = max(milliseconds / 1000, self._shown.get(place, 0.0))
                     family.add_metric((run.namespace, run.name, cause), shown[place])
@@ -230,7 +230,7 @@ class FactsCollector:
         self._shown = shown
 
     def _collect_labels(self, runs: Iterable[RunFacts]) -> Metric:
-        """Return the labels of the runs, each under its name as Prometheus can have it."""
+        """Return the labels of the runs. Their names are converted to valid names of Prometheus labels."""
         entry = _CATALOGUE["run_labels"]
         by_column = {
             "label_" + re.sub(r"\W", "_", key, flags=re.ASCII): key for key in self._labels
