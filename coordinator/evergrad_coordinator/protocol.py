@@ -15,16 +15,16 @@ from evergrad_common.codec import MAX_INTEGER, Codec, FieldBounds, LongText
 
 PROTOCOL_VERSION = 1
 MAX_GENERATION = 2**52
-"""Generations stay below: a node that claims more is refused, so that there is always room above."""
+"""Bound that generations stay below. A node that claims more is refused, so that higher numbers stay free."""
 MAX_WORKERS = 4096
 
 Generation = Annotated[int, FieldBounds(0, MAX_GENERATION)]
 Workers = Annotated[int, FieldBounds(0, MAX_WORKERS)]
 Step = Annotated[int, FieldBounds(-1, MAX_GENERATION)]
-"""-1: no step has been finished."""
+"""A finished step; -1 if no step has been finished."""
 
 Recovery = Literal["in-process", "fresh"]
-"""in-process: workers outlive a change of the group. fresh: each generation has its own workers."""
+"""in-process: workers survive a change of the group. fresh: each generation has its own workers."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Placement(Message):
-    """The place a node holds in a running generation: ranks ``first_rank`` … ``first_rank + workers - 1`` of
-    ``world_size``."""
+    """The ranks of a node in a running generation: ``first_rank`` … ``first_rank + workers - 1``."""
 
     TYPE = "had"
     generation: int
@@ -51,11 +50,11 @@ class Placement(Message):
 
 @dataclass(frozen=True)
 class Hello(Message):
-    """First message of a connection, also after a reconnect. ``workers`` is the number that are warm now; a
-    node with 0 cannot be a member yet.
+    """First message of a connection, also after a reconnect.
 
-    ``incarnation`` is unique to a process; the newest incarnation of a node wins. ``fingerprint`` must be
-    equal in all members of a group: torch, configuration, image.
+    ``workers`` is the current number of warm workers; a node with 0 cannot be a member yet. ``incarnation``
+    is unique to a process; the newest incarnation of a node wins. ``fingerprint`` must be equal in all
+    members of a group: torch, configuration, image.
     """
 
     TYPE = "hello"
@@ -82,11 +81,10 @@ class Ping(Message):
 
 @dataclass(frozen=True)
 class Beat(Message):
-    """First message, in place of ``hello``, of a node's second connection, which a helper process of the node
-    opens. Only pings follow.
+    """First message of a node's second connection, in place of ``hello``. Only pings follow.
 
-    While pings arrive, the node is at most slow, not lost. The coordinator ignores beats of an incarnation
-    that is not connected.
+    A helper process of the node opens this connection. While pings arrive, the node may be slow but is not
+    lost. The coordinator ignores beats of an incarnation that is not connected.
     """
 
     TYPE = "beat"
@@ -106,11 +104,10 @@ class Capacity(Message):
 
 @dataclass(frozen=True)
 class Ready(Message):
-    """This node's workers are out of every group older than ``generation``, and ``workers`` of them would
-    take part in it.
+    """This node's workers have left every group older than ``generation``.
 
-    ``port`` is the port of a new store at the node's address. ``step`` is the newest finished step in memory,
-    -1 for none.
+    ``workers`` is the number of workers that can take part in ``generation``. ``port`` is the port of a new
+    store at the node's address. ``step`` is the newest finished step in memory, or -1 if there is none.
     """
 
     TYPE = "ready"
@@ -153,9 +150,9 @@ class Broken(Message):
 
 @dataclass(frozen=True)
 class Leaving(Message):
-    """This node was asked to go (SIGTERM).
+    """This node was asked to leave (SIGTERM).
 
-    It stays a member until the next group without it begins, or it is gone.
+    It stays a member until the next group without it starts, or until it disconnects.
     """
 
     TYPE = "leaving"
@@ -182,7 +179,7 @@ class Boundary(Message):
 
 @dataclass(frozen=True)
 class Done(Message):
-    """All of this node's workers have ended well (fresh workers only)."""
+    """All of this node's workers have ended with exit code 0 (fresh workers only)."""
 
     TYPE = "done"
     generation: Generation
@@ -190,7 +187,10 @@ class Done(Message):
 
 @dataclass(frozen=True)
 class Finished(Message):
-    """The worker of ``rank`` has ended with 0 (fresh workers only). An older coordinator ignores it."""
+    """The worker of ``rank`` has ended with exit code 0 (fresh workers only).
+
+    An older coordinator ignores this message.
+    """
 
     TYPE = "finished"
     generation: Generation
@@ -199,8 +199,7 @@ class Finished(Message):
 
 @dataclass(frozen=True)
 class Result(Message):
-    """The run's end is committed: training is complete (``exit_code`` 0), or stopped for all as agreed (75,
-    76)."""
+    """The end of the run is committed: training is complete (``exit_code`` 0) or was stopped (75, 76)."""
 
     TYPE = "result"
     generation: Generation
@@ -211,7 +210,7 @@ class Result(Message):
 
 @dataclass(frozen=True)
 class EvaluationReport(Message):
-    """The newest results of one evaluation set: ``loss``, and what its evaluator measures besides."""
+    """The newest results of one evaluation set: ``loss`` and the other values of its evaluator."""
 
     TYPE = "evaluation"
     step: Step
@@ -220,7 +219,7 @@ class EvaluationReport(Message):
 
 @dataclass(frozen=True)
 class Progress(Message):
-    """Where training is; from rank 0's node, at most twice a second. Unknown values are None."""
+    """Progress of the training, sent by rank 0's node at most twice a second. Unknown values are None."""
 
     TYPE = "progress"
     generation: Generation
@@ -312,15 +311,21 @@ class Plan(Message):
     is_only_holder: bool = False
     patience_seconds: float = 0.0
     saves: bool = False
-    """Too few members remain: before they leave the group, all ranks save together, each its share."""
+    """Whether all ranks save together, each its share, before they leave the group.
+
+    This is set if too few members remain.
+    """
     cause: str = "other"
     """One of causes.CHANGES, with ``reason`` as its text; a newer coordinator may have more of them."""
 
 
 @dataclass(frozen=True)
 class Go(Message):
-    """All members are ready. This node's workers are the ranks from ``first_rank`` on, of ``world_size``; the
-    store is at address:port."""
+    """All members are ready, and the group starts.
+
+    This node's workers are the ranks ``first_rank`` … ``first_rank + workers - 1`` of ``world_size``. The
+    store is at address:port.
+    """
 
     TYPE = "go"
     generation: int
@@ -335,7 +340,7 @@ class Go(Message):
 
 @dataclass(frozen=True)
 class Leave(Message):
-    """A node that is leaving may go.
+    """A leaving node may go.
 
     ``save``: the node holds the newest state and no other node continues, so it first saves alone.
     """
@@ -374,16 +379,16 @@ class Permit(Message):
 
 @dataclass(frozen=True)
 class Finishing(Message):
-    """A worker of ``generation`` has ended with 0: the others are expected to end, too.
+    """A worker of ``generation`` has ended with exit code 0, so the others are expected to end, too.
 
-    If a worker then makes no progress, its node ends it. An older node ignores the message.
+    If a worker then makes no progress, its node ends it. An older node ignores this message.
     """
 
     TYPE = "finishing"
     generation: int
 
 
-# A message's place in these decides who may send it: each side refuses its own messages.
+# These lists define which side may send a message. Each side refuses the messages that it sends itself.
 FROM_NODES: tuple[type[Message], ...] = (
     Hello, Beat, Ping, Capacity, Ready, Up, Broken, Leaving, Left, Boundary, Done, Result, Progress,
     Restoring, Commit, Finished,

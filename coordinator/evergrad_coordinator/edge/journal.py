@@ -10,7 +10,7 @@ from typing import Protocol
 
 
 class JournalError(Exception):
-    """The journal cannot be used; the text says where, what, why and the remedy."""
+    """The journal cannot be used. The text contains the place, the problem, the reason and the remedy."""
 
 
 class GenerationStore(Protocol):

@@ -103,7 +103,7 @@ def read_stacks_of(pid: int, *, native: bool = False) -> str:
 
 
 def read_stacks(process: StackProcess, *, native: bool = False) -> str:
-    """Return the stacks of all threads of a process as text. If it does not answer, the text says why.
+    """Return the stacks of all threads of a process as text; if it does not answer, the reason.
 
     ``native``: also read the stacks of C and C++, if a debugger is installed. The process is stopped
     meanwhile.
@@ -128,7 +128,7 @@ def show_stacks(process: StackProcess, *, native: bool = False) -> str:
 def read_native_stacks(pid: int) -> str:
     """Return the native stacks of a process from the first debugger that is installed and succeeds.
 
-    If none succeeds, the text says why.
+    If none succeeds, the text contains the reasons.
     """
     said = []
     for name, words in _DEBUGGERS:

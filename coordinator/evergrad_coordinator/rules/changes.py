@@ -70,8 +70,8 @@ def remove_node(group: Group, node: Node, why: str, now: float) -> None:
         group.world.done.clear()
     group.log("empty", wasLeft=group.departures.was_left)
 
-    # A local run ends with its nodes; its exit code says whether the newest state is on the disk. Fresh
-    # workers hold none that their script has not saved.
+    # A local run ends with its nodes. Its exit code reports whether the newest state is on the disk. Fresh
+    # workers hold no state that their script has not saved.
     if (
         group.settings.exit_when_empty
         and group.departures.was_left

@@ -92,7 +92,7 @@ def on_hello(group: Group, peer: int, hello: Hello, *, now: float) -> list[Effec
     adoption.note_absence(group, node, now - was_seen)
     adoption.drop_others(group, node, now)
 
-    # The next number must be above every number that a node knows, or the node would ignore the plan.
+    # The next number must be above every number that a node has received, or the node ignores the plan.
     group.heard_generation = max(group.heard_generation, hello.known_generation, node.group)
     group.log("hello", node=node.name, workers=node.workers, had=node.group)
     settings = group.settings
