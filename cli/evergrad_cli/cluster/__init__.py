@@ -1,2 +1,2 @@
-"""The commands for a cluster: plain kubeconfig, the official client imported only when one of them runs,
-never torch."""
+"""The commands for a cluster. They use a plain kubeconfig, import the official client only when a command
+runs, and never import torch."""

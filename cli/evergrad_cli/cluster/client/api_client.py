@@ -1,5 +1,5 @@
-"""The only module that talks to an API server: kubeconfig → requests of plain JSON, answers as dicts, errors
-as ours."""
+"""Sends requests to the API server; no other module does. Returns answers as dicts and raises this package's
+errors."""
 
 import argparse
 import contextlib
@@ -30,16 +30,17 @@ FIELD_MANAGER: Final = "evergrad-cli"
 MERGE: Final = "application/merge-patch+json"
 APPLY: Final = "application/apply-patch+yaml"
 _PAGE: Final = 500
-"""Objects an answer: as kubectl asks for them, so that a list of any length takes bounded memory."""
+"""Objects in one page of a list, the same number as kubectl, so that a list of any length takes bounded
+memory."""
 _CONNECT_SECONDS: Final = 10.0
 _READ_SECONDS: Final = 30.0
-"""A person waits for the answer; an API server ends a request of its own after 60 seconds."""
+"""A user waits for the answer. The API server ends its own requests after 60 seconds."""
 _FORWARD_PROTOCOL: Final = "v4.channel.k8s.io"
-"""Channels of a forwarded port over a websocket: data and errors."""
+"""Websocket subprotocol of a forwarded port. Its channels are data and errors."""
 _EXEC_PROTOCOL: Final = "v4.channel.k8s.io"
-"""Channels of a command in a pod: its input, its output, its errors and its end."""
+"""Websocket subprotocol of a command in a pod. Its channels are stdin, stdout, stderr and the exit status."""
 _EXEC_SECONDS: Final = 180.0
-"""For a debugger to read the processes of one pod, one after the other."""
+"""Time for a debugger to read all processes of one pod, one after the other."""
 _IN_CLUSTER_NAMESPACE: Final = Path(
     "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 )
@@ -49,23 +50,23 @@ Query = Mapping[str, str]
 
 
 class Cluster(Protocol):
-    """Interface of a cluster as commands need it.
+    """Interface of a cluster that commands use.
 
-    Every method raises what ``refusals.error_of`` makes of a refusal, or UnreachableError.
+    Every method raises the error that ``refusals.error_of`` returns for a refusal, or UnreachableError.
     """
 
     namespace: str
-    """The namespace of the command: the one given, else the context's."""
+    """Namespace of the command: ``--namespace``, or else the namespace of the context."""
     host: str
-    """The API server's address."""
+    """Address of the API server."""
 
     def get(self, path: str, *, what: str, query: Query | None = None) -> dict[str, Any]:
-        """The object at ``path``."""
+        """Return the object at ``path``."""
 
     def items(
         self, path: str, *, what: str, query: Query | None = None
     ) -> Iterator[dict[str, Any]]:
-        """All objects of a list, page by page."""
+        """Yield all objects of a list, page by page."""
 
     def send(
         self,
@@ -77,7 +78,7 @@ class Cluster(Protocol):
         content_type: str = "application/json",
         query: Query | None = None,
     ) -> tuple[int, dict[str, Any]]:
-        """POST or PATCH ``body``; the HTTP status and the answer."""
+        """POST or PATCH ``body``. Return the HTTP status and the answer."""
 
     def lines(
         self,
@@ -87,18 +88,18 @@ class Cluster(Protocol):
         query: Query | None = None,
         read_seconds: float | None = None,
     ) -> Iterator[bytes]:
-        """The lines of a text as they come, without their ends; a silence of ``read_seconds`` ends them with
-        an error."""
+        """Yield the lines of a text as they arrive, without line ends. Raises UnreachableError if no data
+        arrive for ``read_seconds``."""
 
     def execute(self, pod: str, container: str, command: Sequence[str]) -> str:
-        """What ``command`` prints on stdout in a pod of the namespace."""
+        """Run ``command`` in a pod of the namespace and return its stdout."""
 
     def connect_to_pod(self, pod: str, port: int) -> socket.socket:
-        """A connection to a port of a pod of the namespace, through the API server and the kubelet."""
+        """Return a connection to a port of a pod of the namespace, through the API server and the kubelet."""
 
 
 def runs_path(namespace: str | None, name: str = "") -> str:
-    """Path of the TrainingRuns of a namespace, of all for None, or of one of them."""
+    """Return the path of the TrainingRuns of a namespace, of all namespaces if it is None, or of one run."""
     within = f"/namespaces/{quote(namespace, safe='')}" if namespace is not None else ""
     return f"/apis/{API_GROUP}/{_VERSION}{within}/trainingruns" + (
         f"/{quote(name, safe='')}" if name else ""
@@ -106,13 +107,13 @@ def runs_path(namespace: str | None, name: str = "") -> str:
 
 
 def core_path(kind: str, namespace: str | None = None, name: str = "") -> str:
-    """Path of objects of the core API: ``pods``, ``events``, …"""
+    """Return the path of objects of the core API, for example of ``pods`` or ``events``."""
     within = f"/namespaces/{quote(namespace, safe='')}" if namespace is not None else ""
     return f"/api/v1{within}/{kind}" + (f"/{quote(name, safe='')}" if name else "")
 
 
 def find(cluster: Cluster, path: str, *, what: str) -> dict[str, Any] | None:
-    """The object at ``path``, or None where there is none."""
+    """Return the object at ``path``, or None if it does not exist."""
     try:
         return cluster.get(path, what=what)
     except NotFoundError:
@@ -121,7 +122,7 @@ def find(cluster: Cluster, path: str, *, what: str) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class _Request:
-    """One request; ``what`` it is about, as a message names it."""
+    """One request. ``what`` is the name of the requested object in messages."""
 
     method: str
     path: str
@@ -132,14 +133,13 @@ class _Request:
 
 
 class KubernetesCluster:
-    """A cluster through the official client's connection: its TLS, proxies and credentials, our
-    own requests."""
+    """A cluster, with the TLS, proxies and credentials of the official client and our own requests."""
 
     def __init__(self, api: Any, *, namespace: str) -> None:
         self.namespace = namespace
         self.host: str = api.configuration.host
         self._api = api
-        # urllib3 comes with the client, which has been imported by now; `evergrad --help` needs neither.
+        # Import urllib3 here: it is a dependency of the client, and `evergrad --help` needs neither.
         self._failures: tuple[type[Exception], ...] = (
             importlib.import_module("urllib3").exceptions.HTTPError,
             importlib.import_module("kubernetes.client").ApiException,
@@ -167,7 +167,7 @@ class KubernetesCluster:
         while True:
             answer = self.get(path, what=what, query=pages)
             yield from answer.get("items") or ()
-            # Absent from the last page; the token of another page is good for a few minutes.
+            # The last page has no token. The token of the next page is valid for a few minutes.
             rest = (answer.get("metadata") or {}).get("continue")
             if not rest:
                 return
@@ -183,7 +183,8 @@ class KubernetesCluster:
         content_type: str = "application/json",
         query: Query | None = None,
     ) -> tuple[int, dict[str, Any]]:
-        # The client writes JSON for all types but YAML's, of which JSON is a part.
+        # The client converts a body to JSON unless its type is YAML. Write JSON here, which is valid YAML,
+        # too.
         text = json.dumps(body) if content_type == APPLY else body
         return self._exchange(_Request(method, path, what, query, text, content_type))
 
@@ -256,7 +257,7 @@ class KubernetesCluster:
         response = self._open(request, read_seconds=_READ_SECONDS)
         with self._translated(request.what):
             data = response.read()
-        # Even a success may be the login page of a proxy in between, which is no JSON.
+        # Even a success may be the login page of a proxy, which is not JSON.
         if response.status >= 300:
             raise error_of(response.status, data, what=request.what)
         try:
@@ -270,8 +271,8 @@ class KubernetesCluster:
         return response.status, answer
 
     def _open(self, request: _Request, *, read_seconds: float | None) -> Any:
-        # The client's own request, so that its credentials are renewed when they expire; the answer is read
-        # as it comes.
+        # Use the client's own request, so that expired credentials are renewed. The answer is read as it
+        # arrives.
         headers = {
             "Accept": "application/json, */*",
             "User-Agent": f"{FIELD_MANAGER}/{__version__}",
@@ -300,8 +301,8 @@ class KubernetesCluster:
         try:
             yield
         except self._failures as error:
-            # The bottom of urllib3's chain, without the address that its messages repeat:
-            # "HTTPSConnection(host='10.0.0.1', port=6443): Failed to …"
+            # Use the innermost reason of urllib3's chain, without the address that its messages repeat. For
+            # example, remove "HTTPSConnection(host='10.0.0.1', port=6443): " before "Failed to …".
             reason: Any = getattr(error, "reason", None)
             while getattr(reason, "reason", None) is not None:
                 reason = reason.reason
@@ -314,8 +315,9 @@ class KubernetesCluster:
 
 
 def _refusal_of(error: Any, what: str) -> Exception:
-    """What an API server has answered to a websocket; ``error`` itself where it has not answered."""
-    # The client wraps every failure alike: the API server's answer is in the cause.
+    """Return the error for the API server's answer to a websocket request, or ``error`` itself if there is no
+    answer."""
+    # The client wraps every failure in the same error: the API server's answer is in the cause.
     status = getattr(error.__context__, "status_code", 0)
     if status < 400:
         return cast(Exception, error)
@@ -324,7 +326,7 @@ def _refusal_of(error: Any, what: str) -> Exception:
 
 
 def connect(args: argparse.Namespace) -> KubernetesCluster:
-    """The cluster that ``--kubeconfig``, ``--context`` and ``--namespace`` name.
+    """Return the cluster that ``--kubeconfig``, ``--context`` and ``--namespace`` name.
 
     Raises MissingClientError, KubeconfigError.
     """
@@ -338,15 +340,15 @@ def connect(args: argparse.Namespace) -> KubernetesCluster:
     settings = type.__call__(client.Configuration)
     namespace = _load(config, settings, args)
 
-    # TCP keep-alive: a peer that is gone without a word ends a stream. A lost connection is tried again at
-    # once; anything slower is the command's own business.
+    # TCP keep-alive ends a stream whose peer has vanished. Retry a failed connection twice, within a second:
+    # a command that has to wait longer retries by itself.
     settings.keep_alive = True
     urllib3 = importlib.import_module("urllib3")
     settings.retries = urllib3.util.Retry(
         total=2, connect=2, read=0, redirect=0, backoff_factor=0.2
     )
     if not settings.verify_ssl:
-        # The kubeconfig asks for it (insecure-skip-tls-verify); a warning at each request would help nobody.
+        # The kubeconfig requests this (insecure-skip-tls-verify), so do not print a warning at each request.
         urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
     return KubernetesCluster(
         client.ApiClient(settings), namespace=args.namespace or namespace or "default"
@@ -354,17 +356,18 @@ def connect(args: argparse.Namespace) -> KubernetesCluster:
 
 
 def _load(config: Any, settings: Any, args: argparse.Namespace) -> str | None:
-    """Fill ``settings``; returns the namespace of the context."""
+    """Fill ``settings`` and return the namespace of the context."""
     file = str(args.kubeconfig) if args.kubeconfig is not None else None
     try:
-        # Inside of a pod there is no kubeconfig, unless one is named: its own account is used.
+        # In a pod there is usually no kubeconfig. If none is named, use the pod's service account.
         places = str(config.KUBE_CONFIG_DEFAULT_LOCATION).split(":")
         has_kubeconfig = any(Path(place).expanduser().exists() for place in places if place)
         if file is None and args.context is None and not has_kubeconfig:
             config.load_incluster_config(client_configuration=settings)
             return _IN_CLUSTER_NAMESPACE.read_text().strip()
         # Not the client's own two functions for it: the one that has the namespace wants a current context
-        # also where another is named.
+        # Do not use the client's own two functions: the function that returns the namespace requires a
+        # current context even if another context is named.
         found = config.kube_config.KubeConfigMerger(file or ":".join(places)).config
         if found is None:
             raise config.ConfigException("no such file")
@@ -383,7 +386,8 @@ def _load(config: Any, settings: Any, args: argparse.Namespace) -> str | None:
             f"kubeconfig {args.kubeconfig}" if args.kubeconfig is not None else "kubeconfig"
         )
         where += f", context {args.context}" if args.context is not None else ""
-        # Some messages have several lines, and a problem is one. Those of YAML name the place in the last.
+        # Some messages have several lines, and a problem has one. YAML errors name the place in the last
+        # line.
         lines = (
             str(error)
             .strip()
@@ -396,6 +400,6 @@ def _load(config: Any, settings: Any, args: argparse.Namespace) -> str | None:
         )
         raise KubeconfigError(Problem(where, "cannot be used", why, remedy)) from error
 
-    # The namespace of the context that is used, as kubectl takes it.
+    # Use the namespace of the selected context, as kubectl does.
     namespace = context.get("namespace")
     return str(namespace) if namespace else None

@@ -13,7 +13,7 @@ from typing import Any, Final, TextIO
 from evergrad_cli.cluster.client.errors import ClusterInputError
 from evergrad_manifest.errors import Problem
 
-# The names under which kubectl prints a run, so that its output can be pasted.
+# kubectl prints a run under these names, so its output can be pasted.
 _KINDS: Final = (
     "trun",
     "trainingrun",
@@ -21,7 +21,8 @@ _KINDS: Final = (
     "trainingruns.evergrad.dev",
     "trainingrun.evergrad.dev",
 )
-# Wider than the name that a file may have: a run of any name may be on the cluster, and can be looked at.
+# This accepts more names than a file may have, because any name may exist on the cluster and can be looked
+# up.
 _RUN_NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,251}[a-z0-9])?")
 _DURATION: Final = re.compile(
     r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?"
@@ -53,9 +54,12 @@ def add_cluster_arguments(
 
 
 def given_place(args: argparse.Namespace) -> str:
-    """The options of ``args`` that name the cluster and the namespace, for commands in its advice: each
-    with a space before it, none where none was given."""
-    # Without them, the command would act on a namesake in the current context.
+    """Return the options of ``args`` that name the cluster and the namespace, for commands in advice.
+
+    Each option has a space before it. Empty if no option was given.
+    """
+    # Without these options, the command in the advice would act on a run of the same name in the current
+    # context.
     given = (
         ("-n", args.namespace),
         ("--context", args.context),
@@ -67,7 +71,7 @@ def given_place(args: argparse.Namespace) -> str:
 
 
 def add_run_name(parser: argparse.ArgumentParser) -> None:
-    """Define the name of the one run that a command is about."""
+    """Define the argument with the name of the run."""
     parser.add_argument(
         "name",
         type=run_name,
@@ -87,7 +91,7 @@ def add_all_namespaces(parser: argparse.ArgumentParser) -> None:
 
 
 def add_timeout(parser: argparse.ArgumentParser, *, default: str) -> None:
-    """Define ``--timeout``, in seconds as a float; infinite for 0."""
+    """Define ``--timeout``: a float in seconds, infinity for 0."""
     parser.add_argument(
         "--timeout",
         type=seconds_of,
@@ -100,10 +104,10 @@ def add_timeout(parser: argparse.ArgumentParser, *, default: str) -> None:
 
 
 def is_run_directory(text: str) -> bool:
-    """Whether an argument means a run directory of this machine and not the name of a run on the cluster.
+    """Return whether an argument is a run directory of this machine, not the name of a run on the cluster.
 
-    A path that does not exist is an error: with a slash in it, it cannot be a run's name.
-    Raises ClusterInputError.
+    A path that does not exist is an error, because the name of a run cannot contain a slash. Raises
+    ClusterInputError.
     """
     directory = Path(text)
     if directory.is_dir():
@@ -124,7 +128,7 @@ def is_run_directory(text: str) -> bool:
 
 
 def require_run_name(text: str) -> str:
-    """Read the name of a run on the cluster, as ``run_name`` does. Raises ClusterInputError."""
+    """Return the name of a run on the cluster, parsed by ``run_name``. Raises ClusterInputError."""
     try:
         return run_name(text)
     except argparse.ArgumentTypeError as error:
@@ -132,7 +136,7 @@ def require_run_name(text: str) -> str:
 
 
 def run_name(text: str) -> str:
-    """``docs-lm`` or ``trun/docs-lm`` → the run's name. Raises ArgumentTypeError."""
+    """Parse the name of a run: ``docs-lm`` or ``trun/docs-lm`` → ``docs-lm``. Raises ArgumentTypeError."""
     kind, slash, name = text.rpartition("/")
     if slash and kind.lower() not in _KINDS:
         why = (
@@ -149,8 +153,9 @@ def run_name(text: str) -> str:
 
 
 def seconds_of(text: str) -> float:
-    """``90s``, ``30m``, ``1h30m``, ``45`` → seconds; ``0`` → infinity. Raises ArgumentTypeError."""
-    # Every part may be absent, so that an empty text matches too.
+    """Parse a duration: ``90s``, ``30m``, ``1h30m`` or ``45`` → seconds; ``0`` → infinity. Raises
+    ArgumentTypeError."""
+    # Every part is optional, so an empty text matches, too.
     match = _DURATION.fullmatch(text.strip())
     if match is None or not any(match.groups()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a time: write 90s, 30m or 1h30m")
@@ -159,8 +164,9 @@ def seconds_of(text: str) -> float:
 
 
 def say(text: str, *, file: TextIO | None = None) -> None:
-    """Print ``text``; what the terminal's encoding cannot show becomes an escape, never a traceback."""
-    # Flushed, so that the line is seen at once also in a pipe: commands here wait for minutes between lines.
+    """Print ``text``. Characters that the terminal's encoding cannot show are escaped and never cause a
+    traceback."""
+    # Flush, so that a line is visible immediately even in a pipe: commands here wait minutes between lines.
     stream = sys.stdout if file is None else file
     encoding = stream.encoding or "utf-8"
     print(
@@ -169,10 +175,10 @@ def say(text: str, *, file: TextIO | None = None) -> None:
 
 
 def note(text: str) -> None:
-    """A remark for people, which ``--json`` does not mix with its document: stderr."""
+    """Print a remark for people to stderr, so that it is not mixed with the document of ``--json``."""
     say(text, file=sys.stderr)
 
 
 def say_json(document: Any) -> None:
-    """One JSON document on stdout."""
+    """Print one JSON document to stdout."""
     print(json.dumps(document, indent=2, ensure_ascii=True))

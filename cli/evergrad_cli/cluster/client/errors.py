@@ -1,13 +1,13 @@
-"""Errors between this machine and a cluster, below the trainer's tree of errors.
+"""Errors between this machine and a cluster. They extend the trainer's tree of errors.
 
 InputError                  exit 64
-└── ClusterInputError       what the user named or asked for cannot be
+└── ClusterInputError       the named object or the request is not possible
     ├── MissingClientError  the Kubernetes client is not installed
     ├── KubeconfigError     no usable kubeconfig or context
-    ├── NotFoundError       the API server has no such object, or does not know TrainingRuns
-    └── RefusedError        the API server says no: not allowed, not valid, or in conflict with another writer
+    ├── NotFoundError       the API server does not have the object, or does not serve TrainingRuns
+    └── RefusedError        the request is not allowed, not valid, or in conflict with another writer
 EvergradError               exit 70
-└── UnreachableError        no answer, or the answer of a server in trouble; may work later
+└── UnreachableError        no answer, or an answer that reports a server error; a retry may succeed
 """
 
 from enum import IntEnum
@@ -17,9 +17,9 @@ from evergrad_common.contract import ErrorKind
 from evergrad_manifest.errors import EvergradError, InputError, Problem
 
 TIMED_OUT: Final = 124
-"""Exit code of a wait that took too long, as of timeout(1)."""
+"""Exit code of a wait that timed out, the same as for timeout(1)."""
 CHECK_FAILED: Final = 1
-"""Exit code of ``doctor`` when something of the cluster fails."""
+"""Exit code of ``doctor`` if a check of the cluster fails."""
 
 
 class ResponseStatus(IntEnum):
@@ -35,7 +35,7 @@ class ResponseStatus(IntEnum):
 
 
 class ClusterInputError(InputError):
-    """The user named or asked for something that cannot be."""
+    """The user named or requested something that is not possible."""
 
     code = "input.cluster"
 
@@ -53,11 +53,11 @@ class MissingClientError(ClusterInputError):
 
 
 class KubeconfigError(ClusterInputError):
-    """There is no usable kubeconfig, or it has no such context."""
+    """There is no usable kubeconfig, or the kubeconfig does not have the context."""
 
 
 class NotFoundError(ClusterInputError):
-    """The API server has no such object. ``is_kind_unknown``: it does not serve this kind at all."""
+    """The API server does not have the object. ``is_kind_unknown``: it does not serve this kind at all."""
 
     def __init__(self, problem: Problem, *, is_kind_unknown: bool = False) -> None:
         self.is_kind_unknown = is_kind_unknown
@@ -79,12 +79,13 @@ class RefusedError(ClusterInputError):
 
     @property
     def may_pass(self) -> bool:
-        """Whether an API server that starts, or loses its authenticator, answers so for a while."""
+        """Return whether a retry may succeed: an API server that starts or has lost its authenticator also
+        answers so."""
         return self.status in (ResponseStatus.UNAUTHORIZED, ResponseStatus.FORBIDDEN)
 
 
 class UnreachableError(EvergradError):
-    """The cluster does not answer, or is in trouble. Trying again may help."""
+    """The cluster does not answer, or answers with a server error. A retry may succeed."""
 
     code = "environment.cluster"
     kind = ErrorKind.ENVIRONMENT

@@ -1,4 +1,4 @@
-"""A port of this machine whose connections end at a pod: what `kubectl port-forward` does, for one port."""
+"""Forwards a port of this machine to a pod, as `kubectl port-forward` does for one port."""
 
 import contextlib
 import socket
@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 _MOST_CONNECTIONS = 32
-"""At a time; each has two threads. A browser opens six, and a page keeps one."""
+"""Most connections at the same time; each has two threads. A browser opens six, and a page keeps one."""
 _CHUNK_BYTES = 65_536
 
 Connect = Callable[[], socket.socket]
@@ -16,10 +16,11 @@ Connect = Callable[[], socket.socket]
 def forwarded(
     connect: Connect, *, port: int, report: Callable[[Exception], None]
 ) -> Iterator[int]:
-    """Pass every connection to ``port`` of 127.0.0.1 on to one that ``connect`` makes; yields the port.
+    """Forward each connection to ``port`` of 127.0.0.1 to a connection that ``connect`` makes; yield the
+    port.
 
-    ``port`` 0 takes a free one. ``report`` gets what ``connect`` raises: that connection ends, and the next
-    one is tried again. Raises OSError where the port cannot be had.
+    ``port`` 0 selects a free port. If ``connect`` raises an error, ``report`` receives it and that connection
+    ends; the next connection calls ``connect`` again. Raises OSError if the port cannot be used.
     """
     listener = socket.create_server(("127.0.0.1", port))
     places = threading.BoundedSemaphore(_MOST_CONNECTIONS)
@@ -49,7 +50,7 @@ def forwarded(
         yield int(listener.getsockname()[1])
     finally:
         is_over.set()
-        # A thread that waits in ``accept`` is not woken by ``close`` alone.
+        # ``close`` alone does not wake a thread that waits in ``accept``.
         with contextlib.suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)
         listener.close()
@@ -57,13 +58,13 @@ def forwarded(
 
 
 def join_connections(near: socket.socket, far: socket.socket) -> None:
-    """Pass bytes on in both directions until either side ends."""
+    """Copy bytes in both directions until either side ends."""
 
     def pump(source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(_CHUNK_BYTES):
                 target.sendall(data)
-        # Either end is the end of both: a request has one answer, and a page that is closed reads no more.
+        # If either side ends, end both: a request has one answer, and a closed page reads nothing more.
         for one in (source, target):
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def part(raw: Mapping[str, Any] | None, *path: str) -> Mapping[str, Any]:
-    """Return the mapping at ``path``; empty where it, or one above it, is missing or null."""
+    """Return the mapping at ``path``. Empty if the mapping, or a mapping above it, is missing or null."""
     found: Mapping[str, Any] = raw or {}
     for key in path:
         found = found.get(key) or {}

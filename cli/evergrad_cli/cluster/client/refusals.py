@@ -1,4 +1,5 @@
-"""An API server's answer that is no success → one of our errors, with the paths of the fields. Pure."""
+"""Converts an unsuccessful answer of the API server to one of our errors, with the paths of the fields.
+Pure."""
 
 import json
 import re
@@ -15,7 +16,7 @@ from evergrad_manifest.errors import EvergradError, Problem
 
 _MANAGER: Final = re.compile(r'conflict with "((?:[^"\\]|\\.)*)"')
 _TERMINATING: Final = "NamespaceTerminating"
-"""Cause that an API server gives where an object is created in a namespace that is being deleted."""
+"""Cause in the API server's answer if an object is created in a namespace that is being deleted."""
 # A proxy may answer with a whole page of HTML.
 _LONGEST: Final = 1000
 NO_CRD: Final = Problem(
@@ -27,11 +28,11 @@ NO_CRD: Final = Problem(
 
 
 def error_of(status: int, body: bytes, *, what: str) -> EvergradError:
-    """The error for an answer of HTTP ``status``.
+    """Return the error for an answer of HTTP ``status``.
 
-    ``what`` was asked for, as a message names it: ``trainingrun docs-lm``.
+    ``what`` is the name of the requested object in messages, for example ``trainingrun docs-lm``.
     """
-    # A Status from the API server itself; anything else is from a proxy on the way, and is shown as it is.
+    # The API server answers with a Status. Any other body is from a proxy and is shown as it is.
     try:
         parsed = json.loads(body)
     except ValueError:
@@ -41,7 +42,7 @@ def error_of(status: int, body: bytes, *, what: str) -> EvergradError:
     plain = body[:_LONGEST].decode("utf-8", "replace").strip()
     message = str(answer.get("message") or plain)[:_LONGEST]
 
-    # Not found: the path itself where the server has no such kind, the namespace, or the object.
+    # 404: the server does not have the kind, the namespace, or the object.
     if status == ResponseStatus.NOT_FOUND:
         details = answer.get("details")
         if not isinstance(details, Mapping) or not details.get("name"):
@@ -55,7 +56,7 @@ def error_of(status: int, body: bytes, *, what: str) -> EvergradError:
         remedy = "evergrad list -A shows all runs"
         return NotFoundError(Problem(what, "does not exist", "", remedy))
 
-    # The user's part: who it is, what it may do, and who else writes.
+    # Errors of the request: authentication, permissions, and conflicts with other writers.
     if status == ResponseStatus.UNAUTHORIZED:
         remedy = (
             "Log in again, or look at the user of the context: kubectl config view --minify"
@@ -68,13 +69,13 @@ def error_of(status: int, body: bytes, *, what: str) -> EvergradError:
         return RefusedError(_forbidden(what, message, _causes(answer)), status=status)
     if status == ResponseStatus.CONFLICT:
         return _conflict(answer, message, what)
-    # The server's part, which passes: a command that waits asks again.
+    # Errors of the server, which are temporary: a command that waits retries.
     if status >= 500 or status == ResponseStatus.TOO_MANY:
         return UnreachableError(
             f"{what}: the cluster answers with {status}; {message or 'it gives no reason'}. Try again."
         )
 
-    # Wrong input, with a cause for each field: the webhook's and the schema's alike.
+    # Wrong input, with a cause for each field. The webhook and the schema use the same form.
     refusal = "the cluster refuses this"
     problems = [
         Problem(_field(cause, what), str(cause.get("message", "")) or refusal)
@@ -84,8 +85,8 @@ def error_of(status: int, body: bytes, *, what: str) -> EvergradError:
 
 
 def _forbidden(what: str, message: str, causes: Sequence[Mapping[str, Any]]) -> Problem:
-    # The plug-in of quotas answers 403 with the reason Forbidden and no cause, as RBAC does: only its text
-    # says which of the two it was.
+    # The quota admission plug-in answers 403 with the reason Forbidden and no cause, as RBAC does. Only the
+    # text distinguishes them.
     if "exceeded quota" in message:
         return Problem(
             what,
@@ -111,7 +112,7 @@ def _forbidden(what: str, message: str, causes: Sequence[Mapping[str, Any]]) -> 
 def _conflict(answer: Mapping[str, Any], message: str, what: str) -> RefusedError:
     causes = _causes(answer)
 
-    # Server-side apply names the owner of a field in the message alone, and has no field for it.
+    # Server-side apply names the owner of a field only in the message, not in a field of the answer.
     managers = frozenset(
         match[1]
         for cause in causes

@@ -1,1 +1,1 @@
-"""The commands for a cluster: one module a command, and the steps that several commands share."""
+"""The commands for a cluster: one module for each command, and the steps that several commands share."""

@@ -1,4 +1,4 @@
-"""``evergrad checkpoints``: shows a run's newest checkpoint, the place of all of them, and how to list
+"""``evergrad checkpoints``: shows a run's newest checkpoint, where all checkpoints are, and how to list
 them."""
 
 import argparse
@@ -38,9 +38,9 @@ EXAMPLES = """\
 
 @dataclass(frozen=True)
 class Volume:
-    """The claim with the run directory, as far as it may be read.
+    """The claim with the run directory, as far as the user may read it.
 
-    ``record`` is the operator's note on it about the run.
+    ``record`` is the operator's annotation about the run on the claim.
     """
 
     phase: str
@@ -55,10 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Returns 0, also for a run without a checkpoint."""
+    """Show the checkpoints. Return 0, even for a run without a checkpoint."""
     with connect(args) as cluster:
         run = read_run(cluster, args.name)
-        # A claim that this user may not read is named in the answer, and ends nothing.
+        # If the user may not read the claim, the output names this, and the command continues.
         path = core_path("persistentvolumeclaims", cluster.namespace, run.claim)
         volume: Volume | None = None
         with contextlib.suppress(RefusedError):
@@ -67,7 +67,7 @@ def execute(args: argparse.Namespace) -> int:
                 Volume("missing", "", {}) if raw is None else parse_volume(raw, run.name)
             )
 
-        # The checkpoints themselves can be listed only in a pod that has the volume mounted.
+        # Only a pod that mounts the volume can list the checkpoints.
         pod: str | None = None
         with contextlib.suppress(RefusedError):
             path, query = core_path("pods", cluster.namespace), f"{LABEL_RUN}={run.name}"
@@ -88,8 +88,9 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def parse_volume(raw: Mapping[str, Any], run: str) -> Volume:
-    """A raw PersistentVolumeClaim → the part that concerns ``run``."""
-    # An annotation for each run: several may have their folders on one claim. A person may have edited it.
+    """Return the part of a raw PersistentVolumeClaim that concerns ``run``."""
+    # Each run has its own annotation, because several runs may have folders on one claim. A user may have
+    # edited it.
     status, annotations = part(raw, "status"), part(raw, "metadata", "annotations")
     try:
         record = json.loads(annotations.get(f"run.{LABEL_PREFIX}{run}", "{}"))
@@ -104,10 +105,13 @@ def parse_volume(raw: Mapping[str, Any], run: str) -> Volume:
 def document(
     run: Run, volume: Volume | None, pod: str | None, *, place: str
 ) -> dict[str, Any]:
-    """All that is known, as one JSON document. ``pod``: one that runs and has the volume; ``place``: as
-    ``given_place`` returns it, with the namespace."""
-    # The record on the claim outlives the run's object, so that it has a completion that a new object's
-    # status lacks.
+    """Return all known facts as one JSON document.
+
+    ``pod``: a running pod that mounts the volume. ``place``: the result of ``given_place``, with the
+    namespace.
+    """
+    # The record on the claim outlives the run's object, so it may have a completion that the status of a new
+    # object lacks.
     complete = volume.record.get("complete") if volume is not None else None
     step = run.checkpoint_step
     if isinstance(complete, Mapping) and isinstance(complete.get("step"), int):
@@ -143,8 +147,8 @@ def document(
 
 
 def render(facts: Mapping[str, Any], *, now: float) -> list[str]:
-    """The document as people read it. ``now`` in Unix seconds."""
-    # The newest first: what would be lost if everything stopped now.
+    """Return the document as lines of text. ``now`` in Unix seconds."""
+    # Show the newest checkpoint first: progress after it would be lost if the run stopped now.
     newest = "none known" if facts["newestStep"] is None else f"step {facts['newestStep']}"
     if facts["savedAt"] is not None:
         newest += f", {age(now - facts['savedAt'])} ago"
@@ -156,7 +160,8 @@ def render(facts: Mapping[str, Any], *, now: float) -> list[str]:
     else:
         claim += f" ({', '.join(str(part) for part in (facts['claimPhase'], facts['claimSize']) if part)})"
 
-    # Then its place, and last a command for the others, which only a pod with the volume can run.
+    # Then show its place, and last a command for the other checkpoints, which only a pod with the volume can
+    # run.
     lines = [
         f"Newest:     {newest}",
         f"Claim:      {claim}",

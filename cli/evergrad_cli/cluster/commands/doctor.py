@@ -1,6 +1,6 @@
 """``evergrad doctor``: checks whether this user can train in this namespace of this cluster.
 
-One line a check, with a remedy.
+Prints one line for each check, with a remedy.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Returns 0, or 1 when a check fails."""
+    """Run all checks. Return 0, or 1 if a check fails."""
     with connect(args) as cluster:
         found = examine(
             cluster, operator_namespace=args.operator_namespace, now=time.time()
@@ -71,7 +71,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def render(found: Sequence[Check]) -> list[str]:
-    """A line a check, its remedy below it, and a sum at the end."""
+    """Return one line for each check, its remedy below it, and a summary at the end."""
     width = max(len(check.name) for check in found)
     lines = []
     for check in found:
@@ -84,12 +84,14 @@ def render(found: Sequence[Check]) -> list[str]:
 
 
 def examine(cluster: Cluster, *, operator_namespace: str | None, now: float) -> list[Check]:
-    """All checks. Raises UnreachableError when not even the version can be read."""
-    # From the outside in, so that the first failure is the cause of those below it. First the cluster.
+    """Run all checks. Raises UnreachableError if not even the version can be read."""
+    # Check from the outside in, so that the first failure is the cause of the failures after it. The cluster
+    # comes first.
     namespace = cluster.namespace
     found = [checks.check_version(cluster.get("/version", what="version"), cluster.host)]
 
-    # The installation. Discovery shows whether runs are served also to a user who may not read the CRD.
+    # Then the installation. Discovery shows whether the API server serves TrainingRuns even if the user may
+    # not read the CRD.
     path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{checks.CRD_NAME}"
     raw, may_read = _read(lambda: cluster.get(path, what=f"crd {checks.CRD_NAME}"))
     group = f"/apis/{API_GROUP}/{checks.VERSION}"
@@ -101,7 +103,7 @@ def examine(cluster: Cluster, *, operator_namespace: str | None, now: float) -> 
     deployments = _list(cluster, f"/apis/apps/v1{within}/deployments", _OPERATOR)
     found.append(checks.check_operator(deployments, __version__))
     if deployments:
-        # The chart gives the lease the Deployment's name; other operators have leases there too.
+        # The chart gives the lease the Deployment's name. Other operators have leases in this namespace, too.
         place = deployments[0]["metadata"]["namespace"]
         names = {one["metadata"]["name"] for one in deployments}
         leases = _list(cluster, f"/apis/coordination.k8s.io/v1/namespaces/{place}/leases")
@@ -110,7 +112,7 @@ def examine(cluster: Cluster, *, operator_namespace: str | None, now: float) -> 
         found.append(checks.check_lease(leases, now=now))
     found.append(_check_webhook(cluster, now))
 
-    # This user, and the namespace that runs are created in.
+    # Then this user, and the namespace in which runs are created.
     rights = {right: _may(cluster, right, namespace) for right in checks.RIGHTS}
     found.append(checks.check_rights(rights, namespace))
     raw, may_read = _read(
@@ -146,19 +148,20 @@ def examine(cluster: Cluster, *, operator_namespace: str | None, now: float) -> 
         )
     )
 
-    # The machines, and what else the cluster has that a run can use.
+    # Then the machines, and other parts of the cluster that a run can use.
     found.append(checks.check_nodes(_list(cluster, core_path("nodes"))))
     groups = cluster.get("/apis", what="API groups").get("groups") or ()
     found += checks.check_groups({str(group.get("name")) for group in groups})
-    # Listed although it cannot be checked, so that nobody takes a green page for a promise about images.
+    # List the images although they cannot be checked, so that a result without failures does not seem to
+    # include them.
     why = "only a node can try to pull them, with its credentials; where it cannot, a run is ImagePullFailed"
     found.append(Check("images", CheckState.SKIP, why))
     return found
 
 
 def _read(read: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None, bool]:
-    """The object that was read, None where there is none; and whether it may be read."""
-    # A refusal is no failure: most users may read only their own namespace.
+    """Return the object, or None if it does not exist, and whether this user may read it."""
+    # A refusal is not a failure: most users may read only their own namespace.
     try:
         return read(), True
     except NotFoundError:
@@ -171,11 +174,11 @@ _COORDINATOR_LIMITS: Final = {
     "memory": ("EVERGRAD_COORDINATOR_MEMORY_LIMIT", "256Mi"),
     "cpu": ("EVERGRAD_COORDINATOR_CPU_LIMIT", "1"),
 }
-"""Resource of a coordinator → the operator's variable with its limit, and the limit without it."""
+"""For each resource of a coordinator: the operator's variable with its limit, and the default limit."""
 
 
 def _read_coordinator_limits(deployments: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The limits of each run's coordinator, as the operator's Deployment sets them."""
+    """Return the limits of each run's coordinator, as the operator's Deployment sets them."""
     variables: dict[str, str] = {}
     for raw in deployments:
         for container in part(raw, "spec", "template", "spec").get("containers") or ():
@@ -188,7 +191,7 @@ def _read_coordinator_limits(deployments: Sequence[Mapping[str, Any]]) -> dict[s
 
 
 def _list_waiting(cluster: Cluster, namespace: str) -> list[tuple[str, str]]:
-    """Runs of the namespace that wait for a quota, each with its message."""
+    """Return the runs of the namespace that wait for a quota, each with its message."""
     runs = map(parse_run, _list(cluster, runs_path(namespace)) or ())
     return [(run.name, run.message) for run in runs if run.reason == "QuotaExceeded"]
 
@@ -196,8 +199,8 @@ def _list_waiting(cluster: Cluster, namespace: str) -> list[tuple[str, str]]:
 def _list(
     cluster: Cluster, path: str, query: dict[str, str] | None = None
 ) -> Objects | None:
-    """The objects at ``path``, or None where this user may not list them, or the cluster does not
-    know them."""
+    """Return the objects at ``path``, or None if this user may not list them or the cluster does not serve
+    them."""
     try:
         return list(cluster.items(path, what=path.rpartition("/")[2], query=query))
     except (NotFoundError, RefusedError):
@@ -205,8 +208,8 @@ def _list(
 
 
 def _check_webhook(cluster: Cluster, now: float) -> Check:
-    # A run that only the webhook refuses, without creating it: the API server asks as it would for a real
-    # one.
+    # Send a run that only the webhook refuses, as a dry run: the API server calls the webhook as for a real
+    # run.
     try:
         cluster.send(
             "POST",
@@ -228,7 +231,7 @@ def _check_webhook(cluster: Cluster, now: float) -> Check:
     if asked.answer in (WebhookAnswer.REFUSED, WebhookAnswer.UNKNOWN):
         return webhook_checks.check_webhook(asked, None, None, None, now=now)
 
-    # It does not do its work. The reason is looked for only now, since the Secret has the private key too.
+    # The webhook does not work. Read the Secret only now, because it also has the private key.
     path = "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations"
     configurations = _list(cluster, path)
     webhook = webhook_checks.find_webhook(configurations or (), cluster.namespace)
@@ -246,8 +249,9 @@ def _check_webhook(cluster: Cluster, now: float) -> Check:
 
 
 def _may(cluster: Cluster, right: checks.Right, namespace: str) -> bool | None:
-    """Ask the API server about one right of this user; None where it gives no answer."""
-    # A review and not a try: nothing is changed, and the rights of commands that write can be asked for, too.
+    """Return whether this user has one right. None if the API server does not answer."""
+    # Send an access review instead of a trial request: nothing is changed, and rights of commands that write
+    # can be checked, too.
     attributes = {
         "namespace": namespace,
         "verb": right.verb,

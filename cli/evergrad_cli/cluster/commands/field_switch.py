@@ -1,5 +1,5 @@
-"""The common part of suspend, resume and restart: one field of a run is patched, and its effect awaited
-if asked for."""
+"""The common part of suspend, resume and restart: patches one field of a run and, with ``--wait``, waits for
+the effect."""
 
 import argparse
 import time
@@ -31,19 +31,19 @@ from evergrad_manifest.errors import Problem
 
 @dataclass(frozen=True)
 class Switch:
-    """One change of a run: what to patch and what to wait for."""
+    """One change of a run: the patch and the goal of the wait."""
 
     verb: str
-    """Past tense of the change, such as ``suspended``."""
+    """Past tense of the change, for example ``suspended``."""
     spec: dict[str, Any]
     goal: Goal
     is_done: Callable[[Run], bool]
-    """Whether the run already asks for this."""
+    """Whether the run already has this change."""
     is_due: Callable[[Run], bool] = lambda run: True
 
 
 def add_switch_arguments(parser: argparse.ArgumentParser, *, wait_help: str) -> None:
-    """The run, ``--wait`` and ``--timeout``."""
+    """Define the name of the run, ``--wait`` and ``--timeout``."""
     add_run_name(parser)
     parser.add_argument("--wait", action="store_true", help=wait_help)
     add_timeout(parser, default="10m")
@@ -56,16 +56,17 @@ def flip(
     *,
     check: Callable[[Run], Problem | None],
 ) -> int:
-    """Make the change that ``choose`` picks for the run as it is, unless it is made already.
+    """Make the change that ``choose`` returns for the current run, unless the run already has it.
 
-    ``check`` returns the problem that forbids it. Returns the exit code, that of the wait if there is one.
+    ``check`` returns the problem that forbids the change, or None. Return the exit code; with ``--wait``, the
+    exit code of the wait.
     """
     with connect(args) as cluster:
         run = read_run(cluster, args.name)
         if (problem := check(run)) is not None:
             raise ClusterInputError(problem)
 
-        # A change that is made already is not made again: the command may be repeated.
+        # Do not repeat a change that is already made, so that the user may repeat the command.
         switch = choose(run)
         is_changed = not switch.is_done(run)
         if is_changed:
@@ -74,7 +75,7 @@ def flip(
         if not args.json:
             say(text)
 
-        # The patch is only a request, which the operator acts upon: the wait is for its effect.
+        # The patch is only a request to the operator, so wait for its effect.
         code, message = int(ExitCode.DONE), text
         if args.wait:
             outcome, _ = wait_for(
@@ -91,8 +92,8 @@ def flip(
 
 
 def new_nonce() -> str:
-    """A text for spec.restartNonce that no run has had before: the time, to the microsecond."""
-    # A time and no random text: it shows in the status, and people read it there.
+    """Return a value of spec.restartNonce that no run has had before: the time in microseconds."""
+    # Use the time and not a random text, because the status shows the nonce and users read it.
     now = time.time()
     return (
         time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1e6):06d}Z"
@@ -100,9 +101,9 @@ def new_nonce() -> str:
 
 
 def patch_spec(cluster: Cluster, name: str, spec: dict[str, Any]) -> None:
-    """Merge ``spec`` into the run's."""
-    # A merge and no apply: an apply would take back every field that submit has set and this one does not
-    # name.
+    """Merge ``spec`` into the run's spec."""
+    # Use a merge patch: server-side apply would remove every field that submit has set and this change does
+    # not name.
     path = runs_path(cluster.namespace, name)
     query = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
     cluster.send(
@@ -118,7 +119,7 @@ def patch_spec(cluster: Cluster, name: str, spec: dict[str, Any]) -> None:
 def finished(run: Run, verb: str, place: str) -> Problem | None:
     """Return the problem of a run that has ended and therefore cannot ``verb``, or None.
 
-    ``place``: as ``given_place`` returns it.
+    ``place``: the result of ``given_place``.
     """
     if not run.is_over:
         return None

@@ -1,4 +1,4 @@
-"""``evergrad list``: the runs of a namespace, or of all, as ``kubectl get trun`` shows them."""
+"""``evergrad list``: shows the runs of one namespace or of all namespaces, as ``kubectl get trun`` does."""
 
 import argparse
 import time
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Returns 0, also for an empty list."""
+    """Print the runs. Return 0, even for an empty list."""
     with connect(args) as cluster:
         path = runs_path(None if args.all_namespaces else cluster.namespace)
         query = {"labelSelector": args.selector} if args.selector else {}
@@ -65,11 +65,11 @@ def execute(args: argparse.Namespace) -> int:
             parse_run(raw) for raw in cluster.items(path, what="trainingruns", query=query)
         ]
         namespace = cluster.namespace
-    # Here and not in the query: the API server cannot select by fields of the status.
+    # Filter here and not in the query, because the API server cannot select by fields of the status.
     if args.phase:
         runs = [run for run in runs if run.phase.lower() == args.phase.lower()]
 
-    # The API server has no order of its own that would stay the same.
+    # The API server does not guarantee an order, so sort here.
     runs.sort(key=lambda run: (run.namespace, run.name))
     now = time.time()
     if args.json:
@@ -91,7 +91,7 @@ def execute(args: argparse.Namespace) -> int:
 def render(
     runs: Sequence[Run], *, now: float, with_namespace: bool = False, is_wide: bool = False
 ) -> list[str]:
-    """The table. ``now`` in Unix seconds."""
+    """Return the lines of the table. ``now`` in Unix seconds."""
     headers = (
         *(("NAMESPACE",) if with_namespace else ()),
         *_HEADERS,
@@ -112,7 +112,7 @@ def render(
             str(run.restarts),
             age(None if run.created is None else now - run.created),
         ]
-        # The operator writes usage as text, rounded already.
+        # The operator writes usage as a text that is already rounded.
         if is_wide:
             keys = ("podHours", "gpuHours", "waste")
             used = [str(run.usage.get(key) or NOTHING) for key in keys]
@@ -122,7 +122,7 @@ def render(
 
 
 def step_of(run: Run) -> str:
-    """``1200/20000``."""
+    """Return the step of a run and its total, for example ``1200/20000``."""
     if run.step is None:
         return NOTHING
     return f"{run.step}/{run.total_steps}" if run.total_steps else str(run.step)

@@ -1,4 +1,4 @@
-"""The status of a run of this machine, read from its run directory."""
+"""Shows the status of a run on this machine, read from its run directory."""
 
 import json
 import time
@@ -18,11 +18,11 @@ _NEXT: Final = {
     "Complete": "`evergrad report {directory}` writes its report; `evergrad checkpoint export` its model",
     "Waiting": "Start it with `evergrad run`",
 }
-"""What to do next, by phase."""
+"""Next action for the user, by phase."""
 
 
 def require_events(directory: Path) -> None:
-    """Raise ClusterInputError unless a process of a run has written into this directory."""
+    """Raise ClusterInputError if no process of a run has written into this directory."""
     if not (directory / RunFile.EVENTS).exists():
         raise ClusterInputError(
             Problem(
@@ -35,7 +35,7 @@ def require_events(directory: Path) -> None:
 
 
 def show_local_status(directory: Path, *, as_json: bool) -> int:
-    """Print the status of the run in ``directory``; returns 0. Raises ClusterInputError."""
+    """Print the status of the run in ``directory`` and return 0. Raises ClusterInputError."""
     require_events(directory)
     status = RunFiles(directory).look(time.time())
     if as_json:
@@ -46,7 +46,7 @@ def show_local_status(directory: Path, *, as_json: bool) -> int:
 
 
 def render_local_status(status: dict[str, Any], directory: Path) -> list[str]:
-    """Lines of the status that ``RunFiles.look`` returned; facts that are not known have no line."""
+    """Return the lines of the status that ``RunFiles.look`` returned. Unknown facts have no line."""
     step, total, saved = (status[key] for key in ("step", "totalSteps", "checkpointStep"))
     progress = ""
     if step is not None:
