@@ -1,5 +1,5 @@
-"""The output of a run's pods: one thread a pod reads and prints whole lines, new attempts are picked up as
-they come."""
+"""Follows the output of a run's pods: one thread for each pod prints whole lines, including the pods of new
+attempts."""
 
 import contextlib
 import json
@@ -28,29 +28,32 @@ from evergrad_cli.cluster.render.runs import (
 
 _POLL_SECONDS: Final = 1.0
 _AFTER_THE_END_SECONDS: Final = 10.0
-"""Time for the last lines after the end of the run; a stream may stay open for as long as its pod."""
+"""Time for the last lines after the end of the run, because a stream may stay open as long as its pod
+exists."""
 _GONE_SECONDS: Final = 10.0
-"""A node may be away for this long: following another one at once would switch back and forth."""
+"""Time that a node may be away. If the command followed another node sooner, it would switch back and
+forth."""
 _RETRY_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 15.0
-"""An outage may last for hours, and a node may never answer again: a reader asks more and more rarely."""
+"""Longest pause between two tries. An outage may last for hours, and a node may never answer again, so the
+pauses grow."""
 _MANY_FAILURES: Final = 10
-"""Failures in a row, without a new line, after which a reader says so: about a minute."""
+"""Failures in a row without a new line, about a minute, after which a reader prints a remark."""
 _SILENCE_SECONDS: Final = 3600.0
-"""Silence after which a stream is opened again; no lines are lost by that."""
+"""Silence after which a stream is opened again. No lines are lost."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The pods whose output is shown: node ``index``, the lowest node there is (None), all nodes, or
-    the coordinator."""
+    """The pods whose output is shown: node ``index``, the lowest existing node (None), all nodes, or the
+    coordinator."""
 
     index: int | None = None
     is_all: bool = False
     is_coordinator: bool = False
 
     def is_wanted(self, pod: Pod) -> bool:
-        """Whether the pod is one of those that may be shown."""
+        """Return whether the output of the pod may be shown."""
         if self.is_coordinator or pod.role == COORDINATOR:
             return self.is_coordinator and pod.role == COORDINATOR
         return self.index is None or pod.index == self.index
@@ -59,15 +62,15 @@ class Selection:
 def choose(
     pods: Sequence[Pod], selection: Selection, *, is_previous: bool = False
 ) -> list[Pod]:
-    """The pods whose output is shown once: of each node its newest attempt, or with ``is_previous`` the one
-    before."""
+    """Return the pods whose output is shown once: the newest attempt of each node, or with ``is_previous``
+    the attempt before it."""
     wanted = [pod for pod in pods if selection.is_wanted(pod)]
     if is_previous:
         newest = {pod.name for pod in newest_of_each(wanted)}
         wanted = [
             pod for pod in wanted if pod.name not in newest or pod.is_over or pod.restarts
         ]
-        # A node whose newest pod has ended and is not replaced yet: that pod is the attempt that failed.
+        # If the newest pod of a node has ended and is not replaced yet, that pod is the failed attempt.
         older = [pod for pod in wanted if pod.name not in newest]
         covered = {(pod.role, pod.index) for pod in older}
         wanted = older + [
@@ -75,7 +78,7 @@ def choose(
             for pod in wanted
             if pod.name in newest and (pod.role, pod.index) not in covered
         ]
-    # Pods that prepare the data are shown alone only until there are nodes.
+    # Pods that prepare the data are shown only until nodes exist.
     found = sorted(
         newest_of_each(wanted), key=lambda pod: (pod.role != NODE, pod.index or 0)
     )
@@ -86,7 +89,7 @@ def choose(
 
 
 def list_pods(cluster: Cluster, name: str) -> list[Pod]:
-    """The run's pods. Raises RefusedError for a user who may not list them."""
+    """Return the run's pods. Raises RefusedError if the user may not list them."""
     path, query = (
         core_path("pods", cluster.namespace),
         {"labelSelector": f"{LABEL_RUN}={name}"},
@@ -96,7 +99,7 @@ def list_pods(cluster: Cluster, name: str) -> list[Pod]:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a pod's output. ``time`` as the container runtime wrote it (RFC 3339)."""
+    """One line of a pod's output. ``time`` is the container runtime's text (RFC 3339)."""
 
     pod: Pod
     time: str
@@ -104,10 +107,10 @@ class Line:
 
 
 def split_line(pod: Pod, raw: bytes) -> Line:
-    """A line with the time that the kubelet puts before it → its parts."""
+    """Split a line into the time that the kubelet puts before it, and the text."""
     text = raw.decode("utf-8", "replace")
     head, space, rest = text.partition(" ")
-    # The kubelet's own remarks, such as one about a lost log file, come without a time.
+    # The kubelet's own remarks have no time, for example a remark about a lost log file.
     return (
         Line(pod, head, rest)
         if space and head[:1].isdigit() and "T" in head
@@ -116,15 +119,15 @@ def split_line(pod: Pod, raw: bytes) -> Line:
 
 
 def order_of(stamp: str) -> str:
-    """A time that compares as text: the kubelet drops zeros at the end of a fraction."""
+    """Return a time that can be compared as text: the kubelet drops zeros at the end of a fraction."""
     whole, _, fraction = stamp.removesuffix("Z").partition(".")
     return f"{whole}.{fraction:0<9}"
 
 
 def show_line(line: Line, *, prefix: bool, with_time: bool, as_json: bool) -> str:
-    """The line as it is printed.
+    """Return the line as it is printed.
 
-    The prefix names the node, as its supervisor does, and the attempt once it is not the first.
+    The prefix names the node, as its supervisor does, and the attempt if it is not the first.
     """
     pod = line.pod
     if as_json:
@@ -140,7 +143,7 @@ def show_line(line: Line, *, prefix: bool, with_time: bool, as_json: bool) -> st
     if prefix:
         said = f"[{pod.role}" if pod.index is None else f"[node {pod.index}"
         attempt = f" #{pod.attempt}" if pod.attempt else ""
-        # Lines of the supervisor begin with its node already.
+        # Lines of the supervisor already begin with their node.
         is_named = text.startswith((f"{said} ", f"{said}]"))
         rest = text[len(said) :] if is_named else f"] {text}"
         text = f"{said}{attempt}{rest}"
@@ -148,7 +151,7 @@ def show_line(line: Line, *, prefix: bool, with_time: bool, as_json: bool) -> st
 
 
 class LogReader:
-    """Reads pods' output; ``show`` gets whole lines, of one pod at a time."""
+    """Reads the output of pods. ``show`` receives whole lines, from one pod at a time."""
 
     def __init__(
         self, cluster: Cluster, show: Callable[[Line], None], *, tail: int | None
@@ -156,13 +159,13 @@ class LogReader:
         self._cluster = cluster
         self._show = show
         self._tail = tail
-        # One writer at a time: each pod has a thread of its own, and their lines must not be mixed.
+        # Each pod has its own thread. Let one thread write at a time, so that their lines are not mixed.
         self._lock = threading.Lock()
-        # Kept here, since a stream may break after any line.
+        # Remember the last line of each pod, because a stream may break after any line.
         self._shown: dict[str, str] = {}
 
     def last_time(self, pod: Pod) -> str:
-        """The time of the pod's last line that was shown; empty before there is one."""
+        """Return the time of the pod's last line that was shown; empty before the first line."""
         return self._shown.get(pod.name, "")
 
     def read(
@@ -172,10 +175,10 @@ class LogReader:
         is_previous: bool = False,
         is_following: bool = False,
     ) -> None:
-        """Show what there is, until the end of the stream, without the lines that were shown before.
+        """Show the output until the end of the stream, without the lines that were already shown.
 
-        Raises NotFoundError for a pod that is gone, RefusedError for one that is not started,
-        UnreachableError for a stream that breaks.
+        Raises NotFoundError if the pod does not exist, RefusedError if it has not started, UnreachableError
+        if the stream breaks.
         """
         query = {"timestamps": "true"}
         if pod.container:
@@ -195,7 +198,7 @@ class LogReader:
             path, what=f"output of pod {pod.name}", query=query, read_seconds=silence
         ):
             line = split_line(pod, raw)
-            # sinceTime has whole seconds: lines of that second have been shown already.
+            # sinceTime has whole seconds, so the stream repeats lines of that second that were already shown.
             if since and line.time and order_of(line.time) <= order_of(since):
                 continue
             with self._lock:
@@ -205,7 +208,7 @@ class LogReader:
 
 
 class LogFollower:
-    """Follows a run: its pods' output, the attempts that replace them, until the run ends."""
+    """Follows a run until it ends: the output of its pods, and of the attempts that replace them."""
 
     def __init__(
         self,
@@ -230,15 +233,16 @@ class LogFollower:
         self._remarked = ""
 
     def follow(self) -> WaitOutcome | None:
-        """Returns when the run has ended and all its output is shown, or when it is deleted; with the
-        outcome, when it has no pods and waits for a person.
+        """Return when the run has ended and all its output is shown, or when the run is deleted.
 
-        Raises BrokenPipeError once nobody reads what is printed.
+        If the run has no pods and waits for the user, return the outcome of the wait. Raises BrokenPipeError
+        if the reader of the output has closed the pipe.
         """
         patience, stalls, is_seen = WaitLimits(), StallWatch(), False
         stall: WaitOutcome | None = None
         while True:
-            # A run or a cluster that is not there at first is a mistake of the user; later it is an event.
+            # If the run or the cluster is missing at the first look, the user made a mistake. Later, it is an
+            # outage.
             try:
                 run = read_run(self._cluster, self._name)
                 pods = list_pods(self._cluster, self._name)
@@ -255,13 +259,13 @@ class LogFollower:
             patience.is_well()
             is_seen = True
 
-            # A thread for each pod that has output, also for the attempts that replace it later.
+            # Start a thread for each pod with output, including the attempts that replace it later.
             wanted = [pod for pod in pods if self._selection.is_wanted(pod)]
             if self._selection == Selection():
                 wanted = self._of_leader(wanted)
             for pod in wanted:
                 if pod.has_started and pod.name not in self._threads:
-                    # A daemon: a stream that hangs must not keep the command from ending.
+                    # A daemon thread, so that a stream that hangs does not keep the command from ending.
                     thread = threading.Thread(
                         target=self._read,
                         args=(pod,),
@@ -272,7 +276,7 @@ class LogFollower:
                     thread.start()
             if run.is_over:
                 break
-            # With a pod there may be output to come, whatever the run waits for.
+            # If the run has a pod, output may follow, even if the run waits for the user.
             stall = stalls.judge(run) if not pods else None
             if stall is not None:
                 break
@@ -284,7 +288,7 @@ class LogFollower:
             if self._is_pipe_broken.wait(_POLL_SECONDS):
                 raise BrokenPipeError
 
-        # The readers come to the end of what there is. A stream that stays open after that has no more lines.
+        # Let the readers finish. A stream that stays open longer has no more lines.
         self._until = time.monotonic() + _AFTER_THE_END_SECONDS
         self._is_over.set()
         for thread in self._threads.values():
@@ -294,12 +298,12 @@ class LogFollower:
         return stall
 
     def _of_leader(self, pods: Sequence[Pod]) -> list[Pod]:
-        """The pods of one node: the lowest there is, also before it has started, and another while that is
-        away for long.
+        """Return the pods of one node: the lowest existing node, even before it has started, or another node
+        if that node is away for ``_GONE_SECONDS``.
 
-        A node that was followed before goes on being shown: either of the two may have rank 0.
+        A node that was followed before is still shown, because either of the two may have rank 0.
         """
-        # Nodes with output that are still there; rank 0, which prints the steps, is on the lowest of them.
+        # Nodes that have output and still exist. Rank 0, which prints the steps, is on the lowest of them.
         alive = sorted(
             {
                 pod.index
@@ -325,8 +329,8 @@ class LogFollower:
         return [pod for pod in pods if pod.index is None or pod.index == self._leader]
 
     def _read(self, pod: Pod) -> None:
-        # Each stream begins after the last line that was shown. There is no bound on their number but the
-        # pod's end and the run's: after an outage of any length the output goes on.
+        # Each stream begins after the last line that was shown. The number of streams is bounded only by the
+        # end of the pod and of the run, so that the output continues after an outage of any length.
         failures, is_said = 0, False
         while time.monotonic() < self._until:
             before, why = self._reader.last_time(pod), ""
@@ -338,7 +342,7 @@ class LogFollower:
                 self._is_pipe_broken.set()
                 return
             except (UnreachableError, RefusedError) as error:
-                # The API server restarts, or the node is away for a moment.
+                # The API server restarts, or the node is briefly away.
                 why = str(error)
             else:
                 if self._is_over.is_set() or self._has_ended(pod):
@@ -358,8 +362,8 @@ class LogFollower:
                 time.sleep(_RETRY_SECONDS)
 
     def _has_ended(self, pod: Pod) -> bool:
-        # A stream ends with the container, but also with the API server: only the pod itself shows whether
-        # more can come. A coordinator's container may be started again in its pod.
+        # A stream ends with the container, but also with the API server. Only the pod shows whether more
+        # output can follow. A coordinator's container may be restarted in its pod.
         if pod.role != COORDINATOR:
             with contextlib.suppress(UnreachableError, RefusedError):
                 others = list_pods(self._cluster, self._name)

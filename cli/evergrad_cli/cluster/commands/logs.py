@@ -1,4 +1,4 @@
-"""``evergrad logs``: shows the output of a run's pods, also while they are replaced."""
+"""``evergrad logs``: shows the output of a run's pods, even while the pods are replaced."""
 
 import argparse
 import sys
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Returns 0, 64 or 70."""
+    """Print the output. Return 0, 64 or 70."""
     if args.follow and args.previous:
         raise ClusterInputError(
             Problem(
@@ -95,7 +95,8 @@ def execute(args: argparse.Namespace) -> int:
         raise ClusterInputError(
             Problem("--tail", f"{args.tail} is negative", "", "Give the number of lines")
         )
-    # Lines name their node where more than one can be shown: with -f, another may become the lowest.
+    # Prefix lines with their node if more than one node can be shown. With -f, another node may become the
+    # lowest.
     selection = Selection(args.node, args.all, args.coordinator)
     with connect(args) as cluster:
         shown = partial(
@@ -108,7 +109,8 @@ def execute(args: argparse.Namespace) -> int:
         if not args.follow:
             return _show_once(cluster, args, selection, reader)
 
-        # Follow to the end of the run, whose outcome then is the command's. A run deleted by then needs none.
+        # Follow the run to its end. The command returns the run's outcome, or 0 if the run is deleted by
+        # then.
         stall = LogFollower(cluster, args.name, selection, reader, remark=note).follow()
         try:
             outcome = stall or judge(read_run(cluster, args.name), Goal.COMPLETE)
@@ -129,7 +131,8 @@ def _show_once(
     pods = list_pods(cluster, args.name)
     chosen = choose(pods, selection, is_previous=args.previous)
 
-    # No pod to read: the reason is in the question, in the run's phase, or in the past.
+    # There is no pod to read. The reason is in the arguments, in the phase of the run, or in pods that no
+    # longer exist.
     if not chosen:
         status = f"evergrad status {args.name}{given_place(args)}"
         where, what, why = f"trainingrun {args.name}", "has no pods", f"it is {run.phase}"
@@ -144,7 +147,7 @@ def _show_once(
             what, remedy = "has no pods yet", f"See why: {status}"
         raise ClusterInputError(Problem(where, what, why, remedy))
 
-    # One pod after the other, so that their lines do not mix.
+    # Show one pod after the other, so that their lines do not mix.
     newest = {pod.name for pod in choose(pods, Selection(None, True, args.coordinator))}
     failures: list[Problem] = []
     for pod in chosen:
@@ -158,14 +161,14 @@ def _show_once(
             )
             continue
         try:
-            # A coordinator is started again inside its pod; nodes get new pods.
+            # A coordinator is restarted in its pod; nodes get new pods.
             reader.read(
                 pod, is_previous=args.previous and pod.name in newest and not pod.is_over
             )
         except (NotFoundError, RefusedError) as error:
             failures += error.problems
 
-    # One pod without output is a remark; no output at all is an error, so that a script sees it.
+    # If one pod has no output, print a remark. If no pod has output, fail, so that a script notices it.
     if failures and len(failures) == len(chosen):
         raise ClusterInputError(*failures)
     for failure in failures:

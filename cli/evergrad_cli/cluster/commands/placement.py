@@ -1,4 +1,4 @@
-"""Finds paths that can work on this machine and cannot in a pod: relative ones, and those without a mount.
+"""Finds paths that can work on this machine but not in a pod: relative paths, and paths without a mount.
 
 Pure.
 """
@@ -17,7 +17,7 @@ _WHY: Final = "there is no folder of the file in a pod"
 
 
 def placement_problems(run: TrainingRun) -> list[Problem]:
-    """Every path of ``run`` that cannot exist in a pod."""
+    """Return a problem for each path of ``run`` that cannot exist in a pod."""
     problems = [
         _relative(path, value)
         for path, value in local_paths(run)
@@ -27,8 +27,9 @@ def placement_problems(run: TrainingRun) -> list[Problem]:
     if script is None:
         return problems
 
-    # Paths of a script that are certain to be paths; its other words are its own. The default folder, a dot,
-    # is allowed: a module or an executable of the image can start anywhere.
+    # Check only the words of a script that are certain to be paths; other words have a meaning only to the
+    # script. The default folder, a dot, is allowed: a module or an executable of the image can start
+    # anywhere.
     folder, program = script.working_directory, script.program
     if folder != "." and not PurePosixPath(folder).is_absolute():
         problems.append(_relative("spec.script.workingDirectory", folder))
@@ -41,11 +42,12 @@ def placement_problems(run: TrainingRun) -> list[Problem]:
 
 
 def placement_warnings(run: TrainingRun) -> list[Problem]:
-    """Paths at which nothing is mounted, where the image is the stock one, which holds no data."""
+    """Return a problem for each path without a mount if the image is the stock image, which contains no
+    data."""
     if run.spec.image is not None:
         return []
 
-    # A warning and no refusal: a claim may bring its own folders, which cannot be looked into from here.
+    # Warn and do not refuse: a claim may contain its own folders, which this machine cannot read.
     mounts = [
         VOLUME_PATH,
         *(str(mount.get("mountPath", "")) for mount in run.spec.template.volume_mounts),
@@ -67,7 +69,7 @@ def placement_warnings(run: TrainingRun) -> list[Problem]:
 
 
 def local_paths(run: TrainingRun) -> Iterator[tuple[str, str]]:
-    """Field and value of every path that a pod will read; not those of a script, whose words are its own."""
+    """Yield field and value of each path that a pod reads, except the words of a script."""
     if run.spec.training is not None:
         yield from _paths_in(run.spec.training, "spec.training")
 
@@ -82,7 +84,7 @@ def _paths_in(section: Section, prefix: str) -> Iterator[tuple[str, str]]:
                 if isinstance(item, Section):
                     yield from _paths_in(item, f"{prefix}.{key}[{index}]")
         elif isinstance(value, str):
-            # pydantic keeps the mark at the field, or inside of `LocalPath | None`.
+            # pydantic keeps the mark at the field, or in one branch of `LocalPath | None`.
             members = [get_args(member) for member in get_args(info.annotation)]
             if any(_VALIDATOR in marks for marks in (info.metadata, *members)):
                 yield f"{prefix}.{key}", value

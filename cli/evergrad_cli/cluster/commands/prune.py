@@ -1,5 +1,4 @@
-"""``evergrad prune``: lists what runs that are gone or complete have left over, and deletes it with
-``--yes``."""
+"""``evergrad prune``: lists leftovers of deleted or complete runs, and deletes them with ``--yes``."""
 
 import argparse
 import re
@@ -75,7 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Returns 0, also where nothing is left over; 70 where something could not be deleted."""
+    """List or delete leftovers. Return 0, even if nothing is left over, or 70 if something could not be
+    deleted."""
     if args.keep < 1:
         why = "the newest checkpoint of a run is never removed"
         raise ClusterInputError(
@@ -92,7 +92,7 @@ def execute(args: argparse.Namespace) -> int:
                     "Name a run directory, or the folder of several",
                 )
             )
-        # A run beside this folder may begin with a checkpoint in it.
+        # A run next to this folder may have started from a checkpoint in this folder.
         around = {*runs, *find_runs(args.directory.resolve().parent)}
         now = time.time()
         found = [
@@ -113,7 +113,7 @@ def execute(args: argparse.Namespace) -> int:
                 if one.kind == CLAIM
                 else runs_path(one.namespace, one.name)
             )
-            # It stays if it is another object by now, or was changed since it was looked at.
+            # The preconditions keep the object if it was replaced or changed since it was listed.
             body = {
                 "kind": "DeleteOptions",
                 "apiVersion": "v1",
@@ -128,7 +128,7 @@ def execute(args: argparse.Namespace) -> int:
 def render(
     found: Sequence[Leftover], *, is_deleted: bool, failed: Container[Leftover] = ()
 ) -> list[str]:
-    """Build the table and the line below it. ``failed``: what could not be deleted."""
+    """Return the table and the line below it. ``failed``: leftovers that could not be deleted."""
     verb = "deleted" if is_deleted else "delete"
     rows = [
         [
@@ -152,9 +152,9 @@ def render(
 def _finish(
     args: argparse.Namespace, found: Sequence[Leftover], delete: Callable[[Leftover], None]
 ) -> int:
-    """Delete what goes, if that was asked for, and show everything."""
+    """Delete the leftovers if ``--yes`` is set, and show all of them."""
     errors: dict[Leftover, str] = {}
-    # One that cannot be deleted stops none of the others, and is reported at the end.
+    # If one leftover cannot be deleted, continue with the others, and report the error at the end.
     for one in found:
         if args.yes and not one.is_kept:
             try:
@@ -177,7 +177,7 @@ def _finish(
     else:
         for line in render(found, is_deleted=args.yes, failed=errors):
             say(line)
-    # Errors go to stderr below the list, so that --json stays one document.
+    # Print errors to stderr below the list, so that --json stays one document.
     for text in failures:
         note(f"error: {text}")
     return int(ExitCode.INTERNAL if failures else ExitCode.DONE)
@@ -198,7 +198,8 @@ def _row(one: Leftover, errors: Mapping[Leftover, str]) -> dict[str, object]:
 def _look_at_cluster(
     cluster: Cluster, namespace: str | None, older_than: float | None
 ) -> list[Leftover]:
-    # Claims first: a run that is made after this list keeps a claim that is listed, and not the reverse.
+    # List claims before runs. A run that is created in between then keeps its claim; in the other order, the
+    # claim would seem unused.
     selector = {"labelSelector": OWN_CLAIMS}
     claims = [
         *cluster.items(
@@ -209,7 +210,7 @@ def _look_at_cluster(
     ]
     pods = [*cluster.items(core_path("pods", namespace), what="pods")]
     runs = [*cluster.items(runs_path(namespace), what="trainingruns")]
-    # A claim is judged by the runs and pods of its own namespace: names repeat in others.
+    # Judge a claim by the runs and pods of its own namespace, because names repeat in other namespaces.
     now = time.time()
     found: list[Leftover] = []
     for place in sorted({str(raw["metadata"]["namespace"]) for raw in (*claims, *runs)}):
@@ -227,8 +228,8 @@ def _look_at_cluster(
 
 
 def _age_of(text: str) -> float:
-    """``30d``, ``12h``, ``1d12h``, ``0`` → seconds. Raises ArgumentTypeError."""
-    # What is older is deleted: a number whose unit is left to a guess is refused.
+    """Parse an age: ``30d``, ``12h``, ``1d12h`` or ``0`` → seconds. Raises ArgumentTypeError."""
+    # Older leftovers are deleted, so refuse a number without a unit instead of guessing the unit.
     given = text.strip()
     if _ANY_AGE.fullmatch(given):
         return 0.0

@@ -1,4 +1,5 @@
-"""``evergrad restart``: new pods for a run, from its newest checkpoint; also for one that has failed."""
+"""``evergrad restart``: replaces the pods of a run, which continues from its newest checkpoint, even after a
+failure."""
 
 import argparse
 from typing import Any
@@ -26,15 +27,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Sets a new spec.restartNonce. Returns 0, or of a wait 64, 70 or 124."""
-    # Never done already: each use of the command asks for new pods. The wait begins once the operator has
-    # seen it.
+    """Set a new spec.restartNonce. Return 0, or with ``--wait`` 0, 64, 70 or 124."""
+    # The change is never already made: each use of the command requests new pods. The wait begins when the
+    # operator has seen the change.
     nonce = new_nonce()
 
     def choose(run: Run) -> Switch:
         spec: dict[str, Any] = {"restartNonce": nonce}
         verb = "restarted"
-        # Only a failed run gets here suspended: with the nonce alone it would wait for another command.
+        # Only a failed run can be suspended here. With only the nonce, it would stay suspended and need
+        # another command.
         if run.wants_suspension:
             spec["suspend"] = False
             verb = "restarted; its spec.suspend is taken back"

@@ -1,4 +1,4 @@
-"""``evergrad resume``: a run that was suspended, or has stopped on request, goes on where it stopped."""
+"""``evergrad resume``: continues a run that was suspended or has stopped on request."""
 
 import argparse
 from typing import Any
@@ -27,13 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Takes spec.suspend back, or sets a new spec.restartNonce after a stop.
+    """Set spec.suspend to false, or set a new spec.restartNonce after a stop on request.
 
-    Returns 0, or of a wait 64, 70 or 124.
+    Return 0, or with ``--wait`` 0, 64, 70 or 124.
     """
 
     def check(run: Run) -> Problem | None:
-        # Refused and not tried: the pods would start, reach the same step and stop.
+        # Refuse this before any change: the pods would start, reach the same step and stop.
         if run.is_beyond_its_stop:
             what = (
                 f"has finished step {run.checkpoint_step}, and spec.training.stop.afterStep is "
@@ -51,7 +51,8 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _choose(run: Run) -> Switch:
-    """The change that lets this run go on: spec.suspend taken back, or a new restartNonce after a stop."""
+    """Return the change that continues this run: spec.suspend false, or a new restartNonce after a stop on
+    request."""
     if not run.has_stopped_by_itself:
         return Switch(
             "resumed",
@@ -60,7 +61,7 @@ def _choose(run: Run) -> Switch:
             lambda run: not run.wants_suspension,
         )
 
-    # A stop on request is no suspension: only new pods, which a new nonce asks for, end it.
+    # A stop on request is not a suspension. Only new pods end it, and only a new nonce requests new pods.
     nonce = new_nonce()
     spec: dict[str, Any] = {"restartNonce": nonce}
     if run.wants_suspension:

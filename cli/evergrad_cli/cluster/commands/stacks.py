@@ -55,14 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Returns 0, 64 or 70."""
+    """Print the stacks. Return 0, 64 or 70."""
     if (args.name is None) != args.here:
         what = "is given beside a run" if args.here else "or the name of a run is missing"
         raise ClusterInputError(Problem("--here", what, "", "Give one of the two"))
     if args.here:
         return _show_local(args, find_processes(), where="this machine")
 
-    # As for `evergrad open`: a directory is a run of this machine. A name alone may be one as well.
+    # As for `evergrad open`, a directory is a run of this machine. A plain name may be a directory, too.
     for directory in (Path(args.name), Path("runs") / args.name):
         if (directory / RunFile.OWNER).exists() or (
             directory.is_dir() and "/" in args.name
@@ -130,7 +130,7 @@ def _show_pods(cluster: Cluster, args: argparse.Namespace) -> int:
             )
         )
 
-    # One after the other, so that their lines do not mix.
+    # Read one pod after the other, so that their lines do not mix.
     failures: list[Problem] = []
     documents: list[dict[str, Any]] = []
     for pod in pods:
@@ -151,9 +151,9 @@ def _show_pods(cluster: Cluster, args: argparse.Namespace) -> int:
 
 
 def _ask_pod(cluster: Cluster, pod: Pod, *, native: bool) -> list[dict[str, Any]]:
-    """Run this command inside of a pod; what it prints.
+    """Run this command in a pod and return its documents.
 
-    Raises what the cluster does, and ClusterInputError.
+    Raises the errors of the cluster, and ClusterInputError.
     """
     command = ["evergrad", NAME, "--here", "--json", *(["--native"] if native else [])]
     text = cluster.execute(pod.name, pod.container, command)

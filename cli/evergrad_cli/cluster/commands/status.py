@@ -1,4 +1,4 @@
-"""``evergrad status``: shows one run with its pods and events, and what to do next."""
+"""``evergrad status``: shows one run with its pods and events, and the next action for the user."""
 
 import argparse
 import sys
@@ -57,8 +57,11 @@ _LONGEST_POD_LIST: Final = 32
 
 @dataclass(frozen=True)
 class StatusFacts:
-    """A run with what belongs to it. ``unknown`` names what this user may not read, ``place`` the
-    options of the command that commands in its advice take over."""
+    """A run with its pods and events.
+
+    ``unknown`` names the lists that this user may not read. ``place`` has the options that commands in advice
+    repeat.
+    """
 
     run: Run
     pods: tuple[Pod, ...]
@@ -85,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Returns 0 whatever the run's state is; ``wait`` has an exit code for each state."""
+    """Show the status. Return 0 for each state of the run; ``wait`` has an exit code for each state."""
     if is_run_directory(args.name):
         return show_local_status(Path(args.name), as_json=args.json)
     args.name = require_run_name(args.name)
@@ -102,7 +105,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def gather(cluster: Cluster, name: str) -> StatusFacts:
-    """Read the run, its pods and their events. A list that this user may not read is named in ``unknown``."""
+    """Read the run, its pods and their events. ``unknown`` names the lists that this user may not read."""
     run = read_run(cluster, name)
     unknown: list[str] = []
     pods = parse_pods(
@@ -112,13 +115,14 @@ def gather(cluster: Cluster, name: str) -> StatusFacts:
         "fieldSelector": f"involvedObject.kind=TrainingRun,involvedObject.name={name}"
     }
     raw = _try_items(cluster, "events", selector, unknown)
-    # An event stays for an hour after its object: those of an earlier run of this name are left out.
+    # An event exists for an hour after its object is deleted. Leave out events of an earlier run with this
+    # name.
     raw = [
         item
         for item in raw
         if part(item, "involvedObject").get("uid") in (run.uid, None, "")
     ]
-    # Only warnings of pods: each pod has half a dozen events just for its start.
+    # Show only warnings of pods: each pod has about six events just for its start.
     if pods and "events" not in unknown:
         names = {pod.name for pod in pods}
         warnings = _try_items(
@@ -148,7 +152,7 @@ def _try_items(
 def document(
     facts: StatusFacts, *, now: float, num_events: int = _NUM_EVENTS
 ) -> dict[str, Any]:
-    """The run as one JSON document."""
+    """Return the run as one JSON document."""
     run = facts.run
     details = {
         "image": run.image or None,
@@ -165,7 +169,8 @@ def document(
         "restartsByCause": dict(run.restarts_by_cause),
         "failuresWithoutProgress": run.failures_without_progress,
     }
-    # Keys that `evergrad list --json` has too come from one place, so that scripts read both alike.
+    # Keys that `evergrad list --json` also has come from one function, so that scripts read both documents
+    # alike.
     return {
         "run": {**row_of(run, now=now), **details},
         "conditions": [asdict(condition) for condition in run.conditions],
@@ -193,8 +198,8 @@ def render(
     num_events: int = _NUM_EVENTS,
     is_unicode: bool = True,
 ) -> list[str]:
-    """The run as people read it."""
-    # The state, then its reasons from the run to its pods, and last what to do.
+    """Return the run as lines of text."""
+    # Show the state, then its reasons from the run to its pods, and last the next action.
     run = facts.run
     lines = _head(run, now, is_unicode=is_unicode)
     rows = [
@@ -212,7 +217,7 @@ def render(
     lines += _section("Conditions", table(head, rows) if rows else [])
     lines += _section("Pods", _pods(facts, now))
 
-    # The root cause with its whole message: a table would cut its lines, and a traceback has many.
+    # Show the root cause with its whole message: a table would cut its lines, and a traceback has many.
     if (failure := run.last_failure) is not None:
         where = (
             ("node", failure.node),
@@ -228,7 +233,7 @@ def render(
         text = [f"    {line}" for line in printable_lines(failure.message)]
         lines += _section("Last failure", [cause, *text])
 
-    # The newest events last, nearest to the prompt.
+    # Show the newest events last, next to the prompt.
     if num_events > 0 and "events" in facts.unknown:
         lines += _section("Events", ["  unknown: this user may not list events"])
     elif num_events > 0:
@@ -261,8 +266,7 @@ def _head(run: Run, now: float, *, is_unicode: bool) -> list[str]:
         ("tokens/s", run.tokens_per_second),
         ("ETA", "" if run.is_over else run.eta),
     )
-    # With their age, since the operator writes them at most every 10 s, and those of a run that hangs
-    # stay.
+    # Show the age of the numbers: the operator writes them at most every 10 s, and they stay if a run hangs.
     speed = [f"{label} {value}" for label, value in values if value]
     if run.updated is not None and speed and not run.is_over:
         speed.append(f"{age(now - run.updated)} ago")
@@ -297,7 +301,8 @@ def _head(run: Run, now: float, *, is_unicode: bool) -> list[str]:
         ("Profile", run.profile),
         ("Age", ages),
     ]
-    # A line without a value would look like an error: the operator fills them in as the run goes on.
+    # Leave out lines without a value, which would look like errors: the operator fills them in while the run
+    # trains.
     return [
         f"{f'{label}:' if label else '':<12}{printable(text)}"
         for label, text in facts
@@ -306,7 +311,8 @@ def _head(run: Run, now: float, *, is_unicode: bool) -> list[str]:
 
 
 def _describe_preparation(run: Run, *, is_unicode: bool) -> str:
-    """How far the preparation of the data is; empty once there is a step, and where no pod prepares them."""
+    """Describe the progress of the data's preparation. Empty after the first step, and if no pod prepares the
+    data."""
     found = run.preparation
     if run.step is not None or not found:
         return ""
@@ -323,7 +329,8 @@ def _describe_preparation(run: Run, *, is_unicode: bool) -> str:
 
 
 def _describe_usage(run: Run) -> str:
-    """Show the time of pods and accelerators, and its price; empty before there is any."""
+    """Describe the time of pods and accelerators, and its price. Empty if the operator has not reported it
+    yet."""
     found = {key: str(value) for key, value in run.usage.items()}
     units = (("podHours", " pod-hours"), ("gpuHours", " GPU-hours"), ("waste", " waste"))
     parts = [f"{found[key]}{unit}" for key, unit in units if key in found]
@@ -333,14 +340,15 @@ def _describe_usage(run: Run) -> str:
 
 
 def _describe_evaluation(run: Run) -> str:
-    """Show the newest results of pods, and what waits; empty for a run that asks for none."""
+    """Describe the newest results of evaluation pods, and the checkpoints that wait. Empty if the run has no
+    such pods."""
     found = run.evaluation
     if not found:
         return ""
     parts = [str(found.get("state") or "")]
     if found.get("step") is not None:
         parts.append(f"step {found['step']}")
-    # The status may be of another version of the operator: parts of another shape are left out.
+    # Another version of the operator may have written the status. Leave out parts of a different form.
     results = found.get("results")
     for one in results if isinstance(results, list) else ():
         values = one.get("values") if isinstance(one, Mapping) else None
@@ -358,7 +366,7 @@ def _describe_evaluation(run: Run) -> str:
 def _pods(facts: StatusFacts, now: float) -> list[str]:
     if "pods" in facts.unknown:
         return ["  unknown: this user may not list pods"]
-    # A run of a thousand nodes would fill the screen; JSON has them all.
+    # Bound the list: a run of a thousand nodes would fill the screen. JSON has all pods.
     newest = newest_of_each(facts.pods)
     shown = newest[:_LONGEST_POD_LIST]
     rows = []
@@ -382,7 +390,7 @@ def _pods(facts: StatusFacts, now: float) -> list[str]:
         if rows
         else []
     )
-    # Pods beyond the bound are counted, with the command that lists them.
+    # Count the pods beyond the bound, and print the command that lists them.
     left_out = len(newest) - len(shown)
     command = f"kubectl get pods -l {LABEL_RUN}={facts.run.name}{facts.place}"
     return [*lines, f"   and {left_out} more: {command}"] if left_out else lines

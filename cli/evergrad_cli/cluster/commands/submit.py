@@ -1,5 +1,5 @@
-"""``evergrad submit``: a TrainingRun file, checked here and then applied to the cluster by
-server-side apply."""
+"""``evergrad submit``: checks a TrainingRun file here, then applies it to the cluster by server-side
+apply."""
 
 import argparse
 import dataclasses
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Returns 0, 64 or 70; with ``--wait`` how the run ended, or 124."""
+    """Submit the file. Return 0, 64 or 70; with ``--wait``, the exit code of the run, or 124."""
     loaded = _read_file(args)
     args.namespace = loaded.run.metadata.namespace or args.namespace
     name, place = loaded.run.metadata.name, given_place(args)
@@ -88,7 +88,8 @@ def execute(args: argparse.Namespace) -> int:
         text = f"trainingrun/{name} {result}{' (dry run of the cluster)' if args.dry_run else ''}"
         if not args.json:
             say(text)
-            # An apply succeeds in every state of the run: this is what it will not do by itself.
+            # An apply succeeds in every state of the run. Print the actions that the apply alone does not
+            # cause.
             if run.is_true("Complete"):
                 note(
                     "It is complete already and never trains again. See it: "
@@ -104,7 +105,7 @@ def execute(args: argparse.Namespace) -> int:
             elif result == "created":
                 note(f"Follow it: evergrad logs {name} -f{place}")
 
-        # The end of the wait is the command's; a run that was only tried has none.
+        # With ``--wait``, return the outcome of the run. A dry run has no outcome.
         code = int(ExitCode.DONE)
         if (args.wait or args.watch) and not args.dry_run:
             teller = ChangeTeller()
@@ -131,9 +132,9 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _read_file(args: argparse.Namespace) -> LoadedManifest:
-    """The checked manifest, with the files of the user's own task. Raises ConfigurationError."""
+    """Return the checked manifest, with the files of the user's own task. Raises ConfigurationError."""
     loaded = load_from(args)
-    # There is no folder beside the manifest in a pod, so that the task's files travel in it.
+    # A pod does not have the manifest's folder, so the manifest carries the task's files.
     if loaded.run.spec.training is not None and (
         files := collect_task(loaded.run.training, loaded.base_directory)
     ):
@@ -143,8 +144,7 @@ def _read_file(args: argparse.Namespace) -> LoadedManifest:
         }
         loaded = dataclasses.replace(loaded, raw={**loaded.raw, "spec": spec})
 
-    # The file's namespace and --namespace may not contradict each other: neither is clearly the one that is
-    # meant.
+    # If the file's namespace and --namespace differ, refuse: it is not clear which one the user means.
     given = loaded.run.metadata.namespace
     if given is not None and args.namespace not in (None, given):
         what = f"{args.namespace} is not the namespace of the file"
@@ -152,7 +152,7 @@ def _read_file(args: argparse.Namespace) -> LoadedManifest:
             Problem("--namespace", what, f"the file has {given}", "Leave one out")
         )
 
-    # A path that cannot exist in a pod is refused before anything is sent: the pod would fail with it, later.
+    # Refuse paths that cannot exist in a pod before anything is sent. Otherwise the pod would fail later.
     raise_if(placement_problems(loaded.run), ConfigurationError)
     for warning in placement_warnings(loaded.run):
         note(f"warning: {warning}")
@@ -166,17 +166,17 @@ def submit(
     is_dry: bool = False,
     is_forced: bool = False,
 ) -> tuple[str, Run]:
-    """Apply the manifest as it was written; ``created``, ``configured`` or ``unchanged``, and the run as the
-    cluster has it.
+    """Apply the manifest as it was written, and return ``created``, ``configured`` or ``unchanged``, and the
+    run.
 
-    Raises RefusedError with every field the cluster refuses.
+    Raises RefusedError with every field that the cluster refuses.
     """
     name = loaded.run.metadata.name
     body: dict[str, Any] = with_whole_numbers(without_nulls(loaded.raw, TrainingRun))
     body["metadata"] = {**body["metadata"], "namespace": cluster.namespace}
     path, what = runs_path(cluster.namespace, name), f"trainingrun {name}"
 
-    # Read first, since the answer to an apply does not have whether it changed anything.
+    # Read the run first, because the answer to an apply does not contain whether it changed anything.
     before = find(cluster, path, what=what)
     query = {
         "fieldManager": FIELD_MANAGER,
@@ -188,8 +188,8 @@ def submit(
     except RefusedError as error:
         if error.managers != {FIELD_MANAGER}:
             raise
-        # The other writer is this command line: suspend, resume and restart patch single fields, which counts
-        # as another kind of write. The file is newer.
+        # The other writer is this program: suspend, resume and restart patch single fields, which counts as
+        # another kind of write. The file is newer, so it takes precedence.
         after = _apply(cluster, path, body, what, query, is_forced=True)
     if before is None:
         return "created", parse_run(after)
@@ -212,7 +212,7 @@ def _apply(
 
 def _without_bookkeeping(raw: dict[str, Any]) -> dict[str, Any]:
     metadata = raw.get("metadata") or {}
-    # resourceVersion, managedFields and the status change with every write, also of an equal file.
+    # resourceVersion, managedFields and the status change with every write, even if the file is the same.
     return {
         "spec": raw.get("spec"),
         "labels": metadata.get("labels"),
@@ -221,7 +221,7 @@ def _without_bookkeeping(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 class ChangeTeller:
-    """Prints changes of a run: a new phase or reason at once, progress every ten seconds."""
+    """Prints changes of a run: a new phase or reason immediately, progress every ten seconds."""
 
     def __init__(self) -> None:
         self._last: tuple[str, str, str] | None = None
@@ -229,7 +229,7 @@ class ChangeTeller:
         self._said = 0.0
 
     def tell(self, run: Run) -> None:
-        """Print a line about ``run`` if it is due."""
+        """Print a line about ``run`` if a line is due."""
         state = (run.phase, run.reason, run.nodes)
         is_due = run.step != self._step and time.monotonic() - self._said >= _WATCH_SECONDS
         if state == self._last and not is_due:

@@ -1,4 +1,4 @@
-"""``evergrad suspend``: a run saves its state and gives its nodes back."""
+"""``evergrad suspend``: lets a run save its state and release its nodes."""
 
 import argparse
 
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Sets spec.suspend. Returns 0, or of a wait 64, 70 or 124."""
+    """Set spec.suspend. Return 0, or with ``--wait`` 0, 64, 70 or 124."""
     switch = Switch(
         "suspended", {"suspend": True}, Goal.SUSPENDED, lambda run: run.wants_suspension
     )

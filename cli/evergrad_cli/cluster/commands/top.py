@@ -1,4 +1,4 @@
-"""``evergrad top``: shows the speed of runs, and the processors and memory that they use."""
+"""``evergrad top``: shows the speed of runs, and the CPU and memory that they use."""
 
 import argparse
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ _METRICS = "/apis/metrics.k8s.io/v1beta1"
 
 @dataclass(frozen=True)
 class ResourceUsage:
-    """Use of all pods of a run: processor cores and bytes."""
+    """CPU cores and bytes of memory that all pods of a run use."""
 
     cores: float
     memory_bytes: float
@@ -54,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Returns 0; without the metrics API the columns of usage are empty, with a remark on the reason."""
+    """Print the table. Return 0. Without the metrics API, the usage columns are empty and a remark has the
+    reason."""
     with connect(args) as cluster:
         namespace = None if args.all_namespaces else cluster.namespace
         runs = [
@@ -62,7 +63,7 @@ def execute(args: argparse.Namespace) -> int:
             for raw in cluster.items(runs_path(namespace), what="trainingruns")
         ]
 
-        # Usage is an extra: the table of the runs is shown without it, and with the reason.
+        # Usage is optional: without it, show the table of the runs with the reason.
         usage: Mapping[tuple[str, str], ResourceUsage] | None = None
         reason = ""
         within = f"/namespaces/{namespace}" if namespace is not None else ""
@@ -80,7 +81,7 @@ def execute(args: argparse.Namespace) -> int:
     if not args.all:
         runs = [run for run in runs if not run.is_over and run.phase != "Suspended"]
     runs = order(runs, usage or {}, by=args.sort)
-    # Scripts get numbers without units, and null where nothing is known.
+    # Scripts get numbers without units, and null for unknown values.
     if args.json:
         rows = []
         for run in runs:
@@ -110,7 +111,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def parse_usage(raw: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], ResourceUsage]:
-    """PodMetrics → usage of each (namespace, run)."""
+    """Return the usage of each (namespace, run) from PodMetrics."""
     found: dict[tuple[str, str], ResourceUsage] = {}
     for item in raw:
         metadata = item.get("metadata") or {}
@@ -119,7 +120,7 @@ def parse_usage(raw: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], Resou
             str(part(metadata, "labels").get(LABEL_RUN, "")),
         )
 
-        # Injected containers count too: they use what the pod asked for.
+        # Injected containers count, too: they use the resources that the pod requested.
         used = [container.get("usage") or {} for container in item.get("containers") or ()]
         old = found.get(key, ResourceUsage(0.0, 0.0, 0))
         found[key] = ResourceUsage(
@@ -142,9 +143,10 @@ def _number(quantity: Any) -> float:
 def order(
     runs: Sequence[Run], usage: Mapping[tuple[str, str], ResourceUsage], *, by: str
 ) -> list[Run]:
-    """``runs`` with the largest first; equal ones by name."""
+    """Return ``runs`` with the largest value first, and runs with equal values by name."""
 
-    # Values are negated and not sorted in reverse: equal ones stay in the order of their names.
+    # Negate values instead of sorting in reverse, so that runs with equal values stay in the order of their
+    # names.
     def key(run: Run) -> tuple[float, str, str]:
         used = usage.get((run.namespace, run.name))
         values = {
@@ -164,7 +166,7 @@ def render(
     *,
     with_namespace: bool = False,
 ) -> list[str]:
-    """The table, with a sum at the end when there are several runs."""
+    """Return the lines of the table, with a sum at the end if there are several runs."""
     headers = (
         *(("NAMESPACE",) if with_namespace else ()),
         "NAME",
@@ -193,7 +195,7 @@ def render(
     if len(runs) <= 1:
         return table(headers, rows)
 
-    # A sum of the known values below the rows: a run without metrics must not hide the use of the others.
+    # Sum the known values: a run without metrics must not hide the usage of the other runs.
     speed = sum(parse_short_count(run.tokens_per_second or None) or 0.0 for run in runs)
     keys = [(run.namespace, run.name) for run in runs]
     known = [usage[key] for key in keys if key in usage] if usage else []

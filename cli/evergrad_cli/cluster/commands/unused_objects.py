@@ -1,4 +1,4 @@
-"""Claims without a run and runs that ended long ago, from raw objects of one namespace. Pure."""
+"""Finds claims without a run, and runs that ended long ago, in raw objects of one namespace. Pure."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ Raw = Mapping[str, Any]
 CLAIM: Final = "PersistentVolumeClaim"
 RUN: Final = "TrainingRun"
 OWN_CLAIMS: Final = f"app.kubernetes.io/managed-by=evergrad,{LABEL_PREFIX}run"
-"""Selects the claims that an operator has made."""
+"""Selects the claims that an operator created."""
 
 
 def find_unused_claims(
@@ -31,12 +31,13 @@ def find_unused_claims(
     older_than: float,
     now: float,
 ) -> tuple[Leftover, ...]:
-    """Find claims of runs that are gone. All objects are of one namespace, and each list is whole.
+    """Return the claims of runs that no longer exist. All objects are from one namespace, and each list is
+    complete.
 
-    ``older_than``: seconds since the last run on a claim was complete. ``now``: Unix seconds.
+    ``older_than``: minimum seconds since the last run on a claim was complete. ``now``: Unix seconds.
     """
-    # A run needs the claims that it names, also while it has no pod: it may be suspended, wait in a queue, or
-    # be between two pods.
+    # A run needs the claims that it names even if it has no pod: it may be suspended, wait in a queue, or be
+    # between two pods.
     kept_for: dict[str, str] = {}
     wanted = set()
     for run in runs:
@@ -45,7 +46,7 @@ def find_unused_claims(
         wanted |= {name, named.storage}
         for claim in named.mounted:
             kept_for.setdefault(claim, f"run {name} mounts it")
-    # A pod that has ended writes to its claims no more.
+    # A pod that has ended no longer writes to its claims.
     for pod in pods:
         if part(pod, "status").get("phase") not in ("Succeeded", "Failed"):
             for claim in mounted_claims(part(pod, "spec")):
@@ -55,7 +56,7 @@ def find_unused_claims(
     for raw in sorted(claims, key=lambda one: str(one["metadata"]["name"])):
         metadata = raw["metadata"]
         name = str(metadata["name"])
-        # A claim that is being deleted goes by itself once no pod mounts it.
+        # Kubernetes removes a claim that is being deleted when no pod mounts it.
         if name in wanted or metadata.get("deletionTimestamp"):
             continue
         size = part(raw, "status", "capacity").get("storage", "")
@@ -69,7 +70,7 @@ def find_unused_claims(
 def find_old_runs(
     runs: Iterable[Raw], *, older_than: float, now: float
 ) -> tuple[Leftover, ...]:
-    """Find runs that have ended for good, at least ``older_than`` seconds ago."""
+    """Return the runs that ended for good at least ``older_than`` seconds ago."""
     found = []
     runs = list(runs)
     users: dict[str, str] = {}
@@ -79,7 +80,8 @@ def find_old_runs(
     for raw in runs:
         run = parse_run(raw)
         ended: float | None = None
-        # An operator writes a condition once; the completion time may be missing beside it.
+        # An operator writes a condition once. The completion time may be missing even if the condition is
+        # set.
         for kind in ("Complete", "Failed"):
             condition = run.condition(kind)
             if condition is not None and condition.status == "True":
@@ -96,7 +98,7 @@ def find_old_runs(
         if is_kept:
             volume = f"{volume}, with checkpoints of a run that did not end well"
         elif run.takes_claim and run.claim in users:
-            # The operator is yet to see the other run, or is an older one.
+            # The operator has not seen the other run yet, or has an older version.
             volume, is_kept = f"{volume}, and run {users[run.claim]} uses it", True
         why = f"{how} {age(now - ended)} ago; {volume}"
         found.append(_leftover(RUN, raw, why, is_kept=is_kept))
@@ -104,10 +106,10 @@ def find_old_runs(
 
 
 def _judge_claim(raw: Raw, *, older_than: float, now: float) -> tuple[str, bool]:
-    """Return why a claim without a run goes or stays, and whether it stays."""
+    """Return why a claim without a run is deleted or kept, and whether it is kept."""
     if raw["metadata"].get("ownerReferences"):
         return "it has an owner, and goes with it", True
-    # Several runs may have folders on one claim: it goes only when it is of use to none of them.
+    # Several runs may have folders on one claim. It is deleted only if none of them needs it.
     annotations = raw["metadata"].get("annotations") or {}
     records: dict[str, Any] = {}
     for key, text in annotations.items():
@@ -117,7 +119,7 @@ def _judge_claim(raw: Raw, *, older_than: float, now: float) -> tuple[str, bool]
                 records[name] = json.loads(text)
             except ValueError:
                 return f"the record of run {name} cannot be read", True
-    # The operator had no room for their records; a value that is not a number counts, too.
+    # The operator had no room for their records. A value that is not a number counts, too.
     dropped = str(annotations.get(DROPPED_UNFINISHED, "0"))
     if dropped != "0":
         why = f"{dropped} runs without a record are gone and were not complete"
@@ -125,13 +127,13 @@ def _judge_claim(raw: Raw, *, older_than: float, now: float) -> tuple[str, bool]
     if not records:
         return "no run has left a record on it", True
 
-    # The record of a run that was never complete stands beside its only checkpoints.
+    # The record of a run that was never complete is next to its only checkpoints.
     newest = 0.0
     for name, record in sorted(records.items()):
         complete = record.get("complete") if isinstance(record, Mapping) else None
         at = parse_time(complete.get("at")) if isinstance(complete, Mapping) else None
         if at is None:
-            # Whether it has saved any is known to the volume alone, which no command mounts.
+            # Only the volume shows whether the run has saved checkpoints, and no command mounts it.
             return (
                 f"run {name} is gone and was not complete: it may have left checkpoints",
                 True,

@@ -37,16 +37,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Returns 0 when reached; 64, 70 or 124 otherwise."""
+    """Wait for the run. Return 0 if the goal is reached, otherwise 64, 70 or 124."""
     with connect(args) as cluster:
         outcome, _ = wait_for(cluster, args.name, args.goal, timeout=args.timeout)
     return report(args, outcome)
 
 
 def report(args: argparse.Namespace, outcome: WaitOutcome) -> int:
-    """Print the outcome of a wait for ``args.name``; returns its exit code."""
-    # One text for stdout or stderr, by its outcome: `evergrad wait x && …` must not print a failure as
-    # success.
+    """Print the outcome of a wait for ``args.name`` and return its exit code."""
+    # Print to stdout or stderr by outcome: `evergrad wait x && …` must not print a failure as success.
     code = int(outcome.exit_code or 0)
     if args.json:
         say_json(

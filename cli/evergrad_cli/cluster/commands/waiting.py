@@ -1,4 +1,4 @@
-"""Waits for a run: decides whether a goal is reached or can never be reached, and asks until then.
+"""Waits for a run: polls it, and decides whether a goal is reached or can never be reached.
 
 Times in seconds.
 """
@@ -24,20 +24,21 @@ from evergrad_manifest.errors import EvergradError
 
 _POLL_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 15.0
-"""An outage may last for hours, and its end should still be noticed soon."""
+"""Longest pause between two tries. An outage may last for hours, and its end should be noticed within
+seconds."""
 _ODD_ANSWERS_SECONDS: Final = 300.0
-"""Time for which answers that look final are waited out, once the run was seen.
+"""Time for which a wait continues after answers that look final, if the run was seen before.
 
-An API server that starts answers 401, 403 or 404 for a minute or two, and a definition that is installed
-again is away for as long. A right that was taken away stays away.
+An API server that starts answers 401, 403 or 404 for up to two minutes, and so does an API server whose CRD
+is being installed again. A permission that was removed stays removed.
 """
 STALLED_SECONDS: Final = 30.0
-"""Time for which a run has to be Stalled before a wait for it ends: a correction may be on its way."""
+"""Time for which a run must be Stalled before a wait for it ends, because a correction may follow."""
 _USER_CAUSES: Final = ("user_error", "UserError", "UserFailure")
 
 
 class Goal(StrEnum):
-    """States that can be waited for."""
+    """States that a command can wait for."""
 
     COMPLETE = "complete"
     FAILED = "failed"
@@ -47,15 +48,15 @@ class Goal(StrEnum):
 
 @dataclass(frozen=True)
 class WaitOutcome:
-    """The answer for now. ``exit_code`` is None while there is reason to wait on."""
+    """The current outcome of a wait. ``exit_code`` is None if the wait continues."""
 
     exit_code: int | None
     text: str
 
 
 def judge(run: Run, goal: Goal) -> WaitOutcome:
-    """Whether ``run`` has reached ``goal``, or never will."""
-    # The goal comes before the end: a run that was to fail, and has, is a success.
+    """Return whether ``run`` has reached ``goal``, or never will."""
+    # Check the goal before the end: for the goal ``failed``, a failed run is a success.
     if goal is Goal.COMPLETE and run.is_true("Complete"):
         return WaitOutcome(ExitCode.DONE, "is complete")
     if goal is Goal.FAILED and run.has_failed:
@@ -63,7 +64,7 @@ def judge(run: Run, goal: Goal) -> WaitOutcome:
     if run.has_failed:
         return WaitOutcome(failure_code(run), f"has failed{_why(run)}")
     if run.is_true("Complete"):
-        # A short run may end between two looks, and has been running then.
+        # A short run may end between two polls. It was running in between.
         is_reached = goal is Goal.RUNNING
         return WaitOutcome(
             ExitCode.DONE if is_reached else ExitCode.INTERNAL, "is complete"
@@ -77,15 +78,16 @@ def judge(run: Run, goal: Goal) -> WaitOutcome:
         return WaitOutcome(
             ExitCode.DONE, f"is running{f' on {run.nodes} nodes' if run.nodes else ''}"
         )
-    # Only a status of the newest spec counts: one from before a resume would end the wait at once.
+    # Only a status of the newest spec counts: the status from before a resume would end the wait immediately.
     if goal is Goal.SUSPENDED and run.is_current and run.is_true("Suspended"):
         return WaitOutcome(ExitCode.DONE, "is suspended")
     return WaitOutcome(None, run.phase)
 
 
 def failure_code(run: Run) -> ExitCode:
-    """The exit code that ``evergrad run`` would have had: 64 for a failure that no retry cures, else 70."""
-    # Cause and reason count too, because not every failure has an exit code.
+    """Return the exit code that ``evergrad run`` would have: 64 for a failure that a retry cannot fix,
+    otherwise 70."""
+    # Check cause and reason, too, because not every failure has an exit code.
     failure = run.last_failure
     is_users = failure is not None and (
         failure.exit_code == ExitCode.USER_ERROR or failure.cause in _USER_CAUSES
@@ -104,7 +106,7 @@ def _why(run: Run) -> str:
 
 
 def read_run(cluster: Cluster, name: str) -> Run:
-    """The run of this name. Raises NotFoundError."""
+    """Return the run of this name. Raises NotFoundError."""
     return parse_run(
         cluster.get(runs_path(cluster.namespace, name), what=f"trainingrun {name}")
     )
@@ -112,9 +114,9 @@ def read_run(cluster: Cluster, name: str) -> Run:
 
 @dataclass
 class StallWatch:
-    """Ends a wait for a run that does not continue unless a person acts, which its condition Stalled says.
+    """Ends a wait for a run that needs the user, as its condition Stalled shows.
 
-    Only this machine's clock counts: the time of the condition is of another one.
+    Uses only this machine's clock, because the time of the condition comes from another machine.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -122,8 +124,8 @@ class StallWatch:
     _since: float = 0.0
 
     def judge(self, run: Run) -> WaitOutcome | None:
-        """The outcome of the wait, None while there is reason to wait on. Called with each look."""
-        # One of an earlier spec is about what may have been corrected.
+        """Return the outcome of the wait, or None if the wait continues. Call it at each poll."""
+        # A condition for an earlier spec may describe a problem that is already corrected.
         if run.is_over or not run.is_current or not run.is_true("Stalled"):
             self._stall = None
             return None
@@ -137,7 +139,8 @@ class StallWatch:
 
 @dataclass
 class WaitLimits:
-    """Outages of the cluster during a wait: one remark for each, and growing pauses between tries.
+    """Handles outages of the cluster during a wait: prints one remark for each outage, and pauses longer
+    after each try.
 
     An API server that starts gives answers that look final: not allowed, or unknown. They count as an outage
     for ``_ODD_ANSWERS_SECONDS``.
@@ -149,7 +152,7 @@ class WaitLimits:
     _odd_since: float | None = None
 
     def outlasts(self, error: EvergradError) -> bool:
-        """Whether the wait continues after this answer."""
+        """Return whether the wait continues after this error."""
         if isinstance(error, UnreachableError):
             self._odd_since = None
             return True
@@ -163,14 +166,14 @@ class WaitLimits:
         return now - self._odd_since < _ODD_ANSWERS_SECONDS
 
     def after(self, error: EvergradError) -> None:
-        """Pause before the next try."""
+        """Print a remark after the first error of an outage, and pause before the next try."""
         if not self._pause:
             note(f"{error} Trying again.")
         self._pause = min(_LONGEST_PAUSE_SECONDS, self._pause * 2 or _POLL_SECONDS)
         self.sleep(self._pause)
 
     def is_well(self) -> None:
-        """The cluster has answered."""
+        """Note that the cluster has answered, which ends an outage."""
         if self._pause:
             note("The cluster answers again.")
         self._pause, self._odd_since = 0.0, None
@@ -185,13 +188,14 @@ def wait_for(
     is_due: Callable[[Run], bool] = lambda run: True,
     on_change: Callable[[Run], None] = lambda run: None,
 ) -> tuple[WaitOutcome, Run | None]:
-    """Ask until the goal is reached, can never be, or ``timeout`` is over; the run as last seen.
+    """Poll until the goal is reached, cannot be reached, or ``timeout`` is over. Return the outcome and the
+    last state of the run.
 
-    ``is_due``: whether what was asked for has been seen by the operator at all; before, nothing is judged.
-    ``on_change`` gets every look. A run that is deleted ends the wait, and so does one that waits for a
-    person; a cluster that does not answer does not, once it has answered.
+    ``is_due``: returns whether the operator has seen the requested change; until then, the wait does not end.
+    ``on_change`` receives the run at every poll. The wait also ends if the run is deleted or needs the user.
+    After the first answer, it continues through outages of the cluster.
     """
-    # The run must be there at the first look; from then on an outage is waited out.
+    # The run must exist at the first poll. After that, wait until an outage ends.
     deadline, seen = time.monotonic() + timeout, None
     patience, stalls = WaitLimits(), StallWatch()
     while True:
@@ -210,7 +214,7 @@ def wait_for(
         if run is not None:
             patience.is_well()
 
-            # A run may be deleted and created again under its name between two looks.
+            # A run may be deleted and created again with the same name between two polls.
             if seen is not None and run.uid != seen.uid:
                 return WaitOutcome(
                     ExitCode.INTERNAL, "was deleted, and another run of its name created"
@@ -220,12 +224,12 @@ def wait_for(
             outcome = judge(run, goal)
             if outcome.exit_code is not None and is_due(run):
                 return outcome, run
-            # Nothing that was waited for comes by itself.
+            # A stalled run does not reach the goal without the user.
             stall = stalls.judge(run) if is_due(run) else None
             if stall is not None:
                 return stall, run
 
-        # The deadline comes last, so that the run is looked at once even with no time at all.
+        # Check the deadline last, so that the run is polled once even with a timeout of 0.
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             state = "" if seen is None else f"; it is {seen.phase}{_why(seen)}"
@@ -236,8 +240,8 @@ def wait_for(
 
 
 def describe_change(run: Run) -> str:
-    """One line about a run, for those who watch it."""
-    # A reason that repeats the phase, or an old one of a run that trains, says nothing new.
+    """Describe the state of a run in one line."""
+    # Leave out a reason that repeats the phase, and an old reason of a run that trains: they add nothing.
     parts = [run.phase]
     if run.phase != "Running" and run.reason and run.reason != run.phase:
         parts.append(run.reason)
