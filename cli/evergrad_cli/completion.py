@@ -1,4 +1,4 @@
-"""``evergrad completion``: a script that makes a shell complete commands, options and files."""
+"""``evergrad completion``: prints a script with which a shell completes commands, options and files."""
 
 import argparse
 
@@ -21,8 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Print the script."""
-    # Imported here, since every other command would wait for it; the parser, because main imports this
-    # module.
+    # Import argcomplete here, so that other commands do not wait for it, and the parser, because main imports
+    # this module.
     import shtab
 
     from evergrad_cli.main import build_whole_parser

@@ -1,7 +1,7 @@
-"""Huge pages for the heap of processes that train: on a CPU whose memory is mapped twice, as in a virtual
-machine, a step is up to a third shorter with them.
+"""Uses huge pages for the heap of training processes. On a CPU with nested page tables, as in a virtual
+machine, a step takes up to a third less time with them.
 
-glibc reads the setting when a process begins, so that the command begins anew. Source: the GNU C Library's
+glibc reads the setting when a process starts, so the command restarts itself. Source: the GNU C Library's
 manual, "Memory Allocation Tunables", ``glibc.malloc.hugetlb``.
 """
 
@@ -19,10 +19,12 @@ _KERNELS_CHOICE: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def choose_tunables(present: str, *, libc: str, pages: str) -> str | None:
-    """Value of GLIBC_TUNABLES with huge pages; None where they are of no use or somebody has chosen already.
+    """Return the value of GLIBC_TUNABLES with huge pages, or None if they are of no use or are already
+    configured.
 
-    ``present``: the value that there is. ``libc``: as ``confstr`` says it, ``glibc 2.36``. ``pages``: the
-    kernel's choice, ``always [madvise] never``; with ``always`` the heap has them by itself.
+    ``present``: the current value. ``libc``: from ``confstr``, for example ``glibc 2.36``. ``pages``: the
+    kernel's setting, for example ``always [madvise] never``. With ``always``, the kernel uses huge pages for
+    the heap without this setting.
     """
     version = re.fullmatch(r"glibc (\d+)\.(\d+)\S*", libc)
     if version is None or (int(version[1]), int(version[2])) < _FIRST_GLIBC:
@@ -33,9 +35,9 @@ def choose_tunables(present: str, *, libc: str, pages: str) -> str | None:
 
 
 def begin_anew_with_huge_pages() -> None:
-    """Replace this process by the same command with huge pages, where they can be had and are not there yet.
+    """Replace this process by the same command with huge pages, if they are available and not in use yet.
 
-    The process keeps its number and its open files. Returns where nothing is to be done.
+    The process keeps its PID and its open files. Returns if nothing has to be done.
     """
     libc, pages = "", ""
     with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -44,7 +46,7 @@ def begin_anew_with_huge_pages() -> None:
     tunables = choose_tunables(os.environ.get(VARIABLE, ""), libc=libc, pages=pages)
     if tunables is None or not sys.executable:
         return
-    # Without a copy of the setting in the new environment this would go on for ever.
+    # The new environment must contain the setting, or the process would restart forever.
     environment = {**os.environ, VARIABLE: tunables}
     with contextlib.suppress(OSError):
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)

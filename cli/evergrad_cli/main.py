@@ -19,7 +19,7 @@ from evergrad_manifest.errors import EvergradError, InputError, Problem, describ
 
 
 class Command(Protocol):
-    """Interface of a module that is a command."""
+    """Interface of a module that implements a command."""
 
     NAME: str
     EXAMPLES: str
@@ -65,7 +65,7 @@ CLUSTER_COMMANDS = {
     "prune": "list leftovers of runs, on the cluster or in run directories; delete them with --yes",
     "doctor": "check whether runs can work on this cluster, in this namespace, for you",
 }
-"""Commands for a cluster, by module of ``cluster/``."""
+"""Commands for a cluster, each with its module in ``cluster/``."""
 OTHERS_COMMANDS = {
     "train": "Use `evergrad run`",
     "fit": "Use `evergrad run`",
@@ -77,7 +77,7 @@ OTHERS_COMMANDS = {
     "serve": "Evergrad trains models and serves none. Export one by `evergrad checkpoint export`, and give "
     "the directory to a server that reads models of transformers, such as vLLM",
 }
-"""Names that commands have in other trainers, with what to do here."""
+"""Names of commands in other trainers, each with the replacement here."""
 KNOWN_VARIABLES = (
     "EVERGRAD_CHAOS_KIND",
     "EVERGRAD_COORDINATOR_",
@@ -95,7 +95,7 @@ KNOWN_VARIABLES = (
     "EVERGRAD_E2E",
     "EVERGRAD_TEST",
 )
-"""Beginnings of the environment variables that Evergrad reads, but for the operator's."""
+"""Prefixes of the environment variables that Evergrad reads, except the operator's."""
 _OWN_PACKAGES = (
     "evergrad",
     "evergrad_cli",
@@ -106,7 +106,7 @@ _OWN_PACKAGES = (
 )
 _INTERRUPTED = 130
 _TRAINING_COMMANDS = ("run", "node", "evaluate")
-"""Commands that compute for long enough that the heap's pages count."""
+"""Commands that compute long enough to benefit from huge pages."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

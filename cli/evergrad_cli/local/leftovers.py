@@ -1,7 +1,7 @@
-"""Finds what complete runs of this machine have left over in their directories, and removes it.
+"""Finds leftovers of complete runs on this machine in their directories, and removes them.
 
-Only the directory's own files are read: nothing here needs torch, and no tensor is read. Files that cannot be
-understood are kept.
+Reads only JSON and text files of the directory: it needs no torch and reads no tensors. Unknown files are
+kept.
 """
 
 import json
@@ -15,17 +15,17 @@ from typing import Any, Final
 from evergrad_common.contract import CheckpointFile, RunFile
 
 QUIET_SECONDS: Final = 600.0
-"""Time without a write after which nobody is taken to be at work in the directory of a complete run. A reader
+"""Time without a write after which no process is assumed to work in the directory of a complete run. A reader
 of a checkpoint renews its lease every 20 seconds, and an extended run logs each step."""
 _REFERS_BACK: Final = ("two_stage_kl",)
-"""Recipes of which a longer horizon reads a checkpoint that is not the newest."""
+"""Recipes for which an extended run reads a checkpoint that is not the newest."""
 
 
 @dataclass(frozen=True)
 class Leftover:
-    """One thing that may be left over. ``is_kept``: it stays, for the reason that ``why`` gives.
+    """One possible leftover. If ``is_kept`` is true, it stays, and ``why`` has the reason.
 
-    ``size``: in words, as far as it is known. ``uid`` and ``version``: of an object of a cluster.
+    ``size``: a text; empty if unknown. ``uid`` and ``version``: identify an object of a cluster.
     """
 
     kind: str
@@ -40,10 +40,11 @@ class Leftover:
 
 
 def find_runs(directory: Path) -> tuple[Path, ...]:
-    """Return the run directories at ``directory``: itself, or those directly in it."""
+    """Return the run directories at ``directory``: the directory itself, or run directories directly in
+    it."""
     try:
         is_run = (directory / RunFile.RESOLVED).is_file()
-    # A directory that cannot be entered may be one; what is looked for in it says why.
+    # A directory that cannot be entered may be a run directory. The later search in it reports the reason.
     except PermissionError:
         is_run = True
     if is_run:
@@ -54,14 +55,15 @@ def find_runs(directory: Path) -> tuple[Path, ...]:
 def find_leftovers(
     directory: Path, *, keep: int, now: float, neighbours: Collection[Path] = ()
 ) -> Iterator[Leftover]:
-    """Find what may be removed from one run directory, and what is kept though it looks superseded.
+    """Yield the leftovers of one run directory, including superseded files that are kept.
 
-    ``keep``: number of its newest whole checkpoints that stay. ``now``: Unix seconds. ``neighbours``: other
-    run directories, which may begin with a checkpoint of this one. A run that cannot be read is kept whole.
+    ``keep``: number of the newest whole checkpoints that stay. ``now``: Unix seconds. ``neighbours``: other
+    run directories, whose runs may have started from a checkpoint of this run. If a run cannot be read, all
+    of it is kept.
     """
     try:
         found = list(_look_into(directory, keep=keep, now=now, neighbours=neighbours))
-    # Pods write as another user; that one run is theirs must not keep the others from being looked at.
+    # Pods write as another user. If this run cannot be read, the search must continue with other runs.
     except OSError as error:
         why = f"not all of it can be read: {error}"
         found = [Leftover("Run", str(directory), why, is_kept=True)]
@@ -71,13 +73,13 @@ def find_leftovers(
 def _look_into(
     directory: Path, *, keep: int, now: float, neighbours: Collection[Path]
 ) -> Iterator[Leftover]:
-    """Find as ``find_leftovers``. Raises OSError."""
+    """Yield the same as ``find_leftovers``. Raises OSError."""
     reason = _find_obstacle(directory, now=now, neighbours=neighbours)
     if reason:
         yield Leftover("Run", str(directory), reason, is_kept=True)
         return
 
-    # Saves that were never published, and what a removal had no time for.
+    # List saves that were never published, and removals that were interrupted.
     checkpoints = directory / RunFile.CHECKPOINTS
     for folder, why in (
         (CheckpointFile.ATTEMPTS, "a save that never ended"),
@@ -86,11 +88,11 @@ def _look_into(
         for path in sorted((checkpoints / folder).glob("*")):
             yield _leftover("Attempt", path, why)
 
-    # The newest whole checkpoints and all that somebody has asked to keep stay.
+    # Keep the newest whole checkpoints, and all checkpoints that are permanent or best.
     found = []
     for path in checkpoints.glob("step-*"):
         manifest = _read_whole(path) or {}
-        # A checkpoint without one of the three has no place in the order, and stays.
+        # A checkpoint that lacks one of these three numbers cannot be ordered, so it is kept.
         version = [manifest.get(key) for key in ("step", "generation", "serial")]
         if all(isinstance(number, int) for number in version):
             found.append((version, path, manifest))
@@ -110,7 +112,8 @@ def _look_into(
 
 
 def remove(path: Path) -> None:
-    """Remove an attempt or a checkpoint: renamed first, so that no reader ever takes half of it for a whole.
+    """Remove an attempt or a checkpoint. It is renamed first, so that a reader never finds half of a
+    checkpoint.
 
     Raises OSError.
     """
@@ -126,8 +129,8 @@ def remove(path: Path) -> None:
 
 
 def _find_obstacle(directory: Path, *, now: float, neighbours: Collection[Path]) -> str:
-    """Return why nothing may be removed from a run directory; empty where it may."""
-    # A run that may go on may need any of its checkpoints, for instance after a step that is not finite.
+    """Return why nothing may be removed from a run directory; empty if leftovers may be removed."""
+    # A run that may continue may need any of its checkpoints, for example after a step that is not finite.
     if not (directory / RunFile.COMPLETE).is_file():
         return "the run is not complete"
     resolved = directory / RunFile.RESOLVED
@@ -142,7 +145,7 @@ def _find_obstacle(directory: Path, *, now: float, neighbours: Collection[Path])
     )
     if any(path.exists() and now - path.stat().st_mtime < QUIET_SECONDS for path in recent):
         return "it was written to, or read by an evaluation, in the last ten minutes"
-    # By the name alone: a path may be written in many ways, and keeping too much costs only space.
+    # Compare only the name: a path can be written in many ways, and keeping too much costs only space.
     for other in neighbours:
         try:
             if other == directory or (other / RunFile.COMPLETE).is_file():
@@ -156,7 +159,7 @@ def _find_obstacle(directory: Path, *, now: float, neighbours: Collection[Path])
 
 
 def _read_whole(checkpoint: Path) -> Mapping[str, Any] | None:
-    """Return the manifest of a checkpoint whose files are all there with their sizes; None for any other."""
+    """Return the manifest of a checkpoint if all its files exist with the right sizes, or None."""
     if checkpoint.is_symlink():
         return None
     manifest = _read_json(checkpoint / CheckpointFile.MANIFEST)
@@ -167,7 +170,7 @@ def _read_whole(checkpoint: Path) -> Mapping[str, Any] | None:
         or not files
     ):
         return None
-    # Sizes show a copy that was cut short; hashes would need every file to be read.
+    # Sizes detect an incomplete copy. Hashes would require reading every file.
     for file in files:
         if not isinstance(file, Mapping):
             return None
@@ -190,7 +193,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 def _leftover(kind: str, path: Path, why: str, *, is_kept: bool = False) -> Leftover:
     is_folder = path.is_dir() and not path.is_symlink()
-    # Links are counted themselves, and never followed: their targets stay.
+    # Count links themselves and never follow them: their targets stay.
     files = path.rglob("*") if is_folder else (path,)
     size = sum(one.lstat().st_size for one in files if one.is_symlink() or one.is_file())
     return Leftover(kind, str(path), why, is_kept=is_kept, size_bytes=size)

@@ -1,4 +1,5 @@
-"""A run directory as the course of its run, for its page: read from the files of every run, as they grow."""
+"""Reads a run directory for the run's page: the history of the run, from files that grow while the run
+trains."""
 
 import contextlib
 import json
@@ -17,9 +18,10 @@ from evergrad_coordinator.rules.history import RunHistory
 from evergrad_coordinator.rules.state import MOST_SETS
 
 _MOST_BYTES: Final = 64 * 1024 * 1024
-"""Bytes of a file that are read at once; the rest is read by the next look."""
+"""Bytes of a file that one call of ``look`` reads; the next call reads the rest."""
 _HEAD_BYTES: Final = 4096
-"""Beginning of a file by which another one in its place is noticed, since lines have their times."""
+"""Bytes at the beginning of a file that are compared to detect that the file was replaced. Its lines contain
+times, so two files differ."""
 _TEXTS: Final[Mapping[str, str]] = {
     "start": "a process started with {world_size} processes in all",
     "world": "training goes on with {world_size} processes: {cause}",
@@ -36,7 +38,7 @@ _TEXTS: Final[Mapping[str, str]] = {
 
 
 class _Lines:
-    """The whole lines that a growing file of JSON objects got since the last look."""
+    """Reads the new whole lines of a growing file of JSON objects."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -44,8 +46,9 @@ class _Lines:
         self._head = b""
 
     def is_another_file(self) -> bool:
-        """Whether another file is where this one was, or this one has lost lines that were read."""
-        # Not by the inode, which a new file may have again. While there is none, what was read stays.
+        """Return whether the file was replaced, or has lost lines that were read."""
+        # Do not compare inodes, because a new file may reuse one. If the file is missing, keep the lines that
+        # were read.
         with contextlib.suppress(OSError), self._path.open("rb") as file:
             begins_alike = file.read(len(self._head)) == self._head
             return not begins_alike or file.seek(0, os.SEEK_END) < self._offset
@@ -55,7 +58,7 @@ class _Lines:
         with contextlib.suppress(OSError), self._path.open("rb") as file:
             file.seek(self._offset)
             data = file.read(_MOST_BYTES)
-            # The last line may be half written; it is read with its end.
+            # The last line may be incomplete. Read it when its end is written.
             data = data[: data.rfind(b"\n") + 1]
             self._offset += len(data)
             self._head = (self._head + data)[:_HEAD_BYTES]
@@ -67,7 +70,7 @@ class _Lines:
 
 
 class RunFiles:
-    """Reads a run directory into ``history``, and what is newest of it as a status."""
+    """Reads a run directory into ``history``, and returns the newest values as a status."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -89,20 +92,21 @@ class RunFiles:
         self._restarts: dict[str, int] = {}
         self._lost_seconds: dict[str, float] = {}
         self._is_stop_requested = False
-        """Whether the newest process has stopped because it was asked to."""
+        """Whether the newest process has stopped on request."""
         self.newest_time = 0.0
-        """Unix time up to which the run is known: now, or its last sign of life where it has ended."""
+        """Unix time up to which the run is known: now, or the last event or step if the run has ended."""
         self.history = RunHistory(began_at=0.0)
-        """Its times are Unix seconds until the first event says when the run began."""
+        """Its times are Unix seconds until the first event gives the start of the run."""
 
     def is_another_run(self) -> bool:
-        """Whether the directory was begun anew: what was read so far is of a run that is gone."""
+        """Return whether the run was started again in an emptied directory, so that the lines that were read
+        belong to a deleted run."""
         files = (self._events, self._metrics, self._evaluations)
         return any(one.is_another_file() for one in files)
 
     def look(self, now: float) -> dict[str, Any]:
         """Read new lines of the files, and return the status as of Unix time ``now``."""
-        # Events come first: they say when the run began, from which all other times count.
+        # Read events first: they contain the start of the run, to which all other times are relative.
         for row in self._events.read():
             self._beginnings.note(row.get("type"), row.get("generation"), row.get("time"))
             self._note_event(row)
@@ -117,7 +121,7 @@ class RunFiles:
                 self._per_second = values["tokens_per_second"] = per_second
             self.history.steps.add(step, _numbers(values))
             self._note_size(row)
-        # The number of sets is bounded, because the history keeps a track of each in memory.
+        # Limit the number of sets, because the history keeps a track of each set in memory.
         for row in self._evaluations.read():
             if not _is_in_time(row, self._evaluations_in_time):
                 continue
@@ -132,7 +136,7 @@ class RunFiles:
         total, step = start.get("total_steps"), last.get("step")
         phase, message = self._find_phase(now)
         left: float | None = None
-        # A run that has ended keeps the time of its last sign of life.
+        # A run that has ended keeps the time of its last event or step.
         if phase == "Running":
             self.newest_time = max(self.newest_time, now)
             if isinstance(total, int) and isinstance(step, int) and per_second:
@@ -157,7 +161,7 @@ class RunFiles:
         }
 
     def _add_tokens(self, row: Mapping[str, Any]) -> float | None:
-        """Return the throughput as of the end of a step; None for a row that does not have its numbers."""
+        """Return the throughput at the end of a step; None if the row lacks one of the required numbers."""
         numbers: list[Any] = [
             row.get(one) for one in ("generation", "tokens", "step_seconds", "time")
         ]
@@ -172,15 +176,15 @@ class RunFiles:
         kind, at = str(row.get("type")), row.get("time")
         if not isinstance(at, int | float):
             return
-        # A clock that goes back makes no time negative: nothing is earlier than the event before it.
+        # If the clock is set back, use the time of the previous event, so that no elapsed time is negative.
         at = max(float(at), self._last_event_at)
         if not self.history.began_at:
-            # Steps that were read before it have other times.
+            # Times of steps that were read before the first event have another origin.
             self.history.began_at, self.history.times = at, Track()
         elapsed = round(at - self.history.began_at, 1)
         self.newest_time = max(self.newest_time, at)
         # A start after the first one is a restart, unless a stop was requested before it. A change of the
-        # world is one, too, and says what it cost.
+        # world is a restart, too, and its event contains the lost time.
         cause = str(row.get("cause") or "process_started")
         is_resumed = kind == "start" and self._is_stop_requested
         if kind in ("start", "stop"):
@@ -191,7 +195,8 @@ class RunFiles:
             kind == "start" and "start" in self._newest and not is_resumed
         ):
             self._restarts[cause] = self._restarts.get(cause, 0) + 1
-            # Steps that a killed process trained after its last event, such as a save, are lost, too.
+            # Count steps after the last event, for example a save, as lost: the killed process trained them
+            # in vain.
             lost = (
                 at - self._last_event_at
                 if kind == "start"
@@ -213,7 +218,7 @@ class RunFiles:
         times = self.history.times
         if isinstance(at, int | float) and isinstance(size, int):
             elapsed = round(max(0.0, at - self.history.began_at), 1)
-            # Clocks of two hosts may differ: what seems to be earlier is left out.
+            # Clocks of two hosts may differ: leave out values that seem to be earlier.
             if not times.x or elapsed > times.x[-1]:
                 times.add(elapsed, {"processes": size})
 
@@ -233,7 +238,7 @@ class RunFiles:
             return "Stopped", describe_ending(reason) or f"exit code {end.get('exit_code')}"
         if not self._newest:
             return "Waiting", "no process has written anything yet"
-        # A process that was killed writes no end: the time of its last step is all there is.
+        # A killed process writes no end event, so show the time of its last step.
         if not self._last:
             return "Running", "no step is trained yet"
         age = max(0.0, now - self._last["time"])
@@ -241,7 +246,8 @@ class RunFiles:
 
 
 def _saved_step(save: Mapping[str, Any]) -> Any:
-    """Return the step that was saved; the event's own is that at which a background save was reported."""
+    """Return the step that was saved. The event's own step is the step at which a background save was
+    reported."""
     step = step_of_checkpoint(str(save.get("checkpoint", "")))
     return save.get("step") if step is None else step
 
@@ -251,7 +257,7 @@ def _is_in_time(row: Mapping[str, Any], judge: InTime) -> bool:
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the values that are numbers; a loss that is none stands as null in the file."""
+    """Return the values that are numbers. A loss that is not finite is null in the file."""
     return {
         name: float(value)
         for name, value in values.items()

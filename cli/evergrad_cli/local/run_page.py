@@ -1,4 +1,4 @@
-"""Serves the page of a run of this machine from its run directory, where no coordinator serves it."""
+"""Serves the page of a run on this machine from its run directory, if no coordinator serves it."""
 
 import contextlib
 import sys
@@ -17,11 +17,11 @@ from evergrad_coordinator.edge.page_files import build_page, is_own_request
 from evergrad_coordinator.rules.history import rewind, take_update
 
 _WRITE_SECONDS: Final = 30.0
-"""Time within which a page has to read its data, or is dropped."""
+"""Time within which a page must read its data before the connection is closed."""
 
 
 def follow(directory: Path, stream: BufferedIOBase, is_over: threading.Event) -> None:
-    """Write events to ``stream`` until it cannot be written; they begin with all there is."""
+    """Write events to ``stream`` until it cannot be written. The first event contains the whole history."""
     files, began_at = RunFiles(directory), 0.0
     with contextlib.suppress(OSError):
         while not is_over.is_set():
@@ -29,11 +29,13 @@ def follow(directory: Path, stream: BufferedIOBase, is_over: threading.Event) ->
             if is_anew:
                 files = RunFiles(directory)
             status = files.look(time.time())
-            # A page takes another beginning for another run, and forgets all it has: it gets all there is.
+            # If the start of the run changes, a page assumes another run and discards its data, so send the
+            # whole history.
             if files.history.began_at != began_at:
                 began_at = files.history.began_at
                 rewind(files.history)
-            # Where only the file of steps was begun anew, the events still say the same.
+            # If only the file of steps was started again, the events still have the same start, so make the
+            # page discard its data.
             elif is_anew:
                 forget = {"beganAt": -1.0, "elapsed": 0.0, "status": status}
                 stream.write(encode_event(forget))
@@ -46,14 +48,14 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        # A browser that cancels a request ends its connection: that is no error.
+        # A browser that cancels a request closes its connection, which is not an error.
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
 
 @contextlib.contextmanager
 def serving_files(directory: Path, *, port: int) -> Iterator[int]:
-    """Serve the page on ``port`` of 127.0.0.1 (0: a free one); yields the port. Raises OSError."""
+    """Serve the page on ``port`` of 127.0.0.1 (0: a free port) and yield the port. Raises OSError."""
     page = build_page("run", needs_token=False)
     places = threading.BoundedSemaphore(MOST_PAGES)
     is_over = threading.Event()
@@ -61,7 +63,7 @@ def serving_files(directory: Path, *, port: int) -> Iterator[int]:
     class Handler(BaseHTTPRequestHandler):
         timeout = _WRITE_SECONDS
 
-        # Other pages of the same browser may ask this port: none of them may read the run.
+        # Other pages in the same browser may send requests to this port. None of them may read the run.
         def do_GET(self) -> None:
             site = self.headers.get("Sec-Fetch-Site", "")
             if self.path == "/":
@@ -72,7 +74,7 @@ def serving_files(directory: Path, *, port: int) -> Iterator[int]:
                 self._begin(404, "text/plain")
             elif not is_own_request(self.headers.get("Host", ""), site):
                 self._begin(403, "text/plain")
-            # Each open page holds a thread for as long as it is open.
+            # Each open page uses one thread as long as it is open.
             elif not places.acquire(blocking=False):
                 self._begin(503, "text/plain")
             else:
@@ -95,14 +97,14 @@ def serving_files(directory: Path, *, port: int) -> Iterator[int]:
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
-            """Say nothing: requests of one's own browser are no news."""
+            """Discard the log: requests of the user's own browser are not worth a line."""
 
     with _Server(("127.0.0.1", port), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.1,))
         thread.start()
         try:
             yield server.server_port
-        # Pages end first: a handler that waits would outlive the server.
+        # End the pages first: a handler that waits would outlive the server.
         finally:
             is_over.set()
             server.shutdown()

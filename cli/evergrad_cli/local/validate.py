@@ -1,7 +1,8 @@
-"""``evergrad validate``: checks a manifest and shows everything that is wrong with it.
+"""``evergrad validate``: checks a manifest and shows all its problems.
 
-Reports what ``evergrad run`` reports before the first step, except for data, for files that exist only on a
-cluster, and for the machine that trains. For a script, it needs only its file beside the manifest.
+Reports the same problems as ``evergrad run`` before the first step, except problems of the data, of files
+that exist only on a cluster, and of the machine that trains. For a script, it needs only the script's file
+next to the manifest.
 """
 
 import argparse
@@ -82,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Returns 0 for a valid manifest; 64 after printing every problem."""
+    """Validate the manifest. Return 0 if it is valid, or 64 after printing every problem."""
     try:
         given = load_from(args)
         loaded = with_profiles(given, args.profile) if args.profile else given
@@ -90,7 +91,7 @@ def execute(args: argparse.Namespace) -> int:
         _print_problems(error.problems, as_json=args.json)
         return int(error.exit_code)
 
-    # Files beside the manifest are part of it. Those of a pod or a volume may exist there alone.
+    # Check files next to the manifest, which are part of it. Files of a pod or a volume may exist only there.
     spec, base = loaded.run.spec, loaded.base_directory
     missing = (
         [] if spec.script is None else portable_problems(spec.script, base_directory=base)
@@ -98,7 +99,7 @@ def execute(args: argparse.Namespace) -> int:
     missing += (
         [] if spec.training is None else task_problems(spec.training, base_directory=base)
     )
-    # The checks that `evergrad run` makes before its first step, as far as they need neither data nor the
+    # Make the checks that `evergrad run` makes before its first step, if they need neither data nor the
     # machine that trains.
     report = _examine(loaded) if spec.training is not None and not missing else None
     if report is not None:
@@ -123,7 +124,7 @@ def execute(args: argparse.Namespace) -> int:
         _print(
             f"valid: {loaded.run.metadata.name} ({loaded.path}); {_summarize(loaded, report)}"
         )
-        # Values that profiles have filled in: without profiles both are the same.
+        # The resolved run includes the values from profiles. Without profiles, both are the same.
         kept = ("metadata", "spec")
         before, after = (
             {key: one[key] for key in kept if key in one} for one in (given.raw, loaded.raw)
@@ -134,7 +135,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def with_profiles(loaded: LoadedManifest, files: Sequence[Path]) -> LoadedManifest:
-    """Return the run with the defaults of the profiles in these files, a later one over those before it.
+    """Return the run with the defaults of the profiles in these files; later files take precedence.
 
     Raises ConfigurationError with every problem of the profiles, or of the run with them.
     """
@@ -147,7 +148,7 @@ def with_profiles(loaded: LoadedManifest, files: Sequence[Path]) -> LoadedManife
         if not found:
             defaults = merge_defaults(defaults, raw.get("defaults") or {})
             rdma += (raw.get("allows") or {}).get("rdma") or ()
-    # Problems of the profiles come alone: with half of the defaults the run's own would be guesses.
+    # Report problems of the profiles alone: with half of the defaults, problems of the run would be guesses.
     raise_if(problems, ConfigurationError)
     merged = apply_defaults(loaded.raw, defaults)
     run = parse_run(merged)
@@ -156,13 +157,13 @@ def with_profiles(loaded: LoadedManifest, files: Sequence[Path]) -> LoadedManife
 
 
 def _read_profile(file: Path) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the profile in a file, and everything that is wrong with it."""
+    """Return the profile in a file, and its problems."""
     document, label = read_document(file, source=str(file)), path_label(file)
     if document.value is None or document.problems:
         return {}, document.problems
     value = document.value
 
-    # A namespace's profile is kept, and shown by kubectl, as the ConfigMap that holds it.
+    # The profile of a namespace is stored, and shown by kubectl, as the ConfigMap that contains it.
     is_of_namespace = value.get("kind") == "ConfigMap"
     if is_of_namespace:
         data = value.get("data")
@@ -198,12 +199,12 @@ class _Report(Protocol):
 
 
 def _examine(loaded: LoadedManifest) -> _Report | None:
-    """Return what the trainer's packages report on the file; None where they are not installed."""
+    """Return the report of the trainer's packages on the file, or None if they are not installed."""
     for entry in metadata.entry_points(group="evergrad.describe"):
         try:
             examine = entry.load()
         except (AttributeError, ModuleNotFoundError):
-            # They are not installed, or are those of another version.
+            # The packages are not installed, or have another version.
             continue
         report: _Report = examine(loaded.run, loaded.base_directory)
         return report
@@ -211,7 +212,7 @@ def _examine(loaded: LoadedManifest) -> _Report | None:
 
 
 def _summarize(loaded: LoadedManifest, report: _Report | None) -> str:
-    """Describe the run in a few words, so that a slip of a number is seen before it costs a night."""
+    """Describe the run in a few words, so that a user notices a wrong number before the run starts."""
     run = loaded.run
     if run.spec.script is not None:
         nodes, program = run.spec.nodes, run.script.program
@@ -229,7 +230,7 @@ def _summarize(loaded: LoadedManifest, report: _Report | None) -> str:
             text += " each" if number != "1" else ""
         return text
 
-    # A typed run in the units of its file. A task that prepares its data itself names no source.
+    # Describe a typed run in the units of its file. A task that prepares its data itself names no source.
     training = run.training
     slots = slots_per_step(training.batching)
     sources = ", ".join(source.name for source in training.data.sources)
@@ -243,12 +244,14 @@ def _summarize(loaded: LoadedManifest, report: _Report | None) -> str:
         length = f"{horizon.epochs:g} epochs"
     text = f"{length}, {training.batching.global_batch_size} samples a step in {slots} slots{trained_on}"
 
-    # The size of model and training state, where the trainer's packages and the model's files are here.
+    # Add the size of model and training state if the trainer's packages and the model's files are on this
+    # machine.
     return f"{text}; {report.summary}" if report is not None and report.summary else text
 
 
 def _print(text: str, *, file: TextIO | None = None) -> None:
-    """Print what the terminal's encoding cannot show as escapes, never as a traceback."""
+    """Print ``text``. Characters that the terminal's encoding cannot show are escaped and never cause a
+    traceback."""
     stream = sys.stdout if file is None else file
     encoding = stream.encoding or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)

@@ -1,4 +1,4 @@
-"""The checks of ``evergrad doctor``: one answer for each thing that was looked at, with a remedy. Pure."""
+"""The checks of ``evergrad doctor``: each returns one result, with a remedy. Pure."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ CRD_NAME: Final = "trainingruns.evergrad.dev"
 VERSION: Final = "v1alpha1"
 _DEFAULT_CLASS: Final = "storageclass.kubernetes.io/is-default-class"
 _ENFORCE: Final = "pod-security.kubernetes.io/enforce"
-# Known by name, because a StorageClass has no field for the access modes of its volumes.
+# Provisioners are listed by name, because a StorageClass has no field for the access modes of its volumes.
 _ONE_NODE_PROVISIONERS: Final = (
     "ebs.csi.aws.com",
     "kubernetes.io/aws-ebs",
@@ -30,17 +30,17 @@ _ONE_NODE_PROVISIONERS: Final = (
     "csi.hetzner.cloud",
     "cinder.csi.openstack.org",
 )
-"""Provisioners of volumes that one node at a time may write."""
+"""Provisioners of volumes that only one node at a time may write."""
 
 _DEMANDED: Final = frozenset(
     f"{kind}{name}" for kind in ("", "requests.", "limits.") for name in ("cpu", "memory")
 )
-"""Resources of a quota under which Kubernetes refuses pods that do not set them. Others, such as storage
-and accelerators, are only counted."""
+"""Resources of a quota for which Kubernetes refuses pods that do not set them. Other resources, such as
+storage and accelerators, are only counted."""
 
 
 class CheckState(StrEnum):
-    """Outcome of a check; ``skip`` was not looked at, for the reason in the message."""
+    """Outcome of a check. ``skip``: the check was not made, for the reason in the message."""
 
     OK = "ok"
     WARN = "warn"
@@ -50,7 +50,7 @@ class CheckState(StrEnum):
 
 @dataclass(frozen=True)
 class Check:
-    """One line of ``doctor``. ``remedy`` is empty where nothing needs to be done."""
+    """One line of ``doctor``. ``remedy`` is empty if the user does not need to act."""
 
     name: str
     state: CheckState
@@ -59,10 +59,10 @@ class Check:
 
 
 def check_version(raw: Mapping[str, Any], host: str) -> Check:
-    """The API server's ``/version``."""
+    """Check the version of the API server, from ``/version``."""
     text = str(raw.get("gitVersion", "unknown"))
 
-    # Digits alone: vendors add marks of their own, such as 34+ for the minor version.
+    # Read digits only: vendors add suffixes, for example ``34+`` for the minor version.
     marked = [str(raw.get(key, "")) for key in ("major", "minor")]
     numbers = ["".join(filter(str.isdigit, text)) for text in marked]
     if not all(numbers):
@@ -83,11 +83,13 @@ def check_version(raw: Mapping[str, Any], host: str) -> Check:
 
 
 def check_crd(raw: Mapping[str, Any] | None, *, is_served: bool, may_read: bool) -> Check:
-    """The CustomResourceDefinition. ``is_served``: whether discovery knows TrainingRuns of our version."""
+    """Check the CustomResourceDefinition. ``is_served``: whether discovery lists TrainingRuns of our
+    version."""
     install = (
         "Install or upgrade the chart: helm upgrade --install evergrad charts/evergrad"
     )
-    # Discovery counts, and not the object: a CRD may be stored and not be served, such as one being deleted.
+    # Discovery decides, not the object: a CRD may be stored but not served, for example while it is being
+    # deleted.
     if not is_served:
         what = (
             f"{CRD_NAME} is not installed"
@@ -105,8 +107,8 @@ def check_crd(raw: Mapping[str, Any] | None, *, is_served: bool, may_read: bool)
     schema = part(ours, "schema", "openAPIV3Schema", "properties")
     known = part(schema, "spec", "properties")
 
-    # A field that the stored CRD lacks is refused or dropped at submit. Imported here, since the models take
-    # longer to import than the other checks take together.
+    # The API server refuses or drops a field at submit if the stored CRD lacks it. Import the models here,
+    # because the import takes longer than all other checks together.
     from evergrad_manifest.envelope import Spec
     from evergrad_manifest.model.fields import fields_of
 
@@ -114,7 +116,7 @@ def check_crd(raw: Mapping[str, Any] | None, *, is_served: bool, may_read: bool)
     if missing:
         what = f"it is older than this command: it lacks spec.{', spec.'.join(missing)}"
         return Check("crd", CheckState.WARN, what, install)
-    # Without it the API server refuses each status that the operator writes.
+    # Without the status subresource, the API server refuses each status that the operator writes.
     if "status" not in (ours.get("subresources") or {}):
         return Check("crd", CheckState.FAIL, "it has no status subresource", install)
     return Check(
@@ -123,7 +125,8 @@ def check_crd(raw: Mapping[str, Any] | None, *, is_served: bool, may_read: bool)
 
 
 def check_operator(deployments: Sequence[Mapping[str, Any]] | None, version: str) -> Check:
-    """The operator's Deployments, None where this user may not list them. ``version`` is this command's."""
+    """Check the operator's Deployments, None if this user may not list them. ``version``: the version of this
+    command."""
     if deployments is None:
         return Check(
             "operator",
@@ -146,7 +149,7 @@ def check_operator(deployments: Sequence[Mapping[str, Any]] | None, version: str
                 remedy,
             )
 
-    # A warning and no failure: training that runs does not depend on either version.
+    # Warn and do not fail: running training does not depend on either version.
     shown = ", ".join(f"{_namespace(raw)}/{_name(raw)}" for raw in deployments)
     labels = part(deployments[0], "metadata", "labels")
     other = labels.get("app.kubernetes.io/version")
@@ -162,7 +165,7 @@ def check_operator(deployments: Sequence[Mapping[str, Any]] | None, version: str
 
 
 def check_lease(leases: Sequence[Mapping[str, Any]] | None, *, now: float) -> Check:
-    """The operator's lease in its namespace: somebody renews it. ``now`` in Unix seconds, of this machine."""
+    """Check that an operator renews the lease in its namespace. ``now``: Unix seconds of this machine."""
     if leases is None:
         return Check("operator lease", CheckState.SKIP, "this user may not read Leases")
     if not leases:
@@ -170,7 +173,7 @@ def check_lease(leases: Sequence[Mapping[str, Any]] | None, *, now: float) -> Ch
         return Check(
             "operator lease", CheckState.WARN, "no operator has taken its lease", remedy
         )
-    # Leases of operators for other namespaces may be there, or one that an old installation left behind.
+    # There may be leases of operators for other namespaces, or a lease of an old installation.
     newest = max(
         leases, key=lambda raw: parse_time(part(raw, "spec").get("renewTime")) or 0.0
     )
@@ -180,7 +183,8 @@ def check_lease(leases: Sequence[Mapping[str, Any]] | None, *, now: float) -> Ch
         spec.get("leaseDurationSeconds") or 15,
     )
     holder = spec.get("holderIdentity") or "nobody"
-    # An operator that ends clears the holder, so that another need not wait for the time to pass.
+    # An operator that ends clears the holder, so that the next operator does not have to wait until the lease
+    # expires.
     if renewed is None or not spec.get("holderIdentity"):
         return Check(
             "operator lease",
@@ -188,7 +192,7 @@ def check_lease(leases: Sequence[Mapping[str, Any]] | None, *, now: float) -> Ch
             "nobody holds it",
             "Is the operator just starting? If not, look at its log",
         )
-    # Three times the duration, since the clocks of two machines differ: only a long silence counts.
+    # Allow three times the duration, because the clocks of two machines differ.
     if now - renewed > 3 * seconds:
         remedy = f"Look at the operator's log: kubectl -n {_namespace(newest)} get pods"
         return Check(
@@ -206,7 +210,7 @@ def check_lease(leases: Sequence[Mapping[str, Any]] | None, *, now: float) -> Ch
 
 @dataclass(frozen=True)
 class Right:
-    """One thing a user may need to do. ``is_needed``: a run cannot be used without."""
+    """One permission that a user may need. ``is_needed``: a run cannot be used without it."""
 
     verb: str
     group: str
@@ -223,7 +227,7 @@ class Right:
 
 
 _RUNS: Final = ("evergrad.dev", "trainingruns")
-# With the command that needs it, so that a user can see whether the lack of it matters.
+# Each permission has the command that needs it, so that a user can decide whether it matters.
 RIGHTS: Final = (
     Right("get", *_RUNS, purpose="status, wait", is_needed=True),
     Right("list", *_RUNS, purpose="list, top, prune", is_needed=True),
@@ -243,7 +247,7 @@ RIGHTS: Final = (
 
 
 def check_rights(allowed: Mapping[Right, bool | None], namespace: str) -> Check:
-    """The API server's answer about each right, None where there was no answer."""
+    """Check the API server's answer about each right, None if there was no answer."""
     name = "your rights"
 
     def show(answer: bool | None) -> str:
@@ -257,7 +261,8 @@ def check_rights(allowed: Mapping[Right, bool | None], namespace: str) -> Check:
     unasked = f"could not be asked: {unasked}" if unasked else ""
     if not lacking:
         return Check(name, CheckState.SKIP, unasked, "Try again")
-    # A warning where only some commands lack a right: who may only watch a run can still use the others.
+    # Warn if only some commands lack a right: a user who may only watch runs can still use the other
+    # commands.
     is_failure = any(right.is_needed for right in allowed if allowed[right] is False)
     message = f"not allowed in namespace {namespace}: {lacking}"
     return Check(
@@ -269,7 +274,7 @@ def check_rights(allowed: Mapping[Right, bool | None], namespace: str) -> Check:
 
 
 def check_storage(classes: Sequence[Mapping[str, Any]] | None) -> Check:
-    """The StorageClasses: a default one, which several nodes may write."""
+    """Check the StorageClasses: there should be a default class whose volumes several nodes may write."""
     if classes is None:
         return Check("storage", CheckState.SKIP, "this user may not list StorageClasses")
     shared = (
@@ -296,7 +301,7 @@ def check_storage(classes: Sequence[Mapping[str, Any]] | None) -> Check:
             shared,
         )
 
-    # Kubernetes takes the newest of several defaults. No class has a field for its access modes.
+    # Kubernetes uses the newest of several defaults. A class has no field for its access modes.
     name, provisioner = _name(defaults[-1]), str(defaults[-1].get("provisioner", ""))
     if provisioner in _ONE_NODE_PROVISIONERS:
         what = (
@@ -314,7 +319,7 @@ def check_storage(classes: Sequence[Mapping[str, Any]] | None) -> Check:
 def check_namespace(
     raw: Mapping[str, Any] | None, namespace: str, *, may_read: bool
 ) -> Check:
-    """The namespace and its Pod Security labels; a run's pods meet the strictest level."""
+    """Check the namespace and its Pod Security labels. The pods of a run meet the strictest level."""
     if not may_read:
         return Check(
             "namespace", CheckState.SKIP, f"this user may not read namespace {namespace}"
@@ -334,7 +339,7 @@ def check_namespace(
             "Name another with -n",
         )
 
-    # Shown and not judged: the pods of a run are built for the strictest level.
+    # Show the level but do not judge it: the pods of a run meet the strictest level.
     level = part(raw, "metadata", "labels").get(_ENFORCE)
     told = f"enforces Pod Security {level}" if level else "enforces no Pod Security level"
     return Check(
@@ -344,23 +349,25 @@ def check_namespace(
 
 @dataclass(frozen=True)
 class QuotaLimits:
-    """What the LimitRanges of a namespace say of each container: the defaults that they set, and the bounds
-    that they enforce. Resources by name, such as ``limits.memory``."""
+    """The defaults and the bounds that the LimitRanges of a namespace set for each container.
+
+    Resources are named as in a quota, for example ``limits.memory``.
+    """
 
     defaults: frozenset[str] = frozenset()
     most: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """By resource: the bound, and the LimitRange that has it."""
+    """By resource: the bound, and the name of the LimitRange that sets it."""
 
 
 def read_limits(ranges: Sequence[Mapping[str, Any]]) -> QuotaLimits:
-    """Read the LimitRanges of a namespace."""
+    """Return the limits that the LimitRanges of a namespace set."""
     defaults: set[str] = set()
     most: dict[str, tuple[str, str]] = {}
     for raw in ranges:
         for item in part(raw, "spec").get("limits") or ():
             if item.get("type") not in ("Container", "Pod"):
                 continue
-            # A default limit is the default request, too, where none is named.
+            # A default limit is also the default request if the LimitRange sets no default request.
             asked = set(item.get("defaultRequest") or ()) | set(item.get("default") or ())
             defaults |= {f"limits.{name}" for name in item.get("default") or ()}
             defaults |= {f"requests.{name}" for name in asked} | asked
@@ -374,9 +381,9 @@ def read_limits(ranges: Sequence[Mapping[str, Any]]) -> QuotaLimits:
 def check_limits(
     ranges: Sequence[Mapping[str, Any]] | None, coordinator: Mapping[str, str]
 ) -> Check:
-    """LimitRanges of the namespace: whether a run's coordinator fits, whose limits are the installation's.
+    """Check whether a run's coordinator fits into the LimitRanges of the namespace.
 
-    ``coordinator``: its limits by resource.
+    ``coordinator``: its limits by resource, which the installation sets.
     """
     if ranges is None:
         return Check("limit range", CheckState.SKIP, "this user may not list LimitRanges")
@@ -409,16 +416,16 @@ def check_quotas(
     defaults: Collection[str] = (),
     waiting: Sequence[tuple[str, str]] = (),
 ) -> Check:
-    """ResourceQuotas of the namespace: whether there is room.
+    """Check whether the ResourceQuotas of the namespace have room.
 
-    ``defaults``: resources that a LimitRange sets where a run does not. ``waiting``: runs that wait for room,
+    ``defaults``: resources that a LimitRange sets if a run does not. ``waiting``: runs that wait for a quota,
     each with its message.
     """
     if quotas is None:
         return Check("quota", CheckState.SKIP, "this user may not list ResourceQuotas")
     if not quotas:
         return Check("quota", CheckState.OK, "there is none")
-    # The status, which a controller fills in, and the spec until it has done so.
+    # Use the status, which a controller fills in, or the spec until the controller has done so.
     full, wanted = [], set()
     for raw in quotas:
         used = part(raw, "status", "used")
@@ -437,7 +444,7 @@ def check_quotas(
             "Runs wait until some is free; or have it raised",
         )
 
-    # A quota can have room, and too little of it for what a run asks.
+    # A quota may have room, but less than a run requests.
     if waiting:
         name, message = waiting[0]
         others = f", and {len(waiting) - 1} more runs" if len(waiting) > 1 else ""
@@ -454,7 +461,7 @@ def check_quotas(
 
 
 def quantity_of(text: Any) -> float:
-    """A quantity as a number; 0 for what is none."""
+    """Return a quantity as a number; 0 if it is not a valid quantity."""
     from evergrad_manifest.values.quantities import quantity_value
 
     try:
@@ -464,10 +471,11 @@ def quantity_of(text: Any) -> float:
 
 
 def check_network(policies: Sequence[Mapping[str, Any]] | None) -> Check:
-    """NetworkPolicies of the namespace that could cut a run's pods off from each other or from DNS."""
+    """Check for NetworkPolicies in the namespace that could cut a run's pods off from each other or from
+    DNS."""
     if policies is None:
         return Check("network", CheckState.SKIP, "this user may not list NetworkPolicies")
-    # The policies of runs are the operator's, and let the pods of a run reach each other.
+    # Skip the operator's own policies, which let the pods of a run reach each other.
     others = [
         raw for raw in policies if "evergrad.dev/run" not in part(raw, "metadata", "labels")
     ]
@@ -480,7 +488,8 @@ def check_network(policies: Sequence[Mapping[str, Any]] | None) -> Check:
             "Let pods with the label evergrad.dev/run reach each other (all ports) and DNS"
         )
         return Check("network", CheckState.WARN, what, remedy)
-    # Policies add up: traffic that any of them allows is allowed, and each run's own lets its pods in.
+    # Policies are additive: traffic that one policy allows is allowed, and each run's own policy lets its
+    # pods in.
     incoming = [
         _name(raw) for raw in others if _selects_all(raw) and "Ingress" in _types(raw)
     ]
@@ -499,14 +508,14 @@ def _selects_all(raw: Mapping[str, Any]) -> bool:
 
 
 def _types(raw: Mapping[str, Any]) -> Collection[str]:
-    # The default of Kubernetes for a policy that names no types.
+    # These are Kubernetes' defaults for a policy without policyTypes.
     spec = part(raw, "spec")
     default = ("Ingress", "Egress") if "egress" in spec else ("Ingress",)
     return spec.get("policyTypes") or default
 
 
 def check_nodes(nodes: Sequence[Mapping[str, Any]] | None) -> Check:
-    """The cluster's machines: how many are ready, and with which accelerators."""
+    """Check the machines of the cluster: the number of ready nodes, and their accelerators."""
     if nodes is None:
         return Check("nodes", CheckState.SKIP, "this user may not list nodes")
     ready = [
@@ -518,12 +527,12 @@ def check_nodes(nodes: Sequence[Mapping[str, Any]] | None) -> Check:
             for one in part(raw, "status").get("conditions") or ()
         )
     ]
-    # A cordoned node may be ready and gets no new pod, so that it does not count.
+    # A cordoned node may be ready but gets no new pods, so it does not count.
     if not ready:
         return Check(
             "nodes", CheckState.FAIL, f"none of {len(nodes)} is ready", "kubectl get nodes"
         )
-    # Extended resources have a vendor's prefix; those of a node that is not ready cannot be used.
+    # Extended resources have a vendor's prefix. Resources of a node that is not ready cannot be used.
     devices: dict[str, float] = {}
     for raw in ready:
         for resource, number in part(raw, "status", "allocatable").items():
@@ -539,8 +548,9 @@ def check_nodes(nodes: Sequence[Mapping[str, Any]] | None) -> Check:
 
 
 def check_groups(groups: Collection[str]) -> list[Check]:
-    """Extras of the cluster, by its API groups: metrics, Prometheus' operator, gang schedulers."""
-    # None of them is needed, so that nothing here is a failure.
+    """Check optional parts of the cluster by its API groups: metrics, Prometheus Operator, gang
+    schedulers."""
+    # None of them is required, so no result here is a failure.
     metrics = (
         Check("metrics api", CheckState.OK, "evergrad top shows CPU and memory")
         if "metrics.k8s.io" in groups
@@ -565,7 +575,7 @@ def check_groups(groups: Collection[str]) -> list[Check]:
         )
     )
 
-    # Only the schedulers that change how a run's pods are placed.
+    # List only the schedulers that change how the pods of a run are placed.
     gangs = {"kueue.x-k8s.io": "Kueue", "scheduling.x-k8s.io": "coscheduling"}
     found = [name for group, name in gangs.items() if group in groups]
     text = (

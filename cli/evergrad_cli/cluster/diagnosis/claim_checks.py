@@ -12,7 +12,7 @@ from evergrad_manifest.model.claims import claims_of
 def check_claims(
     runs: Sequence[Mapping[str, Any]] | None, claims: Sequence[Mapping[str, Any]] | None
 ) -> Check:
-    """The claims that runs of the namespace name and that no pod can mount."""
+    """Check for claims that runs of the namespace name and that no pod can mount."""
     if runs is None or claims is None:
         return Check("claims", CheckState.SKIP, "this user may not list claims and runs")
     there = {str(part(raw, "metadata").get("name", "")): raw for raw in claims}
@@ -23,7 +23,7 @@ def check_claims(
             continue
         for name in sorted(named.all):
             claim = there.get(name)
-            # The operator makes a claim with the name of the run.
+            # The operator creates a claim with the name of the run.
             if claim is None and name != run.name:
                 faults.append(f"claim {name} of run {run.name} does not exist")
             elif part(claim, "status").get("phase") == "Lost":

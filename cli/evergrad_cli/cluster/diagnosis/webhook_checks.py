@@ -1,7 +1,7 @@
-"""Checks the operator's webhook for ``evergrad doctor``: whether it answers, and if not, why. Pure.
+"""Checks for ``evergrad doctor`` whether the operator's webhook answers, and if not, why. Pure.
 
-``doctor`` sends a run that only the webhook refuses, as a dry run: nothing is created, and the answer depends
-on the whole way from the API server to the operator.
+``doctor`` sends a run that only the webhook refuses, as a dry run. Nothing is created, and the answer depends
+on the whole path from the API server to the operator.
 """
 
 import base64
@@ -19,11 +19,12 @@ from evergrad_common.contract import API_VERSION, KIND
 WEBHOOK: Final = "trainingruns.evergrad.dev"
 _NAME: Final = "webhook"
 _NAMESPACE_LABEL: Final = "kubernetes.io/metadata.name"
-"""Label of every namespace: its own name."""
+"""Label with the name of the namespace, which Kubernetes sets on every namespace."""
 _UTC_TIME: Final = 0x17
 _VERSION: Final = 0xA0
 """Tags of DER."""
-# A share above 100 %: the API server's schema has no type for shares, so that only the webhook can refuse it.
+# A percentage above 100 %. The API server's schema has no type for percentages, so only the webhook can
+# refuse it.
 _WRONG: Final = "spec.training.schedule.warmup"
 QUESTION: Final[Mapping[str, Any]] = {
     "apiVersion": API_VERSION,
@@ -43,11 +44,11 @@ QUESTION: Final[Mapping[str, Any]] = {
         }
     },
 }
-"""A run with one mistake, which the API server's own rules cannot find."""
+"""A run with one mistake, which the API server's own rules cannot detect."""
 
 
 class WebhookAnswer(StrEnum):
-    """Kinds of answers of the API server to the question."""
+    """Kinds of answers of the API server to the dry run."""
 
     REFUSED = "the webhook refused it"
     ACCEPTED = "nobody refused it"
@@ -57,27 +58,28 @@ class WebhookAnswer(StrEnum):
 
 @dataclass(frozen=True)
 class Asked:
-    """The answer, with the API server's own words where it gave any."""
+    """The answer to the dry run, with the API server's message if it sent one."""
 
     answer: WebhookAnswer
     message: str = ""
     namespace: str = ""
-    """Namespace of the run that was sent; empty: unknown, and every webhook counts as covering it."""
+    """Namespace of the dry run. If it is empty, the namespace is unknown and every webhook counts as covering
+    it."""
 
 
 def judge_refusal(paths: Sequence[str], message: str) -> Asked:
-    """The answer in a refusal of the API server, by the fields that it names."""
-    # Any other field is refused by a rule of the API server, which comes before the webhook.
+    """Return the answer that a refusal of the API server means, by the fields that the refusal names."""
+    # A rule of the API server, which runs before the webhook, has refused any other field.
     if _WRONG in paths:
         return Asked(WebhookAnswer.REFUSED)
     return Asked(WebhookAnswer.UNKNOWN, message)
 
 
 def judge_failure(message: str) -> Asked:
-    """The answer in a failure of the API server: a webhook that may not be passed over and does not answer is
-    one."""
-    # The API server calls it InternalError, with one cause that has neither a reason nor a field: the name of
-    # the webhook stands in its text alone.
+    """Return the answer that a failure of the API server means. The API server fails if a required webhook
+    does not answer."""
+    # The API server reports InternalError with one cause, which has neither a reason nor a field. Only its
+    # text contains the name of the webhook.
     return Asked(
         WebhookAnswer.FAILED if WEBHOOK in message else WebhookAnswer.UNKNOWN, message
     )
@@ -91,11 +93,11 @@ def check_webhook(
     *,
     now: float,
 ) -> Check:
-    """The webhook as a whole.
+    """Check the webhook as a whole.
 
     ``configurations``: all ValidatingWebhookConfigurations. ``slices``: EndpointSlices of its service.
-    ``secret``: the one with its certificate. Each is None where this user may not read it. ``now``: seconds
-    since 1970.
+    ``secret``: the Secret with its certificate. Each is None if this user may not read it. ``now``: Unix
+    seconds.
     """
     if asked.answer is WebhookAnswer.REFUSED:
         return Check(
@@ -105,7 +107,7 @@ def check_webhook(
         return Check(_NAME, CheckState.SKIP, f"it could not be asked; {asked.message}")
     webhook = find_webhook(configurations or (), asked.namespace)
     if configurations is not None and webhook is None:
-        # An operator that serves some namespaces has a webhook for these alone.
+        # An operator that serves only some namespaces has a webhook for these namespaces.
         if find_webhook(configurations) is None:
             what, remedy = (
                 "none is configured",
@@ -119,8 +121,8 @@ def check_webhook(
         what += "; a wrong file is accepted, and its run then becomes InvalidSpec"
         return Check(_NAME, CheckState.WARN, what, remedy)
 
-    # With failurePolicy Ignore a webhook that is silent is passed over; with Fail it keeps every run from
-    # being created.
+    # With failurePolicy Ignore, the API server skips a webhook that does not answer. With Fail, no run can be
+    # created.
     state = CheckState.FAIL if asked.answer is WebhookAnswer.FAILED else CheckState.WARN
     what = (
         "it does not answer, and no run can be created"
@@ -135,14 +137,14 @@ def check_webhook(
 def find_webhook(
     configurations: Sequence[Mapping[str, Any]], namespace: str = ""
 ) -> Mapping[str, Any] | None:
-    """Our webhook's entry, among all configurations: the first one that is asked about ``namespace``; without
-    a namespace the first of all."""
+    """Return our webhook in the configurations: the first that covers ``namespace``, or the first of all if
+    ``namespace`` is empty."""
     entries: list[Mapping[str, Any]] = [
         entry for raw in configurations for entry in raw.get("webhooks") or ()
     ]
     for entry in entries:
-        # The chart selects namespaces by their names. A selection by other labels cannot be decided here, and
-        # counts as covering: a warning that is wrong would be worse than none.
+        # The chart selects namespaces by their names. A selection by other labels cannot be evaluated here,
+        # so it counts as covering: a wrong warning would be worse than a missing one.
         selector = (entry.get("namespaceSelector") or {}).get("matchExpressions") or ()
         is_covering = all(
             namespace in (one.get("values") or ())
@@ -155,7 +157,7 @@ def find_webhook(
 
 
 def service_of(webhook: Mapping[str, Any] | None) -> tuple[str, str]:
-    """Namespace and name of the service that the API server asks; empty where none is named."""
+    """Return namespace and name of the service that the API server calls; empty if there is none."""
     service = part(webhook, "clientConfig", "service")
     return str(service.get("namespace", "")), str(service.get("name", ""))
 
@@ -166,13 +168,14 @@ def _find_fault(
     secret: Mapping[str, Any] | None,
     now: float,
 ) -> tuple[str, str]:
-    """Why the webhook does not answer, and the remedy: the first fault on the way to the operator."""
+    """Return why the webhook does not answer, and the remedy, for the first fault between API server and
+    operator."""
     namespace, name = service_of(webhook)
     log = f"Look at the operator's log: kubectl -n {namespace or 'NAMESPACE'} get pods"
     if webhook is None:
         return "this user may not read its configuration", log
 
-    # First the authority that the API server trusts: without it no connection is made at all.
+    # First check the CA that the API server trusts: without it, no connection is possible.
     trusted = _decode(part(webhook, "clientConfig").get("caBundle"))
     if not trusted:
         return (
@@ -183,13 +186,13 @@ def _find_fault(
         renew = "The operator renews it while it runs (cert-manager: kubectl describe certificate)"
         return f"the certificate in its caBundle {fault}", f"{renew}. {log}"
 
-    # Then a pod that takes the request.
+    # Then check for a pod that accepts the request.
     endpoints = [one for raw in slices or () for one in raw.get("endpoints") or ()]
     are_ready = [part(one, "conditions").get("ready") is not False for one in endpoints]
     if slices is not None and not any(are_ready):
         return f"the service {namespace}/{name} has no endpoint that is ready", log
 
-    # Then the certificate that the pod serves: it may be newer or older than the caBundle.
+    # Then check the certificate that the pod serves: it may be newer or older than the caBundle.
     data = (secret or {}).get("data") or {}
     served, issuer = _decode(data.get("tls.crt")), _decode(data.get("ca.crt"))
     if served and (fault := _fault_of_time(served, now)) is not None:
@@ -200,7 +203,7 @@ def _find_fault(
             why,
             f"Delete the Secret {namespace}/{name}-webhook; the operator makes another",
         )
-    # Only the network is left, which cannot be looked at from here.
+    # Only the network is left, which this command cannot check.
     remedy = "Let the API server reach the operator's port 9443: NetworkPolicies, firewalls"
     return "configuration, endpoint and certificate look right", remedy
 
@@ -209,7 +212,7 @@ def _find_fault(
 
 
 def _decode(text: Any) -> str:
-    """The PEM text of a base64 value; empty for what is none."""
+    """Return the PEM text of a base64 value; empty if the value is not valid."""
     try:
         return base64.b64decode(text or "", validate=True).decode("ascii")
     except (ValueError, TypeError, binascii.Error):
@@ -217,13 +220,13 @@ def _decode(text: Any) -> str:
 
 
 def _split(pem: str) -> list[str]:
-    """The certificates of a PEM text, each as its base64 lines joined."""
+    """Return the certificates of a PEM text, each as its joined base64 lines."""
     parts = pem.split("-----BEGIN CERTIFICATE-----")[1:]
     return ["".join(part.partition("-----END")[0].split()) for part in parts]
 
 
 def _fault_of_time(pem: str, now: float) -> str | None:
-    """Return what is wrong with the validity of the first certificate of ``pem``."""
+    """Return the problem with the validity of the first certificate of ``pem``, or None."""
     try:
         start, end = read_validity(base64.b64decode(_split(pem)[0]))
     except (IndexError, ValueError):
@@ -234,15 +237,15 @@ def _fault_of_time(pem: str, now: float) -> str | None:
 
 
 def read_validity(der: bytes) -> tuple[float, float]:
-    """Begin and end of a certificate's validity, seconds since 1970, by RFC 5280 section 4.1.
+    """Return begin and end of a certificate's validity in Unix seconds, by RFC 5280 section 4.1.
 
-    The standard library reads only certificates of authorities, and this package needs no other. Raises
-    ValueError for what is no certificate.
+    The standard library reads only CA certificates, and a dependency for one check is not worth it. Raises
+    ValueError if ``der`` is not a certificate.
     """
     # Certificate and TBSCertificate are sequences: the content of each begins with its first element.
     _, certificate, _ = _element(der, 0)
     _, position, _ = _element(der, certificate)
-    # version (tagged 0) may be left out; then serialNumber, signature and issuer precede the validity.
+    # version (tag 0) is optional; then come serialNumber, signature and issuer before the validity.
     tag, _, _ = _element(der, position)
     for _ in range(4 if tag == _VERSION else 3):
         _, _, position = _element(der, position)
@@ -251,7 +254,7 @@ def read_validity(der: bytes) -> tuple[float, float]:
     for _ in range(2):
         tag, start, after = _element(der, inside)
         text = der[start:after].decode("ascii")
-        # UTCTime has two digits of the year, from 1950 on; GeneralizedTime has four.
+        # UTCTime has a year of two digits, beginning with 1950; GeneralizedTime has four digits.
         if tag == _UTC_TIME:
             text = f"{19 if int(text[:2]) >= 50 else 20}{text}"
         times.append(datetime.strptime(f"{text[:-1]}+0000", "%Y%m%d%H%M%S%z").timestamp())
@@ -260,11 +263,11 @@ def read_validity(der: bytes) -> tuple[float, float]:
 
 
 def _element(der: bytes, position: int) -> tuple[int, int, int]:
-    """Tag of the DER element at ``position``, where its content begins, and where it ends."""
+    """Return the tag of the DER element at ``position``, the start of its content, and its end."""
     if position + 2 > len(der):
         raise ValueError("the certificate ends early")
     tag, length, start = der[position], der[position + 1], position + 2
-    # The long form: the low bits of the first byte count the bytes of the length.
+    # Long form: the low bits of the first byte are the number of bytes of the length.
     if length & 0x80:
         size = length & 0x7F
         length, start = int.from_bytes(der[start : start + size]), start + size

@@ -1,1 +1,1 @@
-"""Runs, pods and events as values, and as text for a terminal. Pure."""
+"""Converts runs, pods and events to values, and values to text for a terminal. Pure."""

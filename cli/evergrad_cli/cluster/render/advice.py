@@ -1,4 +1,4 @@
-"""Advice about a run: a few sentences with commands, from its phase and reason. Pure."""
+"""Returns advice about a run: a few sentences with commands, chosen by its phase and reason. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -6,7 +6,8 @@ from typing import Final
 from evergrad_cli.cluster.render.runs import NON_FINITE, Pod, Run
 from evergrad_cli.cluster.render.text import age
 
-# Longer than one replica of the operator needs to take over from another: only one that is away is reported.
+# Longer than one replica of the operator needs to take over from another, so only a missing operator is
+# reported.
 _UNSEEN_SECONDS: Final = 30.0
 
 _WHERE: Final[Mapping[str, str]] = {
@@ -18,7 +19,7 @@ _WHERE: Final[Mapping[str, str]] = {
     "BackingOff": "evergrad logs {name} --previous",
     "HostFaults": "kubectl describe node",
 }
-"""Reason of a run that waits → the command that shows more, with the run's ``name`` and ``claim``.
+"""For each reason of a waiting run: the command that shows more, with the run's ``name`` and ``claim``.
 
 The run's message, which the operator writes, has the obstacle and the remedy.
 """
@@ -26,9 +27,11 @@ _ANYWHERE: Final = "evergrad doctor"
 
 
 def advise(run: Run, pods: Sequence[Pod] = (), *, now: float, place: str = "") -> list[str]:
-    """Return what to do next, most important first. ``now`` in Unix seconds; each command ends with
-    ``place``, as ``given_place`` returns it."""
-    # States that no other field can change come first: a run that is deleted or over still has its last
+    """Return the next actions for the user, the most important first.
+
+    ``now`` in Unix seconds. Each command ends with ``place``, the result of ``given_place``.
+    """
+    # Check states that no other field can change first: a run that is deleted or over still has its last
     # phase.
     if run.is_deleting:
         if run.takes_claim:
@@ -55,7 +58,7 @@ def advise(run: Run, pods: Sequence[Pod] = (), *, now: float, place: str = "") -
     if run.has_failed:
         return _failed(run, place)
 
-    # Before what follows: such a run is suspended, too, yet resuming it would stop it at once.
+    # Check this before suspension: such a run is suspended, too, but would stop immediately after a resume.
     if run.is_beyond_its_stop:
         return [
             f"It has finished step {run.stop_after_step}, where spec.training.stop.afterStep has it stop.",
@@ -69,14 +72,15 @@ def advise(run: Run, pods: Sequence[Pod] = (), *, now: float, place: str = "") -
     if run.wants_suspension or run.phase == "Suspended":
         return [f"To go on where it stopped: evergrad resume {run.name}{place}"]
 
-    # Nothing to do for most of these but to look, so that each answer is the command to look with.
+    # For most of these reasons the user can only look, so each answer is the command to look with.
     if run.phase == "Waiting":
         command = _WHERE.get(run.reason, _ANYWHERE).format(name=run.name, claim=run.claim)
         return [
             f"The message has the obstacle and the remedy. See more: {command}{place}",
             *_where_to_look(pods, place),
         ]
-    # Before anything else about a run on its way: what trains now is lost with the next failure.
+    # Check this before the phases of a running run: if saves fail, the next failure loses the current
+    # progress.
     healthy = run.condition("CheckpointHealthy")
     if healthy is not None and healthy.status == "False":
         return [
@@ -127,7 +131,7 @@ def _unseen(run: Run, now: float, place: str) -> list[str]:
 
 
 def _failed(run: Run, place: str) -> list[str]:
-    # The node that failed first: the others print only that they lost it.
+    # Name the node that failed first: the other nodes print only that they lost it.
     failure = run.last_failure
     node = (
         f" --node {failure.node}"

@@ -1,6 +1,6 @@
-"""Raw objects of the API server → values of runs, pods and events for the commands to show.
+"""Converts raw objects of the API server to values of runs, pods and events for the commands.
 
-Pure; a missing field is no error.
+Pure. A missing field is not an error.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,22 +16,22 @@ LABEL_INDEX: Final = f"{LABEL_PREFIX}index"
 LABEL_ATTEMPT: Final = f"{LABEL_PREFIX}attempt"
 LABEL_ROLE: Final = f"{LABEL_PREFIX}role"
 STOPPED: Final = "StoppedOnRequest"
-"""Reason of a run that is parked since its recipe or its stop file asked for it, not spec.suspend."""
+"""Reason of a suspended run that its recipe or its stop file stopped, not spec.suspend."""
 NON_FINITE: Final = "NonFinite"
-"""Reason of a run that is parked before a step whose loss or gradient is not finite."""
+"""Reason of a run that is suspended before a step whose loss or gradient is not finite."""
 NODE: Final = "node"
 COORDINATOR: Final = "coordinator"
 PREPARATION: Final = "preparation"
 EVALUATION: Final = "evaluation"
 _OWN_CONTAINERS: Final = ("trainer", "coordinator")
-"""Names of the containers that the operator builds; whatever else a pod has was injected."""
+"""Names of the containers that the operator builds. Any other container of a pod was injected."""
 _NOTHING: Final[Mapping[str, Any]] = {}
 _ORDER: Final = {NODE: 0, PREPARATION: 1, EVALUATION: 2, COORDINATOR: 3}
 
 
 @dataclass(frozen=True)
 class RunCondition:
-    """One condition of a run; ``since`` in Unix seconds."""
+    """One condition of a run. ``since`` in Unix seconds."""
 
     type: str
     status: str
@@ -41,7 +41,7 @@ class RunCondition:
 
     @classmethod
     def from_raw(cls, raw: Mapping[str, Any]) -> Self:
-        """The condition as the status has it."""
+        """Return the condition from the run's status."""
         return cls(
             _text(raw, "type"),
             _text(raw, "status"),
@@ -53,7 +53,7 @@ class RunCondition:
 
 @dataclass(frozen=True)
 class RunFailure:
-    """The last failure that was seen, with its root cause. ``at`` in Unix seconds."""
+    """The last reported failure, with its root cause. ``at`` in Unix seconds."""
 
     cause: str
     node: int | None
@@ -65,7 +65,7 @@ class RunFailure:
 
     @classmethod
     def from_raw(cls, raw: Mapping[str, Any]) -> Self:
-        """The failure as the status has it."""
+        """Return the failure from the run's status."""
         return cls(
             cause=_text(raw, "cause"),
             node=_integer(raw.get("node")),
@@ -88,14 +88,14 @@ class Ended:
 
     @classmethod
     def from_raw(cls, raw: Mapping[str, Any]) -> Self:
-        """The end as the status lists it."""
+        """Return the end from the run's status."""
         code, at = _integer(raw.get("exitCode")), parse_time(raw.get("at"))
         return cls(_text(raw, "pod"), _text(raw, "cause"), code, at)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One TrainingRun as people see it; texts are empty and numbers None where the status lacks them."""
+    """One TrainingRun as commands show it. Texts are empty and numbers are None if the status lacks them."""
 
     name: str
     namespace: str
@@ -111,7 +111,7 @@ class Run:
     is_deleting: bool
     wants_suspension: bool
     stop_after_step: int | None
-    """Step before the horizon at which its recipe has it stop."""
+    """Step before the horizon at which the recipe stops the run."""
     nodes: str
     step: int | None
     total_steps: int | None
@@ -128,7 +128,7 @@ class Run:
     failures_without_progress: int | None
     wanted_nonce: str
     restart_nonce: str
-    """spec.restartNonce that the operator has acted upon."""
+    """The last spec.restartNonce that the operator has handled."""
     image: str
     profile: str
     started: float | None
@@ -138,51 +138,51 @@ class Run:
     conditions: tuple[RunCondition, ...]
     claim: str
     takes_claim: bool
-    """Whether its claim is deleted with it."""
+    """Whether the claim is deleted together with the run."""
     folder: str
     """Folder of the claim that is the run directory."""
     managed_by: str
-    """Controller that has the run in the operator's place; empty for the operator."""
+    """Controller that manages the run instead of the operator; empty for the operator."""
     preparation: Mapping[str, Any]
     evaluation: Mapping[str, Any]
     usage: Mapping[str, Any]
-    """How far a pod that prepares the data is, as the status has it."""
+    """Progress of a pod that prepares the data, as in the status."""
 
     def condition(self, kind: str) -> RunCondition | None:
-        """The condition of this type."""
+        """Return the condition of this type, or None."""
         return next(
             (condition for condition in self.conditions if condition.type == kind), None
         )
 
     def is_true(self, kind: str) -> bool:
-        """Whether the condition of this type holds."""
+        """Return whether the condition of this type is true."""
         condition = self.condition(kind)
         return condition is not None and condition.status == "True"
 
     @property
     def has_failed(self) -> bool:
-        """Whether the run has failed, and nobody has asked for a restart since."""
-        # The status is that of before the restart until the operator has seen the nonce.
+        """Whether the run has failed and no restart was requested since."""
+        # Until the operator has seen the nonce, the status is the status from before the restart.
         return self.is_true("Failed") and self.wanted_nonce == self.restart_nonce
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has ended, well or not: nothing follows unless a person asks for it."""
+        """Whether the run is complete or has failed. It does not continue unless a user requests it."""
         return self.is_true("Complete") or self.has_failed
 
     @property
     def has_stopped_by_itself(self) -> bool:
-        """Whether the run saves and leaves, or has left, without being suspended."""
-        # With spec.suspend set, the reason is that of the stop before it. Without, the status must be of this
-        # very spec: a run that was just resumed is still shown as suspended.
+        """Whether the run is stopping, or has stopped, without spec.suspend."""
+        # If spec.suspend is set, the reason is the reason of the stop before it. Otherwise, the status must
+        # be for the current spec: a run that was just resumed still has the phase Suspended.
         if self.wants_suspension:
             return self.reason in (STOPPED, NON_FINITE)
         return self.is_current and self.phase in ("Suspending", "Suspended")
 
     @property
     def is_beyond_its_stop(self) -> bool:
-        """Whether the run is parked at the step where its recipe has it stop, now and each time
-        it goes on."""
+        """Whether the run is suspended at ``spec.training.stop.afterStep``. A resume would stop it there
+        again."""
         is_reached = (
             self.stop_after_step is not None
             and (self.checkpoint_step or 0) >= self.stop_after_step
@@ -193,13 +193,13 @@ class Run:
 def _percent(progress: Mapping[str, Any]) -> float | None:
     step, total = _integer(progress.get("step")), _integer(progress.get("totalSteps"))
     if step is not None and total:
-        # The status rounds to whole percents, which stand still for hours in a long run.
+        # The status has whole percents, which do not change for hours in a long run.
         return round(100 * step / total, 1)
     return parse_short_count(progress.get("percent"))
 
 
 def parse_run(raw: Mapping[str, Any]) -> Run:
-    """Read a TrainingRun of the API server; never raises."""
+    """Return the run of a raw TrainingRun; never raises."""
     metadata, spec, status = (_mapping(raw, key) for key in ("metadata", "spec", "status"))
     name, manager = _text(metadata, "name"), _text(spec, "managedBy")
     progress, nodes = _mapping(status, "progress"), _mapping(status, "nodes")
@@ -207,10 +207,11 @@ def parse_run(raw: Mapping[str, Any]) -> Run:
     storage, stop = _mapping(spec, "storage"), _mapping(_mapping(spec, "training"), "stop")
     step, total = _integer(progress.get("step")), _integer(progress.get("totalSteps"))
     generation = _integer(metadata.get("generation")) or 0
-    # A file may have a human number here, as a text.
+    # A file may have a short number as a text here, for example ``10k``.
     stop_after = parse_short_count(stop.get("afterStep"))
 
-    # Any version of the operator may have written it: a list that failed at one run would hide all others.
+    # Any version of the operator may have written the status. If one run raised an error, a list would hide
+    # all others.
     return Run(
         name=name,
         namespace=_text(metadata, "namespace"),
@@ -220,7 +221,7 @@ def parse_run(raw: Mapping[str, Any]) -> Run:
         phase=_text(status, "phase") or "Pending",
         reason=_text(status, "reason"),
         message=_text(status, "message"),
-        # The API server gives each new run a status with observedGeneration alone.
+        # The API server gives each new run a status that contains only observedGeneration.
         is_observed=bool(_text(status, "phase")),
         is_current=(_integer(status.get("observedGeneration")) or 0) >= generation,
         is_deleting=metadata.get("deletionTimestamp") is not None,
@@ -262,11 +263,11 @@ def parse_run(raw: Mapping[str, Any]) -> Run:
 
 
 def _takes_claim(raw: Mapping[str, Any]) -> bool:
-    """Whether the claim of ``raw`` is deleted with it, by what the operator says."""
+    """Return whether the claim of ``raw`` is deleted together with the run, as the operator reports it."""
     spec, status = _mapping(raw, "spec"), _mapping(raw, "status")
     goes = _mapping(status, "volume").get("goesWithRun")
-    # Only the operator knows whether others use the claim. An older one says nothing, and one that has not
-    # seen the newest spec yet says nothing about that: both times the file counts, for the worse.
+    # Only the operator can decide whether other runs use the claim. If an older version has not reported it,
+    # or the operator has not seen the newest spec yet, assume the worse case from the file.
     asks = _mapping(spec, "storage").get("whenDeleted") == "Delete"
     is_current = (_integer(status.get("observedGeneration")) or 0) >= (
         _integer(_mapping(raw, "metadata").get("generation")) or 0
@@ -282,9 +283,9 @@ def _counts(raw: Mapping[str, Any], key: str) -> dict[str, int]:
 
 
 def row_of(run: Run, *, now: float) -> dict[str, Any]:
-    """One run as ``--json`` documents show it.
+    """Return one run in the form of ``--json`` documents.
 
-    Numbers are numbers, null where unknown; times are Unix seconds.
+    Numbers are numbers, or null if unknown. Times are Unix seconds.
     """
     return {
         "name": run.name,
@@ -308,15 +309,15 @@ def row_of(run: Run, *, now: float) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Pod:
-    """One pod of a run. ``index`` is None for all but nodes; times are Unix seconds."""
+    """One pod of a run. ``index`` is None except for nodes. Times are Unix seconds."""
 
     name: str
     role: str
     index: int | None
     attempt: int
     phase: str
-    """As ``kubectl get pods`` shows it: Running, Pending, ImagePullBackOff, OOMKilled, Completed,
-    Terminating, …"""
+    """The text of ``kubectl get pods``, for example Running, Pending, ImagePullBackOff, OOMKilled, Completed
+    or Terminating."""
     is_ready: bool
     is_over: bool
     has_started: bool
@@ -328,7 +329,8 @@ class Pod:
 
 
 def parse_pods(raw: Iterable[Mapping[str, Any]]) -> list[Pod]:
-    """The pods of one run: nodes by index, newest attempt first; then what prepares, then coordinators."""
+    """Return the pods of one run: nodes by index with the newest attempt first, then pods that prepare data,
+    then coordinators."""
     pods = [_parse_pod(item) for item in raw]
     return sorted(
         pods,
@@ -341,11 +343,11 @@ def parse_pods(raw: Iterable[Mapping[str, Any]]) -> list[Pod]:
 
 
 def newest_of_each(pods: Sequence[Pod]) -> list[Pod]:
-    """The newest attempt of each index, and of the coordinator."""
+    """Return the newest attempt of each index, and of the coordinator."""
     found: dict[tuple[str, int | None], Pod] = {}
     for pod in pods:
         key = (pod.role, pod.index)
-        # By the label and not by age: clocks of nodes play no part in it.
+        # Compare the attempt's label and not the age, because clocks of nodes differ.
         if key not in found or pod.attempt > found[key].attempt:
             found[key] = pod
     return list(found.values())
@@ -355,8 +357,7 @@ def _parse_pod(raw: Mapping[str, Any]) -> Pod:
     metadata, spec, status = (_mapping(raw, key) for key in ("metadata", "spec", "status"))
     labels = _mapping(metadata, "labels")
 
-    # Our container among those that others have injected, such as a service mesh, which may run on after
-    # ours.
+    # Find our container among injected containers, such as a service mesh, which may run longer than ours.
     containers = _mappings(status, "containerStatuses")
     own = next(
         (item for item in containers if item.get("name") in _OWN_CONTAINERS), _NOTHING
@@ -380,7 +381,7 @@ def _parse_pod(raw: Mapping[str, Any]) -> Pod:
     )
     names = [_text(item, "name") for item in _mappings(spec, "containers")]
 
-    # In one word, as kubectl shows it: the container's reason is newer and narrower than the pod's phase.
+    # Use one word, as kubectl does: the container's reason is newer and more specific than the pod's phase.
     reason = (
         _text(terminated, "reason") or _text(waiting, "reason") or _text(status, "reason")
     )
@@ -410,7 +411,7 @@ def _parse_pod(raw: Mapping[str, Any]) -> Pod:
 
 
 def pod_row(pod: Pod) -> dict[str, Any]:
-    """One pod as ``--json`` documents show it."""
+    """Return one pod in the form of ``--json`` documents."""
     keys = ("name", "role", "index", "attempt", "phase", "node", "restarts", "created")
     shown = {key: value for key, value in asdict(pod).items() if key in keys}
     return {
@@ -423,7 +424,7 @@ def pod_row(pod: Pod) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RunEvent:
-    """One event of a run or of its pods; ``at`` in Unix seconds, the last time it was seen."""
+    """One event of a run or of its pods. ``at`` in Unix seconds: the last time it occurred."""
 
     type: str
     reason: str
@@ -434,9 +435,9 @@ class RunEvent:
 
     @classmethod
     def from_raw(cls, raw: Mapping[str, Any]) -> Self:
-        """The event as the API server has it, whichever of its two shapes it was written in."""
+        """Return the event from a raw Event, in either of its two API versions."""
         involved, series = _mapping(raw, "involvedObject"), _mapping(raw, "series")
-        # The newest time first: of events that repeat, the last time counts.
+        # Read the newest time first: for events that repeat, the last occurrence counts.
         times = (
             series.get("lastObservedTime"),
             raw.get("lastTimestamp"),
@@ -454,7 +455,7 @@ class RunEvent:
 
 
 def parse_events(raw: Iterable[Mapping[str, Any]]) -> list[RunEvent]:
-    """The events, oldest first."""
+    """Return the events, the oldest first."""
     return sorted(map(RunEvent.from_raw, raw), key=lambda event: event.at or 0.0)
 
 
@@ -478,7 +479,7 @@ def _text(raw: Mapping[str, Any], key: str) -> str:
 
 
 def _integer(value: Any) -> int | None:
-    # true is a number for Python.
+    # Exclude true, which is an integer in Python.
     try:
         return None if value is None or isinstance(value, bool) else int(value)
     except (TypeError, ValueError):

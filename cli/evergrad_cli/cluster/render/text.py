@@ -1,4 +1,4 @@
-"""Writes runs for a terminal: tables, ages, bars. Pure."""
+"""Formats runs for a terminal: tables, ages, bars. Pure."""
 
 import unicodedata
 from collections.abc import Sequence
@@ -8,11 +8,12 @@ from typing import Any, Final
 NOTHING: Final = "–"
 _GAP: Final = "   "
 _SCALES: Final = {"k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
-"""Factors by the letter at the end of a short count."""
+"""Factor for each letter at the end of a short count."""
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of columns that are as wide as their widest cell, as kubectl's. The last column is not padded."""
+    """Return lines whose columns are as wide as their widest cell, as kubectl prints them. The last column is
+    not padded."""
     cells = [[printable(cell) for cell in row] for row in (headers, *rows)]
     widths = [max(_width(row[column]) for row in cells) for column in range(len(headers))]
     return [
@@ -32,8 +33,8 @@ def _width(text: str) -> int:
 
 
 def printable(text: str) -> str:
-    """``text`` on one line, with controls and line ends as spaces."""
-    # Messages come from pods and from other users: an escape sequence in one could steer the terminal.
+    """Return ``text`` on one line, with control characters and line breaks as spaces."""
+    # Messages come from pods and other users: an escape sequence in a message could control the terminal.
     return "".join(
         " " if unicodedata.category(character) in ("Cc", "Cf", "Zl", "Zp") else character
         for character in text
@@ -41,20 +42,20 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> list[str]:
-    """Return each line as ``printable`` shows it."""
+    """Return the lines of ``text``, each as ``printable`` returns it."""
     return [printable(line).rstrip() for line in text.splitlines()]
 
 
 def age(seconds: float | None) -> str:
-    """``75`` → ``75s``, ``600`` → ``10m``, ``9000`` → ``2h30m``, ``200000`` → ``2d7h``: kubectl's spelling of
-    a duration."""
+    """Format a duration as kubectl does: ``75`` → ``75s``, ``600`` → ``10m``, ``9000`` → ``2h30m``,
+    ``200000`` → ``2d7h``."""
     if seconds is None:
         return NOTHING
     total = max(0, int(seconds))
     if total < 120:
         return f"{total}s"
 
-    # Two units at most, and the smaller one only while it matters, as `kubectl get` has it.
+    # Show at most two units, and the smaller one only while it matters, as `kubectl get` does.
     minutes, hours, days = total // 60, total // 3600, total // 86400
     if minutes < 10:
         return f"{minutes}m{total % 60}s" if total % 60 else f"{minutes}m"
@@ -70,19 +71,19 @@ def age(seconds: float | None) -> str:
 
 
 def bar(share: float, *, width: int = 30, is_unicode: bool = True) -> str:
-    """A progress bar of ``width`` characters; full only when all is done."""
+    """Return a progress bar of ``width`` characters. The bar is full only if ``share`` is 1."""
     share = min(1.0, max(0.0, share))
     full, empty = ("█", "░") if is_unicode else ("#", ".")
-    # Rounded down: a bar that is full means that the run is done.
+    # Round down: a full bar means that the run is done.
     done = int(share * width)
     return full * done + empty * (width - done)
 
 
 def parse_time(value: Any) -> float | None:
-    """A time as the API writes it (RFC 3339) → Unix seconds; None for what is none."""
+    """Parse a time of the API (RFC 3339) → Unix seconds; None if it is not a valid time."""
     if not isinstance(value, str):
         return None
-    # datetime keeps six digits of a fraction, and the API writes up to nine.
+    # datetime accepts six digits of a fraction, and the API writes up to nine.
     head, point, fraction = value.removesuffix("Z").partition(".")
     try:
         whole = datetime.fromisoformat(head if value.endswith("Z") else value)
@@ -95,12 +96,12 @@ def parse_time(value: Any) -> float | None:
 
 
 def parse_short_count(value: Any) -> float | None:
-    """``41.2k`` → 41200.0, ``512`` → 512.0; None for what is no such number."""
+    """Parse a short count: ``41.2k`` → 41200.0, ``512`` → 512.0; None if it is not a valid number."""
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, int | float):
         return float(value)
-    # As the status shortens numbers: powers of ten alone.
+    # The status shortens numbers only by powers of ten.
     text = str(value).strip()
     scale = _SCALES.get(text[-1:], 1.0)
     try:
