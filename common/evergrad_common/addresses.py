@@ -1,4 +1,4 @@
-"""Addresses with their ports, of IPv4, IPv6 and names: how they are read, written and listened on."""
+"""Reads, writes and listens on addresses with ports: IPv4, IPv6 and host names."""
 
 import errno
 import ipaddress
@@ -6,13 +6,15 @@ import socket
 from typing import Final
 
 ANY: Final = ""
-"""Host of a listener that is reached at every address of its machine, by IPv6 and IPv4."""
+"""Host of a listener that accepts connections to every address of its machine, over IPv6 and IPv4."""
 _WITHOUT_IPV6: Final = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EPROTONOSUPPORT)
 
 
 def split_address(text: str) -> tuple[str, int] | None:
-    """Split ``HOST:PORT`` or ``[IPV6]:PORT``; None for anything else, such as an IPv6 address without
-    brackets, whose last group would be taken for a port."""
+    """Split ``HOST:PORT`` or ``[IPV6]:PORT`` into host and port; None for anything else.
+
+    For example, an IPv6 address without brackets gives None, because its last group could be read as a port.
+    """
     host, colon, port = text.strip().rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
@@ -29,15 +31,15 @@ def split_address(text: str) -> tuple[str, int] | None:
 
 
 def join_address(host: str, port: int) -> str:
-    """Write ``HOST:PORT``, with an IPv6 address in brackets, as URLs and ``split_address`` take it."""
+    """Return ``HOST:PORT``, with an IPv6 address in brackets, as URLs and ``split_address`` require."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def open_listener(host: str, port: int, *, backlog: int = 128) -> socket.socket:
-    """Open a listening TCP socket on ``host``; 0 takes any free port. Raises OSError.
+    """Open a listening TCP socket on ``host``. Port 0 selects a free port. Raises OSError.
 
-    ANY is one socket for both families, so that a port of 0 is the same in both; on a machine without IPv6 it
-    is one of IPv4.
+    For ANY, one socket serves both families, so that port 0 selects the same port for both. On a machine
+    without IPv6, the socket serves only IPv4.
     """
     if host == ANY:
         try:
@@ -47,7 +49,7 @@ def open_listener(host: str, port: int, *, backlog: int = 128) -> socket.socket:
         except ValueError:
             pass  # the platform has no such socket
         except OSError as error:
-            # A port that is taken is an error in both families.
+            # A port that is in use is an error in both families.
             if error.errno not in _WITHOUT_IPV6:
                 raise
         return socket.create_server(("0.0.0.0", port), backlog=backlog)
@@ -57,7 +59,10 @@ def open_listener(host: str, port: int, *, backlog: int = 128) -> socket.socket:
 
 
 def plain_host(host: str) -> str:
-    """Return an IPv4 address that a socket of both families shows as IPv6 as people write it."""
+    """Return the host in its usual form. A socket of both families shows IPv4 addresses as IPv6.
+
+    For example, ``::ffff:10.0.0.1`` → ``10.0.0.1``.
+    """
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

@@ -1,9 +1,9 @@
-"""One vocabulary of causes, as data: why a group changed, a save failed, a step made no update, a process
-stopped or a pod ended, what time was lost to, and what a pod's time was used for.
+"""The causes that all packages use, as data: why a group changed, a save failed, a step made no update, a
+process stopped or a pod ended, where time was lost, and how a pod's time was used.
 
-A cause is decided where it arises and travels as a value; its text is here, for reports and pages. No code
-reads a cause out of a sentence. The words of a coordinator, such as ``node 2 lost``, travel beside it, for
-people.
+The code that meets a cause chooses its value, and all other code passes the value on. The text of each cause
+for reports and pages is here. No code parses a cause from a sentence. The coordinator's sentences, such as
+``node 2 lost``, are sent in addition to the value, for people.
 """
 
 from collections.abc import Mapping
@@ -21,18 +21,19 @@ BreakCause = Literal[
     "environment",
     "numeric",
 ]
-"""Why a group broke, as a node sees it. ``peer_lost`` is a consequence; a failure only where nobody was lost.
+"""Why a group broke, as a node reports it.
 
-``environment``: trouble of one host or one moment. ``numeric``: a value that is not finite, or replicas that
-differ.
+``peer_lost`` is a consequence of another cause; it counts as a failure only if no node was lost.
+``environment``: a problem of one host or a temporary problem. ``numeric``: a value that is not finite, or
+replicas that differ.
 """
 Planned = Literal["node_joined", "node_left", "capacity_changed"]
 """Why a group changes at a step boundary, with all of its members."""
 Lost = Literal["node_lost", "coordinator_lost"]
-"""Loss of a node or of the coordinator that had not announced that it leaves."""
+"""Loss of a node or of the coordinator without an announcement."""
 ChangeCause = BreakCause | Planned | Lost | Literal["volume_full", "other"]
-"""Why a group gave way to another one. ``volume_full``: ``environment``, where the trouble is ``no_space``.
-``other``: no cause was given, or one of another version."""
+"""Why another group replaced a group. ``volume_full``: ``environment`` with the trouble ``no_space``.
+``other``: no cause was given, or a cause of another version."""
 Trouble = Literal[
     "no_space",
     "read_only",
@@ -59,7 +60,7 @@ Ending = Literal[
     "killed",
     "failed",
 ]
-"""Why a process of a run stopped training, as its records say."""
+"""Why a process of a run stopped training, as the records of the run show."""
 Use = Literal[
     "training",
     "evaluation",
@@ -72,45 +73,49 @@ Use = Literal[
     "end",
     "queue",
 ]
-"""The use that a second of a pod went to. Each has exactly one of them."""
+"""What one second of a pod was used for. Each second has exactly one use."""
 
 
 class PodCause(StrEnum):
-    """Why a pod ended: the words in the status of a run and in its Events."""
+    """Why a pod ended: the words in the status of a run and in its Events.
+
+    "Counts" means that the end uses up ``failurePolicy.maxFailuresWithoutProgress``; "free" means that it
+    does not.
+    """
 
     DONE = "Done"
     """Exit code 0: the run is complete."""
     USER_ERROR = "UserError"
     """Exit code 64: wrong configuration or data.
 
-    Final once it is confirmed and no group has formed, else free.
+    Ends the run if it is confirmed and no group has formed. Free otherwise.
     """
     WORKER_CRASH = "WorkerCrash"
     """Any other exit code. Counts."""
     OUT_OF_MEMORY = "OutOfMemory"
     """Killed at its memory limit. Counts."""
     VOLUME_FULL = "VolumeFull"
-    """Nothing more could be written. Counts."""
+    """No more data could be written. Counts."""
     OUT_OF_EPHEMERAL_STORAGE = "OutOfEphemeralStorage"
-    """Evicted, since it wrote more on its host's disk than its limits allow. Counts."""
+    """Evicted because it wrote more to its host's disk than its limits allow. Counts."""
     START_ERROR = "StartError"
     """The container could not be started. Counts."""
     STOPPED = "Stopped"
-    """Exit code 75 or 76, unasked by the operator. Free."""
+    """Exit code 75 or 76, not requested by the operator. Free."""
     NODE_LOST = "NodeLost"
-    """Its node is gone or silent. Free."""
+    """Its node no longer exists or does not report. Free."""
     PREEMPTED = "Preempted"
-    """It made room for a pod of higher priority. Free."""
+    """Preempted by a pod of higher priority. Free."""
     EVICTED = "Evicted"
-    """By the eviction API, the kubelet or a shutdown of its node. Free."""
+    """Evicted by the eviction API or the kubelet, or ended by a shutdown of its node. Free."""
     REFUSED_BY_NODE = "RefusedByNode"
-    """The kubelet did not take it. Free."""
+    """Not admitted by the kubelet. Free."""
     HOST_FAULT = "HostFault"
-    """Trouble of its host or of the moment, such as a mount or a device. Free."""
+    """A problem of its host or a temporary problem, such as a mount or a device. Free."""
     DELETED = "Deleted"
-    """By somebody else. Free."""
+    """Deleted by another user or controller. Free."""
     RELEASED = "Released"
-    """By the operator: suspended, restarted, fewer nodes or the end. Not a restart."""
+    """Deleted by the operator: the run was suspended, restarted, scaled down or has ended. Not a restart."""
     COORDINATOR_LOST = "CoordinatorLost"
     """The coordinator's pod ended or vanished. Free."""
 
@@ -129,7 +134,8 @@ COUNTED: Final = frozenset(
 
 @dataclass(frozen=True)
 class Cause:
-    """A cause's text in a report, and its word in the status of a run where a pod can end for it."""
+    """The text of a cause in a report, and its word in the status of a run if a pod can end for this
+    cause."""
 
     text: str
     pod: PodCause | None = None
@@ -168,11 +174,11 @@ ENDINGS: Final[Mapping[Ending, str]] = {
     "killed": "killed",
     "failed": "failed",
 }
-"""Why a process stopped training, for a report on a run that went on afterwards."""
+"""Why a process stopped training, for a report on a run that continued afterwards."""
 REQUESTED_ENDINGS: Final[frozenset[str]] = frozenset(
     {"signal", "stop_file", "stop_after_steps", "after_step", "observer", "complete"}
 )
-"""Endings that a person or the manifest asked for: the start after such a stop is not a restart."""
+"""Endings that a user or the manifest requested. The start after such a stop is not a restart."""
 
 LOSSES: Final[Mapping[str, str]] = {
     "startup": "Start-up: from process start to first step",
@@ -200,28 +206,33 @@ USES: Final[Mapping[Use, str]] = {
 }
 """Uses of a pod's time, each with its text."""
 USEFUL: Final[frozenset[Use]] = frozenset({"training", "evaluation", "saving"})
-"""Uses that a run asked for; all others of a pod on a host are waste."""
+"""Uses that a run requested. All other uses of a pod on a host are waste."""
 OFF_HOST: Final[Use] = "queue"
-"""The use of a pod that has no host yet, and holds no accelerator."""
+"""The use of a pod that has no host yet and holds no accelerator."""
 
 
 def read_change(value: object) -> ChangeCause:
-    """Reads a cause of CHANGES; anything else is ``other``, such as the sentence of an older file."""
-    # Not an error: reports read the files of every version.
+    """Return a cause of CHANGES, or ``other`` for any other value, for example a sentence from an older
+    file."""
+    # This is not an error, because reports read the files of every version.
     return next((cause for cause in CHANGES if cause == value), "other")
 
 
 def specify_break(cause: BreakCause, trouble: str) -> ChangeCause:
-    """The cause of a change whose group broke: a full volume is no trouble of a host, since each host meets
-    it. ``trouble``: one of TROUBLES, empty where none was given."""
+    """Return the cause of a change whose group broke.
+
+    A full volume is not a problem of one host, because all hosts share the volume. ``trouble``: one of
+    TROUBLES; empty if none was reported.
+    """
     return "volume_full" if cause == "environment" and trouble == "no_space" else cause
 
 
 def read_trouble(value: object) -> Trouble:
-    """Reads one of TROUBLES; anything else is ``other``."""
+    """Return one of TROUBLES, or ``other`` for any other value."""
     return next((trouble for trouble in TROUBLES if trouble == value), "other")
 
 
 def describe_ending(value: str) -> str:
-    """The text of an ending; a value that is none of ENDINGS, such as ``exit 70``, is its own text."""
+    """Return the text of an ending. A value that is not in ENDINGS, for example ``exit 70``, is its own
+    text."""
     return next((text for ending, text in ENDINGS.items() if ending == value), value)

@@ -41,7 +41,8 @@ VOLUME_PATH: Final = "/volume"
 CONFIG_PATH: Final = "/etc/evergrad/run"
 TOKEN_PATH: Final = "/etc/evergrad/token"
 INSTANCE_HEADER: Final = "Evergrad-Instance"
-"""Header of a coordinator's /healthz with its random name, which its file of addresses has, too."""
+"""Header of a coordinator's /healthz with its random name. The file with its addresses contains the name,
+too."""
 PREPARED_FOLDER: Final = ".prepared"
 """Folder next to the run directory with prepared data, which runs with the same data share."""
 PREPARING: Final = "Preparing"
@@ -130,11 +131,11 @@ class ErrorKind(StrEnum):
     """
 
     INPUT = "input"
-    """Something that a person wrote is wrong: configuration, data, a script. A retry cannot fix it."""
+    """The user's input is wrong: configuration, data, or a script. A retry cannot fix it."""
     ENVIRONMENT = "environment"
-    """Trouble of one host or one moment: a mount, a device, memory, a refusal.
+    """A problem of one host or a temporary problem: a mount, a device, memory, a refusal.
 
-    Retried in place, then on another host.
+    The node retries in place, then on another host.
     """
     NUMERIC = "numeric"
     """A loss, a gradient or a replica's state is invalid. The run stops; you can resume it."""

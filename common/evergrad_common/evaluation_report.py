@@ -1,7 +1,7 @@
 """The report of a pod that has evaluated a checkpoint: its termination message, which the operator reads.
 
-It needs neither a port nor a right on the API server, and is there as long as the pod, also where no operator
-runs when the pod ends.
+A termination message needs neither a port nor a permission on the API server. It exists as long as the pod,
+even if no operator runs when the pod ends.
 """
 
 import json
@@ -13,23 +13,23 @@ from evergrad_common.contract import MAX_TERMINATION_BYTES
 
 MOST_SETS: Final = 16
 MOST_VALUES: Final = 12
-"""Values of one set in a report: loss, perplexity and the task's own."""
+"""Most values of one set in a report: loss, perplexity and the task's own metrics."""
 MOST_WAITING: Final = 64
-"""Steps in a report: as many as a run can have waiting."""
+"""Most steps in a report, equal to the number of checkpoints that can wait in a run."""
 LONGEST_NAME: Final = 64
 _LONGEST_NOTE: Final = 512
 _LONGEST_VALUE: Final = 32
 
 Values = Mapping[str, str]
-"""Values of one set by name, as Python writes them, so that no bit is lost."""
+"""Values of one set by name, written as Python does, so that no bit is lost."""
 
 
 @dataclass(frozen=True)
 class Evaluated:
     """The evaluation of the checkpoint of ``step``.
 
-    ``passed_over``: why there are no results; empty where there are some. ``waiting``: steps of the other
-    checkpoints that have not been evaluated, the oldest first. ``left_out``: sets that had no room here.
+    ``passed_over``: why there are no results; empty if there are results. ``waiting``: steps of the other
+    checkpoints that are not evaluated yet, the oldest first. ``left_out``: number of sets that did not fit.
     """
 
     step: int
@@ -46,10 +46,10 @@ def encode_evaluated(
     waiting: Sequence[int] = (),
     passed_over: str = "",
 ) -> bytes:
-    """Return the report, at most 4096 bytes. ``rows``: as ``evaluations/`` has them.
+    """Return the report, at most 4096 bytes. ``rows``: the rows in ``evaluations/``.
 
-    Where they have no room the last sets are left out, which the report counts, and then ``passed_over``
-    is shortened.
+    If the rows do not fit, the last sets are left out and counted in the report, and then ``passed_over`` is
+    shortened.
     """
     sets: dict[str, dict[str, str]] = {}
     for row in rows:
@@ -76,7 +76,8 @@ def encode_evaluated(
         data = json.dumps(report, separators=(",", ":")).encode("ascii", errors="replace")
         if len(data) <= MAX_TERMINATION_BYTES or not (kept or note):
             return data[:MAX_TERMINATION_BYTES]
-        # A cut through the bytes would leave a report that nobody can read. A character has up to 12 bytes.
+        # Shorten the text, because a report that is cut at a byte cannot be read. A character has up to 12
+        # bytes.
         if kept:
             kept -= 1
         else:
@@ -84,8 +85,9 @@ def encode_evaluated(
 
 
 def decode_evaluated(message: str) -> Evaluated | None:
-    """Return the report in a termination message; None where it is none. Everything in it is bounded."""
-    # Any image may run in a pod, so that anything may stand there.
+    """Return the report in a termination message, or None if it is not a report. All its parts are
+    bounded."""
+    # A pod may run any image, so the message may be any text.
     try:
         found: Any = json.loads(message)
         step, waiting = _natural(found["step"]), [_natural(one) for one in found["waiting"]]

@@ -1,19 +1,20 @@
-"""Names of whole files, which the first of several processes gives."""
+"""Publishes a complete file under a name that only the first of several processes can use."""
 
 import os
 from pathlib import Path
 
 
 def publish_once(temporary: Path, path: Path) -> None:
-    """Give a whole file its name, unless that is taken: then ``path`` stays as it is. Raises OSError.
+    """Rename a complete file to ``path``, unless ``path`` exists: then ``path`` stays as it is. Raises
+    OSError.
 
-    ``temporary`` may be there afterwards, for the caller to remove.
+    ``temporary`` may still exist afterwards; the caller removes it.
     """
     try:
         os.link(temporary, path)
     except FileExistsError:
         return
     except OSError:
-        # A volume without hard links. Between the look and the rename another process may give the name.
+        # The volume has no hard links. Another process may create the name between the check and the rename.
         if not path.exists():
             os.rename(temporary, path)

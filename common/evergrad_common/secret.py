@@ -1,4 +1,4 @@
-"""A run's token: the secret that everything which may change the run has to show."""
+"""A run's token: the secret that each client must present before it may change the run."""
 
 import contextlib
 import hmac
@@ -12,25 +12,25 @@ _NUM_BYTES = 32
 
 
 def new_token() -> str:
-    """A random token."""
+    """Return a random token: 64 hex digits."""
     return secrets.token_hex(_NUM_BYTES)
 
 
 def is_token(said: str, token: str) -> bool:
-    """Whether ``said`` is the token, in a time that does not depend on how much of it is right.
+    """Return whether ``said`` is the token. The time does not depend on how much of it is correct.
 
-    An empty token fits nothing.
+    An empty token matches nothing.
     """
-    # Half a character, which JSON can escape, would be an error of the codec without ``surrogatepass``.
+    # JSON can escape half a character. Without ``surrogatepass``, encoding it would raise an error.
     return bool(token) and hmac.compare_digest(
         said.encode("utf-8", "surrogatepass"), token.encode()
     )
 
 
 def read_token(path: Path) -> str:
-    """The token in a file.
+    """Return the token in a file.
 
-    Raises OSError or UnicodeDecodeError, and ValueError for a file that holds none.
+    Raises OSError or UnicodeDecodeError, and ValueError if the file is empty.
     """
     token = path.read_text(encoding="utf-8").strip()
     if not token:
@@ -39,15 +39,16 @@ def read_token(path: Path) -> str:
 
 
 def obtain_token(path: Path) -> str:
-    """The token in a file; where there is no such file, a new one that only its owner can read.
+    """Return the token in a file. If the file does not exist, create it with a new token that only its owner
+    can read.
 
-    Raises as ``read_token``.
+    Raises the errors of ``read_token``, and OSError.
     """
-    # A mounted Secret lies in a folder that cannot be written.
+    # Read first, because the folder of a mounted Secret is not writable.
     with contextlib.suppress(FileNotFoundError):
         return read_token(path)
-    # Whole before it has its name, so that a kill or a full disk leaves no empty file that every later start
-    # refuses.
+    # Write the file completely before it gets its name, so that a kill or a full disk does not leave an empty
+    # file that every later start refuses.
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(6)}")
     try:
         file = os.open(
@@ -57,7 +58,8 @@ def obtain_token(path: Path) -> str:
             stream.write(new_token() + "\n")
             stream.flush()
             os.fsync(file)
-        # Only where that name is free: two processes that start at once agree on one token.
+        # Publish only if the name is free, so that two processes that start at the same time use the same
+        # token.
         publish_once(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

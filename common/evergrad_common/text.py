@@ -1,4 +1,4 @@
-"""Numbers as people read them: durations, large counts, bytes, times. Pure."""
+"""Formats numbers for people: durations, large counts, bytes, times. Pure."""
 
 import math
 from datetime import UTC, datetime
@@ -7,8 +7,10 @@ _NOT_A_NUMBER = "–"
 
 
 def duration(seconds: float) -> str:
-    """``0.045`` → ``45ms``, ``75`` → ``1m15s``, ``18720`` → ``5h12m``, ``200000`` → ``2d07h``; two units at
-    most."""
+    """Format a duration with at most two units.
+
+    For example, ``0.045`` → ``45ms``, ``75`` → ``1m15s``, ``18720`` → ``5h12m``, ``200000`` → ``2d07h``.
+    """
     if not math.isfinite(seconds):
         return _NOT_A_NUMBER
     if seconds < 0:
@@ -30,17 +32,18 @@ def duration(seconds: float) -> str:
 
 
 def count(number: float) -> str:
-    """``1234567`` → ``1,234,567``; a fraction is rounded."""
+    """Format a count: ``1234567`` → ``1,234,567``. A fraction is rounded."""
     return f"{round(number):,}" if math.isfinite(number) else _NOT_A_NUMBER
 
 
 def short_count(number: float) -> str:
-    """``41234`` → ``41.2k``, ``10200000`` → ``10.2M``; three digits and a decimal unit."""
+    """Format a count with three digits and a decimal unit: ``41234`` → ``41.2k``, ``10200000`` →
+    ``10.2M``."""
     return _scaled(number, 1000.0, ("", "k", "M", "B", "T"))
 
 
 def size(number_of_bytes: float) -> str:
-    """``1536`` → ``1.5 KiB``; powers of 1024."""
+    """Format a number of bytes in powers of 1024: ``1536`` → ``1.5 KiB``."""
     return _scaled(number_of_bytes, 1024.0, (" B", " KiB", " MiB", " GiB", " TiB", " PiB"))
 
 
@@ -53,7 +56,7 @@ def _scaled(number: float, base: float, units: tuple[str, ...]) -> str:
         rest, unit = rest / base, unit + 1
     if rest >= 10_000:
         return f"{number:.3g}"
-    # Three digits in all, and none behind the point of a whole number without a unit.
+    # Show three digits in all, and no fraction of a whole number without a unit.
     digits = (
         0
         if unit == 0 and rest == round(rest)
@@ -70,24 +73,24 @@ def _scaled(number: float, base: float, units: tuple[str, ...]) -> str:
 
 
 def real(number: float, digits: int = 4) -> str:
-    """``2.41318`` → ``2.4132``; very large and very small ones in scientific notation; ``–`` for what is no
-    number."""
+    """Format a number: ``2.41318`` → ``2.4132``. Very large and very small numbers use scientific notation;
+    ``–`` if the value is not finite."""
     if not math.isfinite(number):
         return _NOT_A_NUMBER
-    # Written plainly a small one would be 0.0000, and a large one a row of digits that nobody counts.
+    # In plain notation, a small number would be 0.0000, and a large one would have too many digits to count.
     if number != 0 and not 10.0**-digits <= abs(number) < 1e6:
         return f"{number:.{max(digits - 1, 1)}e}"
     return f"{number:,.{digits}f}"
 
 
 def compact(number: float) -> str:
-    """At most four significant digits, as short as possible: ``0.001`` → ``0.001``, ``2.5e-05`` →
-    ``2.5e-05``."""
+    """Format a number with at most four significant digits, as short as possible: ``0.001`` → ``0.001``,
+    ``2.5e-05`` → ``2.5e-05``."""
     return f"{number:.4g}" if math.isfinite(number) else _NOT_A_NUMBER
 
 
 def percent(ratio: float) -> str:
-    """``0.9834`` → ``98.3%``. Only exactly all and exactly nothing are written 100% and 0%."""
+    """Format a share: ``0.9834`` → ``98.3%``. Only exactly 1 and exactly 0 become 100% and 0%."""
     if not math.isfinite(ratio):
         return _NOT_A_NUMBER
     if ratio in (0.0, 1.0):
@@ -100,7 +103,7 @@ def percent(ratio: float) -> str:
 
 
 def utc(unix_seconds: float) -> str:
-    """Unix time as ``2026-03-01 12:33:10`` in UTC; ``–`` for a time no calendar has."""
+    """Format Unix time as ``2026-03-01 12:33:10`` in UTC; ``–`` if the time is outside the calendar."""
     try:
         return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
     except (ValueError, OverflowError, OSError):

@@ -1,8 +1,7 @@
-"""The catalogue of metrics, as data: what is measured, in which unit, and how it is put together and
-compared.
+"""The catalogue of metrics, as data: name, unit, aggregation and comparison of each metric.
 
-Each endpoint builds its series from here, the reference pages their tables; files, report and compare-runs
-read COLUMNS. A recipe declares its own metrics by :func:`declare`.
+Each endpoint builds its series from the catalogue, and the reference pages build their tables. Run files, the
+report and compare-runs read COLUMNS. A recipe declares its own metrics with :func:`declare`.
 """
 
 from evergrad_common.metrics.columns import (

@@ -1,4 +1,4 @@
-"""What is recorded of a step: the columns of metrics.jsonl, and what a recipe declares besides."""
+"""The recorded values of a step: the columns of metrics.jsonl, and the metrics that a recipe declares."""
 
 import re
 from collections.abc import Mapping
@@ -6,19 +6,19 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 Compared = Literal["exactly", "closely", "by request", "told"]
-"""How compare-runs takes a column: it must be equal; within the tolerance; only with --exact; it is shown,
-and never counts as a difference."""
+"""How compare-runs compares a column: the values must be equal, be within the tolerance, be equal only with
+--exact, or are shown and never count as a difference."""
 Kind = Literal["integer", "real", "hash", "word"]
-"""The kind of a value. A hash is 16 hex digits; a word is of a vocabulary of ``causes``."""
+"""Kind of a value. A hash has 16 hex digits. A word is a value of a vocabulary in ``causes``."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """One value of a step, as a row of metrics.jsonl has it.
+    """One value of a step, as in a row of metrics.jsonl.
 
-    ``aggregate``: how the ranks' values become one. ``is_optional``: a row may lack it, since it has no value
-    at every step, or since older versions did not write it. ``is_shown``: the live page, the page of a run's
-    files and the trackers show it.
+    ``aggregate``: how the values of the ranks become one value. ``is_optional``: a row may lack it, because
+    not every step has a value or because older versions did not write it. ``is_shown``: the live page, the
+    page of a run's files and the trackers show it.
     """
 
     name: str
@@ -133,7 +133,8 @@ COLUMNS: Final[tuple[Column, ...]] = (
         is_optional=True,
     ),
 )
-"""The columns of metrics.jsonl, in their order. A recipe's own metrics are in ``metrics`` beside them."""
+"""The columns of metrics.jsonl, in their order. A recipe's own metrics are next to them, under
+``metrics``."""
 
 DERIVED: Final[tuple[Column, ...]] = (
     Column(
@@ -144,26 +145,27 @@ DERIVED: Final[tuple[Column, ...]] = (
         is_shown=True,
     ),
 )
-"""Columns that no row contains: readers compute them from the rows, ``tokens_per_second`` by Throughput."""
+"""Columns that no row contains. Readers compute them from the rows, for example ``tokens_per_second`` with
+Throughput."""
 
 SHOWN: Final[tuple[str, ...]] = tuple(one.name for one in COLUMNS if one.is_shown)
-"""Columns of a row that a display of the run shows, besides DERIVED and the recipe's own metrics."""
+"""Columns of a row that each display of the run shows, in addition to DERIVED and the recipe's own
+metrics."""
 
 MOST_DECLARED: Final = 32
-"""Most metrics that a recipe may have: each is a series of the endpoint, and a number that ranks exchange at
-every step."""
+"""Most metrics that a recipe may declare. Each one is a series of the endpoint, and a number that ranks
+exchange at every step."""
 _WITH_UNIT = re.compile(r"(?P<help>.*\S)\s*\[(?P<unit>[^\[\]]{1,32})\]", re.DOTALL)
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]{0,63}")
 
 
 def declare(metrics: Mapping[str, str]) -> tuple[Column, ...]:
-    """The columns of a recipe's own metrics, from their names and what they mean. They are compared like
-    losses.
+    """Return the columns of a recipe's own metrics. ``metrics``: name and meaning of each metric.
 
-    A text may end with its unit in brackets: ``"divergence from the teacher [nats]"``. Raises ValueError that
-    names everything that is wrong with them.
+    They are compared like losses. A text may end with its unit in brackets: ``"divergence from the teacher
+    [nats]"``. Raises ValueError that names all problems.
     """
-    # A row has them beside the columns, or a table of the report does.
+    # A row contains these names next to the columns, or a table of the report contains them.
     taken = {column.name for column in COLUMNS} | {
         "metrics",
         "name",
@@ -180,7 +182,7 @@ def declare(metrics: Mapping[str, str]) -> tuple[Column, ...]:
         for name in metrics
         if name in taken
     ]
-    # All of them at once: a recipe is mended in one round.
+    # Report all problems together, so that the author of a recipe can fix them in one round.
     if len(metrics) > MOST_DECLARED:
         wrong.append(f"there are {len(metrics)}; {MOST_DECLARED} are possible")
     if wrong:

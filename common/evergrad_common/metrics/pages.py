@@ -1,4 +1,4 @@
-"""The tables of the reference pages, made from the catalogue."""
+"""Renders the tables of the reference pages from the catalogue."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ from evergrad_common.metrics.trainer import NODE, TRAINER
 
 
 def render_series(series: Iterable[Series]) -> str:
-    """A table of the reference page."""
+    """Return the Markdown table of these series."""
     lines = [
         "| Metric | Type | Unit | Over several | Further labels | Meaning |",
         "|---|---|---|---|---|---|",
@@ -19,7 +19,7 @@ def render_series(series: Iterable[Series]) -> str:
     for one in series:
         labels = ", ".join(f"`{label}`" for label in one.labels)
         meaning = f"{one.help}.{' ' if one.note else ''}{one.note}"
-        # Twice, since an empty cell beside another one is found only once.
+        # Replace twice: the first pass skips an empty cell directly after another one.
         cells = (f"`{one.exported}`", one.kind, one.unit, one.over_several, labels, meaning)
         lines.append(
             f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |")
@@ -28,7 +28,7 @@ def render_series(series: Iterable[Series]) -> str:
 
 
 def render_columns() -> str:
-    """The table of metrics.jsonl on the page of the run directory."""
+    """Return the table of metrics.jsonl for the page of the run directory."""
     lines = ["| Key | Unit | Over ranks | Meaning |", "|---|---|---|---|"]
     lines += [
         f"| `{one.name}` | {one.unit} | {one.aggregate} | {one.help} |".replace(
@@ -46,11 +46,11 @@ TABLES: Final[Mapping[str, str]] = {
     "operator": render_series(OPERATOR),
     "columns": render_columns(),
 }
-"""Tables that pages of the reference have between ``<!-- table: NAME -->`` and ``<!-- end -->``."""
+"""Tables that pages of the reference contain between ``<!-- table: NAME -->`` and ``<!-- end -->``."""
 
 
 def fill_tables(page: str) -> str:
-    """The page with its tables as the catalogue has them now. Raises KeyError for a table that is none."""
+    """Return the page with its tables as the catalogue has them now. Raises KeyError for an unknown table."""
     return re.sub(
         r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)",
         lambda found: f"{found[1]}\n{TABLES[found[2]]}\n{found[3]}",

@@ -6,16 +6,16 @@ from typing import Final, Literal
 PREFIX: Final = "evergrad_"
 Kind = Literal["gauge", "counter", "histogram"]
 Aggregate = Literal["newest", "sum", "max", "none"]
-"""How the values of several endpoints become one: take the endpoint whose value is the newest, add, take the
-largest; ``none``: they are not put together."""
+"""How the values of several endpoints become one value: take the newest value, add, or take the largest.
+``none``: they are not combined."""
 
 
 @dataclass(frozen=True)
 class Series:
     """One metric of an endpoint.
 
-    ``aggregate``: of a gauge; counters and histograms are always added. ``labels``: besides those that every
-    metric of its endpoint has. ``note``: more for the reference page.
+    ``aggregate``: for a gauge; counters and histograms are always added. ``labels``: in addition to the
+    labels of every metric of its endpoint. ``note``: additional text for the reference page.
     """
 
     name: str
@@ -29,10 +29,10 @@ class Series:
 
     @property
     def exported(self) -> str:
-        """Its name in the endpoint's text."""
+        """Return its name in the endpoint's text."""
         return PREFIX + self.name
 
     @property
     def over_several(self) -> Aggregate:
-        """How the values of several endpoints become one."""
+        """Return how the values of several endpoints become one value."""
         return self.aggregate if self.kind == "gauge" else "sum"

@@ -1,4 +1,4 @@
-"""The metrics of a run and of its nodes: what the trainer's processes export."""
+"""The metrics of a run and of its nodes, which the trainer's processes export."""
 
 from typing import Final
 
@@ -260,7 +260,7 @@ TRAINER: Final[tuple[Series, ...]] = (
         note="Absent until then, and again if other processes continue.",
     ),
 )
-"""Metrics of a run, served where rank 0 is."""
+"""Metrics of a run, served by the node with rank 0."""
 
 NODE: Final[tuple[Series, ...]] = (
     Series(
