@@ -25,7 +25,8 @@ class HorizonNumbers:
     samples: int
     tokens: int
     epochs: float
-    """Passes over all sources together, after the position in other sources at which the run begins."""
+    """Epochs over all sources together, counted from the position in other sources at which the run
+    begins."""
     samples_per_step: int
     tokens_per_step: int
     slots_per_step: int
@@ -70,7 +71,8 @@ def derive_steps(
     else:
         total = _steps_until_exhausted(training, exhausted_after)
 
-    # A horizon in epochs gets its length only here; for other horizons the file was checked before.
+    # A horizon in epochs gets its length only here. For other horizons, the manifest's rules have checked
+    # this.
     schedule = training.schedule
     decay = schedule.decay if schedule.type == "wsd" else 0
     raise_if(
@@ -114,14 +116,14 @@ def stage_ends(training: Training) -> tuple[int, ...]:
 
 
 def num_references(training: Training) -> int:
-    """Return how many frozen copies of the model each process also computes with: 0 or 1."""
+    """Return the number of frozen copies of the model that each process also computes with: 0 or 1."""
     has_none = training.two_stage_kl is None and training.pair_settings is None
     return 0 if has_none else 1
 
 
 def num_logits(training: Training) -> int:
-    """Return how many models have logits in memory together: a reference that is compared by token adds
-    one."""
+    """Return the number of models whose logits are in memory together. A reference that is compared by token
+    adds one."""
     return 1 if training.two_stage_kl is None else 1 + num_references(training)
 
 
@@ -144,12 +146,12 @@ def loss_chunk(training: Training) -> int | None:
 
 
 def _steps_until_exhausted(training: Training, exhausted_after: int) -> int:
-    """Return the steps of a horizon that ends with its sources. Raises ConfigurationError if there are
-    none."""
+    """Return the steps of a horizon that ends with its sources. Raises ConfigurationError if there are no
+    steps."""
     per_step = training.batching.global_batch_size
     if training.horizon.exhausted == "all":
         return -(-exhausted_after // per_step)
-    # Rounded down: the rest of the step would repeat samples of the source that has ended.
+    # Round down: the rest of the step would repeat samples of the exhausted source.
     total = exhausted_after // per_step
     if total < 1:
         what = f"a source is exhausted after {exhausted_after} samples"
@@ -174,7 +176,7 @@ def total_steps(training: Training, *, num_samples: int) -> int:
     """Return the steps of the whole run; tokens and epochs are rounded up to whole steps."""
     if (known := steps_without_data(training)) is not None:
         return known
-    # Through its shortest decimal: 0.1 epochs of 30 samples are 3 samples and not 3.0000000000000004.
+    # Convert through the shortest decimal: 0.1 epochs of 30 samples are 3 samples, not 3.0000000000000004.
     epochs = Fraction(Decimal(repr(training.horizon.epochs or 0.0)))
     return ceil(epochs * num_samples / training.batching.global_batch_size)
 

@@ -1,6 +1,6 @@
-"""Errors of input that every package raises, and the value that says what is wrong.
+"""Errors of input that every package raises, and the value that describes a problem.
 
-The whole tree: evergrad_trainer.base.errors.
+The whole tree of errors is in evergrad_trainer.base.errors.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,9 @@ from evergrad_common.contract import ErrorKind, ExitCode
 class Problem:
     """One mistake in the user's input.
 
-    ``path`` is the place (a field's path or a file's, with its line), ``what`` and ``why`` are the mistake
-    and its reason, ``remedy`` is the correction. Rendered as ``path: what; why. Remedy.``
+    ``path`` is the place (the path of a field or of a file, with its line), ``what`` and ``why`` are the
+    mistake and its reason, ``remedy`` is the correction. Rendered as ``path: what; why. Remedy.`` For
+    example, ``spec.nodes.max: 2 is below nodes.min 3. Raise max to at least 3, or lower min.``
     """
 
     path: str
@@ -22,7 +23,8 @@ class Problem:
     why: str = ""
     remedy: str = ""
     is_of_host: bool = False
-    """This host or this moment is to blame; another host, or a later attempt, may find nothing wrong."""
+    """The problem is specific to this host or temporary: another host, or a later attempt, may not have
+    it."""
 
     def __str__(self) -> str:
         sentence = f"{self.path}: {self.what}" if self.path else self.what
@@ -33,7 +35,7 @@ class Problem:
 
 
 def describe_problem(problem: Problem) -> dict[str, str]:
-    """The parts of a problem by their names, as JSON documents have them."""
+    """Return the parts of a problem by their names, as in JSON documents."""
     return {
         "path": problem.path,
         "what": problem.what,
@@ -43,8 +45,7 @@ def describe_problem(problem: Problem) -> dict[str, str]:
 
 
 def _ended(sentence: str) -> str:
-    # Parts are written without their full stop, so that any of them may be the last; some quote a whole
-    # sentence.
+    # Parts have no full stop, so that any of them may be the last. Some quote a whole sentence.
     return sentence if sentence.endswith((".", "?", "!")) else sentence + "."
 
 
@@ -52,7 +53,8 @@ class EvergradError(Exception):
     """A failure whose cause is not the user's input."""
 
     code = "internal"
-    """The kind of mistake, for programs: a family and a name with dots between. Never changes its meaning."""
+    """The kind of the error, for programs: a family and a name, separated by dots. Its meaning never
+    changes."""
     exit_code: ExitCode = ExitCode.INTERNAL
     kind: ErrorKind = ErrorKind.INTERNAL
 

@@ -1,4 +1,4 @@
-"""One run that sets something in each section, from which the reference page takes its examples."""
+"""A run that sets a field in each section. The reference page takes its examples from it."""
 
 from typing import Any, Final
 
@@ -60,7 +60,7 @@ OWN_TASK: Final[dict[str, Any]] = {
     "options": {"decay": 0.999},
     "files": {"task.py": "…"},
 }
-"""Sections of ``spec.training`` for a task of the user's own."""
+"""Sections of ``spec.training`` for a custom task."""
 SFT: Final[dict[str, Any]] = {
     "ema": {"decay": 0.999},
     "recipe": "sft",
@@ -71,7 +71,7 @@ SFT: Final[dict[str, Any]] = {
     },
     "rows": {"tooLong": "skip"},
 }
-"""Sections of ``spec.training`` for the recipe of that name."""
+"""Sections of ``spec.training`` for the recipe of this name."""
 TWO_STAGES: Final[dict[str, Any]] = {
     "recipe": "two_stage_kl",
     "checkpoint": {"every": {"steps": 500}, "best": {"metric": "stage2/loss"}},
@@ -117,4 +117,4 @@ SCRIPT: Final[dict[str, Any]] = {
     "gracePeriodSeconds": 60,
     "metrics": {"port": 29402},
 }
-"""A ``spec.script``, which takes the place of ``spec.training``."""
+"""A ``spec.script``, which replaces ``spec.training``."""

@@ -1,7 +1,8 @@
-"""The rules that only an API server can hold, in CEL: what stays as it was, least and most, exactly one of.
+"""The rules in CEL that only an API server can enforce: immutable fields, bounds, and exactly one of several
+fields.
 
-The whole validation checks everything else that a file must satisfy. The operator's webhook runs it before
-these rules, and the operator again before a run's first pod.
+The complete validation checks all other rules of a file. The operator's webhook runs it before these rules,
+and the operator runs it again before a run's first pod.
 """
 
 from collections.abc import Iterable, Mapping
@@ -34,8 +35,8 @@ _NEW_RUN: Final = "Make a new TrainingRun, or set it back."
 
 
 def _unchanged(owner: str, key: str) -> str:
-    """Whether the field ``key`` of ``self.owner`` is as it was, also where it was left out before
-    or is now."""
+    """Return a condition: the field ``key`` of ``self.owner`` has not changed, including from or to
+    absent."""
     new, old = f"self.{owner}.{key}", f"oldSelf.{owner}.{key}"
     return f"has({new}) == has({old}) && (!has({new}) || {new} == {old})"
 
@@ -45,8 +46,8 @@ def _all_unchanged(owner: str, keys: Iterable[str]) -> str:
 
 
 def _within(owner: str, condition: str) -> str:
-    """``condition`` for a section ``owner`` that was there and still is; another rule refuses one that comes
-    or goes."""
+    """Return ``condition`` for a section ``owner`` that exists before and after the change. Another rule
+    refuses a section that is added or removed."""
     return f"!has(self.{owner}) || !has(oldSelf.{owner}) || ({condition})"
 
 
@@ -55,8 +56,8 @@ def _exactly_one(keys: Iterable[str], message: str) -> Schema:
     return rule(f"[{given}].exists_one(given, given)", message)
 
 
-# Only the arithmetic of runtime belongs to the recipe. A field that is left out equals its default, so that
-# writing the default out later is no change.
+# Only the arithmetic of runtime belongs to the recipe. An omitted field equals its default, so that writing
+# the default later is not a change.
 _RUNTIME: Final = "{0}.spec.training.runtime"
 _ARITHMETIC: Final = [
     f"(has({_RUNTIME}) && has({_RUNTIME}.{key}) ? {_RUNTIME}.{key} : '{fields_of(Runtime)[key].default}')"
@@ -68,8 +69,7 @@ _RECIPE_IS_KEPT: Final = " && ".join(
             "spec.training",
             [key for key in RECIPE_SECTIONS if key not in ("data", "horizon")],
         ),
-        # A task of the user's own may do without data, and CEL ends with an error at a field of a section
-        # that is not there.
+        # A custom task may omit data, and CEL fails at a field of a missing section.
         "has(self.spec.training.data) == has(oldSelf.spec.training.data)",
         "(!has(self.spec.training.data) || ({}))".format(
             _all_unchanged(
@@ -80,8 +80,9 @@ _RECIPE_IS_KEPT: Final = " && ".join(
         *(f"{one.format('self')} == {one.format('oldSelf')}" for one in _ARITHMETIC),
     )
 )
-# Where the run's state is. The rest is of a claim that is made once: the webhook refuses another size, and a
-# change that gets past it has no effect. Each field costs 170 bytes of the CRD.
+# These fields say where the run's state is. The other fields belong to a claim that is created once: the
+# webhook refuses another size, and a change that bypasses the webhook has no effect. Each field costs 170
+# bytes of the CRD.
 _STORAGE_IS_KEPT: Final = (
     "has(self.spec.storage) == has(oldSelf.spec.storage) && ({})".format(
         _within("spec.storage", _all_unchanged("spec.storage", PLACE_OF_STORAGE))
@@ -91,8 +92,8 @@ _KINDS_ARE_KEPT: Final = " && ".join(
     f"has(self.spec.{kind}) == has(oldSelf.spec.{kind})" for kind in KINDS
 )
 
-# The condition, the field that is blamed, and the message: one rule a field, so that the refusal names it.
-# CEL has no object without a field.
+# Condition, field and message: one rule for each field, so that the refusal names the field. CEL cannot
+# select a field of a missing object.
 _KEPT: Final = (
     (
         _KINDS_ARE_KEPT,
@@ -122,7 +123,8 @@ _KEPT: Final = (
     ),
 )
 
-# Few: an API server refuses a CRD whose rules could cost too much. They hold while the webhook is down, too.
+# Keep the rules few: an API server refuses a CRD whose rules could cost too much. They also hold while the
+# webhook is down.
 RULES: Final[Mapping[str, tuple[Schema, ...]]] = {
     "": tuple(
         rule(
@@ -167,4 +169,4 @@ RULES: Final[Mapping[str, tuple[Schema, ...]]] = {
         ),
     ),
 }
-"""Path of a node (``[]`` enters a list's items) → the rules that hold there."""
+"""Path of a node (``[]`` enters the items of a list) → the rules of that node."""

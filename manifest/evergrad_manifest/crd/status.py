@@ -1,6 +1,6 @@
-"""The schema of ``status``: what the operator reports.
+"""The schema of ``status``, which the operator reports.
 
-The operator writes it as a whole; nobody else does.
+The operator writes the whole status; no other component writes it.
 """
 
 from typing import Final
@@ -16,8 +16,8 @@ from evergrad_manifest.structure.nodes import (
     texts_by_name,
 )
 
-# Long enough for a cause with its remedy. A worker that fails may print any amount, and the object has to
-# stay far below the 1.5 MiB that etcd takes.
+# Long enough for a cause with its remedy. A failed worker may print any amount, and the object has to stay
+# well below etcd's limit of 1.5 MiB.
 _LONGEST_MESSAGE: Final = 4096
 
 
@@ -30,7 +30,7 @@ def _counts(description: str, what: str) -> Schema:
     }
 
 
-# As metav1.Condition, so that `kubectl wait` and GitOps tools read it as they read those of other kinds.
+# Like metav1.Condition, so that `kubectl wait` and GitOps tools read it as for other kinds.
 _CONDITION: Final[Schema] = mapping(
     "One aspect of the run's state.",
     {
@@ -65,7 +65,7 @@ _PROGRESS: Final[Schema] = mapping(
         "percent": integer(
             "Share of the steps that is done, in percent.", least=0, most=100
         ),
-        # A text: Kubernetes' conventions forbid floats, which clients in different languages round
+        # Use a text: Kubernetes' conventions forbid floats, which clients in different languages round
         # differently.
         "loss": text("Training loss of the newest step, in nats a token.", longest=32),
         "tokensPerSecond": text(
@@ -82,14 +82,14 @@ _PROGRESS: Final[Schema] = mapping(
             least=0,
             large=True,
         ),
-        # The time of the nodes' report and not of the operator's write, so that their silence shows.
+        # Use the time of the nodes' report and not of the operator's write, so that users see if the nodes
+        # stop reporting.
         "updatedAt": moment("Time at which the nodes last reported progress."),
     },
 )
 
 
-# The summary repeats the numbers for the columns of `kubectl get`, which cannot join two fields into one
-# text.
+# The summary repeats the numbers for the columns of `kubectl get`, which cannot combine two fields.
 _NODES: Final[Schema] = mapping(
     "The nodes that train.",
     {
@@ -118,7 +118,7 @@ _FAILURE: Final[Schema] = mapping(
 )
 
 
-# One for each pod that ended, and only the last ten: a run may lose pods for weeks.
+# One entry for each pod that ended. Only the last ten are kept, because a run may lose pods for weeks.
 _ATTEMPT: Final[Schema] = mapping(
     "The end of one pod.",
     {
@@ -177,7 +177,7 @@ STATUS: Final[Schema] = mapping(
         "profile": text(
             "Profiles with which the run started. They stay until restartNonce changes."
         ),
-        # Its absence means that no pod was ever made, so that a refused recipe may still be corrected.
+        # If it is absent, no pod was ever created, so a refused recipe may still be corrected.
         "recipeHash": text(
             "SHA-256 of the recipe, in hex. Two runs with the same hash train the same recipe.",
             longest=64,
@@ -296,14 +296,14 @@ STATUS: Final[Schema] = mapping(
             },
         ),
         "lostSeconds": _counts("Seconds without training, by cause.", "Number of seconds."),
-        # Apart from what people read, so that its form may change from one version of the operator to the
-        # next.
+        # Keep this separate from the text for users, so that its form may change between versions of the
+        # operator.
         "memory": texts_by_name(
             "Internal to the operator. Do not depend on it.",
             most=32,
             longest=8192,
         ),
-        # By type, as in Kubernetes' own kinds: two conditions of one type would contradict each other.
+        # Keyed by type, as in Kubernetes' own kinds: two conditions of one type would contradict each other.
         "conditions": items(
             "State of the run, one condition for each aspect.",
             _CONDITION,
@@ -311,11 +311,11 @@ STATUS: Final[Schema] = mapping(
             keys=("type",),
         ),
     },
-    # A run that no operator has seen would count as done: kstatus, and Flux with it, calls an object without
-    # any status current.
+    # Set a default: kstatus, which Flux uses, treats an object without a status as current, so a run that no
+    # operator has seen would count as done.
     default={"observedGeneration": -1},
 )
 """The structural schema of ``status``.
 
-Values that are no whole numbers are texts, as Kubernetes' conventions ask.
+Values that are not whole numbers are texts, as Kubernetes' conventions require.
 """

@@ -1,5 +1,5 @@
-"""The whole TrainingRun: the envelope Kubernetes users know around ``spec.training`` or ``spec.script``, and
-its rules. Each section's rules are in the file of the section."""
+"""The whole TrainingRun and its rules: the envelope of a Kubernetes object around ``spec.training`` or
+``spec.script``. The rules of each section are in the section's file."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -36,13 +36,13 @@ from evergrad_manifest.values.quantities import (
 )
 
 KINDS: Final = ("training", "script")
-"""Kinds of runs: a ``spec`` has exactly one of these."""
+"""Kinds of runs. A ``spec`` has exactly one of them."""
 LONGEST_SECONDS: Final = 2**31 - 1
-"""The longest time Kubernetes' own fields of this kind can hold, in seconds."""
+"""Largest number of seconds that Kubernetes' own fields of this kind can hold."""
 MAX_SPEC_BYTES: Final = 700_000
-"""Size of a run's ``spec`` as JSON that leaves room in the ConfigMap for the other texts in it."""
+"""Largest size of a run's ``spec`` as JSON, which leaves room in the ConfigMap for its other texts."""
 MOST_ANNOTATION_BYTES: Final = 256 * 1024
-"""The most that Kubernetes keeps of one object's annotations: its TotalAnnotationSizeLimitB."""
+"""Most bytes of annotations on one object, as Kubernetes' TotalAnnotationSizeLimitB."""
 
 _MIN, _MAX = "spec.nodes.min", "spec.nodes.max"
 
@@ -67,7 +67,7 @@ class Metadata(Section):
 
 
 def check_annotations(view: View) -> Iterator[Problem]:
-    """Annotations fit into an object: of the run, and of its pods."""
+    """Check that the annotations of the run, and of its pods, fit into an object."""
     for where in ("metadata", "spec.template"):
         values = view.raw(*where.split("."), "annotations")
         size = sum(
@@ -84,10 +84,10 @@ def check_annotations(view: View) -> Iterator[Problem]:
 
 
 def check_labels(view: View) -> Iterator[Problem]:
-    """Keys and values of labels and annotations, in the object and in what selects a pod's host."""
-    # Read from the file itself: a label whose value is wrong hides nothing of its neighbours.
+    """Check keys and values of labels and annotations, of the object and of selectors of a pod's host."""
+    # Read the file itself, so that a label with a wrong value does not hide problems of other labels.
     for where in ("metadata", "spec.template", "spec.preparation", "spec.evaluation"):
-        # An annotation's value is any text: only labels and what selects by them have a form.
+        # The value of an annotation is any text. Only labels and label selectors have a format.
         for kind in (
             "labels",
             "annotations",
@@ -122,7 +122,7 @@ class Nodes(Section):
 
 
 def check_nodes(view: View) -> Iterator[Problem]:
-    """max is at least min, and every process has a slot of the step."""
+    """Check that max is at least min, and that every process has a slot of the step."""
     if (found := view.known(_MIN, _MAX)) is None:
         return
     smallest, largest = found
@@ -131,12 +131,12 @@ def check_nodes(view: View) -> Iterator[Problem]:
         yield Problem(_MAX, f"{largest} is below nodes.min {smallest}", "", remedy)
         return
 
-    # A process without a slot would compute nothing in any step, so the largest group is what counts.
+    # A process without a slot would compute nothing in any step, so check the largest group.
     path, nodes = (_MIN, smallest) if largest is None else (_MAX, largest)
     workers, slots = view.get("spec.workersPerNode"), slots_of(view)
     if workers is UNKNOWN or slots is None:
         return
-    # Without workersPerNode a node has as many workers as accelerators; it has one at the very least.
+    # Without workersPerNode, a node has as many workers as accelerators, and at least one.
     per_node = workers or 1
     most, whole, micro = slots
     processes = nodes * per_node
@@ -148,8 +148,8 @@ def check_nodes(view: View) -> Iterator[Problem]:
     )
     why = f"globalBatchSize {whole} / microBatchSize {micro} = {most}, and a process needs a slot of its own"
 
-    # Numbers with which every process has a slot. A micro-batch has to divide the global batch, so that only
-    # divisors are offered for it.
+    # Find numbers that give every process a slot. A micro-batch has to divide the global batch, so offer only
+    # divisors.
     fitting = [divisor for divisor in divisors_of(whole) if whole // divisor >= processes]
     remedies = []
     if most >= per_node:
@@ -175,7 +175,8 @@ class FailurePolicy(Section):
 class Spec(Section):
     """Program of the run, and where it runs."""
 
-    # For editors, which cannot run our rules: a kind that is null counts as absent, as it does here.
+    # The JSON schema is for editors, which cannot run our rules. A kind that is null counts as absent, as it
+    # does here.
     model_config = ConfigDict(
         json_schema_extra={
             "oneOf": [
@@ -239,8 +240,9 @@ class Spec(Section):
 
 
 def check_kind(view: View) -> Iterator[Problem]:
-    """A run has either a typed recipe or a script."""
-    # A spec that is no mapping is one problem already; without it neither kind could be there.
+    """Check that a run has either a typed recipe or a script."""
+    # A spec that is not a mapping is already one problem. Without this check, both kinds would also be
+    # missing.
     if view.get("spec") is UNKNOWN:
         return
     given = [key for key in KINDS if view.is_given(f"spec.{key}")]
@@ -255,7 +257,7 @@ def check_kind(view: View) -> Iterator[Problem]:
 
 
 def check_image(view: View) -> Iterator[Problem]:
-    """A reference that a container runtime can pull."""
+    """Check that the image is a reference that a container runtime can pull."""
     image = view.get("spec.image")
     if isinstance(image, str) and not is_image(image):
         yield Problem(
@@ -264,9 +266,10 @@ def check_image(view: View) -> Iterator[Problem]:
 
 
 def check_size(view: View) -> Iterator[Problem]:
-    """A run fits into one object of a cluster, and into the ConfigMap that its nodes read it from."""
-    # In bytes of UTF-8, as etcd counts. Halves of surrogate pairs, which other rules refuse, must not end
-    # this.
+    """Check that a run fits into one object of a cluster, and into the ConfigMap from which its nodes read
+    it."""
+    # Count bytes of UTF-8, as etcd does. Halves of surrogate pairs, which other rules refuse, must not raise
+    # an error here.
     spec = view.raw("spec")
     size = len(json.dumps(spec, ensure_ascii=False, default=str).encode(errors="replace"))
     if size > MAX_SPEC_BYTES:
@@ -310,8 +313,8 @@ class TrainingRun(Section):
     def recovery(self) -> Recovery:
         """Whether workers outlive a change of the group: only state that every rank holds whole can be handed
         on."""
-        # A shard dies with its worker, and a script's state is unknown to us: both start again from what was
-        # saved.
+        # A shard is lost with its worker, and the state of a script is unknown to us, so both restart from
+        # the saved state.
         training = self.spec.training
         return (
             "in-process"
@@ -337,4 +340,4 @@ RULES: Final = (
     check_kind,
     *RULES_OF_SCRIPT,
 )
-"""Rules of every run, whether it is typed or a script, in the order in which their problems are shown."""
+"""Rules of every run, typed or script, in the order in which their problems are shown."""

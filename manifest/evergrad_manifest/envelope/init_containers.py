@@ -1,4 +1,4 @@
-"""Init containers of ``spec.template``: they end before the training starts."""
+"""Init containers of ``spec.template``, which end before the training starts."""
 
 from collections.abc import Iterator, Mapping
 from typing import Final
@@ -16,7 +16,8 @@ from evergrad_manifest.values.numbers import show
 from evergrad_manifest.values.quantities import is_dns_label
 
 MOST_INIT_CONTAINERS: Final = 8
-"""They run one after the other, in each pod anew: work of more steps is a script of one of them."""
+"""Most init containers. They run one after the other, again in each pod; put work with more steps into a
+script of one container."""
 _CONTAINER: Final = Keys(
     known=(
         "name",
@@ -51,11 +52,12 @@ _REFUSED: Final[Mapping[str, str]] = {
     "restartPolicy": "each ends before the training starts; there are no sidecars",
     "securityContext": "each has that of the training container",
 }
-"""Keys of a container that people write here, and why they are refused."""
+"""Keys of a container that users write here, and why they are refused."""
 
 
 def check_init_containers(view: View) -> Iterator[Problem]:
-    """Each has a name of its own and, beyond that, only what the training container may have."""
+    """Check that each init container has a unique name, and only keys that the training container may
+    have."""
     containers = items_at(view, *TEMPLATE, "initContainers")
     volumes = items_at(view, *TEMPLATE, "volumes")
     plain = []
@@ -87,7 +89,7 @@ def check_init_containers(view: View) -> Iterator[Problem]:
             why = "a container has no folder that it could be relative to"
             yield Problem(where, what, why, "Begin it with a slash")
 
-        # Variables, mounts and resources have the same rules as those of the training container.
+        # Variables, mounts and resources follow the same rules as in the training container.
         yield from check_variables(items_of((*path, "env"), container.get("env")))
         yield from check_env_from(items_of((*path, "envFrom"), container.get("envFrom")))
         mounts = items_of((*path, "volumeMounts"), container.get("volumeMounts"))

@@ -1,4 +1,4 @@
-"""``spec.preparation`` and ``spec.evaluation``: pods beside the nodes, with resources of their own."""
+"""``spec.preparation`` and ``spec.evaluation``: additional pods with their own resources."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -34,7 +34,7 @@ class CheckpointEvaluation(Section):
 
 
 def check_preparation(view: View) -> Iterator[Problem]:
-    """Resources as in any container, and data that Evergrad prepares."""
+    """Check the resources, and that Evergrad prepares the run's data."""
     if not view.is_given("spec.preparation"):
         return
     yield from check_resources_at(view, "spec", "preparation", "resources")
@@ -44,7 +44,7 @@ def check_preparation(view: View) -> Iterator[Problem]:
 
 
 def check_evaluation(view: View) -> Iterator[Problem]:
-    """Resources as in any container, and sets that Evergrad evaluates."""
+    """Check the resources, and that the run has sets that Evergrad evaluates."""
     if not view.is_given("spec.evaluation"):
         return
     yield from check_resources_at(view, "spec", "evaluation", "resources")

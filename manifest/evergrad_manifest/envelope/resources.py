@@ -1,4 +1,4 @@
-"""``spec.resources``: what each node's pod asks for, with the rules of a container of Kubernetes."""
+"""``spec.resources``: the resources of each node's pod, with Kubernetes' rules for a container."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -30,8 +30,8 @@ _ACCELERATORS = (
     "neuroncore",
     "neurondevice",
 )
-"""Names of resources, behind a vendor's prefix, that count as accelerators. Others are network cards and the
-like."""
+"""Names of resources, after a vendor's prefix, that count as accelerators. Other resources are network cards
+and similar devices."""
 _STANDARD_RESOURCES = ("cpu", "memory", "ephemeral-storage")
 
 
@@ -55,12 +55,12 @@ def count_accelerators(resources: Resources) -> int:
 
 
 def check_resources(view: View) -> Iterator[Problem]:
-    """Names, sizes, and requests within limits, as the API server wants them of a container."""
+    """Check names, sizes, and that requests are within limits, as the API server requires for a container."""
     yield from check_resources_at(view, "spec", "resources")
 
 
 def check_resources_at(view: View, *where: str | int) -> Iterator[Problem]:
-    """The same of the resources at the path ``where``."""
+    """Check the resources at the path ``where`` by the same rules."""
     requests, limits = (
         _quantities(view, *where, "requests"),
         _quantities(view, *where, "limits"),
@@ -69,14 +69,13 @@ def check_resources_at(view: View, *where: str | int) -> Iterator[Problem]:
         for name, quantity in values.items():
             yield from _check_resource(format_path((*where, kind, name)), name, quantity)
 
-    # Each request against its limit. The API server compares them only in a pod, long after the run is
-    # accepted.
+    # Compare each request with its limit. The API server compares them only in a pod, long after it has
+    # accepted the run.
     for name, request in requests.items():
         path = format_path((*where, "requests", name))
         limit = limits.get(name)
 
-        # Asked of the file: a limit that is there but wrong has its own problem, and must not count as
-        # missing.
+        # Read the file: a limit that is present but wrong has its own problem, and must not count as missing.
         if is_extended(name) and view.raw(*where, "limits", name) is None:
             why = "a device is requested by its limit"
             yield Problem(
@@ -101,8 +100,8 @@ def check_resources_at(view: View, *where: str | int) -> Iterator[Problem]:
 
 
 def _quantities(view: View, *path: str | int) -> dict[str, str]:
-    """The quantities that could be parsed, by the resource's name."""
-    # One by one from the file: a wrong quantity hides nothing of its neighbours.
+    """Return the quantities that could be parsed, by the name of the resource."""
+    # Read them one by one from the file, so that a wrong quantity does not hide problems of others.
     values = view.raw(*path)
     found: dict[str, str] = {}
     for name, value in values.items() if isinstance(values, Mapping) else ():
@@ -112,7 +111,7 @@ def _quantities(view: View, *path: str | int) -> dict[str, str]:
 
 
 def _check_resource(path: str, name: str, quantity: str) -> Iterator[Problem]:
-    # The commonest slips: 4 for 4Gi, 400m for 400Mi, half a device, gpu for the vendor's name.
+    # The most common mistakes: 4 for 4Gi, 400m for 400Mi, half a device, gpu for the vendor's name.
     amount = quantity_value(quantity)
     if name == "memory" and amount < SMALLEST_SIZE:
         why = f"it means {float(amount):g} bytes"
@@ -130,7 +129,7 @@ def _check_resource(path: str, name: str, quantity: str) -> Iterator[Problem]:
             "devices are not shared",
             "Write a whole number",
         )
-    # A vendor's prefix makes it a resource of its own, of which only the spelling can be checked here.
+    # With a vendor's prefix, any resource name is possible, so only its spelling can be checked.
     elif "/" in name and (fault := fault_of_key(name)) is not None:
         yield Problem(path, *fault, "Rename it")
     elif (
@@ -138,7 +137,7 @@ def _check_resource(path: str, name: str, quantity: str) -> Iterator[Problem]:
         and name not in _STANDARD_RESOURCES
         and not name.startswith("hugepages-")
     ):
-        # Kubernetes has no `gpu`: each vendor's plug-in brings a name, and this is the most likely one.
+        # Kubernetes has no `gpu`: each vendor's plug-in defines a name, and this is the most likely one.
         near = nearest(name, _STANDARD_RESOURCES)
         if near is None and name.casefold() in ("gpu", "gpus"):
             near = "nvidia.com/gpu"
@@ -151,7 +150,8 @@ def _check_resource(path: str, name: str, quantity: str) -> Iterator[Problem]:
 
 
 def is_extended(name: str) -> bool:
-    """Whether Kubernetes counts the resource in whole units and shares none of them, as it does devices."""
+    """Return whether Kubernetes counts the resource in whole units and does not share a unit, as for
+    devices."""
     prefix, slash, _ = name.partition("/")
     return bool(slash) and not (
         prefix == "kubernetes.io" or prefix.endswith(".kubernetes.io")

@@ -1,5 +1,5 @@
-"""``spec.script``: a training command of the user's own, with the same nodes, volume and status as a typed
-run; and its rules. Pure."""
+"""``spec.script``: the user's own training command, with the same nodes, volume and status as a typed run;
+and its rules. Pure."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ _PYTHON: Final = re.compile(r"python[0-9.]*")
 class Program:
     """The program that a command starts.
 
-    ``name``: a Python file's path, a module's dotted name, an executable's name or path.
+    ``name``: the path of a Python file, the dotted name of a module, or the name or path of an executable.
     """
 
     kind: Literal["file", "module", "executable"]
@@ -70,8 +70,8 @@ class Script(Section):
 
 
 def check_command(view: View) -> Iterator[Problem]:
-    """The command is what would follow torchrun: a program and its arguments, and nothing that launches."""
-    # A command that is no list of words has a problem of its own.
+    """Check that the command is a program and its arguments, as after ``torchrun``, without a launcher."""
+    # A command that is not a list of words has its own problem.
     command = view.get(_COMMAND)
     if not isinstance(command, Sequence) or not command:
         return
@@ -84,11 +84,11 @@ def check_command(view: View) -> Iterator[Problem]:
                 "Remove it",
             )
 
-    # A launcher inside of ours would start workers of its own, which nobody counts, saves or restarts.
+    # A launcher inside ours would start its own workers, which Evergrad would not count, save or restart.
     if (launcher := _launcher_in(command)) is not None:
         index, name = launcher
         why = "the run starts its workers itself, as many as nodes and workersPerNode say"
-        # The first word that looks like the program, for the remedy.
+        # Name the first word that looks like the program in the remedy.
         rest = command[index + 1 :]
         looks = (word for word in rest if word.endswith(".py") or word == MODULE)
         remedy = f"Begin with what follows its options: {show(next(looks, 'train.py'))}"
@@ -106,7 +106,8 @@ def check_command(view: View) -> Iterator[Problem]:
 
 
 def _launcher_in(command: Sequence[str]) -> tuple[int, str] | None:
-    """Index and name of a launcher in the command: the program, a module, or either after ``python``."""
+    """Return index and name of a launcher in the command: the program, a module, or either after
+    ``python``."""
     # `python -u -m torch.distributed.run …` hides the launcher behind options of the interpreter.
     is_python = _PYTHON.fullmatch(PurePosixPath(command[0]).name) is not None
     start = 1 if is_python else 0
@@ -125,8 +126,8 @@ def _launcher_in(command: Sequence[str]) -> tuple[int, str] | None:
 
 
 def _check_program(program: Program) -> Iterator[Problem]:
-    # Only the spelling of a module's name: which packages there are depends on the interpreter that will run
-    # it.
+    # Check only the spelling of a module's name: the available packages depend on the interpreter that will
+    # run it.
     if program.kind == "module":
         if not program.name:
             yield Problem(
@@ -149,8 +150,8 @@ def _check_program(program: Program) -> Iterator[Problem]:
             )
         return
 
-    # `["train.py --epochs 3"]` is the commonest mistake: a shell's line in one item. The path of an
-    # executable may hold spaces, so that a slash clears it, unless the first word is a Python file.
+    # `["train.py --epochs 3"]`, a shell's line in one item, is the most common mistake. The path of an
+    # executable may contain spaces, so a slash makes the item valid, unless its first word is a Python file.
     words = program.name.split()
     if not words:
         yield Problem(
@@ -180,8 +181,8 @@ def _check_program(program: Program) -> Iterator[Problem]:
 
 
 def check_environment(view: View) -> Iterator[Problem]:
-    """Variables have names that every shell can use, and the run itself sets none of them."""
-    # Read from the file itself: a variable whose value is wrong hides nothing of its neighbours.
+    """Check that variables have names that every shell can use, and that the run does not set them itself."""
+    # Read the file itself, so that a variable with a wrong value does not hide problems of others.
     values = view.raw("spec", "script", "env")
     texts = values if isinstance(values, Mapping) else {}
     sources = view.raw("spec", "script", "valueFrom")
@@ -205,7 +206,7 @@ def check_environment(view: View) -> Iterator[Problem]:
                 path, "has a NUL character", "no variable can hold one", "Remove it"
             )
 
-    # The pod has one variable of a name: a second one would win or lose unseen.
+    # A pod has only one variable of a name, so the order would decide silently which of two is used.
     given = view.raw("spec", "template", "env")
     in_pod = {
         item.get("name")
@@ -222,13 +223,14 @@ def check_environment(view: View) -> Iterator[Problem]:
 
 
 def check_metrics(view: View) -> Iterator[Problem]:
-    """An endpoint that does not exist cannot stay."""
+    """Check that a metrics endpoint that does not exist is not configured to stay."""
     if view.get(SCRIPT) is not None:
         yield from check_endpoint(view, f"{SCRIPT}.metrics")
 
 
 def program_of(command: Sequence[str]) -> Program:
-    """``[train.py, …]`` → a file, ``[-m, package.train, …]`` → a module, anything else → an executable."""
+    """Return the program of a command: ``[train.py, …]`` → a file, ``[-m, package.train, …]`` → a module, any
+    other → an executable."""
     first, rest = command[0], tuple(command[1:])
     if first == MODULE:
         return Program("module", rest[0] if rest else "", rest[1:])
@@ -236,12 +238,13 @@ def program_of(command: Sequence[str]) -> Program:
 
 
 def working_directory_of(script: Script, base_directory: Path) -> Path:
-    """The folder that the workers start in. ``base_directory``: the start of relative paths."""
+    """Return the folder in which the workers start. ``base_directory``: the start of relative paths."""
     return base_directory / script.working_directory
 
 
 def program_path(program: Program, base_directory: Path) -> Path | None:
-    """The file a command names, or None where it is looked up: a module, or an executable without a slash."""
+    """Return the file that a program names; None if it is looked up, as a module or an executable without a
+    slash."""
     is_path = program.kind == "file" or (
         program.kind == "executable" and "/" in program.name
     )
@@ -249,9 +252,9 @@ def program_path(program: Program, base_directory: Path) -> Path | None:
 
 
 def worker_command(script: Script, *, base_directory: Path, python: str) -> tuple[str, ...]:
-    """The words that start one worker.
+    """Return the words that start one worker.
 
-    ``python``: the interpreter for files and modules, unbuffered as torchrun starts them.
+    ``python``: the interpreter for files and modules, unbuffered as torchrun starts it.
     """
     program = script.program
     if program.kind == "module":

@@ -1,4 +1,4 @@
-"""``spec.storage``: the volume that holds the run directory, a new one or one that exists."""
+"""``spec.storage``: the volume with the run directory, which is new or exists already."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -19,9 +19,9 @@ from evergrad_manifest.values.quantities import (
 
 _STORAGE = "spec.storage"
 OPERATIONAL_STORAGE: Final = ("whenDeleted",)
-"""Fields that may change while the run trains: they say nothing of where its state is."""
+"""Fields that may change while the run trains, because they do not select where its state is."""
 PLACE_OF_STORAGE: Final = ("claimName", "path")
-"""Fields that say where the run's state is."""
+"""Fields that select where the run's state is."""
 _MAX_NODES: Final = "spec.nodes.max"
 _FOLDER: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*")
 
@@ -59,16 +59,16 @@ _WHY_MEANINGLESS: Final[Mapping[str, str]] = {
     "accessModes": "an existing claim has its access modes already",
     "whenDeleted": "an existing claim is never deleted with a run",
 }
-"""Keys of a new volume alone, with the reason."""
+"""Keys that only a new volume can have, with the reason."""
 
 
 def check_storage(view: View) -> Iterator[Problem]:
-    """Either a new volume or an existing one."""
+    """Check that the run uses either a new volume or an existing one."""
     if view.get(_STORAGE) is UNKNOWN:
         return
 
-    # Fields of a new volume contradict an existing one. Only the first contradiction is shown, since one
-    # mistake often causes several.
+    # Fields of a new volume contradict an existing one. Show only the first contradiction, because one
+    # mistake can cause several.
     size, claim = view.is_given(f"{_STORAGE}.size"), view.is_given(f"{_STORAGE}.claimName")
     storage_class = view.is_given(f"{_STORAGE}.storageClassName")
     meaningless = next(
@@ -92,7 +92,7 @@ def check_storage(view: View) -> Iterator[Problem]:
             "Add `size: 20Gi`, or name an existing claim by claimName",
         )
 
-    # Single values, also after a contradiction: these mistakes would stay when that one is corrected.
+    # Check single values even after a contradiction: these mistakes would remain when the user corrects it.
     quantity = view.get(f"{_STORAGE}.size")
     if isinstance(quantity, str) and quantity_value(quantity) < SMALLEST_SIZE:
         why = f"it means {float(quantity_value(quantity)):g} bytes"
@@ -109,7 +109,7 @@ def check_storage(view: View) -> Iterator[Problem]:
             yield Problem(
                 f"{_STORAGE}.{key}", f"{show(name)} is not a valid name", why, "Correct it"
             )
-    # The path is joined to the mount inside of the pod: `..` would lead out of the volume.
+    # The path is joined to the mount in the pod, so `..` would leave the volume.
     path = view.get(f"{_STORAGE}.path")
     if isinstance(path, str) and _FOLDER.fullmatch(path) is None:
         why = "it is relative to the volume, without . or .., of letters, digits, '-', '_', '.' and '/'"
@@ -122,7 +122,8 @@ def check_storage(view: View) -> Iterator[Problem]:
 
 
 def check_access_modes(view: View) -> Iterator[Problem]:
-    """A volume that one pod alone may mount is asked for by itself, and by a run of one node."""
+    """Check that ReadWriteOncePod is the only access mode if it is set, and that the run then has one
+    node."""
     modes = view.get(f"{_STORAGE}.accessModes")
     if modes in (None, UNKNOWN) or FOR_ONE_POD not in modes:
         return
@@ -143,8 +144,9 @@ def check_access_modes(view: View) -> Iterator[Problem]:
 
 
 def check_shared(smallest: int, largest: int | None, why: str) -> Iterator[Problem]:
-    """Refuse a run of several nodes on a volume that one pod alone may mount, for the reason ``why``."""
-    # The bounds are blamed: unlike the volume they can still be changed once the run has begun.
+    """Yield problems if a run of several nodes uses a volume that only one pod may mount. ``why``: the
+    reason."""
+    # Blame the bounds of nodes: unlike the volume, they can still be changed after the run has begun.
     nodes, where = (
         (smallest, "spec.nodes.min") if largest is None else (largest, _MAX_NODES)
     )

@@ -1,5 +1,5 @@
-"""``spec.template``: the allowed part of a pod template, and what a user would otherwise only learn from a
-pod that never starts."""
+"""``spec.template``: the allowed part of a pod template, and checks for mistakes that Kubernetes would report
+only for a pod that never starts."""
 
 from collections.abc import Iterator, Mapping
 from typing import Final
@@ -70,7 +70,7 @@ class Template(Section):
 
 
 # The keys of Kubernetes' own structures. An API server drops unknown keys of such an item when it stores the
-# object, so that a slip would change where pods run, and no message would say so.
+# object, so a typing error would silently change where pods run.
 _TOLERATION = Keys(
     known=("key", "operator", "value", "effect", "tolerationSeconds"),
     words={
@@ -102,7 +102,7 @@ _AFFINITY = ("nodeAffinity", "podAffinity", "podAntiAffinity")
 
 
 def check_scheduling(view: View) -> Iterator[Problem]:
-    """Tolerations, affinity, spreading and the names of classes."""
+    """Check tolerations, affinity, topology spread and the names of classes."""
     yield from check_keys(items_at(view, *TEMPLATE, "tolerations"), _TOLERATION)
     yield from check_keys(items_at(view, *TEMPLATE, "topologySpreadConstraints"), _SPREAD)
     affinity = view.get("spec.template.affinity")
@@ -122,9 +122,9 @@ def check_scheduling(view: View) -> Iterator[Problem]:
 
 
 def check_topology(view: View) -> Iterator[Problem]:
-    """Kueue's annotations for a topology: one of them, with the label of a node.
+    """Check Kueue's annotations for a topology: at most one of them, with the label of a node.
 
-    Kueue leaves the mistake to an event of a pod that waits for ever.
+    Kueue reports this mistake only in an event of a pod that waits forever.
     """
     found = view.raw(*TEMPLATE, "annotations")
     annotations = found if isinstance(found, Mapping) else {}
@@ -135,7 +135,7 @@ def check_topology(view: View) -> Iterator[Problem]:
         yield Problem(path, what, "a group of pods has one topology", "Remove one of them")
     for key in given:
         value = annotations[key]
-        # The third asks for no topology at all, and is true or false.
+        # The third annotation requests no topology at all, and is true or false.
         if key == _TOPOLOGY[2] or not isinstance(value, str):
             continue
         if (fault := fault_of_key(value)) is not None:
@@ -145,13 +145,13 @@ def check_topology(view: View) -> Iterator[Problem]:
 
 
 def check_environment(view: View) -> Iterator[Problem]:
-    """Variables have a text as their value, and none is one that the run itself sets."""
+    """Check that the value of each variable is a text, and that the run does not set the variable itself."""
     yield from check_variables(items_at(view, *TEMPLATE, "env"))
     yield from check_env_from(items_at(view, *TEMPLATE, "envFrom"))
 
 
 def check_reserved_keys(view: View) -> Iterator[Problem]:
-    """The prefix of our labels is taken: by them the operator finds its pods."""
+    """Check that no key uses the prefix of our labels, by which the operator finds its pods."""
     for kind in ("labels", "annotations"):
         values = view.raw(*TEMPLATE, kind)
         for key in values if isinstance(values, Mapping) else ():

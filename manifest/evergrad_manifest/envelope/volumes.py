@@ -1,4 +1,4 @@
-"""Volumes of ``spec.template``, and where the containers of a pod mount them."""
+"""Volumes of ``spec.template``, and the mounts of a pod's containers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -29,7 +29,7 @@ from evergrad_manifest.values.quantities import is_dns_label, is_dns_subdomain
 TEMPLATE: Final = ("spec", "template")
 ACCOUNT: Final = "spec.template.serviceAccountName"
 SHORTEST_TOKEN_SECONDS: Final = 600
-"""Least lifetime of a token that an API server issues."""
+"""Minimum lifetime in seconds of a token that an API server issues."""
 _MOUNT: Final = Keys(
     known=(
         "name",
@@ -41,7 +41,7 @@ _MOUNT: Final = Keys(
         "mountPropagation",
     ),
     required=("name", "mountPath"),
-    # Any other needs rights that the pods of a run do not have.
+    # Any other mode requires permissions that the pods of a run do not have.
     words={"mountPropagation": ("None", "HostToContainer")},
 )
 _TOKEN: Final = Keys(
@@ -52,7 +52,8 @@ _TOKEN: Final = Keys(
 
 
 def check_volumes(view: View) -> Iterator[Problem]:
-    """Each volume has a name and a source; each mount names a volume and a place of its own."""
+    """Check that each volume has a name and a source, and that each mount names a volume and a unique
+    path."""
     volumes = items_at(view, *TEMPLATE, "volumes")
     for path, volume in volumes:
         name, kinds = volume.get("name"), [key for key in volume if key != "name"]
@@ -74,7 +75,7 @@ def check_volumes(view: View) -> Iterator[Problem]:
     yield from check_unique(volumes, "name")
     yield from check_mounts(items_at(view, *TEMPLATE, "volumeMounts"), volumes)
 
-    # Tokens are asked for of a named account alone: the installation allows accounts by their names.
+    # A token requires a named service account: the installation allows accounts by their names.
     account = view.get(ACCOUNT)
     if isinstance(account, str) and not is_dns_subdomain(account):
         why = "the name of a service account has lower-case letters, digits, '-' and '.'"
@@ -86,7 +87,8 @@ def check_volumes(view: View) -> Iterator[Problem]:
                 continue
             token = (*source_path, "serviceAccountToken")
             yield from _check_token(token, source["serviceAccountToken"])
-            # Without a name it would be a token of the namespace's default account, which nobody allowed.
+            # Without a name, it would be a token of the namespace's default account, which the installation
+            # has not allowed.
             if not view.is_given(ACCOUNT):
                 why = "a token is that of an account which the installation allows"
                 remedy = f"Add {ACCOUNT}, or remove this source"
@@ -94,11 +96,12 @@ def check_volumes(view: View) -> Iterator[Problem]:
 
 
 def check_mounts(mounts: Sequence[Item], volumes: Sequence[Item]) -> Iterator[Problem]:
-    """Each mount names one of the ``volumes``, and a place of its own that the run itself does not have."""
+    """Check that each mount names one of the ``volumes``, and a unique path that the run itself does not
+    use."""
     yield from check_keys(mounts, _MOUNT)
     yield from check_unique(mounts, "mountPath")
 
-    # Names and mounts against each other, and against what the run itself has in its pods.
+    # Compare names and mounts with each other, and with the mounts of the run itself.
     names = dict.fromkeys(str(volume.get("name")) for _, volume in volumes)
     for path, mount in mounts:
         if (
@@ -162,7 +165,7 @@ def _check_volume_kinds(
                 "" if near else f"Use another. {allowed}",
             )
 
-    # A projected volume could bring in by the back door what is refused as a volume of its own.
+    # A projected volume must not provide a source that is refused as a volume.
     sources = value_at(volume, ("projected", "sources"))
     for index, source in enumerate(sources if isinstance(sources, list | tuple) else ()):
         for kind in source if isinstance(source, Mapping) else ():
