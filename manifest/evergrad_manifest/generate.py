@@ -41,7 +41,7 @@ PAGES: Final = (
     "docs/reference/coordinator.md",
     "docs/reference/operator-metrics.md",
 )
-"""Pages with tables of the metrics' catalogue."""
+"""Pages that contain tables of the metrics' catalogue."""
 _ROOT: Final = Path(__file__).resolve().parents[2]
 _BOUNDS: Final = {
     "ge": "minimum",
@@ -84,9 +84,9 @@ You can write numbers with units, and with or without quotes. For example, `toke
 
 
 def build_reference() -> str:
-    """The text of the reference page."""
-    # A chapter for each section with an example above its table: a field alone does not show where it
-    # belongs.
+    """Return the text of the reference page."""
+    # Write one chapter for each section, with an example above its table: a field alone does not show where
+    # it belongs.
     lines = [_PREFACE]
     for title, fields, example in _chapters():
         lines += [
@@ -100,7 +100,7 @@ def build_reference() -> str:
             "|---|---|---|---|",
         ]
         for field in fields:
-            # One line, and no bar that would end a cell.
+            # Keep a cell on one line, and escape bars, which would end it.
             meaning = " ".join((field.info.description or "").split())
             meaning = meaning.replace("``", "`").replace("|", "\\|")
             kind, default = describe_type(field), describe_default(field.info)
@@ -110,11 +110,11 @@ def build_reference() -> str:
 
 
 def _chapters() -> Iterator[tuple[str, list[Field], Mapping[str, Any]]]:
-    """Title, fields and example of each chapter.
+    """Yield title, fields and example of each chapter.
 
-    The envelope first, then each section of ``spec.training``, then ``spec.script``.
+    The envelope comes first, then each section of ``spec.training``, then ``spec.script``.
     """
-    # The order of the models, which is that of a file.
+    # Use the order of the models, which is the order of a file.
     fields = list(walk_fields(TrainingRun))
     inside, script = "spec.training.", "spec.script."
     training = EXAMPLE["spec"]["training"]
@@ -125,7 +125,7 @@ def _chapters() -> Iterator[tuple[str, list[Field], Mapping[str, Any]]]:
         {**EXAMPLE, "spec": envelope},
     )
 
-    # Sections of the recipe that the first example lacks are those of a task of the user's own.
+    # Sections of the recipe that the first example lacks belong to a custom task.
     own = [field for field in fields if field.path.startswith(inside)]
     for section in dict.fromkeys(
         field.path.removeprefix(inside).partition(".")[0].removesuffix("[]")
@@ -150,7 +150,7 @@ def _chapters() -> Iterator[tuple[str, list[Field], Mapping[str, Any]]]:
 
 
 def build_schema() -> str:
-    """The JSON schema of a TrainingRun as it may be written, as text."""
+    """Return the JSON schema of a TrainingRun file, as text."""
     schema = TrainingRun.model_json_schema(by_alias=True, mode="validation")
     head = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -160,17 +160,17 @@ def build_schema() -> str:
 
 
 def _tidy(node: Any, *, is_names: bool = False) -> Any:
-    """Without pydantic's titles, and with the bounds of numbers where a JSON schema has them.
+    """Remove pydantic's titles, and put the bounds of numbers where a JSON schema applies them to numbers.
 
-    ``is_names``: the keys of this mapping are names of fields, not words of JSON schema.
+    ``is_names``: the keys of this mapping are names of fields, not keywords of JSON schema.
     """
     if isinstance(node, list):
         return [_tidy(item) for item in node]
     if not isinstance(node, Mapping):
         return node
 
-    # pydantic writes the bounds of numbers that may be texts beside the two branches, where a JSON schema
-    # would apply them to the texts too.
+    # If a number may be a text, pydantic writes its bounds next to the two branches, where a JSON schema
+    # would apply them to texts, too.
     bounds = {} if is_names else {_BOUNDS[key]: node[key] for key in _BOUNDS if key in node}
     result = {
         key: _tidy(value, is_names=key in ("properties", "$defs") and not is_names)
@@ -183,23 +183,23 @@ def _tidy(node: Any, *, is_names: bool = False) -> Any:
 
 
 def _with_bounds(node: dict[str, Any], bounds: Mapping[str, Any]) -> dict[str, Any]:
-    """``node`` with ``bounds`` on each of its branches that is a number."""
+    """Return ``node`` with ``bounds`` on each of its branches that is a number."""
     if "anyOf" in node:
         return {**node, "anyOf": [_with_bounds(branch, bounds) for branch in node["anyOf"]]}
     return {**node, **bounds} if node.get("type") in ("integer", "number") else node
 
 
 def build_files(root: Path = _ROOT) -> Mapping[str, str]:
-    """Path below the root of the repository → the text that belongs there.
+    """Return the text of each generated file, by its path from the root of the repository.
 
-    Only the tables of the pages with tables are generated: the text around them is read from ``root``.
+    On pages with tables, only the tables are generated; the text around them is read from ``root``.
     """
     definition = build_definition_text()
     return {
         REFERENCE: build_reference(),
         SCHEMA: build_schema(),
         DEFINITION: definition,
-        # A chart reads files of its own folder only.
+        # A chart reads only files in its own folder.
         CHARTS_DEFINITION: definition,
         **{
             page: fill_tables((root / page).read_text("utf-8"))
@@ -232,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     stale = 0
     for name, text in build_files(args.root).items():
-        # Only what differs is written, so that `make` sees no new file where nothing has changed.
+        # Write only files that differ, so that `make` sees no new file if nothing has changed.
         path = args.root / name
         old = path.read_text("utf-8") if path.exists() else ""
         if old == text:
@@ -244,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"wrote {name}")
             continue
 
-        # The first changes are enough to see why; a whole generated file would bury the name of the command.
+        # The first differences show the cause. A whole generated file would hide the name of the command.
         changes = [
             line
             for line in difflib.unified_diff(

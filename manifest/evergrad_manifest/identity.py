@@ -1,5 +1,5 @@
-"""Identity of a run: the part of the manifest that must not change once it has begun; and the whole manifest
-on the wire."""
+"""The identity of a run: the part of the manifest that must not change after the run has begun. Also converts
+the whole manifest to JSON and back."""
 
 import functools
 import hashlib
@@ -40,26 +40,26 @@ RECIPE_SECTIONS: Final = (
     "preference",
     "latentEdit",
 )
-"""Sections of ``spec.training`` that decide the result, but for what is named below.
-
-``runtime`` adds what is named below.
-"""
+"""Sections of ``spec.training`` that decide the result. ``runtime`` decides it only by RECIPE_OF_RUNTIME, and
+the fields in OPERATIONAL_DATA do not."""
 RECIPE_OF_RUNTIME: Final = ("precision", "matmulPrecision", "attention")
 """Fields of ``spec.training.runtime`` that choose the arithmetic."""
 OPERATIONAL_DATA: Final = ("preparedDirectory",)
 DECIDED_BY_CONTENT: Final = re.compile(
     r"spec\.training\.((data\.sources\[\d+\]|tokenizer|model)\.path|latentEdit\.corpus)"
 )
-"""Fields that may differ in a run that has begun: what lies there is compared, as soon as it is read."""
+"""Fields that may differ in a run that has begun: the content at the path is compared when it is read."""
 RECIPE_OF_SCRIPT: Final = ("command", "env", "workingDirectory")
-"""Fields of ``spec.script`` that decide the result, as far as can be known."""
+"""Fields of ``spec.script`` that decide the result, as far as Evergrad can detect."""
 FREE_MAPPINGS: Final[Mapping[str, tuple[str, ...]]] = {
     "model": ("config", "configOverrides"),
     "options": (),
 }
-"""Sections of a typed recipe → their fields of any values, or none where the whole section is such a field.
+"""Sections of a typed recipe → their fields with values of any type; empty if the whole section is such a
+field.
 
-Typed fields have one form of a number by their type, and are hashed as they are."""
+The type of a typed field gives each number one form, which is hashed as it is.
+"""
 OPERATIONAL_OF_SCRIPT: Final = (
     "valueFrom",
     "gracePeriodSeconds",
@@ -93,17 +93,17 @@ _HASHED_AT_DEFAULT: Final = frozenset(
         "script.workingDirectory",
     }
 )
-"""Optional fields of the first version, which are part of the hash at their default too. Nothing is ever
-added here: a later field is left out of the hash where it has its first default, so that a file that does not
-set it keeps its hash."""
+"""Optional fields of the first version, which are part of the hash even at their default. Never add a field:
+a later field is left out of the hash if it has its first default, so that a file without the field keeps its
+hash."""
 FIRST_DEFAULTS: Final[dict[str, Any]] = {}
-"""Path (as above) of a later field whose default has changed since → the default it came with, which a file
-of that day means (and a stored run that does not have the field: ``from_wire``)."""
+"""Path (as above) of a later field whose default has changed → its first default. A file from before the
+change means the first default, and so does a stored run without the field (``from_wire``)."""
 
 _OF_ONE_MACHINE: Final = ("logging", "metrics", "initFrom", "onNonFinite", "skipSteps")
-"""Sections that may differ between the nodes of one group, which agrees on the last two when it forms."""
+"""Sections that may differ between the nodes of one group. The group agrees on the last two when it forms."""
 SETTINGS_OF_LOGGING: Final = ("trackers", "profile")
-"""Fields of ``spec.training.logging`` that nodes have alike all the same, where they are set."""
+"""Fields of ``spec.training.logging`` that must nevertheless be the same on all nodes, if they are set."""
 _RUNTIME_OF_ONE_MACHINE: Final = ("device", "threads", "collectiveTimeoutSeconds")
 _LATER_SETTINGS: Final = frozenset(
     {
@@ -209,9 +209,9 @@ _LATER_SETTINGS: Final = frozenset(
         "training.preference.rejectedField",
     }
 )
-"""Optional fields that came after the hash of the settings, which leaves them out where they have their first
-default. Every new field of ``spec.training`` is added here: without that the first edit of each run in
-existence would have all its pods leave and come again."""
+"""Optional fields that are newer than the hash of the settings, which leaves them out if they have their
+first default. Add every new field of ``spec.training`` here: otherwise the first edit of each existing run
+would replace all its pods."""
 _SWITCH_OF_RECOMPUTATION: Final = {mode: on for on, mode in RECOMPUTATION_BY_SWITCH.items()}
 
 _OF_PREPARATION: Final = (
@@ -226,7 +226,7 @@ _OF_PREPARATION: Final = (
 
 
 def to_wire(run: TrainingRun) -> dict[str, Any]:
-    """The whole resolved run as JSON values, camelCase: a manifest that loads to the same run."""
+    """Return the whole resolved run as JSON values with camelCase keys. The result loads to the same run."""
     wire: dict[str, Any] = run.model_dump(mode="json", by_alias=True)
     wire["spec"] = {
         key: value
@@ -236,7 +236,8 @@ def to_wire(run: TrainingRun) -> dict[str, Any]:
     if (training := wire["spec"].get("training")) is None:
         return wire
 
-    # Keys that a file must not have with their neighbours' values: what is written has to load again.
+    # Remove keys that a file must not have together with the values of other keys, because the result has to
+    # load again.
     training["optimizer"] = without_meaningless(training["optimizer"], OF_OPTIMIZER)
     training["schedule"] = without_meaningless(training["schedule"], OF_SCHEDULE)
     training["data"]["sources"] = [
@@ -251,7 +252,8 @@ def to_wire(run: TrainingRun) -> dict[str, Any]:
         for source in training["evaluation"]["sources"]
     ]
 
-    # A task without a model or without text has left these out, and an empty section would be refused.
+    # A task without a model or without text has left these sections out, and an empty section would be
+    # refused.
     if not training["data"]["sources"]:
         del training["data"]
     if not any(training["model"].values()):
@@ -260,25 +262,25 @@ def to_wire(run: TrainingRun) -> dict[str, Any]:
 
 
 def from_wire(raw: Mapping[str, Any]) -> TrainingRun:
-    """The run that ``to_wire`` wrote, in this version or an earlier one. Raises ConfigurationError.
+    """Return the run that ``to_wire`` wrote, in this version or an earlier one. Raises ConfigurationError.
 
-    ``to_wire`` writes every field out. One that is absent is later than the file, which therefore means the
-    default that the field came with, whatever its default is today.
+    ``to_wire`` writes every field. If a field is missing, it is newer than the file, so the file means the
+    first default of the field, even if the default has changed since.
     """
     filled = deepcopy(dict(raw))
     for path, value in FIRST_DEFAULTS.items():
         *parents, key = ("spec", *path.split("."))
 
-        # Level by level down to the mappings that have the field; below a list (``name[]``) there are
-        # several.
+        # Descend one level at a time to the mappings that contain the field. Below a list (``name[]``) there
+        # are several.
         holders: list[Any] = [filled]
         for index, part in enumerate(parents):
             name = part.removesuffix("[]")
             info = find_field(
                 TrainingRun, tuple(one.removesuffix("[]") for one in parents[: index + 1])
             )
-            # A section that is absent is made only where it would be there by default: another one would turn
-            # a run without it into a run with it.
+            # Create a missing section only if it exists by default. Otherwise a run without the section would
+            # become a run with it.
             if info is not None and isinstance(
                 info.get_default(call_default_factory=True), Section
             ):
@@ -293,12 +295,12 @@ def from_wire(raw: Mapping[str, Any]) -> TrainingRun:
 
 
 def recipe_of(run: TrainingRun) -> dict[str, Any]:
-    """The part that decides the result and must not change while the run exists, of ``training`` or
-    ``script``, camelCase.
+    """Return the part of ``training`` or ``script`` that decides the result and must not change while the run
+    exists, with camelCase keys.
 
-    Without nulls, and with every default written out.
+    It has no nulls, and every default is written out.
     """
-    # Nulls stand for fields that are left out, and each field that the models get later would add one.
+    # Remove nulls, which represent omitted fields: otherwise each new field of the models would add one.
     if run.spec.script is not None:
         script = without_nulls(to_wire(run)["spec"]["script"], Script)
         return {field: script[field] for field in RECIPE_OF_SCRIPT}
@@ -312,26 +314,26 @@ def recipe_of(run: TrainingRun) -> dict[str, Any]:
             for key, value in recipe["data"].items()
             if key not in OPERATIONAL_DATA
         }
-    # How the machine is used may change from one start to the next; the arithmetic decides the result.
+    # The use of the machine may change from one start to the next. Only the arithmetic decides the result.
     recipe["runtime"] = {field: training["runtime"][field] for field in RECIPE_OF_RUNTIME}
     return recipe
 
 
 def config_hash(run: TrainingRun) -> str:
-    """Return the SHA-256 of the recipe, 64 hex digits: the identity of a run, which its checkpoints carry.
+    """Return the SHA-256 of the recipe, 64 hex digits: the identity of a run, which its checkpoints contain.
 
-    The horizon is left out, so that a run that is extended stays the same run, and so is each field that came
-    after the first version and has the default it came with, so that a new version gives the hash that the
-    old one gave.
+    The horizon is left out, so that an extended run stays the same run. Fields that are newer than the first
+    version are left out if they have their first default, so that a new version computes the same hash as an
+    old one.
     """
     return hash_recipe(hashed_recipe(run))
 
 
 def hash_recipe(recipe: Mapping[str, Any]) -> str:
-    """Return the hash of ``recipe``, the value of ``hashed_recipe``, or one that a checkpoint holds.
+    """Return the hash of ``recipe``: the result of ``hashed_recipe``, or the recipe in a checkpoint.
 
-    A checkpoint of a version that kept numbers as the file had them (10000.0) has another hash written in it;
-    this is the one that its run has today.
+    Older versions kept numbers as the file had them (10000.0), so their checkpoints contain another hash.
+    This function returns the hash that the run has today.
     """
     one_form = dict(recipe)
     for section, keys in FREE_MAPPINGS.items():
@@ -347,7 +349,7 @@ def hash_recipe(recipe: Mapping[str, Any]) -> str:
             else with_whole_numbers(part)
         )
 
-    # Sorted, without spaces and in UTF-8: checkpoints carry this hash, so that not a byte of it may change.
+    # Sort the keys, and write no spaces and UTF-8: checkpoints contain this hash, so not one byte may change.
     text = json.dumps(
         one_form,
         sort_keys=True,
@@ -359,10 +361,10 @@ def hash_recipe(recipe: Mapping[str, Any]) -> str:
 
 
 def hashed_recipe(run: TrainingRun) -> dict[str, Any]:
-    """The recipe of a run as its identity is computed from it and as its checkpoints hold it.
+    """Return the recipe from which a run's identity is computed, as its checkpoints contain it.
 
     It lacks the horizon, which may grow, and later fields at their first default, so that a refused resume
-    blames no field that neither file sets.
+    names only fields that one of the files sets.
     """
     recipe = {
         section: value for section, value in recipe_of(run).items() if section != "horizon"
@@ -373,22 +375,22 @@ def hashed_recipe(run: TrainingRun) -> dict[str, Any]:
 
 
 def _is_later(path: str) -> bool:
-    """Whether an optional field of the recipe came after the first version."""
+    """Return whether an optional field of the recipe is newer than the first version."""
     return path not in _HASHED_AT_DEFAULT
 
 
 def _is_later_setting(path: str) -> bool:
-    """Whether an optional setting came after the first version."""
+    """Return whether an optional setting is newer than the hash of the settings."""
     return path in _LATER_SETTINGS
 
 
 def settings_hash(run: TrainingRun) -> str:
-    """Return a hash of all that the nodes of a typed run must have alike while they train together, 16 hex
-    digits.
+    """Return a hash of all settings that must be the same on the nodes of a typed run that train together, 16
+    hex digits.
 
-    That is more than the recipe: nodes that save, evaluate or stop at other steps would wait for one another.
-    It is less than the file: what concerns one machine may differ. A file that sets no later field keeps the
-    hash that the version before gave it, which the operator has noted.
+    It covers more than the recipe: nodes that save, evaluate or stop at different steps would wait for each
+    other. It covers less than the file, because settings of one machine may differ. A file that sets no later
+    field keeps the hash of the previous version, which the operator has stored.
     """
     # Each of these sections decides what all ranks do at the same step, or is sent between them.
     training = _meant(run)
@@ -398,7 +400,7 @@ def settings_hash(run: TrainingRun) -> str:
         for key, value in training["runtime"].items()
         if key not in _RUNTIME_OF_ONE_MACHINE
     }
-    # Who is shown the run is told at a start: another tracker or trace has the nodes start again.
+    # Trackers and traces are set up at a start, so a change of them restarts the nodes.
     observing = {
         key: value for key in SETTINGS_OF_LOGGING if (value := training["logging"][key])
     }
@@ -411,14 +413,14 @@ def settings_hash(run: TrainingRun) -> str:
             if key not in OPERATIONAL_DATA
         }
 
-    # Only a set that is not evaluated as the file without that word says differs from it. With pods of their
-    # own none is, but for those that are named.
+    # Leave out ``whileTraining`` if it equals its default, so that writing it out does not change the hash.
+    # By default, sets are evaluated while training, and with evaluation pods they are not.
     is_inline = run.spec.evaluation is None
     for item in shared["evaluation"]["sets"]:
         if item["whileTraining"] in (None, is_inline):
             del item["whileTraining"]
 
-    # As the first version wrote it, which knew only true and false here.
+    # Write the values of the first version, in which this field was true or false.
     shared = _without_later_defaults(shared, run.training, "training.", _is_later_setting)
     if not is_inline:
         shared["evaluatedByPods"] = True
@@ -428,9 +430,9 @@ def settings_hash(run: TrainingRun) -> str:
 
 
 def preparation_hash(run: TrainingRun) -> str:
-    """Return a hash of all in a typed run that decides what is prepared for it, 16 hex digits.
+    """Return a hash of all fields of a typed run that decide its prepared data, 16 hex digits.
 
-    Another version may give another one: a preparation that finds its data only looks at them.
+    Another version may compute another hash: a preparation that finds its data then only checks them.
     """
     training = _meant(run)
     parts = {key: training.get(key) for key in _OF_PREPARATION}
@@ -440,14 +442,14 @@ def preparation_hash(run: TrainingRun) -> str:
 
 
 def changed_settings(before: TrainingRun, run: TrainingRun) -> list[Change]:
-    """Every field of ``spec.training`` outside of the recipe that differs, and the horizon: what changed in a
-    run that lives.
+    """Return every field of ``spec.training`` outside of the recipe that differs, and the horizon, for a run
+    that is being edited while it exists.
 
-    Paths of data, tokenizer and model are among them: their content is what the recipe means. A file that the
-    run carries is named with a hash of its text, since each change is a line of the run's events. The
-    part of ``spec.evaluation`` that nodes are given is compared, too: that it is there, and ``keepWaiting``.
+    This includes the paths of data, tokenizer and model, because the recipe means their content. The text of
+    a file in the manifest is replaced by a hash, because each change is one line of the run's events. The
+    part of ``spec.evaluation`` that nodes receive is compared, too: its existence, and ``keepWaiting``.
     """
-    # As they are meant and not as they are written: a default that is now written out has not changed.
+    # Compare the meaning and not the text: a default that is now written out is not a change.
     pair = [without_nulls(_meant(one), Training) for one in (before, run)]
     for training in pair:
         training["files"] = {
@@ -462,8 +464,8 @@ def changed_settings(before: TrainingRun, run: TrainingRun) -> list[Change]:
 
 
 def _meant(run: TrainingRun) -> dict[str, Any]:
-    """``spec.training`` on the wire, without values that are no field's own default and that a file without
-    them means all the same."""
+    """Return ``spec.training`` as JSON values, without values that a file without them would mean as well,
+    even though they are not the default of a field."""
     training: dict[str, Any] = to_wire(run)["spec"]["training"]
     if training["twoStageKl"] is not None:
         training["twoStageKl"] = without_default_beta(training["twoStageKl"])
@@ -474,10 +476,11 @@ def _meant(run: TrainingRun) -> dict[str, Any]:
 def _fields_of(
     kind: type[Section], prefix: str, came_later: Callable[[str], bool]
 ) -> tuple[tuple[str, str, str, bool], ...]:
-    """Of each field of a section: its name, its key, its path, and whether it came after the first version.
+    """Return for each field of a section: its name, its key, its path, and whether it is newer than the first
+    version.
 
-    A required field is written in every file; of the optional ones only those of the first version were
-    hashed at their default.
+    A required field is written in every file. Of the optional fields, only the fields of the first version
+    were hashed at their default.
     """
     return tuple(
         (
@@ -496,10 +499,11 @@ def _without_later_defaults(
     prefix: str,
     came_later: Callable[[str], bool],
 ) -> dict[str, Any]:
-    """``wire``, a part of ``section`` on the wire, without later fields at their first default and sections
-    left empty so.
+    """Return ``wire``, the JSON values of ``section``, without later fields at their first default and
+    without sections that are empty then.
 
-    ``came_later``: whether an optional field, by its path, came after the first version of the hash.
+    ``came_later``: returns whether an optional field, by its path, is newer than the first version of the
+    hash.
     """
     kept: dict[str, Any] = {}
     for name, key, path, is_later in _fields_of(type(section), prefix, came_later):

@@ -1,4 +1,4 @@
-"""Nulls of free mappings, which ``kubectl apply`` leaves out of what it sends."""
+"""Finds nulls in mappings with user-defined keys, which ``kubectl apply`` does not send."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,9 +10,10 @@ from evergrad_manifest.model.raw import FieldPath, value_at
 
 
 def find_dropped_nulls(raw: Mapping[str, Any]) -> list[Problem]:
-    """Nulls that a run has here, and not on a cluster that gets the file by ``kubectl apply``.
+    """Return a problem for each null that a run has here, but not on a cluster that gets the file by
+    ``kubectl apply``.
 
-    ``raw``: the manifest as it was read. kubectl keeps them with ``--server-side``, and in lists.
+    ``raw``: the manifest as it was read. kubectl keeps nulls with ``--server-side``, and in lists.
     """
     why = "kubectl apply drops it, so that the default counts on a cluster"
     remedy = "Use kubectl apply --server-side or evergrad submit, or remove the key if the default is meant"
@@ -24,7 +25,7 @@ def find_dropped_nulls(raw: Mapping[str, Any]) -> list[Problem]:
 
 
 def _free_mappings() -> Iterator[FieldPath]:
-    """The mappings whose nulls mean something: elsewhere a null is a missing key."""
+    """Yield the mappings whose nulls are values. Elsewhere, a null is a missing key."""
     for section, fields in FREE_MAPPINGS.items():
         whole: FieldPath = ("spec", "training", section)
         yield from ((*whole, field) for field in fields) if fields else (whole,)

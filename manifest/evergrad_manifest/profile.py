@@ -1,7 +1,8 @@
-"""Profiles: what an installation and a namespace fill in where a run names nothing, and what they allow.
+"""Profiles: the defaults of an installation and a namespace for fields that a run leaves out, and the
+requests that they allow.
 
-The parts of ``defaults`` have the names that they have in a run's ``spec``. A profile never has anything of
-the recipe: what is trained, and its identity, are the file's alone. Pure.
+The parts of ``defaults`` have the same names as in a run's ``spec``. A profile never contains a part of the
+recipe: only the file decides what is trained, and the identity of the run. Pure.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,12 +38,12 @@ from evergrad_manifest.values.quantities import (
 )
 
 DEFAULT_PROFILE: Final = "default"
-"""Profile of the installation that a run has which names none."""
+"""Profile of the installation that applies if a run names none."""
 NAMESPACE_PROFILE: Final = "evergrad-profile"
 """ConfigMap with the profile of its namespace."""
 NAMESPACE_PROFILE_KEY: Final = "profile.yaml"
 RDMA_PREFIX: Final = "rdma/"
-"""Prefix of resources that a run may ask for only where a profile lists them."""
+"""Prefix of resources that a run may request only if a profile lists them."""
 _KEYS_OF_ITEMS: Final = {
     "env": "name",
     "imagePullSecrets": "name",
@@ -50,7 +51,8 @@ _KEYS_OF_ITEMS: Final = {
     "volumes": "name",
     "volumeMounts": "mountPath",
 }
-"""Lists whose items have a name each, by which the run's own item wins; other lists are appended."""
+"""Lists whose items have unique names: an item of the run replaces the item of the same name. Other lists are
+appended."""
 _SECTIONS: Final = ("defaults", "storage", "template", "preparation", "evaluation")
 _BESIDE: Final = ("preparation", "evaluation")
 
@@ -122,7 +124,7 @@ class ProfileSpec(Section):
 
 
 def check_profile(raw: Any, *, of_namespace: bool = False) -> tuple[Problem, ...]:
-    """Return every problem of a profile, with paths inside of it. ``of_namespace``: it may only have
+    """Return every problem of a profile, with paths inside it. ``of_namespace``: the profile may have only
     ``defaults``."""
     if not isinstance(raw, Mapping):
         why = "a profile has the key defaults"
@@ -132,7 +134,7 @@ def check_profile(raw: Any, *, of_namespace: bool = False) -> tuple[Problem, ...
     if (too_deep := check_depth(raw)) is not None:
         return (too_deep,)
 
-    # The model first, then the rules that a run's own file has to satisfy, of the same values.
+    # Check the model first, then apply the rules of a run's own file to the same values.
     pruned = without_nulls(raw, ProfileSpec)
     problems: list[Problem] = []
     try:
@@ -144,7 +146,7 @@ def check_profile(raw: Any, *, of_namespace: bool = False) -> tuple[Problem, ...
             why = "only the installation's profiles say what is allowed, and to whom"
             problems.append(Problem(key, "has no meaning in a namespace", why, "Remove it"))
 
-    # The rules of a run's file read it below ``spec``; their problems name the profile's own path.
+    # The rules of a run's file read the values below ``spec``. Their problems name the profile's own path.
     given = pruned.get("defaults")
     defaults: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
     view = View({"spec": dict(defaults)}, TrainingRun)
@@ -179,16 +181,17 @@ def check_profile(raw: Any, *, of_namespace: bool = False) -> tuple[Problem, ...
 
 
 def merge_defaults(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``defaults`` of two profiles as one; what ``above`` names wins."""
+    """Return the ``defaults`` of two profiles as one. Values of ``above`` take precedence."""
     return _merge_section(without_nulls(below, Defaults), without_nulls(above, Defaults))
 
 
 def apply_defaults(
     document: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the run ``document`` with the defaults where it names nothing; its own words always win.
+    """Return the run ``document`` with the defaults for fields that it leaves out. Its own values always take
+    precedence.
 
-    A value that cannot be read stays as it is, for the run's own validation to refuse.
+    A value that cannot be parsed is not changed, so that the run's own validation refuses it.
     """
     spec, metadata = document.get("spec"), document.get("metadata")
     if not defaults or not isinstance(spec, Mapping):
@@ -196,7 +199,8 @@ def apply_defaults(
     given = dict(defaults)
     queue = given.pop("queueName", None)
 
-    # A section of a pod beside the nodes would ask for one, and an existing volume has its class already.
+    # A default section of an additional pod would request that pod, and an existing volume already has its
+    # class.
     for key in _BESIDE:
         if spec.get(key) is None:
             given.pop(key, None)
@@ -212,7 +216,7 @@ def apply_defaults(
 
 
 def _merge_section(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two sections; None counts as left out, as the API server has it."""
+    """Merge two sections. None counts as left out, as for the API server."""
     merged = dict(above)
     for key, value in below.items():
         own = above.get(key)
@@ -232,8 +236,8 @@ def _merge_maps(
         return _merge_section(below, above)
     if key != "resources":
         return {**below, **above}
-    # A resource that is named as request or as limit is the run's own in both: a limit of a profile below
-    # the run's request would make a pod that no API server takes.
+    # If the run names a resource as request or as limit, use both from the run: a profile's limit below the
+    # run's request would make a pod that no API server accepts.
     named = {
         name for values in above.values() if isinstance(values, Mapping) for name in values
     }
@@ -247,7 +251,8 @@ def _merge_maps(
 
 
 def _merge_lists(key: str, below: Sequence[Any], above: Sequence[Any]) -> list[Any]:
-    """Put the items of the profile first, so that a variable of the run may refer to one of a profile."""
+    """Put the items of the profile first, so that a variable of the run may refer to a variable of the
+    profile."""
     if key == "accessModes":
         return list(above)
     name = _KEYS_OF_ITEMS.get(key)
@@ -261,7 +266,7 @@ def _merge_lists(key: str, below: Sequence[Any], above: Sequence[Any]) -> list[A
 
 
 def check_allowed(document: Mapping[str, Any], rdma: Sequence[str]) -> tuple[Problem, ...]:
-    """Return a problem for each RDMA device that a run asks for and no profile allows.
+    """Return a problem for each RDMA device that a run requests and no profile allows.
 
     ``document``: the run with its defaults. ``rdma``: the allowed resources.
     """

@@ -1,6 +1,6 @@
-"""Files that a script run needs on this machine: its program and its working directory.
+"""Checks the files that a script run needs on this machine: its program and its working directory.
 
-Looks, and writes nothing.
+Only reads, and writes nothing.
 """
 
 import os
@@ -23,17 +23,17 @@ _RELATIVE: Final = "Check the path; it is relative to the manifest's directory"
 
 
 def script_problems(script: Script, *, base_directory: Path) -> list[Problem]:
-    """Why the script cannot start here: its file, executable or working directory is missing or cannot be
-    used."""
+    """Return problems that keep the script from starting here: its file, executable or working directory is
+    missing or cannot be used."""
     program, path = script.program, program_path(script.program, base_directory)
     problems: list[Problem] = []
     if path is not None:
         problems = _file_problems(path)
-        # Python reads a file; anything else the system starts itself.
+        # Python reads a file. The system starts any other program itself.
         if not problems and program.kind != "file" and not os.access(path, os.X_OK):
             problems = [_denied(path, "executed")]
     elif program.kind == "executable":
-        # Looked up as the worker will: with the script's own PATH, where it sets one.
+        # Look it up as the worker will: with the script's own PATH, if it sets one.
         search_path = script.env.get("PATH")
         if shutil.which(program.name, path=search_path) is None:
             where = "spec.script.env.PATH" if search_path is not None else "PATH"
@@ -42,7 +42,8 @@ def script_problems(script: Script, *, base_directory: Path) -> list[Problem]:
             remedy = f"Install it, or write ./{program.name}"
             problems = [Problem(f"{_COMMAND}[0]", what, why, remedy)]
 
-    # The folder, also after a problem of the program. Entering it needs another right than reading it.
+    # Check the folder even after a problem of the program. Entering it requires another permission than
+    # reading it.
     folder = working_directory_of(script, base_directory)
     named, mode = "spec.script.workingDirectory names it", _mode_of(folder)
     if isinstance(mode, str):
@@ -54,7 +55,7 @@ def script_problems(script: Script, *, base_directory: Path) -> list[Problem]:
         remedy = "Change its permissions"
         problems.append(Problem(path_label(folder), "cannot be entered", named, remedy))
 
-    # A cluster takes these variables from its objects, none of which is on this machine.
+    # On a cluster, these variables come from objects of the cluster, none of which is on this machine.
     for name, source in script.value_from.items():
         is_optional = any(one.get("optional") for one in source.values())
         if name not in os.environ and not is_optional:
@@ -67,11 +68,12 @@ def script_problems(script: Script, *, base_directory: Path) -> list[Problem]:
 
 
 def portable_problems(script: Script, *, base_directory: Path) -> list[Problem]:
-    """Problems of the script wherever the run starts: a Python file that should be beside the manifest.
+    """Return problems that the script has on every machine: a Python file that should be next to the
+    manifest.
 
-    Absolute paths may be a pod's.
+    An absolute path may be a path in a pod.
     """
-    # A module or an executable may be in the image, whatever is on this machine.
+    # A module or an executable may be in the image even if it is not on this machine.
     program = script.program
     if program.kind != "file" or Path(program.name).is_absolute():
         return []
@@ -79,11 +81,11 @@ def portable_problems(script: Script, *, base_directory: Path) -> list[Problem]:
 
 
 def is_module_found(script: Script, *, base_directory: Path) -> bool:
-    """Whether this interpreter finds the script's module, importing nothing.
+    """Return whether this interpreter finds the script's module. Imports nothing.
 
-    Modules that only import hooks would find are not seen.
+    Modules that only import hooks would find are not found.
     """
-    # The places in which a worker's interpreter looks, in its order.
+    # Search the same places as a worker's interpreter, in its order.
     program, folder = script.program, working_directory_of(script, base_directory)
     from_env = [
         str(folder / entry)
@@ -92,7 +94,7 @@ def is_module_found(script: Script, *, base_directory: Path) -> bool:
     ]
     places: Sequence[str] = (str(folder), *from_env, *sys.path)
 
-    # Package by package, by their files alone: to import one would run its code in this process.
+    # Search package by package, only by file names: an import would run the package's code in this process.
     parts = program.name.split(".")
     for end in range(1, len(parts) + 1):
         found = PathFinder.find_spec(".".join(parts[:end]), places)
@@ -119,7 +121,7 @@ def _file_problems(path: Path) -> list[Problem]:
 
 
 def _mode_of(path: Path) -> int | str:
-    """The mode of what is at ``path``, or why there is nothing that could be used."""
+    """Return the mode of the file at ``path``, or the reason why it cannot be used."""
     try:
         return path.stat().st_mode
     except FileNotFoundError:

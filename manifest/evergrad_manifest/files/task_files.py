@@ -1,8 +1,8 @@
-"""Finds the Python files of a user's own task: next to the manifest, or in it.
+"""Finds the Python files of a user's own task, next to the manifest or in it.
 
 ``recipe: module:attr`` names a file next to the manifest. For example, ``recipe: tasks.echo:Echo`` names
-``tasks/echo.py``. On a cluster the files travel in ``spec.training.files``, which ``evergrad submit`` fills,
-and are written next to the run.
+``tasks/echo.py``. On a cluster, ``spec.training.files`` carries the files: ``evergrad submit`` fills it, and
+each node writes them next to the run.
 """
 
 import hashlib

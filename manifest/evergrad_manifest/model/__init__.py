@@ -1,1 +1,1 @@
-"""The parts of every section: base class, fields, nesting, descriptions, containers and claims."""
+"""The parts that every section uses: base class, fields, nesting, descriptions, containers and claims."""

@@ -33,18 +33,18 @@ _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 class FieldValueError(NumberError):
-    """A value is refused for a reason of its own. ``what``, ``why`` and ``remedy`` are parts of a Problem."""
+    """A value is refused for a specific reason. ``what``, ``why`` and ``remedy`` are parts of a Problem."""
 
 
 def check_local_path(path: str) -> str:
-    """``path`` itself. Raises FieldValueError for a URL, a ``~`` and what cannot be a path."""
+    """Return ``path``. Raises FieldValueError if it is a URL, begins with ``~``, or is not a valid path."""
     if _URL.match(path):
         remedy = "Download it and name its path"
         raise FieldValueError(
             f"{show(path)} is a URL", "only local files and directories are read", remedy
         )
 
-    # A shell would expand it; no program does.
+    # A shell would expand it, but a program does not.
     if path.startswith("~"):
         remedy = "Write the whole path, or one relative to the file"
         raise FieldValueError(f"{show(path)} begins with ~", "it is not expanded", remedy)

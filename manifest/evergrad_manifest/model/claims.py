@@ -1,4 +1,4 @@
-"""Claims (PersistentVolumeClaims) that a run names: one answer for the operator and all commands. Pure."""
+"""Finds the claims (PersistentVolumeClaims) that a run names, for the operator and all commands. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ from evergrad_common.contract import LABEL_PREFIX
 from evergrad_manifest.model.raw import value_at
 
 RECORD_PREFIX: Final = f"run.{LABEL_PREFIX}"
-"""Prefix of an annotation of a claim, followed by a run's name: the record of that run."""
+"""Prefix of an annotation of a claim, before the name of a run: the record of that run."""
 DROPPED_UNFINISHED: Final = f"{LABEL_PREFIX}dropped-unfinished-runs"
-"""Annotation of a claim: the number of records of runs that are gone and were not complete, and for which
-there was no room. The checkpoints of these runs may still be on the claim."""
+"""Annotation of a claim: the number of runs that no longer exist, were not complete, and whose records did
+not fit. The checkpoints of these runs may still be on the claim."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Claims:
 
 
 def claims_of(run: Mapping[str, Any]) -> Claims:
-    """Return the claims that ``run`` names, an object as the API server has it; never raises.
+    """Return the claims that ``run``, an object of the API server, names; never raises.
 
-    A profile may add volumes. The operator lists their claims in ``status.volume.profileClaims``, because it
-    alone knows the profile of a run that has no pods.
+    A profile may add volumes. The operator lists their claims in ``status.volume.profileClaims``, because
+    only the operator has the profile of a run without pods.
     """
     existing = value_at(run, ("spec", "storage", "claimName"))
     name = value_at(run, ("metadata", "name"))
@@ -49,7 +49,7 @@ def claims_of(run: Mapping[str, Any]) -> Claims:
 
 
 def mounted_claims(template: Any) -> tuple[str, ...]:
-    """Return the claims under ``volumes`` of a pod, or of the template of one."""
+    """Return the claims under ``volumes`` of a pod, or of a pod template."""
     volumes = value_at(template, ("volumes",))
     found = (
         value_at(volume, ("persistentVolumeClaim", "claimName"))

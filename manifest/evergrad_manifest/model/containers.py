@@ -1,4 +1,4 @@
-"""The containers of a run's pods, as its file describes them: one list for every rule. Pure."""
+"""Lists the containers of a run's pods, as its file describes them, for all rules. Pure."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ _INIT: Final = ("spec", "template", "initContainers")
 
 @dataclass(frozen=True)
 class Container:
-    """One container, or the only one of a kind of pod.
+    """One container of a pod, or the only container of a kind of pod.
 
-    ``path``: the section that describes it. ``raw``: its values as they are in the file.
+    ``path``: the section that describes it. ``raw``: its values from the file.
     """
 
     path: FieldPath
@@ -24,16 +24,16 @@ class Container:
 
     @property
     def image(self) -> str:
-        """The image that it names, empty for the image of the run."""
+        """The image that the container names; empty for the image of the run."""
         image = self.raw.get("image")
         return image if isinstance(image, str) else ""
 
     def path_of(self, *keys: str | int) -> str:
-        """The path of one of its fields, as a message names it."""
+        """Return the path of one of its fields, as messages name it."""
         return format_path((*self.path, *keys))
 
     def asked(self) -> Iterator[tuple[str, str]]:
-        """The names of the resources that it asks for, each with its path."""
+        """Yield the names of the resources that the container requests, each with its path."""
         for kind in ("requests", "limits"):
             values = value_at(self.raw, ("resources", kind))
             for name in values if isinstance(values, Mapping) else ():
@@ -41,10 +41,10 @@ class Container:
 
 
 def containers_of(run: Any) -> Iterator[Container]:
-    """All containers of the pods of ``run``, an object with ``spec``.
+    """Yield all containers of the pods of ``run``, an object with ``spec``.
 
-    They are those of the nodes, of the pods that prepare and evaluate, and the init containers, which all of
-    these pods have. Values of a wrong type are passed over.
+    These are the containers of the nodes, of the pods that prepare and evaluate, and the init containers,
+    which all of these pods have. Values of a wrong type are skipped.
     """
     for path in (_SPEC, *_BESIDE):
         section = value_at(run, path)

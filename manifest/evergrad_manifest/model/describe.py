@@ -1,4 +1,4 @@
-"""Describes in plain words the values of a field of the manifest: type, bounds and default."""
+"""Describes the values of a field of the manifest for users: type, bounds and default."""
 
 import json
 import math
@@ -15,7 +15,7 @@ _WORDS: Final = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"
 
 
 def describe_type(field: Field) -> str:
-    """The type of a field in plain words."""
+    """Return the type of a field as a text for users."""
     if field.shape.section is not None:
         return "list of mappings" if field.shape.is_list else "mapping"
     if choices := choices_of(field.info):
@@ -34,7 +34,7 @@ def describe_type(field: Field) -> str:
     for key in (key for key in _WORDS if key in bounds):
         bound = bounds[key]
         shown = _plain(bound)
-        # As a person would write it: 2^20, 10^12, 1024.
+        # Write it as a person would: 2^20, 10^12, 1024.
         for base in (2, 10):
             exponent = round(math.log(bound, base)) if bound > 10**4 else 0
             if exponent and base**exponent == bound:
@@ -44,7 +44,7 @@ def describe_type(field: Field) -> str:
 
 
 def _describe_annotation(annotation: Any, metadata: tuple[Any, ...]) -> str:
-    # A human number has a word of its own, whatever it becomes.
+    # A human number has its own name, independent of the type to which it is converted.
     for marker in (*metadata, *getattr(annotation, "__metadata__", ())):
         if isinstance(marker, Human):
             return marker.kind
@@ -72,7 +72,7 @@ def _describe_annotation(annotation: Any, metadata: tuple[Any, ...]) -> str:
 
 
 def describe_default(info: FieldInfo) -> str:
-    """The default of a field as one would write it."""
+    """Return the default of a field as a user would write it."""
     if info.is_required():
         return "required"
     default = info.get_default(call_default_factory=True, validated_data={})

@@ -1,4 +1,4 @@
-"""Fields in which two recipes differ, and what is said of them."""
+"""Finds the fields in which two recipes differ, and describes them."""
 
 import json
 from collections.abc import Mapping
@@ -8,26 +8,27 @@ from evergrad_manifest.errors import Problem
 from evergrad_manifest.values.numbers import show, with_whole_numbers
 
 ABSENT: Final = "(absent)"
-"""Value of a field on the side that does not have it at all."""
+"""Value of a field on the side that does not have the field."""
 
 Change = tuple[str, Any, Any]
-"""Path of a field, its old value and its new one."""
+"""Path of a field, its old value and its new value."""
 
 
 def changed_fields(
     old: Mapping[str, Any], new: Mapping[str, Any], *, where: str = "spec.training"
 ) -> list[Change]:
-    """Every field of two recipes that differs, with both values; lists of different length differ as a whole.
+    """Return every field of two recipes that differs, with both values. Lists of different lengths differ as
+    a whole.
 
-    ``where``: the section both were taken from. Empty exactly when they are equal, so that a refused resume
-    always names a field.
+    ``where``: the section from which both were taken. The result is empty only if the recipes are equal, so
+    that a refused resume always names a field.
     """
     return _changes(old, new, where)
 
 
 def _changes(old: Any, new: Any, path: str) -> list[Change]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
-        # In the order of the file, old fields first: it is the order of the message.
+        # Use the order of the file, old fields first, which is the order of the message.
         keys = [*old, *(key for key in new if key not in old)]
         return [
             change
@@ -44,20 +45,20 @@ def _changes(old: Any, new: Any, path: str) -> list[Change]:
             for change in _changes(before, after, f"{path}[{index}]")
         ]
 
-    # By JSON and not by ==, for which 1 and true are equal.
+    # Compare as JSON and not by ==, for which 1 and true are equal.
     if _canonical(old) == _canonical(new):
         return []
     return [(path, old, new)]
 
 
 def _canonical(value: Any) -> str:
-    # One form for each number: records of older versions have them as their file was written.
+    # Use one form for each number, because records of older versions have the numbers as the file had them.
     return json.dumps(with_whole_numbers(value), sort_keys=True)
 
 
 def problems_of_changes(changes: list[Change], *, directory: str) -> list[Problem]:
-    """One Problem for each field of the recipe that differs from the one the run in ``directory``
-    began with."""
+    """Return one Problem for each field of the recipe that differs from the recipe with which the run in
+    ``directory`` began."""
     return [
         Problem(
             path,
@@ -70,7 +71,7 @@ def problems_of_changes(changes: list[Change], *, directory: str) -> list[Proble
 
 
 def show_value(value: Any) -> str:
-    """A value of a recipe as a message quotes it: short, with mappings and lists written out as JSON."""
+    """Return a value of a recipe as a message quotes it: short, with mappings and lists as JSON."""
     if value == ABSENT:
         return "nothing"
     if not isinstance(value, Mapping | list):

@@ -1,4 +1,4 @@
-"""Variables of a pod's environment: where their values come from, and the names that the run itself has."""
+"""Checks variables of a pod's environment: their sources, and names that the run itself sets."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -31,24 +31,25 @@ _SOURCES: Final[Mapping[str, Keys]] = {
         kinds={"resource": "text", "containerName": "text"},
     ),
 }
-"""Sources that the value of one variable may be taken from."""
+"""Possible sources of the value of one variable."""
 _OBJECT: Final = Keys(
     known=("name", "optional"),
     required=("name",),
     kinds={"name": "text", "optional": "switch"},
 )
 _WHOLE: Final = ("configMapRef", "secretRef")
-"""Sources that all variables of an object may be taken from."""
+"""Possible sources of all variables of an object."""
 _FROM: Final = Keys(known=("prefix", *_WHOLE), kinds={"prefix": "text"})
 
 
 def is_reserved(name: str) -> bool:
-    """Whether the run itself sets a variable of this name."""
+    """Return whether the run itself sets a variable of this name."""
     return name in OUR_VARIABLES or name.startswith(OUR_VARIABLE_PREFIXES)
 
 
 def check_variables(items: Sequence[Item]) -> Iterator[Problem]:
-    """Find what is wrong with the items of ``env``: a value that is no text, or a name of the run's own."""
+    """Find problems of the items of ``env``: a value that is not a text, or a name that the run itself
+    sets."""
     yield from check_keys(items, _VARIABLE)
     yield from check_unique(items, "name")
     for path, item in items:
@@ -87,7 +88,7 @@ def check_variables(items: Sequence[Item]) -> Iterator[Problem]:
 
 
 def check_source(path: FieldPath, source: Any) -> Iterator[Problem]:
-    """Find what is wrong with the place that a variable's value comes from."""
+    """Find problems of the source of a variable's value."""
     known = f"Known here: {', '.join(_SOURCES)}"
     if not isinstance(source, Mapping) or len(source) != 1:
         yield Problem(
@@ -118,10 +119,10 @@ def check_source(path: FieldPath, source: Any) -> Iterator[Problem]:
 
 
 def check_env_from(items: Sequence[Item]) -> Iterator[Problem]:
-    """Find what is wrong with the items of ``envFrom``: each takes all keys of one object.
+    """Find problems of the items of ``envFrom``. Each item takes all keys of one object.
 
-    The keys are not known here. One that the run itself sets is of no effect: in a container the variables
-    that are named win over those of ``envFrom``.
+    The keys are not known here. A key that the run itself sets has no effect: in a container, variables of
+    ``env`` take precedence over variables of ``envFrom``.
     """
     yield from check_keys(items, _FROM)
     for path, item in items:

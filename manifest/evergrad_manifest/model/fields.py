@@ -1,4 +1,4 @@
-"""Walks the manifest's model: which fields there are, under which path, and which of them hold sections."""
+"""Walks the fields of the manifest's model, with their paths, and finds the fields that contain sections."""
 
 import inspect
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,8 @@ from evergrad_manifest.model.raw import FieldPath
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of a field's value: ``section`` when that is a section or (``is_list``) a list of sections."""
+    """Shape of a field's value. ``section``: set if the value is a section, or (``is_list``) a list of
+    sections."""
 
     section: type[Section] | None
     is_list: bool
@@ -24,7 +25,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Field:
-    """One field of the model with its place in it. ``path`` has ``[]`` where a list is entered."""
+    """One field of the model with its path. ``path`` has ``[]`` for the items of a list."""
 
     path: str
     key: str
@@ -33,7 +34,7 @@ class Field:
 
 
 def shape_of(info: FieldInfo) -> Shape:
-    """The shape of a field, without looking inside mappings that are not ours."""
+    """Return the shape of a field, without looking into mappings with user-defined keys."""
     members: tuple[Any, ...] = (info.annotation,)
     if get_origin(info.annotation) in (Union, UnionType):
         members = get_args(info.annotation)
@@ -50,20 +51,20 @@ def shape_of(info: FieldInfo) -> Shape:
 
 @cache
 def fields_of(section: type[Section]) -> Mapping[str, FieldInfo]:
-    """Key on the wire → field."""
+    """Return the fields of a section by their camelCase keys."""
     return {info.alias or name: info for name, info in section.model_fields.items()}
 
 
 @cache
 def shapes_of(section: type[Section]) -> Mapping[str, Shape]:
-    """Key on the wire → shape of the field."""
-    # Kept: to find a shape takes longer than to read the value, and a manifest has hundreds of fields.
+    """Return the shapes of a section's fields by their camelCase keys."""
+    # Cached: finding a shape takes longer than reading the value, and a manifest has hundreds of fields.
     return {key: shape_of(info) for key, info in fields_of(section).items()}
 
 
 @cache
 def defaults_of(section: type[Section]) -> Mapping[str, Any]:
-    """Key on the wire → default of each field that may be left out. No default is ever changed."""
+    """Return the defaults of a section's optional fields by their camelCase keys. Do not change a default."""
     return {
         key: info.get_default(call_default_factory=True, validated_data={})
         for key, info in fields_of(section).items()
@@ -72,7 +73,7 @@ def defaults_of(section: type[Section]) -> Mapping[str, Any]:
 
 
 def walk_fields(section: type[Section], prefix: str = "") -> Iterator[Field]:
-    """Every field below ``section``, depth first, in the order of definition."""
+    """Yield every field below ``section``, depth first, in the order of definition."""
     for key, info in fields_of(section).items():
         path, shape = f"{prefix}{key}", shape_of(info)
         yield Field(path, key, info, shape)
@@ -83,7 +84,7 @@ def walk_fields(section: type[Section], prefix: str = "") -> Iterator[Field]:
 
 
 def find_section(root: type[Section], path: FieldPath) -> type[Section] | None:
-    """The section that ``path`` leads to, or None where the model has none."""
+    """Return the section at ``path``, or None if the model has no such section."""
     section: type[Section] | None = root
     for part in path:
         if section is None or isinstance(part, int):
@@ -94,8 +95,8 @@ def find_section(root: type[Section], path: FieldPath) -> type[Section] | None:
 
 
 def find_field(root: type[Section], path: FieldPath) -> FieldInfo | None:
-    """The field that ``path`` leads to or into (an item of a list belongs to the list's field)."""
-    # The last name: numbers behind it are items of that list.
+    """Return the field at ``path``, or None. An item of a list belongs to the field of the list."""
+    # Use the last name: numbers after it are items of that list.
     names = [index for index, part in enumerate(path) if isinstance(part, str)]
     if not names:
         return None
@@ -104,7 +105,7 @@ def find_field(root: type[Section], path: FieldPath) -> FieldInfo | None:
 
 
 def choices_of(info: FieldInfo) -> tuple[str, ...]:
-    """The words a field may take, or nothing when it is not a choice."""
+    """Return the words that a field may have as its value; empty if the field is not a choice."""
     found: list[str] = []
     pending = [info.annotation]
     while pending:
@@ -121,8 +122,8 @@ def choices_of(info: FieldInfo) -> tuple[str, ...]:
 
 
 def format_path(path: FieldPath) -> str:
-    """``("spec", "sources", 0, "path")`` → ``spec.sources[0].path``; keys that are no plain words
-    are quoted."""
+    """Return a path as text: ``("spec", "sources", 0, "path")`` → ``spec.sources[0].path``. Keys that are not
+    plain words are quoted."""
     text = ""
     for part in path:
         if isinstance(part, int):

@@ -1,7 +1,7 @@
-"""Items of lists that have Kubernetes' own structure: which keys they have, and of which kind.
+"""Checks items of lists with a structure of Kubernetes: their keys, and the kinds of their values.
 
-An API server drops unknown keys of such an item when it stores the object, or refuses a pod long after the
-run is accepted. Both are found here.
+An API server drops unknown keys of such an item when it stores the object, or refuses a pod long after it has
+accepted the run. This module finds both before.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,9 +38,9 @@ _IS_OF_KIND: Final[Mapping[Kind, Callable[[Any], bool]]] = {
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys of an item: all that are known, those that must be there, and what their values are.
+    """Keys of an item: known keys, required keys, and the kinds of their values.
 
-    ``words``: the words some may take. ``kinds``: the kinds of the values of others.
+    ``words``: the words that some keys may have as values. ``kinds``: the kinds of the values of other keys.
     """
 
     known: tuple[str, ...]
@@ -50,7 +50,7 @@ class Keys:
 
 
 def items_at(view: View, *path: str) -> list[Item]:
-    """Return the items of the list at ``path``; none where the list is wrong."""
+    """Return the items of the list at ``path``; empty if the list is not valid."""
     found = view.get(".".join(path))
     return (
         [((*path, index), item) for index, item in enumerate(found or ())]
@@ -60,7 +60,7 @@ def items_at(view: View, *path: str) -> list[Item]:
 
 
 def items_of(path: FieldPath, value: Any) -> list[Item]:
-    """Return the items of a list of Kubernetes' own, less those that are no mappings."""
+    """Return the items of a list of Kubernetes that are mappings."""
     if not isinstance(value, list | tuple):
         return []
     return [
@@ -71,7 +71,7 @@ def items_of(path: FieldPath, value: Any) -> list[Item]:
 
 
 def check_keys(items: Sequence[Item], keys: Keys) -> Iterator[Problem]:
-    """Find unknown and missing keys, and values of another kind or word."""
+    """Find unknown and missing keys, and values of a wrong kind or word."""
     for path, item in items:
         for key in item:
             if key not in keys.known:
@@ -103,7 +103,7 @@ def check_keys(items: Sequence[Item], keys: Keys) -> Iterator[Problem]:
                 what = f"{show(item[key])} is not one of {', '.join(words)}"
                 yield Problem(format_path((*path, key)), what, "", remedy)
         for key, kind in (keys.kinds or {}).items():
-            # One item of a list of texts is named by its own place.
+            # Name an item of a list of texts by its own path.
             if kind == "texts" and isinstance(item.get(key), list | tuple):
                 yield from _check_texts((*path, key), item[key])
                 continue
@@ -130,7 +130,7 @@ def _is_list_of(kind: type[Any], value: Any) -> bool:
 
 
 def check_unique(items: Sequence[Item], key: str) -> Iterator[Problem]:
-    """Find items whose ``key`` has the value that an earlier one has."""
+    """Find items whose ``key`` has the same value as an earlier item."""
     first: dict[str, str] = {}
     for path, item in items:
         value = item.get(key)

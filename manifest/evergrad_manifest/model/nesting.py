@@ -1,7 +1,7 @@
-"""Bounds how deep mappings and lists lie in one another.
+"""Limits the nesting of mappings and lists.
 
-An API server keeps objects of up to 10,000 levels. Few programs can walk those, and Python's JSON module
-stops at the recursion limit, so that one such object would hide all others of its list.
+An API server stores objects of up to 10,000 levels. Few programs can walk them, and Python's JSON module
+stops at the recursion limit, so one such object would hide all other objects of its list.
 """
 
 from collections.abc import Mapping
@@ -12,14 +12,15 @@ from evergrad_manifest.model.fields import format_path
 from evergrad_manifest.model.raw import FieldPath
 
 MAX_DEPTH: Final = 64
-"""Most levels of a file, the values in the innermost mapping or list being the last one."""
+"""Most levels of a file. The values in the innermost mapping or list are the last level."""
 _CUT: Final = "…"
 _SCALARS: Final = frozenset((str, int, float, bool, type(None)))
 
 
 def find_too_deep(raw: Any) -> FieldPath | None:
-    """The path of the first mapping or list whose values lie below the last level; None if there is none."""
-    # Without recursion, which is what a deep object would break.
+    """Return the path of the first mapping or list whose values are below the last level; None if there is
+    none."""
+    # Do not recurse, because a deep object would exceed the recursion limit.
     pending: list[tuple[Any, FieldPath]] = [(raw, ())]
     while pending:
         value, path = pending.pop()
@@ -31,8 +32,8 @@ def find_too_deep(raw: Any) -> FieldPath | None:
             continue
         if inner and len(path) + 1 >= MAX_DEPTH:
             return path
-        # Nearly all values are plain scalars, and to ask an abstract class about each takes longer than all
-        # else here.
+        # Nearly all values are scalars. An isinstance check with an abstract class for each value would take
+        # longer than all other work here.
         pending += [
             one
             for one in reversed(inner)
@@ -42,7 +43,7 @@ def find_too_deep(raw: Any) -> FieldPath | None:
 
 
 def check_depth(raw: Any) -> Problem | None:
-    """The problem of a manifest that is nested too deeply, named by its section."""
+    """Return the problem of a manifest that is nested too deeply, with the name of its section, or None."""
     if (path := find_too_deep(raw)) is None:
         return None
     what = f"is nested deeper than {MAX_DEPTH} levels"
@@ -55,10 +56,10 @@ def check_depth(raw: Any) -> Problem | None:
 
 
 def cut_deep(raw: Any) -> Any:
-    """``raw`` itself, or, where it is nested too deeply, a copy that every program can walk.
+    """Return ``raw``, or, if it is nested too deeply, a copy that every program can walk.
 
-    Deeper values are replaced, yet one level more than a file may have is left, so that ``check_depth``
-    still refuses the copy.
+    Deeper values are replaced. The copy keeps one level more than a file may have, so that ``check_depth``
+    still refuses it.
     """
     return raw if find_too_deep(raw) is None else _cut(raw, MAX_DEPTH)
 

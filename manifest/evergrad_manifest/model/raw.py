@@ -4,13 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 FieldPath = tuple[str | int, ...]
-"""The place of a value: keys and list indices from the top, camelCase."""
+"""Path of a value: keys and list indices from the top, camelCase."""
 
 
 def value_at(raw: Any, path: FieldPath) -> Any:
-    """The value at ``path``, or None where there is none."""
+    """Return the value at ``path``, or None if it does not exist."""
     for part in path:
-        # Nearly all mappings are dicts, and asking an abstract class takes longer than all else here.
+        # Nearly all mappings are dicts. An isinstance check with an abstract class takes longer than all
+        # other work here.
         is_mapping = type(raw) is dict or isinstance(raw, Mapping)
         if isinstance(part, str) and is_mapping:
             raw = raw.get(part)

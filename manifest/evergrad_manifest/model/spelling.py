@@ -1,16 +1,16 @@
-"""Finds the word that was probably meant."""
+"""Finds the word that the user probably meant."""
 
 import difflib
 from collections.abc import Iterable
 from typing import Final
 
 _LONGEST_KEY_COMPARED: Final = 64
-"""A longer word is no slip of a key, and comparing it would take time."""
+"""A longer word is not a misspelt key, and comparing it would take time."""
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that is most like ``word``, if one is like it at all; upper and lower case count as
-    equal."""
+    """Return the candidate that is most similar to ``word``, ignoring case; None if no candidate is
+    similar."""
     if len(word) > _LONGEST_KEY_COMPARED:
         return None
     by_folded = {fold(candidate): candidate for candidate in candidates}
@@ -19,5 +19,5 @@ def nearest(word: str, candidates: Iterable[str]) -> str | None:
 
 
 def fold(word: str) -> str:
-    """``word`` without what people write differently: case, dashes, underscores."""
+    """Return ``word`` without differences of spelling: case, dashes and underscores."""
     return word.replace("_", "").replace("-", "").casefold()

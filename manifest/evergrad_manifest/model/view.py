@@ -1,5 +1,5 @@
-"""The values of a manifest that could be parsed, so that rules about several fields run although another
-field is wrong."""
+"""The values of a manifest that could be parsed, so that rules about several fields run even if another field
+is wrong."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -23,9 +23,9 @@ UNKNOWN: Final = _Unknown()
 
 
 def without_nulls(raw: Any, section: type[Section]) -> Any:
-    """``raw`` without the keys that are null and may be left out, as the API server does it.
+    """Return ``raw`` without keys that are null and optional, as the API server drops them.
 
-    ``section``: the model of ``raw``. Mappings that are not ours stay.
+    ``section``: the model of ``raw``. Mappings with user-defined keys are not changed.
     """
     if not (type(raw) is dict or isinstance(raw, Mapping)):
         return raw
@@ -38,7 +38,7 @@ def without_nulls(raw: Any, section: type[Section]) -> Any:
             continue
         if value is None:
             continue
-        # Only sections are ours: a null in a map of the user's own is a value.
+        # Only sections have optional keys: a null in a user's own mapping is a value.
         shape = shapes[key]
         if shape.section is not None and not shape.is_list:
             value = without_nulls(value, shape.section)
@@ -49,10 +49,10 @@ def without_nulls(raw: Any, section: type[Section]) -> Any:
 
 
 class View:
-    """The parsed values of a manifest by their dotted path; ``UNKNOWN`` where one is missing or wrong.
+    """The parsed values of a manifest by their dotted path; ``UNKNOWN`` if a value is missing or wrong.
 
-    ``raw`` is the manifest without nulls, ``root`` the model of the whole. Defaults are filled in. Values are
-    those of the wire: sections are dicts with camelCase keys, lists of sections are lists of such dicts.
+    ``raw`` is the manifest without nulls, ``root`` the model of the whole. Defaults are filled in. Values
+    have the form of JSON: sections are dicts with camelCase keys, lists of sections are lists of such dicts.
     """
 
     def __init__(self, raw: Any, root: type[Section]) -> None:
@@ -60,7 +60,8 @@ class View:
         self.tree = _parse_section(root, raw)
 
     def get(self, path: str) -> Any:
-        """The value at ``path``; UNKNOWN below a section that is wrong, None below one that is left out."""
+        """Return the value at ``path``; UNKNOWN below a section that is wrong, None below a section that is
+        left out."""
         value = self.tree
         for part in path.split("."):
             if value is None or value is UNKNOWN:
@@ -69,20 +70,20 @@ class View:
         return value
 
     def known(self, *paths: str) -> tuple[Any, ...] | None:
-        """The values at all ``paths``, or None if one of them is not known."""
+        """Return the values at all ``paths``, or None if one of them is not known."""
         values = tuple(self.get(path) for path in paths)
         return None if UNKNOWN in values else values
 
     def is_given(self, path: str) -> bool:
-        """Whether the file has a value at ``path``, be it right or wrong."""
+        """Return whether the file has a value at ``path``, correct or wrong."""
         return self.raw(*path.split(".")) is not None
 
     def raw(self, *path: str | int) -> Any:
-        """The value in the file at ``path``, or None."""
+        """Return the value in the file at ``path``, or None."""
         return value_at(self._raw, path)
 
     def items(self, path: str) -> list[tuple[FieldPath, dict[str, Any]]]:
-        """The known sections of the list at ``path``, each with its own path."""
+        """Return the known sections of the list at ``path``, each with its own path."""
         found = self.get(path)
         base: FieldPath = tuple(path.split("."))
         return (
@@ -99,7 +100,7 @@ class View:
 def _parse_section(section: type[Section], raw: Any) -> Any:
     if not isinstance(raw, Mapping):
         return UNKNOWN
-    # Defaults are in it too, so that rules see one form of a section, whether the file has it or not.
+    # Fill in the defaults, so that a section has one form for the rules, whether the file has it or not.
     values = dict(_defaults(section))
     for key, shape in shapes_of(section).items():
         value = raw.get(key, UNKNOWN)
@@ -114,7 +115,8 @@ def _parse_section(section: type[Section], raw: Any) -> Any:
                 else UNKNOWN
             )
         else:
-            # Field by field: pydantic gives back nothing of a section in which one value is wrong.
+            # Parse field by field: if one value of a section is wrong, pydantic returns nothing of the
+            # section.
             try:
                 values[key] = _adapter(section, key).validate_python(value)
             except ValidationError:
@@ -124,7 +126,8 @@ def _parse_section(section: type[Section], raw: Any) -> Any:
 
 @cache
 def _defaults(section: type[Section]) -> Mapping[str, Any]:
-    """The values of a section that a file leaves empty. Rules only read them: all views share them."""
+    """Return the values of a section that is empty in a file. All views share them, so rules must only read
+    them."""
     values: dict[str, Any] = dict.fromkeys(fields_of(section), UNKNOWN)
     for key, value in defaults_of(section).items():
         if isinstance(value, Section):
@@ -136,8 +139,8 @@ def _defaults(section: type[Section]) -> Mapping[str, Any]:
 
 @cache
 def _adapter(section: type[Section], key: str) -> TypeAdapter[Any]:
-    """A parser of one field alone."""
-    # Kept: building one takes longer than to parse a whole manifest with it.
+    """Return a parser of a single field."""
+    # Cached: building a parser takes longer than parsing a whole manifest with it.
     info = fields_of(section)[key]
     annotation: Any = info.annotation
     for metadata in info.metadata:
