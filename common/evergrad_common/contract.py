@@ -125,7 +125,7 @@ class ExitCode(IntEnum):
 
 
 class ErrorKind(StrEnum):
-    """Kind of error that ended a process, decided by the code that meets the error.
+    """Kind of the error that ended a process, chosen by the code that meets the error.
 
     Only ``INPUT`` can end a run for good.
     """

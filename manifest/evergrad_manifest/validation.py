@@ -1,5 +1,5 @@
-"""Checks a run as the API server sends it: the validation of ``evergrad validate``, and what may no longer
-change. Pure."""
+"""Validates a run as the API server sends it, with the checks of ``evergrad validate``, and refuses changes
+of immutable fields. Pure."""
 
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
@@ -24,25 +24,26 @@ from evergrad_manifest.training.steps import HORIZON
 from evergrad_manifest.values.numbers import PLAIN_INTEGER, NumberError, parse_count
 
 INVALID_SPEC: Final = "InvalidSpec"
-"""Value of ``status.reason`` of a run that was refused before its first pod; such a run may still change as a
-whole."""
+"""Value of ``status.reason`` of a run that was refused before its first pod. All of such a run may still
+change."""
 FIXED: Final = {
     "image": "all pods of a run have one image",
     "managedBy": "two controllers would have the run",
     "storage": "the run's state is there",
     "workersPerNode": "it belongs to how the run was planned",
 }
-"""Fields of ``spec`` outside the recipe that a run keeps, with the reason."""
+"""Fields of ``spec`` outside the recipe that cannot change, with the reason."""
 
 
 def problems_of(
     document: Mapping[str, Any], *, old: Mapping[str, Any] | None = None
 ) -> tuple[Problem, ...]:
-    """Return every problem of ``document``, an object as the API server sends it; empty for a valid one.
+    """Return every problem of ``document``, an object as the API server sends it; empty if it is valid.
 
-    They are those that ``evergrad validate`` prints for a file of the same content, but without lines of the
-    file. With ``old``, the object before an update, a ``document`` without new problems is also compared with
-    it: those that an older version has accepted are no leave to change what is fixed.
+    The problems are the same as ``evergrad validate`` prints for a file of the same content, but without
+    lines of the file. ``old`` is the object before an update: if ``document`` has no new problems, it is also
+    compared with ``old``. Problems that an older version has accepted do not permit changes of immutable
+    fields.
     """
     run, found = check_run(manifest_of(document))
     if run is None or old is None or is_open(old) or check_depth(old) is not None:
@@ -53,7 +54,8 @@ def problems_of(
 
 
 def changes_of(document: Mapping[str, Any], old: Mapping[str, Any]) -> tuple[Problem, ...]:
-    """Return what ``document`` changes of ``old`` and a run that has begun must not change."""
+    """Return a problem for each change from ``old`` to ``document`` that a run that has begun must not
+    make."""
     if is_open(old) or any(check_depth(one) is not None for one in (old, document)):
         return ()
     try:
@@ -72,8 +74,8 @@ def parse_object(document: Mapping[str, Any]) -> TrainingRun:
 
 
 def read_object(document: Mapping[str, Any]) -> TrainingRun:
-    """Return the run that an object describes, by its single fields alone: for an object known to be valid,
-    and cheap.
+    """Return the run that an object describes, with checks of single fields only. This is faster, and
+    sufficient for an object that was validated before.
 
     Raises pydantic's ValidationError.
     """
@@ -81,7 +83,7 @@ def read_object(document: Mapping[str, Any]) -> TrainingRun:
 
 
 def manifest_of(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the file that describes an object of the API server: no ``status``, no metadata that the
+    """Return the file that describes an object of the API server, without ``status`` and metadata that the
     cluster sets.
 
     The items of a list have neither apiVersion nor kind; both are filled in.
@@ -106,12 +108,12 @@ def is_open(document: Mapping[str, Any]) -> bool:
 def with_plain_numbers(
     document: Mapping[str, Any],
 ) -> tuple[Mapping[str, Any], tuple[Problem, ...]]:
-    """Return ``document``, a manifest that an API server keeps, with whole numbers in quotes as numbers, and
-    a problem for each of them.
+    """Return ``document``, a manifest that an API server stores, with quoted whole numbers as numbers, and a
+    problem for each of them.
 
-    Earlier versions accepted ``min: "2"`` and ``lingerSeconds: 1k``. An API server checks an object when it
-    is written, so that one of that day is still there, and its run must go on. Only the fields that are plain
-    integers today are read so: every other text means what it meant.
+    Earlier versions accepted ``min: "2"`` and ``lingerSeconds: 1k``. An API server checks an object only when
+    it is written, so such objects still exist, and their runs must continue. Only fields that are plain
+    integers today are converted: every other text keeps its meaning.
     """
     pruned = without_nulls(document, TrainingRun)
     try:
@@ -122,7 +124,7 @@ def with_plain_numbers(
             info = find_field(TrainingRun, details["loc"])
             if info is None or not isinstance(details["input"], str):
                 continue
-            # pydantic takes the marks of a field that is not optional out of its annotation.
+            # For a required field, pydantic moves the markers from the annotation to the metadata.
             members = (info.annotation, *get_args(info.annotation))
             marks = (
                 info.metadata,
@@ -134,13 +136,13 @@ def with_plain_numbers(
     else:
         return document, ()
 
-    # Only texts at which the model refused a number: any other problem stays one.
+    # Convert only texts that the model refused as numbers. Any other problem remains.
     copied, problems = deepcopy(dict(document)), []
     for path, text in texts.items():
         try:
             number = parse_count(text)
         except NumberError:
-            # No spelling of a number: it was never accepted.
+            # The text is not a number in any spelling, so no version accepted it.
             continue
         value_at(copied, path[:-1])[path[-1]] = number
         problems.append(found[format_path(path)])
@@ -149,13 +151,14 @@ def with_plain_numbers(
 
 def _forbidden_changes(old: Mapping[str, Any], run: TrainingRun) -> Iterator[Problem]:
     try:
-        # A stored number in quotes, which an older version accepted, is no leave to change what is fixed.
+        # A stored number in quotes, which an older version accepted, does not permit changes of immutable
+        # fields.
         before = read_object(with_plain_numbers(manifest_of(old))[0])
     except ValidationError:
-        # An object that cannot be read cannot be compared; the API server's own rules still hold.
+        # If the old object cannot be parsed, it cannot be compared. The API server's own rules still apply.
         return
 
-    # A run stays typed or a script: neither can read what the other saved.
+    # A run stays typed or a script, because neither can read the state that the other saved.
     had, has = (
         "training" if one.spec.script is None else "script" for one in (before, run)
     )
@@ -169,7 +172,7 @@ def _forbidden_changes(old: Mapping[str, Any], run: TrainingRun) -> Iterator[Pro
         )
         return
 
-    # A field of the recipe that differs in meaning, and not only in spelling.
+    # Report fields of the recipe whose meaning differs, not only their spelling.
     further = ", with training.initFrom for the weights" if has == "training" else ""
     for path, was, now in changed_fields(
         recipe_of(before), recipe_of(run), where=f"spec.{has}"
@@ -182,8 +185,8 @@ def _forbidden_changes(old: Mapping[str, Any], run: TrainingRun) -> Iterator[Pro
             path, f"{show_value(now)} cannot replace {show_value(was)}", why, remedy
         )
 
-    # A longer horizon is the same run; a horizon in epochs has a length that depends on the data, and
-    # the trainer compares it.
+    # A longer horizon is the same run. The length of a horizon in epochs depends on the data, so the trainer
+    # compares it.
     if has == "training":
         olds, news = (steps_without_data(one.training) for one in (before, run))
         if olds is not None and news is not None and news < olds:
@@ -191,7 +194,7 @@ def _forbidden_changes(old: Mapping[str, Any], run: TrainingRun) -> Iterator[Pro
             remedy = f"Use at least {olds} steps; to end it earlier use spec.training.stop.afterStep"
             yield Problem(HORIZON, what, "a run can be extended, not shortened", remedy)
 
-    # Fields outside of the recipe that belong to the run's state and pods.
+    # Check fields outside of the recipe that belong to the run's state and pods.
     specs = [without_nulls(to_wire(one), TrainingRun)["spec"] for one in (before, run)]
     for key, why in FIXED.items():
         pair = [{key: spec[key]} if key in spec else {} for spec in specs]

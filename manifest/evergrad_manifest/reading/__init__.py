@@ -1,1 +1,1 @@
-"""Reading a manifest: YAML with line numbers, overlays, what is wrong with it."""
+"""Reads a manifest: YAML with line numbers, overlays, and a description of every problem."""

@@ -1,6 +1,6 @@
-"""One YAML document → plain values, with the line of every one.
+"""Converts one YAML document to plain values, with the line of each value.
 
-Stricter than YAML: what it would silently change is refused.
+Stricter than YAML: refuses input that YAML would silently change.
 """
 
 import math
@@ -26,13 +26,14 @@ _OCTAL_ALLOWED: Final = ("spec", "template")
 
 @dataclass(frozen=True)
 class YamlLocation:
-    """Where a value was written: a line of a file, or an argument of the command."""
+    """The place at which a value was written: a line of a file, or an argument of the command."""
 
     source: str
-    """Name of the file in a message; empty for the manifest itself."""
+    """Name of the file in messages; empty for the manifest itself."""
     line: int | None = None
     written: str | None = None
-    """The value as it is in the file, if it is a scalar without quotes; YAML may read another one from it."""
+    """The text of the value in the file, if it is a scalar without quotes; YAML may convert it to another
+    value."""
 
     def __str__(self) -> str:
         line = "" if self.line is None else f"line {self.line}"
@@ -43,8 +44,8 @@ class YamlLocation:
 class Document:
     """Content of one document, the place of each value in it, and the problems of single values and keys.
 
-    ``lost`` are the paths (as written in problems) of values that could not be read; ``value`` has null
-    there.
+    ``lost``: the paths (as written in problems) of values that could not be read. ``value`` has null at these
+    paths.
     """
 
     value: Any = None
@@ -62,9 +63,10 @@ class _UnusableDocumentError(Exception):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as Kubernetes' tools read it (``read_plain``): ``1e-3`` is a number; dates and ``1:30`` are texts.
+    """Loads YAML as Kubernetes' tools do (``read_plain``): ``1e-3`` is a number; dates and ``1:30`` are
+    texts.
 
-    Bounded in depth and size.
+    Depth and size are limited.
     """
 
     def __init__(self, text: str) -> None:
@@ -73,14 +75,15 @@ class _Loader(yaml.SafeLoader):
         self._count = 0
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
-        # The place of PyYAML's own patterns, which are those of YAML 1.1.
+        # This replaces PyYAML's own patterns, which follow YAML 1.1.
         if kind is yaml.ScalarNode and implicit[0]:
             return _TAG + read_plain(value)[0]
         tag: str = super().resolve(kind, value, (False, True))  # type: ignore[no-untyped-call]
         return tag
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        # Bounded while it is read: PyYAML recurses for each level, and would build everything before we look.
+        # Check the limits while reading: PyYAML recurses for each level, and would build everything before a
+        # later check.
         self._depth += 1
         self._count += 1
         if self._depth > MAX_DEPTH or self._count > MAX_VALUES:
@@ -97,12 +100,12 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse_document(text: str, *, label: str, source: str = "") -> Document:
-    """The one document in ``text``.
+    """Return the single document in ``text``.
 
-    ``label`` names the file in problems that concern no field; ``source`` is what places of single values are
-    called by. The value is None, with a problem, when the text is no document at all.
+    ``label`` names the file in problems without a field. ``source`` names the file in the places of single
+    values. If the text is not a document, the value is None, and there is a problem.
     """
-    # Two passes, nodes and then values: nodes have the lines that messages name.
+    # Build nodes first and then values, because nodes have the lines that messages name.
     document = Document()
     try:
         root = _compose(text, label)
@@ -127,7 +130,7 @@ def _compose(text: str, label: str) -> yaml.Node:
     except yaml.MarkedYAMLError as error:
         raise _UnusableDocumentError(_syntax_problem(error, label)) from error
     except (ValueError, OverflowError) as error:
-        # PyYAML hands the number of an escape such as "\UFFFFFFFF" to chr() as it is.
+        # PyYAML passes the number of an escape such as "\UFFFFFFFF" to chr() without a check.
         line = loader.get_mark().line + 1 if loader is not None else 1
         why = "an escape stands for a character that does not exist"
         raise _UnusableDocumentError(
@@ -173,7 +176,8 @@ _REMEDIES: Final = (
 
 
 def _syntax_problem(error: yaml.MarkedYAMLError, label: str) -> Problem:
-    # The place where PyYAML noticed it, which may be a line after the mistake: remedies mention both lines.
+    # This is the place at which PyYAML noticed the mistake. It may be a line later, so remedies mention both
+    # lines.
     mark = error.problem_mark or error.context_mark
     where = f"{label}:{mark.line + 1}:{mark.column + 1}" if mark is not None else label
     if error.context == "expected a single document in the stream":
@@ -194,7 +198,7 @@ def _syntax_problem(error: yaml.MarkedYAMLError, label: str) -> Problem:
 
 
 class _Construction:
-    """Builds the plain values of one composed document."""
+    """Builds the plain values of one document from its nodes."""
 
     def __init__(self, document: Document, *, label: str, source: str) -> None:
         self._document = document
@@ -205,15 +209,15 @@ class _Construction:
         self._read: set[FieldPath] = set()
 
     def value(self, node: yaml.Node, path: FieldPath) -> Any:
-        """The value of ``node``; its place, and the problems in it, go to the document."""
-        # An alias is expanded where it is used: a page of text can become a million values.
+        """Return the value of ``node``. Its place, and its problems, are added to the document."""
+        # An alias is expanded each time it is used, so a page of text can become a million values.
         self._count += 1
         if self._count > MAX_VALUES:
             what = f"aliases expand to more than {MAX_VALUES} values"
             remedy = "Write the values out where they are needed"
             raise _UnusableDocumentError(Problem(self._label, what, "", remedy))
 
-        # Followed by the nodes that are being built, since an alias is its anchor's own node.
+        # Keep the nodes that are being built, to detect a cycle: an alias is the same node as its anchor.
         if id(node) in self._open or len(self._open) > MAX_DEPTH:
             why = (
                 "an anchor contains itself"
@@ -225,8 +229,8 @@ class _Construction:
                 Problem(where, "cannot be expanded", why, "Remove the alias")
             )
 
-        # The first place stays: a key's line is noted before its value, and `<<` must not move what it
-        # merges.
+        # Keep the first place: the line of a key is noted before its value, and `<<` must not change the
+        # place of the values that it merges.
         place = self._document.places.setdefault(
             path, YamlLocation(self._source, _line(node))
         )
@@ -257,7 +261,7 @@ class _Construction:
         why: str = "",
         remedy: str = "",
     ) -> None:
-        """Note that the value at ``path`` cannot be read; null takes its place, and later checks pass over
+        """Note that the value at ``path`` cannot be read. The value becomes null, and later checks skip
         it."""
         self._refuse(path, node, what, why=why, remedy=remedy)
         self._document.lost.add(format_path(path))
@@ -287,7 +291,7 @@ class _Construction:
                 merges.append(value_node)
                 continue
 
-            # A key such as `on:` or `1:` would be another type than the name it is meant to be.
+            # A key such as `on:` or `1:` would not be a text, as the user intends.
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != f"{_TAG}str":
                 is_scalar = isinstance(key_node, yaml.ScalarNode)
                 shown = key_node.value if is_scalar else "a list or mapping"
@@ -307,7 +311,7 @@ class _Construction:
             if key is None:
                 continue
             here = (*path, key)
-            # YAML's own rule is that the last one counts, which would change a value without a word.
+            # YAML uses the last of several equal keys, which would silently change a value.
             if key in first:
                 source = f" of {self._source}" if self._source else ""
                 lines = f"in lines {first[key]} and {_line(key_node)}{source}"
@@ -324,14 +328,15 @@ class _Construction:
                 here, YamlLocation(self._source, _line(key_node))
             )
             result[key] = self.value(value_node, here)
-        # Last: keys beside `<<` win over those that are merged, whatever their order in the file.
+        # Merge last: keys next to `<<` take precedence over merged keys, whatever their order in the file.
         for merged in self._merged(merges, path):
             result = {**merged, **result}
         return result
 
     def _merged(self, nodes: list[yaml.Node], path: FieldPath) -> Iterator[dict[str, Any]]:
-        """The mappings of ``<<``; earlier ones win, and a key beside them wins over all."""
-        # YAML allows one `<<`; of two the second would win silently.
+        """Yield the mappings of ``<<``. Earlier mappings take precedence, and keys next to ``<<`` over all of
+        them."""
+        # YAML allows one `<<`. Of two, the second would take precedence silently.
         for node in nodes[1:]:
             self._refuse(
                 (*path, "<<"),
@@ -363,11 +368,10 @@ class _Construction:
         )
 
     def _scalar(self, node: yaml.Node, path: FieldPath) -> Any:
-        # The tag is either what YAML has resolved or what the file claims, so that the text is checked
-        # against it.
+        # The tag is either chosen by YAML or written in the file, so check the text against it.
         text = str(node.value)
         kind = node.tag.removeprefix(_TAG)
-        # `<<` merges as a key alone.
+        # `<<` merges only as a key.
         if kind in ("str", "merge"):
             return self._text(node, path)
         if kind not in ("null", "bool", "int", "float"):
@@ -400,7 +404,7 @@ class _Construction:
     def _float(
         self, node: yaml.Node, path: FieldPath, text: str, number: float
     ) -> float | None:
-        # Never rounded to infinity or to zero: 1e400 and 1e-400 are slips.
+        # Do not round to infinity or to zero: 1e400 and 1e-400 are mistakes.
         if text.lower().endswith(("inf", "nan")):
             self._refuse_value(
                 path,
@@ -420,7 +424,7 @@ class _Construction:
 
     def _text(self, node: yaml.Node, path: FieldPath) -> str | None:
         try:
-            # JSON writes characters beyond U+FFFF as two escapes, which YAML does not join.
+            # JSON writes characters beyond U+FFFF as two escapes, which YAML does not combine.
             return str(node.value).encode("utf-16", "surrogatepass").decode("utf-16")
         except UnicodeDecodeError:
             why = "half of a character cannot be stored"
@@ -434,8 +438,8 @@ class _Construction:
             return None
 
     def _octal(self, node: yaml.Node, path: FieldPath, text: str) -> int | None:
-        # A leading 0 is octal in YAML, and nearly always a slip, or a text such as a postal code. Only a pod
-        # template has octal numbers: modes of files.
+        # A leading 0 means octal in YAML. It is nearly always a mistake, or a text such as a postal code.
+        # Only a pod template contains octal numbers: file modes.
         digits = text.lstrip("+-").replace("_", "")
         sign = -1 if text.startswith("-") else 1
         if path[:2] == _OCTAL_ALLOWED and re.fullmatch("[0-7]+", digits):

@@ -1,7 +1,7 @@
-"""Names that options have in other trainers: what to write here instead, or why there is none.
+"""Names of options in other trainers, each with the replacement here, or why there is none.
 
-Compared without case, dashes and underscores. A name that a section of ours has too is not looked up here.
-One with a dot, such as ``checkpoint.type``, counts in that section alone.
+Names are compared without case, dashes and underscores. A name that one of our sections has, too, is not
+looked up here. A name with a dot, such as ``checkpoint.type``, applies only in that section.
 """
 
 from collections.abc import Mapping
@@ -72,7 +72,7 @@ FOREIGN: Final = (
         ("launcher", "slurm_eval", "slurm", "ray", "num_ray_workers"),
         why="the operator starts the pods of a run, and no other scheduler is used",
     ),
-    # How long, how much, how often.
+    # Length, amounts and intervals.
     Foreign(("max_steps", "train_iters", "iterations"), (f"{_T}.horizon.steps",)),
     Foreign(("num_train_epochs", "num_epochs", "max_epochs"), (f"{_T}.horizon.epochs",)),
     Foreign(
@@ -228,7 +228,7 @@ FOREIGN: Final = (
         ),
         (f"{_T}.optimizer.groups",),
     ),
-    # Preferences.
+    # Preference training.
     Foreign(("ref_model", "ref_model_name_or_path"), (f"{_T}.preference.reference",)),
     Foreign(
         ("dpo_beta", "dpo_loss_type"), (f"{_T}.preference.beta", f"{_T}.preference.loss")
@@ -244,7 +244,7 @@ FOREIGN: Final = (
         "the reference stays as it is, and is computed in each step",
     ),
     *AROUND,
-    # Decided once for the whole run.
+    # Choices that are made once for the whole run.
     Foreign(
         ("bf16_full_eval", "fp16_full_eval", "eval_precision", "eval_amp"),
         (f"{_T}.runtime.precision",),
@@ -508,9 +508,9 @@ _BY_NAME: Final[Mapping[str, Foreign]] = {
 
 
 def say_foreign(path: FieldPath) -> tuple[str, str, str] | None:
-    """Find the mistake at the key ``path``, its reason and its remedy: for a name of other trainers, else
-    None."""
-    # A name that counts in one section alone goes before one that counts everywhere.
+    """Return the mistake at the key ``path``, its reason and its remedy, if the key is a name from other
+    trainers. Otherwise return None."""
+    # Look up a name for one section before a name for all sections.
     names = (fold(".".join(map(str, path[-2:]))), fold(str(path[-1])))
     foreign = next((_BY_NAME[name] for name in names if name in _BY_NAME), None)
     if foreign is None:

@@ -1,5 +1,5 @@
-"""Options of other trainers that stand for a larger thing than a field: how a model is cut between processes,
-and what other systems do around a run. Each is refused with its reason."""
+"""Options of other trainers that affect more than one field: how a model is divided between processes, and
+tasks of other systems around a run. Each is refused with its reason."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -9,8 +9,8 @@ from typing import Final
 class Foreign:
     """An option of other trainers.
 
-    ``fields``: the paths of the fields that do its duty here. ``why``: how they differ from it, or why
-    Evergrad has no such option. Without ``fields`` the remedy is to remove it.
+    ``fields``: the paths of the fields that replace it here. ``why``: how they differ from it, or why
+    Evergrad has no such option. Without ``fields``, the remedy is to remove the option.
     """
 
     names: tuple[str, ...]
@@ -48,7 +48,7 @@ PARALLEL: Final = (
         "takes with it; experts are sharded with the rest of the model by fsdp2",
     ),
 )
-"""How else a model could be cut: the plans of torch and transformers are for a world that does not change."""
+"""Other ways to divide a model. The plans of torch and transformers require a world that does not change."""
 
 AROUND: Final = (
     Foreign(
@@ -155,4 +155,4 @@ AROUND: Final = (
         "items of one family have the same number of edits",
     ),
 )
-"""Duties that other systems have before, after or beside the training of one model on data that are there."""
+"""Tasks that other systems perform before, after or during the training of one model on existing data."""

@@ -1,4 +1,5 @@
-"""Values that fields have in other trainers: why not here, and what to write."""
+"""Values of fields in other trainers, each with the reason why it is not possible here, and the
+replacement."""
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -15,12 +16,13 @@ WHY_LENGTH_IS_WRITTEN: Final = (
 
 @dataclass(frozen=True)
 class ForeignValue:
-    """Values that a field has in other trainers: why it has not here, and what to write."""
+    """Values that a field has in other trainers, with the reason why it does not have them here, and the
+    replacement."""
 
     key: str
-    """The end of the field's path, as much of it as no other field has."""
+    """The end of the field's path, long enough to match no other field."""
     values: tuple[str, ...]
-    """Texts, in which ``*`` stands for anything."""
+    """Texts, in which ``*`` matches any text."""
     why: str
     remedy: str
 
@@ -89,7 +91,8 @@ FOREIGN_VALUES: Final = (
 
 
 def say_foreign_value(path: FieldPath, value: str) -> tuple[str, str] | None:
-    """Why the field at ``path`` has no ``value``, and what to write: for one of other trainers, else None."""
+    """Return why the field at ``path`` cannot have ``value``, and the replacement, if it is a value from
+    other trainers. Otherwise return None."""
     where = f".{format_path(path)}"
     for one in FOREIGN_VALUES:
         if where.endswith(f".{one.key}") and any(

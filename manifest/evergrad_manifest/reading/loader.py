@@ -1,5 +1,5 @@
-"""The manifest on disk → a validated TrainingRun: file, overlays, ``--set``, validation, and every problem
-with its line; and the arguments of the commands that read one."""
+"""Loads a manifest from disk as a validated TrainingRun: file, overlays, ``--set``, validation, and every
+problem with its line. Also defines the arguments of the commands that read a manifest."""
 
 import argparse
 import errno
@@ -24,7 +24,7 @@ from evergrad_manifest.reading.validation import check_run
 from evergrad_manifest.values.numbers import show, with_whole_numbers
 
 MAX_BYTES: Final = 2**20
-"""Most bytes of one file: a ConfigMap, from which the nodes of a run read it, holds no more."""
+"""Most bytes of one file, equal to the limit of a ConfigMap, from which the nodes of a run read it."""
 _REASONS: Final = {
     errno.ENOENT: ("does not exist", "Check the path"),
     errno.EACCES: (
@@ -40,13 +40,13 @@ _REASONS: Final = {
 
 @dataclass(frozen=True)
 class LoadedManifest:
-    """A validated run with where it came from. ``raw`` is the merged manifest before defaults, camelCase."""
+    """A validated run with its origin. ``raw`` is the merged manifest before defaults, camelCase."""
 
     run: TrainingRun
     path: Path
     base_directory: Path
-    """Absolute; what relative paths of the run are relative to, overlays' too: the directory of the manifest
-    as it was named."""
+    """Absolute path of the directory of the manifest, as it was named. Relative paths of the run, even in
+    overlays, are relative to it."""
     raw: dict[str, Any]
 
 
@@ -80,20 +80,20 @@ def add_manifest_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load_from(args: argparse.Namespace) -> LoadedManifest:
-    """The manifest that these arguments name. Raises ConfigurationError with every problem."""
+    """Return the manifest that these arguments name. Raises ConfigurationError with every problem."""
     return load_manifest(args.manifest, overlays=args.overlay, overrides=args.overrides)
 
 
 def load_manifest(
     path: Path | str, *, overlays: Sequence[Path | str] = (), overrides: Sequence[str] = ()
 ) -> LoadedManifest:
-    """Read ``path``, lay ``overlays`` over it in their order, then apply ``overrides`` (``path=value``), and
+    """Read ``path``, merge ``overlays`` over it in their order, apply ``overrides`` (``path=value``), and
     validate.
 
-    Raises ConfigurationError with every problem found. Reads these files and nothing else.
+    Raises ConfigurationError with every problem found. Reads only these files.
     """
-    # All that could be read is checked, also after problems of single lines, so that every problem is shown
-    # at once.
+    # Check everything that could be read, even after problems of single lines, so that all problems are shown
+    # together.
     layered = _merge_all(
         Path(path), overlays=[Path(overlay) for overlay in overlays], overrides=overrides
     )
@@ -101,8 +101,8 @@ def load_manifest(
     places = {format_path(keys): (keys, place) for keys, place in layered.places.items()}
     news = []
     for problem in found:
-        # A value that could not be read is null now: a problem of it, or of a value in it, would be a second
-        # one of the same line.
+        # A value that could not be read is now null. A problem of this value, or of a value in it, would be a
+        # second problem of the same line.
         where = problem.path
         ends = [index for index, character in enumerate(where) if character in ".["]
         if where in layered.lost or any(where[:end] in layered.lost for end in ends):
@@ -113,7 +113,7 @@ def load_manifest(
             problem = replace(problem, what=f"{problem.what} ({place})")
         news.append(problem)
 
-    # The manifest alone decides what relative paths mean, and an overlay in another folder does not.
+    # Only the directory of the manifest decides relative paths, even if an overlay is in another folder.
     if run is None or layered.problems or news:
         raise ConfigurationError(*at_most([*layered.problems, *news]))
     base_directory = Path(path).absolute().parent
@@ -123,11 +123,12 @@ def load_manifest(
 
 
 def _as_written(problem: Problem, value: Any, written: str | None) -> Problem:
-    """``problem`` of ``value`` with the words of the file: ``1e3`` and ``no`` instead of 1000.0 and false."""
+    """Return ``problem`` with the text of the file instead of ``value``: ``1e3`` and ``no`` instead of 1000.0
+    and false."""
     if written is None or isinstance(value, str):
         return problem
     what, remedy = problem.what, problem.remedy
-    # A number in a structure of Kubernetes' own has the form in which an API server stores it.
+    # A number in a structure of Kubernetes has the form in which an API server stores it.
     for shown in (show(value), show(with_whole_numbers(value))):
         if what.startswith(f"{shown} "):
             what = written + what.removeprefix(shown)
@@ -138,14 +139,15 @@ def _as_written(problem: Problem, value: Any, written: str | None) -> Problem:
 def _merge_all(
     path: Path, *, overlays: Sequence[Path], overrides: Sequence[str]
 ) -> Document:
-    """The merged manifest. Raises ConfigurationError when a file or an argument cannot be used at all."""
+    """Return the merged manifest. Raises ConfigurationError if a file or an argument cannot be used at
+    all."""
     documents = [
         read_document(path),
         *(read_document(overlay, source=str(overlay)) for overlay in overlays),
     ]
     parsed = [parse_override(text) for text in overrides]
 
-    # Nothing can be laid over a file that is none. All that is known by now is shown together.
+    # Overlays cannot be merged over an invalid file. Report all problems that are known by now.
     fatal = [
         problem
         for document in documents
@@ -162,7 +164,8 @@ def _merge_all(
         ]
         raise ConfigurationError(*at_most([*fatal, *others]))
 
-    # Overlays in their order and --set last, whatever their order on the command line: the narrower wins.
+    # Apply overlays in their order and --set last, whatever their order on the command line: --set is more
+    # specific.
     layered, *over = documents
     for document in over:
         layered = apply_overlay(layered, document)
@@ -173,8 +176,8 @@ def _merge_all(
 
 
 def read_document(path: Path, *, source: str = "") -> Document:
-    """The mapping in ``path``; its value is None, with a problem, when there is none."""
-    # Each step can end it: bytes, text, YAML, a mapping.
+    """Return the mapping in ``path``. If there is no mapping, its value is None, and there is a problem."""
+    # Each step can fail: bytes, text, YAML, mapping.
     label = path_label(path)
     try:
         with path.open("rb") as file:
@@ -186,13 +189,13 @@ def read_document(path: Path, *, source: str = "") -> Document:
         )
         return Document(problems=[Problem(label, what, "", remedy)])
 
-    # One byte more than allowed was asked for, so that a device or an endless pipe is never read whole.
+    # Request one byte more than allowed, so that a device or an endless pipe is never read completely.
     if len(data) > MAX_BYTES:
         why = f"the largest manifest read is {MAX_BYTES} bytes (1 MiB)"
         remedy = "Check the path; a manifest is a page or two of YAML"
         return Document(problems=[Problem(label, "is too large", why, remedy)])
 
-    # Editors on Windows begin a file with a byte order mark, which is no part of its text.
+    # Editors on Windows begin a file with a byte order mark, which is not part of its text.
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -216,6 +219,6 @@ def read_document(path: Path, *, source: str = "") -> Document:
 
 
 def path_label(path: Path) -> str:
-    """Name of a file in a message: its path, if that can be printed and is not very long."""
+    """Return the name of a file in messages: its path, if the path can be printed and is short."""
     name = str(path)
     return name if name.isprintable() and len(name) <= 500 else show(name)

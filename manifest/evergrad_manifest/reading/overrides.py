@@ -1,4 +1,4 @@
-"""Changes to a manifest before it is validated: overlay files, merged deeply, and ``--set path=value``."""
+"""Changes a manifest before it is validated: overlay files, merged deeply, and ``--set path=value``."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -26,9 +26,9 @@ class Override:
 
 
 def apply_overlay(base: Document, overlay: Document) -> Document:
-    """``overlay`` laid over ``base``: mappings are merged, anything else (lists too) is replaced whole, null
-    removes a key."""
-    # Places are replaced with the values, so that a problem names the file that the value came from.
+    """Return ``base`` with ``overlay`` merged over it: mappings are merged, null removes a key, and any other
+    value (lists, too) is replaced as a whole."""
+    # Replace places together with the values, so that a problem names the file from which the value came.
     merging = _Merging(overlay)
     value = merging.merge(base.value, overlay.value, ())
     new = {
@@ -43,7 +43,7 @@ def apply_overlay(base: Document, overlay: Document) -> Document:
 
 
 class _Merging:
-    """One overlay being merged; notes which paths it replaced or removed."""
+    """Merges one overlay, and notes the paths that it replaces or removes."""
 
     def __init__(self, overlay: Document) -> None:
         self._overlay = overlay
@@ -54,8 +54,8 @@ class _Merging:
     def merge(
         self, base: Mapping[str, Any], over: Mapping[str, Any], path: FieldPath
     ) -> dict[str, Any]:
-        """``base`` with ``over``, the part of the overlay at ``path``, laid over it."""
-        # Mappings are merged, null removes, all else replaces: Kubernetes' merge patch (RFC 7386).
+        """Return ``base`` with ``over``, the part of the overlay at ``path``, merged over it."""
+        # Mappings are merged, null removes, any other value replaces: Kubernetes' merge patch (RFC 7386).
         merged = dict(base)
         for key, value in over.items():
             here = (*path, key)
@@ -65,7 +65,7 @@ class _Merging:
             if value is not None:
                 merged[key] = without_null_keys(value)
                 self.replaced.add(here)
-            # A null in the place of a value that could not be read removes nothing.
+            # A null that replaces a value that could not be read removes nothing.
             elif format_path(here) not in self._overlay.lost:
                 if key not in merged:
                     self.problems += check_removal(here, self._overlay.places.get(here))
@@ -75,9 +75,9 @@ class _Merging:
 
 
 def check_removal(path: FieldPath, place: YamlLocation | None) -> list[Problem]:
-    """The problem of removing a key that is not there: none if a manifest may have it, else a slip of the
-    pen."""
-    # One overlay is used for many manifests, of which some do not set what it removes.
+    """Return the problem of removing a key that does not exist. There is no problem if a manifest may have
+    the key."""
+    # One overlay is used for many manifests, some of which do not set the key that it removes.
     if find_field(TrainingRun, path) is not None:
         return []
     where = f" ({place})" if place is not None else ""
@@ -96,7 +96,7 @@ def _replace_places(
     new: Mapping[FieldPath, YamlLocation],
     replaced: Collection[FieldPath],
 ) -> dict[FieldPath, YamlLocation]:
-    """The places after a change: those at and below a path that was ``replaced`` are taken from ``new``."""
+    """Return the places after a change: places at and below a ``replaced`` path are taken from ``new``."""
 
     def is_replaced(path: FieldPath) -> bool:
         return any(path[:length] in replaced for length in range(1, len(path) + 1))
@@ -106,7 +106,7 @@ def _replace_places(
 
 
 def without_null_keys(value: Any) -> Any:
-    """A mapping that is new, without the keys its nulls would have removed."""
+    """Return a new mapping without the keys whose value is null, because null would have removed them."""
     if isinstance(value, Mapping):
         return {
             key: without_null_keys(item) for key, item in value.items() if item is not None
@@ -115,13 +115,13 @@ def without_null_keys(value: Any) -> Any:
 
 
 def parse_override(text: str) -> Override | Problem:
-    """``spec.training.data.sources[0].path=x`` → an Override.
+    """Parse ``spec.training.data.sources[0].path=x`` to an Override.
 
-    The value is YAML: a scalar, ``[…]`` or ``{…}``.
+    The value is YAML: a scalar, ``[…]`` or ``{…}``. Returns a Problem if the text is not valid.
     """
     label = f"--set {show(text)}"
     name, equals, value_text = text.partition("=")
-    # A quoted key may itself contain an equals sign.
+    # A quoted key may contain an equals sign.
     while equals and name.count('"') % 2 + name.count("'") % 2:
         more, equals, value_text = value_text.partition("=")
         name = f"{name}={more}"
@@ -139,7 +139,8 @@ def parse_override(text: str) -> Override | Problem:
             "Write null to remove the key, or '\"\"' for an empty text",
         )
 
-    # YAML would read `a: b` or a line with a dash as a mapping or a list, which nobody means on one line.
+    # YAML would read `a: b`, or a line with a dash, as a mapping or a list, which is never the intention on
+    # one line.
     is_flow = value_text.lstrip()[:1] in ("[", "{")
     if ("\n" in value_text.strip()) or (
         not is_flow and re.match(r"\s*(-\s|[^\"'\s][^\"']*:(\s|$))", value_text)
@@ -150,8 +151,8 @@ def parse_override(text: str) -> Override | Problem:
     document = parse_document(value_text, label=label, source="--set")
     if document.problems:
         problem = document.problems[0]
-        # Problems below the value name the place inside it, which is always line 1: the argument is the
-        # place.
+        # For problems below the value, YAML reports a place in the value, which is always line 1. The place
+        # is the argument.
         return Problem(
             label, problem.what.replace(" (--set line 1)", ""), problem.why, problem.remedy
         )
@@ -166,7 +167,8 @@ def parse_override(text: str) -> Override | Problem:
 
 
 def parse_path(text: str) -> FieldPath | None:
-    """``a.b[0]["x.y"]`` or ``a.b.0`` → its parts, or None if it is no path. Numbers are list indices."""
+    """Parse ``a.b[0]["x.y"]`` or ``a.b.0`` to its parts; None if it is not a valid path. Numbers are list
+    indices."""
     parts: list[str | int] = []
     position = 0
     while position < len(text):
@@ -175,7 +177,7 @@ def parse_path(text: str) -> FieldPath | None:
         elif position and text[position] != "[":
             return None
 
-        # Segment by segment: a quoted key may contain dots and brackets.
+        # Parse segment by segment, because a quoted key may contain dots and brackets.
         match = _SEGMENT.match(text, position)
         if match is None:
             return None
@@ -201,14 +203,14 @@ def parse_path(text: str) -> FieldPath | None:
 
 
 def apply_override(base: Document, override: Override) -> Document:
-    """``base`` with one value set or removed; missing mappings on the way are made."""
+    """Return ``base`` with one value set or removed. Missing mappings on the path are created."""
     path = override.path
     try:
         value = _set(base.value, path, override.value, ())
     except _UnfittingPathError as unfitting:
         return replace(base, problems=[*base.problems, unfitting.problem])
 
-    # Whether there is something to remove is looked up in the base: a key whose value is null is there, too.
+    # Look up in the base whether there is a value to remove: a key whose value is null exists, too.
     problems = list(base.problems)
     if override.value is None:
         node: Any = base.value
@@ -233,11 +235,11 @@ class _UnfittingPathError(Exception):
 
 
 def _set(node: Any, path: FieldPath, value: Any, done: FieldPath) -> Any:
-    """A copy of ``node`` in which ``path`` holds ``value``."""
+    """Return a copy of ``node`` in which ``path`` has ``value``."""
     if not path:
         return value
 
-    # A copy of each mapping and list on the way, so that the base stays as it was.
+    # Copy each mapping and list on the path, so that the base does not change.
     part, here = path[0], (*done, path[0])
     if isinstance(node, list):
         if not isinstance(part, int) or part > len(node):

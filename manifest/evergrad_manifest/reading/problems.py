@@ -1,5 +1,5 @@
-"""Turns the errors of pydantic into Problems that a stranger understands: the field's path, the mistake, its
-reason, and the remedy."""
+"""Converts pydantic's errors to Problems for users: the path of the field, the mistake, its reason, and the
+remedy."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -38,10 +38,10 @@ from evergrad_manifest.values.numbers import NumberError, show
 from evergrad_manifest.values.quantities import DNS_LABEL, RUN_NAME
 
 MOST_PROBLEMS: Final = 100
-"""More than these are counted, not listed."""
+"""Most problems that are listed. Further problems are counted."""
 _MOST_IN_WORDS: Final = 10 * MOST_PROBLEMS
-"""Findings that get a message of their own: more than are listed, since some repeat another and are
-dropped."""
+"""Most findings with their own message. It is larger than the number of listed problems, because some
+findings repeat another and are dropped."""
 
 _SET_BY_CLUSTER: Final = (
     "uid",
@@ -75,7 +75,7 @@ _FORMS: Final = {
     ),
     WEIGHT_HASH: ("is no SHA-256", "it has 64 hex digits", "Write what sha256sum prints"),
 }
-"""Patterns of values that are no names."""
+"""Patterns of values that are not names."""
 _POSITIONS: Final = ("spec", "training", "model", "config", "max_position_embeddings")
 _REFUSED_IN_TEMPLATE: Final = {
     "serviceAccount": "its name today is serviceAccountName, for an account that the installation allows",
@@ -93,7 +93,7 @@ _REFUSED_IN_TEMPLATE: Final = {
     ),
     "metadata": "a run's template is flat: labels and annotations stand directly below spec.template",
 }
-# Words that people bring from other trainers and from Kubernetes, folded as spelling.fold does it.
+# Words from other trainers and from Kubernetes, in the form that spelling.fold returns.
 _OTHER_TRAINERS_WORDS: Final = {
     "lr": "learningRate",
     "eps": "epsilon",
@@ -116,11 +116,11 @@ def problems_of(
     root: type[Section] = TrainingRun,
     below: FieldPath = (),
 ) -> list[Problem]:
-    """Every problem in ``error``. ``raw`` is what was validated; values are shown as they are there.
+    """Return every problem in ``error``. ``raw``: the validated value, from which messages quote.
 
     ``root``: the model that refused it. ``below``: the path of ``raw`` in the file.
     """
-    # pydantic counts only the items that are right, and so calls a list too short whose items are wrong.
+    # pydantic counts only valid items, so it reports a list with invalid items as too short.
     found = [
         details
         for details in error.errors(include_url=False)
@@ -131,7 +131,7 @@ def problems_of(
     for details in found[:_MOST_IN_WORDS]:
         path: FieldPath = details["loc"]
         finding = _Finding(path, details, raw, root)
-        # A later pydantic may find what has no words of ours yet: then its own message is better than none.
+        # A later version of pydantic may report an error for which we have no text. Then use its own message.
         say = _SAYINGS.get(details["type"])
         sentence = (
             (f"{finding.shown} cannot be used", finding.message, "")
@@ -140,8 +140,8 @@ def problems_of(
         )
         told.append(Problem(format_path((*below, *path)), *sentence))
 
-    # An object of an API server may have a hundred thousand unknown keys, and words for each take seconds in
-    # which the operator does nothing else. The rest is only counted, by its paths.
+    # An object of an API server may have a hundred thousand unknown keys. Describing each would take seconds,
+    # in which the operator does no other work. The other problems have only their paths.
     rest = (format_path((*below, *details["loc"])) for details in found[_MOST_IN_WORDS:])
     return [
         *told,
@@ -153,8 +153,8 @@ def problems_of(
 
 
 def at_most(problems: Sequence[Problem]) -> tuple[Problem, ...]:
-    """The first problems, each path and message once, and a last one that counts the others if there are very
-    many."""
+    """Return the first problems, each path and message once. If there are more, the last problem counts
+    them."""
     unique = tuple(dict.fromkeys(problems))
     if len(unique) <= MOST_PROBLEMS:
         return unique
@@ -168,7 +168,7 @@ def at_most(problems: Sequence[Problem]) -> tuple[Problem, ...]:
 
 
 class _Finding:
-    """One error of pydantic's: where, its details, and the value as written."""
+    """One error of pydantic: its path, its details, and the value as written."""
 
     def __init__(
         self, path: FieldPath, details: ErrorDetails, raw: Any, root: type[Section]
@@ -180,7 +180,7 @@ class _Finding:
         self.message = details["msg"]
         self.value = details["input"]
         written = value_at(raw, path)
-        # As the file has it: a parser may have made something else of it before it was refused.
+        # Use the value of the file: a parser may have converted it before it was refused.
         self.shown = show(self.value if written is None else written)
         if written is not None and written != self.value:
             self.shown += f" ({show(self.value)})"
@@ -205,14 +205,14 @@ def _say_missing(finding: _Finding) -> Sentence:
     choices = choices_of(info) if info is not None else ()
     if len(choices) == 1:
         return "missing", "it has no default", f"Add `{finding.key}: {choices[0]}`"
-    # The first sentence of the field's description is the shortest text on what to write.
+    # The first sentence of the field's description is the shortest text about the value to write.
     meaning = "" if info is None else info.description or ""
     meaning = re.split(r"(?<=[a-z)])\. |\n", meaning)[0].rstrip(".").replace("``", "`")
     if meaning[1:2].islower():
         meaning = meaning[0].lower() + meaning[1:]
     why = "it has no default"
     if finding.key == "sequenceLength":
-        # Other trainers take it from the model: the number to write, where the file has it.
+        # Other trainers take this number from the model. Show it if the file contains it.
         positions = value_at(finding.raw, _POSITIONS)
         why = f"{why}: {WHY_LENGTH_IS_WRITTEN}"
         meaning += f", which is {positions}" if isinstance(positions, int) else ""
@@ -227,7 +227,7 @@ def _say_unknown_key(finding: _Finding) -> Sentence:
     ):
         return "is set by the cluster, not by a file", "", "Remove it"
 
-    # A key that a pod template has and ours has not: what takes its place, or that nothing does.
+    # A key that a pod template has and our file does not: name its replacement, or state that there is none.
     near = nearest(finding.key, known)
     if len(finding.path) == 3 and finding.path[:2] == ("spec", "template"):
         here = f"Allowed here: {', '.join(known)}"
@@ -237,8 +237,8 @@ def _say_unknown_key(finding: _Finding) -> Sentence:
         why = why or "only the part of a pod template listed here may be given"
         return "not allowed in a run's template", why, f"Remove it. {here}"
 
-    # Before similar words are looked for: `warmup_steps` would be called a slip of some other key. Options of
-    # a task have the user's own names, and no field of the recipe takes their place.
+    # Check foreign names before similar words: `warmup_steps` would be reported as a misspelling of another
+    # key. Options of a task have the user's own names, and no field of the recipe replaces them.
     is_file = finding.root is TrainingRun
     if is_file and (foreign := say_foreign(finding.path)) is not None:
         return foreign
@@ -248,7 +248,8 @@ def _say_unknown_key(finding: _Finding) -> Sentence:
         near = word
     if near is not None:
         return "unknown key", f"did you mean `{near}`? {here}", ""
-    # A known key in a wrong place is a slip of the indentation, unless many sections have one of that name.
+    # A known key in a wrong place is usually an indentation mistake, unless many sections have a key of that
+    # name.
     places = _all_places().get(fold(finding.key), ()) if is_file else ()
     if 0 < len(places) <= 2:
         remedy = f"Check the indentation, or the path that follows --set. {here}"
@@ -262,7 +263,8 @@ def _say_unknown_key(finding: _Finding) -> Sentence:
 
 @cache
 def _all_places() -> Mapping[str, tuple[tuple[str, str], ...]]:
-    """The sections that have a key, each with its spelling there, by the key without case and underscores."""
+    """Return the sections that have a key, each with its spelling there, by the key without case and
+    underscores."""
     places: dict[str, list[tuple[str, str]]] = {}
     for field in walk_fields(TrainingRun):
         section = field.path.rpartition(".")[0] or "the top level"
@@ -334,7 +336,7 @@ def _say_choice(finding: _Finding) -> Sentence:
     if isinstance(finding.value, str):
         if (foreign := say_foreign_value(finding.path, finding.value)) is not None:
             return f"{finding.shown} is not one of {listed}", *foreign
-        # Others' names are often one of ours with something behind it: adamw_torch, constant_with_warmup.
+        # Names in other trainers are often one of ours with a suffix: adamw_torch, constant_with_warmup.
         begun = [one for one in choices if fold(finding.value).startswith(fold(one))]
         near = nearest(finding.value, choices) or max(begun, key=len, default=None)
     return (
@@ -394,7 +396,7 @@ def _say_text_length(finding: _Finding) -> Sentence:
 
 
 def _say_pattern(finding: _Finding) -> Sentence:
-    # A pattern is hard to read, so that those of the names that users choose have words.
+    # A pattern is hard to read, so describe in words the patterns of names that users choose.
     if form := _FORMS.get(finding.context["pattern"]):
         return (f"{finding.shown} {form[0]}", *form[1:])
     rule = _PATTERNS.get(
@@ -408,7 +410,8 @@ def _say_own_words(finding: _Finding) -> Sentence:
     if isinstance(error, NumberError):
         if (foreign := say_foreign_value(finding.path, str(finding.value))) is not None:
             return error.what, *foreign
-        # A duration such as 90s, 5m or 1h: Kubernetes' own fields of seconds take none either.
+        # Detect a duration such as 90s, 5m or 1h. Kubernetes' own fields of seconds do not accept durations
+        # either.
         duration = (
             re.fullmatch(r"(\d{1,9})([smhd])", finding.value)
             if "Seconds" in finding.key and isinstance(finding.value, str)

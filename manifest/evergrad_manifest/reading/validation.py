@@ -1,4 +1,4 @@
-"""A raw manifest → a TrainingRun, or every problem it has, each with its field's path. Pure."""
+"""Validates a raw manifest: returns a TrainingRun, or every problem with the path of its field. Pure."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +23,7 @@ from evergrad_manifest.values.numbers import with_whole_numbers
 
 
 def parse_run(raw: Mapping[str, Any]) -> TrainingRun:
-    """The run that ``raw`` (camelCase, as from YAML or JSON) describes.
+    """Return the run that ``raw`` (camelCase, from YAML or JSON) describes.
 
     Raises ConfigurationError with all its problems.
     """
@@ -34,9 +34,9 @@ def parse_run(raw: Mapping[str, Any]) -> TrainingRun:
 
 
 def check_run(raw: Mapping[str, Any]) -> tuple[TrainingRun | None, list[Problem]]:
-    """The run as far as its single fields are right, and every problem: of single fields first, then of
-    several together."""
-    # First: all that follows walks into the values.
+    """Return the run, if its single fields are valid, and every problem: problems of single fields first,
+    then of several fields together."""
+    # Check the depth first: all later checks walk into the values.
     if (too_deep := check_depth(raw)) is not None:
         return None, [too_deep]
 
@@ -48,26 +48,27 @@ def check_run(raw: Mapping[str, Any]) -> tuple[TrainingRun | None, list[Problem]
     except ValidationError as error:
         problems += problems_of(error, pruned)
 
-    # Rules of several fields.
+    # Apply the rules about several fields.
     view = View(pruned, TrainingRun)
-    # Rules of a recipe would find everything missing in a script.
+    # For a script, the rules of a recipe would report every field as missing.
     has_recipe = view.get("spec.training") is not None
     for rule in (*RULES, *RULES_OF_TRAINING) if has_recipe else RULES:
         problems += rule(view)
 
-    # Whatever the models leave to an API server, in the same words: lengths, sizes of maps and lists, and
-    # Kubernetes' own structures, such as volumes. A place that the models have named is not named twice.
+    # Check the limits that the models leave to an API server, with the same messages: lengths, sizes of maps
+    # and lists, and Kubernetes' own structures, such as volumes. Do not report a path again that the models
+    # have reported.
     stored = with_whole_numbers(value_at(pruned, ("spec",)))
     found = [] if stored is None else list(check_structure(build_spec(), stored, ("spec",)))
     return run, [*problems, *less_known(found, problems)]
 
 
 def _as_stored(raw: Mapping[str, Any]) -> Any:
-    """``raw`` without the nulls that an API server drops, in Kubernetes' own structures too."""
+    """Return ``raw`` without the nulls that an API server drops, even in Kubernetes' own structures."""
     pruned = without_nulls(raw, TrainingRun)
     for path, schema in build_fragments().items():
         *parents, key = path.split(".")
-        # A new dict, since it is a section of ours: nothing of ``raw`` is changed.
+        # This dict is new, because it is one of our sections, so ``raw`` does not change.
         section = value_at(pruned, tuple(parents))
         if isinstance(section, dict) and key in section:
             section[key] = without_stored_nulls(schema, section[key])

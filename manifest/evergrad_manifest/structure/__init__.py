@@ -1,1 +1,1 @@
-"""Structural schemas of Kubernetes' own structures, and a check of values against them."""
+"""Structural schemas of Kubernetes' structures, and a check of values against them."""

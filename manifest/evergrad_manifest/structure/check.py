@@ -1,6 +1,6 @@
 """Checks a value against a structural schema, as an API server does.
 
-The schemas are those of the CustomResourceDefinition, so that a file is refused here for the same reasons,
+The schemas are the schemas of the CustomResourceDefinition, so a file is refused here for the same reasons,
 and with a remedy.
 """
 
@@ -22,7 +22,7 @@ _OCTAL: Final = re.compile("0?[0-7]{3,4}")
 def check_structure(schema: Schema, value: Any, path: FieldPath) -> Iterator[Problem]:
     """Find each part of ``value`` that an API server refuses by ``schema``.
 
-    ``value``: with its numbers as the server stores them. ``path``: its place.
+    ``value``: with its numbers in the form that the server stores. ``path``: its path in the file.
     """
     if schema.get("x-kubernetes-int-or-string"):
         yield from _check_int_or_text(schema, value, path)
@@ -42,7 +42,7 @@ def _check_mapping(schema: Schema, value: Any, path: FieldPath) -> Iterator[Prob
         )
         return
 
-    # A null is a key that is left out, as an API server drops it.
+    # A null counts as a missing key, which an API server drops.
     given = {key: item for key, item in value.items() if item is not None}
     for key in schema.get("required", ()):
         if key not in given:
@@ -59,7 +59,7 @@ def _check_mapping(schema: Schema, value: Any, path: FieldPath) -> Iterator[Prob
         )
         return
 
-    # Keys that the schema does not name are dropped by the server, and kubectl refuses them.
+    # The server drops keys that the schema does not name, and kubectl refuses them.
     properties, others = schema.get("properties", {}), schema.get("additionalProperties")
     for key, item in given.items():
         part = properties.get(key, others)
@@ -89,7 +89,7 @@ def _check_list(schema: Schema, value: Any, path: FieldPath) -> Iterator[Problem
     for index, item in enumerate(value):
         yield from check_structure(schema["items"], item, (*path, index))
 
-    # A list with keys is merged item by item, and so no two items have equal keys.
+    # Server-side apply merges a list with keys item by item, so no two items may have equal keys.
     keys = schema.get("x-kubernetes-list-map-keys", ())
     first: dict[tuple[str, ...], int] = {}
     for index, item in enumerate(value if keys else ()):
@@ -156,8 +156,8 @@ def _check_length(schema: Schema, value: str, path: FieldPath) -> Iterator[Probl
 
 @functools.cache
 def _compile(pattern: str) -> re.Pattern[str]:
-    """A pattern of a schema; there are a few dozen."""
-    # A `$` of Python's stands before a final line break too, and one of Go's at the very end alone.
+    """Compile a pattern of a schema. There are a few dozen patterns."""
+    # In Python, `$` also matches before a final line break. In Go, it matches only at the end.
     return re.compile(re.sub(r"\$$", r"\\Z", pattern))
 
 
@@ -175,7 +175,7 @@ def _check_int_or_text(schema: Schema, value: Any, path: FieldPath) -> Iterator[
 
 
 def _check_untyped(schema: Schema, value: Any, path: FieldPath) -> Iterator[Problem]:
-    # A share is a number or a text, for which a schema has no type; each bound holds for values of its kind.
+    # A share is a number or a text, for which a schema has no type. Each bound applies to values of its kind.
     if isinstance(value, str):
         yield from _check_length(schema, value, path)
     elif isinstance(value, int | float) and not isinstance(value, bool):
@@ -200,7 +200,7 @@ def _check_integer(schema: Schema, value: Any, path: FieldPath) -> Iterator[Prob
 
 def _check_bounds(schema: Schema, value: float, path: FieldPath) -> Iterator[Problem]:
     least, most = schema.get("minimum"), schema.get("maximum")
-    # An integer without bounds of its own has those of 64 bits.
+    # An integer without explicit bounds has the bounds of 64 bits.
     if schema.get("type") == "integer":
         least = -LARGEST_COUNT - 1 if least is None else least
         most = LARGEST_COUNT if most is None else most
@@ -242,7 +242,8 @@ _CHECKS: Final[Mapping[str, Callable[[Schema, Any, FieldPath], Iterator[Problem]
 
 
 def without_stored_nulls(schema: Schema, value: Any) -> Any:
-    """``value`` without the nulls that an API server drops by ``schema``: those of keys that it describes."""
+    """Return ``value`` without nulls that an API server drops by ``schema``: nulls of keys that the schema
+    names."""
     if isinstance(value, list | tuple):
         item = schema.get("items", {})
         return [without_stored_nulls(item, one) for one in value]
@@ -260,6 +261,6 @@ def without_stored_nulls(schema: Schema, value: Any) -> Any:
 
 
 def less_known(found: Sequence[Problem], told: Sequence[Problem]) -> list[Problem]:
-    """Those of ``found`` whose place no problem of ``told`` has."""
+    """Return the problems in ``found`` whose path has no problem in ``told``."""
     places = {one.path for one in told}
     return [one for one in found if one.path not in places]

@@ -1,4 +1,4 @@
-"""Builds the nodes of a structural schema: each has a description, and a bound on whatever can grow."""
+"""Builds the nodes of a structural schema. Each node has a description, and a bound if its size can grow."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -10,7 +10,7 @@ Schema = dict[str, Any]
 LONGEST_TEXT: Final = 4096
 LONGEST_KEY_NAME: Final = 253
 LARGEST_INT32: Final = 2**31 - 1
-# The pattern of Kubernetes' own OpenAPI document for a quantity.
+# The pattern for a quantity in Kubernetes' own OpenAPI document.
 QUANTITY: Final = r"^(\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?[0-9]+))?$"
 PRESERVE: Final = "x-kubernetes-preserve-unknown-fields"
 VALIDATIONS: Final = "x-kubernetes-validations"
@@ -23,11 +23,11 @@ def text(
     shortest: int | None = None,
     **more: Any,
 ) -> Schema:
-    """A text of at most ``longest`` characters.
+    """Return the schema of a text of at most ``longest`` characters.
 
-    ``more``: further words of the schema, such as ``pattern``.
+    ``more``: further keywords of the schema, such as ``pattern``.
     """
-    # Left out and not written as 0: whatever is in the CRD counts against its size.
+    # Omit it instead of writing 0, because each byte counts against the size of the CRD.
     least = {} if shortest is None else {"minLength": shortest}
     return {
         "type": "string",
@@ -39,12 +39,12 @@ def text(
 
 
 def choice(description: str, words: Sequence[str]) -> Schema:
-    """One of ``words``."""
+    """Return the schema of a choice: one of ``words``."""
     return {"type": "string", "description": description, "enum": list(words)}
 
 
 def moment(description: str) -> Schema:
-    """A point in time, RFC 3339."""
+    """Return the schema of a point in time, RFC 3339."""
     return {"type": "string", "format": "date-time", "description": description}
 
 
@@ -55,8 +55,8 @@ def integer(
     most: int | None = None,
     large: bool = False,
 ) -> Schema:
-    """A whole number. ``large``: of 64 bits."""
-    # The format alone guards nothing: an API server stores 3000000000 in a field of format int32.
+    """Return the schema of a whole number. ``large``: 64 bits."""
+    # The format alone does not limit the value: an API server stores 3000000000 in a field of format int32.
     if most is None and not large:
         most = LARGEST_INT32
     bounds = {
@@ -73,14 +73,13 @@ def integer(
 
 
 def switch(description: str) -> Schema:
-    """True or false."""
+    """Return the schema of a boolean."""
     return {"type": "boolean", "description": description}
 
 
 def int_or_text(description: str, *, pattern: str, longest: int = 64) -> Schema:
-    """A whole number, or a text of this form, as Kubernetes' quantities are."""
-    # Without a type: a structural schema has no union of types but for this word, which takes the type's
-    # place.
+    """Return the schema of a whole number or a text with this pattern, as for Kubernetes' quantities."""
+    # A structural schema has no union of types except this keyword, which replaces the type.
     union = {"x-kubernetes-int-or-string": True, "maxLength": longest, "pattern": pattern}
     return {"description": description, **union}
 
@@ -92,7 +91,7 @@ def mapping(
     required: Sequence[str] = (),
     **more: Any,
 ) -> Schema:
-    """An object of known fields."""
+    """Return the schema of an object with these fields."""
     needed = {"required": list(required)} if required else {}
     return {
         "type": "object",
@@ -106,7 +105,7 @@ def mapping(
 def texts_by_name(
     description: str, *, most: int = 128, longest: int = LONGEST_TEXT
 ) -> Schema:
-    """Name → text."""
+    """Return the schema of a mapping of names to texts."""
     return {
         "type": "object",
         "description": description,
@@ -122,8 +121,9 @@ def texts_by_name(
 def items(
     description: str, item: Schema, *, most: int, keys: Sequence[str] = (), **more: Any
 ) -> Schema:
-    """A list. With ``keys``, server-side apply merges it item by item; without, it is replaced as a whole."""
-    # Only in a list with keys does an item survive that another writer has applied, such as a volume. The API
+    """Return the schema of a list. With ``keys``, server-side apply merges it item by item; without, it is
+    replaced as a whole."""
+    # Only in a list with keys does an item of another writer survive an apply, for example a volume. The API
     # server then refuses two items with equal keys.
     kind: Schema = {"x-kubernetes-list-type": "atomic"}
     if keys:
@@ -139,11 +139,11 @@ def items(
 
 
 def rule(expression: str, message: str, *, at: str = "", reason: str = "") -> Schema:
-    """A CEL rule. ``reason``: FieldValueInvalid unless another is given.
+    """Return a CEL rule. ``reason``: FieldValueInvalid unless another is given.
 
-    ``at``: the path below the rule's own that is blamed.
+    ``at``: path of the reported field, relative to the node of the rule.
     """
-    # FieldValueInvalid is the API server's own default, and is not written out.
+    # FieldValueInvalid is the API server's own default, so omit it.
     found = {"rule": expression, "message": message}
     if reason:
         found["reason"] = reason

@@ -1,4 +1,4 @@
-"""The allowed part of a pod template as structural schemas: Kubernetes' own fields, in short words."""
+"""The allowed part of a pod template as structural schemas, with short descriptions of Kubernetes' fields."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -20,8 +20,8 @@ from evergrad_manifest.structure.nodes import (
 )
 from evergrad_manifest.structure.variables import FIELD_REF, RESOURCE_FIELD_REF, VARIABLE
 
-# Every list inside of these structures has a bound, or the API server reckons with one of its own, which
-# makes the whole CRD too expensive to accept.
+# Every list in these structures has a bound. Otherwise the API server assumes its own, which makes the whole
+# CRD too expensive to accept.
 _MOST_ITEMS: Final = 32
 
 
@@ -48,13 +48,13 @@ def _label_selector(description: str) -> Schema:
     return mapping(description, properties, **{"x-kubernetes-map-type": "atomic"})
 
 
-# 317 characters: a prefix of 253, a slash and a name of 63, the longest key that Kubernetes takes.
+# 317 characters are a prefix of 253, a slash and a name of 63: the longest key that Kubernetes accepts.
 def _label_keys(description: str) -> Schema:
     return items(description, text("Label key.", longest=317), most=_MOST_ITEMS)
 
 
 def _node_term(description: str) -> Schema:
-    # Gt and Lt compare numbers, which labels of nodes may hold; Kubernetes has them for nodes alone.
+    # Gt and Lt compare numbers, which labels of nodes may contain. Kubernetes has them only for nodes.
     operators = ("In", "NotIn", "Exists", "DoesNotExist", "Gt", "Lt")
     properties = {
         "matchExpressions": _requirements("Comparisons with the node's labels.", operators),
@@ -101,7 +101,7 @@ _NODE_AFFINITY: Final[Schema] = mapping(
 )
 
 
-# topologyKey alone is required: a term without it would compare pods in no place at all.
+# Only topologyKey is required: without it, a term would not define which place it compares.
 def _pod_term(description: str) -> Schema:
     properties = {
         "topologyKey": text(
@@ -168,7 +168,7 @@ _TOLERATION: Final[Schema] = mapping(
 
 
 _POLICIES: Final = ("Honor", "Ignore")
-# labelSelector may be left out here, unlike in a pod: the operator fills in the nodes' pods of the run.
+# labelSelector is optional here, unlike in a pod: the operator fills in the pods of the run's nodes.
 _SPREAD: Final[Schema] = mapping(
     "One rule of spreading.",
     {
@@ -197,8 +197,8 @@ _SPREAD: Final[Schema] = mapping(
 )
 
 
-# name and mountPath are required here: otherwise the API server would refuse only the pod, long after the
-# run.
+# name and mountPath are required here. Otherwise the API server would refuse only the pod, long after it has
+# accepted the run.
 _MOUNT: Final[Schema] = mapping(
     "One mount.",
     {
@@ -221,7 +221,7 @@ _MOUNT: Final[Schema] = mapping(
 )
 
 
-# In decimal: JSON has no octal numbers, and what YAML reads as one arrives here as its value.
+# Decimal: JSON has no octal numbers, and the value of an octal number in YAML arrives here.
 _MODE: Final[Schema] = integer("Permissions, in decimal: 420 is 0644.", least=0, most=511)
 _DEFAULT_MODE: Final[Schema] = {
     **_MODE,
@@ -260,7 +260,7 @@ _DOWNWARD_ITEMS: Final[Schema] = items(
 )
 
 
-# A Secret's name has another key as a volume (secretName) than as a projected source (name).
+# The key with a Secret's name is secretName in a volume, and name in a projected source.
 def _object_volume(kind: str, name: str, *, has_mode: bool) -> Schema:
     properties = {
         name: text(f"Name of the {kind}."),
@@ -272,8 +272,8 @@ def _object_volume(kind: str, name: str, *, has_mode: bool) -> Schema:
     return mapping(f"The keys of a {kind} as files.", properties)
 
 
-# Without properties: the whole validation checks them, in fewer bytes than a schema takes. Unknown keys reach
-# it as they are.
+# It has no properties: the whole validation checks them, in fewer bytes than a schema needs. Unknown keys are
+# preserved for it.
 def _open(description: str, *, most: int) -> Schema:
     return {
         "type": "object",
@@ -326,8 +326,8 @@ _PROJECTED: Final[Schema] = mapping(
 )
 
 
-# For scratch space that is larger than the node's own disk. The claim goes with its pod, so that nothing of
-# the run may be kept in it.
+# For scratch space larger than the node's own disk. The claim is deleted with its pod, so it cannot keep
+# files of the run.
 _EPHEMERAL: Final[Schema] = mapping(
     "A volume that lives as long as its pod.",
     {
@@ -380,8 +380,8 @@ _EPHEMERAL: Final[Schema] = mapping(
 )
 
 
-# No hostPath, nfs or csi: those reach past what a pod of a run may touch, and a claim can stand for each of
-# them.
+# hostPath, nfs and csi are not possible: they reach beyond what a pod of a run may access, and a claim can
+# replace each of them.
 _VOLUME: Final[Schema] = mapping(
     "One volume: a name and exactly one source.",
     {
@@ -427,7 +427,7 @@ _VOLUME: Final[Schema] = mapping(
 def _listed(
     item: Schema, *, most: int = _MOST_ITEMS, keys: Sequence[str] = ()
 ) -> dict[str, Any]:
-    # The description is the manifest's own: the field's docstring is the only place for it.
+    # Use the manifest's own description: the docstring of the field is its only source.
     found = items("", item, most=most, keys=keys)
     del found["description"]
     return found
@@ -435,13 +435,13 @@ def _listed(
 
 @cache
 def build_fragments() -> Mapping[str, Schema]:
-    """Path of a field of the manifest → the words of its schema besides its description.
+    """Return the schema keywords, except the description, of fields of the manifest, by their path.
 
-    Not to be changed.
+    Do not change the result.
     """
-    # Copies of the Kubernetes API's own structures, cut to what a run may contain. Lists have the keys that
-    # they have in a pod, so that server-side apply merges them as users are used to; tolerations have none
-    # there.
+    # These are copies of the structures in the Kubernetes API, reduced to the fields that a run may contain.
+    # Lists have the same keys as in a pod, so that server-side apply merges them in the same way. Tolerations
+    # have no keys there.
     where = "spec.template."
     return {
         f"{where}tolerations": _listed(_TOLERATION),

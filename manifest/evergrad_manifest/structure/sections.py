@@ -1,4 +1,4 @@
-"""Turns the manifest's models into a structural schema: every field described, with its type, bounds and
+"""Converts the manifest's models to a structural schema: every field with its description, type, bounds and
 default."""
 
 import re
@@ -17,7 +17,7 @@ from evergrad_manifest.structure.pod_template import build_fragments
 from evergrad_manifest.training.own_task import MOST_FILE_BYTES
 from evergrad_manifest.values.numbers import LARGEST_COUNT, Human
 
-# As parse_quantity and the numbers of a file: what is longer is refused before it is parsed.
+# The limits of parse_quantity and of numbers in a file: longer values are refused before they are parsed.
 _LONGEST_NUMBER: Final = 64
 _MOST_ENTRIES: Final = 128
 _BOUNDS: Final = {
@@ -31,16 +31,17 @@ SHOWN_DEFAULTS: Final = (
     "spec.nodes.min",
     "spec.failurePolicy.maxFailuresWithoutProgress",
 )
-"""Fields whose default the API server fills in. None of the recipe: it must read as it was written."""
+"""Fields whose default the API server fills in. No field of the recipe is one of them, because the recipe
+must stay as it was written."""
 LEFT_OUT: Final = ("spec.training.evaluation.sources[].weight",)
-"""Fields that the models have only so that their refusal is worded better."""
+"""Fields that the models have only to refuse them with a better message."""
 EXACTLY_ONE: Final = {
     "spec.training.horizon": ("steps", "epochs", "tokens"),
     "spec.training.data.heldOut": ("fraction", "count"),
 }
-"""Sections that have exactly one of these fields.
+"""Sections that must have exactly one of these fields.
 
-A rule could not see those of their fields that take shares, which have no type.
+A CEL rule cannot read the fields that accept shares, because they have no type in the schema.
 """
 _TEXT_LENGTHS: Final = {
     "spec.script.env": 32768,
@@ -51,17 +52,17 @@ _TEXT_LENGTHS: Final = {
 
 @cache
 def build_spec() -> Schema:
-    """The structural schema of ``spec``, without its description and rules.
+    """Return the structural schema of ``spec``, without its description and rules.
 
-    Not to be changed.
+    Do not change the result.
     """
     return section_schema(Spec, "spec.")
 
 
 def section_schema(section: type[Section], prefix: str = "") -> Schema:
-    """The structural schema of ``section``, which is at ``prefix`` (empty, or a path that
-    ends in a dot)."""
-    # Unknown keys are preserved, so that the webhook still sees a slip and can name the key that was meant.
+    """Return the structural schema of ``section`` at ``prefix``, which is empty or a path that ends in a
+    dot."""
+    # Preserve unknown keys, so that the webhook receives a misspelt key and can suggest the right one.
     properties: dict[str, Schema] = {}
     for key, info in fields_of(section).items():
         if f"{prefix}{key}" not in LEFT_OUT:
@@ -74,9 +75,9 @@ def section_schema(section: type[Section], prefix: str = "") -> Schema:
 
 
 def field_schema(field: Field) -> Schema:
-    """The structural schema of one field, its description first."""
+    """Return the structural schema of one field, its description first."""
     found: Schema = {"description": describe(field)}
-    # Kubernetes' own structures, such as volumes, are written out by hand.
+    # Structures of Kubernetes, such as volumes, have handwritten schemas.
     fragments = build_fragments()
     if field.path in fragments:
         return {**found, **deepcopy(fragments[field.path])}
@@ -92,7 +93,7 @@ def field_schema(field: Field) -> Schema:
     else:
         found |= section_schema(field.shape.section, f"{field.path}.")
 
-    # Rules that a schema can express without a CEL rule, whose cost the API server would count.
+    # These rules need no CEL rule, whose cost the API server would count.
     if field.path in EXACTLY_ONE:
         found["oneOf"] = [{"required": [key]} for key in EXACTLY_ONE[field.path]]
     if field.path in SHOWN_DEFAULTS:
@@ -101,8 +102,8 @@ def field_schema(field: Field) -> Schema:
 
 
 def describe(field: Field) -> str:
-    """Text of ``kubectl explain``: meaning, type with unit and bounds, default."""
-    # `kubectl explain` shows texts as they are: no markup, one line.
+    """Return the text of ``kubectl explain``: meaning, type with unit and bounds, default."""
+    # `kubectl explain` shows texts unchanged, so use no markup and one line.
     meaning = re.sub(r"\s+", " ", (field.info.description or "").replace("``", "`"))
     kind, default = describe_type(field), describe_default(field.info).strip("`")
     notes = [] if kind in ("mapping", "list of mappings", "text") else [kind]
@@ -118,7 +119,8 @@ def describe(field: Field) -> str:
 def _plain_schema(field: Field) -> Schema:
     annotation, metadata = _unwrapped(field.info.annotation, list(field.info.metadata))
     if (choices := choices_of(field.info)) and bool not in get_args(annotation):
-        # YAML reads a bare on or off as true or false, and older files have them where there are words now.
+        # YAML reads a bare on or off as true or false, and older files have these values for fields that now
+        # have words.
         inputs = [
             getattr(one, "json_schema_input_type", None) for one in field.info.metadata
         ]
@@ -126,7 +128,7 @@ def _plain_schema(field: Field) -> Schema:
             return {PRESERVE: True, "enum": [*choices, True, False]}
         return {"type": "string", "enum": list(choices)}
 
-    # A list of values. One without `...` in its type is a tuple of fixed length, such as betas.
+    # A list of values. A tuple type without `...` has a fixed length, for example betas.
     if get_origin(annotation) is tuple:
         arguments = [one for one in get_args(annotation) if one is not Ellipsis]
         item = {
@@ -147,14 +149,14 @@ def _plain_schema(field: Field) -> Schema:
     if get_origin(annotation) is not dict:
         return scalar_schema(annotation, metadata)
 
-    # Mappings whose keys are the user's. A mapping of any values is kept as it is, up to a number of keys.
+    # Mappings with user-defined keys. A mapping of any values is preserved as it is, up to a number of keys.
     values = get_args(annotation)[1]
     if values is Any:
         return {"type": "object", PRESERVE: True, "maxProperties": 256}
     item = {"description": "Value.", **scalar_schema(*_unwrapped(values, []))}
     if item.get("type") == "string":
         item["maxLength"] = _TEXT_LENGTHS.get(field.path, LONGEST_TEXT)
-    # Every map needs a bound: the API server multiplies the cost of rules by it.
+    # Every map needs a bound, because the API server multiplies the cost of rules by it.
     most = 10 if ".resources." in field.path else _MOST_ENTRIES
     most = next(
         (
@@ -168,7 +170,8 @@ def _plain_schema(field: Field) -> Schema:
 
 
 def _item_bounds(info: FieldInfo) -> Schema:
-    # The budget counts a list by its largest length: one without would make every rule on it too expensive.
+    # The budget counts a list by its largest length: without a bound, every rule on the list would be too
+    # expensive.
     found = {}
     for item in info.metadata:
         if (least := getattr(item, "min_length", None)) is not None:
@@ -183,8 +186,8 @@ def _item_bounds(info: FieldInfo) -> Schema:
 
 
 def _unwrapped(annotation: Any, metadata: list[Any]) -> tuple[Any, list[Any]]:
-    """The annotation without ``| None`` and ``Annotated``, and the metadata of the latter."""
-    # In any order and number: `Annotated[X, …] | None` as well as `Annotated[X | None, …]`.
+    """Return the annotation without ``| None`` and ``Annotated``, and the metadata of ``Annotated``."""
+    # They occur in any order and number: `Annotated[X, …] | None` or `Annotated[X | None, …]`.
     while True:
         if get_origin(annotation) is Annotated:
             metadata = [*metadata, *annotation.__metadata__]
@@ -198,11 +201,11 @@ def _unwrapped(annotation: Any, metadata: list[Any]) -> tuple[Any, list[Any]]:
 
 
 def scalar_schema(annotation: Any, metadata: list[Any]) -> Schema:
-    """A text, a switch, a quantity or a human number."""
+    """Return the schema of a text, a boolean, a quantity or a human number."""
     for marker in metadata:
         if isinstance(marker, Human):
-            # A number, whose bounds hold, or a text, which the whole validation reads. A share has no type:
-            # there is none for both.
+            # Either a number, whose bounds apply, or a text, which the whole validation parses. A share has
+            # no type, because there is no type for both.
             kind = {"x-kubernetes-int-or-string": True}
             if marker.kind not in ("count", "bytes"):
                 kind = {PRESERVE: True}
@@ -218,7 +221,7 @@ def scalar_schema(annotation: Any, metadata: list[Any]) -> Schema:
     if annotation is not str:
         raise TypeError(f"no structural schema for {annotation}")
 
-    # pydantic keeps each length and pattern in an object of its own, or several in the Field of an Annotated.
+    # pydantic stores each length and pattern in its own object, or several in the Field of an Annotated.
     found: Schema = {"type": "string", "maxLength": LONGEST_TEXT}
     for marker in [
         item for entry in metadata for item in (getattr(entry, "metadata", None) or [entry])
@@ -240,7 +243,7 @@ def _number_bounds(metadata: list[Any]) -> Schema:
     ]:
         for name, (word, is_exclusive) in _BOUNDS.items():
             bound = getattr(marker, name, None)
-            # A bound beyond 64 bits cannot be written, and no number could break it.
+            # A bound beyond 64 bits cannot be written, and no number could exceed it.
             if bound is None or abs(bound) > LARGEST_COUNT:
                 continue
             found[word] = bound

@@ -1,4 +1,4 @@
-"""Variables of a container as structural schemas: a text, or a reference to what has the value."""
+"""Variables of a container as structural schemas: a text, or a reference to the source of the value."""
 
 from typing import Final
 
@@ -12,8 +12,8 @@ from evergrad_manifest.structure.nodes import (
 )
 
 
-# The name is optional in Kubernetes' own schema for the sake of old objects; a reference without one names
-# nothing, so that it is required here.
+# In Kubernetes' own schema, the name is optional for compatibility with old objects. A reference without a
+# name refers to nothing, so the name is required here.
 def _key_of(kind: str) -> Schema:
     return mapping(
         f"A key of a {kind}.",
@@ -26,8 +26,8 @@ def _key_of(kind: str) -> Schema:
     )
 
 
-# References are replaced as a whole by server-side apply, as in a pod: half of one and half of another would
-# name what nobody meant.
+# Server-side apply replaces a reference as a whole, as in a pod: a merge of two references would name an
+# unintended object.
 FIELD_REF: Final[Schema] = mapping(
     "A field of the pod.",
     {
@@ -53,7 +53,7 @@ RESOURCE_FIELD_REF: Final[Schema] = mapping(
 )
 
 
-# A value is a text: without quotes YAML would make a number of it, which the API server refuses in a pod.
+# The value must be a text: without quotes, YAML would read a number, which the API server refuses in a pod.
 VARIABLE: Final[Schema] = mapping(
     "One variable.",
     {

@@ -1,1 +1,1 @@
-"""Values as people write them: numbers with units, quantities of Kubernetes."""
+"""Parses values that users write: numbers with units, and Kubernetes' quantities."""

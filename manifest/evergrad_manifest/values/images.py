@@ -1,9 +1,9 @@
-"""Names of container images, as a container runtime reads them."""
+"""Checks names of container images, as a container runtime parses them."""
 
 import re
 from typing import Final
 
-# A registry may have upper-case letters and a port, a name has neither.
+# The registry may contain upper-case letters and a port; the name may not.
 _NAME: Final = r"[a-z0-9]+((\.|_{1,2}|-+)[a-z0-9]+)*"
 _IMAGE: Final = re.compile(
     rf"([A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?(:[0-9]+)?/)?{_NAME}(/{_NAME})*"
@@ -14,5 +14,5 @@ IMAGE_REMEDY: Final = "Write a reference such as registry.example.org/team/train
 
 
 def is_image(text: str) -> bool:
-    """Whether a container runtime could pull the image."""
+    """Return whether a container runtime could pull the image."""
     return _IMAGE.fullmatch(text) is not None

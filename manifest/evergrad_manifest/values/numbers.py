@@ -1,6 +1,6 @@
-"""Human numbers: ``20M``, ``1e-3``, ``5%`` and ``64Ki`` become ints and floats in every field of numbers.
+"""Human numbers: ``20M``, ``1e-3``, ``5%`` and ``64Ki`` become ints and floats in every numeric field.
 
-All arithmetic is exact: ``1.1k`` is 1100 and not 1100.0000000000002. A value that cannot be represented is
+All arithmetic is exact: ``1.1k`` is 1100, not 1100.0000000000002. A value that cannot be represented is
 refused, never rounded.
 """
 
@@ -38,17 +38,18 @@ _NUMBER_PATTERN = (
 )
 _NUMBER = re.compile(rf"({_NUMBER_PATTERN})\s*([A-Za-z%]*)")
 _POWER = re.compile(r"([0-9]{1,5})\s*(?:\^|\*\*)\s*(-?[0-9]{1,2})")
-# No number that fits needs more: a longer text or exponent is refused before any arithmetic, which it would
-# slow.
+# No valid number needs more. A longer text or exponent is refused before any arithmetic, which would be slow.
 _LONGEST_TEXT = 64
 _LARGEST_EXPONENT = 400
 _LONGEST_QUOTE = 60
 _FIRST_WITH_EXPONENT = 1e21
-"""Go's JSON writes smaller whole numbers without an exponent, and so they come back as integers."""
+"""Go's JSON writes smaller whole numbers without an exponent, so they are integers when they are read
+again."""
 
 
 class NumberError(ValueError):
-    """A value is no such number. ``what`` (with the value), ``why`` and ``remedy`` are parts of a Problem."""
+    """A value is not a valid number. ``what`` (with the value), ``why`` and ``remedy`` are parts of a
+    Problem."""
 
     def __init__(self, what: str, why: str = "", remedy: str = "") -> None:
         self.what, self.why, self.remedy = what, why, remedy
@@ -59,7 +60,7 @@ class NumberError(ValueError):
 
 
 def show(value: Any) -> str:
-    """``value`` as a message quotes it: on one line, printable, never long, whatever it is."""
+    """Return ``value`` as a message quotes it: short, printable and on one line, for a value of any type."""
     if isinstance(value, dict):
         return "a mapping"
     if isinstance(value, list | tuple):
@@ -74,10 +75,10 @@ def show(value: Any) -> str:
 
 
 def with_whole_numbers(value: Any) -> Any:
-    """``value``, JSON values nested in any way, with each number as an API server stores it.
+    """Return ``value``, nested JSON values, with each number in the form that an API server stores.
 
-    It has one form for each number: 10000.0 and 1e4 become the integer 10000. A file is read this way on a
-    laptop too, so that its values, and the identity of its run, are the same in both places.
+    Each number has one form: 10000.0 and 1e4 become the integer 10000. A laptop reads a file in the same way,
+    so that its values, and the identity of its run, are the same in both places.
     """
     if isinstance(value, Mapping):
         return {key: with_whole_numbers(item) for key, item in value.items()}
@@ -86,7 +87,7 @@ def with_whole_numbers(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
 
-    # Kubernetes keeps integers of 64 bits exactly, and every other number as a 64-bit float.
+    # Kubernetes keeps integers of 64 bits exactly, and stores every other number as a 64-bit float.
     if isinstance(value, int):
         if abs(value) <= LARGEST_COUNT or value == -(2**63):
             return value
@@ -100,12 +101,12 @@ def with_whole_numbers(value: Any) -> Any:
         or abs(value) >= _FIRST_WITH_EXPONENT
     ):
         return value
-    # Through the shortest decimal, as Go writes it: 2.0 ** 60 is 1152921504606847000 there.
+    # Convert through the shortest decimal, as Go does: 2.0 ** 60 becomes 1152921504606847000.
     return int(Decimal(repr(value)))
 
 
 def _exact(value: Any, units: dict[str, Any]) -> Ratio:
-    # First: for Python true and false are numbers.
+    # Check this first: in Python, true and false are numbers.
     if isinstance(value, bool):
         raise NumberError(
             f"{show(value)} is not a number",
@@ -125,7 +126,8 @@ def _exact(value: Any, units: dict[str, Any]) -> Ratio:
             raise NumberError(
                 f"{value} is not a finite number", "", "Write a finite number"
             )
-        # Through the shortest decimal that is this float: 0.1 means a tenth and not its binary neighbour.
+        # Convert through the shortest decimal of this float: 0.1 means one tenth, not the nearest binary
+        # fraction.
         return Ratio(Decimal(repr(value)))
     if isinstance(value, str):
         return _exact_text(value, units)
@@ -142,8 +144,8 @@ def _exact_text(text: str, units: dict[str, Any]) -> Ratio:
             "Write a shorter number, such as 20M",
         )
 
-    # Bounded before it is parsed, and its exponent before it is expanded: 1e999999999 would take all
-    # memory.
+    # Limit the length before the text is parsed, and the exponent before it is expanded: 1e999999999 would
+    # use all memory.
     match = _NUMBER.fullmatch(text.strip())
     if match is None:
         what = f"{show(text)} is not a number"
@@ -151,12 +153,12 @@ def _exact_text(text: str, units: dict[str, Any]) -> Ratio:
         if text.strip().lower().lstrip("+-.") in ("nan", "inf", "infinity"):
             what = f"{show(text)} is not a finite number"
             raise NumberError(what, "", "Write a finite number")
-        # 1,000 is a thousand to some and one to others: both are offered, and neither is taken.
+        # Some users read 1,000 as one thousand, and others as one. Refuse it and offer both.
         plain = text.strip().replace(",", "")
         if "," in text and _NUMBER.fullmatch(plain):
             point = text.strip().replace(",", ".")
             remedy = f"Write {plain}, or {point} if the comma is a decimal point"
-            # No one writes 0,003 for 3.
+            # 0,003 cannot mean 3.
             if plain.lstrip("+-").startswith("0"):
                 remedy = f"Write {point}"
             raise NumberError(what, "a number has no comma", remedy)
@@ -207,7 +209,7 @@ def _unknown_unit(text: str, digits: str, unit: str, units: dict[str, Any]) -> N
             f"Write {digits} for bytes, or {digits}G",
         )
 
-    # 20MB, 20mb and 20m: what is meant is nearly always the unit of the same letter.
+    # For 20MB, 20mb and 20m, the user nearly always means the unit with the same letter.
     stem = unit.rstrip("bB") or unit
     near = next(
         (guess for guess in (stem, stem.upper(), stem.capitalize()) if guess in units), None
@@ -233,7 +235,7 @@ def _whole(number: Ratio, value: Any, noun: str) -> int:
 
 
 def _float(number: Ratio, value: Any) -> float:
-    # A value that became infinite or zero would train, and nobody would see why it trains wrongly.
+    # If a value became infinite or zero, the run would train wrongly without a message.
     try:
         result = float(number)
     except OverflowError:
@@ -249,15 +251,15 @@ def _float(number: Ratio, value: Any) -> float:
 
 
 def parse_count(value: Any) -> int:
-    """``20M`` → 20000000.
+    """Parse a count: ``20M`` → 20000000.
 
-    Units k, M, G (or B), T are powers of ten. Raises NumberError for anything not a whole number.
+    The units k, M, G (or B) and T are powers of ten. Raises NumberError if the value is not a whole number.
     """
     return _whole(_exact(value, DECIMAL_UNITS), value, "this is a count")
 
 
 def parse_whole(value: Any) -> int:
-    """``4`` and ``4.0`` → 4: a plain integer as Kubernetes has them, with no unit and no quotes.
+    """Parse a plain integer, as Kubernetes does, without unit and quotes: ``4`` and ``4.0`` → 4.
 
     Raises NumberError.
     """
@@ -275,21 +277,21 @@ def parse_whole(value: Any) -> int:
 
 
 def parse_bytes(value: Any) -> int:
-    """``64Ki`` → 65536, ``20Gi``, ``1M`` → 1000000.
+    """Parse a number of bytes: ``64Ki`` → 65536, ``1M`` → 1000000.
 
-    Raises NumberError for anything not a whole number of bytes.
+    Raises NumberError if the value is not a whole number of bytes.
     """
     return _whole(_exact(value, BYTE_UNITS), value, "this is a number of bytes")
 
 
 def parse_real(value: Any) -> float:
-    """``1e-3`` → 0.001, ``3k`` → 3000.0, ``5%`` → 0.05. Raises NumberError."""
+    """Parse a real number: ``1e-3`` → 0.001, ``3k`` → 3000.0, ``5%`` → 0.05. Raises NumberError."""
     return _float(_exact(value, DECIMAL_UNITS | PERCENT), value)
 
 
 def parse_fraction(value: Any) -> float:
-    """``5%`` → 0.05, ``0.05`` → 0.05. Raises NumberError outside 0 to 1."""
-    # 5 is refused and not read as 5%: it could as well be a slip for 0.5.
+    """Parse a fraction: ``5%`` → 0.05, ``0.05`` → 0.05. Raises NumberError outside 0 to 1."""
+    # Refuse 5 instead of reading it as 5%: the user could also mean 0.5.
     number = _exact(value, PERCENT)
     if not 0 <= number <= 1:
         is_percent = 1 < number <= 100 and not (
@@ -311,11 +313,11 @@ def parse_fraction(value: Any) -> float:
 def parse_steps_or_fraction(
     value: Any, *, unit: str = "step", whole: str = "horizon"
 ) -> int | float:
-    """``100`` → 100 steps; ``5%`` or ``0.05`` → a fraction of the horizon, a float in (0, 1]; ``0%`` → 0
-    steps.
+    """Parse steps or a fraction: ``100`` → 100 steps; ``5%`` or ``0.05`` → a fraction of the horizon, a float
+    in (0, 1]; ``0%`` → 0 steps.
 
-    ``1.0`` is refused: 1 and 1.0 are equal in JSON, so it could be one step or the whole horizon. ``unit``
-    and ``whole``: what is counted, and what a fraction is of, in messages. Raises NumberError.
+    ``1.0`` is refused: 1 and 1.0 are equal in JSON, so it could mean one step or the whole horizon. ``unit``
+    and ``whole``: in messages, the counted unit, and the whole of a fraction. Raises NumberError.
     """
     if isinstance(value, str) and value.strip().endswith("%"):
         return parse_fraction(value) or 0
@@ -347,7 +349,7 @@ _Kind = Literal[
 
 @dataclass(frozen=True)
 class Human:
-    """Marks a field as a human number, for the reference page and for the schema editors use."""
+    """Marks a field as a human number, for the reference page and for the schema that editors use."""
 
     kind: _Kind
     pattern: str
@@ -355,8 +357,8 @@ class Human:
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        # pydantic describes only the number that a text becomes, and an editor would mark every `20M` as
-        # wrong.
+        # pydantic describes only the number to which a text is converted, so an editor would report every
+        # `20M` as wrong.
         number = handler(schema)
         if "anyOf" in number:
             number = {"type": "number"}
@@ -382,7 +384,7 @@ Whole = Annotated[int, PLAIN_INTEGER]
 Real = Annotated[float, _parsed(parse_real), _human("number", DECIMAL_UNITS | PERCENT)]
 Fraction = Annotated[float, _parsed(parse_fraction), _human("fraction", PERCENT)]
 Bytes = Annotated[int, _parsed(parse_bytes), _human("bytes", BYTE_UNITS)]
-# 1.0 is refused when it is read, so that a whole is written as a share.
+# 1.0 is refused when it is read, so write a whole as a percentage.
 _whole_as_share = PlainSerializer(
     lambda value: "100%" if isinstance(value, float) and value == 1 else value,
     return_type=int | float | str,

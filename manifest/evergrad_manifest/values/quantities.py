@@ -1,4 +1,4 @@
-"""Kubernetes' own words: quantities (``4Gi``), names and labels. Pure checks that name the remedy."""
+"""Kubernetes' quantities (``4Gi``), names and labels. Pure checks that name the remedy."""
 
 import re
 from decimal import Decimal
@@ -34,14 +34,16 @@ _PROPER_UNITS: Final = {
 _LONGEST = 64
 LARGEST_QUANTITY: Final = 2**63 - 1
 SMALLEST_SIZE: Final = 2**20
-"""Bytes. A smaller memory or volume is a slip of the unit, such as 4 for 4Gi or 400m for 400Mi."""
+"""Minimum number of bytes. A smaller memory or volume has a wrong unit, for example 4 for 4Gi or 400m for
+400Mi."""
 LONGEST_LABEL: Final = 63
 LONGEST_RUN_NAME: Final = 45
-"""A label less the longest suffix of what is named after a run: ``-coordinator-`` and its attempt."""
+"""The length of a label minus the longest suffix of an object that is named after a run: ``-coordinator-``
+and its attempt."""
 
 DNS_LABEL: Final = r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$"
 RUN_NAME: Final = r"^[a-z]([a-z0-9-]*[a-z0-9])?$"
-"""A label that a Service can have, too."""
+"""A label that is also valid for a Service."""
 _LABEL_RULE = (
     "letters, digits, '-', '_' and '.' are allowed, a letter or digit first and last"
 )
@@ -52,7 +54,7 @@ _DNS_SUBDOMAIN = re.compile(
 
 
 def parse_quantity(value: Any) -> str:
-    """A Kubernetes quantity as text: ``4Gi``, ``500m``, ``2`` (a plain number is taken too).
+    """Return a Kubernetes quantity as text: ``4Gi``, ``500m``, ``2`` (a plain number is accepted, too).
 
     Raises NumberError.
     """
@@ -70,7 +72,7 @@ def parse_quantity(value: Any) -> str:
             f'Put it in quotes: "{show(value)}"',
         )
 
-    # Kept as it was written: the API server compares quantities by their value, people by their text.
+    # Keep the text as it was written: the API server compares quantities by value, and users read the text.
     text = value if isinstance(value, str) else show(int(value))
     what = f"{show(value)} is not a Kubernetes quantity"
     if len(text) <= _LONGEST and _QUANTITY.fullmatch(text) is not None:
@@ -82,7 +84,7 @@ def parse_quantity(value: Any) -> str:
         why = "a quantity is zero or more"
         raise NumberError(f"{show(value)} is negative", why, "Write a positive quantity")
 
-    # 4GB, 4gi and 4 Gi: the unit that was meant, spelled right.
+    # For 4GB, 4gi and 4 Gi, suggest the right spelling of the unit.
     match = _LIKELY.fullmatch(text.strip()) if len(text) <= _LONGEST else None
     guess = (
         match[1] + _PROPER_UNITS.get(match[2].lower().removesuffix("b"), "?")
@@ -97,7 +99,7 @@ def parse_quantity(value: Any) -> str:
 
 
 def quantity_value(text: str) -> Fraction:
-    """The exact number that a valid quantity means: ``4Ki`` → 4096, ``500m`` → 1/2."""
+    """Return the exact number of a valid quantity: ``4Ki`` → 4096, ``500m`` → 1/2."""
     match = _QUANTITY.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not a quantity")
@@ -125,8 +127,9 @@ Quantity = Annotated[str, BeforeValidator(parse_quantity), _QuantitySchema()]
 
 
 def fault_of_key(key: str) -> tuple[str, str] | None:
-    """Return what is wrong with a label's or an annotation's key ``[prefix/]name``, and why, or None."""
-    # The API server checks it only in a pod: a run would be accepted whose pods can never be made.
+    """Return the problem of the key ``[prefix/]name`` of a label or an annotation, and its reason, or
+    None."""
+    # The API server checks the key only in a pod, so it would accept a run whose pods it then refuses.
     prefix, slash, name = key.rpartition("/")
     if slash and (len(prefix) > 253 or not _DNS_SUBDOMAIN.fullmatch(prefix)):
         return f"{show(key)} is not a valid key", "the part before the / is not a DNS name"
@@ -138,7 +141,7 @@ def fault_of_key(key: str) -> tuple[str, str] | None:
 
 
 def fault_of_label_value(value: str) -> tuple[str, str] | None:
-    """Return what is wrong with a label's value, and why, or None."""
+    """Return the problem of a label's value, and its reason, or None."""
     if len(value) > LONGEST_LABEL:
         return (
             f"{show(value)} is too long",
@@ -150,10 +153,10 @@ def fault_of_label_value(value: str) -> tuple[str, str] | None:
 
 
 def is_dns_label(text: str) -> bool:
-    """Whether ``text`` can name a volume, a namespace or a run."""
+    """Return whether ``text`` is a valid name for a volume, a namespace or a run."""
     return len(text) <= LONGEST_LABEL and re.fullmatch(DNS_LABEL[1:-1], text) is not None
 
 
 def is_dns_subdomain(text: str) -> bool:
-    """Whether ``text`` can name a PVC, a class or a secret."""
+    """Return whether ``text`` is a valid name for a PVC, a class or a Secret."""
     return len(text) <= 253 and _DNS_SUBDOMAIN.fullmatch(text) is not None

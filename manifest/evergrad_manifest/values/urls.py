@@ -1,4 +1,4 @@
-"""Credentials in addresses: found, and hidden in texts that are about to be shown or written down. Pure."""
+"""Finds credentials in URLs, and hides them in texts before they are shown or stored. Pure."""
 
 import re
 from typing import Final
@@ -6,11 +6,11 @@ from typing import Final
 REDACTED: Final = "<redacted>"
 
 _CREDENTIALS: Final = re.compile(r"(?<=://)[^/?#\s]+@")
-"""User and password of a URL, up to the last ``@`` before its path, since a password may have one, too."""
+"""User and password of a URL, up to the last ``@`` before its path, because a password may contain ``@``."""
 
 
 def has_credentials(url: str) -> bool:
-    """Whether a user or a password stands in ``url``."""
+    """Return whether ``url`` contains a user or a password."""
     return _CREDENTIALS.search(url) is not None
 
 
