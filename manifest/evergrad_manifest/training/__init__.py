@@ -1,4 +1,4 @@
-"""``spec.training``: the typed recipe, whole. Each field's rules are in the file of its section.
+"""``spec.training``: the complete typed recipe. The rules of each field are in the file of its section.
 
 Frozen and pure: no device, file, network, process group or logging.
 """
@@ -206,7 +206,7 @@ class Training(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_packing(cls, raw: Any) -> Any:
-        """Write out the packing of rows, which is another by default than that of texts."""
+        """Fill in the default packing, because rows have another default than texts."""
         if not isinstance(raw, Mapping) or not isinstance(raw.get("data"), Mapping):
             return raw
         has_pairs = raw.get("recipe") == PREFERENCE or raw.get("preference") is not None
@@ -218,19 +218,19 @@ class Training(Section):
 
     @property
     def row_settings(self) -> RowSettings | None:
-        """How the sources are read as rows; None where their documents are texts."""
+        """Settings for reading the sources as rows; None if their documents are texts."""
         reads_rows = self.recipe == SFT or self.pair_settings is not None
         return RowSettings() if self.rows is None and reads_rows else self.rows
 
     @property
     def pair_settings(self) -> Preference | None:
-        """How the rows are pairs; None where they are none."""
+        """Settings for reading the rows as pairs; None if they are not pairs."""
         is_default = self.preference is None and self.recipe == PREFERENCE
         return Preference() if is_default else self.preference
 
     @property
     def row_fields(self) -> tuple[str, ...]:
-        """The keys that say what a row is; none where documents are texts."""
+        """The keys that define a row; empty if documents are texts."""
         rows, pairs = self.row_settings, self.pair_settings
         if rows is not None and pairs is not None:
             return rows.prompt_field, pairs.chosen_field, pairs.rejected_field
@@ -238,14 +238,13 @@ class Training(Section):
 
     @property
     def sample_tokens(self) -> int:
-        """Tokens a sample, padding with it: of a pair those of both its rows."""
+        """Number of tokens in a sample, including padding. For a pair, the tokens of both rows."""
         rows = 1 if self.pair_settings is None else ROWS_A_PAIR
         return rows * self.data.sequence_length
 
     @property
     def sample_weight(self) -> int:
-        """The most that a sample can weigh in the mean of a step: a pair 1, another one each of its
-        tokens."""
+        """Largest weight of a sample in the mean of a step: 1 for a pair, otherwise its number of tokens."""
         return self.data.sequence_length if self.pair_settings is None else 1
 
 

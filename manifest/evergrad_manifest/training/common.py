@@ -1,5 +1,5 @@
-"""Sections that every recipe has, whatever it trains: checkpoints, the machine, what is shown; and names
-that several files of this folder use."""
+"""Sections that every recipe has: checkpoints, the machine and the endpoint; and names that several files of
+this folder use."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,22 +18,21 @@ TRAINING: Final = "spec.training"
 """Path of the typed recipe in the file."""
 PREFERENCE: Final = "preference"
 REFERENCE_FIELD: Final = f"spec.training.{PREFERENCE}.reference"
-"""The field with weights that are compared with those that are trained."""
+"""The field with weights that are compared with the trained weights."""
 RECIPES: Final = ("pretrain", "sft", "two_stage_kl", PREFERENCE, "latent_edit")
-"""Recipes that have a name. Any other is a task of the user's own, ``module:attr``."""
+"""Recipes with a name. Any other recipe is a custom task, ``module:attr``."""
 OF_TEXT: Final = ("pretrain", "sft", "two_stage_kl", PREFERENCE)
-"""Those that train the file's model on text; the others prepare data of their own, as a task of the user's
-own may."""
+"""Recipes that train the file's model on text. The others prepare their own data, as a custom task may."""
 
 ROWS_A_PAIR: Final = 2
-"""Rows of ``data.sequenceLength`` tokens that a pair takes."""
+"""Rows of ``data.sequenceLength`` tokens in a pair."""
 LENGTH_WITHOUT_DATA: Final = 1
-"""Tokens a sample of a task that prepares its data itself: each of its items counts as one."""
+"""Tokens in a sample of a task that prepares its data itself: each item counts as one token."""
 
 
 def reads_pairs(view: View) -> bool:
-    """Whether a sample is a pair of rows: by the recipe, or by the section that a task of the user's own
-    has."""
+    """Return whether a sample is a pair of rows: because of the recipe, or because a custom task has the
+    section."""
     recipe = view.get(f"{TRAINING}.recipe")
     return recipe == PREFERENCE or (
         recipe not in (*RECIPES, UNKNOWN) and view.is_given(f"{TRAINING}.preference")
@@ -42,7 +41,7 @@ def reads_pairs(view: View) -> bool:
 
 @dataclass(frozen=True)
 class Meaningless:
-    """A key that has no meaning beside a value of its neighbour ``beside``, and is refused when set."""
+    """A key that has no meaning together with a value of the key ``beside``, and is refused if it is set."""
 
     key: str
     beside: str
@@ -53,8 +52,8 @@ class Meaningless:
 def without_meaningless(
     section: Mapping[str, Any], table: tuple[Meaningless, ...]
 ) -> dict[str, Any]:
-    """``section`` on the wire without the keys that would be refused in a file."""
-    # Defaults of such keys are filled in like all others, and a file with them would be refused.
+    """Return ``section``, in its JSON form, without the keys that would be refused in a file."""
+    # Defaults fill in such keys, too, and a file with them would be refused.
     dropped = {entry.key for entry in table if section[entry.beside] in entry.values}
     return {key: value for key, value in section.items() if key not in dropped}
 
@@ -62,8 +61,8 @@ def without_meaningless(
 def meaningless_in(
     view: View, path: FieldPath, section: Mapping[str, Any], table: tuple[Meaningless, ...]
 ) -> Iterator[Problem]:
-    """A problem for each key of ``section`` that the file has and that has no meaning there."""
-    # Only what the file has counts: the section has the key in any case, with its default.
+    """Yield a problem for each key of ``section`` that the file has and that has no meaning there."""
+    # Check only keys in the file: the section always has the key, with its default.
     for entry in table:
         if section[entry.beside] in entry.values and view.raw(*path, entry.key) is not None:
             what = f"has no meaning with {entry.beside} {section[entry.beside]}"
@@ -82,7 +81,7 @@ class Reproducibility(Section):
 
     seed: Count = Field(default=0, ge=0, lt=2**63)
     """Seed of the sample order, the initial weights and all randomness in the model."""
-    # Apart from the seed, so that runs with other weights can see the same samples.
+    # Separate from the seed, so that runs with different weights can use the same samples.
     data_seed: Count | None = Field(default=None, ge=0, lt=2**63)
     """Seed of the sample order and of the held-out split. Default: ``seed``."""
     elastic: Literal["fast", "exact"] = "fast"
@@ -94,14 +93,14 @@ class Reproducibility(Section):
 
     @property
     def seed_of_data(self) -> int:
-        """The seed of everything that decides which samples a step has."""
+        """The seed of everything that decides which samples a step uses."""
         return self.seed if self.data_seed is None else self.data_seed
 
 
 class Best(Section):
     """Which checkpoint is the best."""
 
-    # With its set: several sets have metrics of one name.
+    # The metric includes its set, because several sets have metrics of the same name.
     metric: str = Field(min_length=1)
     """``<evaluation set>/<metric>``, for example ``heldOut/loss``: the loss, the perplexity, or another
     metric of the evaluator."""
@@ -123,7 +122,7 @@ class SaveEvery(Section):
 class Checkpoint(Section):
     """When state is saved and what is kept."""
 
-    # In steps and not in seconds: two runs of one file then save the same states.
+    # In steps and not in seconds, so that two runs of one file save the same states.
     every: SaveEvery = SaveEvery.model_validate({"steps": 500})
     """How often the run saves while training. It always saves at the end and when it stops."""
     keep: Count = Field(default=3, ge=1)
@@ -145,10 +144,10 @@ class Checkpoint(Section):
 
 
 def check_rhythms(view: View) -> Iterator[Problem]:
-    """A rhythm of saves is in one unit; which checkpoints are never removed follows from their steps."""
+    """Check that each save interval has one unit, and that ``keepEvery`` does not use seconds."""
     for key in ("every", "keepEvery"):
         path = f"{TRAINING}.checkpoint.{key}"
-        # A section that could not be read has its own problem already, and a default needs no check.
+        # A section that could not be parsed already has a problem, and a default needs no check.
         if not view.is_given(path) or view.get(path) is UNKNOWN:
             continue
         units = ("steps", "tokens", "seconds")
@@ -167,7 +166,7 @@ def check_rhythms(view: View) -> Iterator[Problem]:
 
 
 def check_export(view: View) -> Iterator[Problem]:
-    """Only a model that the file describes can be a transformers directory."""
+    """Check that the file describes a model if it is exported as a transformers directory."""
     path = f"{TRAINING}.checkpoint.exportAtEnd"
     if view.get(path) is True and not view.is_given(f"{TRAINING}.model"):
         why = "the file describes no model of transformers"
@@ -188,12 +187,13 @@ class InitFrom(Section):
 
     @property
     def goes_on(self) -> bool:
-        """Whether training goes on with the checkpoint's next step."""
+        """Whether training continues with the checkpoint's next step."""
         return self.load in ("position", "everything")
 
 
 def check_position(view: View) -> Iterator[Problem]:
-    """A position in another mixture is one in one mixture, and its length is known without the first one."""
+    """Check a position in another mixture: the new run must have one mixture, and its length must be known
+    without the first run."""
     path = f"{TRAINING}.initFrom.load"
     if not view.is_given(path) or view.get(path) != "position":
         return
@@ -216,11 +216,11 @@ def check_position(view: View) -> Iterator[Problem]:
 
 
 RECOMPUTATION_BY_SWITCH: Final = {True: "full", False: "none"}
-"""``activationCheckpointing`` of the first versions → what it meant."""
+"""``activationCheckpointing`` of the first versions → its current value."""
 
 
 def _read_switch_as(words: Mapping[bool, str], given: Any) -> BeforeValidator:
-    """A validator that reads true and false as ``words``. ``given``: the type of a value in a file."""
+    """Return a validator that reads true and false as ``words``. ``given``: the type of a value in a file."""
 
     def read(value: Any) -> Any:
         return words[value] if isinstance(value, bool) else value
@@ -246,7 +246,7 @@ class Runtime(Section):
         Literal["auto", "on", "off"], _read_switch_as({True: "on", False: "off"}, OnOff)
     ] = "auto"
     """Whether to use torch.compile. ``auto``: on with an accelerator."""
-    # The first versions knew only true and false here, and their files have to go on.
+    # The first versions accepted only true and false here, and their files must remain valid.
     activation_checkpointing: Annotated[
         Literal["none", "full", "offload", "selective"],
         _read_switch_as(RECOMPUTATION_BY_SWITCH, Recomputation),
@@ -275,15 +275,15 @@ class Runtime(Section):
     accelerators."""
     collective_timeout_seconds: Whole = Field(default=600, ge=1, le=86400)
     """Seconds that a process waits for other processes in one exchange."""
-    # Rare enough to cost little: a comparison hashes the whole state.
+    # The default is high, so that the cost is low: a comparison hashes the whole state.
     compare_replicas_every: int = Field(default=100, ge=0, le=2**31, strict=True)
     """Steps between two comparisons of the replicas' states. They are also compared before each save and in
     each new world. 0: no comparison."""
 
 
 def check_runtime(view: View) -> Iterator[Problem]:
-    """Exact sums exist for plain data parallelism only, and copies of shards for a sharded model only."""
-    # Sums in a fixed order are made of whole gradients, of which a shard has only a part.
+    """Check that exact sums use plain data parallelism, and that shards are set only for a sharded model."""
+    # Sums in a fixed order require whole gradients, and a shard has only a part.
     found = view.known(
         f"{TRAINING}.reproducibility.elastic", f"{TRAINING}.runtime.parallelism"
     )
@@ -316,12 +316,12 @@ class Metrics(Section):
 
 
 def check_metrics(view: View) -> Iterator[Problem]:
-    """An endpoint that does not exist cannot stay."""
+    """Check that no settings are made for an endpoint that does not exist."""
     yield from check_endpoint(view, f"{TRAINING}.metrics")
 
 
 def check_endpoint(view: View, section: str) -> Iterator[Problem]:
-    """An endpoint of the metrics section at ``section`` that does not exist cannot stay."""
+    """Check that the metrics section at ``section`` has a port if it sets how long the endpoint stays."""
     path = f"{section}.lingerSeconds"
     found = view.known(path, f"{section}.port")
     if found is not None and found[0] > 0 and found[1] is None:

@@ -1,5 +1,5 @@
-"""The recipe ``latent_edit``: a predictor learns what an edit of a sequence does to the state that a frozen
-encoder gives it."""
+"""The recipe ``latent_edit``: a predictor learns how an edit of a sequence changes the state that a frozen
+encoder computes for the sequence."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final, Literal
@@ -15,9 +15,9 @@ from evergrad_manifest.values.numbers import Real, show
 
 RECIPE: Final = "latent_edit"
 MOST_EDITS: Final = 16
-"""Edits of one item, one after the other."""
+"""Most edits of one item, applied one after the other."""
 LONGEST_ALLELE: Final = 16
-"""Bases of a reference or an alternate; longer ones are structural, and not known here."""
+"""Most bases of a reference or an alternate. Longer edits are structural and not supported."""
 WHY_NO_EXPORT: Final = "the file's model is the encoder, which stays as it is"
 _SECTION: Final = f"{TRAINING}.latentEdit"
 _MIXTURE: Final = f"{_SECTION}.mixture"
@@ -28,9 +28,9 @@ _HOLD_OUT: Final = f"{_SECTION}.holdOut"
 Family = Literal["population", "clinical", "syntheticSnv", "syntheticIndel", "syntheticMnv"]
 Synthetic = Literal["syntheticSnv", "syntheticIndel", "syntheticMnv"]
 OF_TABLES: Final = ("population", "clinical")
-"""Families whose edits are rows of the corpus, of which a window may have too few."""
+"""Families whose edits are rows of the corpus. A window may have too few rows."""
 SHORTEST_MNV, LONGEST_MNV = 2, 8
-"""Bases of a synthetic edit that replaces several."""
+"""Bases of a synthetic edit that replaces several bases."""
 
 CHROMOSOME: Final = r"^[^\s:]+$"
 INTERVAL: Final = r"^[^\s:]+:[0-9]+-[0-9]+$"
@@ -146,7 +146,7 @@ class LatentEdit(Section):
 
 
 def published_mixture() -> tuple[EditQuota, ...]:
-    """The mixture of a section that has none."""
+    """Return the mixture of a section that sets none."""
     wire: list[dict[str, Any]] = [
         {"family": "population", "count": 3},
         {"family": "syntheticSnv", "count": 3},
@@ -157,9 +157,9 @@ def published_mixture() -> tuple[EditQuota, ...]:
 
 
 def check_is_given(view: View) -> Iterator[Problem]:
-    """The section and the recipe belong together."""
+    """Check that the section is set if and only if the recipe is ``latent_edit``."""
     recipe = view.get(f"{TRAINING}.recipe")
-    # A recipe that cannot be read has its own problem, and which section it needs is not known.
+    # A recipe that cannot be parsed already has a problem, and it is not known which section it needs.
     if not isinstance(view.raw("spec", "training"), Mapping) or recipe is UNKNOWN:
         return
     is_given = view.is_given(_SECTION)
@@ -172,7 +172,7 @@ def check_is_given(view: View) -> Iterator[Problem]:
 
 
 def check_unused(view: View) -> Iterator[Problem]:
-    """Sections that are about text, or about a model that is trained, would do nothing."""
+    """Refuse sections for text or for a trained model, which would have no effect."""
     if view.get(f"{TRAINING}.recipe") != RECIPE:
         return
     of_text = "it trains on the items of latentEdit.corpus, and not on text"
@@ -187,13 +187,13 @@ def check_unused(view: View) -> Iterator[Problem]:
         ("checkpoint.exportAtEnd", WHY_NO_EXPORT),
     ]
     for key, why in unused:
-        # A run that was written out names also the values that mean nothing.
+        # The resolved file of a run also contains values that have no effect.
         is_unset = view.get(f"{TRAINING}.{key}") in ((), [], False)
         if view.is_given(f"{TRAINING}.{key}") and not is_unset:
             what = f"has no meaning with recipe {RECIPE}"
             yield Problem(f"{TRAINING}.{key}", what, why, "Remove it")
 
-    # Values that only this recipe cannot use: their keys have a meaning for all.
+    # Refuse values that this recipe does not support, although it supports their keys.
     runtime = f"{TRAINING}.runtime"
     if view.get(f"{runtime}.precision") == "bf16":
         what = f"'bf16' is not for recipe {RECIPE}"
@@ -207,7 +207,7 @@ def check_unused(view: View) -> Iterator[Problem]:
 
 
 def check_phase(view: View) -> Iterator[Problem]:
-    """The regulariser is of states, and nothing that is trained makes them."""
+    """Refuse phase 2: the regularizer applies to states of the encoder, which is frozen."""
     if _is_here(view) and view.get(f"{_SECTION}.phase") == 2:
         yield Problem(
             f"{_SECTION}.phase",
@@ -219,7 +219,7 @@ def check_phase(view: View) -> Iterator[Problem]:
 
 
 def check_loss(view: View) -> Iterator[Problem]:
-    """One of both terms counts."""
+    """Check that at least one term of the loss has a weight."""
     if (
         _is_here(view)
         and view.get(f"{_SECTION}.alpha") == view.get(f"{_SECTION}.beta") == 0
@@ -229,7 +229,7 @@ def check_loss(view: View) -> Iterator[Problem]:
 
 
 def check_pooling(view: View) -> Iterator[Problem]:
-    """A mean of all tokens has no radius."""
+    """Refuse a radius for globalMean, which is the mean of all tokens."""
     radius = f"{_ENCODER}.radius"
     if not _is_here(view) or view.get(f"{_ENCODER}.pooling") != "globalMean":
         return
@@ -240,7 +240,7 @@ def check_pooling(view: View) -> Iterator[Problem]:
 
 
 def check_mixture(view: View) -> Iterator[Problem]:
-    """A family has one quota; only rows of the corpus can be too few."""
+    """Check that a family has one quota, and that only families from the corpus have a fallback."""
     first: dict[str, str] = {}
     for path, item in view.items(_MIXTURE) if _is_here(view) else ():
         family, fallback = item["family"], item["fallback"]
@@ -251,7 +251,7 @@ def check_mixture(view: View) -> Iterator[Problem]:
             why = "the two would draw the same edits"
             yield Problem(format_path((*path, "family")), what, why, "Join them")
         first.setdefault(family, format_path(path))
-        # Rows of a table may run out; drawn edits never do, and their fallback would hide a mistake.
+        # Rows of a table may be too few. Drawn edits never are, so their fallback would hide a mistake.
         if fallback not in (None, UNKNOWN) and family not in OF_TABLES:
             what = f"has no meaning for {family}"
             why = "its edits are drawn, and never too few"
@@ -259,7 +259,8 @@ def check_mixture(view: View) -> Iterator[Problem]:
 
 
 def check_micro_batch(view: View) -> Iterator[Problem]:
-    """A collapse shows in a spread over the items of a micro-batch."""
+    """Check that a micro-batch has at least two items: a collapse is detected from the spread between
+    them."""
     path = f"{TRAINING}.batching.microBatchSize"
     if _is_here(view) and view.get(path) == 1:
         why = "variances and distances that show a collapse are between the items of a micro-batch"
@@ -267,12 +268,12 @@ def check_micro_batch(view: View) -> Iterator[Problem]:
 
 
 def check_heads(view: View) -> Iterator[Problem]:
-    """Heads cut a width into equal parts."""
+    """Check that the heads divide the width into equal parts."""
     found = view.known(f"{_PREDICTOR}.width", f"{_PREDICTOR}.heads")
     if not _is_here(view) or found is None or None in found:
         return
     width, heads = found
-    # Both neighbours are named: which of them is meant is not known.
+    # Name both neighbouring values, because it is not known which one the user means.
     if width % heads:
         what, why = (
             f"{width} is not divisible by heads {heads}",
@@ -283,11 +284,11 @@ def check_heads(view: View) -> Iterator[Problem]:
 
 
 def check_intervals(view: View) -> Iterator[Problem]:
-    """An interval ends at or behind its beginning."""
+    """Check that an interval ends at or after its beginning."""
     intervals = view.get(f"{_HOLD_OUT}.intervals") if _is_here(view) else None
     if not isinstance(intervals, tuple | list):
         return
-    # The form of each was checked with its type: only the order of the two numbers is left.
+    # The type has checked the format of each interval. Check only the order of the two numbers.
     for index, interval in enumerate(intervals):
         first, last = map(int, interval.rpartition(":")[2].split("-"))
         if not 1 <= first <= last:
@@ -297,7 +298,7 @@ def check_intervals(view: View) -> Iterator[Problem]:
 
 
 def _is_here(view: View) -> bool:
-    """Whether the run is of this recipe and has a section that could be read."""
+    """Return whether the run has this recipe and a section that could be parsed."""
     return view.get(f"{TRAINING}.recipe") == RECIPE and isinstance(
         view.get(_SECTION), Mapping
     )

@@ -1,4 +1,4 @@
-"""The model: its configuration or directory, what is changed in it, and adapters beside frozen weights."""
+"""The model: its configuration or directory, changes to it, and adapters for frozen weights."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final, Literal
@@ -22,10 +22,10 @@ _FIXED: Final = {
     "model_type": "the stored weights are those of their own architecture",
     "vocab_size": "it follows from the stored tables, which resizeEmbeddings enlarges",
 }
-"""Keys of a stored configuration that are not changed, each with the reason."""
+"""Keys of a stored configuration that cannot be changed, each with the reason."""
 _OTHERS: Final = ("config", "path")
 _OF_STORED: Final = ("configOverrides", "resizeEmbeddings")
-"""Fields that change what a directory holds."""
+"""Fields that change the content of a model directory."""
 
 ModuleName = Annotated[str, Field(min_length=1, max_length=253)]
 
@@ -86,8 +86,8 @@ class Model(Section):
     @model_validator(mode="before")
     @classmethod
     def _write_out_preset(cls, raw: Any) -> Any:
-        """Write out the configuration that a preset stands for, by which a run is known and goes on whatever
-        presets a later version has."""
+        """Replace a preset by its configuration. The configuration identifies the run, so the run continues
+        even if a later version has other presets."""
         if not isinstance(raw, Mapping) or any(raw.get(key) is not None for key in _OTHERS):
             return raw
         name = raw.get("preset")
@@ -97,15 +97,16 @@ class Model(Section):
 
     @property
     def is_given(self) -> bool:
-        """Whether there is one: a task of the user's own may make all its modules itself."""
+        """Whether the file describes a model. A custom task may create all its modules itself."""
         return self.config is not None or self.path is not None
 
 
 def check_model(view: View) -> Iterator[Problem]:
-    """Exactly one of configuration and path; a configuration names its type and runs no foreign code."""
+    """Check that exactly one of configuration, path and preset is set, and that a configuration names its
+    type and runs no foreign code."""
     if view.get(MODEL) is UNKNOWN or not view.is_given(MODEL):
         return
-    # Counted in the file and not in the values: one that is wrong is given all the same.
+    # Count keys in the file and not in the values, because a wrong value counts as set.
     names = (*_OTHERS, "preset")
     given = [name for name in names if view.is_given(f"{MODEL}.{name}")]
     if not given:
@@ -126,7 +127,7 @@ def check_model(view: View) -> Iterator[Problem]:
     if not isinstance(config, Mapping):
         return
 
-    # transformers would name the type only once all of it is imported, on the machine that trains.
+    # transformers would report a missing type only after its import, on the machine that trains.
     path, kind = f"{MODEL}.config.model_type", config.get("model_type")
     if "model_type" not in config:
         near = nearest("model_type", config)
@@ -143,7 +144,7 @@ def check_model(view: View) -> Iterator[Problem]:
 
 
 def _check_no_remote_code(value: Any, path: FieldPath) -> Iterator[Problem]:
-    # At any depth: a part of a model, such as its vision tower, has a configuration of its own.
+    # Check every level: a part of a model, such as its vision tower, has its own configuration.
     if isinstance(value, Mapping):
         for key, item in value.items():
             here = (*path, key)
@@ -163,11 +164,12 @@ def _check_no_remote_code(value: Any, path: FieldPath) -> Iterator[Problem]:
 
 
 def check_stored(view: View) -> Iterator[Problem]:
-    """A change of a stored model needs one, and leaves alone the settings that its weights depend on."""
+    """Check that changes of a stored model have a model directory, and do not change settings on which its
+    weights depend."""
     if view.get(MODEL) is UNKNOWN or not view.is_given(MODEL):
         return
     for key in _OF_STORED:
-        # A run that was written out has the empty default.
+        # The resolved file of a run contains the empty default.
         if view.raw(*MODEL.split("."), key) and not view.is_given(f"{MODEL}.path"):
             why = "it changes what a directory holds, and there is none"
             remedy = "Write the values into model.config"
@@ -192,8 +194,8 @@ def check_stored(view: View) -> Iterator[Problem]:
 
 
 def check_lora(view: View) -> Iterator[Problem]:
-    """Adapters are for recipes that make no copy of what is trained; pairs have their base as the reference,
-    and each layer is named once."""
+    """Check that adapters are used only with recipes that do not copy the trained model, that pairs use the
+    base model as the reference, and that each layer is named once."""
     path = f"{MODEL}.lora"
     if view.get(MODEL) is UNKNOWN or not view.is_given(path):
         return

@@ -1,4 +1,5 @@
-"""Sections that observe a run and change none of its numbers: lines, trackers, profiles and monitors."""
+"""Sections that observe a run and do not change its result: printed lines, trackers, profiles and
+monitors."""
 
 from collections.abc import Iterator
 from typing import Annotated, Final, Literal
@@ -26,7 +27,7 @@ MONITORS: Final = f"{TRAINING}.monitors"
 EARLY: Final = f"{TRAINING}.stop.early"
 DEFAULT_PROJECT: Final = "evergrad"
 STEP_METRICS: Final = ("loss", "grad_norm")
-"""Numbers of every step that are the same on every rank, whatever is trained."""
+"""Metrics of every step that are the same on every rank, for every recipe."""
 
 Tag = Annotated[str, Field(min_length=1, max_length=63)]
 
@@ -121,11 +122,11 @@ _CREDENTIALS_OF: Final = {
     "mlflow": "the environment: MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
     "aim": "the proxy before the server, since aim has none",
 }
-"""Where credentials of each type that has a server belong."""
+"""Where to set the credentials of each tracker type that has a server."""
 
 
 def check_trackers(view: View) -> Iterator[Problem]:
-    """A type stands once, and a key is set only where it means something."""
+    """Check that each type occurs once, and that keys are set only if they have a meaning."""
     seen: set[str] = set()
     for path, tracker in view.items(TRACKERS):
         type_ = tracker["type"]
@@ -171,7 +172,7 @@ def check_trackers(view: View) -> Iterator[Problem]:
 
 
 def check_profile(view: View) -> Iterator[Problem]:
-    """Traces do not overlap, and every process that traces knows when one begins."""
+    """Check that traces do not overlap, and that every tracing process is notified before a trace begins."""
     if view.get(f"{PROFILE}.ranks") == "all" and view.get(f"{PROFILE}.firstStep") == 1:
         why = "only the first process is told of a start before it, and the others follow its steps"
         remedy = "Raise it to at least 2, or set ranks: first"
@@ -189,17 +190,17 @@ def check_profile(view: View) -> Iterator[Problem]:
 
 
 _WITHOUT_METRICS: Final = ("pretrain",)
-"""Recipes that measure losses and nothing else."""
+"""Recipes that measure only losses."""
 _KEYS_OF: Final = {
     "collapse": ("limit", "ratio", "of"),
     "divergence": ("limit", "ratio"),
     "plateau": ("mode", "patience", "minDelta"),
 }
-"""Keys of a monitor by the types that they mean something for; the others are for all."""
+"""Keys of a monitor that have a meaning only for some types, by type. All types have the other keys."""
 
 
 def check_monitors(view: View) -> Iterator[Problem]:
-    """A monitor has the keys of its type, and a metric that this run has."""
+    """Check that a monitor has the keys of its type, and a metric that this run measures."""
     seen: set[tuple[str, str]] = set()
     for path, monitor in view.items(MONITORS):
         type_, metric = monitor["type"], monitor["metric"]
@@ -226,7 +227,7 @@ def check_monitors(view: View) -> Iterator[Problem]:
                     where = format_path((*path, key))
                     yield Problem(where, "has no meaning beside limit", why, "Remove it")
 
-        # A state in the checkpoint is found by type and metric.
+        # The checkpoint identifies the state of a monitor by type and metric.
         if metric is not UNKNOWN:
             if (type_, metric) in seen:
                 what = f"a {type_} of {metric} is watched already"
@@ -239,7 +240,8 @@ def check_monitors(view: View) -> Iterator[Problem]:
         if other in (None, UNKNOWN):
             continue
         if metric is not UNKNOWN and metric.rpartition("/")[0] != other.rpartition("/")[0]:
-            # It looks at the two side by side, and would never see both.
+            # The monitor compares the two metrics at the same time, and they would never be measured
+            # together.
             what = f"{other!r} and {metric!r} are never known together"
             why = "one is of each step, the other of an evaluation set"
             if "/" in metric and "/" in other:
@@ -250,19 +252,21 @@ def check_monitors(view: View) -> Iterator[Problem]:
 
 
 def check_early_stop(view: View) -> Iterator[Problem]:
-    """An early stop follows a metric that this run has."""
+    """Check that an early stop follows a metric that this run measures."""
     metric = view.get(f"{EARLY}.metric")
     if view.is_given(EARLY) and metric not in (None, UNKNOWN):
         yield from _check_metric(view, f"{EARLY}.metric", metric)
 
 
 def _check_metric(view: View, where: str, metric: str) -> Iterator[Problem]:
-    """A metric that is never measured would be watched in vain, which shows only when it is too late."""
+    """Check that the run measures the metric. Otherwise the user would notice too late that the monitor never
+    acts."""
     is_of_set = "/" in metric
     recipe = view.get(f"{TRAINING}.recipe")
     if recipe not in _WITHOUT_METRICS:
-        # The metrics of other recipes and tasks are known to them alone: checked when they are opened. Here
-        # only whether their sets are measured in time; an observer of a task's own may ask for that.
+        # Only the other recipes and tasks define their metrics, which are checked when they start. Check here
+        # only that their sets are evaluated in time; an observer of a custom task may request an evaluation
+        # itself.
         sets = view.items(f"{TRAINING}.evaluation.sets")
         is_listed = any(item["name"] == metric.partition("/")[0] for _, item in sets)
         if is_of_set and (recipe in RECIPES or is_listed):

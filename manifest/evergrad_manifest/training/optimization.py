@@ -1,5 +1,5 @@
-"""How weights follow gradients: the optimizer with its groups of parameters, the schedule of the learning
-rate, and the average of the weights."""
+"""The optimizer with its parameter groups, the schedule of the learning rate, and the average of the
+weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
@@ -23,13 +23,13 @@ _PIECES: Final = f"{_SCHEDULE}.pieces"
 _EMA: Final = f"{TRAINING}.ema"
 
 OF_WHOLE_TENSORS: Final = ("muon", "adafactor")
-"""Optimizers whose update of an element depends on the whole tensor, and so on how it is cut."""
+"""Optimizers whose update of an element depends on the whole tensor, and so on how the tensor is sharded."""
 OWN_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "lion": {"betas": [0.9, 0.99]},
     "muon": {"momentum": 0.95, "nesterov": True},
 }
-"""Defaults of an optimizer that are not those of its fields. They are filled in when a file is read, so that
-a run's record says what it trains with."""
+"""Defaults of an optimizer that differ from the defaults of the fields. They are filled in when a file is
+read, so that the record of a run contains the values with which it trains."""
 
 Beta = Annotated[Real, Field(ge=0, lt=1)]
 Pattern = Annotated[str, Field(min_length=1, max_length=253)]
@@ -75,7 +75,7 @@ class Optimizer(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_own_defaults(cls, raw: Any) -> Any:
-        """Write out the defaults of the optimizer that the file names."""
+        """Fill in the defaults of the optimizer that the file names."""
         if not isinstance(raw, Mapping) or not isinstance(raw.get("type"), str):
             return raw
         return {**OWN_DEFAULTS.get(raw["type"], {}), **raw}
@@ -94,12 +94,12 @@ OF_OPTIMIZER: Final = (
 
 
 def check_optimizer(view: View) -> Iterator[Problem]:
-    """The optimizer has the keys that are set, and goes with the parallelism."""
+    """Check that the optimizer has the keys that are set, and supports the parallelism."""
     if (optimizer := view.get(_OPTIMIZER)) is UNKNOWN:
         return
     yield from meaningless_in(view, tuple(_OPTIMIZER.split(".")), optimizer, OF_OPTIMIZER)
 
-    # Each key is right by itself: only together do they fail, or train wrongly.
+    # Each value is valid by itself. Only the combination fails or trains wrongly.
     found = view.known(f"{_OPTIMIZER}.type", f"{TRAINING}.runtime.parallelism")
     if found is not None and found[0] in OF_WHOLE_TENSORS and found[1] == "fsdp2":
         yield Problem(
@@ -128,7 +128,7 @@ def check_optimizer(view: View) -> Iterator[Problem]:
             "Set nesterov: true, or runtime.precision: bf16-autocast",
         )
 
-    # Most probably the key that was to change something is missing or misspelt.
+    # The key that should change a value is probably missing or misspelt.
     for path, item in view.items(_GROUPS):
         if item["learningRateRatio"] == 1 and item["weightDecay"] is None:
             remedy = "Add learningRateRatio or weightDecay, or remove it"
@@ -199,7 +199,8 @@ OF_SCHEDULE: Final = (
 
 
 def check_schedule_keys(view: View) -> Iterator[Problem]:
-    """Keys of the schedule that would silently do nothing with its type, and those that it needs."""
+    """Check for keys of the schedule that would silently have no effect with its type, and for required
+    keys."""
     if (schedule := view.get(_SCHEDULE)) is UNKNOWN:
         return
     yield from meaningless_in(view, tuple(_SCHEDULE.split(".")), schedule, OF_SCHEDULE)
@@ -216,7 +217,7 @@ def check_schedule_keys(view: View) -> Iterator[Problem]:
             "Add one, such as `- {until: 80%, ratio: 100%}`",
         )
 
-    # An exponential falls by the same share each step, and so never from or to zero.
+    # An exponential decreases by the same factor each step, so it cannot start or end at zero.
     remedy = "Write one above 0, such as 1%, or another shape"
     why = "an exponential falls by the same share each step and never reaches it"
     if (schedule["type"], schedule["decayShape"], schedule["minimumRatio"]) == (
@@ -234,13 +235,13 @@ def check_schedule_keys(view: View) -> Iterator[Problem]:
 
 
 def check_schedule_fits(view: View) -> Iterator[Problem]:
-    """Warm-up, decay and pieces lie within the horizon."""
+    """Check that warm-up, decay and pieces fit into the horizon."""
     total = total_steps_of(view)
     found = view.known(f"{_SCHEDULE}.type", f"{_SCHEDULE}.warmup", f"{_SCHEDULE}.decay")
     if found is None:
         return
     kind, warmup, decay = found
-    # Other curves decay over all steps behind the warm-up, which always fits.
+    # Other curves decay over all steps after the warm-up, which always fits.
     decay = decay if kind == "wsd" else 0
     if total is not None:
         yield from check_schedule(warmup, decay, total=total)
@@ -255,7 +256,7 @@ def check_schedule_fits(view: View) -> Iterator[Problem]:
         )
         yield Problem(f"{_SCHEDULE}.warmup", what, "", "Shorten warmup or decay")
 
-    # Without a length only shares can be compared, in a run so long that rounding does not matter.
+    # Without a length, only fractions can be compared. Assume a run so long that rounding does not matter.
     ends = [piece["until"] for _, piece in view.items(_PIECES)]
     if kind != "pieces" or UNKNOWN in ends:
         return
@@ -265,9 +266,9 @@ def check_schedule_fits(view: View) -> Iterator[Problem]:
 
 
 def check_schedule(warmup: int | float, decay: int | float, *, total: int) -> list[Problem]:
-    """Warm-up and final decay (0 unless wsd) must fit into ``total`` steps."""
+    """Return a problem if warm-up and final decay (0 unless wsd) do not fit into ``total`` steps."""
     if isinstance(warmup, float) and isinstance(decay, float):
-        # Both are shares: whether they fit does not depend on the length, and rounding must not decide it.
+        # If both are fractions, the result does not depend on the length, and rounding must not affect it.
         fits = Ratio(Decimal(repr(warmup))) + Ratio(Decimal(repr(decay))) <= 1
     else:
         fits = steps_of(warmup, total) + steps_of(decay, total) <= total
@@ -296,10 +297,10 @@ def check_schedule(warmup: int | float, decay: int | float, *, total: int) -> li
 def check_pieces(
     warmup: int | float, ends: Sequence[int | float], *, total: int
 ) -> list[Problem]:
-    """Each piece must end behind the one before it, the first behind the warm-up, and within ``total``
-    steps."""
+    """Return a problem for each piece that does not end after the piece before it (the first: after the
+    warm-up) and within ``total`` steps."""
     problems: list[Problem] = []
-    # Compared in steps: pieces may be given as shares and as steps side by side.
+    # Compare in steps, because some pieces may be fractions and others steps.
     last, before = steps_of(warmup, total), f"the warm-up of {show_steps(warmup, total)}"
     for index, end in enumerate(ends):
         where, shown = f"{_PIECES}[{index}].until", show_steps(end, total)
@@ -327,7 +328,7 @@ class Ema(Section):
 
 
 def check_ema(view: View) -> Iterator[Problem]:
-    """The average takes the weights' place only where a worker holds both whole."""
+    """Check that the average replaces the weights only if a worker has both completely."""
     found = view.known(f"{_EMA}.evaluate", f"{TRAINING}.runtime.parallelism")
     if found is not None and found[0] and found[1] == "fsdp2":
         yield Problem(

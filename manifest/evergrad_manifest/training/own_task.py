@@ -1,4 +1,4 @@
-"""Which recipe a run has, and what comes with a task of the user's own: its options and its files."""
+"""The choice of the recipe, and the options and files of a custom task."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -13,14 +13,15 @@ from evergrad_manifest.values.numbers import show
 _OWN_TASK: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 _FILE_NAME: Final = re.compile(r"([A-Za-z_]\w*/)*[A-Za-z_]\w*\.py", re.ASCII)
 LONGEST_FILE_NAME: Final = 200
-"""Characters of a file's name, its folders with it: below what file systems allow of one part, so that a
-name of a file that is being written fits too."""
+"""Most characters of a file's name with its folders. File systems allow more for one part of a path, so the
+temporary name of a file that is being written fits, too."""
 MOST_FILE_BYTES: Final = 256 * 1024
-"""Most bytes of all files together: they are in the run's object and in its ConfigMap, which hold a MiB."""
+"""Most bytes of all files together. They are stored in the run's object and in its ConfigMap, which hold 1
+MiB."""
 
 
 def check_recipe(recipe: str) -> str:
-    """``recipe`` itself. Raises FieldValueError for what is neither a recipe's name nor ``module:attr``."""
+    """Return ``recipe``. Raises FieldValueError if it is neither the name of a recipe nor ``module:attr``."""
     if recipe in RECIPES or _OWN_TASK.fullmatch(recipe):
         return recipe
     remedy = "Write module:attr, such as my_task:Task for the class Task of my_task.py"
@@ -36,7 +37,7 @@ def check_recipe(recipe: str) -> str:
 
 
 def check_options(view: View) -> Iterator[Problem]:
-    """A recipe that has a name has fields of its own instead of options."""
+    """Check that only a custom task has options. A named recipe has fields instead."""
     recipe, options = view.get(f"{TRAINING}.recipe"), view.get(f"{TRAINING}.options")
     if recipe in RECIPES and options is not UNKNOWN and options:
         what = f"have no meaning with recipe {recipe}"
@@ -47,7 +48,7 @@ def check_options(view: View) -> Iterator[Problem]:
 
 
 def check_files(view: View) -> Iterator[Problem]:
-    """Files are those of a task of the user's own, and lie below one folder."""
+    """Check that only a custom task has files, and that the files are below one folder."""
     recipe, files = view.get(f"{TRAINING}.recipe"), view.get(f"{TRAINING}.files")
     if not isinstance(files, Mapping) or not files:
         return
@@ -72,7 +73,7 @@ def check_files(view: View) -> Iterator[Problem]:
                 "Rename it",
             )
 
-    # A file that is not there would be noticed by the first pod only.
+    # A missing file would be noticed only by the first pod.
     if recipe not in (*RECIPES, UNKNOWN):
         stem = recipe.partition(":")[0].replace(".", "/")
         if not {f"{stem}.py", f"{stem}/__init__.py"} & {*files}:

@@ -1,4 +1,4 @@
-"""The recipe ``preference``: pairs of completions of one prompt, of which one is preferred, beside a frozen
+"""The recipe ``preference``: pairs of completions of one prompt, one of which is preferred, with a frozen
 reference."""
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ METRICS: Final = {
     "chosen_log_probability": "Mean log-probability of a chosen completion, summed over its tokens, in nats.",
     "rejected_log_probability": "The same of a rejected completion.",
 }
-"""Metrics besides the loss, in each step and on each evaluation set, each with a line of help."""
+"""Metrics in addition to the loss, in each step and on each evaluation set, each with a line of help."""
 _SECTION: Final = f"{TRAINING}.preference"
 _ROWS: Final = f"{TRAINING}.rows"
 _PACKING: Final = f"{TRAINING}.data.packing"
@@ -48,7 +48,7 @@ class Preference(Section):
 
 
 def check_section(view: View) -> Iterator[Problem]:
-    """The section and a recipe that reads pairs belong together."""
+    """Check that the section is set only for recipes that read pairs."""
     recipe = view.get(f"{TRAINING}.recipe")
     if recipe in RECIPES and recipe != PREFERENCE and view.is_given(_SECTION):
         what, why = f"has no meaning with recipe {recipe}", "its samples are no pairs"
@@ -56,7 +56,8 @@ def check_section(view: View) -> Iterator[Problem]:
 
 
 def check_smoothing(view: View) -> Iterator[Problem]:
-    """Only a loss that is a likelihood can be mixed with that of the pair turned round."""
+    """Check that label smoothing is used only with a loss that is a likelihood, which can be mixed with the
+    likelihood of the reversed pair."""
     if not reads_pairs(view) or not view.is_given(_SECTION):
         return
     found = view.known(f"{_SECTION}.loss", f"{_SECTION}.labelSmoothing")
@@ -70,11 +71,11 @@ def check_smoothing(view: View) -> Iterator[Problem]:
 
 
 def check_keys(view: View) -> Iterator[Problem]:
-    """A key of a pair stands for one part of it; keys of other rows mean nothing."""
+    """Check that each key names one part of a pair, and that keys of other rows are not set."""
     if not reads_pairs(view) or UNKNOWN in (view.get(_SECTION), view.get(_ROWS)):
         return
     for name in ("messagesField", "completionField", "learn"):
-        # Their defaults stand in each run that was written out.
+        # The resolved file of a run contains their defaults.
         if view.is_given(_ROWS) and view.get(f"{_ROWS}.{name}") not in (
             *_UNSET[name],
             UNKNOWN,
@@ -106,7 +107,7 @@ _UNSET: Final = {
 
 
 def check_pair_packing(view: View) -> Iterator[Problem]:
-    """The two rows of a pair lie in rows of a tensor of their own."""
+    """Check that the two rows of a pair are separate rows of a tensor."""
     packing = view.get(_PACKING)
     if not reads_pairs(view) or packing is UNKNOWN or not view.is_given(_PACKING):
         return

@@ -1,4 +1,4 @@
-"""Models by name and size: each name stands for a configuration of transformers, which never changes."""
+"""Models by name and size. Each name has a configuration of transformers, which never changes."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -33,12 +33,13 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "llama-3B": _llama(2560, 6912, 38, 20),
     }
 )
-"""Configurations by name. The size is that of the blocks: tables for the tokenizer's vocabulary come to it.
-One is never changed, since a file that names it would mean another model; another shape gets another name."""
+"""Configurations by name. The size counts the blocks, without the tables for the tokenizer's vocabulary.
+Never change a configuration, because a file that names it would mean another model. Give another shape
+another name."""
 
 
 def check_preset(name: str) -> str:
-    """``name`` itself. Raises FieldValueError for one that no preset has."""
+    """Return ``name``. Raises FieldValueError if no preset has this name."""
     if name in PRESETS:
         return name
     near = nearest(name, PRESETS)

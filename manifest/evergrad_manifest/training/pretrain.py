@@ -31,13 +31,13 @@ from evergrad_manifest.values.numbers import Count, Fraction, Real, SamplesOrSha
 
 NAME_PATTERN: Final = r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$"
 HELD_OUT: Final = "heldOut"
-"""Name of the evaluation set that ``data.heldOut`` makes, but for the recipes that make others of it."""
+"""Name of the evaluation set that ``data.heldOut`` creates, except for recipes in HELD_OUT_SETS."""
 HELD_OUT_SETS: Final = {KL_RECIPE: STAGE_SETS}
 MEASURED: Final = {KL_RECIPE: KL_MEASURED, PREFERENCE: tuple(METRICS_OF_PAIRS)}
-"""Metrics that a recipe has on each evaluation set, beside those of all."""
+"""Metrics of a recipe on each evaluation set, in addition to METRICS_OF_ALL."""
 BYTE_VOCABULARY: Final = 257
 TEXT_TYPES: Final = ("jsonl", "text", "parquet")
-"""Types of sources whose documents are tokenised."""
+"""Types of sources whose documents are tokenized."""
 _SOURCES: Final = f"{TRAINING}.data.sources"
 _HELD_OUT: Final = f"{TRAINING}.data.heldOut"
 _EVALUATION: Final = f"{TRAINING}.evaluation"
@@ -51,18 +51,18 @@ _LOSSES_OF_STEPS: Final = (
     "training/loss",
     "training_loss",
 )
-"""Names that other trainers, and trackers, give to the loss of a step."""
+"""Names for the loss of a step in other trainers and in trackers."""
 
 
 def check_required(view: View) -> Iterator[Problem]:
-    """A recipe that has a name computes with a model, and most train it on text; a task of the user's own may
-    do neither."""
+    """Check the required sections of a named recipe: a model, and usually text. A custom task may need
+    neither."""
     recipe = view.get(f"{TRAINING}.recipe")
     if recipe not in RECIPES or not isinstance(view.raw("spec", "training"), Mapping):
         return
-    # Asked for here and not by the models, which a task of the user's own shares.
+    # Check this here and not in the models, because a custom task uses the same models.
     needed = []
-    # A run that begins with given weights has their model, unless the file describes it.
+    # A run that starts from given weights uses their model, unless the file describes a model.
     if not view.is_given(f"{TRAINING}.initFrom"):
         needed.append(
             ("model", "the model: exactly one of a configuration and a directory")
@@ -76,11 +76,11 @@ def check_required(view: View) -> Iterator[Problem]:
 
 
 def check_vocabulary(view: View) -> Iterator[Problem]:
-    """The byte tokenizer's ids have their rows in the table of a model that is configured here."""
+    """Check that the table of a model that is configured here has a row for each id of the byte tokenizer."""
     config = view.get(f"{_MODEL}.config")
     if not isinstance(config, Mapping):
         return
-    # A smaller table would be noticed by the first byte that has no row in it, in the middle of a step.
+    # With a smaller table, the first byte without a row would fail in the middle of a step.
     size = config.get("vocab_size")
     reads_text = any(
         item["type"] in TEXT_TYPES for _, item in view.items(f"{TRAINING}.data.sources")
@@ -165,7 +165,8 @@ class Data(Section):
 NO_DATA: Final = Data.model_construct(
     set(), sources=(), sequence_length=LENGTH_WITHOUT_DATA
 )
-"""``data`` of a task that prepares its data itself: built past the rule that there is a source."""
+"""``data`` of a task that prepares its data itself. It is built without validation, because a source is
+required."""
 
 OF_SOURCES: Final = (
     Meaningless("textField", "type", ("text", "tokens"), "Remove it, or set type: jsonl"),
@@ -177,12 +178,12 @@ OF_SOURCES: Final = (
 
 
 def check_source_keys(view: View) -> Iterator[Problem]:
-    """Keys of a source that would silently do nothing."""
+    """Check for keys of a source that would silently have no effect."""
     for where in (_SOURCES, f"{_EVALUATION}.sources"):
         for path, item in view.items(where):
             yield from meaningless_in(view, path, item, OF_SOURCES)
 
-    # EvaluationSource has the keys so that they can be refused in these words and not as unknown ones.
+    # EvaluationSource has these keys only so that they are refused with this message and not as unknown keys.
     for path, _ in view.items(f"{_EVALUATION}.sources"):
         for key, remedy in (
             ("weight", "Remove it"),
@@ -195,9 +196,9 @@ def check_source_keys(view: View) -> Iterator[Problem]:
 
 
 def check_source_names(view: View) -> Iterator[Problem]:
-    """Names are unique over training and evaluation sources, since both appear in sample ids, files and
-    metrics."""
-    # Compared without their case: names become names of files, and some file systems ignore the case.
+    """Check that names are unique over training and evaluation sources, because both appear in sample ids,
+    files and metrics."""
+    # Ignore case: names become file names, and some file systems ignore case.
     first: dict[str, tuple[str, str]] = {}
     for where in (_SOURCES, f"{_EVALUATION}.sources"):
         for path, item in view.items(where):
@@ -224,10 +225,12 @@ def check_source_names(view: View) -> Iterator[Problem]:
 
 
 def check_held_out(view: View) -> Iterator[Problem]:
-    """Exactly one of fraction and count; documents cannot be counted in a flat file of tokens."""
+    """Check that exactly one of fraction and count is set. A flat file of tokens has no documents to
+    count."""
     if view.get(_HELD_OUT) is UNKNOWN or not view.is_given(_HELD_OUT):
         return
-    # Not by the model: a section of two optional keys says nothing on why one of them is needed.
+    # Check this here and not in the model: a section with two optional keys does not explain that one is
+    # required.
     given = [name for name in ("fraction", "count") if view.is_given(f"{_HELD_OUT}.{name}")]
     if not given:
         yield Problem(
@@ -244,7 +247,7 @@ def check_held_out(view: View) -> Iterator[Problem]:
             "Remove one of them",
         )
 
-    # A flat file has no ends of documents, so that only a share of its tokens can be held out.
+    # A flat file has no document boundaries, so only a share of its tokens can be held out.
     flat = [
         format_path(path) for path, item in view.items(_SOURCES) if item["type"] == "tokens"
     ]
@@ -303,7 +306,7 @@ class Evaluation(Section):
 
 
 def check_evaluation(view: View) -> Iterator[Problem]:
-    """Settings of the evaluation need something to evaluate on."""
+    """Check that there is data to evaluate on if settings of the evaluation are set."""
     # A task that reads no text may have evaluators that need neither sources nor held-out documents.
     has_sources = view.raw("spec", "training", "evaluation", "sources") not in (None, [])
     if view.get(f"{TRAINING}.recipe") not in OF_TEXT:
@@ -329,9 +332,9 @@ def check_evaluation(view: View) -> Iterator[Problem]:
 
 
 def check_sets(view: View) -> Iterator[Problem]:
-    """Each entry of ``evaluation.sets`` changes something of one set that there is."""
+    """Check that each entry of ``evaluation.sets`` changes a setting of one existing set."""
     names, first = set_names(view), dict[str, str]()
-    # The value where the file does not set one.
+    # The default if the file does not set ``whileTraining``.
     default = not view.is_given(_PODS)
     for path, item in view.items(f"{_EVALUATION}.sets"):
         name, here = item["name"], format_path((*path, "name"))
@@ -350,7 +353,7 @@ def check_sets(view: View) -> Iterator[Problem]:
             yield Problem(here, f"{name!r} is named twice", why, "Join the two")
         first.setdefault(name, format_path(path))
 
-        # Without any set there is another problem, of the whole section.
+        # If there are no sets, another rule reports the whole section.
         if names and name not in names:
             near, known = nearest(name, names), f"Known here: {', '.join(names)}"
             why = f"did you mean `{near}`? {known}" if near else "no set has this name"
@@ -361,7 +364,8 @@ def check_sets(view: View) -> Iterator[Problem]:
 
 
 def check_evaluated_by_pods(view: View) -> Iterator[Problem]:
-    """With ``spec.evaluation`` there is something to evaluate, and no setting of what the run leaves out."""
+    """With ``spec.evaluation``, check that there is data to evaluate on, and refuse settings of evaluations
+    that the run does not make."""
     if not view.is_given(_PODS) or view.get(_EVALUATION) is UNKNOWN:
         return
     has_sources = view.raw("spec", "training", "evaluation", "sources") not in (None, [])
@@ -393,11 +397,11 @@ def check_evaluated_by_pods(view: View) -> Iterator[Problem]:
 
 
 def set_names(view: View) -> list[str] | None:
-    """Names of all evaluation sets; None where the file alone does not say them."""
+    """Return the names of all evaluation sets; None if the file alone does not define them."""
     sources = view.items(f"{_EVALUATION}.sources")
     names = [item["name"] for _, item in sources]
-    # A set without a valid name may be the one that is meant; those of a task that prepares its own data are
-    # known to it alone.
+    # If a set has no valid name, the user may mean this set. Only a task that prepares its own data defines
+    # its sets.
     recipe = view.get(f"{TRAINING}.recipe")
     is_known = UNKNOWN not in names and view.get(f"{_EVALUATION}.sources") is not UNKNOWN
     if not is_known or recipe not in OF_TEXT:
@@ -410,8 +414,8 @@ def set_names(view: View) -> list[str] | None:
 
 
 def check_measured_while_training(view: View, where: str, metric: str) -> Iterator[Problem]:
-    """The run itself evaluates the set of ``metric``, which the field ``where`` follows, and not only at its
-    end."""
+    """Check that the run evaluates the set of ``metric`` while training, not only at its end. ``where``: the
+    field that uses the metric."""
     name = metric.partition("/")[0]
     own = [item for _, item in view.items(f"{_EVALUATION}.sets") if item["name"] == name]
     is_left_out = any(item["whileTraining"] is False for item in own)
@@ -443,8 +447,9 @@ def check_measured_while_training(view: View, where: str, metric: str) -> Iterat
 
 
 def check_best(view: View) -> Iterator[Problem]:
-    """The best checkpoint follows a metric that will exist while training."""
-    # A metric that is never measured would keep no checkpoint, which shows only when the best one is wanted.
+    """Check that the best checkpoint uses a metric that is measured while training."""
+    # With a metric that is never measured, no checkpoint would be kept, which the user would notice only
+    # after the run.
     path = f"{TRAINING}.checkpoint.best"
     metric = view.get(f"{path}.metric")
     if not view.is_given(path) or metric is UNKNOWN or metric is None:

@@ -1,4 +1,4 @@
-"""The recipe ``sft``: supervised fine-tuning on rows of chat messages, or of a prompt and its completion."""
+"""The recipe ``sft``: supervised fine-tuning on rows of chat messages, or of prompts and completions."""
 
 import datetime
 from collections.abc import Iterator
@@ -15,11 +15,12 @@ from evergrad_manifest.values.numbers import Count
 
 SFT: Final = "sft"
 KEEPS_APART: Final = ("pretrain", SFT)
-"""Recipes whose loss keeps the documents of a sample apart; another would let them see each other."""
+"""Recipes whose loss keeps the documents of a sample apart. With other recipes, documents would attend to
+each other."""
 GENERATED: Final = "-generated"
-"""Ending of the name of the evaluation set that generates from the rows of another one."""
+"""Suffix of the name of an evaluation set that generates from the rows of another set."""
 NUMBERS: Final = ("exact_match", "parse_rate", "rmse")
-"""Metrics of generated completions, besides the loss."""
+"""Metrics of generated completions, in addition to the loss."""
 _ROWS: Final = f"{TRAINING}.rows"
 _TOO_LONG: Final = f"{_ROWS}.tooLong"
 _GENERATION: Final = f"{TRAINING}.evaluation.generation"
@@ -29,7 +30,7 @@ _SOURCES: Final = f"{TRAINING}.data.sources"
 
 MESSAGES: Final = "messages"
 CONVERSATIONS: Final = "conversations"
-"""Key of a conversation in rows of ShareGPT and of tools that follow it."""
+"""Key of a conversation in rows of ShareGPT and of tools with the same format."""
 FieldName = Annotated[str, Field(min_length=1, max_length=200)]
 
 
@@ -59,7 +60,7 @@ class RowSettings(Section):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The keys that say what a row is."""
+        """The keys that define a row."""
         named = (self.messages_field, self.prompt_field, self.completion_field)
         if self.messages_field != MESSAGES or CONVERSATIONS in named:
             return named
@@ -78,14 +79,14 @@ class Generation(Section):
 
 
 def _reads_rows(view: View) -> bool:
-    """Whether samples are rows: by the recipe, or by the section that a task of the user's own has."""
+    """Return whether samples are rows: because of the recipe, or because a custom task has the section."""
     recipe = view.get(f"{TRAINING}.recipe")
     is_own = recipe not in RECIPES and view.is_given(_ROWS)
     return recipe == SFT or is_own or reads_pairs(view)
 
 
 def check_sft(view: View) -> Iterator[Problem]:
-    """Settings of rows need a recipe that reads rows."""
+    """Check that settings of rows are set only for a recipe that reads rows."""
     recipe = view.get(f"{TRAINING}.recipe")
     if recipe is UNKNOWN or recipe not in RECIPES or recipe == SFT:
         return
@@ -99,7 +100,7 @@ def check_sft(view: View) -> Iterator[Problem]:
 
 
 def check_fields(view: View) -> Iterator[Problem]:
-    """A key cannot stand for two parts of a row."""
+    """Check that no key is used for two parts of a row."""
     names = ("messagesField", "promptField", "completionField")
     if view.get(_ROWS) is UNKNOWN or view.get(_ROWS) is None:
         return
@@ -116,7 +117,7 @@ def check_fields(view: View) -> Iterator[Problem]:
 
 
 def check_date(view: View) -> Iterator[Problem]:
-    """The date that templates write is a day of the calendar."""
+    """Check that the date for templates is a valid date."""
     value = view.get(f"{_ROWS}.date")
     if not isinstance(value, str):
         return
@@ -129,7 +130,7 @@ def check_date(view: View) -> Iterator[Problem]:
 
 
 def check_rows(view: View) -> Iterator[Problem]:
-    """Rows are JSON objects, one a line, or those of a Parquet file."""
+    """Check that rows are JSON objects, one in each line, or rows of a Parquet file."""
     if not _reads_rows(view):
         return
     has_pairs = reads_pairs(view)
@@ -144,7 +145,7 @@ def check_rows(view: View) -> Iterator[Problem]:
                     "Write the rows so, and set type: jsonl or parquet",
                 )
             elif item["textField"] not in ("text", UNKNOWN):
-                # Its default stands in each run that was written out.
+                # The resolved file of a run contains the default.
                 why = "a row has messages, or a prompt and a completion"
                 remedy = (
                     f"Remove it; {_ROWS} has messagesField, promptField and completionField"
@@ -161,7 +162,7 @@ def check_rows(view: View) -> Iterator[Problem]:
 
 
 def check_packing(view: View) -> Iterator[Problem]:
-    """Texts and rows have each their ways of filling a sample."""
+    """Check that the packing is possible for texts or rows."""
     found = view.known(f"{TRAINING}.recipe", _PACKING, f"{TRAINING}.runtime.attention")
     if found is None or reads_pairs(view):
         return
@@ -193,7 +194,8 @@ def check_packing(view: View) -> Iterator[Problem]:
 
 
 def check_generation(view: View) -> Iterator[Problem]:
-    """The sets that generation adds have names of their own, and there are whole completions to compare."""
+    """Check that the names of generated sets are not used otherwise, and that there are whole completions to
+    compare."""
     if view.get(f"{TRAINING}.evaluation") is UNKNOWN or not view.is_given(_GENERATION):
         return
     if any(not text for text in view.raw(*_GENERATION.split("."), "stop") or ()):

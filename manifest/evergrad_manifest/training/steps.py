@@ -1,5 +1,5 @@
-"""The steps of a run: how many, how large, when they stop, and what replaces values of the recipe from a step
-on."""
+"""The steps of a run: their number and size, when the run stops, and values that replace values of the recipe
+from a step on."""
 
 from collections.abc import Iterator
 from math import isqrt
@@ -37,7 +37,7 @@ class Batching(Section):
 
 
 def check_batching(view: View) -> Iterator[Problem]:
-    """A step is cut into micro-batches of equal size."""
+    """Check that a step divides into micro-batches of equal size."""
     if (found := view.known(_GLOBAL, _MICRO)) is None:
         return
     whole, micro = found
@@ -62,20 +62,20 @@ def check_batching(view: View) -> Iterator[Problem]:
 
 
 def nearest_divisors(number: int, near: int) -> tuple[int, int]:
-    """The largest divisor of ``number`` up to ``near`` and the smallest from ``near`` on, for near in
-    1..number."""
+    """Return the largest divisor of ``number`` up to ``near``, and the smallest from ``near`` on. ``near`` is
+    in 1..number."""
     divisors = divisors_of(number)
     return max(d for d in divisors if d <= near), min(d for d in divisors if d >= near)
 
 
 def divisors_of(number: int) -> set[int]:
-    """All divisors of ``number`` ≥ 1, in O(√number)."""
+    """Return all divisors of ``number`` ≥ 1, in O(√number)."""
     small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
     return {*small, *(number // divisor for divisor in small)}
 
 
 def slots_of(view: View) -> tuple[int, int, int] | None:
-    """(M, G, b) where they are known and M is whole; a script has no slots."""
+    """Return (M, G, b) if they are known and M is whole, otherwise None. A script has no slots."""
     if (
         view.get(TRAINING) is None
         or (found := view.known(_GLOBAL, _MICRO)) is None
@@ -101,7 +101,7 @@ class Horizon(Section):
 
 
 def check_horizon(view: View) -> Iterator[Problem]:
-    """Exactly one of steps, epochs and tokens."""
+    """Check that exactly one of steps, epochs and tokens is set."""
     if view.get(HORIZON) is UNKNOWN:
         return
     given = [
@@ -126,7 +126,7 @@ def check_horizon(view: View) -> Iterator[Problem]:
 
 
 def check_exhausted(view: View) -> Iterator[Problem]:
-    """Sources that run out belong to a horizon in epochs and to one mixture."""
+    """Check that ``exhausted`` is used only with a horizon in epochs and one mixture."""
     path, recipe = f"{HORIZON}.exhausted", view.get(f"{TRAINING}.recipe")
     if not view.is_given(path):
         return
@@ -139,7 +139,7 @@ def check_exhausted(view: View) -> Iterator[Problem]:
 
 
 def total_steps_of(view: View) -> int | None:
-    """Steps of the whole run where they do not depend on the data."""
+    """Return the steps of the whole run if they do not depend on the data, otherwise None."""
     given = [
         name for name in ("steps", "epochs", "tokens") if view.is_given(f"{HORIZON}.{name}")
     ]
@@ -150,7 +150,8 @@ def total_steps_of(view: View) -> int | None:
     if given != ["tokens"] or found is None:
         return None
 
-    # A task that prepares its own data names none; where a recipe of text lacks them, that is the problem.
+    # A task that prepares its own data names no sources. For a recipe of text, another rule reports missing
+    # sources.
     length = view.get(_LENGTH)
     if not view.is_given(f"{TRAINING}.data"):
         is_own = view.get(f"{TRAINING}.recipe") not in (*OF_TEXT, UNKNOWN)
@@ -163,7 +164,8 @@ def total_steps_of(view: View) -> int | None:
 
 
 def steps_for_tokens(tokens: int, *, samples: int, length: int) -> int:
-    """Steps of ``samples`` samples of ``length`` tokens that train at least ``tokens`` tokens."""
+    """Return the number of steps that train at least ``tokens`` tokens, with ``samples`` samples of
+    ``length`` tokens in each step."""
     return -(-tokens // (samples * length))
 
 
@@ -194,7 +196,7 @@ class Stop(Section):
 
 
 def check_stop(after_step: int | None, *, total: int) -> list[Problem]:
-    """The stop step must lie within the horizon."""
+    """Return a problem if the stop step is not within the horizon."""
     if after_step is None or after_step <= total:
         return []
     why = "the run ends before that step"
@@ -207,14 +209,15 @@ def check_stop(after_step: int | None, *, total: int) -> list[Problem]:
 
 
 def check_stop_fits(view: View) -> Iterator[Problem]:
-    """The stop step lies within the horizon, where that does not depend on the data."""
+    """Check that the stop step is within the horizon, if the horizon does not depend on the data."""
     total, after_step = total_steps_of(view), view.get(_AFTER_STEP)
     if total is not None and after_step is not UNKNOWN:
         yield from check_stop(after_step, total=total)
 
 
 def steps_of(amount: int | float, total: int) -> int:
-    """Steps as they are; a fraction (a float) of ``total``, rounded to whole steps."""
+    """Return a number of steps unchanged, and a fraction (a float) as a share of ``total``, rounded to whole
+    steps."""
     return round(amount * total) if isinstance(amount, float) else amount
 
 
@@ -240,7 +243,8 @@ class OnNonFinite(Section):
 
 
 SkippedStep = Annotated[int, Strict(), Field(ge=1, le=10**12)]
-"""A plain number, without units: a rule for each item of a list would use up the budget of API servers."""
+"""A plain number, without units: a rule for each item of a list would exceed the cost budget of API
+servers."""
 
 
 class StepOverride(Section):
@@ -255,8 +259,9 @@ class StepOverride(Section):
 
 
 def check_overrides(view: View) -> Iterator[Problem]:
-    """Each override replaces something, from a step within the run that lies behind the one before it."""
-    # In one pass: each is compared with the one before it and with the end.
+    """Check that each override replaces a value, from a step that is within the run and after the override
+    before it."""
+    # Use one loop: compare each override with the one before it and with the end.
     total, last = total_steps_of(view), 0
     for path, item in view.items(f"{TRAINING}.overrides"):
         first, here = item["fromStep"], format_path((*path, "fromStep"))

@@ -22,7 +22,7 @@ class Tokenizer(Section):
 
 
 def check_tokenizer(view: View) -> Iterator[Problem]:
-    """A transformers tokenizer has a directory; the byte tokenizer has none."""
+    """Check that a transformers tokenizer has a directory, and that the byte tokenizer has none."""
     path, kind = f"{TRAINING}.tokenizer.path", view.get(f"{TRAINING}.tokenizer.type")
     if kind == "transformers" and not view.is_given(path):
         yield Problem(

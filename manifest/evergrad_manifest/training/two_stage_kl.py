@@ -1,5 +1,5 @@
-"""The recipe ``two_stage_kl``: a mixture for each of two stages, and a penalty that holds the second near the
-model of the boundary between them."""
+"""The recipe ``two_stage_kl``: a mixture for each of two stages, and a penalty that keeps the second stage
+close to the model at the end of the first."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final, Literal
@@ -17,13 +17,13 @@ from evergrad_manifest.values.numbers import Count, Real, show
 
 RECIPE: Final = "two_stage_kl"
 DEFAULT_BETA: Final = 0.1
-"""Weight of the penalty in the second stage, where the file gives none."""
+"""Weight of the penalty in the second stage, if the file sets none."""
 CHUNK_TOKENS: Final = 512
-"""Tokens whose logits exist at a time, where ``runtime.lossChunk`` does not say."""
+"""Tokens whose logits are in memory at the same time, if ``runtime.lossChunk`` is not set."""
 STAGE_SETS: Final = ("stage1", "stage2")
-"""Evaluation sets that ``data.heldOut`` makes: the held-out documents of each stage's sources."""
+"""Evaluation sets that ``data.heldOut`` creates: the held-out documents of each stage's sources."""
 MEASURED: Final = ("reference_loss", "kl")
-"""Metrics of each evaluation set in the second stage, beside those of all recipes."""
+"""Metrics of each evaluation set in the second stage, in addition to the metrics of all recipes."""
 _SECTION: Final = f"{TRAINING}.twoStageKl"
 _STAGES: Final = f"{_SECTION}.stages"
 _SOURCES: Final = f"{TRAINING}.data.sources"
@@ -57,7 +57,7 @@ class TwoStageKl(Section):
 
 
 def check_is_given(view: View) -> Iterator[Problem]:
-    """The section and the recipe belong together."""
+    """Check that the section is set if and only if the recipe is ``two_stage_kl``."""
     recipe = view.get(f"{TRAINING}.recipe")
     if not isinstance(view.raw("spec", "training"), Mapping) or recipe is UNKNOWN:
         return
@@ -71,7 +71,7 @@ def check_is_given(view: View) -> Iterator[Problem]:
 
 
 def check_stages(view: View) -> Iterator[Problem]:
-    """The first stage has a length and no penalty; the second has the rest of the run."""
+    """Check that the first stage has a length and no penalty, and that the second stage has no length."""
     for index, (path, stage) in enumerate(_stages_of(view)):
         tokens, beta = (format_path((*path, key)) for key in ("tokens", "beta"))
         if index == 0 and stage["tokens"] is None:
@@ -87,7 +87,7 @@ def check_stages(view: View) -> Iterator[Problem]:
 
 
 def check_boundary(view: View) -> Iterator[Problem]:
-    """Each stage has a step at least, where the horizon does not depend on the data."""
+    """Check that each stage has at least one step, if the horizon does not depend on the data."""
     stages = _stages_of(view)
     found = view.known(
         f"{TRAINING}.batching.globalBatchSize", f"{TRAINING}.data.sequenceLength"
@@ -106,7 +106,7 @@ def check_boundary(view: View) -> Iterator[Problem]:
 def problem_of_boundary(
     tokens: int, *, samples: int, length: int, total: int
 ) -> Problem | None:
-    """The problem that keeps a run of ``total`` steps from having a second stage; None if nothing does."""
+    """Return a problem if a run of ``total`` steps would have no second stage, otherwise None."""
     end = steps_for_tokens(tokens, samples=samples, length=length)
     if end < total:
         return None
@@ -119,7 +119,7 @@ def problem_of_boundary(
 
 
 def check_mixtures(view: View) -> Iterator[Problem]:
-    """A mixture names sources of this file; a source is in one of them at least."""
+    """Check that a mixture names sources of this file, and that each source is in at least one mixture."""
     sources = view.items(_SOURCES)
     names = [item["name"] for _, item in sources]
     stages = _stages_of(view)
@@ -138,7 +138,7 @@ def check_mixtures(view: View) -> Iterator[Problem]:
             remedy = f"Known here: {', '.join(names)}"
             where = format_path((*path, "mixture", name))
             yield Problem(where, f"{name!r} is not a name of data.sources", why, remedy)
-    # Prepared and never trained on: most probably a slip.
+    # A source that is prepared but never trained on is probably a mistake.
     mixtures = [stage["mixture"] for _, stage in stages]
     if len(mixtures) == 2 and all(isinstance(one, Mapping) and one for one in mixtures):
         for (path, _), name in zip(sources, names, strict=True):
@@ -151,7 +151,7 @@ def check_mixtures(view: View) -> Iterator[Problem]:
 
 
 def check_mixing(view: View) -> Iterator[Problem]:
-    """Each stage has shares: a pass is of no length where a stage ends by its tokens."""
+    """Check that each stage uses shares: a stage ends by its tokens, in the middle of a pass."""
     where, recipe = f"{TRAINING}.data.mixing", view.get(f"{TRAINING}.recipe")
     if view.is_given(f"{TRAINING}.twoStageKl") and view.get(where) == "passes":
         why = "a stage ends by its tokens, in the middle of a pass"
@@ -161,7 +161,7 @@ def check_mixing(view: View) -> Iterator[Problem]:
 
 
 def check_set_names(view: View) -> Iterator[Problem]:
-    """No evaluation source takes the name of a stage's own set."""
+    """Check that no evaluation source has the name of a stage's evaluation set."""
     if view.get(f"{TRAINING}.recipe") != RECIPE or not view.is_given(
         f"{TRAINING}.data.heldOut"
     ):
@@ -175,7 +175,7 @@ def check_set_names(view: View) -> Iterator[Problem]:
 
 
 def _stages_of(view: View) -> list[tuple[Any, dict[str, Any]]]:
-    """The known stages of a run of this recipe, each with its path."""
+    """Return the known stages of a run of this recipe, each with its path."""
     if view.get(f"{TRAINING}.recipe") != RECIPE or not isinstance(
         view.get(_SECTION), Mapping
     ):
@@ -184,7 +184,7 @@ def _stages_of(view: View) -> list[tuple[Any, dict[str, Any]]]:
 
 
 def without_default_beta(section: Mapping[str, Any]) -> dict[str, Any]:
-    """The section on the wire without weights of the penalty that it would mean as well without them."""
+    """Return the JSON form of the section without weights of the penalty that equal the defaults."""
     stages = [
         {
             key: value
