@@ -42,7 +42,7 @@ class InTime:
         """Number of beginnings up to the last one by which numbers fell."""
 
     def accepts(self, generation: Any, time: Any) -> bool:
-        """Whether the next row is in time; fields may be missing or of any type."""
+        """Return whether the next row is in time. Fields may be missing or of any type."""
         if generation is None:
             return True
         if not isinstance(generation, int):

@@ -117,7 +117,7 @@ class Nodes(Section):
 
     @property
     def largest(self) -> int:
-        """The number of nodes that the run uses where it can."""
+        """The number of nodes that the run uses if they are available."""
         return self.min if self.max is None else self.max
 
 
@@ -293,7 +293,7 @@ class TrainingRun(Section):
 
     @property
     def training(self) -> Training:
-        """The typed recipe. Raises ConfigurationError for the run of a script."""
+        """The typed recipe. Raises ConfigurationError if the run is a script."""
         if self.spec.training is None:
             raise ConfigurationError(
                 _wrong_kind("training", "this run is a script", "a typed run")
@@ -302,7 +302,7 @@ class TrainingRun(Section):
 
     @property
     def script(self) -> Script:
-        """The user's own command. Raises ConfigurationError for a typed run."""
+        """The user's own command. Raises ConfigurationError if the run is typed."""
         if self.spec.script is None:
             raise ConfigurationError(
                 _wrong_kind("script", "this run has a typed recipe", "the run of a script")
@@ -311,8 +311,8 @@ class TrainingRun(Section):
 
     @property
     def recovery(self) -> Recovery:
-        """Whether workers outlive a change of the group: only state that every rank holds whole can be handed
-        on."""
+        """Whether workers continue after a change of the group. They can only if every rank holds the whole
+        state, which is then copied to new ranks."""
         # A shard is lost with its worker, and the state of a script is unknown to us, so both restart from
         # the saved state.
         training = self.spec.training

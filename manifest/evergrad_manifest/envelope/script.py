@@ -65,7 +65,7 @@ class Script(Section):
 
     @property
     def program(self) -> Program:
-        """The command taken apart; its first word decides."""
+        """The program and the arguments of the command. Its first word decides the kind of program."""
         return program_of(self.command)
 
 

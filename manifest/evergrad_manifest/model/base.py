@@ -61,9 +61,9 @@ def check_local_path(path: str) -> str:
 
 
 Switch = Annotated[bool, Strict()]
-"""true or false and nothing that looks like it."""
+"""true or false, and no value that only resembles them."""
 LocalPath = Annotated[str, AfterValidator(check_local_path)]
 """A path of this machine (or pod): no URL, no ``~``, no control characters."""
 FreeMapping = Annotated[dict[str, Any], AfterValidator(with_whole_numbers)]
-"""A mapping of values that are not ours, such as a transformers configuration. Its numbers have no type of
-ours that would give them one form."""
+"""A mapping with user-defined values, such as a transformers configuration. Its numbers have no declared
+type, so they are converted to the form that an API server stores."""

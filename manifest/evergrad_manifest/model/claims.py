@@ -18,8 +18,8 @@ not fit. The checkpoints of these runs may still be on the claim."""
 class Claims:
     """The claims of one run.
 
-    ``storage``: the claim with its run directory, an existing one or the one that the operator makes, which
-    has the run's name. ``mounted``: claims that its pods mount in addition, in the order of the file.
+    ``storage``: the claim with its run directory. It exists already, or the operator creates it with the name
+    of the run. ``mounted``: claims that its pods mount in addition, in the order of the file.
     """
 
     storage: str

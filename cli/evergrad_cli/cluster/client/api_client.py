@@ -365,9 +365,8 @@ def _load(config: Any, settings: Any, args: argparse.Namespace) -> str | None:
         if file is None and args.context is None and not has_kubeconfig:
             config.load_incluster_config(client_configuration=settings)
             return _IN_CLUSTER_NAMESPACE.read_text().strip()
-        # Not the client's own two functions for it: the one that has the namespace wants a current context
         # Do not use the client's own two functions: the function that returns the namespace requires a
-        # current context even if another context is named.
+        # current context even if the user names another context.
         found = config.kube_config.KubeConfigMerger(file or ":".join(places)).config
         if found is None:
             raise config.ConfigException("no such file")

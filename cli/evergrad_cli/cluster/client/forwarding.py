@@ -30,7 +30,7 @@ def forwarded(
         with places, near:
             try:
                 far = connect()
-            except Exception as error:  # noqa: BLE001 - reported; the next connection may find the pod
+            except Exception as error:  # noqa: BLE001 - reported; the next connection may reach the pod
                 report(error)
                 return
             with contextlib.closing(far):

@@ -160,7 +160,7 @@ def _finish(
             try:
                 delete(one)
             except NotFoundError:
-                continue  # somebody else was quicker
+                continue  # another client has deleted it
             except (OSError, EvergradError) as error:
                 errors[one] = str(error)
     failures = [
