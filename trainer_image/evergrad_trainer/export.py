@@ -1,5 +1,5 @@
-"""A checkpoint as a transformers directory: safetensors, configuration and tokenizer, for any tool that reads
-those; or its adapters alone, as peft reads them."""
+"""Exports a checkpoint to a directory in the format of transformers, with safetensors, configuration and
+tokenizer, or exports only its adapters in peft's format."""
 
 import logging
 import os
@@ -64,14 +64,15 @@ _DTYPES: Final = {
     "float16": torch.float16,
 }
 _MAX_FILE_BYTES: Final = 5 * 10**9
-"""Most bytes of one safetensors file: what tools that read them a file at a time can be expected to hold."""
+"""Maximum size of one safetensors file, because some tools load one whole file at a time into memory."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ExportResult:
-    """The directory that was written, and its source. ``dtype``: torch's name of the weights' type."""
+    """The written directory and its source. ``dtype``: torch's name of the weights' type, such as
+    ``bfloat16``."""
 
     checkpoint: Path
     step: int
@@ -82,7 +83,7 @@ class ExportResult:
 
 @dataclass(frozen=True)
 class _Weights:
-    """The trained weights of one checkpoint, or their average where that is asked for."""
+    """The trained weights of one checkpoint, or their average if ``average`` is set."""
 
     stored: StoredTensors
     average: StoredTensors | None
@@ -90,7 +91,10 @@ class _Weights:
 
     @classmethod
     def open(cls, checkpoint: Path, weights: str) -> "_Weights":
-        """``weights`` of a checkpoint that was validated a moment ago. Raises CheckpointError."""
+        """Open ``weights`` (``trained`` or ``average``) of a checkpoint that has been validated.
+
+        Raises CheckpointError if they cannot be read.
+        """
         trained = open_tensors(checkpoint, prefix=f"{MODEL}.", checksums=False)
         average = None
         if weights == AVERAGE:
@@ -98,14 +102,14 @@ class _Weights:
         return cls(trained, average, str(checkpoint))
 
     def check(self, wanted: Mapping[str, torch.Tensor]) -> None:
-        """Raises CheckpointError unless the checkpoint has tensors of these names and shapes."""
+        """Raise CheckpointError if the checkpoint does not have tensors of these names and shapes."""
         keyed = {f"{MODEL}.{name}": tensor for name, tensor in wanted.items()}
         raise_if(
             compare_tensors(self.stored.table, keyed, where=self.where), CheckpointError
         )
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """One whole tensor; what is not averaged, such as a buffer, as it is."""
+        """Read one whole tensor. Tensors without an average, such as buffers, are read as they are."""
         key = f"{EMA}.{MODEL}.{name}"
         if self.average is not None and key in self.average.table:
             return self.average.read(key, dtype)
@@ -121,19 +125,21 @@ def export_checkpoint(
     weights: str = TRAINED,
     is_adapter: bool = False,
 ) -> ExportResult:
-    """Write the newest valid checkpoint (or that of ``step``) to ``output``, which must not exist yet.
+    """Write the newest valid checkpoint, or the checkpoint of ``step``, to ``output``, which must not exist.
 
-    ``dtype``: ``float32``, ``bfloat16`` or ``float16``; default: the type the weights have. ``weights``:
-    ``trained`` or ``average``. ``is_adapter``: adapters alone, as peft has them; without it they are merged
-    into the weights beside them. ``output`` appears whole or not at all. One tensor at a time is in memory,
-    converted as it is read, where nothing is merged. Raises RunDirectoryError, VolumeError (no space),
-    CheckpointError, ModelError or DataError.
+    ``dtype``: ``float32``, ``bfloat16`` or ``float16``; None keeps the type of the weights. ``weights``:
+    ``trained`` or ``average``. ``is_adapter``: write only the adapters, in peft's format; otherwise adapters
+    are merged into the base weights. ``output`` appears complete or not at all. Without a merge, one tensor
+    at a time is in memory and is converted when it is read.
+
+    Raises RunDirectoryError, VolumeError (for example if the volume is full), CheckpointError, ModelError or
+    DataError.
     """
     if output.exists():
         why = "an export never overwrites"
         remedy = "Choose another --output, or move it away"
         raise RunDirectoryError(Problem(str(output), "exists already", why, remedy))
-    # Mistakes of the run's files show before the checkpoint is hashed, which may take minutes.
+    # Check the run's files before the checkpoint is hashed, which may take minutes.
     training, base = _read_run(run_directory, weights=weights, is_adapter=is_adapter)
     tokenizer = load_tokenizer(training.tokenizer, base)
     plan = plan_initial(
@@ -145,13 +151,13 @@ def export_checkpoint(
     model = build_empty_model(plan, precision=training.runtime.precision)
     ids = _text_ids(training, base, tokenizer)
     origin = find_origin(training, base)
-    # The types of the tensors to be written; there is nothing to convert yet.
+    # Set the dtypes of the tensors to write. The model is empty, so no data are converted here.
     if dtype is not None:
         model.to(_DTYPES[dtype])  # type: ignore[arg-type]
 
-    # Beside the final name, so that the rename is one of the same file system.
+    # In the same folder as the output, so that the rename stays within one file system.
     temporary = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}.tmp")
-    # Held until the last tensor is read: a run that trains would retire it before.
+    # Hold the checkpoint until the last tensor is read; otherwise a training run could remove it.
     with hold_checkpoint(run_directory, step=step) as checkpoint:
         found = _Weights.open(checkpoint, weights)
         found.check(module_tensors(model))
@@ -166,8 +172,8 @@ def export_checkpoint(
                     )
                 else:
                     _write_model(model, found, temporary, plan=plan, ids=ids)
-                # Whatever was made of the model's configuration: chat models have several ends there, and
-                # settings of sampling.
+                # Keep the settings of the original model: chat models have several end tokens and settings
+                # for sampling.
                 if origin is not None:
                     keep_settings(origin, temporary, ids.ends)
                 tokenizer.save_pretrained(temporary)
@@ -185,7 +191,7 @@ def export_checkpoint(
 
 
 def _text_ids(training: Training, base: Path, tokenizer: TextTokenizer) -> TextIds:
-    """What the run's texts begin and end with. Raises DataError or ModelError."""
+    """Find the ids with which the run's texts begin and end. Raises DataError or ModelError."""
     special = tokenizer.special_ids
     return TextIds(
         find_export_ends(training, base, tokenizer),
@@ -196,11 +202,11 @@ def _text_ids(training: Training, base: Path, tokenizer: TextTokenizer) -> TextI
 
 
 def _check_tokenizer(tokenizer: TextTokenizer, directory: Path) -> None:
-    """Raise DataError if transformers would give a text other ids than those that were trained."""
+    """Raise DataError if transformers would produce other ids for a text than the run trained on."""
     try:
         difference = check_saved(tokenizer, directory)
     except DataError as error:
-        # Only other programs read it. The weights are of use all the same.
+        # Only other programs load this tokenizer. The exported weights are usable without it.
         _log.warning("the export is written, but %s", error)
         return
     if difference is None:
@@ -214,20 +220,21 @@ def _check_tokenizer(tokenizer: TextTokenizer, directory: Path) -> None:
 
 
 def _write_template(training: Training, folder: Path) -> None:
-    """Write the form of the prompts that the model has learned to answer."""
+    """Write the chat template that the training used."""
     if training.rows is not None and training.rows.chat_template is not None:
         template = training.rows.chat_template
         (folder / TEMPLATE_FILE).write_text(template, encoding="utf-8")
-        # Rows with tools were made with it, too; transformers would take one of these for them.
+        # Rows with tools used this template too. transformers would prefer a template from that folder for
+        # them.
         shutil.rmtree(folder / TEMPLATE_FOLDER, ignore_errors=True)
 
 
 def _read_run(
     run_directory: Path, *, weights: str, is_adapter: bool
 ) -> tuple[Training, Path]:
-    """The run's settings, and the directory that their paths are relative to.
+    """Read the run's settings, and the directory that their paths are relative to.
 
-    Raises RunDirectoryError where it has no file of them, or not what is to be exported.
+    Raises RunDirectoryError if run.json is missing or if the run does not have the requested weights.
     """
     directory = RunDirectory(run_directory)
     resolved = directory.read_resolved()
@@ -259,15 +266,15 @@ def _write_model(
     plan: ModelPlan,
     ids: TextIds,
 ) -> None:
-    """Write configuration and weights of ``model``, which has no memory for them."""
+    """Write configuration and weights of ``model``, whose tensors have no storage."""
     from transformers.core_model_loading import revert_weight_conversion
 
     tensors = module_tensors(model)
     model.config.use_cache = True
     _set_ids(model, plan, ids)
 
-    # A few architectures are saved under other names and shapes than they have in memory (experts in one
-    # tensor, for example). transformers makes those from the whole model only.
+    # A few architectures are saved with other names and shapes than in memory, for example with all experts
+    # in one tensor. transformers converts them only with the whole model in memory.
     reverted = revert_weight_conversion(model, dict(tensors))
     if {name: value.shape for name, value in reverted.items()} != {
         name: value.shape for name, value in tensors.items()
@@ -277,7 +284,7 @@ def _write_model(
             plan.name,
         )
         whole = build_model(plan, seed=0, precision="fp32", with_weights=False)
-        # In place, by the method of torch: the type of transformers' own is not known.
+        # In place, with torch's method, because the override in transformers is not typed.
         torch.nn.Module.to(whole, model.dtype)
         with torch.no_grad():
             for name, tensor in module_tensors(whole).items():
@@ -286,7 +293,7 @@ def _write_model(
         _save_whole(whole, directory)
         return
 
-    # The same files as save_pretrained's, which would want the whole model in memory.
+    # Write the same files as save_pretrained, which would need the whole model in memory.
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(directory)
@@ -316,10 +323,10 @@ def _write_merged(
     plan: ModelPlan,
     ids: TextIds,
 ) -> "PreTrainedModel":
-    """Write the model with its adapters added to the weights beside them; returns what was written.
+    """Merge the adapters into the base weights and write the model; returns the written model.
 
-    ``empty``: of the type that is asked for. Raises CheckpointError where those weights are not the ones that
-    the adapters were trained beside.
+    ``empty``: an empty model with the requested dtype. Raises CheckpointError if the base weights are not the
+    weights with which the adapters were trained.
     """
     seed, precision = training.reproducibility.seed, training.runtime.precision
     model = build_model(plan, seed=seed, precision=precision)
@@ -335,8 +342,8 @@ def _write_merged(
     with torch.no_grad():
         for name, tensor in module_tensors(model).items():
             tensor.copy_(found.read(name, tensor.dtype))
-    # In place, by the method of torch: the type of transformers' own is not known. Wider before the merge and
-    # narrower behind it: what is added is rounded once, to the type that is asked for.
+    # In place, with torch's method, because the override in transformers is not typed. Convert to the wider
+    # dtype before the merge and to the requested dtype after it, so that the sum is rounded only once.
     torch.nn.Module.to(model, torch.promote_types(model.dtype, empty.dtype))
     merge_adapters(model)
     torch.nn.Module.to(model, empty.dtype)
@@ -346,13 +353,13 @@ def _write_merged(
 
 
 def _set_ids(model: "PreTrainedModel", plan: ModelPlan, ids: TextIds) -> None:
-    """Give a model that was created here the ids of its tokenizer; a directory's has its own."""
+    """Set the ids of the tokenizer in a model that has no directory; a directory contains its own ids."""
     if plan.settings.path is None:
         set_ids(model, ids)
 
 
 def _save_whole(model: "PreTrainedModel", directory: Path) -> None:
-    """Write a model that is in memory, as transformers writes it."""
+    """Write a whole model from memory with ``save_pretrained`` of transformers."""
     from transformers.utils.logging import disable_progress_bar
 
     model.config.use_cache = True
@@ -363,7 +370,7 @@ def _save_whole(model: "PreTrainedModel", directory: Path) -> None:
 def _write_adapters(
     model: "PreTrainedModel", found: _Weights, directory: Path, *, plan: ModelPlan
 ) -> None:
-    """Write the adapters of ``model``, which has no memory for them, under the names that peft gives them."""
+    """Write the adapters of ``model``, whose tensors have no storage, under peft's names."""
     from safetensors.torch import save_file
 
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}

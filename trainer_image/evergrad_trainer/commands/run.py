@@ -1,4 +1,4 @@
-"""``evergrad run``: the same file as on a cluster, trained on this machine."""
+"""``evergrad run``: trains on this machine with the same manifest as on a cluster."""
 
 import argparse
 import contextlib
@@ -47,34 +47,34 @@ EXAMPLES = """\
   touch runs/docs-lm/stop        # save and stop at the next step boundary, exit 75"""
 
 _SAVE_SECONDS = 300.0
-"""For a process that is taken over: the step that it is in, and the save of a large model."""
+"""Time for a process that is taken over to finish its step and to save a large model."""
 
 
 @dataclass(frozen=True)
 class RunRequest:
-    """Arguments of ``evergrad run``, checked and with names for what they mean."""
+    """The checked arguments of ``evergrad run``."""
 
     loaded: LoadedManifest
     directory: Path
     """The run directory."""
     num_workers: int | None = None
-    """Training processes of a node; None: as the manifest says."""
+    """Number of training processes per node; None: the number in the manifest."""
     num_nodes: int | None = None
-    """Nodes on this machine; None: one that nobody joins."""
+    """Number of nodes on this machine; None: one node that other nodes cannot join."""
     chaos_seed: int | None = None
-    """Processes are killed and frozen at random, drawn by this seed; None: they are not."""
+    """Seed for killing and freezing processes at random; None: no processes are killed or frozen."""
     stop_after_steps: int | None = None
     is_extension: bool = False
-    """The manifest's horizon may be longer than the run's was."""
+    """Whether the manifest's horizon may be longer than the run's previous horizon."""
     ignores_preflight: bool = False
     requires_prepared: bool = False
-    """Data that are not prepared are refused, and not prepared now."""
+    """Whether data that are not prepared are refused instead of prepared now."""
     takes_over: bool = False
-    """A process of this machine that trains this run is ended first, and not a reason to refuse."""
+    """Whether to end a process of this machine that trains this run, instead of refusing to start."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define what decides how this process trains; the manifest has what is trained."""
+    """Define the arguments that control how this process trains; the manifest defines the training itself."""
     add_run_arguments(parser)
     parser.add_argument(
         "--nodes",
@@ -118,7 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Check → prepare → train; the exit code says how it ended (0, 64, 70, 75, 76)."""
+    """Check, prepare and train; returns the exit code of the run (0, 64, 70, 75 or 76)."""
     register_stacks()
     request = _read_request(args)
     run, directory = request.loaded.run, RunDirectory(request.directory)
@@ -147,12 +147,12 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _check_alone(request: RunRequest, directory: RunDirectory) -> None:
-    """Refuse, or end first, a process of this machine that trains this run. Raises RunDirectoryError.
+    """Ensure that no other process of this machine trains this run: take it over, or raise RunDirectoryError.
 
-    Called before the directory is read: the state of a run that is taken over is known only once its process
-    has ended.
+    Called before the directory is read, because the state of a run that is taken over is final only after
+    its process has ended.
     """
-    # Of the processes that torchrun starts, rank 0 answers for all.
+    # Of the processes that torchrun starts, only rank 0 does this.
     if not _is_rank_0():
         return
     if request.takes_over:
@@ -168,17 +168,18 @@ def _is_rank_0() -> bool:
 
 
 def _train(request: RunRequest, directory: RunDirectory, run_state: RunState) -> int:
-    """Plan a typed run that is not complete, and train it: in this process, or on nodes of this machine."""
+    """Plan a typed run that is not complete, and train it in this process or on nodes of this machine."""
     run = request.loaded.run
     ahead: HeldFiles | None = None
-    # Before anything is read ahead: preflight would take what that holds for a want of memory.
+    # Measure the memory before the read-ahead, whose buffers preflight would otherwise count as used memory.
     memory_bytes = usable_memory_bytes()
     if _restores_here(request):
-        # The disk reads while the processor imports.
+        # Read the checkpoint from the disk while this process imports torch.
         ahead = read_ahead(directory.checkpoints, memory_bytes=memory_bytes)
-    # Imports make objects that stay: to collect among them costs a tenth of the start-up.
+    # Imports create objects that are never freed. Garbage collection would take a tenth of the start-up time.
     gc.disable()
-    # Heavy imports, only for a run that will train; before workers are forked, so that these start warm.
+    # Import heavy modules only for a run that will train, and before workers are forked, so that the workers
+    # inherit the loaded modules.
     from evergrad_trainer.distributed.process_groups import read_launch
 
     # torchrun may have started this process as one of several.
@@ -211,14 +212,14 @@ def _train(request: RunRequest, directory: RunDirectory, run_state: RunState) ->
         what = "there is nothing to save, and prepared data is kept"
         print(f"stopped before the first step: {what}", file=sys.stderr)
         return int(ExitCode.STOPPED_SAVED)
-    # Only now: a command that is refused before its first step writes nothing.
+    # Own the directory only now, so that a command that is refused before its first step writes nothing.
     with own_run_directory(directory) if _is_rank_0() else contextlib.nullcontext():
         if is_alone:
             if not is_launched:
-                # No coordinator serves a page of it: another process makes one of its files.
+                # Without a coordinator there is no live page; `evergrad open` builds the page from the files.
                 print(f"page: evergrad open {shlex.quote(str(directory.path))}", flush=True)
             return run_session(dataclasses.replace(plan, ahead=ahead))
-        # Several processes are several members of one elastic run, whether they are on one node or on many.
+        # Several processes are members of one elastic run, on one node or on many.
         from evergrad_trainer.commands.nodes import run_nodes
 
         return run_nodes(
@@ -231,12 +232,12 @@ def _train(request: RunRequest, directory: RunDirectory, run_state: RunState) ->
 
 
 def _read_request(args: argparse.Namespace) -> RunRequest:
-    """Check the arguments and give them their meanings.
+    """Check the arguments and convert them to a request.
 
-    Raises ConfigurationError, and as ``load_from`` does.
+    Raises ConfigurationError if an argument is invalid, and the errors of ``load_from``.
     """
     loaded = load_from(args)
-    # All of them at once: one at a time would take as many tries.
+    # Collect all problems, so that the user can correct them in one try.
     problems = [
         Problem(f"--{name}", f"{value} is below 1", "", "Give a positive number")
         for name, value in (
@@ -278,7 +279,7 @@ def _read_request(args: argparse.Namespace) -> RunRequest:
 
 
 def check_request_of_script(request: RunRequest) -> None:
-    """Refuse what only a typed run knows. Raises ConfigurationError."""
+    """Raise ConfigurationError if the request of a script has options that only a typed run supports."""
     why = "the steps of a script are its own"
     problems = [
         Problem(
@@ -299,12 +300,12 @@ def check_request_of_script(request: RunRequest) -> None:
 
 
 def _restores_here(request: RunRequest) -> bool:
-    """Whether this process will read the run's checkpoint itself, as far as can be seen before torch is
+    """Whether this process will read the run's checkpoint itself, as far as this is known before torch is
     imported.
 
-    A process that forks workers must have no threads; it forks one for each accelerator where nobody says how
-    many. Ranks that torchrun has started get the state from rank 0, or read their own part of a model that is
-    cut.
+    A process that forks workers must not have threads. If the number of workers is not given, it forks one
+    for each accelerator. Ranks that torchrun has started receive the state from rank 0, or read only their
+    part of a sharded model.
     """
     run = request.loaded.run
     runtime = run.training.runtime

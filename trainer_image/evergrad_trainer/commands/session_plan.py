@@ -1,4 +1,4 @@
-"""From a manifest to a session plan: preflight, preparation, and what follows from them."""
+"""Derives a session plan from a manifest, by preflight checks and data preparation."""
 
 import contextlib
 import sys
@@ -42,35 +42,34 @@ _UNWRITABLE = (RunDirectoryError, VolumeError)
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Request of ``run`` and ``node`` for a plan, read from their arguments."""
+    """A request for a session plan, read from the arguments of ``run`` or ``node``."""
 
     loaded: LoadedManifest
     directory: RunDirectory
     run_state: RunState
-    """The state that the run directory holds already."""
+    """The state of the run in the run directory."""
     machine: Machine
     num_workers: int
-    """Training processes on this machine."""
+    """Number of training processes on this machine."""
     stop_after_steps: int | None = None
-    """Steps of this process after which it stops; None: as many as the run has."""
+    """Number of steps after which this process stops; None: at the end of the run."""
     world_sizes: Sequence[int] = ()
-    """Every number of workers that may train together, as ``world_sizes_of`` has them; empty: those of this
-    machine alone."""
+    """All numbers of workers that may train together, as from ``world_sizes_of``; empty: only
+    ``num_workers``."""
     ignores_preflight: bool = False
-    """Train although preflight's estimates say that it cannot work."""
+    """Train even if the estimates of preflight predict a failure."""
     requires_prepared: bool = False
-    """Refuse data that are not prepared."""
+    """Refuse data that are not prepared, instead of preparing them now."""
     is_one_of_many: bool = False
-    """Other nodes of the run are on machines that this one knows nothing of."""
+    """Whether the run has nodes on other machines."""
     keep_waiting: int = 0
     """As in ``SessionPlan``."""
 
 
 def plan_session(request: PlanRequest) -> "SessionPlan":
-    """Check and prepare what is asked for, and derive the rest of the plan.
+    """Check the request, prepare its data and derive the session plan.
 
-    Raises:
-        InputError: preflight or the run directory's state forbids it.
+    Raises InputError if preflight or the state of the run directory forbids the start.
     """
     from evergrad_manifest.derive import steps_without_data
     from evergrad_manifest.files.task_files import hash_task_files
@@ -83,7 +82,7 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
     training, base = loaded.run.training, loaded.base_directory
     marks = {"imports": time.time()}
 
-    # The content of a directory must agree with the manifest before anything is prepared for it.
+    # Compare the model with the run directory before the preparation, which may take long.
     examination = _examine(request)
     model = examination.plan
     assert model is not None  # noqa: S101 - without a plan there is an error, which is raised
@@ -91,11 +90,11 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
     prepared, opened, task_hash, doubts = _prepare(request)
     numbers = opened.data.derive_steps(training)
     if steps_without_data(training) is None:
-        # A horizon in epochs has its number of steps only now.
+        # The number of steps of a horizon in epochs is known only now.
         _warn(check_cadences(training, total=numbers.total_steps))
     check_extension(directory, run_state, total_steps=numbers.total_steps)
     if not request.is_one_of_many:
-        # The coordinator refuses one node with other data, and the run continues without it.
+        # With several nodes, the coordinator refuses a node with other data, and the run continues.
         check_data_unchanged(
             directory, run_state, fingerprint=opened.data.fingerprint, facts=opened.facts
         )
@@ -129,7 +128,10 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
 
 
 def _describe_tokenizer(training: "Training", base: "Path") -> dict[str, str]:
-    """The reader of the tokenizer's directory; empty if the run has none. Raises DataError."""
+    """Describe the library that reads the tokenizer's directory; empty if the run has no such directory.
+
+    Raises DataError if the tokenizer cannot be read.
+    """
     from evergrad_trainer.data.tokenizers import describe_reader, load_tokenizer
 
     if training.tokenizer.path is None:
@@ -138,10 +140,10 @@ def _describe_tokenizer(training: "Training", base: "Path") -> dict[str, str]:
 
 
 def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str, tuple[str, ...]]":
-    """Prepare the data and open the task on them, with the hash of its files and doubts about sources.
+    """Prepare the data and open the task; returns also the hash of its files and doubts about sources.
 
-    The data begin where they began before, or where the run has left them whose position this one takes.
-    Raises InputError.
+    The data begin at the same position as before, or at the position of the run that this run continues.
+    Raises InputError if the data, the task or the recorded state cannot be used.
     """
     from evergrad_manifest.files.task_files import hash_task
     from evergrad_trainer.commands.prepare import prepare_with_progress
@@ -156,7 +158,7 @@ def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str, tuple[str, .
     from evergrad_trainer.worker.setup import has_steps
 
     training, base = request.loaded.run.training, request.loaded.base_directory
-    # Before anything is prepared: what it refuses does not depend on that.
+    # Find the position before the preparation, because its errors do not depend on prepared data.
     start, other = _find_position(request)
     shared = request.directory.path.parent / PREPARED_FOLDER
     recorded = request.run_state.recorded
@@ -167,17 +169,17 @@ def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str, tuple[str, .
         check_published(
             training, base_directory=base, prepared_directory=shared, begun_with=begun_with
         )
-    # Prepared data is found by its fingerprint, so that a second start reads what the first one wrote.
+    # Prepared data is found by its fingerprint, so that a second start reuses the data of the first.
     prepared = prepare_with_progress(
         training, base_directory=base, prepared_directory=shared, begun_with=begun_with
     )
     check_tokenizer_unchanged(request.run_state, prepared)
-    # Each folder was expanded again: a file may have come since it was compared.
+    # Compare again, because preparation lists each folder again and may have found a new file.
     if recorded is not None:
         check_prepared(recorded, prepared)
 
-    # Hashed just before they are opened, and steps looked for then: preparing may have taken hours, in which
-    # others have trained. A node whose copy of a task fails must not end their run.
+    # Hash the files and look for steps just before the task is opened: during hours of preparation, other
+    # nodes may have trained. A node whose copy of a task fails must not end their run.
     task_hash = hash_task(training, base)
     opened = open_recipe(
         training,
@@ -189,8 +191,8 @@ def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str, tuple[str, .
         ),
         run_directory=request.directory.path,
     )
-    # Others may have begun the run while this node prepared its data: these begin where theirs do, although
-    # the run that is gone on with may have a newer checkpoint since.
+    # If other nodes have begun the run during the preparation, start at their position, even if the run that
+    # this run continues has a newer checkpoint now.
     if (begun := _find_start(request)) is not None and begun.goes_on:
         start, other = begun, None
     opened = opened.starting_at(start if other is None else other.start, training)
@@ -201,44 +203,47 @@ def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str, tuple[str, .
 def _find_position(
     request: PlanRequest,
 ) -> "tuple[DataStart | None, OtherRun | None]":
-    """Where the data of the run begin as it is recorded, and the run behind whose step that is where it is to
-    be found yet. Raises InputError."""
+    """Return the recorded position at which the run's data begin, and the other run whose step defines the
+    position if it is not recorded yet.
+
+    Raises InputError if the recorded state or the other run cannot be used.
+    """
     from evergrad_trainer.worker.init_from import check_load_unchanged
     from evergrad_trainer.worker.resume_position import find_other
     from evergrad_trainer.worker.setup import has_steps
 
     start = _find_start(request)
-    # A directory that was fresh may show steps of others before it shows their record.
+    # In a directory that was fresh, steps of other nodes may appear before their run.json.
     is_unknown = request.run_state.state == "fresh" and start is None
     has_begun = not is_unknown and has_steps(request.directory)
     if has_begun or (start is not None and start.goes_on):
         return start, None
     run = request.loaded.run
     if not request.is_one_of_many:
-        # Otherwise the data would be blamed, which begin elsewhere with another `load`. The coordinator
-        # compares those of nodes.
+        # Check `load` first: with another `load` the data begin elsewhere, and the error would blame the
+        # data. With several nodes, the coordinator compares `load`.
         check_load_unchanged(request.run_state.load, run.training.init_from)
     return start, find_other(run, request.loaded.base_directory)
 
 
 def _find_start(request: PlanRequest) -> "DataStart | None":
-    """Where the data of the run begin, as far as that is recorded by now.
+    """Return the position at which the data of the run begin, or None if it is not recorded yet.
 
-    Raises RunDirectoryError or VolumeError.
+    Raises RunDirectoryError or VolumeError if run.json is damaged or cannot be read.
     """
     if request.run_state.state != "fresh":
         return request.run_state.start
-    # Others may have begun it since this node looked at the directory.
+    # Other nodes may have begun the run since this node inspected the directory.
     resolved = request.directory.read_resolved()
     return None if resolved is None else read_start(request.directory, resolved)
 
 
 def _examine(request: PlanRequest) -> "Examination":
-    """Run preflight before training: errors stop, warnings are printed.
+    """Run preflight: errors refuse the start, warnings are printed.
 
-    The request and the findings are recorded before anything else of a fresh run, so that a start that fails
-    in its data leaves both files; of one that has begun once the start is not refused, so that a refused
-    one changes nothing.
+    For a fresh run, the request and the findings are recorded first, so that a start that fails in its data
+    leaves both files. For a run that has begun, they are recorded only if the start is not refused, so that a
+    refused start changes nothing.
     """
     from evergrad_trainer.preflight.checks import examine
 
@@ -250,7 +255,7 @@ def _examine(request: PlanRequest) -> "Examination":
         num_workers=request.num_workers,
         world_sizes=request.world_sizes,
     )
-    # An estimate may be wrong, and can be overruled; what has no plan cannot be trained.
+    # The user can overrule estimates, which may be wrong, but a run without a model plan cannot train.
     errors = [
         finding.problem for finding in examination.findings if finding.level == "error"
     ]
@@ -258,20 +263,20 @@ def _examine(request: PlanRequest) -> "Examination":
         examination.plan is None or not request.ignores_preflight
     )
     if request.run_state.state == "fresh":
-        # A directory that cannot be written is among the errors already, with all others.
+        # If the directory cannot be written, this error is already among the findings.
         with contextlib.suppress(*(_UNWRITABLE if is_refused else ())):
             _record(request, examination, is_overruled=bool(errors) and not is_refused)
     shortened = _find_shortened(request)
     if is_refused:
         raise InputError(*errors, *shortened)
-    # Before minutes of preparation.
+    # Raise this before the preparation, which may take minutes.
     raise_if(shortened, RunDirectoryError)
     _warn(examination.findings)
     return examination
 
 
 def _find_shortened(request: PlanRequest) -> list[Problem]:
-    """The problem of a horizon that is shorter than the run's was, if its steps are known without data."""
+    """Return the problem of a horizon that is shorter than before, if its steps are known without data."""
     from evergrad_manifest.derive import steps_without_data
 
     total = steps_without_data(request.loaded.run.training)
@@ -289,7 +294,10 @@ def _warn(findings: "Iterable[Finding]") -> None:
 def _record(
     request: PlanRequest, examination: "Examination", *, is_overruled: bool
 ) -> None:
-    """Write down what was asked for and what preflight found. Raises RunDirectoryError or VolumeError."""
+    """Record the request and the findings of preflight.
+
+    Raises RunDirectoryError or VolumeError if they cannot be written.
+    """
     directory = request.directory
     directory.create()
     record_request(directory, request.loaded.run, command=sys.argv)

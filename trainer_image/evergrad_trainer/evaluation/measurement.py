@@ -1,4 +1,4 @@
-"""Measures checkpoints of an opened run on its sets: each once, and from where an earlier try was cut."""
+"""Measures checkpoints of an opened run on its sets, each once; continues interrupted measurements."""
 
 import contextlib
 import time
@@ -44,15 +44,18 @@ from evergrad_trainer.training.evaluation import EvaluationResult
 from evergrad_trainer.worker.start_state import settle_snapshots
 
 KEPT_SECONDS = 10.0
-"""How often what was measured is written down: at most so much is lost to a kill."""
+"""Seconds between two writes of the partial result; a kill loses at most the work of this time."""
 
 OnProgress = Callable[[str, int, int], None]
-"""Called with a set's name, its batches so far and all of them."""
+"""Called with a set's name, its number of finished batches and its total number of batches."""
 
 
 @contextlib.contextmanager
 def held(directory: RunDirectory, candidate: Candidate) -> Iterator[None]:
-    """Hold a checkpoint of a run against retention. Raises RunDirectoryError or VolumeError."""
+    """Protect a checkpoint from retention inside the block.
+
+    Raises RunDirectoryError or VolumeError if the checkpoint cannot be held.
+    """
     where = directory.checkpoints
     with contextlib.ExitStack() as stack:
         with reported(where, what="the checkpoint cannot be held"):
@@ -63,9 +66,9 @@ def held(directory: RunDirectory, candidate: Candidate) -> Iterator[None]:
 def mark_evaluated(
     store: CheckpointStore, directory: RunDirectory, done: Sequence[Candidate]
 ) -> list[int]:
-    """Note that checkpoints wait for no evaluation any more; steps of those that still do, the oldest first.
+    """Mark checkpoints as evaluated; returns the steps of checkpoints that still wait, oldest first.
 
-    Raises RunDirectoryError or VolumeError.
+    Raises RunDirectoryError or VolumeError if the marks cannot be written.
     """
     where, there = directory.checkpoints, list_checkpoints(store)
     with reported(where, what="the checkpoint cannot be marked as evaluated"):
@@ -76,7 +79,7 @@ def mark_evaluated(
 
 @dataclass(frozen=True)
 class Measured:
-    """One result. ``is_new``: it was measured now, and not found."""
+    """One result. ``is_new``: it was measured now, not read from a file."""
 
     values: dict[str, Any]
     file: str
@@ -84,7 +87,7 @@ class Measured:
 
 
 class CutError(Exception):
-    """A stop has cut the evaluation; what was measured is kept."""
+    """Raised if a stop interrupts the evaluation; the partial result is kept."""
 
 
 @dataclass(frozen=True)
@@ -96,32 +99,32 @@ class CheckpointEvaluator:
     is_stopping: Callable[[], bool]
     on_progress: OnProgress
     marks: bool = False
-    """Whether a checkpoint counts as evaluated afterwards: all sets are measured, as the run would."""
+    """Whether a checkpoint is marked as evaluated afterwards, because all sets of the run are measured."""
     measures_again: bool = False
-    """Whether stored results are left alone, neither read nor written: each set is measured from the
-    checkpoint's own bytes."""
+    """Whether each set is measured again from the checkpoint. Stored results are then neither read nor
+    written."""
 
     def find(self, candidate: Candidate) -> list[Measured] | None:
-        """The results of a checkpoint, or None where one is missing or is to be measured again."""
+        """Return the stored results of a checkpoint, or None if one is missing or must be measured again."""
         found = [self._find(candidate, one) for one in self.opened.sets]
         return None if None in found else [one for one in found if one is not None]
 
     def evaluate(self, candidate: Candidate) -> Iterator[Measured]:
-        """Yield the result of each set as it is there, measured now or before.
+        """Yield the result of each set when it is available, measured now or before.
 
-        The checkpoint is held meanwhile. Raises CheckpointError where it is damaged, gone, or of another run,
-        and CutError.
+        The checkpoint is held during the measurement. Raises CheckpointError if the checkpoint is damaged,
+        removed or of another run, and CutError if a stop interrupts the evaluation.
         """
         if (known := self.find(candidate)) is not None:
             yield from known
         else:
-            # Held from before it is read: retention must not remove it meanwhile.
+            # Hold the checkpoint before it is read, so that retention does not remove it.
             with held(self.opened.session.directory, candidate):
                 self._load(candidate)
                 for one in self.opened.sets:
-                    # Looked up once more: another evaluation may have measured it since.
+                    # Look it up again, because another evaluator may have measured it in the meantime.
                     yield self._find(candidate, one) or self._measure(candidate, one)
-        # Last, so that one that was cut counts as not evaluated.
+        # Mark it last, so that a checkpoint whose evaluation was interrupted does not count as evaluated.
         if self.marks:
             mark_evaluated(self.store, self.opened.session.directory, [candidate])
 
@@ -143,9 +146,10 @@ class CheckpointEvaluator:
         )
 
     def _load(self, candidate: Candidate) -> None:
-        """Load the weights of one held checkpoint, validated; its optimizer is not read.
+        """Validate and load the weights of one held checkpoint; the optimizer's state is not read.
 
-        Raises CheckpointError, VolumeError or RunDirectoryError.
+        Raises CheckpointError if the checkpoint is invalid or removed, and VolumeError or RunDirectoryError
+        if it cannot be read.
         """
         session, machinery = self.opened.session, self.opened.machinery
         where = self.store.reader.locate(candidate.name)
@@ -155,8 +159,8 @@ class CheckpointEvaluator:
             "retention has removed it since it was found",
             "Choose another one, or raise spec.training.checkpoint.keep",
         )
-        # Its name may be that of another one by now, whose result would lie under this one's. Trouble of the
-        # volume says nothing of that.
+        # The name may now refer to another checkpoint, whose result would be stored as the result of this
+        # checkpoint. An error of the volume does not prove that the checkpoint has changed.
         now: Manifest | None = None
         what = "the checkpoint cannot be read"
         with (
@@ -171,8 +175,8 @@ class CheckpointEvaluator:
         if now is None or found_then is None or now.checksum != found_then.checksum:
             raise CheckpointError(gone)
 
-        # All but the optimizer's. By the first part of their names, so that what the checkpoint holds beyond
-        # them is still an error.
+        # Select all tensors except the optimizer's, by the first part of their names, so that unexpected
+        # tensors in the checkpoint still cause an error.
         state = machinery.state()
         prefixes = tuple({f"{name.partition('.')[0]}." for name in state})
         search = Search(
@@ -186,14 +190,14 @@ class CheckpointEvaluator:
         if found is None:
             raise CheckpointError(gone)
         machinery.registry.load_values(from_extra(found[0].extra))
-        # The frozen weights that it was trained beside are in the checkpoint of another step, which is kept.
+        # The frozen weights are in the kept checkpoint of another step.
         settle_snapshots(session, machinery)
 
     def _measure(self, candidate: Candidate, one: EvaluationSet) -> Measured:
-        """Measure the loaded checkpoint on one set, and write the result. Raises CutError."""
+        """Measure the loaded checkpoint on one set and write the result. Raises CutError if it is stopped."""
         session, place = self.opened.session, self._place(candidate, one)
         stage = session.data.train.stage(max(1, session.progress.finished_steps))
-        # From where an earlier evaluation was cut: its batches are not computed again.
+        # Continue an interrupted evaluation, so that its finished batches are not computed again.
         cut = {} if self.measures_again else read_cut(place)
         tally = self.opened.evaluator.open_tally(one, cut, stage=stage)
         kept = time.monotonic()
@@ -201,7 +205,7 @@ class CheckpointEvaluator:
         def note(done: int, total: int) -> None:
             nonlocal kept
             self.on_progress(one.name, done, total)
-            # Now and then: a kill costs at most this much work, and a short set no write.
+            # Write the partial result every KEPT_SECONDS; a short set does not need a write.
             is_due = time.monotonic() - kept > KEPT_SECONDS
             if tally.done and is_due and not self.measures_again:
                 write_cut(place, tally.to_json())
@@ -232,9 +236,9 @@ class CheckpointEvaluator:
         result: EvaluationResult,
         seconds: float,
     ) -> dict[str, Any]:
-        """The content of a result: a row of ``evaluation.jsonl``, and what it was measured on and with.
+        """Build the content of a result: a row of ``evaluation.jsonl``, and the hashes of its inputs.
 
-        ``seconds``: of all tries.
+        ``seconds``: time of all attempts.
         """
         manifest = candidate.manifest
         assert manifest is not None  # noqa: S101 - it was loaded

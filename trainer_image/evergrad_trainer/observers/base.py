@@ -1,4 +1,4 @@
-"""The interface of observers, and the fan-out that keeps a failing one from stopping the training."""
+"""The interface of observers, and the fan-out that isolates the training from observers that fail."""
 
 import logging
 import time
@@ -22,18 +22,19 @@ FAILURES_BEFORE_DISABLED = 3
 WISHES: tuple[Wish, ...] = get_args(Wish)
 
 
-class GivesUp(Exception):  # noqa: N818 - no error of the run: an observer's own word
-    """An observer can do no more, and is switched off at once; the text says why."""
+class GivesUp(Exception):  # noqa: N818 - not an error of the run: an observer raises it to end itself
+    """Raised by an observer that cannot continue. It is switched off after this one failure; the text is the
+    reason."""
 
 
 class Observer(Protocol):
-    """Receiver of everything that happens in a run, on rank 0, between two steps.
+    """Receiver of the records and events of a run, on rank 0, between two steps.
 
-    Its methods return quickly and change nothing.
+    Its methods must return quickly, because the next step waits for them, and must not change the training.
     """
 
     essential: bool
-    """Whether the run must stop when this observer fails; the others are switched off instead."""
+    """Whether the run stops if this observer fails; other observers are switched off instead."""
 
     def run_start(self, info: RunInfo) -> None: ...
 
@@ -60,7 +61,7 @@ class BaseObserver:
     essential: bool = False
 
     def run_start(self, info: RunInfo) -> None:
-        """Called once, before everything else."""
+        """Called once, before all other methods."""
 
     def step_end(self, record: StepRecord) -> None:
         """Called after each finished step."""
@@ -75,35 +76,36 @@ class BaseObserver:
         """Called at each transition of the run."""
 
     def wishes(self) -> frozenset[Wish]:
-        """Return what this observer asks for; called before each step.
+        """Return the requests of this observer, for example to stop or to save; called before each step.
 
-        All ranks do it after that step, at its boundary. It follows from the observer's state and changes
-        nothing: a step that is lost with its world is asked about once more.
+        All ranks carry out the requests at the boundary after that step. The result must depend only on the
+        observer's state, and the call must not change it: if a step is lost with its world, the method is
+        called again for the same step.
         """
         return frozenset()
 
     def state(self) -> Mapping[str, Any]:
-        """Return what this observer must remember, as JSON values. A checkpoint holds it for a task's
-        observers.
+        """Return the state of this observer, as JSON values. Checkpoints store it for a task's observers.
 
-        It must follow from the steps and evaluations alone, and from nothing that only one rank measures,
-        such as seconds: whichever rank is lost, another one's state goes on.
+        The state must depend only on the steps and evaluations. It must not contain values that one rank
+        measures, such as seconds, because after the loss of a rank the run continues with another rank's
+        state.
         """
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state` returned; from the beginning where it is empty."""
+        """Continue from the value that :meth:`state` returned; start from the beginning if it is empty."""
 
     def close(self) -> None:
-        """Called once, after everything else, also after an error."""
+        """Called once, after all other methods, also after an error."""
 
 
 class Observers(BaseObserver):
-    """Several observers that are called in order, and isolated from each other.
+    """Several observers that are called in order and isolated from each other.
 
-    An exception of an ordinary observer is logged and counted; after three in a row the observer is switched
-    off, and the others get a ``warning`` event that says so. An exception of an essential one is raised: an
-    OSError as a RunDirectoryError.
+    An exception of an ordinary observer is logged and counted. After three exceptions in a row the observer
+    is switched off, and the other observers receive a ``warning`` event. An exception of an essential
+    observer is raised; an OSError is raised as a RunDirectoryError or a VolumeError.
     """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
@@ -118,7 +120,8 @@ class Observers(BaseObserver):
         self.failures: dict[str, int] = {}
         """Exceptions so far, by class name of the observer."""
         self.listener: Observer = BaseObserver()
-        """Hears, beside the observers that are left, of one that is switched off."""
+        """Receives the ``warning`` event about an observer that is switched off, after the remaining
+        observers."""
 
     def run_start(self, info: RunInfo) -> None:
         # A warning about an observer names the step at which it failed.
@@ -147,13 +150,13 @@ class Observers(BaseObserver):
         self._each(lambda observer: observer.event(event))
 
     def wishes(self) -> frozenset[Wish]:
-        """Return what any of them asks for."""
+        """Return the requests of all observers."""
         found: set[Wish] = set()
 
         def ask(observer: Observer) -> None:
             asked = frozenset(observer.wishes())
             if unknown := asked - set(WISHES):
-                # All ranks act on the wishes that travel: one that none of them knows must not.
+                # Requests are sent to all ranks, and no rank can carry out an unknown request.
                 raise ValueError(
                     f"asks for {', '.join(sorted(map(str, unknown)))}; it may ask for {', '.join(WISHES)}"
                 )
@@ -163,8 +166,7 @@ class Observers(BaseObserver):
         return frozenset(found)
 
     def close(self) -> None:
-        """Close all of them, also when one fails; then raise the first error of an essential one."""
-        # Files of the others must be closed whatever one of them raises.
+        """Close all observers, even if one fails; then raise the first error of an essential observer."""
         errors: list[Exception] = []
         while self._active:
             observer = self._active.pop(0)
@@ -180,7 +182,7 @@ class Observers(BaseObserver):
             self._call(observer, call)
 
     def _ask(self, observer: Observer, call: Callable[[Observer], None]) -> None:
-        """Call one of them, unless it is switched off."""
+        """Call one observer, unless it is switched off."""
         if observer in self._active:
             self._call(observer, call)
 
@@ -190,7 +192,7 @@ class Observers(BaseObserver):
         except Exception as error:
             name = type(observer).__name__
             self.failures[name] = self.failures.get(name, 0) + 1
-            # An essential observer is the record itself: without it nobody could say what was trained.
+            # An essential observer writes the run's record. Without it the run would train unrecorded.
             if observer.essential:
                 if isinstance(error, OSError):
                     what = f"cannot be written by {name}"
@@ -201,7 +203,7 @@ class Observers(BaseObserver):
                 self._switch_off(observer, f"observer {name} is switched off: {error}")
                 return
             _log.exception("observer %s failed: %s: %s", name, type(error).__name__, error)
-            # One failure may pass, such as a full disk; several in a row will go on failing.
+            # One failure may be temporary, such as a full disk. After several in a row, more are expected.
             in_a_row = self._in_a_row.get(id(observer), 0) + 1
             self._in_a_row[id(observer)] = in_a_row
             if in_a_row >= FAILURES_BEFORE_DISABLED and observer in self._active:
@@ -214,14 +216,14 @@ class Observers(BaseObserver):
 
     def _switch_off(self, observer: Observer, message: str) -> None:
         name = type(observer).__name__
-        # Out of the list first: the warning below goes to those that are left.
+        # Remove it first, because the warning below goes to the remaining observers.
         if observer not in self._active:
             return
         self._active.remove(observer)
         _log.error("%s", message)
         try:
             observer.close()
-        except Exception as closing:  # noqa: BLE001 - it has failed already; what it holds is released as far as it can be
+        except Exception as closing:  # noqa: BLE001 - it failed already; release what it can
             _log.error("observer %s could not be closed: %s", name, closing)
         warning = replace(self._last, time=time.time(), fields={"message": message})
         self.event(warning)

@@ -1,5 +1,5 @@
-"""Reads a run's JSON-lines files back: steps as columns (a million of them fit), evaluations and events as
-records."""
+"""Reads a run's JSON-lines files: steps as columns (a million steps fit in memory), evaluations and events
+as records."""
 
 import math
 import os
@@ -39,7 +39,7 @@ _OPTIONAL = tuple(column.name for column in COLUMNS if column.is_optional)
 _REQUIRED = tuple(column.name for column in COLUMNS if not column.is_optional)
 _VALUES = itemgetter(*_REQUIRED)
 _CODES: Final[Mapping[Kind, str]] = {"integer": "q", "hash": "Q", "real": "d"}
-"""Type codes of array: signed and unsigned integers of 8 bytes, floats of 8 bytes. Words are no numbers."""
+"""Type codes of array: signed and unsigned integers of 8 bytes, floats of 8 bytes. Words have no code."""
 _CHUNK = 4096
 
 
@@ -47,10 +47,10 @@ _CHUNK = 4096
 class StepTable:
     """The rows of metrics.jsonl as columns of equal length, in the order of the file.
 
-    ``columns``: one for each entry of the catalogue; each is an attribute too, such as ``steps.loss``. An
-    optional number is not a number where a row has it not, an optional word None. ``metrics``: a column for
-    each name of a recipe's own that any row has; not a number where a row has it not. ``beginnings``: when
-    generations began anew, by the events.
+    ``columns``: one column for each entry of the catalogue, also available as an attribute, for example
+    ``steps.loss``. If a row lacks an optional number, its value is NaN; if it lacks an optional word, None.
+    ``metrics``: one column for each metric of the recipe that occurs in any row; NaN if a row lacks it.
+    ``beginnings``: when generations began again, according to the events.
     """
 
     columns: Mapping[str, npt.NDArray[Any]]
@@ -58,7 +58,7 @@ class StepTable:
     beginnings: Beginnings = field(default_factory=Beginnings)
 
     def __getattr__(self, name: str) -> npt.NDArray[Any]:
-        # Copying asks for attributes of an object that has no fields yet.
+        # ``copy`` looks up attributes before the object has fields.
         columns: Mapping[str, npt.NDArray[Any]] = self.__dict__.get("columns", {})
         if name not in columns:
             raise AttributeError(f"the catalogue of a step's columns has no {name!r}")
@@ -69,8 +69,8 @@ class StepTable:
 
     @cached_property
     def rows_in_time(self) -> Integers:
-        """Rows without those that a frozen process wrote late, as indices."""
-        # Nearly every file has generations that never fall: it needs no look at each row.
+        """Indices of the rows, without rows that a frozen process wrote late."""
+        # In nearly every file generations never decrease, so that no row needs to be checked.
         if np.all(self.generation[1:] >= self.generation[:-1]):
             return np.arange(len(self))
         judge = InTime(self.beginnings)
@@ -79,12 +79,12 @@ class StepTable:
 
     @property
     def newest_step(self) -> int:
-        """Step of the newest row; 0 without rows."""
+        """Step of the newest row; 0 if there are no rows."""
         return int(self.step[self.rows_in_time[-1]]) if len(self) else 0
 
     def last_rows(self) -> Integers:
-        """Find the rows that count, the last of each step, in order of the steps, as indices."""
-        # The first place in the reversed column is the last one of the file.
+        """Return the indices of the last valid row of each step, in the order of steps."""
+        # ``np.unique`` returns the first index of a step. In the reversed column this is the last row.
         rows = self.rows_in_time[::-1]
         _, from_the_end = np.unique(self.step[rows], return_index=True)
         return rows[from_the_end]
@@ -94,7 +94,7 @@ class StepTable:
         values: dict[str, Any] = {}
         for column in COLUMNS:
             value = self.columns[column.name][row]
-            # A word is itself; numbers of numpy become those of Python.
+            # Words stay as they are; numbers of numpy become numbers of Python.
             value = value if column.kind == "word" else value.item()
             if column.kind == "hash":
                 value = f"{value:016x}"
@@ -102,12 +102,12 @@ class StepTable:
                 value = None
             values[column.name] = value
         metrics = {name: column[row].item() for name, column in self.metrics.items()}
-        # A column has a place for each row; a record has only what its row had.
+        # A column has a value for each row, but a record has only the metrics of its own row.
         known = {name: value for name, value in metrics.items() if not math.isnan(value)}
         return StepRecord(**values, metrics=known)
 
     def take(self, rows: npt.NDArray[Any]) -> "StepTable":
-        """Return these rows only, by indices or by a mask."""
+        """Return a table of the rows that ``rows`` selects, by indices or by a mask."""
         columns = {name: column[rows] for name, column in self.columns.items()}
         metrics = {name: column[rows] for name, column in self.metrics.items()}
         return StepTable(columns, metrics, self.beginnings)
@@ -116,7 +116,7 @@ class StepTable:
 class _Columns:
     """Collector of rows into typed columns.
 
-    ``extend`` raises KeyError, TypeError, ValueError or OverflowError for a bad one.
+    ``extend`` raises KeyError, TypeError, ValueError or OverflowError if a row is invalid.
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class _Columns:
         self._metrics: dict[str, array[float]] = {}
 
     def extend(self, rows: list[dict[str, Any]]) -> None:
-        """Append all rows (at least one), or raise; after an exception the object is of no more use."""
+        """Append all rows (at least one). After an exception the object must not be used again."""
         first = len(self)
         # Column by column: a loop over cells in Python would take minutes for a long run.
         by_name: dict[str, Sequence[Any]] = dict(
@@ -137,7 +137,7 @@ class _Columns:
         for one in COLUMNS:
             column, values = self._columns[one.name], by_name[one.name]
             if one.kind == "word":
-                # A few words make the whole column, so that each is kept once.
+                # The column repeats a few words, so each word is stored only once.
                 column.extend(
                     [None if value is None else intern(value) for value in values]
                 )
@@ -147,14 +147,13 @@ class _Columns:
                 column.extend(values)
             else:
                 column.extend([math.nan if value is None else value for value in values])
-        # Metrics of a recipe are few and may come and go, so that they go row by row.
+        # A recipe has few metrics, and each may be missing from any row. Therefore read them row by row.
         for place, row in enumerate(rows, start=first):
             metrics = row.get("metrics", {})
             if not isinstance(metrics, Mapping):
                 raise TypeError("metrics is no mapping")
             for name, value in metrics.items():
                 metric = self._metrics.setdefault(name, array("d"))
-                # A name may appear at any row, and be missing from any.
                 missing = place - len(metric)
                 metric.extend([math.nan] * missing)
                 metric.append(math.nan if value is None else value)
@@ -163,11 +162,11 @@ class _Columns:
         return len(self._columns["step"])
 
     def table(self) -> StepTable:
-        # Rows after the last one that had a metric have none.
+        # Fill each column with NaN after the last row that has the metric.
         for column in self._metrics.values():
             column.extend([math.nan] * (len(self) - len(column)))
 
-        # Views, not copies: the columns of a long run are most of a report's memory.
+        # Views, not copies, because the columns of a long run take most of a report's memory.
         columns = {
             name: np.array(one, object)
             if isinstance(one, list)
@@ -179,7 +178,10 @@ class _Columns:
 
 
 def tabulate(rows: list[dict[str, Any]]) -> StepTable:
-    """Put rows of metrics.jsonl into columns. Raises as the collector does, for a row that is none."""
+    """Put rows of metrics.jsonl into columns.
+
+    Raises KeyError, TypeError, ValueError or OverflowError if a row is invalid.
+    """
     columns = _Columns()
     if rows:
         columns.extend(rows)
@@ -188,22 +190,22 @@ def tabulate(rows: list[dict[str, Any]]) -> StepTable:
 
 @dataclass(frozen=True)
 class History:
-    """Everything that a run has written down. ``notes``: what was odd about the files, as sentences."""
+    """The records of a run. ``notes``: irregularities in the files, as sentences."""
 
     steps: StepTable
     evaluations: tuple[EvaluationRecord, ...]
-    """Those of the run itself."""
+    """Evaluations that the run itself made."""
     events: tuple[Event, ...]
     results: tuple[EvaluationRecord, ...] = ()
-    """Those of ``evergrad evaluate``, in the order of steps and sets."""
+    """Results of ``evergrad evaluate``, in the order of steps and sets."""
     notes: tuple[str, ...] = ()
 
 
 def read_history(directory: RunDirectory) -> History:
-    """Read the three files, and the results of ``evergrad evaluate``; a missing file is empty, as is the
-    unfinished last line of a killed or running process.
+    """Read the three files of a run and the results of ``evergrad evaluate``.
 
-    Raises RunDirectoryError, naming file and line, for a line that is no row of that file.
+    A missing file counts as empty. An unfinished last line, from a killed or running process, is ignored.
+    Raises RunDirectoryError, naming file and line, if a line is not a valid row of its file.
     """
     notes: list[str] = []
     steps = read_steps(directory, notes)
@@ -219,13 +221,14 @@ def read_history(directory: RunDirectory) -> History:
 
 
 def read_results(directory: RunDirectory, notes: list[str]) -> tuple[EvaluationRecord, ...]:
-    """Read the results of ``evergrad evaluate``; ``notes`` names files that are none.
+    """Read the results of ``evergrad evaluate``; appends a sentence to ``notes`` for each file that is not a
+    result.
 
-    Raises RunDirectoryError for what cannot be read.
+    Raises RunDirectoryError if a file cannot be read.
     """
     found = []
     for path in sorted(directory.evaluations.glob("*.json")):
-        # Whole or not there: what cannot be parsed was put or changed there by somebody else.
+        # Results are written atomically, so another program wrote or changed a file that cannot be parsed.
         row = read_json_object(path) or {}
         try:
             found.append(_evaluation(row))
@@ -237,19 +240,19 @@ def read_results(directory: RunDirectory, notes: list[str]) -> tuple[EvaluationR
 
 
 def read_steps(directory: RunDirectory, notes: list[str]) -> StepTable:
-    """Read the rows of metrics.jsonl; appends to ``notes`` what was odd.
+    """Read the rows of metrics.jsonl; appends irregularities to ``notes``.
 
-    Raises RunDirectoryError with the line of a bad row.
+    Raises RunDirectoryError, naming the line, if a row is invalid.
     """
     columns, lines = _Columns(), JsonLines(directory.metrics)
     rows = iter(lines)
-    # Chunk by chunk: a million rows as dictionaries would not fit beside their columns.
+    # Chunk by chunk, because a million rows as dictionaries would not fit in memory next to their columns.
     while chunk := list(islice(rows, _CHUNK)):
         try:
             columns.extend([row for _, row in chunk])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            # Which row it was is only looked for now, so that good files are read quickly: one row at a time,
-            # each by each of its fields.
+            # Find the invalid row only now, so that valid files are read quickly: check each row, and each
+            # field of the first invalid row.
             for number, row in chunk:
                 if missing := [name for name in _REQUIRED if name not in row]:
                     why = f"has no {' and no '.join(missing)}"
@@ -259,7 +262,7 @@ def read_steps(directory: RunDirectory, notes: list[str]) -> StepTable:
                 if _fits({**row, "metrics": {}}):
                     why = f"has impossible metrics, {row['metrics']!r}"
                     raise lines.malformed(number, why) from error
-                # The first field that is impossible also in a row that is otherwise sound.
+                # Report the first field that makes an otherwise valid row invalid.
                 given = [name for name in _NAMES if name in row]
                 bad = [name for name in given if not _fits(_EXAMPLE | {name: row[name]})]
                 name = bad[0] if bad else _NAMES[0]
@@ -271,9 +274,9 @@ def read_steps(directory: RunDirectory, notes: list[str]) -> StepTable:
 
 
 def read_evaluations(path: Path, notes: list[str]) -> Iterator[EvaluationRecord]:
-    """Read the rows of an evaluation file; appends to ``notes`` what was odd.
+    """Read the rows of an evaluation file; appends irregularities to ``notes``.
 
-    Raises RunDirectoryError with the line of a bad row.
+    Raises RunDirectoryError, naming the line, if a row is invalid.
     """
     return _parsed(path, notes, _evaluation)
 
@@ -281,7 +284,7 @@ def read_evaluations(path: Path, notes: list[str]) -> Iterator[EvaluationRecord]
 def read_evaluations_in_time(
     path: Path, notes: list[str], beginnings: Beginnings
 ) -> Iterator[EvaluationRecord]:
-    """Read evaluations as ``read_evaluations`` does, without those that were written late."""
+    """Read evaluations as ``read_evaluations`` does, without rows that a frozen process wrote late."""
     judge = InTime(beginnings)
     for one in read_evaluations(path, notes):
         if judge.accepts(one.generation, one.time):
@@ -307,14 +310,14 @@ def _evaluation(row: dict[str, Any]) -> EvaluationRecord:
     if missing:
         raise ValueError(f"has no {' and no '.join(missing)}")
     values = {name: row[name] for name in names}
-    # JSON has no NaN; the writer puts null in its place.
+    # JSON has no NaN; the writer replaces it with null.
     for name in ("loss", "perplexity", "seconds", "time"):
         values[name] = math.nan if values[name] is None else float(values[name])
     for name in ("step", "generation", "tokens"):
         values[name] = int(values[name])
     values["name"] = str(values["name"])
 
-    # A recipe's own metrics: their names are in the row alone.
+    # Metrics of a recipe: only the row contains their names.
     found = row.get("metrics", {})
     if not isinstance(found, dict):
         raise ValueError(f"has impossible metrics, {found!r}")
@@ -348,7 +351,7 @@ def _note_torn(lines: JsonLines, notes: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Before:
-    """Facts about the processes before a new one that cost it nothing to find."""
+    """Facts about earlier processes of the run that a new process can read in milliseconds."""
 
     highest_step: int = 0
     last_time: float | None = None
@@ -360,7 +363,7 @@ def read_before(directory: RunDirectory, *, tail_bytes: int = 4 << 20) -> Before
 
     Raises RunDirectoryError.
     """
-    # Only the ends: a start must not read gigabytes to know where the last one stopped.
+    # Read only the ends: a start must not read gigabytes to find where the previous process stopped.
     rows = [*_tail(directory.metrics, tail_bytes)]
     times = [row.get("time") for row in (*rows, *_tail(directory.events, 1 << 16))]
     beginnings = read_beginnings(directory, tail_bytes=tail_bytes)
@@ -381,7 +384,7 @@ def _tail(path: Path, num_bytes: int) -> Iterator[dict[str, Any]]:
                 lines = file.read().split(b"\n")
         except FileNotFoundError:
             return
-    # The first line of a part from the middle of a file is cut off.
+    # If the part begins inside the file, its first line is incomplete.
     for line in lines[1:] if start else lines:
         row = parse_object(line)
         if row is not None:
@@ -389,14 +392,17 @@ def _tail(path: Path, num_bytes: int) -> Iterator[dict[str, Any]]:
 
 
 def last_step(directory: RunDirectory, *, tail_bytes: int = 64 << 10) -> int:
-    """Read the step of the last row of metrics.jsonl; 0 without one."""
+    """Read the step of the last row of metrics.jsonl; 0 if there are no rows."""
     beginnings = read_beginnings(directory, tail_bytes=tail_bytes)
     steps = [0, *_steps_in_time(_tail(directory.metrics, tail_bytes), beginnings)]
     return steps[-1]
 
 
 def read_beginnings(directory: RunDirectory, *, tail_bytes: int = 1 << 30) -> Beginnings:
-    """Find in the end of events.jsonl when generations began anew. Raises RunDirectoryError."""
+    """Read from the last ``tail_bytes`` of events.jsonl when generations began again.
+
+    Raises RunDirectoryError if the file cannot be read.
+    """
     found = Beginnings()
     for row in _tail(directory.events, tail_bytes):
         found.note(row.get("type"), row.get("generation"), row.get("time"))
@@ -404,7 +410,8 @@ def read_beginnings(directory: RunDirectory, *, tail_bytes: int = 1 << 30) -> Be
 
 
 def _steps_in_time(rows: Iterable[dict[str, Any]], beginnings: Beginnings) -> Iterator[int]:
-    """Steps of rows of metrics.jsonl, but of those that were written late, as ``StepTable.rows_in_time``."""
+    """Steps of rows of metrics.jsonl, without rows that a frozen process wrote late; see
+    ``StepTable.rows_in_time``."""
     judge = InTime(beginnings)
     for row in rows:
         step = row.get("step")

@@ -1,6 +1,6 @@
-"""One process of a run, or all those that handed its state on from world to world, while it is accounted for.
+"""Time sums of one part of a run: one process, or all processes that passed the state from world to world.
 
-Pure: a part takes records and answers from what it has taken.
+Pure: the results depend only on the records that were added.
 """
 
 import math
@@ -14,31 +14,33 @@ from evergrad_trainer.observers.worlds import Changes, is_positive
 
 _CLOCK_TOLERANCE_SECONDS = 0.001
 _CLOCKS_APART_SECONDS = 1.0
-"""Largest difference of two machines' clocks that is not reported: in another world another one writes."""
+"""Largest difference between the clocks of two machines that is not reported. After a change of the world,
+another machine may write the records."""
 
 
 @dataclass
 class ProcessPart:
-    """Sums over the records of one part of the run. Its elapsed time less these sums is ``other``."""
+    """Sums over the records of one part of the run. The elapsed time minus these sums is ``other``."""
 
     generation: int
     start: Event | None = None
-    """None where the start event is lost, or where this account takes over from another one."""
+    """None if the start event is lost, or if this account continues another account."""
     after: float | None = None
-    """Last sign of the run before, where another account has it; None: it is the end of the part before."""
+    """Last time of the run before this part, if another account contains it; None: the end of the previous
+    part."""
     first_kept: int = 0
-    """Place of its first step among the kept ones."""
+    """Index of the part's first step among the kept steps."""
     steps_lost_before: int = 0
-    """Steps of the part before that were lost when this one began."""
+    """Number of steps of the previous part that were lost when this part began."""
     newest: int = 0
-    """Newest generation that has trained or changed the world in this part."""
+    """Newest generation that trained or changed the world in this part."""
     productive: float = 0.0
     recompute: float = 0.0
     restore: float = 0.0
     checkpoint: float = 0.0
     evaluation: float = 0.0
     absent: float = 0.0
-    """Seconds in which rank 0 was elsewhere: they are in another account."""
+    """Seconds in which another process was rank 0; they are in that process's account."""
     num_steps: int = 0
     last_step: int | None = None
     world_size: int | None = None
@@ -47,7 +49,8 @@ class ProcessPart:
     detail: str = ""
     end: float = -math.inf
     _settled: float = -math.inf
-    """Up to here the use of the time between steps is known: a change of the world may claim what follows."""
+    """Time up to which the cause of the time between steps is known. The time after it may belong to a change
+    of the world."""
     _begin: float = math.inf
     _first_step_begin: float | None = None
     _claimed_before_step: float = 0.0
@@ -58,14 +61,14 @@ class ProcessPart:
     def __post_init__(self) -> None:
         self.newest = self.generation
         if self.start is not None:
-            # Not among the times of its file: what a process writes before its start stands before it.
+            # Do not add this time to ``_times``: a process may write older records before its start event.
             self.end = self.start.time
             size = self.start.fields.get("world_size")
             self.world_size = size if is_positive(size) else None
 
     @property
     def resumed_from(self) -> int | None:
-        """Finished steps it began with; 0 for a fresh start; None where nobody knows."""
+        """Number of finished steps that the part began with; 0 for a fresh start; None if unknown."""
         if self.start is None or "resumed_from" not in self.start.fields:
             return None
         value = self.start.fields["resumed_from"]
@@ -74,9 +77,10 @@ class ProcessPart:
     def add_step(
         self, step: int, world_size: int, seconds: float, time: float, *, is_late: bool
     ) -> None:
-        """Count a finished step but for its seconds, which are productive or not.
+        """Count a finished step, without its seconds, which the account adds as productive or recompute.
 
-        ``is_late``: a process that was frozen wrote it after its world was gone; it ends no pause.
+        ``is_late``: a process that was frozen wrote the step after its world had ended; it does not end a
+        pause.
         """
         self._see("steps", time, begin=time - seconds)
         self.num_steps += 1
@@ -104,7 +108,7 @@ class ProcessPart:
         self._claim_before_step(seconds)
 
     def add_event(self, event: Event) -> None:
-        """Count an event, but for starts and changes of the world."""
+        """Count an event that is neither a start nor a change of the world."""
         self._see("events", event.time, begin=event.time)
         if event.type == EventType.RESTORED:
             self.restore += seconds_of(event, "seconds")
@@ -121,8 +125,8 @@ class ProcessPart:
             EventType.END,
         ):
             self._settled = event.time
-            # The first ending counts, and an error's name and message above all: a failure after a stop is
-            # the ending, and an exit code alone says least.
+            # A failure takes precedence over a stop, and an exit code is used only if there is no other
+            # ending.
             fields = event.fields
             if self.ended == "failed":
                 return
@@ -137,14 +141,14 @@ class ProcessPart:
                 self.ended = f"exit {fields.get('exit_code')}"
 
     def add_world(self, event: Event, *, takes_over: bool) -> None:
-        """Open a change of the world: training stands still since the last step or change.
+        """Open a change of the world, which begins at the last step or change.
 
-        ``takes_over``: rank 0 comes from elsewhere, where the last step was.
+        ``takes_over``: rank 0 was another process until now, which wrote the last step.
         """
         last_sign = self.end if math.isfinite(self.end) else event.time
         elsewhere_until = None
         if takes_over:
-            # The time elsewhere is in another account, and must not be in this part's too.
+            # Another account contains the time of the previous rank 0, so it must not count here.
             elsewhere_until = event.time - seconds_of(event, "paused_seconds")
             gap = max(0.0, elsewhere_until - last_sign)
             self.absent += gap
@@ -153,16 +157,16 @@ class ProcessPart:
         begin = event.time if elsewhere_until is None else elsewhere_until
         self._see("events", event.time, begin=begin)
         self.newest, self._settled = event.generation, event.time
-        # One of its processes may have ended or failed; the others went on.
+        # If one process ended or failed, the others continued, so the part has not ended.
         self.ended = self.detail = ""
 
     def _claim_before_step(self, seconds: float) -> None:
-        """Take ``seconds`` out of the start-up, before the first step."""
+        """Subtract ``seconds`` from the start-up time if there is no step yet."""
         if self._first_step_begin is None:
             self._claimed_before_step += seconds
 
     def _see(self, file: str, time: float, *, begin: float) -> None:
-        """Take a sign of life: it moves the end, and may show that a clock went back."""
+        """Update begin and end of the part with the times of a record, and check if the clock went back."""
         if math.isfinite(begin):
             self._begin = min(self._begin, begin)
         if math.isfinite(time):
@@ -171,14 +175,15 @@ class ProcessPart:
             self.end = max(self.end, time)
 
     def begin_after(self, previous_end: float | None) -> float:
-        """Return when the part began, in Unix seconds, where the part before ended at ``previous_end``.
+        """Return when the part began, in Unix seconds; the previous part ended at ``previous_end``.
 
-        A node outlives its workers: a start may name a process that was there before the last sign of the
-        part before. Where both were there at once, clocks differ, and the start is taken as it is.
+        A node outlives its workers, so the process of a start event may be older than the end of the previous
+        part; then the part begins at that end. If the start event itself is older, the clocks differ, and the
+        start is used as it is.
         """
         if self.start is None:
             return self._begin if math.isfinite(self._begin) else 0.0
-        # The start event is written late, after imports: the process says when it began.
+        # The start event is written after the imports, so use the start time of the process, if it is valid.
         claimed, begin = self.start.fields.get("process_start_time"), self.start.time
         if isinstance(claimed, int | float) and 0 < claimed <= begin:
             begin = float(claimed)
@@ -189,13 +194,13 @@ class ProcessPart:
     def seconds(
         self, previous_end: float | None, *, only_settled: bool = False
     ) -> dict[str, float]:
-        """Seconds of every cause, and ``productive``; they sum to the part's share of the time.
+        """Return the seconds of each cause and of ``productive``; their sum is the elapsed time of the part.
 
-        ``only_settled``: without the time since the last step that a change of the world may still claim.
+        ``only_settled``: exclude the time since the last step, which may belong to a change of the world.
         """
         begin = self.begin_after(previous_end)
         end = max(begin, self.end)
-        # Start-up is what nothing else claims of the time before the first step.
+        # Start-up is the part of the time before the first step that has no other cause.
         first, claimed = self._first_step_begin, self._claimed_before_step + self.restore
         if first is None:
             first, claimed = end, claimed + self.changes.seconds
@@ -211,8 +216,7 @@ class ProcessPart:
         }
         if only_settled and self._first_step_begin is not None:
             end = max(begin, self._settled)
-        # Durations come from a clock that never goes back. Where they exceed the wall time, the wall clock
-        # was set.
+        # Durations come from a monotonic clock. If they exceed the elapsed time, the wall clock was changed.
         measured = math.fsum(seconds.values())
         seconds["other"] = max(0.0, end - begin - self.absent - measured)
         seconds["downtime"] = (
@@ -226,7 +230,7 @@ class ProcessPart:
         *,
         is_last: bool,
     ) -> ProcessAccount:
-        """Return the part's account as it is known now."""
+        """Return the account of the part so far."""
         begin = self.begin_after(previous_end)
         return ProcessAccount(
             generation=self.generation,
@@ -246,7 +250,7 @@ class ProcessPart:
     def odd_clocks(self, previous_end: float | None) -> list[str]:
         """Describe clocks that went back in this part or before it, as sentences."""
         notes = []
-        # Within one process a clock that goes back was set; between two machines it is only another clock.
+        # In one process, a clock that goes back was changed. Between machines, the clocks only differ.
         tolerance = _CLOCKS_APART_SECONDS if self.changes.all else _CLOCK_TOLERANCE_SECONDS
         if self._backwards > tolerance:
             notes.append(

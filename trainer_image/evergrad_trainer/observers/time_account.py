@@ -1,6 +1,6 @@
-"""Fold of a run's records into its accounts of time: productive seconds, and lost ones by cause.
+"""Computes a run's time accounts from its records: productive seconds, and lost seconds by cause.
 
-The exporter asks it after each record, the report after the last one of the files. Pure.
+The exporter reads the accounts after each record, the report after the last record of the files. Pure.
 """
 
 import math
@@ -20,10 +20,10 @@ Record = RunInfo | StepRecord | EvaluationRecord | Event
 
 
 class Account:
-    """Accounts of a run up to the last record: productive seconds, and lost ones by cause.
+    """Time accounts of a run up to the last record: productive seconds, and lost seconds by cause.
 
     Goodput = time in steps that were kept / elapsed time, as in Google's ml-goodput-measurement. A step is
-    kept until training begins again before it.
+    kept unless training resumes from an earlier step.
     """
 
     def __init__(
@@ -33,26 +33,28 @@ class Account:
         last_time: float | None = None,
         most_steps: int | None = None,
     ) -> None:
-        """Begin after ``highest_step`` and ``last_time`` (Unix s), up to which earlier processes of the run
-        have accounted for everything.
+        """Begin after ``highest_step`` and ``last_time`` (Unix seconds), up to which the accounts of earlier
+        processes of the run are complete.
 
-        ``most_steps``: number of newest steps whose seconds are remembered, at 16 bytes a step; a restart
-        from further back leaves the older ones productive. None: all of them.
+        ``most_steps``: number of newest steps whose seconds are stored, at 16 bytes per step. After a restart
+        from an earlier step, steps that are no longer stored stay productive. None stores all steps.
         """
         self._parts: list[ProcessPart] = []
         self._last_time = last_time
         self._elsewhere = [(1, highest_step)] if highest_step else []
-        """First and last steps that other accounts hold as productive: here they are repeated ones."""
+        """Ranges (first step, last step) that other accounts count as productive; here they are repeated
+        steps."""
         self._highest_step = highest_step
         self._takes_over = False
         self._most_steps = most_steps
         self._kept_steps = array("q")
         self._kept_seconds = array("d")
         self._waiting: list[Event | EvaluationRecord] = []
-        """Records of a generation of which nobody knows yet whether it is a new start or goes on."""
+        """Records of generations of which it is not known yet whether they are new starts or continue the
+        last process."""
 
     def add(self, record: Record) -> None:
-        """Take the next record, in the order in which things happened."""
+        """Add the next record. Records must be added in the order in which they were written."""
         if isinstance(record, StepRecord):
             self.add_step(
                 record.step,
@@ -62,8 +64,8 @@ class Account:
                 record.time,
             )
         elif isinstance(record, RunInfo):
-            # A new rank 0: others hold the accounts of the time since the last one here. Steps above the
-            # newest one here were counted as productive where rank 0 was meanwhile.
+            # This process has become rank 0. The time since its last record is in the accounts of other
+            # processes, which also counted the steps above its highest step as productive.
             if record.highest_step is not None and record.highest_step > self._highest_step:
                 self._elsewhere.append((self._highest_step + 1, record.highest_step))
                 self._highest_step = record.highest_step
@@ -73,8 +75,8 @@ class Account:
         elif isinstance(record, EvaluationRecord):
             self._add_owned(record)
         elif record.type == EventType.START:
-            # The state comes from a checkpoint or from nothing, and newer steps are lost. Lines that the
-            # process wrote before its start event, such as of what it read, are its own.
+            # The process starts from a checkpoint or from the beginning, so newer steps are lost. Records
+            # that it wrote before its start event, for example about its data, belong to it.
             mine = [one for one in self._waiting if one.generation == record.generation]
             self._waiting = [
                 one for one in self._waiting if one.generation < record.generation
@@ -100,12 +102,13 @@ class Account:
     def add_step(
         self, step: int, generation: int, world_size: int, seconds: float, time: float
     ) -> None:
-        """Take a finished step; as ``add`` of its record."""
+        """Add a finished step, with the same effect as ``add`` of its record."""
         part = self._parts[-1] if self._parts else None
         if part is None or generation > part.newest:
             part = self._go_on(generation)
 
-        # A process that was frozen while others went on may still write a step: it is nobody's progress.
+        # A process that was frozen while the others continued may still write a step. Do not count it as
+        # progress.
         is_late = generation < part.newest
         seconds = seconds if 0 < seconds < math.inf else 0.0
         part.add_step(step, world_size, seconds, time, is_late=is_late)
@@ -113,13 +116,13 @@ class Account:
             part.recompute += seconds
             return
 
-        # A step comes again where training went back without a word; what was newer is lost with it.
+        # If a step occurs again without a restart event, training went back: newer steps are lost.
         if self._kept_steps and self._kept_steps[-1] >= step:
             self._take_back(step - 1)
         if step <= self._highest_step and any(
             first <= step <= last for first, last in self._elsewhere
         ):
-            # Its first training is productive in another account; the sum over all must count it once.
+            # Another account counts this step as productive. The sum of all accounts must count it once.
             part.recompute += seconds
             return
         part.productive += seconds
@@ -127,18 +130,18 @@ class Account:
         self._kept_seconds.append(seconds)
         self._highest_step = max(self._highest_step, step)
         if self._most_steps is not None and len(self._kept_steps) > 2 * self._most_steps:
-            # Seldom and many at once, since the front of an array is dear to take away.
+            # Remove many steps at a time, because removing the front of an array copies the rest.
             number = len(self._kept_steps) - self._most_steps
             del self._kept_steps[:number], self._kept_seconds[:number]
             for one in self._parts:
                 one.first_kept = max(0, one.first_kept - number)
 
     def finish(self) -> None:
-        """Give the records that still wait to a part: nothing comes after them."""
+        """Assign the waiting records to parts. Call this after the last record."""
         waiting, self._waiting = self._waiting, []
         has_started = any(part.start is not None for part in self._parts)
-        # A generation that only failed is a process of its own: nobody went on with its state. Without any
-        # start event nobody knows, and each generation is one.
+        # A generation that only failed is a separate process, because no other process continued its state.
+        # Without any start event, count each generation as a separate process.
         own = {
             one.generation
             for one in waiting
@@ -155,15 +158,15 @@ class Account:
             _give(part, record)
 
     def seconds(self, *, only_settled: bool = False) -> dict[str, float]:
-        """Sum the seconds so far of every cause of CAUSES, and ``productive``; in constant time for each
+        """Return the seconds so far of each cause of CAUSES and of ``productive``; takes constant time per
         start.
 
-        ``only_settled``: without the time since the last step of which it is not known yet what it is for.
+        ``only_settled``: exclude the time since the last step if its cause is not known yet.
         """
         totals = dict.fromkeys(("productive", *CAUSES), 0.0)
         previous_end = None
         for part in self._parts:
-            # Where another account has the time before, the last sign of the run comes from there.
+            # If another account covers the time before this part, ``after`` is the last time of that account.
             previous_end = previous_end if part.after is None else part.after
             is_open = only_settled and part is self._parts[-1]
             for cause, seconds in part.seconds(previous_end, only_settled=is_open).items():
@@ -172,7 +175,7 @@ class Account:
         return totals
 
     def goodput(self) -> Goodput:
-        """Return the accounts so far, with each process, restart and change of the world."""
+        """Return the accounts so far, with each process, restart and change of the world size."""
         processes: list[ProcessAccount] = []
         restarts: list[Restart] = []
         notes: list[str] = []
@@ -209,14 +212,13 @@ class Account:
         )
 
     def _go_on(self, generation: int) -> ProcessPart:
-        """Find the part that trains, stops or changes its world in ``generation``: the last one, as a
-        rule."""
+        """Return the part that trains, stops or changes its world in ``generation``: usually the last one."""
         is_known = any(part.start is not None or part.changes.all for part in self._parts)
         if not self._parts or (not is_known and generation > self._parts[-1].newest):
-            # No start event is left: each generation is taken for a process of its own.
+            # Without start events, count each generation as a separate process.
             self.finish()
             if not self._parts or generation > self._parts[-1].newest:
-                # The time before this process took over from others is in their accounts.
+                # If this process took over rank 0, the accounts of other processes contain the time before.
                 after = None if self._takes_over else self._last_time
                 self._append(ProcessPart(generation, after=after))
                 self._last_time = None
@@ -225,17 +227,17 @@ class Account:
         waiting = [one for one in self._waiting if one.generation <= generation]
         self._waiting = [one for one in self._waiting if one.generation > generation]
         for record in waiting:
-            # Also a failure: its peers have gone on without the process that failed.
+            # This includes failures: the other ranks continued without the failed process.
             _give(part, record)
         part.newest = max(part.newest, generation)
         return part
 
     def _add_owned(self, record: Event | EvaluationRecord) -> None:
-        """Give a record to the part of its generation, or let it wait where there is none yet."""
+        """Assign a record to the part of its generation, or store it until that part exists."""
         if not self._parts or record.generation > self._parts[-1].newest:
             self._waiting.append(record)
             return
-        # A process that was overtaken may report something when a newer one has begun.
+        # An older process may write a record after a newer process has begun.
         owners = [part for part in self._parts if part.generation <= record.generation]
         _give(owners[-1] if owners else self._parts[0], record)
 
@@ -244,14 +246,14 @@ class Account:
         self._parts.append(part)
 
     def _take_back(self, step: int) -> int:
-        """Take back the steps after ``step``, which are lost: their seconds are no longer productive.
+        """Move the seconds of the steps after ``step``, which are lost, from productive to recompute.
 
-        Returns how many of them the last part had trained.
+        Returns the number of lost steps that the last part had trained.
         """
         lost = 0
         owners = iter(reversed(self._parts))
         owner = next(owners, None)
-        # From the newest step down: each belongs to the last part that began before its place.
+        # From the newest step down. Each step belongs to the last part that began before its index.
         while self._kept_steps and self._kept_steps[-1] > step:
             self._kept_steps.pop()
             seconds = self._kept_seconds.pop()

@@ -1,6 +1,6 @@
-"""Checks that need the machine: files, memory, space, devices and sense, made before the first step.
+"""Checks before the first step that need the machine: files, memory, space, devices and plausible settings.
 
-Validation itself is pure.
+The validation of the manifest is pure and does not happen here.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ from evergrad_trainer.training.initial_model import describe_weights, plan_initi
 
 _TOKENIZER = "spec.training.tokenizer"
 _SLOWEST_BF16_DECAY = 1 - 2**-8
-"""Half a step of bf16, relative: a slower decay is lost in rounding."""
+"""The largest decay for moments in bf16: 1 minus half a step of bf16. A larger decay is lost in rounding."""
 _NO_MACHINE = Machine(
     cores=1,
     memory_bytes=None,
@@ -81,12 +81,12 @@ _NO_MACHINE = Machine(
     accelerator_memory_bytes=None,
     has_cpp_compiler=True,
 )
-"""A machine of which nothing is known and at which nothing is found wrong."""
+"""A placeholder for an unknown machine, for which no check reports a problem."""
 
 
 @dataclass(frozen=True)
 class Examination:
-    """All findings, and the model's plan if its configuration could be read (a script has none)."""
+    """All findings, and the model's plan; None if the configuration cannot be read or the run is a script."""
 
     findings: tuple[Finding, ...]
     plan: ModelPlan | None
@@ -94,9 +94,9 @@ class Examination:
 
 @dataclass(frozen=True)
 class FileReport:
-    """What the file of a typed run says by itself, with the model's own files where they are on this machine.
+    """Problems and warnings in the file of a typed run, and in the model's files if they are on this machine.
 
-    ``summary``: parameters, and the memory to train them on one worker; empty where they are not known here.
+    ``summary``: number of parameters, and the memory to train them on one worker; empty if they are unknown.
     """
 
     problems: tuple[Problem, ...]
@@ -113,15 +113,15 @@ def examine(
     num_workers: int,
     world_sizes: Sequence[int] = (),
 ) -> Examination:
-    """Make every check that needs no more of the data than the first row.
+    """Make every check that reads at most the first row of the data.
 
-    Builds no model, writes a probe file only.
+    Does not allocate a model, and writes only a probe file.
 
-    ``num_workers``: of this machine. ``world_sizes``: every number of workers that may train together as
-    nodes come and go, on machines like this one; by default those of this machine alone.
+    ``num_workers``: number of workers on this machine. ``world_sizes``: all numbers of workers that may train
+    together as nodes join and leave, on machines like this one; by default only ``num_workers``.
     """
     if (script := run.spec.script) is not None:
-        # It is not looked into: it must be there, and its workers must have devices.
+        # The content of a script is not examined: the file must exist, and its workers must have devices.
         found = check_script(script, base_directory)
         workers = check_script_workers(run, machine, num_workers=num_workers)
         space = check_run_directory(run_directory, None, keep=0)
@@ -140,7 +140,7 @@ def examine(
     findings += [Finding("error", problem) for problem in problems]
     size: int | None = None
     if training.recipe in RECIPES:
-        # Code of the user's own runs in training alone.
+        # Load only the recipes of this package: the code of a user's recipe runs only in training.
         task, _ = load_task(training, base_directory)
         check = getattr(task, "check_files", tuple)
         findings += [Finding("error", problem) for problem in check()]
@@ -149,7 +149,7 @@ def examine(
     findings += check_template(training, base_directory)
     findings += check_architecture(training, plan)
     if facts is not None and is_model_trained(training):
-        # Fewer workers hold larger shards each. Nodes that share this machine give memory back as they leave.
+        # With fewer workers, each holds larger shards. Nodes on this machine free memory when they leave.
         bounds = {"world_size": max(num_workers, min(sizes)), "most_workers": max(sizes)}
         findings += check_model(training, facts)
         findings += check_base(training, base_directory, plan)
@@ -160,13 +160,13 @@ def examine(
     findings += check_sources(training, base_directory, plan, run_directory=run_directory)
     has_begun = (run_directory / RunFile.RESOLVED).exists()
     findings += check_tokenizer(training, base_directory, plan, has_begun=has_begun)
-    # A run that has begun with it continues: its recipe cannot be changed any more.
+    # A run that has begun continues with a warning, because its recipe cannot be changed any more.
     level: Level = "warning" if has_begun else "error"
     findings += [Finding(level, one) for one in find_traps(training, plan, machine=machine)]
-    # A horizon in epochs has a number of steps once the data are prepared.
+    # A horizon in epochs has a number of steps only after the data are prepared.
     if (total := steps_without_data(training)) is not None:
         findings += check_cadences(training, total=total)
-    # Last, since it writes. Checkpoints of boundaries between stages are kept besides.
+    # Last, because it writes. Checkpoints at boundaries between stages are kept in addition.
     keep = training.checkpoint.keep + len(stage_ends(training))
     findings += check_run_directory(run_directory, size, keep=keep)
     return Examination(tuple(findings), plan)
@@ -179,10 +179,10 @@ def _read_model(
     *,
     is_tokenizer_here: bool = True,
 ) -> tuple[ModelPlan | None, ModelFacts | None, tuple[Problem, ...]]:
-    """Read the model's plan and facts, or its problems: it ends none of the other checks.
+    """Read the model's plan and facts, or return its problems, so that the other checks still run.
 
-    ``is_tokenizer_here``: whether the tokenizer can be read on this machine; if not, the model's vocabulary
-    is compared with nothing.
+    ``is_tokenizer_here``: whether the tokenizer can be read on this machine; if not, the size of the model's
+    vocabulary is not checked.
     """
     plan: ModelPlan | None = None
     vocab_size: int | None = None
@@ -201,10 +201,10 @@ def _read_model(
 
 
 def examine_file(run: TrainingRun, base_directory: Path) -> FileReport:
-    """Make each check of ``examine`` that does not need the machine that trains: `evergrad validate`.
+    """Make the checks of ``examine`` that do not need the training machine, for `evergrad validate`.
 
-    A model, a tokenizer or data that are not on this machine are not looked for: they may exist on the
-    cluster alone.
+    A model, a tokenizer or data that are missing on this machine are not a problem, because they may exist
+    only on the cluster.
     """
     training = run.training
     findings: list[Finding] = []
@@ -260,7 +260,10 @@ def _summarize(training: Training, plan: ModelPlan | None, facts: ModelFacts | N
 
 
 def check_files(training: Training, base_directory: Path) -> Iterator[Finding]:
-    """Check that every source can be opened, holds something and is trained on. ``prepare`` reads them."""
+    """Check that every source can be opened and is not empty; ``prepare`` reads the content later.
+
+    Also warns if ``overfitFirstBatch`` limits the training to the samples of the first step.
+    """
     for source in (
         *training_sources(training, base_directory),
         *evaluation_sources(training, base_directory),
@@ -280,18 +283,18 @@ def check_files(training: Training, base_directory: Path) -> Iterator[Finding]:
 def check_tokenizer(
     training: Training, base_directory: Path, plan: ModelPlan | None, *, has_begun: bool
 ) -> Iterator[Finding]:
-    """Check that transformers gives texts the ids that are trained: with the tokenizer's directory, and with
-    an export, which has the model's configuration next to it.
+    """Check that AutoTokenizer produces the ids that the run trains on, from the tokenizer's directory and
+    from an export, which contains the model's configuration too.
 
-    ``has_begun``: the run is not stopped any more. Its export compares the ids again.
+    ``has_begun``: a difference does not stop a run that has begun. Its export compares the ids again.
     """
     try:
         tokenizer = load_tokenizer(training.tokenizer, base_directory)
     except DataError:
-        # Reported with the model, whose vocabulary depends on it.
+        # The check of the model reports this error, because the vocabulary depends on the tokenizer.
         return
     difference, export_error = None, ""
-    # A resume takes no time for what it would not refuse.
+    # A resume skips the slow comparison, because it would not refuse a difference.
     is_compared = not has_begun or bool(tokenizer.auto_error)
     if (
         plan is not None
@@ -303,7 +306,7 @@ def check_tokenizer(
     if tokenizer.auto_error:
         yield Finding("warning", _problem_of_fallback(training, tokenizer, export_error))
     elif export_error:
-        # The run trains all the same.
+        # Only a warning: training does not need the export.
         what = f"AutoTokenizer cannot load an export of it: {export_error}"
         why = "users of the export need another program to load its tokenizer"
         yield Finding("warning", Problem(_TOKENIZER, what, why, SAVE_AGAIN))
@@ -315,9 +318,10 @@ def check_tokenizer(
 def _compare_export(
     tokenizer: TextTokenizer, plan: ModelPlan
 ) -> tuple[TokenizerDifference | None, str]:
-    """Compare the ids of ``tokenizer`` and of an export with the configuration of ``plan``.
+    """Compare the ids of ``tokenizer`` with the ids of an export that has the configuration of ``plan``.
 
-    Returns the first difference, and the reason why AutoTokenizer cannot load the export; empty if it can.
+    Returns the first difference or None, and the reason why AutoTokenizer cannot load the export; the reason
+    is empty if it can.
     """
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
@@ -333,7 +337,7 @@ def _compare_export(
 def _problem_of_fallback(
     training: Training, tokenizer: TextTokenizer, export_error: str
 ) -> Problem:
-    """The problem of a directory of which only tokenizer.json can be read."""
+    """Build the problem of a tokenizer directory in which only tokenizer.json can be read."""
     why = (
         "texts get the ids of its tokenizer.json alone; tokens and settings that only its other files have "
         "do not count"
@@ -355,9 +359,9 @@ def check_sources(
     *,
     run_directory: Path,
 ) -> Iterator[Finding]:
-    """Check that weights from elsewhere compute in this model what they computed in theirs.
+    """Check that weights from other runs or models compute the same function in this model.
 
-    They are compared again when they are loaded. What cannot be read is reported then, too.
+    They are compared again when they are loaded. Weights that cannot be read are reported then, not here.
     """
     if plan is None or plan.config is None or training.recipe not in RECIPES:
         return
@@ -388,8 +392,11 @@ def check_sources(
 def check_run_directory(
     run_directory: Path, checkpoint_size: int | None, *, keep: int
 ) -> Iterator[Finding]:
-    """Check that the run directory can be written, and holds the checkpoints this run keeps."""
-    # By a real file: rights, quotas and read-only mounts show only when something is written.
+    """Check that the run directory can be written and has space for the checkpoints that this run keeps.
+
+    ``checkpoint_size``: bytes, or None if unknown. ``keep``: number of checkpoints that are kept.
+    """
+    # Write a real file: permissions, quotas and read-only mounts cause errors only on a write.
     try:
         run_directory.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=run_directory) as probe:
@@ -412,7 +419,7 @@ def check_run_directory(
     if checkpoint_size is None:
         return
     free = free_bytes(run_directory)
-    # One more than is kept: the newest is written before the oldest is removed.
+    # One more than ``keep``, because the newest is written before the oldest is removed.
     needed = checkpoint_size * (keep + 1)
     if free < 2 * checkpoint_size:
         yield Finding(
@@ -446,7 +453,7 @@ def check_run_directory(
 
 
 def check_device(training: Training, machine: Machine) -> Iterator[Finding]:
-    """Check that the device and the compiler that were asked for are there."""
+    """Check that the device and the compiler that the file requires are available."""
     if training.runtime.device == "cuda" and machine.num_accelerators == 0:
         yield Finding(
             "error",
@@ -458,7 +465,7 @@ def check_device(training: Training, machine: Machine) -> Iterator[Finding]:
                 is_of_host=True,
             ),
         )
-    # Asked for, a compiler is needed; by default the run continues without one, and that is said.
+    # compile: on requires a compiler. With the default, auto, the run trains without one after a warning.
     on_accelerator = machine.num_accelerators > 0 and training.runtime.device != "cpu"
     wanted = training.runtime.compile
     if (
@@ -487,7 +494,7 @@ def check_device(training: Training, machine: Machine) -> Iterator[Finding]:
 
 
 def check_workers(training: Training, *, num_workers: int) -> Iterator[Finding]:
-    """Check that every worker has a slot, and that few are idle."""
+    """Check that every worker has a slot, and warn if workers are idle for a part of each step."""
     slots = slots_per_step(training.batching)
     if num_workers > slots:
         yield Finding(
@@ -500,7 +507,7 @@ def check_workers(training: Training, *, num_workers: int) -> Iterator[Finding]:
             ),
         )
         return
-    # In each round of slots a worker computes one or waits for those who do.
+    # In each round, a worker either computes one slot or waits for the other workers.
     idle = 1 - slots / (num_workers * math.ceil(slots / num_workers))
     if idle > 0:
         yield Finding(
@@ -519,12 +526,15 @@ def check_workers(training: Training, *, num_workers: int) -> Iterator[Finding]:
 
 
 def check_shards(training: Training, *, world_sizes: Sequence[int]) -> Iterator[Finding]:
-    """Check that every number of workers that may train together can be cut into copies of the model."""
+    """Check that every number of workers can be divided into groups that hold one copy of the model each.
+
+    ``world_sizes``: all numbers of workers that may train together.
+    """
     shards = training.runtime.shards
     if shards is None:
         return
-    # A run that could not go on after a change of nodes would end in the middle: it is refused now. A single
-    # worker holds the model whole.
+    # Refuse the run now, because it would otherwise fail at a later change of nodes. A single worker holds
+    # the whole model, so world size 1 is always valid.
     problems = (problem_of_shards(shards, size) for size in world_sizes if size > 1)
     problem = next((one for one in problems if one is not None), None)
     if problem is not None:
@@ -532,7 +542,7 @@ def check_shards(training: Training, *, world_sizes: Sequence[int]) -> Iterator[
 
 
 def check_model(training: Training, facts: ModelFacts) -> Iterator[Finding]:
-    """Check that samples fit the model's positions."""
+    """Check that samples are not longer than the model's number of positions."""
     length = training.data.sequence_length
     if facts.max_positions is not None and length > facts.max_positions:
         yield Finding(
@@ -550,7 +560,7 @@ def check_model(training: Training, facts: ModelFacts) -> Iterator[Finding]:
 
 
 def check_dtype(training: Training, plan: ModelPlan | None) -> Iterator[Finding]:
-    """Report a type of weights in the model's configuration that the run does not train in."""
+    """Warn about a dtype in the model's configuration that differs from the dtype of the trained weights."""
     if plan is None or plan.config is None:
         return
     precision = training.runtime.precision
@@ -579,7 +589,7 @@ def check_template(training: Training, base_directory: Path) -> Iterator[Finding
         yield from (Finding("error", problem) for problem in error.problems)
         return
     if missing is not None:
-        # Such rows are passed over where the file asks for it; others may be left.
+        # Only a warning if data.malformed skips such rows, because valid rows may remain.
         is_refused = training.data.malformed == "refuse"
         yield Finding("error" if is_refused else "warning", missing)
 
@@ -587,10 +597,10 @@ def check_template(training: Training, base_directory: Path) -> Iterator[Finding
 def find_traps(
     training: Training, plan: ModelPlan | None, *, machine: Machine
 ) -> Iterator[Problem]:
-    """Find what trains without an error and without being what was meant."""
+    """Find settings that train without an error but probably not as the user intended."""
     where = "spec.training"
 
-    # The default tokenizer is that of bytes, and a pretrained model has another one.
+    # The default tokenizer reads bytes, but a pretrained model has its own tokenizer.
     path = training.model.path
     if path is not None and "tokenizer" not in training.model_fields_set:
         yield Problem(
@@ -607,7 +617,7 @@ def find_traps(
     if plan is not None and is_chunked and plan.name not in PLAIN_HEADS:
         field, remedy = "runtime.lossChunk", "Leave lossChunk out, or use"
         if training.runtime.loss_chunk is None:
-            # Without chunks it would hold all logits of two models.
+            # This recipe always uses chunks: without them it would hold all logits of two models.
             field, remedy = "model", "Use"
         yield Problem(
             f"{where}.{field}",
@@ -622,13 +632,13 @@ def find_traps(
             reads_rows=training.row_settings is not None,
             has_pairs=training.pair_settings is not None,
         )
-    # A model that cannot be built is named by another check; that of a task is known to the task alone.
+    # Another check reports a model that cannot be built. The model of a user's recipe is unknown here.
     has_known_model = training.recipe in RECIPES and is_model_trained(training)
     if plan is not None and training.optimizer.groups and has_known_model:
         with contextlib.suppress(ModelError):
             model = build_empty_model(plan, precision="fp32")
             yield from unmatched_patterns(model, training.optimizer.groups)
-    # Moments that are kept in bf16 round small decays away. Only those that the optimizer has.
+    # Moments in bf16 lose small decays in rounding. Check only the decays that this optimizer has.
     optimizer = training.optimizer
     unused = {one.key for one in OF_OPTIMIZER if optimizer.type in one.values}
     decays = {"betas": max(optimizer.betas), "momentum": optimizer.momentum}
@@ -646,7 +656,7 @@ def find_traps(
 
 
 def _check_kernels(training: Training, machine: Machine) -> Iterator[Problem]:
-    # Sums over ranks are exact by themselves; those inside of a kernel are exact only where it is told to be.
+    # Sums over ranks are always exact. Sums inside a kernel are exact only if cuBLAS is deterministic.
     on_accelerator = machine.num_accelerators > 0 and training.runtime.device != "cpu"
     settings = training.reproducibility
     if (
@@ -667,7 +677,10 @@ def _check_kernels(training: Training, machine: Machine) -> Iterator[Problem]:
 
 
 def check_cadences(training: Training, *, total: int) -> Iterator[Finding]:
-    """Check that what the file asks for every so often happens at least once in a run of ``total`` steps."""
+    """Check that each periodic action of the file happens at least once in a run of ``total`` steps.
+
+    For example, ``checkpoint.every.steps: 500`` in a run of 300 steps causes a warning.
+    """
     at_end = "Evaluation happens at the end only"
     evaluation, saves = training.evaluation, training.checkpoint
     asked = [("evaluation.every", evaluation.every, at_end)]
@@ -680,7 +693,7 @@ def check_cadences(training: Training, *, total: int) -> Iterator[Finding]:
         for where, every, end in asked
         if every is not None
     ]
-    # A cadence that is the default is nothing to warn of in a short run.
+    # A default cadence does not need a warning in a short run.
     every = saves.every if "every" in saves.model_fields_set else None
     tokens_per_step = training.batching.global_batch_size * training.sample_tokens
     for where, rhythm, end in (

@@ -1,5 +1,5 @@
-"""Checks of preflight that look at the model: its size beside the memory of this machine, and the weights
-that adapters or a predictor stand beside."""
+"""Checks of preflight for the model: its size compared with this machine's memory, and the frozen weights that
+adapters or a predictor need."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ Level = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check. ``problem`` says what is wrong, or in ``ok`` findings what was found."""
+    """The result of one check. ``problem``: the problem, or the observed facts if the level is ``ok``."""
 
     level: Level
     problem: Problem
@@ -57,7 +57,7 @@ def model_facts(plan: ModelPlan) -> ModelFacts:
 
 
 def _count_unrounded(model: "PreTrainedModel") -> int:
-    """Parameters that autocast leaves as they are, without the tables of the vocabulary."""
+    """Count the parameters that autocast does not round, without the embedding tables."""
     rounded = find_products(model)
     tables = (model.get_input_embeddings(), model.get_output_embeddings())
     ids = {id(one) for table in tables if table is not None for one in table.parameters()}
@@ -77,7 +77,8 @@ def _eager_heads(plan: ModelPlan) -> int:
 
 
 def check_architecture(training: Training, plan: ModelPlan | None) -> Iterator[Finding]:
-    """Report attention that is not the usual one, and a head that shares no weights although it should."""
+    """Report eager attention, and an output head that does not share weights although the configuration ties
+    them."""
     if plan is None or plan.config is None:
         return
     if plan.attention == "eager" and has_attention(plan.config):
@@ -104,9 +105,9 @@ def _source_of(training: Training) -> str:
 
 
 def hidden_size_of(config: Any) -> int:
-    """Return the width of a model; of one whose layers differ, the largest.
+    """Return the width of a model; if its layers differ, the largest width.
 
-    Raises ModelError where the configuration has neither ``hidden_size`` nor ``hidden_sizes``.
+    Raises ModelError if the configuration has neither ``hidden_size`` nor ``hidden_sizes``.
     """
     one, several = (getattr(config, name, None) for name in ("hidden_size", "hidden_sizes"))
     if one is not None:
@@ -132,10 +133,10 @@ def check_memory(
     world_size: int,
     most_workers: int = 1,
 ) -> Iterator[Finding]:
-    """Check, by an estimate, that the model fits, and name the largest ``microBatchSize`` that would.
+    """Estimate whether the model fits in memory, and report the largest ``microBatchSize`` that fits.
 
-    ``world_size``: the smallest world of the plan, which has the largest shards. ``most_workers``: the
-    largest one, in which each worker still has a micro-batch. Processes on CPUs share the memory.
+    ``world_size``: the smallest world size of the plan, which has the largest shards. ``most_workers``: the
+    largest world size, in which each worker needs a micro-batch. Processes on CPUs share the memory.
     """
     available, sharers, plan = _room(training, machine, num_workers, world_size)
     need = memory_of(facts, training, **plan)
@@ -167,7 +168,7 @@ def check_memory(
         if fit is not None:
             largest = f"about {fit.parameters / 1e6:,.0f}M parameters would fit"
         why = f"the process would be killed; in this plan {largest}"
-        # No micro-batch is small enough where the state alone is too large.
+        # If the state alone is too large, no micro-batch fits.
         lower = (
             "Use" if micro is None else f"Lower batching.microBatchSize to {micro}, or use"
         )
@@ -179,7 +180,7 @@ def check_memory(
 
 
 def _check_host(left: int, available: int | None) -> Finding:
-    """Check that this machine has room for the activations that its workers leave in its own memory."""
+    """Check that the host's memory has space for ``left`` bytes of activations that its workers offload."""
     field = "spec.training.runtime.activationCheckpointing"
     if not left:
         why = "workers on CPUs have no other memory than the host's"
@@ -195,7 +196,8 @@ def _check_host(left: int, available: int | None) -> Finding:
 def _room(
     training: Training, machine: Machine, num_workers: int, world_size: int
 ) -> tuple[int | None, int, dict[str, Any]]:
-    """The memory that there is, how many processes share it, and what an estimate needs besides the model."""
+    """Return the available memory in bytes, the number of processes that share it, and the other arguments of
+    an estimate."""
     on_accelerator = machine.num_accelerators > 0 and training.runtime.device != "cpu"
     compiles = training.runtime.compile == "on" or (
         training.runtime.compile == "auto" and on_accelerator
@@ -214,9 +216,9 @@ def _room(
 def largest_micro_batch(
     training: Training, fits: Callable[[Training], bool], *, most_workers: int
 ) -> int | None:
-    """The largest micro-batch, in samples, with which the plan fits; None if none does.
+    """Return the largest micro-batch, in samples, with which the plan fits; None if no size fits.
 
-    It divides the global batch, and leaves one to each of ``most_workers``.
+    The size divides the global batch, so that each of ``most_workers`` workers has at least one micro-batch.
     """
     batching = training.batching
     whole = batching.global_batch_size
@@ -231,7 +233,7 @@ def largest_micro_batch(
 def check_base(
     training: Training, base_directory: Path, plan: ModelPlan | None
 ) -> Iterator[Finding]:
-    """Check that adapters stand beside weights that have learned something, and that the loss can be made."""
+    """Check that adapters have trained base weights, and that the loss can be computed with them."""
     lora = training.model.lora
     if lora is None or plan is None:
         return
@@ -256,8 +258,10 @@ def check_base(
 
 
 def check_frozen(training: Training, plan: ModelPlan | None) -> Iterator[Finding]:
-    """Check that the directory of a model that the recipe leaves as it is has weights. One that the file
-    describes by a configuration is meant to be of the seed."""
+    """Check that the directory of a model that the recipe does not train contains weights.
+
+    A model that the file describes by a configuration is initialized from the seed on purpose.
+    """
     if plan is None or plan.weights is not None or training.model.path is None:
         return
     if not is_model_trained(training):

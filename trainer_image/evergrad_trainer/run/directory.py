@@ -1,5 +1,5 @@
-"""The run directory on disk: its layout, strict JSON, small files written atomically, JSON lines that survive
-a kill."""
+"""The run directory on disk: its layout, strict JSON, atomic writes of small files, and JSON-lines files that
+survive a kill."""
 
 import errno
 import functools
@@ -48,11 +48,11 @@ _REASONS = {
 def run_directory_error(
     error: OSError, path: Path | str, *, what: str
 ) -> RunDirectoryError | VolumeError:
-    """Make an OSError an error for the user: which path, ``what`` could not be done, why, and what helps.
+    """Convert an OSError to an error for the user, with the path, ``what`` failed, the reason and a remedy.
 
-    A VolumeError where the path may be fine at another moment or on another host.
+    Returns a VolumeError if the path may work later or on another host.
     """
-    # The run's author can mend a path; trouble of the volume is for another host, or a later moment.
+    # The user can correct a path. A failure of the volume needs a retry, later or on another host.
     if error.errno in PASSING:
         return volume_error(error, path, what)
     reason, remedy = _REASONS.get(
@@ -72,8 +72,10 @@ def reported(path: Path | str, *, what: str) -> Iterator[None]:
 
 
 def dumps_strict(value: Any, *, indent: int | None = None) -> str:
-    """Write JSON that every parser reads: non-finite floats are null, keys keep their order, floats
-    round-trip bit by bit."""
+    """Encode ``value`` as JSON that every parser can read.
+
+    Non-finite floats become null, keys keep their order, and floats round-trip bit by bit.
+    """
     separators = (",", ":") if indent is None else (",", ": ")
     dumps = functools.partial(
         json.dumps,
@@ -82,7 +84,7 @@ def dumps_strict(value: Any, *, indent: int | None = None) -> str:
         separators=separators,
         ensure_ascii=False,
     )
-    # Hardly any record has a number that is none: looking through all of them first would cost each line.
+    # Non-finite numbers are rare. To search each record for them first would slow down every line.
     try:
         return dumps(value)
     except ValueError:
@@ -100,25 +102,25 @@ def _finite(value: Any) -> Any:
 
 
 def encode_text(text: str) -> bytes:
-    """Encode as UTF-8; half a surrogate pair (an undecodable byte of a file name) becomes ``?``, since no
-    parser would take it."""
+    """Encode as UTF-8. A lone surrogate (an undecodable byte of a file name) becomes ``?``, because no parser
+    accepts it."""
     return text.encode("utf-8", errors="replace")
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace ``path`` so that a reader, or a machine that loses power, sees the old or the new text and
-    nothing between.
+    """Replace ``path`` atomically: readers find either the old or the new text, also after a loss of power.
 
-    Raises RunDirectoryError; the old file is then untouched and no temporary file is left.
+    Raises RunDirectoryError if the file cannot be written. The old file is then unchanged, and no temporary
+    file remains.
     """
     with reported(path, what="cannot be written"):
         replace_durably(path, encode_text(text))
 
 
 def read_json_object(path: Path) -> dict[str, Any] | None:
-    """Read the JSON object in ``path``; None without such a file.
+    """Read the JSON object in ``path``; returns None if the file does not exist.
 
-    Raises RunDirectoryError for anything else.
+    Raises RunDirectoryError if the file cannot be read or is not a JSON object.
     """
     try:
         with reported(path, what="cannot be read"):
@@ -153,10 +155,11 @@ _BLOCK_BYTES = 1 << 20
 
 
 class JsonLines:
-    """The objects of a JSON-lines file, one at a time, with the 1-based number of their line.
+    """Iterator over the objects of a JSON-lines file, each with the 1-based number of its line.
 
-    A last line that a kill left unfinished is no error: after the iteration ``torn_bytes`` is its length. Any
-    other line that is not a JSON object raises RunDirectoryError. A missing file has no lines.
+    If a kill left the last line unfinished, the iteration ends without an error, and ``torn_bytes`` is the
+    length of that line. Raises RunDirectoryError if any other line is not a JSON object. A missing file
+    counts as empty.
     """
 
     def __init__(self, path: Path) -> None:
@@ -173,7 +176,7 @@ class JsonLines:
             with file:
                 first = 1
                 while lines := file.readlines(_BLOCK_BYTES):
-                    # A block at once is half the time; one by one only where a line in it is no object.
+                    # To parse a whole block takes half the time. Parse line by line only if that fails.
                     rows = _parse_objects(lines)
                     if rows is not None:
                         yield from enumerate(rows, start=first)
@@ -186,12 +189,12 @@ class JsonLines:
                         elif line.endswith(b"\n"):
                             raise self.malformed(number, "is not a JSON object")
                         else:
-                            # Only the last line of the file has no newline: a kill cut it off.
+                            # Only the last line can lack a newline; a kill interrupted its write.
                             self.torn_bytes = len(line)
                     first += len(lines)
 
     def malformed(self, number: int, what: str) -> RunDirectoryError:
-        """Build the error for a line that cannot be used."""
+        """Build the error for an invalid line."""
         where = f"{self.path} line {number}"
         return RunDirectoryError(
             Problem(
@@ -204,9 +207,9 @@ class JsonLines:
 
 
 def _parse_objects(lines: list[bytes]) -> list[dict[str, Any]] | None:
-    """Parse all lines with one call; None where some line is no object of its own.
+    """Parse all lines with one call; returns None if a line is not exactly one object.
 
-    One call takes half the time of one a line.
+    One call for all lines takes half the time of one call for each line.
     """
     if not all(line.startswith(b"{") for line in lines):
         return None
@@ -220,7 +223,7 @@ def _parse_objects(lines: list[bytes]) -> list[dict[str, Any]] | None:
 
 
 def parse_object(line: bytes) -> dict[str, Any] | None:
-    """Parse the JSON object in ``line``; None where it holds anything else."""
+    """Parse the JSON object in ``line``; returns None if the line is not a JSON object."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -229,11 +232,10 @@ def parse_object(line: bytes) -> dict[str, Any] | None:
 
 
 def mend_last_line(path: Path) -> int:
-    """Make a JSON-lines file ready to be appended to; returns the bytes of an unfinished last line that were
-    cut off.
+    """Prepare a JSON-lines file for appending; returns the number of bytes removed from an unfinished line.
 
-    A kill may leave a part of a line. Appending to it would spoil the next one too. A whole object that only
-    misses its newline is kept. Raises RunDirectoryError.
+    A kill may leave a part of a line, and a line appended to it would be invalid too. If the last line is a
+    whole object without a newline, the object is kept. Raises RunDirectoryError if the file cannot be opened.
     """
     with reported(path, what="cannot be opened for appending"):
         try:
@@ -241,7 +243,7 @@ def mend_last_line(path: Path) -> int:
         except FileNotFoundError:
             return 0
         with file:
-            # Backwards in blocks: the file of a long run is hundreds of megabytes.
+            # Read backwards in blocks, because the file of a long run has hundreds of megabytes.
             size, tail = file.seek(0, os.SEEK_END), b""
             while len(tail) < size:
                 block = min(1 << 16, size - len(tail))
@@ -257,7 +259,7 @@ def mend_last_line(path: Path) -> int:
                 if cut >= 0:
                     tail = tail[cut + 1 :]
                     break
-            # A whole object lacks nothing but its newline; anything else would spoil the line after it.
+            # Complete a whole object with its newline; remove anything else.
             if not tail or tail.endswith(b"\n"):
                 return 0
             if parse_object(tail) is not None:
@@ -269,9 +271,9 @@ def mend_last_line(path: Path) -> int:
 
 @dataclass(frozen=True)
 class StopRequest:
-    """A stop file that was found.
+    """The content of a stop file.
 
-    ``time``: when it was made, Unix seconds. ``note``: the first line of its text.
+    ``time``: modification time of the file, Unix seconds. ``note``: the first line of its text.
     """
 
     time: float
@@ -279,7 +281,7 @@ class StopRequest:
 
 
 class RunDirectory:
-    """Paths and small files of one run's directory. Making the object touches nothing."""
+    """Paths and small files of one run's directory. The constructor does not access the disk."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
@@ -304,15 +306,15 @@ class RunDirectory:
         self.stop = self.path / RunFile.STOP
 
     def create(self) -> None:
-        """Make the directory and its folders, or find them; prove that a file can be written.
+        """Create the directory and its folders if they do not exist, and verify that a file can be written.
 
-        Raises RunDirectoryError.
+        Raises RunDirectoryError if a folder cannot be created or written to.
         """
-        # Several nodes may do this at once: each step may find its work done.
+        # Several nodes may do this at the same time, so any of the folders may exist already.
         for folder in (self.path, self.checkpoints, self.logs):
             with reported(folder, what="cannot be created"):
                 folder.mkdir(parents=True, exist_ok=True)
-        # Written, not only asked for: permissions, quotas and read-only mounts show only then.
+        # Write a file: permissions, quotas and read-only mounts cause errors only on a write.
         probe = self.path / f".probe.{unique_suffix()}"
         with reported(self.path, what="cannot be written to"):
             try:
@@ -325,7 +327,7 @@ class RunDirectory:
                     probe.unlink()
 
     def require_run(self) -> None:
-        """Raise RunDirectoryError unless this is the directory of a run that has begun."""
+        """Raise RunDirectoryError if this is not the directory of a run that has begun."""
         problem = Problem(
             str(self.path),
             "is not a run directory",
@@ -359,11 +361,14 @@ class RunDirectory:
             )
 
     def read_resolved(self) -> dict[str, Any] | None:
-        """Read the resolved configuration; None before the first start. Raises RunDirectoryError."""
+        """Read the resolved configuration; None before the first start.
+
+        Raises RunDirectoryError if the file is damaged or cannot be read.
+        """
         return read_json_object(self.resolved)
 
     def write_resolved(self, resolved: dict[str, Any]) -> None:
-        """Replace the resolved configuration. Raises RunDirectoryError."""
+        """Replace the resolved configuration. Raises RunDirectoryError if it cannot be written."""
         write_atomically(self.resolved, dumps_strict(resolved, indent=2) + "\n")
 
     def is_complete(self) -> bool:
@@ -371,26 +376,32 @@ class RunDirectory:
         return self.complete.exists()
 
     def read_complete(self) -> dict[str, Any] | None:
-        """Read the values that ``mark_complete`` wrote, or None. Raises RunDirectoryError."""
+        """Read the values that ``mark_complete`` wrote; None if the run is not complete.
+
+        Raises RunDirectoryError if the file is damaged or cannot be read.
+        """
         return read_json_object(self.complete)
 
     def mark_complete(self, facts: dict[str, Any]) -> None:
-        """Record that the run has reached its horizon. Raises RunDirectoryError."""
+        """Record that the run has reached its horizon. Raises RunDirectoryError if it cannot be written."""
         write_atomically(self.complete, dumps_strict(facts, indent=2) + "\n")
 
     def unmark_complete(self) -> None:
-        """Take the mark away, for a run whose horizon grew. Raises RunDirectoryError."""
+        """Remove the mark, for a run that is extended. Raises RunDirectoryError if it cannot be removed."""
         with reported(self.complete, what="cannot be removed"):
             self.complete.unlink(missing_ok=True)
 
     def stop_requested(self) -> bool:
-        """Whether somebody made the stop file. Costs one ``stat``; a volume that is away has none for now."""
+        """Whether the stop file exists. Costs one ``stat`` call; False while the volume is unreachable."""
         return os.path.exists(self.stop)
 
     def consume_stop_file(self) -> StopRequest | None:
-        """Remove the stop file and return what it said, or None without one. Raises RunDirectoryError."""
+        """Remove the stop file and return its content, or None if it does not exist.
+
+        Raises RunDirectoryError if the file cannot be removed.
+        """
         with reported(self.stop, what="cannot be removed"):
-            # Read before it is removed: what it says goes into the run's events.
+            # Read the file before it is removed: its text is recorded in the run's events.
             try:
                 made = self.stop.stat().st_mtime
                 with self.stop.open("rb") as file:
@@ -402,15 +413,15 @@ class RunDirectory:
 
 
 def searched_folders(path: Path) -> tuple[Path, ...]:
-    """The folders that ``run.json`` of a run that ``path`` belongs to is looked for in."""
+    """Return the folders in which to search for the ``run.json`` of the run that contains ``path``."""
     return (path, *path.absolute().parents[:2])
 
 
 def find_record(path: Path) -> tuple[RunDirectory, dict[str, Any]] | None:
-    """The run that ``path`` belongs to, with its ``run.json``; None where it belongs to none.
+    """Find the run that contains ``path``; returns its directory and ``run.json``, or None if there is none.
 
-    ``path``: its directory, the folder of its checkpoints, or one of them. Raises RunDirectoryError or
-    VolumeError.
+    ``path``: the run directory, its folder of checkpoints, or one checkpoint. Raises RunDirectoryError if a
+    ``run.json`` is damaged, or VolumeError if the volume fails.
     """
     for folder in searched_folders(path):
         directory = RunDirectory(folder)

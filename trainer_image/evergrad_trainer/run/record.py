@@ -1,4 +1,4 @@
-"""Values of ``run.json`` as they are read: a damaged or missing one is refused by its key."""
+"""Reads the values of ``run.json``. If a value is damaged or missing, the error names its key."""
 
 import functools
 import os
@@ -17,15 +17,16 @@ from evergrad_trainer.base.errors import RunDirectoryError
 from evergrad_trainer.run.directory import RunDirectory, dumps_strict
 
 BEGUN_FROM: Final = "begunFrom"
-"""Key under which stands what a fresh run began with."""
+"""Key of the state that a fresh run began with."""
 ANNOUNCED: Final = "announced"
-"""Key under which stands what a start announces changes of; there only until it has announced them."""
+"""Key of the manifest and horizon that the changes of a start are compared with. It is removed after the
+start has announced its changes."""
 FIRST_MODEL: Final = "firstModel"
-"""Key of the model as it was described at the first start; missing where ``model`` is the same."""
+"""Key of the model's description at the first start; missing if ``model`` is the same."""
 
 CORRECTED: Final = "corrected"
-"""Key of a model's description: what the configuration of a directory says where its weights say something
-else. ``config`` has what is trained."""
+"""Key of a model's description: the values in a directory's configuration that its weights contradict.
+``config`` has the values that are trained."""
 
 _REMEDY: Final = (
     "Restore it from a backup. Without one, begin another run with the weights or the optimizer of this one "
@@ -33,17 +34,16 @@ _REMEDY: Final = (
 )
 
 BASE: Final = "baseDirectory"
-"""Key under which stands where relative paths of the manifest start, seen from the run directory."""
+"""Key of the directory that relative paths of the manifest refer to, relative to the run directory."""
 
 Value = TypeVar("Value")
-# Kept: building one takes longer than to read a value with it.
+# Cached, because building an adapter takes longer than reading a value with it.
 _adapter: Final = functools.cache(TypeAdapter[Any])
 
 
 @dataclass(frozen=True)
 class BegunFrom:
-    """The state that a run began with: a checkpoint, or a directory of weights where ``checkpoint`` is
-    empty."""
+    """The state that a run began with: a checkpoint, or a directory of weights if ``checkpoint`` is empty."""
 
     path: str
     checkpoint: str
@@ -62,7 +62,7 @@ class Announced:
 
 @dataclass(frozen=True)
 class ModelRecord:
-    """A description of a model, as far as two of them are compared."""
+    """The parts of a model's description that are compared with another description."""
 
     transformers: str
     config: dict[str, Any]
@@ -71,9 +71,10 @@ class ModelRecord:
 def comparable_configs(
     before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The configurations of two descriptions of a model, as far as they can differ.
+    """Return the comparable parts of two descriptions of a model.
 
-    Another version of transformers knows other keys: then only those that both know are left.
+    If the versions of transformers differ, their sets of keys may differ too. Then only shared keys are
+    returned.
     """
     old, new = before["config"], now["config"]
     if before["transformers"] == now["transformers"]:
@@ -85,10 +86,11 @@ def comparable_configs(
 def read_key(
     directory: RunDirectory, record: Mapping[str, Any], key: str, kind: type[Value]
 ) -> Value:
-    """The value under ``key`` of the ``run.json`` of ``directory``; dots lead into objects.
+    """Read the value of ``key`` from ``record``, which is the ``run.json`` of ``directory``.
 
-    ``kind``: a type, a dataclass or a model of pydantic, to which it is made; keys that it does not know are
-    ignored. Raises RunDirectoryError naming each key that is missing or holds something else.
+    Dots in ``key`` separate nested keys, for example ``derived.totalSteps``. ``kind``: a type, a dataclass or
+    a pydantic model, to which the value is converted; unknown keys are ignored. Raises RunDirectoryError,
+    naming each key, if a key is missing or has a value of another type.
     """
     names = key.split(".")
     value: Any = record
@@ -101,7 +103,8 @@ def read_key(
             raise damaged(directory, ".".join(names[: number + 1]))
         value = value[name]
 
-    # As JSON and strictly: a text is no number, while a list may be a tuple, and a text a path.
+    # Strict validation of JSON does not convert a text to a number, but converts a list to a tuple and a text
+    # to a path.
     try:
         adapter = _adapter(kind)  # type: ignore[arg-type]  # a type is hashable
         read: Value = adapter.validate_json(dumps_strict(value), strict=True)
@@ -124,15 +127,15 @@ def read_key(
 def read_optional(
     directory: RunDirectory, record: Mapping[str, Any], key: str, kind: type[Value]
 ) -> Value | None:
-    """As ``read_key``; None where the key is missing, as in the records of older versions."""
+    """Read a key as ``read_key`` does; returns None if it is missing, as in records of older versions."""
     return read_key(directory, record, key, kind) if key in record else None
 
 
 def read_announced(directory: RunDirectory, record: Mapping[str, Any]) -> Announced:
-    """Read from the ``run.json`` of ``directory`` what the newest start that has announced its changes had.
+    """Read the manifest and horizon of the newest start that has announced its changes.
 
-    It is the start that has written the record, unless that one was killed before it had announced them.
-    Raises RunDirectoryError.
+    This is the start that wrote the record, unless it was killed before it announced its changes.
+    Raises RunDirectoryError if the record is damaged.
     """
     return read_optional(directory, record, ANNOUNCED, Announced) or Announced(
         record["manifest"], int(record["derived"]["totalSteps"])
@@ -140,26 +143,33 @@ def read_announced(directory: RunDirectory, record: Mapping[str, Any]) -> Announ
 
 
 def describe_base(base: Path, run_directory: Path) -> str:
-    """The value of ``BASE`` for a run in ``run_directory``, which exists.
+    """Return the value of ``BASE`` for a run in ``run_directory``, which must exist.
 
-    Links are followed first, as whoever opens a path does: one leads out of the folders that its name is in.
+    Symbolic links are resolved first, because ``..`` in a relative path starts at the target of a link.
     """
     return os.path.relpath(base.resolve(), run_directory.resolve())
 
 
 def read_base(directory: RunDirectory, record: Mapping[str, Any]) -> Path:
-    """Where relative paths in the manifest of ``record`` start. Raises RunDirectoryError."""
+    """Return the directory that relative paths in the manifest of ``record`` refer to.
+
+    Raises RunDirectoryError if the key is missing or damaged.
+    """
     value = read_key(directory, record, BASE, str)
     base = directory.path / value
     if not base.exists():
-        # Older versions did not follow links in the run directory's path.
+        # Older versions did not resolve symbolic links in the run directory's path.
         by_name = Path(os.path.normpath(directory.path.absolute() / value))
         return by_name if by_name.exists() else base
     return base
 
 
 def read_run(directory: RunDirectory, resolved: Mapping[str, Any]) -> TrainingRun:
-    """The run that ``run.json`` records. Its problems are not the user's manifest's, and are told apart."""
+    """Parse the run in ``run.json``.
+
+    Raises RunDirectoryError if it is invalid, and not ConfigurationError, because the user's manifest is not
+    the cause.
+    """
     manifest = read_key(directory, resolved, "manifest", dict[str, Any])
     try:
         return from_wire(manifest)
@@ -177,7 +187,7 @@ def read_run(directory: RunDirectory, resolved: Mapping[str, Any]) -> TrainingRu
 def damaged(
     directory: RunDirectory, key: str, value: Any = ABSENT, why: str = ""
 ) -> RunDirectoryError:
-    """Build the error for a key of ``run.json``: it is missing, or holds ``value``, which it should not."""
+    """Build the error for a key of ``run.json`` that is missing or has the invalid ``value``."""
     what = "is missing" if value is ABSENT else f"is {show_value(value)}"
     return RunDirectoryError(_problem(directory, key, what, why))
 

@@ -51,13 +51,12 @@ _HORIZON = "spec.training.horizon"
 class RunState:
     """State of a run before this start.
 
-    ``recorded``: what its data was prepared to when it began; ``total_steps``: its horizon then.
-
-    For a script both are unknown: None and 0. ``model``: what its model was resolved to; None where an older
-    version began it. ``config_hash``, ``data_fingerprint``: those of the recipe and of the data that it
-    began with, which its checkpoints carry; empty for a fresh run. ``start``: where its data began; None
-    where an older version began it, or it has several stages. ``load``: how much of another run it began
-    with; empty for none.
+    ``recorded``: the result of data preparation when the run began; None for a script. ``total_steps``: the
+    run's horizon when it began; 0 for a script. ``model``: the resolved model; None if an older version began
+    the run. ``config_hash``, ``data_fingerprint``: hash of the recipe and fingerprint of the data that the
+    run began with, as in its checkpoints; empty for a fresh run. ``start``: the position at which the run's
+    data began; None if an older version began the run or if it has several stages. ``load``: the part of
+    another run that this run began with, as in ``spec.training.initFrom.load``; empty if there is none.
     """
 
     state: Literal["fresh", "begun", "complete"]
@@ -79,9 +78,11 @@ def inspect_directory(
 ) -> RunState:
     """Compare the manifest with the run that began in ``directory``.
 
-    ``base_directory``: where paths of the manifest start. If the recipe is refused, the data are looked for
-    there as well, so that both are corrected at once. Raises RunDirectoryError if another run lives there, or
-    naming every field of the recipe that differs (with ``extend`` the horizon may).
+    ``base_directory``: the directory that relative paths of the manifest refer to. If the recipe is refused,
+    the data files are checked too, so that the error names both kinds of problems.
+
+    Raises RunDirectoryError if the directory contains another run, or if fields of the recipe differ; the
+    error names every such field. With ``extend`` the horizon may differ.
     """
     resolved = directory.read_resolved()
     if resolved is None:
@@ -103,13 +104,13 @@ def inspect_directory(
         raise_if(problems_of_changes(of_script, directory=where), RunDirectoryError)
         return RunState("complete" if directory.is_complete() else "begun")
 
-    # A typed recipe: every field that differs is named, but for places, whose content decides later.
+    # A typed recipe: name every field that differs. Paths may differ, because later checks compare content.
     changes = [
         (path, old, new)
         for path, old, new in changed_fields(recipe_of(before), recipe_of(run))
         if not (DECIDED_BY_CONTENT.fullmatch(path) and ABSENT not in (old, new))
     ]
-    # The horizon alone may grow, and only where that was asked for: it shapes the schedule.
+    # Only the horizon may change, and only with --extend, because the schedule depends on the horizon.
     horizon = [change for change in changes if change[0].startswith(_HORIZON)]
     problems = problems_of_changes(
         [change for change in changes if change not in horizon], directory=where
@@ -144,7 +145,7 @@ def _read_state(
 ) -> RunState:
     """Read the state of a typed run from its ``run.json``.
 
-    Raises RunDirectoryError for a damaged or missing key.
+    Raises RunDirectoryError if a key is damaged or missing.
     """
     begun_from = read_optional(directory, resolved, BEGUN_FROM, BegunFrom)
     model = read_optional(directory, resolved, "model", ModelRecord)
@@ -161,10 +162,10 @@ def _read_state(
 
 
 def read_start(directory: RunDirectory, resolved: Mapping[str, Any]) -> DataStart | None:
-    """Where the data of the run in ``directory`` begin; None where an older version began it, or it has
-    several stages.
+    """Read the position at which the data of the run in ``directory`` begin.
 
-    Raises RunDirectoryError naming each key that is missing or damaged.
+    Returns None if an older version began the run or if it has several stages. Raises RunDirectoryError if a
+    key is missing or damaged.
     """
     begun_from = read_optional(directory, resolved, BEGUN_FROM, BegunFrom)
     value = read_optional(directory, resolved, DATA_START, StartRecord)
@@ -173,7 +174,8 @@ def read_start(directory: RunDirectory, resolved: Mapping[str, Any]) -> DataStar
         if goes_on:
             raise damaged(directory, DATA_START)
         return None
-    # All or nothing: with a part it would be a run that begins at its first samples, or has left out none.
+    # Require both keys or neither. With only one key, the run would silently begin at the first samples or
+    # leave out no samples.
     parts = {"leftOut": value.left_out, "dataBefore": value.data_before or None}
     if goes_on or any(one is not None for one in parts.values()):
         for key, part in parts.items():
@@ -183,7 +185,7 @@ def read_start(directory: RunDirectory, resolved: Mapping[str, Any]) -> DataStar
 
 
 def _check_kind(before: TrainingRun, run: TrainingRun, where: str) -> None:
-    """A typed run stays one, and so does a script: neither can read what the other saved."""
+    """Refuse a change between a typed run and a script, because neither can read the other's checkpoints."""
     began, now = (
         "training" if one.spec.script is None else "script" for one in (before, run)
     )
@@ -201,7 +203,7 @@ def _check_kind(before: TrainingRun, run: TrainingRun, where: str) -> None:
 def check_extension(
     directory: RunDirectory, run_state: RunState, *, total_steps: int
 ) -> None:
-    """A horizon may grow, never shrink. Raises RunDirectoryError."""
+    """Raise RunDirectoryError if the horizon is shorter than before; a horizon may only grow."""
     raise_if(
         problems_of_extension(directory, run_state, total_steps=total_steps),
         RunDirectoryError,
@@ -211,7 +213,7 @@ def check_extension(
 def problems_of_extension(
     directory: RunDirectory, run_state: RunState, *, total_steps: int
 ) -> list[Problem]:
-    """The problem of a horizon that is shorter than the run's was."""
+    """Return the problem of a horizon that is shorter than before, or an empty list."""
     if run_state.state != "begun" or total_steps >= run_state.total_steps:
         return []
     return [
@@ -231,7 +233,7 @@ def problems_of_extension(
 
 
 def check_tokenizer_unchanged(run_state: RunState, prepared: Prepared) -> None:
-    """The text becomes the tokens it became when the run began. Raises RunDirectoryError."""
+    """Raise RunDirectoryError if the tokenizer differs from the tokenizer with which the run began."""
     recorded = run_state.recorded
     if recorded is not None and recorded.tokenizer_identity != prepared.tokenizer_identity:
         raise RunDirectoryError(
@@ -262,10 +264,10 @@ def check_data_unchanged(
     fingerprint: str,
     facts: Mapping[str, Any] | None = None,
 ) -> None:
-    """The task reads what it read when the run began. Raises RunDirectoryError.
+    """Raise RunDirectoryError if the data differ from the data with which the run began.
 
-    Its checkpoints would be refused as well, but only once this start has claimed the run and left records.
-    ``facts``: those of its stages; one that the task had prepared with another value is named.
+    The run's checkpoints would be refused too, but only after this start has claimed the run and written
+    records. ``facts``: facts of the prepared stages; the error names each fact whose value has changed.
     """
     recorded = run_state.data_fingerprint
     if recorded and recorded != fingerprint:
@@ -276,7 +278,7 @@ def check_data_unchanged(
                 was, now = show_value(then[name]), show_value(value)
                 why += f", with the {name} {now}, which was {was}"
         if run_state.start is None and run_state.load == "everything":
-            # The other run may itself have gone on from one in other data.
+            # The other run may itself continue a run that used other data.
             why += (
                 f", which begin at their first samples, since run.json has no {DATA_START}"
             )
@@ -294,7 +296,7 @@ def check_data_unchanged(
 def check_model_unchanged(
     directory: RunDirectory, run_state: RunState, model: dict[str, Any]
 ) -> None:
-    """The model is what the run began with. Raises RunDirectoryError naming every field that differs."""
+    """Raise RunDirectoryError, naming every field that differs, if the model is not the model of the run."""
     if run_state.model is not None:
         raise_if(
             compare_models(run_state.model, model, where=str(directory.path)),
@@ -305,13 +307,13 @@ def check_model_unchanged(
 def compare_models(
     before: Mapping[str, Any], now: Mapping[str, Any], *, where: str
 ) -> list[Problem]:
-    """The differences between two descriptions of a model: the saved weights would be those of another
-    function.
+    """Return the differences between two descriptions of a model, with which the saved weights would compute
+    another function.
 
-    A key that only one version of transformers knows is no difference.
+    A key that exists in only one of two versions of transformers is not a difference.
     """
     old, new = comparable_configs(before, now)
-    # An older version recorded what the directory says, and trained what its weights say.
+    # An older version recorded the directory's configuration, but trained the model of the weights.
     corrected = now.get(CORRECTED, {})
     old = {
         key: new.get(key) if key in corrected and corrected[key] == value else value
@@ -342,10 +344,10 @@ def resolved_record(
     derived: dict[str, Any],
     model: dict[str, Any],
 ) -> dict[str, Any]:
-    """The content of ``run.json``. ``base_directory``: where relative paths start, seen from the run
-    directory.
+    """Build the content of ``run.json`` for a typed run.
 
-    ``identity`` is that of the run as it began, whose data may have lain elsewhere.
+    ``base_directory``: the directory that relative paths refer to, relative to the run directory.
+    ``identity``: the identity of the run when it began; its data may have been in another place then.
     """
     return {
         "format": 1,
@@ -360,7 +362,7 @@ def resolved_record(
 
 
 def resolved_script_record(run: TrainingRun, *, base_directory: str) -> dict[str, Any]:
-    """The content of ``run.json`` for a script; ``base_directory`` as above."""
+    """Build the content of ``run.json`` for a script; ``base_directory`` as in ``resolved_record``."""
     return {
         "format": 1,
         "manifest": to_wire(run),
@@ -370,8 +372,11 @@ def resolved_script_record(run: TrainingRun, *, base_directory: str) -> dict[str
 
 
 def _inspect_unknown(directory: RunDirectory) -> RunState:
-    """Without ``run.json``: an empty place is a fresh start, checkpoints of nobody are not."""
-    # A start that is refused in its load leaves a file of metrics without a step, and may be mended.
+    """Return the state of a directory without ``run.json``: a fresh start if it is empty.
+
+    Raises RunDirectoryError if the directory contains metrics or checkpoints of an unknown run.
+    """
+    # A start that is refused while it loads leaves an empty file of metrics. The next start may reuse it.
     leftovers = [
         path
         for path in (directory.metrics, directory.checkpoints / "latest")

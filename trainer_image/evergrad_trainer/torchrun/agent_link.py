@@ -1,4 +1,4 @@
-"""The side of the rendezvous on the agent's own thread: its questions and its answers."""
+"""The part of the rendezvous that runs on the agent's main thread."""
 
 from pathlib import Path
 
@@ -10,11 +10,12 @@ from evergrad_trainer.torchrun.agent_workers import say
 
 _END_SECONDS = 0.5
 _DEPART_SECONDS = 1.0
-"""For the plan that follows the word of leaving: much longer than the coordinator waits for other events."""
+"""Time to wait for the plan that follows a leave; much longer than the coordinator waits for other events."""
 
 
 class AgentLink:
-    """The agent's thread reads ``state`` and waits on it; what it has to say goes through ``loop``."""
+    """Connects the agent's thread to the loop's thread: it reads and waits on ``state``, and sends messages
+    through ``loop``."""
 
     def __init__(self, settings: AgentSettings, *, directory: Path) -> None:
         self.settings = settings
@@ -22,9 +23,10 @@ class AgentLink:
         self.loop = AgentLoop(settings, self.state, directory=directory)
 
     def depart(self) -> None:
-        """The agent ends and its workers are gone.
+        """Leave the coordinator when the agent ends, after its workers have exited.
 
-        One that was asked to leave says so, else it would be taken for lost.
+        An agent that was asked to leave reports it, because the coordinator would otherwise treat the node as
+        lost.
         """
         with self.state.changed:
             place = self.state.place
@@ -34,7 +36,7 @@ class AgentLink:
                 and place is not None
                 and not self.state.done_generation
             ):
-                # The plan that follows is waited for: without its answer the others would wait for this node.
+                # Wait for the next plan and answer it, because the other nodes wait for this answer.
                 self.state.is_out = True
                 self.loop.call(self.loop.members.say_ready_to_leave)
                 self.state.changed.wait_for(
@@ -47,13 +49,13 @@ class AgentLink:
         self.loop.close()
 
     def should_restart_workers(self) -> bool:
-        """Whether the workers have to be stopped: another group is planned, the run has ended, or the lease
-        is lost."""
+        """Whether the workers must be stopped: another group is planned, the run has ended, or the lease is
+        lost."""
         with self.state.changed:
             place = self.state.place
             if place is None:
                 return True
-            # torch asks only while its workers run, so that the first question means that they are up.
+            # torch calls this only while its workers run, so the first call shows that the workers are up.
             if self.state.up_generation < place.generation:
                 self.state.up_generation = place.generation
                 self.loop.send(Up(place.generation, self.loop.members.reports.step))
@@ -71,7 +73,8 @@ class AgentLink:
             return self.state.is_stopping_workers
 
     def leave_group(self) -> None:
-        """The workers are gone. Unless somebody asked for it, that is the failure of their generation."""
+        """Leave the group after the workers have exited. If no stop was requested, reports the failure of
+        their generation."""
         with self.state.changed:
             place = self.state.place
             if (
@@ -80,23 +83,23 @@ class AgentLink:
                 and self.state.newest <= place.generation
                 and self.state.end is None
             ):
-                # On a busy machine the agent may know of the end before the watch, which knows whose it was.
+                # On a busy machine the agent may notice the exit before the watch, which records the rank.
                 self.state.changed.wait_for(
                     lambda: self.state.first_end is not None,
                     _END_SECONDS if self.loop.members.watch is not None else 0,
                 )
                 self.loop.members.send_broken(place)
-            # Out of the group, whoever has ended it: a later plan is answered as a node without workers.
+            # Leave the group in every case: this node answers later plans as a node without workers.
             self.state.place = self.state.go = None
             self.state.is_stopping_workers = False
 
     def answer(self, plan: Plan, *, port: int) -> None:
-        """Say that this node's old workers are gone, and where the store for ``plan`` is."""
+        """Report that this node's old workers have exited, and the port of the store for ``plan``."""
         self.state.answered_generation = plan.generation
         self.loop.send(Ready(plan.generation, workers=1, port=port))
 
     def take_place(self, go: Go) -> None:
-        """The group of ``go`` begins: its workers are started next."""
+        """Take this node's place in the group of ``go``. The agent starts the workers next."""
         self.state.place = Placement(
             go.generation,
             first_rank=go.first_rank,
@@ -108,22 +111,23 @@ class AgentLink:
         self.loop.call(self.loop.members.begin_watch, go.port)
 
     def vote_done(self) -> None:
-        """All of this node's workers have ended well.
+        """Report that all workers of this node have exited successfully.
 
-        Raises SystemExit(75) when they did so because they were asked to stop.
+        Raises SystemExit(75) if they exited because they were asked to stop.
         """
         with self.state.changed:
             if self.state.place is None:
                 return
             if self.loop.node_state.has_stopped(self.state.place.generation):
-                # Counted as done it would end the run, unfinished. This way the node comes back and goes on.
+                # If it counted as done, the run would end unfinished. With exit code 75 the node returns and
+                # continues.
                 say(
                     "the script stopped as asked but ended with exit code 0; end it with 75, so "
                     "that only its workers start anew"
                 )
                 raise SystemExit(int(ExitCode.STOPPED_SAVED))
             self.state.done_generation = self.state.place.generation
-            # Workers that end before the agent has asked for the first time were up all the same.
+            # Workers that exit before torch's first call of ``should_restart_workers`` were up too.
             if self.state.up_generation < self.state.place.generation:
                 self.loop.send(
                     Up(self.state.place.generation, self.loop.members.reports.step)
@@ -131,11 +135,11 @@ class AgentLink:
             self.loop.call(self.loop.members.flush_report)
             self.loop.send(Done(self.state.done_generation))
             if self.state.plan is not None:
-                # This node is needed no more, but a plan may wait for the word that its workers are gone.
+                # This node is done, but a plan may wait for the report that its workers have exited.
                 self.loop.send(Ready(self.state.plan.generation, workers=0, port=0))
 
     def report_failure(self) -> None:
-        """Tell a failure that the agent is not going to survive (its restarts are used up)."""
+        """Report a failure after which the agent ends, because its restarts are used up."""
         with self.state.changed:
             if (
                 self.state.place is not None

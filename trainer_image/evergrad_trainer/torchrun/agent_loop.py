@@ -1,4 +1,4 @@
-"""A torchrun agent's conversation with the coordinator: a thread of its own with an event loop."""
+"""A torchrun agent's connection to the coordinator, in a separate thread with an event loop."""
 
 import asyncio
 import contextlib
@@ -40,13 +40,13 @@ _TICK_SECONDS = 0.2
 _PROGRESS_SECONDS = 0.5
 _CLOSE_SECONDS = 2.0
 _STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Those that torchrun takes for the end of the agent."""
+"""Signals on which torchrun ends the agent."""
 
 
 class WakeupPipe:
-    """The pipe into which Python's C handler writes the number of each signal.
+    """A pipe to which Python's C signal handler writes the number of each signal.
 
-    The coordinator is told of a stop before the agent has begun to tear down.
+    With it the agent reports a stop to the coordinator before its teardown begins.
     """
 
     def __init__(self) -> None:
@@ -55,17 +55,16 @@ class WakeupPipe:
             os.set_blocking(descriptor, False)
 
     def read(self) -> bytes:
-        """The numbers that have come since the last look."""
+        """Return the numbers of the signals since the last read, one byte per signal."""
         with contextlib.suppress(BlockingIOError):
             return os.read(self.read_end, 256)
         return b""
 
 
 class AgentLoop:
-    """Talks with the coordinator and with the workers of the agent's own node. Its methods run on its thread,
-    except the public ones.
+    """Exchanges messages with the coordinator and with the workers of the agent's node.
 
-    An error of its thread reaches the agent's: as the end of the run, or by :meth:`start`.
+    Private methods run on the loop's thread. An error in that thread ends the run, or ``start`` raises it.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class AgentLoop:
         )
 
     def start(self) -> None:
-        """Start the conversation. Raises what the node state's socket and the token's file raise."""
+        """Start the thread. Raises the error if the token file or the node state's socket fails."""
         self._thread.start()
         self._is_started.wait()
         if self._failure is not None:
@@ -106,8 +105,10 @@ class AgentLoop:
             self._thread.join(_CLOSE_SECONDS)
 
     def inherited_descriptors(self) -> list[int]:
-        """List the descriptors that a forked child must close: the pipe, and the connection, whose end would
-        stay hidden while the child lives."""
+        """List the descriptors that a forked child must close: the pipe and the connection.
+
+        While a child holds the connection open, the coordinator does not notice that the agent closed it.
+        """
         connection = self._client.fileno() if self._client is not None else -1
         ends = (connection, self.wakeup.read_end, self.wakeup.write_end)
         return [number for number in ends if number >= 0]
@@ -126,7 +127,7 @@ class AgentLoop:
             self._is_started.set()
 
     async def _converse(self) -> None:
-        # Whatever can fail at once fails before ``start`` returns: the agent then ends with the reason.
+        # Errors of the token file and the socket occur before ``start`` returns, which raises them.
         self._loop = asyncio.get_running_loop()
         self._token = read_token(self.settings.token_file)
         await self.node_state.start()
@@ -138,7 +139,8 @@ class AgentLoop:
             on_connected=self._greet,
         )
 
-        # Before the first message: the process beside this one shows that the node is there, however slow.
+        # Start the heartbeat process before the first message. It shows that the node is alive even if this
+        # process is slow.
         settings = self.settings
         beat = Beat(settings.run, settings.node, self._incarnation, token=self._token)
         heartbeat = Heartbeat(settings.host, settings.port, beat)
@@ -146,7 +148,7 @@ class AgentLoop:
         self._loop.add_reader(self.wakeup.read_end, self._take_signals)
         self._is_started.set()
 
-        # Until the agent is at its end. The conversation and the ticks end before only by an error.
+        # Wait until the agent stops. The client and the ticks end earlier only after an error.
         client = asyncio.create_task(self._client.run())
         ticks = asyncio.create_task(self._tick())
         beats = asyncio.create_task(heartbeat.keep())
@@ -161,7 +163,7 @@ class AgentLoop:
                     raise RuntimeError("the conversation with the coordinator ended early")
                 await stopped
         finally:
-            # The process beside this one first: from here on the node is not there any more.
+            # Close the heartbeat process first, because the node has left from here on.
             heartbeat.close()
             self._client.close()
             for task in (client, ticks, beats, stopped):
@@ -186,7 +188,7 @@ class AgentLoop:
             )
 
     def _greet(self) -> None:
-        """Send again, on every connection, what the coordinator may have missed."""
+        """Send, on every new connection, the messages that the coordinator may have missed."""
         with self.state.changed:
             if self.state.is_leaving:
                 self.send(Leaving())
@@ -205,7 +207,7 @@ class AgentLoop:
                 case Plan():
                     self.state.newest = max(self.state.newest, message.generation)
                     self.state.plan = message
-                    # Nobody else answers for an agent that has done its part, or is about to go.
+                    # No worker answers for an agent that is done or is leaving, so answer here.
                     if self.state.done_generation:
                         self.send(Ready(message.generation, workers=0, port=0))
                     elif self.state.is_leaving:
@@ -214,14 +216,14 @@ class AgentLoop:
                     self.state.newest = max(self.state.newest, message.generation)
                     self.state.go = message
                 case Leave() if self._client is not None:
-                    # Its state is in checkpoints, if anywhere; the coordinator is not asked again.
+                    # The agent has no state to transfer: a script's state is only in its checkpoints.
                     self._client.send(Left(message.generation, is_saved=False))
                     self._client.close()
                     self.state.end = End(int(ExitCode.STOPPED_SAVED), "left")
                 case End():
                     self._finish(message)
                 case Refused(reason=why, message=words):
-                    # Whatever a coordinator of another version says: a refusal is no outcome of the run.
+                    # A refusal, for any reason, is not an outcome of the run.
                     self._finish(End(int(ExitCode.INTERNAL), why, words))
             self._announce()
             self.state.changed.notify_all()
@@ -246,7 +248,7 @@ class AgentLoop:
         while True:
             await asyncio.sleep(_TICK_SECONDS)
             with self.state.changed:
-                # Also without any news: workers end by themselves when the contact in the record grows old.
+                # Announce even without changes: workers exit if the contact time in the record is too old.
                 self._announce()
                 if self.state.is_leaving:
                     self.members.say_ready_to_leave()
@@ -265,20 +267,21 @@ class AgentLoop:
         )
 
     def _say_now(self, messages: list[Message]) -> None:
-        # Not by way of the loop: the last progress has to be said before the vote that may end the run.
+        # Do not schedule this on the loop: the last progress must be sent before a vote that may end the run.
         for message in messages:
             try:
                 if self._client is not None:
                     self._client.send(message)
             except ProtocolError as error:
-                # It would fail again; what follows it must not be lost with it.
+                # A retry would fail too. Continue, so that the messages after it are still sent.
                 say(f"{message.TYPE} could not be told to the coordinator: {error}")
 
     async def _may_commit(self, generation: int) -> bool:
         place = self.state.place
         if self._client is None or place is None or place.generation != generation:
             return False
-        # One that is away for less than the lease is waited for: the save would be lost for nothing.
+        # Wait for a coordinator that is unreachable for less than the lease, because otherwise the save is
+        # lost.
         while not self._client.is_connected:
             if (
                 self.seconds_since_contact() > self.state.lease_seconds
@@ -289,7 +292,7 @@ class AgentLoop:
         return await self._client.commit(generation)
 
     def drains(self) -> bool:
-        """Whether the planned change can wait for workers that save and leave by themselves."""
+        """Whether the planned change can wait until the workers have saved and exited."""
         place, plan = self.state.place, self.state.plan
         if place is None or not self.node_state.has_guard(place.generation):
             return False
@@ -302,11 +305,11 @@ class AgentLoop:
 
     def call(self, function: Callable[..., object], *arguments: object) -> None:
         if self._loop is not None:
-            # The loop may have ended, and with it all there was to say.
+            # If the loop has ended, the call is not needed any more.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(function, *arguments)
 
     def seconds_since_contact(self) -> float:
-        """How long ago the coordinator was heard."""
+        """Seconds since the last message from the coordinator; infinite before the first connection."""
         client = self._client
         return float("inf") if client is None else client.seconds_since_contact

@@ -3,9 +3,9 @@
     torchrun --nnodes=1:8 --rdzv-backend=evergrad --rdzv-endpoint=HOST:PORT --rdzv-id=RUN
     --max-restarts=1000000 script.py
 
-Loaded by every process that imports torch's rendezvous package, workers too, and while that import is under
-way: so only names of its api module are imported here, and what only an agent needs is imported by the
-handler.
+Every process that imports torch's rendezvous package loads this module during that import, also workers.
+Therefore this module imports only names of the package's api module, and the handler imports the modules that
+only an agent needs.
 """
 
 import atexit
@@ -40,9 +40,9 @@ _DEFAULT_LEASE_SECONDS = 10.0
 _NODE_VARIABLES = ("EVERGRAD_NODE", "JOB_COMPLETION_INDEX")
 _OWN_KEYS = ("join_timeout", "lease", "node", "token_file")
 _TORCH_KEYS = ("timeout",)
-"""Keys that torchrun's launcher adds to the configuration by itself."""
+"""Keys that torchrun's launcher adds to the configuration."""
 _JOIN_SECONDS = 900.0
-"""The ``timeout`` that torchrun's launcher gives by itself."""
+"""Default ``timeout`` of torchrun's launcher."""
 _WAIT_SECONDS = 1.0
 
 
@@ -52,7 +52,8 @@ def entry_point() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 
 def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    """The handler of this agent. Raises SystemExit(64) with all that is wrong with the arguments."""
+    """Create the handler of this agent. If arguments are invalid, prints all problems and raises
+    SystemExit(64)."""
     from evergrad_common.contract import ExitCode
 
     try:
@@ -66,9 +67,9 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 def parse_settings(
     parameters: RendezvousParameters, environment: dict[str, str]
 ) -> "AgentSettings":
-    """torchrun's arguments and our variables as settings.
+    """Parse torchrun's arguments and the variables of Evergrad.
 
-    Raises ValueError that names every problem, one a line.
+    Raises ValueError if any are invalid, with one line for each problem.
     """
     from importlib.metadata import version
 
@@ -89,7 +90,7 @@ def parse_settings(
         problems.append(
             "--rdzv-id: missing. Give the run's name, the same as the coordinator's --run."
         )
-    # The node's index and the file of the run's token: from the arguments, else from the environment.
+    # Read the node's index and the token file from the arguments, or else from the environment.
     places = (given.get("node"), *map(environment.get, _NODE_VARIABLES))
     node = str(next((place for place in places if place), ""))
     if not node:
@@ -128,7 +129,8 @@ def parse_settings(
 def _find_seconds(
     given: Mapping[str, object], key: str, default: float, problems: list[str]
 ) -> float:
-    """Seconds above zero; the default where they are not given, and with a problem where they are wrong."""
+    """Return the seconds of ``key``, or the default if it is missing or invalid. Adds a problem if it is
+    invalid."""
     with contextlib.suppress(ValueError):
         number = float(str(given.get(key, default)))
         if 0 < number < math.inf:
@@ -140,7 +142,10 @@ def _find_seconds(
 
 
 class EvergradRendezvousHandler(RendezvousHandler):
-    """One for the life of an agent. The coordinator decides who is in a group, and how the run ends."""
+    """The rendezvous handler of an agent, used for its whole life.
+
+    The coordinator decides which nodes are in a group and how the run ends.
+    """
 
     def __init__(self, settings: "AgentSettings") -> None:
         from evergrad_trainer.torchrun.agent_link import AgentLink
@@ -151,12 +156,13 @@ class EvergradRendezvousHandler(RendezvousHandler):
         self._directory = Path(tempfile.mkdtemp(prefix="evergrad-"))
         self._store: TCPStore | None = None
         self._link: AgentLink = AgentLink(settings, directory=self._directory)
-        # All nodes start the same number of workers, so ranks need no exchange over a store of the agents.
+        # All nodes start the same number of workers, so agents do not need a store to exchange ranks.
         os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
         os.environ.update(self._link.loop.node_state.environment)
         self._link.loop.start()
         if threading.current_thread() is threading.main_thread():
-            # Told by C's handler, so that the coordinator knows before the agent has begun to tear down.
+            # C's signal handler writes to the pipe, so that the coordinator learns of the stop before the
+            # agent's teardown begins.
             signal.set_wakeup_fd(
                 self._link.loop.wakeup.write_end, warn_on_full_buffer=False
             )
@@ -169,7 +175,7 @@ class EvergradRendezvousHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """True: workers are clients of the store that rank 0's agent opened before it said ready."""
+        """True: workers connect to the store that rank 0's agent opened before it reported ready."""
         return True
 
     def get_run_id(self) -> str:
@@ -179,22 +185,22 @@ class EvergradRendezvousHandler(RendezvousHandler):
         return self._link.state.end is not None
 
     def set_closed(self) -> None:
-        """Nothing: only the coordinator ends a run."""
+        """Does nothing, because only the coordinator ends a run."""
 
     def num_nodes_waiting(self) -> int:
-        """1 when the workers have to be stopped, for whatever reason: torch restarts them without counting
-        it."""
+        """Return 1 if the workers must be stopped for any reason. torch then restarts them without counting
+        the restart."""
         return int(self._link.should_restart_workers())
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Called with the old workers gone; returns when this node has its place in a new group.
+        """Wait until this node has its place in a new group. Called after the old workers have exited.
 
-        Raises SystemExit with the coordinator's exit code when the run has ended, or this node is not wanted,
-        and RendezvousTimeoutError when nobody has answered at the coordinator's address for as long as torch
-        lets a join take. A spare, which the coordinator knows of, may wait for ever.
+        Raises SystemExit with the coordinator's exit code if the run has ended or the coordinator refuses
+        this node. Raises RendezvousTimeoutError if the coordinator has not answered for the join timeout. A
+        spare node that is in contact with the coordinator waits without a limit.
         """
         link, state = self._link, self._link.state
-        # The store of the group that is gone ends with it: its late members must not be served.
+        # Close the store of the old group, so that late members of that group cannot use it.
         self._store = None
         link.leave_group()
         silence = _Silence(self._settings, now=time.monotonic())
@@ -211,7 +217,7 @@ class EvergradRendezvousHandler(RendezvousHandler):
                     go = state.go
                     break
                 if state.plan is not None and state.plan.generation > answered:
-                    # A fresh store for each plan: whoever still knows an older one cannot reach it.
+                    # Open a new store for each plan, so that members of older plans cannot reach it.
                     answered = state.plan.generation
                     port = 0
                     if state.plan.is_member:
@@ -224,7 +230,7 @@ class EvergradRendezvousHandler(RendezvousHandler):
                         self._store = None
                     link.answer(state.plan, port=port)
                     continue
-                # Bounded, so that the silence of a coordinator is noticed, too.
+                # Wait for a limited time, so that the silence of the coordinator is also checked.
                 state.changed.wait(_WAIT_SECONDS)
                 silence.check(link.loop.seconds_since_contact(), now=time.monotonic())
             link.take_place(go)
@@ -235,7 +241,7 @@ class EvergradRendezvousHandler(RendezvousHandler):
         )
 
     def shutdown(self) -> bool:
-        """Called by the agent when it ends without a signal."""
+        """Report a failure and leave the run; the agent calls this when it ends without a signal."""
         self._link.report_failure()
         self._depart()
         return True
@@ -245,7 +251,7 @@ class EvergradRendezvousHandler(RendezvousHandler):
             return
         with contextlib.suppress(ValueError):
             signal.set_wakeup_fd(-1)
-        # Not closed but replaced: objects copied by the fork close their numbers at some later time.
+        # Replace the descriptors instead of closing them: objects that the fork copied close them later.
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor in self._link.loop.inherited_descriptors():
             os.dup2(null, descriptor)
@@ -261,16 +267,16 @@ class EvergradRendezvousHandler(RendezvousHandler):
 
 
 class _Silence:
-    """How long one rendezvous has waited for an answer of the coordinator, and what was said of it."""
+    """Measures how long one rendezvous has waited for the coordinator, and logs it."""
 
     def __init__(self, settings: "AgentSettings", *, now: float) -> None:
         self._settings = settings
         self._began = self._said = now
 
     def check(self, seconds_since_contact: float, *, now: float) -> None:
-        """Say every ten seconds that nobody answers.
+        """Print a message every ten seconds while the coordinator does not answer.
 
-        Raises RendezvousTimeoutError when that has lasted too long.
+        Raises RendezvousTimeoutError if this lasts longer than the join timeout.
         """
         from evergrad_common.addresses import join_address
         from evergrad_trainer.worker.silence import SAY_SECONDS, describe_silence
@@ -292,10 +298,10 @@ class _Silence:
 
 
 class _ExitBarrierStore(HashStore):
-    """The agent's own store. With identical workers torch uses it for one thing: the barrier of agents whose
-    workers ended well.
+    """The agent's store. With identical workers, torch uses it only for the barrier of agents whose workers
+    have exited successfully.
 
-    Thus its ``add`` is this node's vote, and its ``wait`` lasts until the coordinator has counted all.
+    Therefore ``add`` is this node's vote, and ``wait`` returns when the coordinator has counted all votes.
     """
 
     def __init__(self, link: "AgentLink") -> None:

@@ -1,8 +1,8 @@
-"""Feeds one tracker in a thread of its own, so that a library that is slow, fails or hangs costs no step.
+"""Feeds one tracker from a separate thread, so that a slow, failing or hanging library does not delay steps.
 
-The run's own files decide what is shown: whatever a kill, a hang or a failure has kept from a tracker,
-the next feeder of the run reads there and shows. A note beside the files says up to where everything is
-shown.
+The run's files are the source of the records. If a kill, a hang or a failure keeps records from a tracker,
+the run's next feeder reads them from the files and shows them. A note next to the files contains the newest
+step up to which all records are shown.
 """
 
 import contextlib
@@ -41,15 +41,18 @@ from evergrad_trainer.run.directory import (
 _log = logging.getLogger(__name__)
 
 MOST_WAITING: Final = 10_000
-"""Records that wait for a library: more are left to the run's files, from which a later start shows them."""
+"""Maximum number of records that wait for a library. Further records are not queued; a later start reads
+them from the run's files and shows them."""
 FLUSH_SECONDS: Final = 2.0
-"""Between two notes of what is shown: a kill has the steps since then read from the run's files."""
+"""Seconds between two notes of the shown records. After a kill, the steps since the last note are read from
+the run's files."""
 
 OPENING_SECONDS: Final = 60.0
-"""How long an opening waits for that of another process, whose library may hang in it."""
+"""Maximum time to wait while another process opens the same tracker, because its library may hang."""
 
 _LONGEST_FAILURE: Final = 500
-"""Characters of what a library has raised: some put whole answers of a server into it."""
+"""Maximum number of characters of a library's error message. Some messages contain a server's whole
+response."""
 
 Opener = Callable[[TrackedRun], Library]
 
@@ -63,7 +66,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class TrackerFinish:
-    """The last thing that a feeder is given."""
+    """The last item of a feeder's queue."""
 
     end: End
 
@@ -72,7 +75,7 @@ Item = RunInfo | Record | Saved | TrackerFinish
 
 
 class Feeder:
-    """The thread, and what is known of it from outside."""
+    """The thread that feeds one tracker, and its state for other threads."""
 
     def __init__(
         self,
@@ -83,7 +86,7 @@ class Feeder:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.failure: str | None = None
-        """The error that the library has raised, as one line without credentials."""
+        """The error that the library raised, as one line without credentials; None if there was none."""
         self._settings = settings
         self._open_library = open_library
         self._directory = directory
@@ -97,7 +100,7 @@ class Feeder:
         self._info: RunInfo | None = None
         self._shown = Shown()
         self._throughput = Throughput()
-        # Checkpoints whose hash was noted: one that is removed behind that is not noted as gone.
+        # Checkpoints whose hash was noted. If retention removes such a checkpoint, it is not noted as gone.
         self._identified: set[str] = set()
         self._noted = Shown()
         self._flushed_at = 0.0
@@ -108,12 +111,12 @@ class Feeder:
 
     @property
     def busy_seconds(self) -> float:
-        """How long the library has been at one record; 0 where it waits for the next."""
+        """Seconds that the library has spent on the current record; 0 while the thread waits for the next."""
         since = self._busy_since
         return 0.0 if since is None else self._clock() - since
 
     def give(self, item: Item) -> bool:
-        """Hand an item over, and do not wait; False where too many wait already."""
+        """Add an item to the queue without waiting; returns False if the queue is full."""
         try:
             self._items.put_nowait(item)
         except queue.Full:
@@ -121,17 +124,17 @@ class Feeder:
         return True
 
     def wait(self, seconds: float) -> bool:
-        """Wait until everything is shown and let go of; whether it is."""
+        """Wait at most ``seconds`` until the thread has ended; returns whether it has ended."""
         return self._is_done.wait(seconds)
 
     def abandon(self) -> None:
-        """Have it write nothing more, at the latest when its library answers."""
+        """Stop writing. If the library hangs, the thread stops when the library's call returns."""
         self._abandoned.set()
 
     def _live(self) -> None:
         try:
             while not self._abandoned.is_set():
-                # The next item; none where it is time for a flush first.
+                # Take the next item, or none if a flush is due first.
                 left = max(0.01, self._flushed_at + FLUSH_SECONDS - self._clock())
                 has_news = self._shown != self._noted
                 item: Item | None = None
@@ -145,7 +148,7 @@ class Feeder:
                 self._busy_since = None
                 if isinstance(item, TrackerFinish):
                     return
-        except Exception as error:  # noqa: BLE001 - whatever a library raises is told to the observer, and ends the tracker alone
+        except Exception as error:  # noqa: BLE001 - reported to the observer; ends only this tracker
             self.failure = describe_failure(error)
             _log.warning("tracker %s: %s", self._settings.type, self.failure)
         finally:
@@ -156,7 +159,7 @@ class Feeder:
         if isinstance(item, RunInfo):
             self._open(item)
         elif self._library is None:
-            # It was never opened: nothing has begun.
+            # The library was never opened, so there is no run to write to.
             return
         elif isinstance(item, Saved):
             # Retention may have removed it already.
@@ -171,7 +174,8 @@ class Feeder:
             self._write(item)
 
     def _open(self, info: RunInfo) -> None:
-        """Open the library, or open it anew where the run goes back, and show what it has missed."""
+        """Open the library, or open it again if the run goes back to an earlier step; then show the missed
+        records."""
         library, self._library = self._library, None
         if library is not None:
             library.finish("handed on")
@@ -180,20 +184,20 @@ class Feeder:
                 return
             library = self._library = self._open_library(self._describe(info))
             self._info, self._shown = info, library.shown
-            # At once: the library's own id must outlive a kill in the very first step.
+            # Write the note now: the library's id must survive a kill during the first step.
             self._write_note(library)
 
         for record in read_missed(self._directory, library.shown, newest=info.start_step):
             if self._abandoned.is_set():
                 return
-            # A long run that is shown for the first time takes its time, and does not hang.
+            # A long run takes time when it is shown for the first time. This must not look like a hang.
             self._busy_since = self._clock()
             self._write(record)
 
-        # Before notes, which may take long: a process that ends meanwhile has shown its rows.
+        # Flush before the notes, which can take long: if the process ends meanwhile, its rows are shown.
         self._flush()
-        # A kill may have kept the newest checkpoint from the tracker, and one that was added has none. All
-        # that are there are noted: a note that is given again says the same.
+        # A kill may have kept the newest checkpoint from the tracker, and a tracker that was added later has
+        # no checkpoints. Note all existing checkpoints; to repeat a note does not change it.
         for manifest in sorted(
             self._directory.checkpoints.glob(f"step-*/{CheckpointFile.MANIFEST}")
         ):
@@ -205,7 +209,7 @@ class Feeder:
                 library.note(f"checkpoint/{manifest.parent.name}", identity)
 
     def _identify(self, checkpoint: str) -> str | None:
-        """Hash of a checkpoint's manifest, which has the checksum of each of its files; None without one."""
+        """Hash of a checkpoint's manifest, which has the checksum of each file; None if it cannot be read."""
         manifest = self._directory.checkpoints / checkpoint / CheckpointFile.MANIFEST
         try:
             return f"sha256:{hashlib.sha256(manifest.read_bytes()).hexdigest()}"
@@ -214,14 +218,14 @@ class Feeder:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Keep other processes of the run from opening this tracker meanwhile.
+        """Prevent other processes of the run from opening this tracker at the same time.
 
-        The rank 0 before this one may still be at it: two that find no run would make two of them.
+        The previous rank 0 may still be opening it. If both found no run, both would create one.
         """
         type_, until = self._settings.type, self._clock() + OPENING_SECONDS
 
         def note_wait() -> None:
-            # To wait is not to hang.
+            # Waiting for the lock must not look like a hang.
             self._busy_since = self._clock()
 
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -236,13 +240,13 @@ class Feeder:
             yield
 
     def _describe(self, info: RunInfo) -> TrackedRun:
-        """The run as its library gets to know it."""
+        """Describe the run for its library."""
         type_ = self._settings.type
         noted = read_json_object(self._folder / f"{type_}.json") or {}
         if noted.get("run") != info.run_id:
-            # The note is another run's, whose directory was copied: this one is not shown yet.
+            # The note belongs to another run whose directory was copied. This run is not shown yet.
             noted = {}
-        # The configuration of the run that trackers keep, as nested mappings.
+        # Trackers store the run's configuration as nested mappings.
         resolved = self._directory.read_resolved() or {}
         facts = {
             "run": info.name,
@@ -294,7 +298,7 @@ class Feeder:
 
     def _write_note(self, library: Library) -> None:
         if self._abandoned.is_set():
-            # Its library has hung until now: another feeder may show the run by now, and keep the note.
+            # The library has hung until now. Another feeder may show the run already, and owns the note.
             return
         shown, info = self._shown, self._info
         note = {
@@ -310,9 +314,9 @@ class Feeder:
 
 
 def describe_failure(error: Exception) -> str:
-    """An error of a library as one line that may be written down.
+    """Describe an error of a library in one line that is safe to store.
 
-    Libraries name the address that they could not reach: that of MLFLOW_TRACKING_URI may have a password.
+    Libraries name the address that they could not reach, and MLFLOW_TRACKING_URI may contain a password.
     """
     why = hide_credentials(" ".join(str(error).split()))
     return f"{type(error).__name__}: {why[:_LONGEST_FAILURE]}"

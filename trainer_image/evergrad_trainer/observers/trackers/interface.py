@@ -1,4 +1,4 @@
-"""The interface of a tracker's library, and what it is told of the run that it shows."""
+"""The interface of a tracker's library, and the description of the run that it receives."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,22 +8,23 @@ from typing import Any, Final, Literal, Protocol
 from evergrad_manifest.training import Tracker
 
 CLOSING_SECONDS: Final = 5.0
-"""How long an end waits for all trackers together: whoever asked the run to stop may kill next."""
+"""Maximum time that the end of a run waits for all trackers together. The program that stopped the run may
+kill it next."""
 
 Values = Mapping[str, float]
-"""Finite numbers by the names that a tracker shows, such as ``train/loss``."""
+"""Finite numbers by their names in a tracker, such as ``train/loss``."""
 End = Literal["complete", "stopped", "interrupted", "failed", "handed on"]
-"""How this process's part ends. ``stopped``: after a step of which everything is known. ``interrupted``: an
-evaluation of the newest step may have been cut, and goes on with the run; as it may after ``failed`` and
-``handed on``, where another process goes on."""
+"""How this process's part of the run ends. ``stopped``: after a step whose evaluations are complete.
+``interrupted``: an evaluation of the newest step may be incomplete, and continues when the run does. The same
+holds after ``failed`` and ``handed on``, where another process continues."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """Records that a tracker shows already, and is not given again.
+    """The records that a tracker already shows; they are not written again.
 
-    ``step``: the newest one. ``evaluations``: the newest step of each evaluation set; ``others``: of sets
-    that are not among them.
+    ``step``: the newest step. ``evaluations``: the newest step of each evaluation set; ``others``: the newest
+    step of all other sets.
     """
 
     step: int = 0
@@ -36,11 +37,11 @@ class Shown:
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run as its tracker gets to know it, at a start or where another process becomes rank 0.
+    """The description of a run for its tracker, at a start or when another process becomes rank 0.
 
-    ``start_step``: finished steps now; the tracker may have been shown more before a kill. ``own_id``: the
-    id that the library itself has given the run, empty where it has not been shown yet. ``noted``: what this
-    product has noted of what is shown; some libraries can say it better themselves.
+    ``start_step``: number of finished steps; the tracker may show later steps from before a kill. ``own_id``:
+    the id that the library gave the run, or an empty text if the tracker does not show the run yet.
+    ``noted``: the shown records according to the run's note; some libraries can report them more exactly.
     """
 
     run_id: str
@@ -58,27 +59,30 @@ class TrackedRun:
 
 
 class Library(Protocol):
-    """One tracker's library, opened for one run. Called by one thread; an exception ends the tracker."""
+    """One tracker's library, opened for one run. One thread calls it; an exception ends the tracker."""
 
     own_id: str
     shown: Shown
-    """Records that are shown now that it is opened."""
+    """The records that the tracker shows when it is opened."""
 
     def write(self, step: int, time: float, values: Values) -> None:
-        """Show values at ``step``. Steps never go back; ``time`` in Unix seconds."""
+        """Show values at ``step``. Steps never decrease; ``time`` is in Unix seconds."""
 
     def note(self, name: str, text: str) -> None:
-        """Keep a text beside the values. The same one may be given again."""
+        """Store a text next to the values. The same note may be written again."""
 
     def flush(self) -> None:
-        """Bring what was written to where a kill of this process does not reach it."""
+        """Store all written values so that they survive a kill of this process."""
 
     def finish(self, end: End) -> None:
-        """Flush and let go of the run."""
+        """Flush and close the run."""
 
 
 def flatten(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one of dotted names, for libraries that know no others. Lists stay whole."""
+    """Flatten nested mappings to dotted names, for libraries that do not support nesting. Lists stay whole.
+
+    For example, ``{"a": {"b": 1}}`` becomes ``{"a.b": 1}``.
+    """
     flat: dict[str, Any] = {}
     for key, value in facts.items():
         name = f"{prefix}{key}"

@@ -1,7 +1,7 @@
-"""MLflow: one run, found by its tag, by the client of mlflow (mlflow-skinny); offline in a SQLite file.
+"""MLflow tracker: one run, found by its tag, through the client of mlflow (mlflow-skinny); offline in SQLite.
 
-It keeps each value that it was ever given, so that a step that was trained twice is shown as it was trained
-first. The store itself is asked for what it shows.
+MLflow keeps every value that it receives. If a step is trained twice, it shows the first values. The records
+that it already shows are read from MLflow itself.
 """
 
 import hashlib
@@ -29,19 +29,19 @@ _log = logging.getLogger(__name__)
 
 _TAG: Final = "evergrad.run_id"
 _NAME_TAG: Final = "evergrad.name."
-"""Beginning of the tags that say how the run calls what MLflow shows under another name."""
+"""Prefix of the tags that store the run's name of a metric that MLflow shows under another name."""
 _LONGEST_NAME: Final = 250 - len(_NAME_TAG)
-"""Characters of a name that MLflow takes, also behind the beginning of a tag."""
+"""Maximum number of characters of a name, so that MLflow also accepts it after the prefix of a tag."""
 _REFUSED: Final = re.compile(r"[^\w.\- :]")
-"""Characters that MLflow refuses in a part of a name, whose parts are divided by slashes."""
+"""Characters that MLflow refuses in a part of a name; parts are separated by slashes."""
 _MOST_VALUES: Final = 500
-"""Values in one request; the client takes a thousand."""
+"""Maximum number of values in one request; the client accepts a thousand."""
 _LONGEST: Final = 500
-"""Characters of a parameter that every store takes."""
+"""Maximum number of characters of a parameter that every store accepts."""
 _IN_EVERY_STEP: Final = "train/learning_rate"
-"""A number that a step always has, unlike a loss: where the store has it, it shows the step."""
+"""A metric that every step has, unlike a loss. If the store has this metric for a step, it shows the step."""
 _SHOWS_EVALUATION: Final = re.compile(r"evaluation/(.+)/loss")
-"""The name of a number that says the same of an evaluation, with its set."""
+"""Name of the metric that every evaluation has; the group is the name of the evaluation set."""
 _STATUS: Final[dict[End, str]] = {
     "complete": "FINISHED",
     "stopped": "KILLED",
@@ -52,10 +52,10 @@ _STATUS: Final[dict[End, str]] = {
 
 
 class MLflow:
-    """One process's part of a run."""
+    """The MLflow run to which one process writes."""
 
     def __init__(self, run: TrackedRun) -> None:
-        # Before the first import, which makes a client that reports to MLflow's makers, offline too.
+        # Set before the first import, which creates a client that sends telemetry, even offline.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         tracking: Any = importlib.import_module("mlflow.tracking")
         entities: Any = importlib.import_module("mlflow.entities")
@@ -68,7 +68,7 @@ class MLflow:
             _make_database(database, tracking)
             uri = f"sqlite:///{database}"
             place = (run.directory.absolute() / "artifacts").as_uri()
-        # Without a URL: what the library's own environment variable says.
+        # Without a URL, the library uses its own environment variable.
         self._client: Any = tracking.MlflowClient(tracking_uri=uri)
 
         name = settings.project or DEFAULT_PROJECT
@@ -82,7 +82,7 @@ class MLflow:
             self.own_id = found[0].info.run_id
             self._client.update_run(self.own_id, status="RUNNING")
         else:
-            # With its tag from the beginning: a kill leaves no run that nobody finds again.
+            # Create the run with its tag, so that a kill leaves no run that later starts cannot find.
             own = {f"tag.{tag}": tag for tag in settings.tags}
             tags = {shown: own[name] for name, shown in find_names(own, {}).items()}
             made = self._client.create_run(
@@ -91,8 +91,8 @@ class MLflow:
             self.own_id = made.info.run_id
         data = self._client.get_run(self.own_id).data
 
-        # Also of a run that was found: a kill, or a name that was refused, has kept them from it. One that is
-        # there stays, since MLflow refuses another value.
+        # Also for an existing run, which may lack parameters after a kill or a refused name. Existing
+        # parameters stay, because MLflow refuses to change a value.
         params = [
             entities.Param(name, text)
             for name, text in parameters_of(run.facts).items()
@@ -101,7 +101,7 @@ class MLflow:
         for first in range(0, len(params), 100):
             self._client.log_batch(self.own_id, params=params[first : first + 100])
 
-        # The rows that it shows already: nothing is sent twice.
+        # Find the rows that it already shows, so that no row is sent twice.
         self._names = read_names(data.metrics, data.tags)
         evaluations = {
             match[1]: self._newest(one)
@@ -113,15 +113,15 @@ class MLflow:
         self._waiting: list[Any] = []
 
     def write(self, step: int, time: float, values: Values) -> None:
-        # Another process has to know them, whatever else it shows: they are kept before their values.
+        # Store changed names before their values, so that a later process can always map them back.
         if not values.keys() <= self._names.keys():
             names = find_names(values, self._names)
             for name in names.keys() - self._names.keys():
                 if names[name] != name:
                     self._client.set_tag(self.own_id, f"{_NAME_TAG}{names[name]}", name)
             self._names = names
-        # A kill comes between two requests: no row is divided between them that fits into one. Of a longer
-        # one the number that says that it is shown comes last.
+        # A kill may come between two requests. A row that fits into one request is not divided; in a longer
+        # row, the metric that marks the row as shown comes last.
         last = [
             name
             for name in values
@@ -155,18 +155,18 @@ class MLflow:
 
 
 def read_names(metrics: Iterable[str], tags: Mapping[str, str]) -> dict[str, str]:
-    """Names under which MLflow shows metrics of a run, by those that the run has for them."""
+    """Map the run's names of metrics to the names under which MLflow shows them."""
     called = {
         tag.removeprefix(_NAME_TAG): name
         for tag, name in tags.items()
         if tag.startswith(_NAME_TAG)
     }
-    # Also those of which a kill has kept the first value: nothing else may get their name.
+    # Include names without values, which a kill may leave: no other metric may use these names.
     return {called.get(shown, shown): shown for shown in [*metrics, *called]}
 
 
 def parameters_of(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return the run's facts as MLflow keeps them: texts, under names that it takes."""
+    """Return the run's facts as parameters for MLflow: texts under names that MLflow accepts."""
     texts = {
         name: value if isinstance(value, str) else json.dumps(value)
         for name, value in flatten(facts).items()
@@ -176,18 +176,18 @@ def parameters_of(facts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def find_names(names: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
-    """Names that MLflow takes, by those of the run; the ``known`` ones, which stay as they are, among them.
+    """Map the run's names to names that MLflow accepts; the result contains ``known`` without changes.
 
-    Refused characters become ``_``. Of two names that would become one, or that are too long, the one that
-    was changed ends with a hash of what it was.
+    Refused characters become ``_``, for example ``a?b`` becomes ``a_b``. If the result is taken or too long,
+    a hash of the original name is appended.
     """
     found = dict(known)
     taken, cleaned, changed = set(found.values()), dict[str, str](), list[str]()
     for name in names:
-        # Parts of dots alone, or of nothing, are resolved as those of a path, and refused.
+        # MLflow treats names as paths and refuses parts that are empty or consist of dots.
         parts = [_REFUSED.sub("_", part) for part in name.split("/")]
         cleaned[name] = "/".join(part if part.strip(".") else "_" for part in parts)
-    # Names that MLflow takes come first, so that they keep what they are called.
+    # Names that MLflow accepts come first, so that they stay unchanged.
     for name in sorted(
         cleaned.keys() - found.keys(), key=lambda one: (cleaned[one] != one, one)
     ):
@@ -209,10 +209,10 @@ def find_names(names: Iterable[str], known: Mapping[str, str]) -> dict[str, str]
 
 
 def _make_database(path: Path, tracking: Any) -> None:
-    """Make the store under another name, and give it its own once it is whole.
+    """Create the store under a temporary name, and rename it when it is complete.
 
-    Its tables are made by dozens of migrations, which are no one transaction: a database that a kill left
-    half made could never be opened again.
+    MLflow creates its tables in dozens of migrations, which are not one transaction. A database that a kill
+    left incomplete could not be opened again.
     """
     if path.exists():
         return
@@ -221,6 +221,6 @@ def _make_database(path: Path, tracking: Any) -> None:
         tracking.MlflowClient(tracking_uri=f"sqlite:///{making}").search_experiments()
         publish_once(making, path)
     finally:
-        # Also those of processes that were killed while they made one.
+        # Remove also the temporary files of processes that were killed here.
         for one in path.parent.glob(f".{path.name}.*"):
             one.unlink(missing_ok=True)
